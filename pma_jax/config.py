@@ -1,0 +1,414 @@
+"""Every key of a run: its type, its unit (in its name), its default and what it does.
+
+A configuration is a file with `get_config() -> ml_collections.ConfigDict`, which starts from `defaults()` and changes
+fields, or the name of a shipped one (`demo`). Overrides such as `--config.checkpoint.interval_tokens=4e6` are applied
+to that dictionary; `resolve` turns it into the frozen, validated `Config` that the rest of the package reads.
+Durations are configured in tokens; `Config` derives steps from them, here and nowhere else.
+"""
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import importlib.util
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+
+SOURCES = ("packaged", "files", "hub")
+DECAYS = ("none", "cosine", "linear", "minus_sqrt")
+REMAT_POLICIES = ("none", "full", "dots")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from and how it becomes tokens."""
+
+    source: str = "packaged"  # packaged (Python's standard library) | files (globs) | hub (a Hugging Face dataset)
+    files: tuple[str, ...] = ()  # globs of .txt, .jsonl or .parquet files, for `files`
+    text_field: str = "text"  # the field (JSONL) or column (Parquet, hub) that holds a document
+    hub_name: str = ""  # dataset name or local path, for `hub`
+    hub_subset: str = ""  # dataset configuration; empty: the default one
+    hub_split: str = "train"  # dataset split
+    tokenizer: str = "bytes"  # bytes | bpe (trained on the corpus) | a path to a Hugging Face tokenizer.json
+    bpe_vocabulary_size: int = 4096  # entries, for `bpe`
+    held_out_percent: float = 2.0  # share of documents held out for evaluation, chosen by a hash of their name
+    cache_dir: str = "~/.cache/pma_jax"  # prepared tokens live here, one folder a digest
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer."""
+
+    vocabulary_size: int = 256  # V: rows of the embedding; at least the tokenizer's
+    width: int = 128  # D: residual stream
+    layers: int = 4  # number of blocks
+    heads: int = 4  # N: query heads
+    kv_heads: int = 4  # K: key and value heads; divides `heads`
+    head_dim: int = 32  # H
+    hidden: int = 384  # F: inner width of the gated MLP
+    qk_norm: bool = False  # RMSNorm on queries and keys, a scale per head dim
+    tie_embeddings: bool = False  # the output projection is the embedding
+    rope_theta: float = 10_000.0  # base of the rotary wavelengths
+    norm_epsilon: float = 1e-6
+    compute_dtype: str = "float32"  # float32 | bfloat16; parameters stay float32
+    remat: str = "none"  # what the backward pass recomputes: none | full | dots (all but matrix products)
+    scan_layers: bool = True  # lax.scan over the stacked blocks; False unrolls the same blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW; weight decay on matrices only."""
+
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1  # times the learning rate, on leaves with two or more dims
+    clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+    """Learning rate as a function of tokens: warm-up, stable, decay."""
+
+    peak_rate: float = 3e-3
+    warmup_tokens: int = 200_000  # linear from 0
+    decay: str = "none"  # none (constant) | cosine | linear | minus_sqrt
+    decay_start_tokens: int = 0  # where the decay begins; it ends at training.total_tokens
+    final_rate: float = 0.0  # at the end of the decay
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """The loop's own sizes."""
+
+    total_tokens: int = 6_000_000  # the horizon
+    sequence_length_tokens: int = 128  # L
+    batch_size_sequences: int = 16  # B: sequences an optimizer step, over all devices
+    accumulation_steps: int = 1  # microbatches an optimizer step; divides the batch
+    z_loss_weight: float = 0.0  # times log(Z)^2, averaged over tokens
+    log_interval_tokens: int = 100_000  # a line of metrics this often
+    seed: int = 0  # of initialisation and data order
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """Snapshots (what merging reads) and states (what resuming and forking need)."""
+
+    interval_tokens: int = 100_000  # V: tokens between snapshots
+    window: int = 10  # N: snapshots that a merge needs; retention never goes below it
+    keep_windows: int = 0  # newest windows (N snapshots each) kept; 0 keeps every snapshot
+    archive_interval_tokens: int = 0  # besides, keep snapshots at multiples of this for good; 0: none
+    state_interval_tokens: int = 1_000_000  # tokens between full states
+    keep_states: int = 2  # newest states kept
+    keep_states_at_tokens: tuple[int, ...] = ()  # besides, a state is saved and kept at each of these (for forks)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Validation loss, computed at every snapshot."""
+
+    tokens: int = 65_536  # held-out tokens read each time, always the same ones
+    batch_size_sequences: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class PreviewConfig:
+    """Merged models evaluated while the run goes on."""
+
+    recipe: str = "sma"
+    windows: tuple[int, ...] = (10,)  # one preview each; empty: none. Host memory: the largest times the model
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; one of them may be -1: all that are left."""
+
+    data: int = -1  # batch is split, parameters are replicated
+    fsdp: int = 1  # batch and parameters are split
+    tensor: int = 1  # heads, hidden and vocabulary are split
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A resolved, validated run configuration."""
+
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    training: TrainingConfig = TrainingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    preview: PreviewConfig = PreviewConfig()
+    mesh: MeshConfig = MeshConfig()
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens an optimizer step."""
+        return self.training.batch_size_sequences * self.training.sequence_length_tokens
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run: the first count that reaches the horizon."""
+        return -(-self.training.total_tokens // self.batch_tokens)
+
+    def step_at(self, tokens: int) -> int:
+        """The first step after which at least `tokens` were consumed."""
+        return -(-tokens // self.batch_tokens)
+
+    def is_mark(self, step: int, interval_tokens: int) -> bool:
+        """Whether a multiple of `interval_tokens` was reached by `step`, and not by the step before.
+
+        Marks are the k-th multiples, not k times a rounded step count: they never drift.
+        """
+        now, before = step * self.batch_tokens, (step - 1) * self.batch_tokens
+        return now // interval_tokens > before // interval_tokens
+
+    def is_snapshot(self, step: int) -> bool:
+        """Whether a snapshot is taken after `step`: at every V tokens and at the horizon."""
+        return self.is_mark(step, self.checkpoint.interval_tokens) or step == self.total_steps
+
+    def is_state(self, step: int) -> bool:
+        """Whether a full state is saved after `step`."""
+        named = step in {self.step_at(t) for t in self.checkpoint.keep_states_at_tokens}
+        every = self.is_mark(step, self.checkpoint.state_interval_tokens)
+        return named or every or step == self.total_steps
+
+
+def defaults() -> ml_collections.ConfigDict:
+    """The default of every key as a `ConfigDict`: where a configuration file starts. Unknown keys raise."""
+    return _to_config_dict(Config())
+
+
+def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
+    """Check `raw` and freeze it. Raises ValueError that names the key and what it should be."""
+    mapping = raw.to_dict() if isinstance(raw, ml_collections.ConfigDict) else raw
+    default = Config()
+    valid = dataclasses.asdict(default)
+    _refuse_unknown("", mapping, valid)
+    sections = {}
+    for name, keys in valid.items():
+        section = mapping.get(name, {})
+        _refuse_unknown(f"{name}.", section, keys)
+        values = {key: _as_type(f"{name}.{key}", value, keys[key]) for key, value in section.items()}
+        sections[name] = dataclasses.replace(getattr(default, name), **values)
+    config = Config(**sections)
+    _validate(config)
+    return config
+
+
+def load(name: str) -> ml_collections.ConfigDict:
+    """Call `get_config()` of a file, or of a shipped configuration by name.
+
+    Raises ValueError when there is no such file, or it does not define `get_config`.
+    """
+    path = _find(name)
+    spec = importlib.util.spec_from_file_location("pma_jax_user_config", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file: a configuration is a .py with get_config()")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"{path} has no get_config(): define one that returns a ConfigDict")
+    raw = module.get_config()
+    if not isinstance(raw, ml_collections.ConfigDict):
+        raise ValueError(f"get_config() of {path} returned {type(raw).__name__}, not a ConfigDict")
+    return raw
+
+
+def override(raw: ml_collections.ConfigDict, assignments: Iterable[str]) -> None:
+    """Apply `section.key=value` texts to `raw` in place.
+
+    Values are read as the key's own type: `4e6` is an integer for an integer key, `3,6` a tuple for a tuple key. Raises
+    ValueError that names the nearest valid key, or the type that was expected.
+    """
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        section, dot, key = path.partition(".")
+        if not equals:
+            raise ValueError(f"override {assignment!r} has no value: write --config.{path}=VALUE")
+        if not dot or section not in raw or key not in raw[section]:
+            valid = [f"{s}.{k}" for s in raw for k in raw[s]]
+            raise ValueError(f"unknown config key {path!r}{_nearest(path, valid)}")
+        default = dataclasses.asdict(Config())[section][key]
+        raw[section][key] = _as_type(path, _parse(text, default), default)
+
+
+def to_json(config: Config) -> str:
+    """The resolved configuration as canonical JSON: sorted keys, one line a key."""
+    return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """The inverse of `to_json`."""
+    return resolve(json.loads(text))
+
+
+def digest(config: Config) -> str:
+    """SHA-256 (16 hex digits) of what decides the run's numbers: all but where it runs."""
+    return hashlib.sha256(json.dumps(_identity(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """`section.key: old -> new` for every key that decides the run's numbers and differs."""
+    a, b = _identity(old), _identity(new)
+    return [
+        f"{section}.{key}: {a[section][key]} -> {b[section][key]}"
+        for section in a
+        for key in a[section]
+        if a[section][key] != b[section][key]
+    ]
+
+
+def _identity(config: Config) -> dict[str, dict[str, Any]]:
+    identity: dict[str, dict[str, Any]] = dataclasses.asdict(config)
+    # The mesh and the cache say where a run lives; the run may move.
+    del identity["mesh"]
+    del identity["data"]["cache_dir"]
+    return identity
+
+
+def _to_config_dict(config: Config) -> ml_collections.ConfigDict:
+    raw = ml_collections.ConfigDict(dataclasses.asdict(config))
+    return raw.lock()
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    if path.suffix == ".py" or path.exists():
+        if path.is_file():
+            return path
+        raise ValueError(f"no configuration file {name}: check the path, or name a shipped one")
+    package = Path(__file__).parent
+    # A wheel carries configs/ inside the package; in a clone it stands beside the package.
+    folders = [package / "shipped_configs", package.parent / "configs"]
+    shipped = {file.stem: file for folder in folders for file in folder.glob("[a-z]*.py")}
+    if name not in shipped:
+        raise ValueError(f"no configuration {name!r}: give a .py file or one of {sorted(shipped)}")
+    return shipped[name]
+
+
+def _nearest(key: str, valid: Iterable[str]) -> str:
+    return f": did you mean {difflib.get_close_matches(key, valid, n=1, cutoff=0.0)[0]!r}?"
+
+
+def _refuse_unknown(prefix: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
+    for key in given:
+        if key not in valid:
+            raise ValueError(f"unknown config key {prefix + key!r}{_nearest(key, list(valid))}")
+
+
+def _parse(text: str, default: Any) -> Any:
+    if isinstance(default, str):
+        return text
+    if isinstance(default, bool):
+        return {"true": True, "false": False, "1": True, "0": False}.get(text.lower(), text)
+    if isinstance(default, tuple):
+        text = text.strip().strip("()[]").strip(",")
+        return tuple(_literal(item.strip()) for item in text.split(",")) if text else ()
+    return _literal(text)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _as_type(key: str, value: Any, default: Any) -> Any:
+    """`value` as the type of `default`, or ValueError; a whole float such as 4e6 is an integer."""
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+    elif isinstance(default, int):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, float) and math.isfinite(value) and value == math.floor(value):
+            return int(value)
+    elif isinstance(default, float):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif isinstance(default, tuple):
+        if isinstance(value, tuple | list):
+            item = 0 if key != "data.files" else ""
+            return tuple(_as_type(key, v, item) for v in value)
+    elif isinstance(value, str):
+        return value
+    raise ValueError(f"config key {key!r} takes {_kind(default)}, not {value!r}")
+
+
+def _kind(default: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return names.get(type(default), "a list such as 3,6,10")
+
+
+def _validate(config: Config) -> None:
+    model, training, checkpoint = config.model, config.training, config.checkpoint
+    _one_of("data.source", config.data.source, SOURCES)
+    _one_of("schedule.decay", config.schedule.decay, DECAYS)
+    _one_of("model.remat", model.remat, REMAT_POLICIES)
+    _one_of("model.compute_dtype", model.compute_dtype, DTYPES)
+    for section, keys in _POSITIVE.items():
+        for key in keys:
+            value = getattr(getattr(config, section), key)
+            if value <= 0:
+                raise ValueError(f"config key '{section}.{key}' must be above 0, not {value}")
+    _divides("model.kv_heads", model.kv_heads, "model.heads", model.heads)
+    _divides(
+        "training.accumulation_steps",
+        training.accumulation_steps,
+        "training.batch_size_sequences",
+        training.batch_size_sequences,
+    )
+    if model.head_dim % 2:
+        raise ValueError(f"model.head_dim must be even for rotary positions, not {model.head_dim}")
+    if not 0 < config.data.held_out_percent < 100:
+        raise ValueError("data.held_out_percent must lie between 0 and 100")
+    if checkpoint.interval_tokens < config.batch_tokens:
+        raise ValueError(
+            f"checkpoint.interval_tokens ({checkpoint.interval_tokens}) is less than one step's "
+            f"{config.batch_tokens} tokens: raise it or shrink the batch"
+        )
+    if any(w < 1 for w in config.preview.windows):
+        raise ValueError(f"preview.windows must be 1 or more, not {config.preview.windows}")
+    schedule = config.schedule
+    if schedule.decay != "none" and not (schedule.warmup_tokens <= schedule.decay_start_tokens < training.total_tokens):
+        raise ValueError(
+            f"schedule.decay_start_tokens ({schedule.decay_start_tokens}) must lie between the end of the warm-up "
+            f"({schedule.warmup_tokens}) and training.total_tokens ({training.total_tokens})"
+        )
+
+
+_POSITIVE = {
+    "model": ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden"),
+    "training": (
+        "total_tokens",
+        "sequence_length_tokens",
+        "batch_size_sequences",
+        "accumulation_steps",
+        "log_interval_tokens",
+    ),
+    "checkpoint": ("interval_tokens", "window", "state_interval_tokens", "keep_states"),
+    "evaluation": ("tokens", "batch_size_sequences"),
+    "schedule": ("peak_rate",),
+}
+
+
+def _one_of(key: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"config key {key!r} is one of {', '.join(valid)}, not {value!r}")
+
+
+def _divides(small_key: str, small: int, large_key: str, large: int) -> None:
+    if large % small:
+        raise ValueError(f"{small_key} ({small}) must divide {large_key} ({large})")

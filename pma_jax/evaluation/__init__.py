@@ -1,0 +1,1 @@
+"""Evaluation: loss in nats, perplexity and bits per byte."""

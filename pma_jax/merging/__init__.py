@@ -1,0 +1,1 @@
+"""Merging checkpoints: recipes (tokens -> coefficients), averager, engine."""

@@ -1,0 +1,1 @@
+"""Reporting: figures and one self-contained HTML page."""

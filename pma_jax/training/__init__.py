@@ -1,0 +1,1 @@
+"""Training: schedule, optimizer, state, step and the loop that reads top to bottom."""
