@@ -1,0 +1,67 @@
+"""The device mesh and the sharding rules: which mesh axis splits which logical dim.
+
+Every axis is explicit: an array's sharding is part of its type, and a product that would need to guess how to move data
+is an error, not a surprise. Axes (mesh) and dims (tensor) are two things; `Rules` is where they meet.
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax import P
+
+from pma_jax.config import MeshConfig
+
+AXES = ("data", "fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Mesh axis (or axes) of each logical dim; None leaves a dim whole."""
+
+    batch: tuple[str, ...] | str | None = ("data", "fsdp")  # B
+    width: str | None = "fsdp"  # D of parameters; activations keep D whole
+    heads: str | None = "tensor"  # N and K
+    hidden: str | None = "tensor"  # F
+    vocabulary: str | None = "tensor"  # V
+
+    def spec(self, *dims: str | None) -> P:
+        """The partition of an array whose dims carry these logical names (None: whole).
+
+        Raises ValueError when two dims would be split by the same mesh axis.
+        """
+        axes = [getattr(self, dim) if dim else None for dim in dims]
+        flat = [a for axis in axes if axis for a in (axis if isinstance(axis, tuple) else (axis,))]
+        for axis in set(flat):
+            if flat.count(axis) > 1:
+                raise ValueError(f"dims {dims} are both split by mesh axis {axis!r}: change one of the sharding rules")
+        return P(*axes)
+
+
+RULES = Rules()
+
+
+def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
+    """An explicit mesh over all devices; raises ValueError when the sizes do not multiply to their number."""
+    shape = [sizes.data, sizes.fsdp, sizes.tensor]
+    count = jax.device_count()
+    if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
+        raise ValueError(f"mesh sizes {dict(zip(AXES, shape, strict=True))}: each is 1 or more, and at most one is -1")
+    if -1 in shape:
+        rest = -math.prod(shape)
+        shape[shape.index(-1)] = max(count // rest, 1)
+    if math.prod(shape) != count:
+        raise ValueError(
+            f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, and {count} are here"
+        )
+    return jax.make_mesh(tuple(shape), AXES)
+
+
+def local_mesh() -> jax.sharding.Mesh:
+    """All devices along `data`: what evaluation and merging use when no mesh is named."""
+    return make_mesh(MeshConfig())
+
+
+def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    """The sharding that keeps a whole copy on every device."""
+    return jax.NamedSharding(mesh, P())
