@@ -1,0 +1,129 @@
+"""Text to token ids and back: bytes, a BPE trained on the corpus, or anybody's tokenizer.json.
+
+Every tokenizer is a frozen `Tokenizer` and saves as a Hugging Face tokenizer.json, the bytes one too, so that a model
+can leave with its tokenizer. Special tokens written out in a text are text: a document that discusses
+`<|endoftext|>` does not end there.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
+
+END_OF_DOCUMENT = "<|endoftext|>"
+END_NAMES = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")  # the first that a tokenizer.json has
+_BYTE_VALUES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """An immutable mapping between text and ids in [0, vocabulary_size)."""
+
+    name: str  # bytes | bpe | the file's name
+    vocabulary_size: int  # one more than the largest id
+    end_of_document: int  # the id that follows each document
+    digest: str  # SHA-256 (hex) of the tokenizer.json
+    backend: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
+    is_bytes: bool = False  # ids are the bytes themselves: no need of the backend
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text`, int32 [tokens], without special tokens around it."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, in parallel where the backend can. All texts are held in memory."""
+        if self.is_bytes:
+            return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD. Raises ValueError for an id past the vocabulary."""
+        ids_T = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        outside = ids_T[(ids_T < 0) | (ids_T >= self.vocabulary_size)]
+        if outside.size:
+            raise ValueError(f"token id {outside[0]} is outside the tokenizer's vocabulary of {self.vocabulary_size}")
+        if self.is_bytes:
+            return ids_T.astype(np.uint8).tobytes().decode(errors="replace")
+        return self.backend.decode(ids_T.tolist(), skip_special_tokens=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write a Hugging Face tokenizer.json; `load` reads it back."""
+        Path(path).write_text(self.backend.to_str(pretty=True) + "\n", encoding="utf-8")
+
+
+@functools.cache
+def bytes_tokenizer() -> Tokenizer:
+    """UTF-8 bytes: id b is byte b, and byte 0 ends a document."""
+    alphabet = _byte_alphabet()
+    vocabulary = {END_OF_DOCUMENT: 0} | {alphabet[value]: value for value in range(1, _BYTE_VALUES)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([END_OF_DOCUMENT])
+    return dataclasses.replace(_wrap("bytes", backend), is_bytes=True)
+
+
+def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
+    """Byte-level BPE of at most `vocabulary_size` entries; the same texts give the same tokenizer.
+
+    Texts are streamed; the counts of distinct words are kept. Raises ValueError when `vocabulary_size` cannot hold the
+    bytes and the end-of-document token.
+    """
+    smallest = _BYTE_VALUES + 1
+    if vocabulary_size < smallest:
+        raise ValueError(f"data.bpe_vocabulary_size must be {smallest} or more (bytes and {END_OF_DOCUMENT})")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _wrap("bpe", backend)
+
+
+def load(path: str | Path) -> Tokenizer:
+    """Read a Hugging Face tokenizer.json, ours or anybody's.
+
+    Raises ValueError when there is no such file, it is not a tokenizer, or it has none of `END_NAMES`.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise ValueError(f"no tokenizer file {path}: data.tokenizer is bytes, bpe, or a path to a tokenizer.json")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception
+        raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {str(error).splitlines()[0]}") from error
+    loaded = _wrap(path.name, backend)
+    return bytes_tokenizer() if loaded.digest == bytes_tokenizer().digest else loaded
+
+
+def _wrap(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    ends = [vocabulary[end] for end in END_NAMES if end in vocabulary]
+    if not ends:
+        raise ValueError(f"tokenizer {name} has no end-of-document token: add one of {', '.join(END_NAMES)} to it")
+    digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
+    return Tokenizer(name, max(vocabulary.values()) + 1, ends[0], digest, backend)
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in GPT-2's byte-level vocabularies."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(_BYTE_VALUES) if value not in printable]
+    return [chr(value) if value in printable else chr(_BYTE_VALUES + others.index(value)) for value in range(256)]
