@@ -153,32 +153,29 @@ class Config:
         """Tokens an optimizer step."""
         return self.training.batch_size_sequences * self.training.sequence_length_tokens
 
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the run: the first count that reaches the horizon."""
-        return -(-self.training.total_tokens // self.batch_tokens)
-
-    def step_at(self, tokens: int) -> int:
-        """The first step after which at least `tokens` were consumed."""
-        return -(-tokens // self.batch_tokens)
-
-    def is_mark(self, step: int, interval_tokens: int) -> bool:
-        """Whether a multiple of `interval_tokens` was reached by `step`, and not by the step before.
+    def is_mark(self, tokens: int, interval_tokens: int) -> bool:
+        """Whether the step that ended at `tokens` reached a multiple of `interval_tokens`.
 
         Marks are the k-th multiples, not k times a rounded step count: they never drift.
         """
-        now, before = step * self.batch_tokens, (step - 1) * self.batch_tokens
-        return now // interval_tokens > before // interval_tokens
+        return tokens // interval_tokens > (tokens - self.batch_tokens) // interval_tokens
 
-    def is_snapshot(self, step: int) -> bool:
-        """Whether a snapshot is taken after `step`: at every V tokens and at the horizon."""
-        return self.is_mark(step, self.checkpoint.interval_tokens) or step == self.total_steps
+    def is_horizon(self, tokens: int) -> bool:
+        """Whether the run is complete."""
+        return tokens >= self.training.total_tokens
 
-    def is_state(self, step: int) -> bool:
-        """Whether a full state is saved after `step`."""
-        named = step in {self.step_at(t) for t in self.checkpoint.keep_states_at_tokens}
-        every = self.is_mark(step, self.checkpoint.state_interval_tokens)
-        return named or every or step == self.total_steps
+    def is_snapshot(self, tokens: int) -> bool:
+        """Whether a snapshot is taken at `tokens`: at every V tokens and at the horizon."""
+        return self.is_mark(tokens, self.checkpoint.interval_tokens) or self.is_horizon(tokens)
+
+    def is_state(self, tokens: int) -> bool:
+        """Whether a full state is saved at `tokens`: at its own marks, where one is named, and at the horizon."""
+        every = self.is_mark(tokens, self.checkpoint.state_interval_tokens)
+        return every or self.is_named_state(tokens) or self.is_horizon(tokens)
+
+    def is_named_state(self, tokens: int) -> bool:
+        """Whether the step that ended at `tokens` reached one of `checkpoint.keep_states_at_tokens`."""
+        return any(tokens - self.batch_tokens < t <= tokens for t in self.checkpoint.keep_states_at_tokens)
 
 
 def defaults() -> ml_collections.ConfigDict:

@@ -1,0 +1,21 @@
+"""AdamW with global-norm clipping; weight decay on matrices only. The rate is applied by the step, in tokens."""
+
+import jax
+import optax
+
+from pma_jax.config import OptimizerConfig
+from pma_jax.model.decoder import Params
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clip, Adam's direction, decoupled weight decay (arXiv 1711.05101); what is left is to multiply by -rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity(),
+        optax.scale_by_adam(config.b1, config.b2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay, mask=decays),
+    )
+
+
+def decays(params: Params) -> Params:
+    """True for each leaf that weight decay applies to: all but the scales of norms."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)

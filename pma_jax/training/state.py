@@ -1,0 +1,46 @@
+"""The train state: what a step reads and replaces, as one plain pytree."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from pma_jax.config import Config
+from pma_jax.mesh import replicated
+from pma_jax.model.decoder import Params, init_params
+from pma_jax.training.optimizer import make_optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters and optimizer moments (float32), and the optimizer steps done (int32 scalar)."""
+
+    step: jax.Array
+    params: Params
+    optimizer: optax.OptState
+
+
+def init_state(config: Config, key: jax.Array) -> TrainState:
+    """A fresh state; traceable. Call under `jax.set_mesh`."""
+    params = init_params(config.model, key)
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.optimizer).init(params))
+
+
+def make_state(config: Config) -> TrainState:
+    """A fresh state from `training.seed`, made on the devices of the mesh that is set."""
+    return jax.jit(lambda key: init_state(config, key))(jax.random.key(config.training.seed))
+
+
+def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
+    """Shape, dtype and sharding of every leaf: the one description that restoring and compiling read."""
+
+    def on_devices(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, leaf.sharding.spec) if leaf.sharding else replicated(mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    with jax.set_mesh(mesh):
+        # The key is made inside: outside it would need a device, and ahead-of-time meshes have none.
+        abstract = jax.eval_shape(lambda: init_state(config, jax.random.key(0)))
+    return jax.tree.map(on_devices, abstract)

@@ -1,0 +1,70 @@
+"""One optimizer step, jitted, the state donated.
+
+Legend: B batch, L positions, M = L + 1 tokens of a window, A microbatches, b = B / A.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from pma_jax.config import Config
+from pma_jax.evaluation.loss import loss_sums
+from pma_jax.mesh import RULES
+from pma_jax.model.decoder import Params
+from pma_jax.training.optimizer import make_optimizer
+from pma_jax.training.state import TrainState
+
+Metrics = dict[str, jax.Array]
+
+
+def make_train_step(
+    config: Config, graph: nnx.GraphDef
+) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]:
+    """`step(state, tokens_BxM int32, rate) -> (state, {"loss", "gradient_norm", "count"})`; the state is donated."""
+    optimizer = make_optimizer(config.optimizer)
+
+    def objective(params: Params, tokens_bxM: jax.Array) -> tuple[jax.Array, Metrics]:
+        return loss_sums(graph, params, tokens_bxM, config.training.z_loss_weight)
+
+    def train_step(state: TrainState, tokens_BxM: jax.Array, rate: jax.Array) -> tuple[TrainState, Metrics]:
+        gradients, sums = accumulate(objective, state.params, tokens_BxM, config.training.accumulation_steps)
+        gradients = jax.tree.map(lambda g: g / sums["count"], gradients)
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        metrics = {
+            "loss": sums["nats"] / sums["count"],
+            "gradient_norm": optax.global_norm(gradients),
+            "count": sums["count"],
+        }
+        return TrainState(state.step + 1, params, moments), metrics
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def accumulate(
+    objective: Callable[[Params, jax.Array], tuple[jax.Array, Metrics]],
+    params: Params,
+    tokens_BxM: jax.Array,
+    accumulation_steps: int,
+) -> tuple[Params, Metrics]:
+    """Gradient of the summed objective and the sums, over `accumulation_steps` microbatches.
+
+    Sums over sums: dividing by the count once, afterwards, is exact however many tokens each microbatch counts.
+    """
+    gradient = jax.grad(objective, has_aux=True)
+    if accumulation_steps == 1:
+        return gradient(params, tokens_BxM)
+    # Microbatch a takes every A-th row, so each device splits the rows that it already has.
+    strided = (tokens_BxM.shape[0] // accumulation_steps, accumulation_steps, tokens_BxM.shape[1])
+    tokens_bxAxM = jnp.reshape(tokens_BxM, strided, out_sharding=RULES.spec("batch", None, None))
+    tokens_AxbxM = jnp.moveaxis(tokens_bxAxM, 1, 0)
+
+    def add(total, tokens_bxM):
+        return jax.tree.map(jnp.add, total, gradient(params, tokens_bxM)), None
+
+    shapes = jax.eval_shape(gradient, params, tokens_AxbxM[0])
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes)
+    return jax.lax.scan(add, zeros, tokens_AxbxM)[0]
