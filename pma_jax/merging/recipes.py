@@ -1,0 +1,311 @@
+"""Recipes: token positions -> coefficients. Every merge is a row c over checkpoints; only c differs between methods.
+
+PMA (arXiv 2505.12082), Eq. 1: M_avg = sum_i w_i M_i over sequential checkpoints of one trajectory, oldest first. A
+coefficient row is float64 [K] on the host and sums to 1; a recipe of recipes is a matrix product (`compose`).
+Decay shapes live in decay.py, power-function EMAs in power.py, local fits in lagfree.py; all are names here too.
+
+As text, `NAME[:PARAMETER=VALUE,…][:WINDOW]`: `sma`, `ema:alpha=0.2:10`, `decay:shape=cosine`,
+`lagfree:lag=0.5,order=1`, `weights:0.2,0.3,0.5`. The window is the number of newest checkpoints that take part.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pma_jax.merging.decay import SHAPES, decay, decay_at, from_update_weights, update_weights
+from pma_jax.merging.lagfree import lagfree, mean_age
+from pma_jax.merging.power import gamma_from_sigma_rel, post_hoc, power, sigma_rel_from_gamma
+
+__all__ = [
+    "SHAPES",
+    "Recipe",
+    "coefficients",
+    "compose",
+    "decay",
+    "decay_at",
+    "ema",
+    "ema_closed",
+    "from_update_weights",
+    "gamma_from_sigma_rel",
+    "lagfree",
+    "lawa",
+    "mean_age",
+    "parse",
+    "post_hoc",
+    "power",
+    "sigma_rel_from_gamma",
+    "sma",
+    "update_weights",
+    "weights",
+    "wma",
+]
+
+SUM_TOLERANCE = 1e-6  # how far explicit weights may be from a sum of 1: decimals in a text, not float error
+
+
+def sma(n: int) -> np.ndarray:
+    """Simple moving average, PMA Eq. 3: w_i = 1/N. float64 [n]."""
+    _check_count("sma", n)
+    return np.full(n, 1.0 / n)
+
+
+def ema(n: int, alpha: float) -> np.ndarray:
+    """Exponential moving average as the paper's recursion, PMA Eq. 4: M^(i) = α M_i + (1-α) M^(i-1), M^(1) = M_1.
+
+    So w_i = α (1-α)^(N-i), and the oldest checkpoint, where the recursion starts, gets (1-α)^(N-1). Section 4.2 of the
+    paper also prints the closed form without that start (`ema_closed`). The recursion is taken as the paper's: it sums
+    to 1 where the printed closed form does not (0.651 for α = 0.1, N = 10), and only its mean ages (in intervals, N =
+    10: WMA 3.00 < EMA 0.2 3.46 < SMA 4.50 < EMA 0.1 5.51) order the methods as Figure 4 does at 204B tokens.
+
+    Args:
+      n: checkpoints.
+      alpha: weight of the NEW model, in (0, 1]; what many libraries call `decay` is 1 - alpha.
+
+    Returns:
+      float64 [n], sums to 1, oldest first.
+    """
+    _check_count("ema", n)
+    _check_alpha(alpha)
+    w = alpha * (1.0 - alpha) ** np.arange(n - 1, -1, -1, dtype=np.float64)
+    w[0] = (1.0 - alpha) ** (n - 1)
+    return w
+
+
+def ema_closed(n: int, alpha: float) -> np.ndarray:
+    """EMA's closed form, PMA section 4.2, over its sum: w_i = α (1-α)^(N-i) / (1 - (1-α)^N). float64 [n]."""
+    _check_count("ema_closed", n)
+    _check_alpha(alpha)
+    w = (1.0 - alpha) ** np.arange(n - 1, -1, -1, dtype=np.float64)
+    return w / w.sum()
+
+
+def wma(n: int) -> np.ndarray:
+    """Weighted moving average, PMA Eq. 5: w_i = i / (N(N+1)/2), i = 1 the oldest. float64 [n]."""
+    _check_count("wma", n)
+    return np.arange(1, n + 1) / (n * (n + 1) / 2)
+
+
+def lawa(n: int) -> np.ndarray:
+    """Latest weight averaging (arXiv 2209.14981): the plain mean of the k latest checkpoints. float64 [n].
+
+    Its weights are `sma`'s; what the name adds is the selection, so as text it takes its k as the window: `lawa:5`.
+    """
+    return sma(n)
+
+
+def weights(values: ArrayLike, normalize: bool = False) -> np.ndarray:
+    """Explicit weights, oldest first; negative ones are allowed.
+
+    Args:
+      values: [n], finite.
+      normalize: divide by the sum; otherwise the sum must be 1 within 1e-6 (and is made exactly so).
+
+    Returns:
+      float64 [n], sums to 1.
+
+    Raises:
+      ValueError: a weight is not finite, or the sum is not 1 (or is 0, with `normalize`).
+    """
+    w = np.asarray(values, np.float64)
+    if w.ndim != 1 or len(w) == 0 or not np.isfinite(w).all():
+        raise ValueError("weights must be a list of finite numbers, one a checkpoint")
+    total = math.fsum(w)
+    if normalize and abs(total) < SUM_TOLERANCE * np.abs(w).sum():
+        raise ValueError("weights that sum to 0 cannot be normalised")
+    if not normalize and abs(total - 1.0) > SUM_TOLERANCE:
+        raise ValueError(f"weights sum to {total:.7g}, not 1: correct them or ask to normalise (normalize=true)")
+    return w / total
+
+
+def compose(outer: ArrayLike, inner: ArrayLike) -> np.ndarray:
+    """Recipes of recipes: merging R merges is one merge, outer @ inner.
+
+    Args:
+      outer: [R] or [Q, R], coefficients over R merges.
+      inner: [R, K], each row a merge of K checkpoints.
+
+    Returns:
+      float64 [K] or [Q, K].
+    """
+    return np.asarray(outer, np.float64) @ np.asarray(inner, np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A recipe as written: what `parse` returns and `str` gives back."""
+
+    name: str
+    params: tuple[tuple[str, Any], ...] = ()  # as given, in canonical order
+    window: int | None = None  # newest checkpoints that take part; None: all
+
+    def __str__(self) -> str:
+        """The text that parses to this recipe."""
+        given = ",".join(_param_text(key, value) for key, value in self.params)
+        parts = [self.name, given, "" if self.window is None else str(self.window)]
+        return ":".join(part for part in parts if part)
+
+
+def parse(text: str) -> Recipe:
+    """Reads a recipe's text form; see the module's docstring for the grammar.
+
+    Raises:
+      ValueError: the name, a parameter or a value is wrong; names the nearest that is right.
+    """
+    name, *parts = [part.strip() for part in text.strip().split(":")]
+    if name not in _METHODS:
+        raise ValueError(f"no recipe is called {name!r}: {_nearest(name, _METHODS)}")
+    # In `weights:1` the 1 is a weight, so the window of `weights` can only come third.
+    lists_values = name == "weights"
+    window = None
+    if parts and _is_integer(parts[-1]) and not (lists_values and len(parts) == 1):
+        window = int(parts.pop())
+        if window < 1:
+            raise ValueError(f"the window in {text!r} must be at least 1 checkpoint")
+    if len(parts) > 1:
+        raise ValueError(f"{text!r} has too many parts: write {_METHODS[name].example}, then a window such as :10")
+    recipe = Recipe(name, _parse_params(name, parts[0] if parts else ""), window)
+    # A trial at a handy size finds values out of range now and not after an hour of reading.
+    trial = dict(recipe.params)
+    size = window or len(trial["values"]) if lists_values else min(window or 3, 3)
+    _METHODS[name].row(np.arange(1, size + 1) * 10**15, **trial)
+    return recipe
+
+
+def coefficients(recipe: str | Recipe, tokens: ArrayLike) -> np.ndarray:
+    """The row of coefficients that a recipe means for these checkpoints.
+
+    Args:
+      recipe: text or Recipe.
+      tokens: integers [K], positions of the checkpoints, oldest first, increasing.
+
+    Returns:
+      float64 [K], sums to 1; 0 for checkpoints older than the window.
+
+    Raises:
+      ValueError: the recipe is wrong, positions do not increase, or there are fewer checkpoints than the window.
+    """
+    recipe = parse(recipe) if isinstance(recipe, str) else recipe
+    t = np.asarray(tokens)
+    if t.ndim != 1 or len(t) == 0:
+        raise ValueError(f"{recipe} needs at least one checkpoint")
+    if (np.diff(t) <= 0).any():
+        raise ValueError("checkpoints must be in order of tokens, oldest first, each position once")
+    window = len(t) if recipe.window is None else recipe.window
+    if window > len(t):
+        raise ValueError(f"{recipe} asks for {window} checkpoints and there are {len(t)}: choose a smaller window")
+    method = _METHODS.get(recipe.name)
+    if method is None:
+        raise ValueError(f"no recipe is called {recipe.name!r}: {_nearest(recipe.name, _METHODS)}")
+    row = np.zeros(len(t))
+    row[len(t) - window :] = method.row(t[len(t) - window :], **dict(recipe.params))
+    return row
+
+
+@dataclasses.dataclass(frozen=True)
+class _Method:
+    """What the text form knows of a recipe."""
+
+    row: Callable[..., np.ndarray]  # (tokens [K], **params) -> float64 [K]
+    params: dict[str, type]
+    required: tuple[str, ...]
+    example: str
+
+
+def _explicit(tokens: np.ndarray, values: tuple[float, ...], normalize: bool = False) -> np.ndarray:
+    if len(values) != len(tokens):
+        raise ValueError(f"{len(values)} weights for {len(tokens)} checkpoints: give one each, oldest first")
+    return weights(values, normalize)
+
+
+_METHODS = {
+    "sma": _Method(lambda t: sma(len(t)), {}, (), "sma"),
+    "ema": _Method(lambda t, alpha: ema(len(t), alpha), {"alpha": float}, ("alpha",), "ema:alpha=0.2"),
+    "ema_closed": _Method(
+        lambda t, alpha: ema_closed(len(t), alpha), {"alpha": float}, ("alpha",), "ema_closed:alpha=0.2"
+    ),
+    "wma": _Method(lambda t: wma(len(t)), {}, (), "wma"),
+    "lawa": _Method(lambda t: lawa(len(t)), {}, (), "lawa:5"),
+    "decay": _Method(decay_at, {"shape": str}, ("shape",), "decay:shape=cosine"),
+    "power": _Method(power, {"sigma_rel": float, "start_tokens": float}, ("sigma_rel",), "power:sigma_rel=0.1"),
+    "lagfree": _Method(lagfree, {"lag": float, "order": int}, (), "lagfree:lag=0.5,order=1"),
+    "weights": _Method(_explicit, {"normalize": bool}, (), "weights:0.2,0.3,0.5"),
+}
+
+
+def _parse_params(name: str, text: str) -> tuple:
+    """Reads `key=value,…` (for `weights`, bare numbers first) against what the recipe takes; canonical order."""
+    method = _METHODS[name]
+    given: dict[str, object] = {}
+    values: list[float] = []
+    for item in (part.strip() for part in text.split(",")) if text else ():
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if name == "weights" and not equals:
+            values.append(_convert(name, "weight", float, item))
+            continue
+        if key not in method.params or not equals:
+            takes = ", ".join(method.params)
+            hint = _nearest(key, method.params) if method.params else f"{name} takes no parameters"
+            raise ValueError(
+                f"{name} has no parameter {key!r}: {hint}"
+                if equals or not takes
+                else f"cannot read {item!r} in {name}: write {method.example}"
+            )
+        if key in given:
+            raise ValueError(f"{name} is given {key} twice: keep one")
+        given[key] = _convert(name, key, method.params[key], value)
+    missing = [key for key in method.required if key not in given]
+    if missing or (name == "weights" and not values):
+        raise ValueError(f"{name} needs {' and '.join(missing) or 'its weights'}: for example {method.example}")
+    listed = (("values", tuple(values)),) if name == "weights" else ()
+    return listed + tuple((key, given[key]) for key in method.params if key in given)
+
+
+def _convert(name: str, key: str, kind: type, text: str) -> Any:
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        value = kind(text)
+        if kind is float and not math.isfinite(value):
+            raise ValueError
+    except (ValueError, KeyError):
+        wanted = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}[kind]
+        raise ValueError(f"{key} of {name} must be {wanted}, not {text!r}") from None
+    if key == "shape" and value not in SHAPES:
+        raise ValueError(f"decay has no shape {text!r}: {_nearest(text, SHAPES)}")
+    return value
+
+
+def _param_text(key: str, value) -> str:
+    if key == "values":
+        return ",".join(_number_text(v) for v in value)
+    return f"{key}={_number_text(value)}"
+
+
+def _number_text(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def _is_integer(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _nearest(word: str, choices) -> str:
+    near = difflib.get_close_matches(word.lower(), list(choices), 1, 0.5)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"(there are {', '.join(choices)})"
+
+
+def _check_count(name: str, n: int) -> None:
+    if n < 1:
+        raise ValueError(f"{name} needs at least one checkpoint, not {n}")
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha = {alpha}: it must be above 0 and at most 1 (the weight of the new model)")
