@@ -1,0 +1,271 @@
+"""A run directory's snapshots and states: save, list, restore. Orbax lives here.
+
+    RUN/config.json            the resolved configuration
+    RUN/run.json               corpus digest, versions, what it was forked from
+    RUN/snapshots/<step>/      parameters, and the tokens, loss and configuration they belong to: what merging reads
+    RUN/states/<step>/         parameters, optimizer and data position: what resuming and forking need
+    RUN/metrics.jsonl          one record a line
+
+Both kinds are written asynchronously and published whole: a step without its commit mark does not exist. A snapshot
+carries its configuration, so one that was copied or merged elsewhere still says what it is.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from pma_jax import config as configuration
+from pma_jax.config import Config
+
+SNAPSHOTS, STATES = "snapshots", "states"
+COMMIT_MARK = "commit_success.txt"
+Checkpointer = ocp.training.Checkpointer
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """Parameters at one point of a run, or a merge of several."""
+
+    path: epath.Path
+    step: int  # optimizer steps done
+    tokens: int  # tokens consumed
+    loss: float | None  # held-out nats a token, where it was evaluated
+    config: Config
+    merge: dict[str, Any] | None = None  # of a merged snapshot: recipe, sources, coefficients
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedState:
+    """A full state on disk."""
+
+    path: epath.Path
+    step: int
+    tokens: int
+    position: int  # sequences of the data consumed
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run directory: its configuration, and what it holds, oldest first."""
+
+    path: epath.Path
+    config: Config
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """Published snapshots, by tokens."""
+        return sorted((read_snapshot(p) for p in _published(self.path / SNAPSHOTS)), key=lambda s: s.tokens)
+
+    @property
+    def states(self) -> list[SavedState]:
+        """Published states, by tokens."""
+        return sorted((_read_state(p) for p in _published(self.path / STATES)), key=lambda s: s.tokens)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What run.json holds: the corpus digest, versions, and what the run was forked from."""
+        return json.loads((self.path / "run.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl; a last line that is still being written is left out."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def is_run(path: epath.PathLike) -> bool:
+    """Whether a run lives in this directory."""
+    return (epath.Path(path) / "config.json").exists()
+
+
+def open_run(path: epath.PathLike) -> Run:
+    """Open a run directory. Raises ValueError when there is none."""
+    folder = epath.Path(path)
+    if not is_run(folder):
+        raise ValueError(f"{path} is not a run directory (no config.json): give the --workdir of a `pma train`")
+    return Run(folder, configuration.from_json((folder / "config.json").read_text()))
+
+
+def create_run(path: epath.PathLike, config: Config, facts: dict[str, Any]) -> Run:
+    """Write config.json and run.json; the configuration comes last, and with it the run exists."""
+    folder = epath.Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "run.json", json.dumps(facts, indent=2) + "\n")
+    _write(folder / "config.json", configuration.to_json(config))
+    return Run(folder, config)
+
+
+def is_snapshot(path: epath.PathLike) -> bool:
+    """Whether this directory is a published snapshot."""
+    folder = epath.Path(path)
+    return (folder / COMMIT_MARK).exists() and (folder / "params").exists()
+
+
+def read_snapshot(path: epath.PathLike) -> Snapshot:
+    """What a snapshot says of itself; reads no array. Raises ValueError when it is not one."""
+    folder = epath.Path(path)
+    if not is_snapshot(folder):
+        raise ValueError(f"{path} is not a snapshot: give RUN/snapshots/STEP or the --out of a `pma merge`")
+    facts = _custom_metadata(folder)
+    config = configuration.resolve(facts["config"])
+    return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, facts["merge"])
+
+
+def snapshot_writer(run: Run) -> Checkpointer:
+    """Open RUN/snapshots for writing, under the retention of the run's configuration."""
+    return _writer(run.path / SNAPSHOTS, KeepWindows(run.config))
+
+
+def state_writer(run: Run) -> Checkpointer:
+    """Open RUN/states for writing, under the retention of the run's configuration."""
+    return _writer(run.path / STATES, KeepStates(run.config))
+
+
+def save_snapshot(writer: Checkpointer, params: Any, snapshot: Snapshot) -> None:
+    """Start writing `params` as `snapshot`; returns when the arrays may be donated. A step that exists is kept."""
+    if snapshot.step in {c.step for c in writer.checkpoints}:
+        return
+    writer.save_checkpointables_async(
+        snapshot.step,
+        {"params": params},
+        metrics={"tokens": snapshot.tokens},
+        custom_metadata=_facts(snapshot),
+    )
+
+
+def write_snapshot(params: Any, snapshot: Snapshot) -> None:
+    """Write one snapshot at `snapshot.path`, outside a run. Raises ValueError when something is there already."""
+    if snapshot.path.exists():
+        raise ValueError(f"{snapshot.path} exists already: choose another --out, or remove it")
+    snapshot.path.parent.mkdir(parents=True, exist_ok=True)
+    ocp.save_checkpointables(snapshot.path, {"params": params}, custom_metadata=_facts(snapshot))
+
+
+def save_state(writer: Checkpointer, state: Any, step: int, tokens: int, position: int) -> None:
+    """Start writing a full state; returns when the arrays may be donated. A step that exists is kept."""
+    if step in {c.step for c in writer.checkpoints}:
+        return
+    writer.save_checkpointables_async(
+        step,
+        {"state": state},
+        metrics={"tokens": tokens},
+        custom_metadata={"step": step, "tokens": tokens, "position": position},
+    )
+
+
+def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
+    """A snapshot's parameters with the shapes, dtypes and shardings of `abstract`.
+
+    Raises ValueError that names every leaf (the first ten, and a count) that is missing, unknown or of another shape.
+    """
+    return _restore(snapshot.path, "params", abstract)
+
+
+def restore_state(saved: SavedState, abstract: Any) -> Any:
+    """A full state with the shapes, dtypes and shardings of `abstract`; raises as `restore_params` does."""
+    return _restore(saved.path, "state", abstract)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepWindows:
+    """Orbax preservation: the newest `keep_windows` times N snapshots, and those at the archive's token marks."""
+
+    config: Config
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """One decision a checkpoint, oldest first."""
+        del context
+        keep = self.config.checkpoint
+        newest = keep.keep_windows * keep.window if keep.keep_windows else len(checkpoints)
+        archive = keep.archive_interval_tokens
+        return [
+            i >= len(checkpoints) - newest or bool(archive and self.config.is_mark(c.metrics["tokens"], archive))
+            for i, c in enumerate(checkpoints)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepStates:
+    """Orbax preservation: the newest `keep_states` states, and those that the configuration names."""
+
+    config: Config
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """One decision a checkpoint, oldest first."""
+        del context
+        newest = self.config.checkpoint.keep_states
+        return [
+            i >= len(checkpoints) - newest or self.config.is_named_state(c.metrics["tokens"])
+            for i, c in enumerate(checkpoints)
+        ]
+
+
+def _writer(folder: epath.Path, preservation: Any) -> Checkpointer:
+    # The loop decides when to save; the writer saves what it is given.
+    every: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
+    return Checkpointer(
+        folder, save_decision_policy=every, preservation_policy=preservation, cleanup_tmp_directories=True
+    )
+
+
+def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "step": snapshot.step,
+        "tokens": snapshot.tokens,
+        "loss": snapshot.loss,
+        "merge": snapshot.merge,
+        "config": json.loads(configuration.to_json(snapshot.config)),
+    }
+
+
+def _published(folder: epath.Path) -> list[epath.Path]:
+    if not folder.exists():
+        return []
+    return [p for p in folder.iterdir() if p.name.isdigit() and (p / COMMIT_MARK).exists()]
+
+
+def _custom_metadata(path: epath.Path) -> dict[str, Any]:
+    facts = ocp.checkpointables_metadata(path).custom_metadata
+    if not isinstance(facts, dict):
+        raise ValueError(f"{path} is an Orbax checkpoint without pma_jax's metadata: it was not written by pma_jax")
+    return facts
+
+
+def _read_state(path: epath.Path) -> SavedState:
+    facts = _custom_metadata(path)
+    return SavedState(path, facts["step"], facts["tokens"], facts["position"])
+
+
+def _restore(path: epath.Path, name: str, abstract: Any) -> Any:
+    stored = ocp.checkpointables_metadata(path).metadata[name]
+    differences = _leaf_differences(_shapes(stored), _shapes(abstract))
+    if differences:
+        listed = "; ".join(differences[:10])
+        raise ValueError(f"{path} does not fit the model: {len(differences)} leaves differ: {listed}")
+    return ocp.load_checkpointables(path, {name: abstract})[name]
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    # Orbax's metadata of a dataclass is a dict: compare names as text, whatever the kind of key.
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _leaf_differences(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
+    found = [f"{name} is missing" for name in wanted if name not in stored]
+    found += [f"{name} is unknown" for name in stored if name not in wanted]
+    both = [name for name in wanted if name in stored and stored[name] != wanted[name]]
+    return found + [f"{name} is {stored[name]}, not {wanted[name]}" for name in both]
+
+
+def _write(path: epath.Path, text: str) -> None:
+    temporary = path.parent / f".{path.name}.writing"
+    temporary.write_text(text)
+    temporary.replace(path)
