@@ -60,9 +60,10 @@ def train_batches(
 
     # Indices are shuffled and batched, then one call gathers a batch: a third of the cost of a Grain source of windows.
     order = grain.MapDataset.range(windows).shuffle(seed=_order_seed(training.seed)).repeat(None)
-    # Batches of b rows, every process_count-th of them: consecutive rows of each global batch.
-    batches = order[position:].batch(rows, batch_fn=np.asarray)[process_index::process_count].map(gather)
-    return iter(batches.to_iter_dataset(_READ))
+    # Dropping the remainder of an endless order drops nothing, but keeps Grain's length an exact integer.
+    batches = order[position:].batch(rows, drop_remainder=True, batch_fn=np.asarray)
+    # Every process_count-th batch of b rows: consecutive rows of each global batch.
+    return iter(batches[process_index::process_count].map(gather).to_iter_dataset(_READ))
 
 
 def validation_batches(

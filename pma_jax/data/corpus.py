@@ -87,14 +87,18 @@ def is_held_out(name: str, percent: float) -> bool:
     return 100 * share < percent
 
 
-def survey(corpus: Corpus, held_out_percent: float) -> Survey:
-    """Count documents and bytes, and remember the held-out texts by their hashes (32 bytes each)."""
+def survey(corpus: Corpus, held_out_percent: float, advance: Callable[[int], None] = lambda _: None) -> Survey:
+    """Count documents and bytes, and remember the held-out texts by their hashes (32 bytes each).
+
+    `advance` is told the UTF-8 bytes of each document as it is read.
+    """
     documents = utf8_bytes = 0
     held_out = set()
     for document in corpus.read():
         text_bytes = document.text.encode()
         documents += 1
         utf8_bytes += len(text_bytes)
+        advance(len(text_bytes))
         if is_held_out(document.name, held_out_percent):
             held_out.add(hashlib.sha256(text_bytes).digest())
     return Survey(documents, utf8_bytes, frozenset(held_out))

@@ -196,7 +196,7 @@ def _write_tokens(
 ) -> dict[str, Any]:
     """Write the shards and tokenizer.json of every document; return what meta.json records."""
     surveying = bar.add_task("reading", total=None)
-    found = corpus.survey(source, data.held_out_percent)
+    found = corpus.survey(source, data.held_out_percent, lambda size: bar.advance(surveying, size))
     if not found.documents:
         raise ValueError(f"the {data.source} corpus holds no text: every document is empty")
     bar.remove_task(surveying)

