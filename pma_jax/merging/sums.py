@@ -1,0 +1,216 @@
+"""The jitted sums under the averager: weighted, fused, compensated; donated, in float32, divided once at the end.
+
+Weights and divisor are traced, so one compile serves every recipe. Weights in whole-number ratios (SMA, WMA) are
+applied as whole numbers and divided out once (`as_ratio`): the mean of bfloat16 inputs is then the correctly rounded
+one, where 0.1 · x summed ten times is not. Legend: K checkpoints, R recipes.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from pma_jax.merging.agreement import is_float
+
+SUMMATIONS = ("plain", "pairwise", "compensated")
+
+
+def total_dtype(dtype: DTypeLike) -> np.dtype:
+    """What leaves of this dtype are summed in: float32, or float64 for float64 where JAX has it; integers in their own."""
+    dtype = jnp.dtype(dtype)
+    if not is_float(dtype):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def zeros_like_total(abstract: Any) -> Any:
+    """A total to add to: zeros of the leaves' shapes and shardings, in the dtypes that sums are kept in.
+
+    Args:
+      abstract: tree of arrays or ShapeDtypeStructs; a leaf without a sharding goes to the default device.
+    """
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, total_dtype(x.dtype), device=getattr(x, "sharding", None)), abstract
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def add_weighted(total: Any, params: Any, weight: ArrayLike) -> Any:
+    """total + weight · params, in place.
+
+    Args:
+      total: as from `zeros_like_total`; donated, so not to be used afterwards.
+      params: tree of the same structure, shapes and shardings; any float dtype.
+      weight: scalar, traced.
+
+    Returns:
+      The new total, in the old one's memory. Integer and boolean leaves are params'.
+    """
+    return jax.tree.map(
+        lambda t, p: t + jnp.asarray(weight, t.dtype) * p.astype(t.dtype) if is_float(p.dtype) else p, total, params
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def add_weighted_compensated(
+    total: jax.Array, error: jax.Array, x: jax.Array, weight: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """`add_weighted` of one leaf that keeps what rounding loses (Knuth's two-sum), for sums of many checkpoints.
+
+    One leaf and not a tree: XLA copies the old total, which both results need, and a leaf is a small copy.
+
+    Args:
+      total: sum so far; donated.
+      error: the same shape, what is still to be added to `total`; donated.
+      x: any float dtype.
+      weight: scalar, traced.
+
+    Returns:
+      (total, error); their sum is the total, with an error that does not grow with the number of checkpoints.
+    """
+    return _two_sum(total, error, jnp.asarray(weight, total.dtype) * x.astype(total.dtype))
+
+
+def finish(total: Any, divisor: ArrayLike, dtypes: tuple[str, ...]) -> Any:
+    """total / divisor, rounded once, in the given dtypes (one a leaf, as from `output_dtypes`).
+
+    Leaf after leaf, in place where the dtype stays; the total must not be used afterwards.
+    """
+    leaves, treedef = jax.tree.flatten(total)
+    del total
+    for i, dtype in enumerate(dtypes):
+        if is_float(leaves[i].dtype):
+            leaves[i] = (_finish_in_place if leaves[i].dtype == dtype else _finish_as)(leaves[i], divisor, dtype)
+    return treedef.unflatten(leaves)
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True, static_argnames=("dtypes", "summation"))
+def fused_average(
+    out: Any, params_K: Sequence[Any], weights_K: jax.Array, divisor: ArrayLike, dtypes: tuple[str, ...], summation: str
+) -> Any:
+    """(sum_k weights_k · params_k) / divisor in one pass; what `average` calls once inputs are checked and placed.
+
+    Args:
+      out: tree like the result, or None; donated: only its memory is used.
+      params_K: K trees of one structure, shapes and shardings.
+      weights_K: [K], traced.
+      divisor: scalar, traced.
+      dtypes: the result's, one a leaf.
+      summation: one of SUMMATIONS.
+    """
+    del out
+    treedef = jax.tree.structure(params_K[0])
+    inputs_K = [jax.tree.leaves(params) for params in params_K]
+    leaves = [
+        _finish_leaf(_sum_leaf(x_K, weights_K, summation), divisor, d)
+        for *x_K, d in zip(*inputs_K, dtypes, strict=True)
+    ]
+    return treedef.unflatten(leaves)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def add_fused(total: Any, params_K: Sequence[Any], weights_K: jax.Array) -> Any:
+    """total + sum_k weights_k · params_k, in place and in one pass; K at a time what `add_weighted` does singly."""
+    return jax.tree.map(
+        lambda t, *x_K: t + _sum_leaf(x_K, weights_K, "pairwise") if is_float(x_K[0].dtype) else x_K[0],
+        total,
+        *params_K,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="dtypes")
+def fused_average_many(params_K: Sequence[Any], weights_RxK: jax.Array, dtypes: tuple[str, ...]) -> tuple[Any, ...]:
+    """R merges of K trees in one pass; what `average_many` calls once inputs are checked and placed."""
+    treedef = jax.tree.structure(params_K[0])
+    inputs_K = [jax.tree.leaves(params) for params in params_K]
+    return tuple(
+        treedef.unflatten(
+            [_sum_leaf(x_K, weights_K, "plain").astype(d) for *x_K, d in zip(*inputs_K, dtypes, strict=True)]
+        )
+        for weights_K in weights_RxK
+    )
+
+
+def as_ratio(weights: np.ndarray) -> tuple[np.ndarray, np.generic]:
+    """Weights as what to multiply by while summing and what to divide by at the end: c = ratio / divisor.
+
+    Weights in whole-number ratios with the smallest one (SMA: 1, 1, …; WMA: 1, 2, …) become those whole numbers, whose
+    products with bfloat16 and float16 values are exact in float32. Any others are kept as they are, over 1.
+
+    Args:
+      weights: float64 [K], none of them 0 (unless all are).
+
+    Returns:
+      ([K], []) in `weight_dtype()`.
+    """
+    smallest = np.abs(weights).min()
+    if 1e-30 < smallest < 1e30:
+        ratio = weights / smallest
+        whole = np.round(ratio)
+        if np.abs(whole).max() <= 1024 and np.allclose(ratio, whole, rtol=1e-12, atol=0):
+            divisor = 1.0 / smallest
+            near = round(divisor)
+            exact = near if abs(divisor - near) <= 1e-9 * divisor and near else divisor
+            return whole.astype(weight_dtype()), weight_dtype().type(exact)
+    return weights.astype(weight_dtype()), weight_dtype().type(1)
+
+
+def weight_dtype() -> np.dtype:
+    """Weights travel to the device as float64 where JAX has it turned on, else float32."""
+    return np.dtype(np.float64) if jax.config.read("jax_enable_x64") else np.dtype(np.float32)
+
+
+def output_dtypes(tree: Any, dtype: DTypeLike | str) -> tuple[str, ...]:
+    """The result's dtype for each leaf: floats as asked ("keep": their own), integers and booleans their own."""
+    return tuple(
+        jnp.dtype(x.dtype if (isinstance(dtype, str) and dtype == "keep") or not is_float(x.dtype) else dtype).name
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def abstract_total(tree: Any) -> Any:
+    """Shapes and dtypes of `zeros_like_total(tree)`, without the arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, total_dtype(x.dtype)), tree)
+
+
+def _sum_leaf(x_K: Sequence[jax.Array], weights_K: jax.Array, summation: str) -> jax.Array:
+    if not is_float(x_K[0].dtype):
+        return x_K[0]
+    dtype = total_dtype(jnp.result_type(*x_K))
+    terms = [weights_K[k].astype(dtype) * x.astype(dtype) for k, x in enumerate(x_K)]
+    if summation == "compensated":
+        total, error = terms[0], jnp.zeros_like(terms[0])
+        for term in terms[1:]:
+            total, error = _two_sum(total, error, term)
+        return total + error
+    while summation == "pairwise" and len(terms) > 1:
+        terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)] + terms[len(terms) & ~1 :]
+    return functools.reduce(jnp.add, terms)
+
+
+def _two_sum(total: jax.Array, error: jax.Array, term: jax.Array) -> tuple[jax.Array, jax.Array]:
+    new = total + term
+    took = new - total
+    return new, error + ((total - (new - took)) + (term - took))
+
+
+def _finish_leaf(total: jax.Array, divisor: ArrayLike, dtype: str) -> jax.Array:
+    if not is_float(total.dtype):
+        return total
+    # XLA turns division by one scalar into multiplication by its rounded reciprocal, which is one bit off in a third
+    # of all values; a divisor that differs between elements (1 where the total is NaN anyway) is left a division.
+    divisor = jnp.where(jnp.isnan(total), 1, jnp.asarray(divisor, total.dtype))
+    return (total / divisor).astype(dtype)
+
+
+_finish_in_place = jax.jit(_finish_leaf, donate_argnums=0, static_argnames="dtype")
+_finish_as = jax.jit(_finish_leaf, static_argnames="dtype")
+
+
+def keeps(dtype: DTypeLike | str) -> bool:
+    """Whether the result takes its inputs' dtypes."""
+    return isinstance(dtype, str) and dtype == "keep"

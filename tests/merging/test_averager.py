@@ -1,0 +1,318 @@
+"""The averager against float64 NumPy on several meshes, and what its compiled programs do. All of it runs under jit."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pma_jax.merging import averager, recipes, sums
+
+SPECS = {
+    "embed": jax.P("fsdp", "tensor"),
+    "up": jax.P(None, "fsdp", "tensor"),
+    "scale": jax.P(),
+    "both": jax.P(("fsdp", "tensor")),
+}
+SHAPES = {"embed": (16, 8), "up": (3, 8, 16), "scale": (5,), "both": (64,)}
+COLLECTIVES = re.compile(
+    r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast)\b"
+)
+
+
+def make_mesh(shape):
+    return jax.make_mesh(shape, ("fsdp", "tensor"), devices=jax.devices()[: int(np.prod(shape))])
+
+
+def make_checkpoints(count, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [{k: rng.normal(size=s).astype(jnp.dtype(dtype)) for k, s in SHAPES.items()} for _ in range(count)]
+
+
+def on_mesh(params, mesh):
+    return {k: jax.device_put(x, jax.NamedSharding(mesh, SPECS[k])) for k, x in params.items()}
+
+
+def expected(params_K, weights):
+    return {k: np.tensordot(weights, np.stack([np.float64(p[k]) for p in params_K]), 1) for k in params_K[0]}
+
+
+def assert_placed(tree, like):
+    for key, x in like.items():
+        assert tree[key].sharding.is_equivalent_to(x.sharding, x.ndim), key
+
+
+def assert_close(tree, reference, rtol=1e-6):
+    for key, want in reference.items():
+        np.testing.assert_allclose(np.float64(tree[key]), want, rtol=rtol, atol=rtol, err_msg=key)
+
+
+def abstract_on(mesh, dtype):
+    return {k: jax.ShapeDtypeStruct(s, dtype, sharding=jax.NamedSharding(mesh, SPECS[k])) for k, s in SHAPES.items()}
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (1, 1), (1, 8)])
+@pytest.mark.parametrize("recipe", ["sma", "ema:alpha=0.2", "wma", "lagfree"])
+def test_both_forms_match_float64_on_any_mesh(shape, recipe):
+    mesh = make_mesh(shape)
+    plain = make_checkpoints(5)
+    c = recipes.coefficients(recipe, [1, 2, 3, 5, 8])
+    with jax.set_mesh(mesh):
+        params_K = [on_mesh(p, mesh) for p in plain]
+        fused = averager.average(params_K, c)
+        total = averager.zeros_like_total(abstract_on(mesh, jnp.float32))
+        for params, weight in zip(params_K, c, strict=True):
+            total = averager.add_weighted(total, params, np.float32(weight))
+    for result in (fused, total):
+        assert_close(result, expected(plain, c))
+        assert_placed(result, params_K[0])
+
+
+def test_checkpoints_of_one_mesh_are_averaged_on_another():
+    plain = make_checkpoints(4)
+    saved_on, merged_on = make_mesh((4, 2)), make_mesh((2, 4))
+    params_K = [on_mesh(p, saved_on) for p in plain]
+    like = abstract_on(merged_on, jnp.float32)
+    result = averager.average(params_K, recipes.sma(4), like=like)
+    assert_close(result, expected(plain, recipes.sma(4)))
+    assert_placed(result, like)
+    from_host = averager.average(plain, recipes.sma(4), like=like)
+    assert all(np.array_equal(result[k], from_host[k]) for k in SHAPES)
+    assert_placed(from_host, like)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]
+)
+def test_every_float_dtype_is_summed_in_float32(dtype):
+    plain = make_checkpoints(10, dtype)
+    want = expected(plain, recipes.sma(10))
+    assert_close(averager.average(plain, recipes.sma(10), dtype="float32"), want)
+    kept = averager.average(plain, recipes.sma(10))
+    assert kept["embed"].dtype == (jnp.float32 if dtype == "float64" else jnp.dtype(dtype))
+    total = averager.zeros_like_total(plain[0])
+    total = averager.add_weighted(total, jax.tree.map(jnp.asarray, plain[0]), np.float32(0.5))
+    assert total["embed"].dtype == jnp.float32
+
+
+def test_float64_is_summed_in_float64_where_jax_has_it():
+    plain = make_checkpoints(7, np.float64)
+    with jax.enable_x64(True):
+        for summation in sums.SUMMATIONS:
+            result = averager.average(plain, recipes.ema(7, 0.1), summation=summation)
+            assert result["up"].dtype == np.float64
+            assert_close(result, expected(plain, recipes.ema(7, 0.1)), rtol=1e-14)
+
+
+def test_mean_of_bfloat16_is_the_correctly_rounded_one():
+    rng = np.random.default_rng(0)
+    params_K = [{"w": rng.normal(size=200_000).astype(jnp.bfloat16)} for _ in range(10)]
+    for c, whole, divisor in ((recipes.sma(10), np.ones(10), 10), (recipes.wma(10), np.arange(1, 11), 55)):
+        exact = expected(params_K, whole)["w"] / divisor
+        in_float32 = np.asarray(averager.average(params_K, c, dtype="float32")["w"])
+        # A few sums need more than 24 bits; multiplying by a rounded reciprocal would miss a third of all values.
+        assert (in_float32 != exact.astype(np.float32)).mean() < 1e-3
+        np.testing.assert_array_equal(np.asarray(averager.average(params_K, c)["w"]), exact.astype(jnp.bfloat16))
+
+
+def test_weights_of_whole_ratios_are_summed_as_whole_numbers():
+    for c, ratio, divisor in (
+        (recipes.sma(10), [1] * 10, 10),
+        (recipes.wma(4), [1, 2, 3, 4], 10),
+        (np.array([-0.5, 1.5]), [-1, 3], 2),
+        (np.array([1.0]), [1], 1),
+        (np.array([2.0, 4.0]), [1, 2], 0.5),
+        (np.array([0.0]), [0], 1),
+    ):
+        got_ratio, got_divisor = sums.as_ratio(c)
+        np.testing.assert_array_equal(got_ratio, ratio)
+        assert got_divisor == divisor
+    got_ratio, got_divisor = sums.as_ratio(recipes.ema(5, 0.1))
+    np.testing.assert_array_equal(got_ratio, recipes.ema(5, 0.1).astype(np.float32))
+    assert got_divisor == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_one_checkpoint_is_returned_as_it_is(seed):
+    for dtype in (np.float32, jnp.bfloat16):
+        params = make_checkpoints(1, dtype, seed)[0]
+        result = averager.average([params], [1.0])
+        assert all(np.array_equal(result[k], params[k]) and result[k].dtype == dtype for k in SHAPES)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=4), st.randoms(), st.integers(0, 2**32 - 1))
+def test_checkpoints_permute_with_their_weights(weights, random, seed):
+    params_K = make_checkpoints(4, seed=seed)
+    order = list(range(4))
+    random.shuffle(order)
+    result = averager.average([params_K[k] for k in order], [weights[k] for k in order])
+    assert_close(result, expected(params_K, weights), rtol=2e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(-2, 2, width=32), min_size=6, max_size=6), st.floats(-2, 2, width=32), st.integers(0, 99))
+def test_averages_are_linear_in_the_weights(weights, factor, seed):
+    params_K = make_checkpoints(3, seed=seed)
+    a, b = np.array(weights[:3]), np.array(weights[3:])
+    whole = averager.average(params_K, a + factor * b)
+    parts = averager.average([averager.average(params_K, a), averager.average(params_K, b)], [1, factor])
+    assert_close(whole, {k: np.float64(x) for k, x in parts.items()}, rtol=1e-5)
+
+
+def test_one_compile_serves_all_weights():
+    params_K = make_checkpoints(6)
+    averager.average(params_K, recipes.sma(6))
+    sizes = sums.fused_average._cache_size(), averager.add_weighted._cache_size()
+    for c in (recipes.wma(6), recipes.ema(6, 0.1), recipes.lagfree(6)):
+        averager.average(params_K, c)
+    assert sums.fused_average._cache_size() == sizes[0]
+    params = jax.tree.map(jnp.asarray, params_K[0])
+    total = averager.zeros_like_total(params)
+    for weight in (0.1, 0.2, -3.0):
+        total = averager.add_weighted(total, params, np.float32(weight))
+    assert averager.add_weighted._cache_size() == sizes[1] + 1
+
+
+def compiled_forms(mesh, dtype=jnp.bfloat16):
+    abstract, total = abstract_on(mesh, dtype), abstract_on(mesh, jnp.float32)
+    f32 = ("float32",) * len(SHAPES)
+    weight = np.float32(0.1)
+    return {
+        "add_weighted": averager.add_weighted.lower(total, abstract, weight),
+        "add_weighted_compensated": sums.add_weighted_compensated.lower(
+            total["up"], total["up"], abstract["up"], weight
+        ),
+        "add_fused": sums.add_fused.lower(total, [abstract] * 4, np.ones(4, np.float32)),
+        "fused_average": sums.fused_average.lower(total, [abstract] * 4, np.ones(4, np.float32), weight, f32, "plain"),
+        "fused_average_many": sums.fused_average_many.lower([abstract] * 4, np.ones((3, 4), np.float32), f32),
+    }
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
+def test_no_collective_no_temporary_and_the_total_is_updated_in_place(shape):
+    mesh = make_mesh(shape)
+    shard_bytes = {k: int(np.prod(jax.NamedSharding(mesh, SPECS[k]).shard_shape(s))) * 4 for k, s in SHAPES.items()}
+    for name, lowered in compiled_forms(mesh).items():
+        compiled = lowered.compile()
+        assert not COLLECTIVES.search(compiled.as_text()), name
+        memory = compiled.memory_analysis()
+        assert memory.temp_size_in_bytes <= max(shard_bytes.values()), name
+        if name != "fused_average_many":
+            assert "input_output_alias" in compiled.as_text(), name
+            updated = 2 * shard_bytes["up"] if name == "add_weighted_compensated" else sum(shard_bytes.values())
+            assert memory.alias_size_in_bytes >= updated, name
+
+
+def test_donated_totals_are_gone_and_their_memory_is_the_results():
+    mesh = make_mesh((4, 2))
+    params = on_mesh(make_checkpoints(1)[0], mesh)
+    total = averager.zeros_like_total(params)
+    where = {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in total.items()}
+    result = averager.add_weighted(total, params, np.float32(1))
+    assert all(x.is_deleted() for x in total.values())
+    assert where == {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in result.items()}
+    again = averager.average([params, params], [0.5, 0.5], out=result)
+    assert all(x.is_deleted() for x in result.values())
+    assert where == {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in again.items()}
+
+
+@pytest.mark.parametrize("summation", sums.SUMMATIONS)
+@pytest.mark.parametrize("count", [3, 16, 17, 40])
+def test_long_sums_in_chunks(summation, count):
+    plain = make_checkpoints(count, jnp.bfloat16)
+    for c in (recipes.sma(count), recipes.ema(count, 0.1)):
+        result = averager.average(plain, c, dtype="float32", summation=summation)
+        assert_close(result, expected(plain, c))
+
+
+def test_compensated_sums_keep_what_plain_ones_lose():
+    rng = np.random.default_rng(0)
+    for count in (16, 2000):
+        values_KxN = rng.uniform(0.5, 1.0, (count, 64)).astype(np.float32)
+        values_KxN[0] = 1e6
+        params_K = [{"w": x} for x in values_KxN]
+        want = values_KxN.astype(np.float64).mean(0)
+        error = {}
+        for summation in ("plain", "compensated"):
+            mean = averager.average(params_K, recipes.sma(count), summation=summation)["w"]
+            error[summation] = np.abs(np.float64(mean) / want - 1).max()
+        assert error["compensated"] < 1.3e-7, error
+        assert error["plain"] > (2 * error["compensated"] if count == 2000 else 0), error
+
+
+def test_weight_zero_leaves_a_checkpoint_unread():
+    params_K = make_checkpoints(3)
+    params_K[0]["embed"][:] = np.nan
+    c = recipes.coefficients("sma:2", [1, 2, 3])
+    assert_close(averager.average(params_K, c), expected(params_K[1:], [0.5, 0.5]))
+
+
+def test_many_recipes_in_one_pass():
+    mesh = make_mesh((2, 4))
+    plain = make_checkpoints(6, jnp.bfloat16)
+    C = np.stack([recipes.sma(6), recipes.ema(6, 0.2), recipes.wma(6), recipes.lagfree(6)])
+    results = averager.average_many([on_mesh(p, mesh) for p in plain], C, dtype="float32")
+    for row, result in zip(C, results, strict=True):
+        assert_close(result, expected(plain, row))
+        assert_placed(result, abstract_on(mesh, jnp.float32))
+    with pytest.raises(ValueError, match="one weight each"):
+        averager.average_many(plain, C[:, :5])
+    with pytest.raises(ValueError, match="a row a recipe"):
+        averager.average_many(plain, C[0])
+
+
+def test_integers_pass_through_when_equal_and_are_refused_otherwise():
+    mesh = make_mesh((4, 2))
+    sharding = jax.NamedSharding(mesh, jax.P("fsdp"))
+
+    def make(ids, flag):
+        return {
+            "ids": jax.device_put(np.asarray(ids, np.int32), sharding),
+            "flag": np.array(flag),
+            "w": np.ones(3, np.float32),
+        }
+
+    params_K = [make(range(8), True) for _ in range(3)]
+    result = averager.average(params_K, recipes.sma(3), dtype="bfloat16")
+    assert result["ids"].dtype == np.int32 and result["flag"].dtype == bool and result["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(result["ids"], range(8))
+    total = averager.add_weighted(averager.zeros_like_total(params_K[0]), params_K[0], np.float32(0.3))
+    np.testing.assert_array_equal(total["ids"], range(8))
+    params_K[2] = make([0] * 8, False)
+    with pytest.raises(ValueError, match=r"checkpoint 3 differs.* 2 leaves: flag; ids$"):
+        averager.average(params_K, recipes.sma(3))
+    with pytest.raises(ValueError, match="complex64 cannot be averaged"):
+        averager.average([{"z": np.zeros(2, np.complex64)}], [1.0])
+
+
+def test_differing_trees_are_refused_with_every_leaf_named():
+    first = make_checkpoints(1)[0]
+    other = {**first, "embed": np.zeros((2, 2), np.float32), "up": first["up"].astype(jnp.bfloat16), "new": first["up"]}
+    del other["scale"]
+    with pytest.raises(ValueError) as error:
+        averager.average([first, other], [0.5, 0.5])
+    assert str(error.value) == (
+        "checkpoint 2 differs from the first in 4 leaves: embed has shape (2, 2) and not (16, 8); "
+        "new is not in the first; scale is missing; up is bfloat16 and not float32"
+    )
+    many = {f"layer{i:02}": np.zeros(2, np.float32) for i in range(15)}
+    with pytest.raises(ValueError, match=r"15 leaves: layer00 is missing; .*layer09 is missing; … and 5 more"):
+        averager.average([many, {}], [0.5, 0.5])
+    mixed = {**first, "up": first["up"].astype(jnp.bfloat16)}
+    assert averager.average([first, mixed], [0.5, 0.5], dtype="float32")["up"].dtype == np.float32
+    with pytest.raises(ValueError, match="containers"):
+        averager.average([{"a": [first["up"]]}, {"a": (first["up"],)}], [0.5, 0.5])
+
+
+def test_wrong_weights_are_refused():
+    params_K = make_checkpoints(2)
+    for weights, message in (([1.0], "one weight each"), ([np.nan, 1], "finite")):
+        with pytest.raises(ValueError, match=message):
+            averager.average(params_K, weights)
+    with pytest.raises(ValueError, match="no summation"):
+        averager.average(params_K, [0.5, 0.5], summation="fast")
