@@ -20,7 +20,7 @@ SUMMATIONS = ("plain", "pairwise", "compensated")
 
 
 def total_dtype(dtype: DTypeLike) -> np.dtype:
-    """What leaves of this dtype are summed in: float32, or float64 for float64 where JAX has it; integers in their own."""
+    """What leaves of this dtype are summed in: float32; float64 for float64 if JAX has it; integers themselves."""
     dtype = jnp.dtype(dtype)
     if not is_float(dtype):
         return dtype
