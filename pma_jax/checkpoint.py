@@ -12,6 +12,7 @@ carries its configuration, so one that was copied or merged elsewhere still says
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
+from pma_jax.mesh import abstract_on
+from pma_jax.model.decoder import init_params
 
 SNAPSHOTS, STATES = "snapshots", "states"
 COMMIT_MARK = "commit_success.txt"
@@ -97,8 +100,8 @@ def create_run(path: epath.PathLike, config: Config, facts: dict[str, Any]) -> R
     """Write config.json and run.json; the configuration comes last, and with it the run exists."""
     folder = epath.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "run.json", json.dumps(facts, indent=2) + "\n")
-    _write(folder / "config.json", configuration.to_json(config))
+    write_text(folder / "run.json", json.dumps(facts, indent=2) + "\n")
+    write_text(folder / "config.json", configuration.to_json(config))
     return Run(folder, config)
 
 
@@ -112,10 +115,22 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     """What a snapshot says of itself; reads no array. Raises ValueError when it is not one."""
     folder = epath.Path(path)
     if not is_snapshot(folder):
-        raise ValueError(f"{path} is not a snapshot: give RUN/snapshots/STEP or the --out of a `pma merge`")
+        raise ValueError(
+            f"{path} is neither a run nor a snapshot: give a run's directory, RUN/snapshots/STEP or the --out of a `pma merge`"
+        )
     facts = _custom_metadata(folder)
     config = configuration.resolve(facts["config"])
     return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, facts["merge"])
+
+
+def find_snapshots(paths: Sequence[epath.PathLike]) -> list[Snapshot]:
+    """The snapshots of runs, and snapshots named themselves, by tokens. Raises ValueError for anything else."""
+    found = []
+    for path in paths:
+        found += open_run(path).snapshots if is_run(path) else [read_snapshot(path)]
+    if not found:
+        raise ValueError(f"no snapshot in {', '.join(map(str, paths))}: train until the first token mark")
+    return sorted(found, key=lambda s: s.tokens)
 
 
 def snapshot_writer(run: Run) -> Checkpointer:
@@ -158,6 +173,36 @@ def save_state(writer: Checkpointer, state: Any, step: int, tokens: int, positio
         metrics={"tokens": tokens},
         custom_metadata={"step": step, "tokens": tokens, "position": position},
     )
+
+
+def abstract_params(config: Config, mesh: jax.sharding.Mesh) -> Any:
+    """Shape, dtype and sharding on `mesh` of every parameter of the model."""
+    return abstract_on(mesh, lambda: init_params(config.model, jax.random.key(0)))
+
+
+def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
+    """Name -> shape, dtype and number of elements of each stored parameter; reads no array."""
+    stored = ocp.checkpointables_metadata(path).metadata["params"]
+    leaves = jax.tree_util.tree_flatten_with_path(stored)[0]
+    return {
+        jax.tree_util.keystr(key, simple=True, separator="/"): {
+            "shape": list(leaf.shape),
+            "dtype": str(leaf.dtype),
+            "size": math.prod(leaf.shape),
+        }
+        for key, leaf in leaves
+    }
+
+
+def copy_state(saved: SavedState, folder: epath.Path) -> None:
+    """Copy a state's files into the run directory `folder`, published whole."""
+    target = folder / STATES / saved.path.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".{saved.path.name}.copying"
+    if temporary.exists():
+        temporary.rmtree()
+    _copy_tree(saved.path, temporary)
+    temporary.rename(target)
 
 
 def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
@@ -265,7 +310,17 @@ def _leaf_differences(stored: dict[str, tuple[int, ...]], wanted: dict[str, tupl
     return found + [f"{name} is {stored[name]}, not {wanted[name]}" for name in both]
 
 
-def _write(path: epath.Path, text: str) -> None:
+def _copy_tree(source: epath.Path, target: epath.Path) -> None:
+    target.mkdir()
+    for item in source.iterdir():
+        if item.is_dir():
+            _copy_tree(item, target / item.name)
+        else:
+            item.copy(target / item.name)
+
+
+def write_text(path: epath.Path, text: str) -> None:
+    """Write a small file whole, or not at all."""
     temporary = path.parent / f".{path.name}.writing"
     temporary.write_text(text)
     temporary.replace(path)

@@ -122,6 +122,7 @@ class PreviewConfig:
     """Merged models evaluated while the run goes on."""
 
     recipe: str = "sma"
+    start_tokens: int = 0  # snapshots from before are left out: early on the weights drift more than they jitter
     windows: tuple[int, ...] = (10,)  # one preview each; empty: none. Host memory: the largest times the model
 
 

@@ -6,6 +6,8 @@ is an error, not a surprise. Axes (mesh) and dims (tensor) are two things; `Rule
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import P
@@ -60,6 +62,17 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
 def local_mesh() -> jax.sharding.Mesh:
     """All devices along `data`: what evaluation and merging use when no mesh is named."""
     return make_mesh(MeshConfig())
+
+
+def abstract_on(mesh: jax.sharding.Mesh, make: Callable[[], Any]) -> Any:
+    """Shape, dtype and sharding on `mesh` of each leaf that `make` would return; nothing is computed."""
+
+    def on_devices(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, leaf.sharding.spec) if leaf.sharding else replicated(mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    with jax.set_mesh(mesh):
+        return jax.tree.map(on_devices, jax.eval_shape(make))
 
 
 def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from pma_jax.config import Config
-from pma_jax.mesh import replicated
+from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import Params, init_params
 from pma_jax.training.optimizer import make_optimizer
 
@@ -35,12 +35,5 @@ def make_state(config: Config) -> TrainState:
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
     """Shape, dtype and sharding of every leaf: the one description that restoring and compiling read."""
-
-    def on_devices(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = jax.NamedSharding(mesh, leaf.sharding.spec) if leaf.sharding else replicated(mesh)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    with jax.set_mesh(mesh):
-        # The key is made inside: outside it would need a device, and ahead-of-time meshes have none.
-        abstract = jax.eval_shape(lambda: init_state(config, jax.random.key(0)))
-    return jax.tree.map(on_devices, abstract)
+    # The key is made inside: outside it would need a device, and ahead-of-time meshes have none.
+    return abstract_on(mesh, lambda: init_state(config, jax.random.key(0)))

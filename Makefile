@@ -1,0 +1,33 @@
+# `make demo` and `make test` set up what they need in .venv, on any machine with Python 3.11 or newer.
+PYTHON ?= python3
+BIN := .venv/bin
+# The point where the annealed branch leaves the constant one: 80% of the demo's horizon.
+FORK_TOKENS := 4915200
+
+.PHONY: setup demo test lint clean
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hub,test,lint]'
+	touch $@
+
+demo: setup
+	$(BIN)/pma train --config demo --workdir runs/demo
+	$(BIN)/pma fork runs/demo --at-tokens $(FORK_TOKENS) --workdir runs/demo-annealed \
+		--config.schedule.decay=cosine --config.schedule.decay_start_tokens=$(FORK_TOKENS)
+	$(BIN)/pma sweep runs/demo --recipes sma,ema:alpha=0.1,ema:alpha=0.2,wma --windows 3,6,10,15
+	$(BIN)/pma report runs/demo runs/demo-annealed
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,26 @@
+"""The demo: a small decoder on the packaged corpus at a constant rate, with merged previews.
+
+Command:   make demo   (or: pma train --config demo --workdir runs/demo)
+"""
+
+import ml_collections
+
+from pma_jax import config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = config.defaults()
+    c.model.width = 96
+    c.model.layers = 3
+    c.model.heads = 3
+    c.model.kv_heads = 3
+    c.model.head_dim = 32
+    c.model.hidden = 256
+    c.training.total_tokens = 6_144_000
+    c.training.batch_size_sequences = 16
+    c.schedule.peak_rate = 4e-3
+    c.checkpoint.interval_tokens = 102_400
+    c.checkpoint.state_interval_tokens = 1_228_800
+    c.checkpoint.keep_states_at_tokens = (4_915_200,)
+    c.preview.windows = (3, 6, 10, 15)
+    return c

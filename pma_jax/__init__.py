@@ -1,0 +1,34 @@
+"""Pre-trained model averaging in JAX: train by tokens, snapshot, merge, and see what annealing would give.
+
+import pma_jax as pma
+run = pma.open_run("runs/demo")
+params = pma.average(run.snapshots[-10:], pma.recipes.sma(10))
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pma_jax.checkpoint import open_run, read_snapshot
+    from pma_jax.merging import recipes
+    from pma_jax.merging.snapshots import average, merge
+    from pma_jax.training.loop import train
+
+__all__ = ["average", "merge", "open_run", "read_snapshot", "recipes", "train"]
+
+_HOMES = {
+    "average": "pma_jax.merging.snapshots",
+    "merge": "pma_jax.merging.snapshots",
+    "open_run": "pma_jax.checkpoint",
+    "read_snapshot": "pma_jax.checkpoint",
+    "train": "pma_jax.training.loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: `pma --help` must not wait for JAX.
+    if name == "recipes":
+        return importlib.import_module("pma_jax.merging.recipes")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'pma_jax' has no attribute {name!r}")

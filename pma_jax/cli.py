@@ -1,0 +1,257 @@
+"""`pma VERB …`: one function a verb, each thin. JAX is imported by the verbs that need it, not by `--help`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+CONFIG_PREFIX = "--config."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; exit status 0: done, 1: could not (one line says why), 2: called wrongly."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    overrides = [word.removeprefix(CONFIG_PREFIX) for word in words if word.startswith(CONFIG_PREFIX)]
+    options = _parser().parse_args([word for word in words if not word.startswith(CONFIG_PREFIX)])
+    if overrides and not options.takes_config:
+        print(f"error: `pma {options.verb}` takes no --config.key=value", file=sys.stderr)
+        return 2
+    options.overrides = overrides
+    _quiet()
+    try:
+        options.function(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from the last saved state", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train, or resume what --workdir holds."""
+    from pma_jax import config as configuration
+    from pma_jax.training import loop
+
+    raw = configuration.load(options.config)
+    configuration.override(raw, options.overrides)
+    run = loop.train(configuration.resolve(raw), options.workdir)
+    _say_done(run)
+
+
+def fork(options: argparse.Namespace) -> None:
+    """Start a new run from another's full state, and train it."""
+    from pma_jax import checkpoint
+    from pma_jax.training import forking, loop
+
+    source = checkpoint.open_run(options.run)
+    config = forking.fork_config(source, options.overrides)
+    forking.fork(source, options.at_tokens, config, options.workdir)
+    _say_done(loop.train(config, options.workdir))
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Average snapshots and write the result as a snapshot."""
+    from pma_jax import checkpoint
+    from pma_jax.merging import recipes, snapshots
+
+    chosen = snapshots.select(checkpoint.find_snapshots(options.source), options.last, options.tokens)
+    weights = recipes.coefficients(options.recipe, [s.tokens for s in chosen])
+    merged = snapshots.merge(chosen, weights, options.out, recipe=options.recipe)
+    print(f"{options.recipe} of {len(chosen)} snapshots ({chosen[0].tokens:,} to {chosen[-1].tokens:,} tokens)")
+    print(f"written to {merged.path}")
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Evaluate a grid of merges of a run's newest snapshots."""
+    from pma_jax import checkpoint
+    from pma_jax.evaluation import sweep as sweeping
+
+    run = checkpoint.open_run(options.run)
+    result = sweeping.sweep(run, options.recipes, options.windows)
+    _table(options, result, [["merge", "loss"], *([r["text"], f"{r['loss']:.4f}"] for r in result["rows"])])
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Held-out loss of runs and snapshots."""
+    from pma_jax.evaluation import targets
+
+    rows = targets.evaluate_targets(options.target, options.overrides)
+    header = ["target", "tokens", "loss", "perplexity", "bits/byte"]
+    cells = [
+        [r["target"], f"{r['tokens']:,}", f"{r['loss']:.4f}", f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"]
+        for r in rows
+    ]
+    _table(options, rows, [header, *cells])
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """What a run or a snapshot holds."""
+    from pma_jax import inspection
+
+    facts = inspection.inspect(options.target)
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print(inspection.as_text(facts))
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write report.json, report.png and report.html of a run and its forks."""
+    from pma_jax import checkpoint
+    from pma_jax.reporting import report as reporting
+
+    run, *forks = [checkpoint.open_run(path) for path in options.run]
+    numbers = reporting.build_report(run, forks)
+    written = reporting.write_report(numbers, run, options.out or run.path)
+    if options.json:
+        print(json.dumps(numbers, indent=2))
+    else:
+        print(reporting.print_table(numbers))
+    for path in written:
+        print(f"written {path}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pma",
+        description="Train language models by tokens, merge their checkpoints, and see what annealing would give.",
+        epilog="Every verb has --help with an example. A mistake is one line and exit status 1 (or 2: called wrongly).",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    verb = _verb(verbs, train, "pma train --config demo --workdir runs/demo --config.training.seed=1")
+    verb.add_argument("--config", required=True, help="a .py file with get_config(), or a shipped name such as demo")
+    verb.add_argument("--workdir", required=True, help="the run's directory; a run that is there is resumed")
+    _takes_config(verb)
+
+    verb = _verb(
+        verbs,
+        fork,
+        "pma fork runs/demo --at-tokens 4.9e6 --workdir runs/annealed "
+        "--config.schedule.decay=cosine --config.schedule.decay_start_tokens=4.9e6",
+    )
+    verb.add_argument("run", help="the run to start from")
+    verb.add_argument("--at-tokens", required=True, type=_tokens, help="where RUN saved a full state")
+    verb.add_argument("--workdir", required=True, help="the new run's directory; the same fork is resumed")
+    _takes_config(verb)
+
+    verb = _verb(verbs, merge, "pma merge runs/demo --last 10 --recipe sma --out runs/demo/merged/sma-10")
+    verb.add_argument("source", nargs="+", help="a run, or snapshots (ordered by tokens)")
+    verb.add_argument("--out", required=True, help="the directory to write; must not exist")
+    verb.add_argument("--recipe", default="sma", help="such as sma (default), ema:alpha=0.2, wma")
+    verb.add_argument("--last", type=_positive, metavar="N", help="only the newest N")
+    verb.add_argument("--tokens", type=_token_range, metavar="A:B", help="only from A to B tokens, both included")
+
+    verb = _verb(verbs, sweep, "pma sweep runs/demo --recipes sma,wma --windows 3,6,10,15")
+    verb.add_argument("run", help="the run whose newest snapshots are merged; RUN/sweep.json is written")
+    verb.add_argument("--recipes", default="sma,ema:alpha=0.1,ema:alpha=0.2,wma", type=_texts, metavar="R,R")
+    verb.add_argument("--windows", default="3,6,10,15", type=_windows, metavar="N,N")
+    _takes_json(verb)
+
+    verb = _verb(verbs, evaluate, "pma evaluate runs/demo runs/demo/merged/sma-10 --config.evaluation.tokens=131072")
+    verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
+    _takes_config(verb)
+    _takes_json(verb)
+
+    verb = _verb(verbs, inspect, "pma inspect runs/demo")
+    verb.add_argument("target", help="a run or a snapshot")
+    _takes_json(verb)
+
+    verb = _verb(verbs, report, "pma report runs/demo runs/demo-annealed")
+    verb.add_argument("run", nargs="+", help="the run, then the runs forked from it")
+    verb.add_argument("--out", help="the directory to write to (default: the first run's)")
+    _takes_json(verb)
+    return parser
+
+
+def _verb(verbs: Any, function: Any, example: str) -> argparse.ArgumentParser:
+    text = function.__doc__
+    verb = verbs.add_parser(
+        function.__name__,
+        help=text,
+        description=text,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.set_defaults(function=function, takes_config=False)
+    return verb
+
+
+def _takes_config(verb: argparse.ArgumentParser) -> None:
+    verb.set_defaults(takes_config=True)
+    verb.add_argument("--config.SECTION.KEY=VALUE", action="append", help="change any key of the configuration")
+
+
+def _takes_json(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
+
+
+def _tokens(text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4.9e6") from None
+    if value < 0 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of tokens")
+    return int(value)
+
+
+def _token_range(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of tokens, such as 2e6:6e6")
+    return _tokens(first), _tokens(last)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _windows(text: str) -> list[int]:
+    return [_positive(item) for item in text.split(",")]
+
+
+def _texts(text: str) -> list[str]:
+    # A comma also stands inside a recipe (lagfree:lag=0.5,order=1): a new one begins with a letter, without "=".
+    parts: list[str] = []
+    for item in text.split(","):
+        begins = item[:1].isalpha() and "=" not in item.split(":")[0]
+        if parts and not begins:
+            parts[-1] += f",{item}"
+        else:
+            parts.append(item)
+    return parts
+
+
+def _table(options: argparse.Namespace, data: Any, rows: list[list[str]]) -> None:
+    if options.json:
+        print(json.dumps(data, indent=2))
+        return
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        first, *rest = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([first.strip().ljust(widths[0]), *rest]))
+
+
+def _say_done(run: Any) -> None:
+    newest = run.snapshots[-1]
+    loss = "" if newest.loss is None else f", held-out loss {newest.loss:.4f}"
+    print(f"{run.path}: {newest.tokens:,} tokens, {len(run.snapshots)} snapshots{loss}")
+
+
+def _quiet() -> None:
+    """Warnings of the libraries' own housekeeping stay out of a user's terminal; errors do not."""
+    import logging
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

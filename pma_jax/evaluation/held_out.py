@@ -1,0 +1,55 @@
+"""The held-out tokens of a configuration, on the mesh, and the loss of any parameters on them."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from pma_jax.config import Config
+from pma_jax.data import batches, shards
+from pma_jax.evaluation.loss import PADDING, evaluate, on_mesh
+from pma_jax.model.decoder import graph_definition
+
+
+def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:
+    """The first `evaluation.tokens` held-out predictions: int32 [B, L + 1] each, split along the batch axes."""
+    windows = _windows(tokens, config, jax.process_index(), jax.process_count())
+    return [on_mesh(mesh, tokens_BxM) for tokens_BxM in windows]
+
+
+def evaluation_digest(tokens: shards.TokenSet, config: Config) -> str:
+    """SHA-256 (16 hex digits) of the held-out windows: equal digests, comparable losses."""
+    digest = hashlib.sha256()
+    for tokens_BxM in _windows(tokens, config, 0, 1):
+        digest.update(tokens_BxM.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def evaluate_all(config: Config, trees: Iterable[Any], mesh: jax.sharding.Mesh) -> Iterator[float]:
+    """Held-out nats a token of each parameter tree, on the text that `config` names.
+
+    Raises ValueError when the text cannot be read, or its tokens are past the model's vocabulary.
+    """
+    tokens = shards.prepare(config.data)
+    shards.check_vocabulary(tokens, config.model.vocabulary_size)
+    with jax.set_mesh(mesh):
+        graph = graph_definition(config.model)
+        held_out = held_out_batches(tokens, config, mesh)
+        for params in trees:
+            yield evaluate(graph, params, held_out)
+
+
+def _windows(tokens: shards.TokenSet, config: Config, process_index: int, process_count: int) -> Iterator[np.ndarray]:
+    windows = batches.validation_batches(
+        tokens,
+        sequence_length_tokens=config.training.sequence_length_tokens,
+        tokens_wanted=config.evaluation.tokens,
+        batch_size_sequences=config.evaluation.batch_size_sequences,
+        process_index=process_index,
+        process_count=process_count,
+    )
+    for tokens_BxM, counted_BxL in windows:
+        targets_BxL = np.where(counted_BxL, tokens_BxM[:, 1:], PADDING)
+        yield np.concatenate([tokens_BxM[:, :1], targets_BxL], axis=1)

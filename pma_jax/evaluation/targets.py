@@ -1,0 +1,42 @@
+"""The held-out loss of runs and snapshots, for `pma evaluate`."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+
+from pma_jax import checkpoint
+from pma_jax import config as configuration
+from pma_jax.data import shards
+from pma_jax.evaluation.held_out import evaluate_all
+from pma_jax.evaluation.loss import bits_per_byte, perplexity
+from pma_jax.mesh import make_mesh
+
+
+def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """One row a target: a snapshot, or a run's newest. `overrides` (`section.key=value`) change the text or its length.
+
+    Raises ValueError when a target is neither, or a key is unknown.
+    """
+    rows = []
+    for path in paths:
+        snapshot = checkpoint.find_snapshots([path])[-1]
+        raw = configuration.defaults()
+        raw.update(json.loads(configuration.to_json(snapshot.config)))
+        configuration.override(raw, overrides)
+        config = configuration.resolve(raw)
+        mesh = make_mesh(config.mesh)
+        params = checkpoint.restore_params(snapshot, checkpoint.abstract_params(snapshot.config, mesh))
+        (loss,) = evaluate_all(config, [params], mesh)
+        bytes_per_token = shards.prepare(config.data).validation.bytes_per_token
+        rows.append(
+            {
+                "target": str(path),
+                "tokens": snapshot.tokens,
+                "loss": loss,
+                "perplexity": perplexity(loss),
+                "bits_per_byte": bits_per_byte(loss, bytes_per_token),
+            }
+        )
+    return rows

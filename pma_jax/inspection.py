@@ -1,0 +1,56 @@
+"""What a directory holds: kind, leaves, shapes, dtypes, tokens, provenance."""
+
+from typing import Any
+
+from etils import epath
+
+from pma_jax import checkpoint
+
+
+def inspect(path: epath.PathLike) -> dict[str, Any]:
+    """Facts of a run or a snapshot; reads no array. Raises ValueError for anything else."""
+    if checkpoint.is_run(path):
+        run = checkpoint.open_run(path)
+        return {
+            "kind": "run",
+            "path": str(run.path),
+            "snapshots": [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in run.snapshots],
+            "states": [{"step": s.step, "tokens": s.tokens} for s in run.states],
+            "facts": run.facts,
+        }
+    snapshot = checkpoint.read_snapshot(path)
+    leaves = checkpoint.stored_leaves(snapshot.path)
+    return {
+        "kind": "merged snapshot" if snapshot.merge else "snapshot",
+        "path": str(snapshot.path),
+        "step": snapshot.step,
+        "tokens": snapshot.tokens,
+        "loss": snapshot.loss,
+        "merge": snapshot.merge,
+        "parameters": sum(leaf["size"] for leaf in leaves.values()),
+        "leaves": leaves,
+    }
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """The facts for a person."""
+    lines = [f"{facts['path']}: {facts['kind']}"]
+    if facts["kind"] == "run":
+        for kind in ("snapshots", "states"):
+            marks = facts[kind]
+            span = f", {marks[0]['tokens']:,} to {marks[-1]['tokens']:,} tokens" if marks else ""
+            lines.append(f"{len(marks)} {kind}{span}")
+        if marks := facts["snapshots"]:
+            lines.append(f"newest held-out loss {marks[-1]['loss']:.4f}")
+        lines += [f"{key}: {value}" for key, value in facts["facts"].items()]
+        return "\n".join(lines)
+    lines.append(f"step {facts['step']:,}, {facts['tokens']:,} tokens, {facts['parameters']:,} parameters")
+    if merge := facts["merge"]:
+        lines.append(
+            f"{merge['recipe']} of {len(merge['sources'])} snapshots, summed in {merge['accumulation_dtype']}:"
+        )
+        for source, c in zip(merge["sources"], merge["coefficients"], strict=True):
+            lines.append(f"  {c:+.6f}  {source['tokens']:,} tokens  {source['path']}")
+    for name, leaf in facts["leaves"].items():
+        lines.append(f"  {name}  {leaf['dtype']} {tuple(leaf['shape'])}")
+    return "\n".join(lines)

@@ -1,0 +1,55 @@
+"""A new run from another run's full state: to anneal, to change the data, to try another rate."""
+
+import json
+from collections.abc import Iterable
+
+from etils import epath
+
+from pma_jax import checkpoint
+from pma_jax import config as configuration
+from pma_jax.checkpoint import Run, SavedState
+from pma_jax.config import Config
+from pma_jax.data import shards
+from pma_jax.training.loop import run_facts
+
+
+def fork_config(source: Run, overrides: Iterable[str]) -> Config:
+    """The configuration of `source` with `section.key=value` texts applied."""
+    raw = configuration.defaults()
+    raw.update(json.loads(configuration.to_json(source.config)))
+    configuration.override(raw, overrides)
+    return configuration.resolve(raw)
+
+
+def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -> Run:
+    """Make a run in `workdir` that begins with the full state of `source` at `at_tokens`.
+
+    The state carries parameters, optimizer moments and data position; `config` decides the rest. The same fork that is
+    there already is left as it is. Raises ValueError when `source` has no state there (naming those it has), or
+    `workdir` holds anything else.
+    """
+    saved = _state_at(source, at_tokens)
+    origin = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
+    if checkpoint.is_run(workdir):
+        run = checkpoint.open_run(workdir)
+        if run.facts.get("forked_from") != origin:
+            raise ValueError(f"{workdir} holds another run: choose a --workdir that does not exist")
+        return run
+    facts = run_facts(shards.prepare(config.data), config)
+    folder = epath.Path(workdir)
+    checkpoint.copy_state(saved, folder)
+    return checkpoint.create_run(folder, config, facts | {"forked_from": origin})
+
+
+def _state_at(source: Run, at_tokens: int) -> SavedState:
+    states = source.states
+    batch = source.config.batch_tokens
+    # The step that reached `at_tokens` ended at most one batch past it.
+    found = [s for s in states if 0 <= s.tokens - at_tokens < batch]
+    if not found:
+        have = ", ".join(f"{s.tokens:,}" for s in states) or "none"
+        raise ValueError(
+            f"{source.path} has no full state at {at_tokens:,} tokens (it has: {have}): name one of these, or train "
+            f"with --config.checkpoint.keep_states_at_tokens={at_tokens}"
+        )
+    return found[0]

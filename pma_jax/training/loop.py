@@ -1,0 +1,167 @@
+"""The training loop: one function, read top to bottom."""
+
+import contextlib
+import importlib.metadata
+import platform
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from pma_jax import checkpoint
+from pma_jax import config as configuration
+from pma_jax.checkpoint import Run, Snapshot
+from pma_jax.config import Config
+from pma_jax.data import batches, shards
+from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
+from pma_jax.evaluation.loss import evaluate, on_mesh
+from pma_jax.merging import preview
+from pma_jax.mesh import make_mesh
+from pma_jax.model.decoder import graph_definition, parameter_count
+from pma_jax.training.metrics import MetricsLog
+from pma_jax.training.schedule import learning_rate
+from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.step import make_train_step
+
+
+def train(config: Config, workdir: epath.PathLike) -> Run:
+    """Train to the horizon; resumes from the newest state when `workdir` holds this run.
+
+    Raises ValueError when `workdir` holds a run of another configuration (naming the keys that differ), or the data
+    cannot be read.
+    """
+    # --- Data: prepared once, cached by digest --------------------------------------------------------------------
+    tokens = shards.prepare(config.data)
+    shards.check_vocabulary(tokens, config.model.vocabulary_size)
+    run = open_or_create(config, workdir, run_facts(tokens, config))
+
+    # --- Mesh, model, and the newest state, or a fresh one --------------------------------------------------------
+    mesh = make_mesh(config.mesh)
+    abstract = abstract_state(config, mesh)
+    states = run.states
+    resumed = states[-1] if states else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        graph = graph_definition(config.model)
+        state = checkpoint.restore_state(resumed, abstract) if resumed else make_state(config)
+        step, seen, position = (resumed.step, resumed.tokens, resumed.position) if resumed else (0, 0, 0)
+
+        # --- Where things go --------------------------------------------------------------------------------------
+        log = MetricsLog(run, seen, writes=jax.process_index() == 0)
+        stack.callback(log.close)
+        snapshot_writer = stack.enter_context(checkpoint.snapshot_writer(run))
+        state_writer = stack.enter_context(checkpoint.state_writer(run))
+        size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
+        begins = f"resuming at {seen:,} of" if resumed else "training for"
+        log.say(f"{size:.3f}M parameters on {devices}, {begins} {config.training.total_tokens:,} tokens")
+
+        # --- Evaluation and previews: the same held-out tokens each time, the newest snapshots in host memory ----
+        held_out = held_out_batches(tokens, config, mesh)
+        window = preview.Window(max(config.preview.windows, default=0))
+        settled = [s for s in run.snapshots if config.preview.start_tokens <= s.tokens <= seen]
+        for old in settled[max(len(settled) - window.size, 0) :]:
+            window.add(old.tokens, checkpoint.restore_params(old, abstract.params))
+
+        # --- The loop: a step is dispatched before the metrics of the last one are fetched ------------------------
+        train_step = make_train_step(config, graph)
+        stream = batches.train_batches(
+            tokens,
+            config.training,
+            position=position,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        clock = Clock(seen)
+        pending: tuple[dict[str, Any], dict[str, jax.Array]] | None = None
+        while not config.is_horizon(seen):
+            rate = learning_rate(config.schedule, config.training.total_tokens, seen + config.batch_tokens)
+            state, metrics = train_step(state, on_mesh(mesh, next(stream)), rate)
+            step, seen, position = (
+                step + 1,
+                seen + config.batch_tokens,
+                position + config.training.batch_size_sequences,
+            )
+            last, pending = pending, ({"kind": "train", "tokens": seen, "step": step, "learning_rate": rate}, metrics)
+            _write_train_record(log, config, clock, last)
+
+            if config.is_snapshot(seen):
+                with clock.paused():
+                    loss = evaluate(graph, state.params, held_out)
+                    log.write({"kind": "evaluation", "tokens": seen, "step": step, "loss": loss})
+                    checkpoint.save_snapshot(
+                        snapshot_writer, state.params, Snapshot(run.path, step, seen, loss, config)
+                    )
+                    if seen >= config.preview.start_tokens:
+                        window.add(seen, state.params)
+                    for recipe, merged in window.merges(config.preview.recipe, config.preview.windows):
+                        merged_loss = evaluate(graph, merged, held_out)
+                        log.write(
+                            {"kind": "preview", "tokens": seen, "step": step, "recipe": recipe, "loss": merged_loss}
+                        )
+            if config.is_state(seen):
+                with clock.paused():
+                    checkpoint.save_state(state_writer, state, step, seen, position)
+        _write_train_record(log, config, clock, pending)
+    return run
+
+
+def run_facts(tokens: shards.TokenSet, config: Config) -> dict[str, Any]:
+    """What run.json records: digests of the corpus and of the held-out tokens, and versions."""
+    packages = ("pma-jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
+    versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
+    return {"corpus": tokens.digest, "evaluation": evaluation_digest(tokens, config), "versions": versions}
+
+
+def open_or_create(config: Config, workdir: epath.PathLike, facts: dict[str, Any]) -> Run:
+    """The run in `workdir`, made if there is none; raises ValueError when another one lives there."""
+    if not checkpoint.is_run(workdir):
+        return checkpoint.create_run(workdir, config, facts)
+    run = checkpoint.open_run(workdir)
+    changed = configuration.differences(run.config, config)
+    if changed:
+        raise ValueError(
+            f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "
+            "give its own configuration to resume it, another --workdir, or `pma fork` to change course"
+        )
+    if run.facts["corpus"] != facts["corpus"]:
+        raise ValueError(
+            f"the corpus has changed since {workdir} was started ({run.facts['corpus']} -> {facts['corpus']}): "
+            "bring the old text back to resume, or choose another --workdir"
+        )
+    return run
+
+
+class Clock:
+    """Seconds spent training, pauses for evaluation and checkpoints left out."""
+
+    def __init__(self, tokens: int):
+        self._tokens, self._since = tokens, time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Time inside does not count."""
+        start = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - start
+
+    def lap(self, tokens: int) -> float:
+        """Tokens a second since the last lap."""
+        now = time.perf_counter()
+        rate = (tokens - self._tokens) / (now - self._since)
+        self._tokens, self._since = tokens, now
+        return rate
+
+
+def _write_train_record(
+    log: MetricsLog, config: Config, clock: Clock, pending: tuple[dict[str, Any], dict[str, jax.Array]] | None
+) -> None:
+    if pending is None:
+        return
+    record, metrics = pending
+    # Fetching waits for that step, and so keeps at most two in flight.
+    loss, norm = (float(np.asarray(metrics[name])) for name in ("loss", "gradient_norm"))
+    if config.is_mark(record["tokens"], config.training.log_interval_tokens) or config.is_horizon(record["tokens"]):
+        speed = clock.lap(record["tokens"])
+        log.write(record | {"loss": loss, "gradient_norm": norm, "tokens_per_second": speed})

@@ -1,0 +1,102 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard, and the terminal."""
+
+import json
+import sys
+from typing import Any
+
+import rich.console
+import rich.progress
+from etils import epath
+from tensorboardX import SummaryWriter
+
+from pma_jax.checkpoint import Run
+from pma_jax.config import Config
+
+Record = dict[str, Any]  # always: kind (train | evaluation | preview), tokens
+
+
+class MetricsLog:
+    """Appends records to RUN/metrics.jsonl and TensorBoard; shows a bar on a terminal, plain lines otherwise.
+
+    Only process 0 writes. Opening drops the records past `tokens`: a resumed run writes them again.
+    """
+
+    def __init__(self, run: Run, tokens: int, writes: bool):
+        self._writes = writes
+        if not writes:
+            return
+        kept = [r for r in run.metrics if r["tokens"] <= tokens]
+        path = run.path / "metrics.jsonl"
+        temporary = run.path / ".metrics.jsonl.writing"
+        temporary.write_text("".join(_line(r) for r in kept))
+        temporary.replace(path)
+        self._file = path.open("a")
+        self._board = SummaryWriter(_tensorboard_folder(run.path), purge_step=tokens + 1)
+        self._console = rich.console.Console(stderr=True)
+        self._bar = _progress_bar(self._console, run.config, tokens)
+        self._bar.start()
+
+    def write(self, record: Record) -> None:
+        """Append one record. Numbers are Python's, so that the JSON holds every digit."""
+        if not self._writes:
+            return
+        self._file.write(_line(record))
+        self._file.flush()
+        for tag, value in _scalars(record):
+            self._board.add_scalar(tag, value, record["tokens"])
+        shown = _shown(record)
+        self._bar.update(self._task, completed=record["tokens"], description=shown)
+        if not self._console.is_terminal:
+            print(shown, file=sys.stderr, flush=True)
+
+    @property
+    def _task(self) -> rich.progress.TaskID:
+        return self._bar.task_ids[0]
+
+    def say(self, line: str) -> None:
+        """One line for the person who watches."""
+        if self._writes:
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        if self._writes:
+            self._bar.stop()
+            self._board.close()
+            self._file.close()
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record) + "\n"
+
+
+def _scalars(record: Record) -> list[tuple[str, float]]:
+    if record["kind"] == "preview":
+        return [(f"preview/{record['recipe']}", record["loss"])]
+    return [(f"{record['kind']}/{key}", v) for key, v in record.items() if key not in ("kind", "tokens", "step")]
+
+
+def _shown(record: Record) -> str:
+    millions = f"{record['tokens'] / 1e6:.2f}M tokens"
+    if record["kind"] == "train":
+        return f"{millions}  loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+    if record["kind"] == "evaluation":
+        return f"{millions}  held-out loss {record['loss']:.4f}"
+    return f"{millions}  held-out loss of {record['recipe']} {record['loss']:.4f}"
+
+
+def _progress_bar(console: rich.console.Console, config: Config, tokens: int) -> rich.progress.Progress:
+    bar = rich.progress.Progress(
+        rich.progress.BarColumn(),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TimeRemainingColumn(),
+        rich.progress.TextColumn("{task.description}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    bar.add_task("starting", total=config.training.total_tokens, completed=tokens)
+    return bar
+
+
+def _tensorboard_folder(run: epath.Path) -> str:
+    return str(run / "tensorboard")
