@@ -115,9 +115,7 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     """What a snapshot says of itself; reads no array. Raises ValueError when it is not one."""
     folder = epath.Path(path)
     if not is_snapshot(folder):
-        raise ValueError(
-            f"{path} is neither a run nor a snapshot: give a run's directory, RUN/snapshots/STEP or the --out of a `pma merge`"
-        )
+        raise ValueError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
     facts = _custom_metadata(folder)
     config = configuration.resolve(facts["config"])
     return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, facts["merge"])
