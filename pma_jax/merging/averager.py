@@ -99,7 +99,12 @@ def average(
 
 
 def average_many(
-    params_K: Sequence[Any], weights_RxK: ArrayLike, *, dtype: DTypeLike | str = "keep", like: Any = None
+    params_K: Sequence[Any],
+    weights_RxK: ArrayLike,
+    *,
+    dtype: DTypeLike | str = "keep",
+    like: Any = None,
+    out: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:
     """R merges of the same K checkpoints in one compiled pass: a sweep.
 
@@ -108,6 +113,7 @@ def average_many(
       weights_RxK: [R, K], float64 on the host, a row a recipe.
       dtype: as for `average`.
       like: as for `average`.
+      out: R earlier results, whose memory is taken over (donated); on CPU this is several times faster.
 
     Returns:
       R trees. All are in memory at once.
@@ -121,7 +127,7 @@ def average_many(
     for row in C:
         _checked_weights(row, len(params_K))
     placed_K = _checked_and_placed(params_K, like, dtype)
-    return fused_average_many(placed_K, C.astype(weight_dtype()), output_dtypes(placed_K[0], dtype))
+    return fused_average_many(out, placed_K, C.astype(weight_dtype()), output_dtypes(placed_K[0], dtype))
 
 
 def average_stream(

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from pma_jax.merging.agreement import is_float
 
+BLOCK = 65536  # elements of each input that `fused_average_many` has in cache at once, on CPU
 SUMMATIONS = ("plain", "pairwise", "compensated")
 
 
@@ -122,17 +123,34 @@ def add_fused(total: Any, params_K: Sequence[Any], weights_K: jax.Array) -> Any:
     )
 
 
-@functools.partial(jax.jit, static_argnames="dtypes")
-def fused_average_many(params_K: Sequence[Any], weights_RxK: jax.Array, dtypes: tuple[str, ...]) -> tuple[Any, ...]:
-    """R merges of K trees in one pass; what `average_many` calls once inputs are checked and placed."""
+# The pass would widen whole bfloat16 inputs before `_blocked_rows`' loop over blocks, in fresh memory.
+@functools.partial(
+    jax.jit,
+    donate_argnums=0,
+    keep_unused=True,
+    static_argnames="dtypes",
+    compiler_options={"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
+)
+def fused_average_many(
+    out: tuple[Any, ...] | None, params_K: Sequence[Any], weights_RxK: jax.Array, dtypes: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """R merges of K trees in one pass; what `average_many` calls once inputs are checked and placed.
+
+    Args:
+      out: R trees like the results, or None; donated: only their memory is used.
+      params_K: K trees of one structure, shapes and shardings.
+      weights_RxK: [R, K], traced.
+      dtypes: the results', one a leaf.
+    """
+    rows = len(weights_RxK)
     treedef = jax.tree.structure(params_K[0])
     inputs_K = [jax.tree.leaves(params) for params in params_K]
-    return tuple(
-        treedef.unflatten(
-            [_sum_leaf(x_K, weights_K, "plain").astype(d) for *x_K, d in zip(*inputs_K, dtypes, strict=True)]
-        )
-        for weights_K in weights_RxK
-    )
+    out_R = [jax.tree.leaves(tree) for tree in out] if out is not None else [[None] * len(dtypes)] * rows
+    leaves = [
+        _rows_leaf([leaves[i] for leaves in out_R], [leaves[i] for leaves in inputs_K], weights_RxK, dtype)
+        for i, dtype in enumerate(dtypes)
+    ]
+    return tuple(treedef.unflatten([leaf_R[r] for leaf_R in leaves]) for r in range(rows))
 
 
 def as_ratio(weights: np.ndarray) -> tuple[np.ndarray, np.generic]:
@@ -190,6 +208,46 @@ def _sum_leaf(x_K: Sequence[jax.Array], weights_K: jax.Array, summation: str) ->
     while summation == "pairwise" and len(terms) > 1:
         terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)] + terms[len(terms) & ~1 :]
     return functools.reduce(jnp.add, terms)
+
+
+def _rows_leaf(
+    out_R: Sequence[jax.Array | None], x_K: Sequence[jax.Array], weights_RxK: jax.Array, dtype: str
+) -> Sequence[jax.Array]:
+    """R weighted sums of one leaf."""
+    if not is_float(x_K[0].dtype):
+        return [x_K[0]] * len(out_R)
+    given_R = [out for out in out_R if out is not None]
+    if jax.default_backend() != "cpu" or len(given_R) < len(out_R):
+        return [_sum_leaf(x_K, weights_K, "plain").astype(dtype) for weights_K in weights_RxK]
+    sharding = jax.typeof(x_K[0]).sharding
+    if sharding.mesh.empty:
+        return _blocked_rows(given_R, x_K, weights_RxK)
+    return jax.shard_map(
+        _blocked_rows, mesh=sharding.mesh, in_specs=(sharding.spec, sharding.spec, jax.P()), out_specs=sharding.spec
+    )(given_R, x_K, weights_RxK)
+
+
+def _blocked_rows(out_R: Sequence[jax.Array], x_K: Sequence[jax.Array], weights_RxK: jax.Array) -> Sequence[jax.Array]:
+    """R weighted sums of one device's shard, block after block.
+
+    XLA's CPU compiler makes one loop a row, and each would read all inputs from memory again; a block stays in cache.
+    """
+    size = x_K[0].size
+    block = min(BLOCK, size)
+
+    def add_block(i, flat_R):
+        # The last block overlaps the one before instead of being shorter: it writes the same values again.
+        start = jnp.minimum(i * block, size - block)
+        block_K = [jax.lax.dynamic_slice(x.reshape(-1), (start,), (block,)) for x in x_K]
+        sums_R = [_sum_leaf(block_K, weights_K, "plain") for weights_K in weights_RxK]
+        return [
+            jax.lax.dynamic_update_slice(flat, total.astype(flat.dtype), (start,))
+            for flat, total in zip(flat_R, sums_R, strict=True)
+        ]
+
+    flat_R = [out.reshape(-1) for out in out_R]
+    flat_R = jax.lax.fori_loop(0, -(-size // block), add_block, flat_R) if size else flat_R
+    return [flat.reshape(x_K[0].shape) for flat in flat_R]
 
 
 def _two_sum(total: jax.Array, error: jax.Array, term: jax.Array) -> tuple[jax.Array, jax.Array]:

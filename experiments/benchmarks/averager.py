@@ -1,0 +1,168 @@
+"""How fast the averager runs against the memory under it: `python experiments/benchmarks/averager.py`.
+
+One run, two child processes (1 device, 8 simulated CPU devices). In each, K = 10 inputs of one flat leaf, sharded over
+the devices, in bfloat16 and float32, at two sizes: `cache` (64Ki elements an input) and `memory` (16Mi elements):
+  fused            fused_average into a donated float32 result
+  fused, fresh     the same into newly allocated memory
+  one at a time    add_weighted, K times
+  16 recipes       fused_average_many, R = 16, into donated results; as a multiple of `fused`
+  16 writes        writing 16 such results and reading nothing: what no program for 16 recipes can undercut
+The yardstick, STREAM add, is float32 c = a + b into existing memory over arrays of the same bytes altogether, 12 bytes
+an element: the faster of jax.jit over the same devices and np.add on two threads. A rate counts every byte that the
+algorithm must read or write (inputs once, result once), as STREAM's does; `input` counts inputs only. All are medians
+of 5 rounds taken in turn, so that a busy neighbour meets all of them. Bar: fused >= 80% of STREAM add, aim 95%; 16 recipes
+<= 2x fused, aim 1.3x.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+K, R, ROUNDS = 10, 16, 5
+SIZES = {"cache": 1 << 16, "memory": 1 << 24}  # elements an input
+
+
+def main():
+    """Runs both device counts and prints a table, or JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="a JSON object a line instead of a table")
+    parser.add_argument("--devices", type=int, help="measure in this process, on so many devices")
+    args = parser.parse_args()
+    if args.devices:
+        measure_all(args.devices)
+        return
+    if not args.json:
+        print(f"{'devices':>7} {'size':>7} {'dtype':>9}  {'what':<16} {'GB/s':>6} {'input':>6}  ratio")
+    for devices in (1, 8):
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        child = subprocess.run(
+            [sys.executable, __file__, "--devices", str(devices)],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        for line in child.stdout.splitlines():
+            print(line if args.json else row_text(json.loads(line)), flush=True)
+
+
+def row_text(row):
+    """A line of the table."""
+    return (
+        f"{row['devices']:>7} {row['size']:>7} {row['dtype']:>9}  {row['what']:<16} {row['gb_per_second']:6.1f} "
+        f"{row['input_gb_per_second']:6.1f}  {row['ratio']}"
+    )
+
+
+def measure_all(devices):
+    """Prints a JSON line for each measurement on this process's devices."""
+    import jax
+    import jax.numpy as jnp
+
+    mesh = jax.make_mesh((devices,), ("x",))
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
+    for size, n in SIZES.items():
+        for dtype in (jnp.bfloat16, jnp.float32):
+            item = jnp.dtype(dtype).itemsize
+            programs = programs_for(n, dtype, sharding)
+            seconds = median_seconds(programs, repeats=max(1, 2**22 // n))
+            stream_bytes = 12 * stream_elements(n, item)
+            stream = stream_bytes / min(seconds["STREAM jit"], seconds["STREAM numpy"]) / 1e9
+            for what, taken in seconds.items():
+                results = R if what.startswith("16") else 1
+                inputs = 0 if what == "16 writes" or what.startswith("STREAM") else K * item * n
+                touched = stream_bytes if what.startswith("STREAM") else inputs + 4 * n * results
+                if what == "one at a time":
+                    touched = inputs + 8 * n * K
+                rate = touched / taken / 1e9
+                ratio = f"{taken / seconds['fused']:.2f}x fused" if results == R else f"{rate / stream:.0%} of STREAM"
+                row = {"devices": devices, "size": size, "dtype": jnp.dtype(dtype).name, "what": what, "ratio": ratio}
+                print(
+                    json.dumps(row | {"gb_per_second": rate, "input_gb_per_second": inputs / taken / 1e9}), flush=True
+                )
+
+
+def stream_elements(n, item):
+    """Elements of STREAM's arrays that give the bytes of K inputs and a result; a multiple of 64."""
+    return n * (K * item + 4) // 12 // 64 * 64
+
+
+def programs_for(n, dtype, sharding):
+    """What is measured: name -> function of nothing that returns arrays to wait for."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pma_jax.merging.averager import add_weighted
+    from pma_jax.merging.sums import fused_average, fused_average_many
+
+    def filled(value, size=n, dtype=jnp.float32):
+        return jax.block_until_ready(jnp.full(size, value, dtype, device=sharding))
+
+    inputs_K = [filled(k, dtype=dtype) for k in range(K)]
+    ones_K, C = np.ones(K, np.float32), np.random.default_rng(0).random((R, K), np.float32)
+    divisor, f32 = np.float32(K), ("float32",)
+    m = stream_elements(n, jnp.dtype(dtype).itemsize)
+    a, b = filled(1, m), filled(2, m)
+    stream_add = jax.jit(lambda c, a, b: a + b, donate_argnums=0, keep_unused=True)
+    fill = jax.jit(lambda out, v: tuple(jnp.full_like(x, v) for x in out), donate_argnums=0, keep_unused=True)
+    host = [np.ones(m, np.float32) for _ in range(3)]
+    halves = [[x[part] for x in host] for part in (slice(0, m // 2), slice(m // 2, m))]
+    threads = ThreadPoolExecutor(2)
+
+    def reusing(run, out):
+        held = [out]
+        del out
+
+        def again():
+            held.append(run(held.pop()))
+            return held[0]
+
+        return again
+
+    def one_at_a_time(total):
+        for x in inputs_K:
+            total = add_weighted(total, x, ones_K[0])
+        return total
+
+    rows = tuple(filled(0) for _ in range(R))
+    return {
+        "STREAM jit": reusing(lambda c: stream_add(c, a, b), filled(0, m)),
+        "STREAM numpy": lambda: list(threads.map(lambda part: np.add(part[0], part[1], out=part[2]), halves)),
+        "fused": reusing(lambda out: fused_average(out, inputs_K, ones_K, divisor, f32, "plain"), filled(0)),
+        "fused, fresh": lambda: fused_average(None, inputs_K, ones_K, divisor, f32, "plain"),
+        "one at a time": reusing(one_at_a_time, filled(0)),
+        "16 recipes": reusing(lambda out: fused_average_many(out, inputs_K, C, f32), rows),
+        "16 writes": reusing(lambda out: fill(out, divisor), tuple(filled(0) for _ in range(R))),
+    }
+
+
+def median_seconds(programs, repeats):
+    """Median seconds of a call of each, over ROUNDS rounds in which they take turns; `repeats` calls a timing."""
+    import jax
+
+    taken = {name: [] for name in programs}
+    for round_ in range(ROUNDS + 1):
+        for name, run in programs.items():
+            start = time.perf_counter()
+            for _ in range(repeats - 1):
+                run()
+            result = run()
+            jax.block_until_ready(result)
+            if round_:
+                taken[name].append((time.perf_counter() - start) / repeats)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+if __name__ == "__main__":
+    main()
