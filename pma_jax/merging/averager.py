@@ -42,6 +42,7 @@ from pma_jax.merging.sums import (
     finish,
     fused_average,
     fused_average_many,
+    fused_average_narrow,
     keeps,
     output_dtypes,
     weight_dtype,
@@ -87,12 +88,14 @@ def average(
     used = np.flatnonzero(c) if c.any() else np.arange(1)
     placed_K, ratio, divisor = [placed_K[k] for k in used], *as_ratio(c[used])
     dtypes = output_dtypes(placed_K[0], dtype)
+    narrow = jax.default_backend() == "cpu" and any(x.dtype.itemsize < 4 for x in jax.tree.leaves(placed_K[0]))
+    fused = fused_average_narrow if narrow else fused_average
     if len(used) <= CHUNK:
-        return fused_average(out, placed_K, ratio, divisor, dtypes, summation)
+        return fused(out, placed_K, ratio, divisor, dtypes, summation)
     if summation == "compensated":
         return average_stream(placed_K, c[used], dtype=dtype, compensated=True)
     in_total = output_dtypes(abstract_total(placed_K[0]), "keep")
-    total = fused_average(None, placed_K[:CHUNK], ratio[:CHUNK], np.float32(1), in_total, summation)
+    total = fused(None, placed_K[:CHUNK], ratio[:CHUNK], np.float32(1), in_total, summation)
     for start in range(CHUNK, len(used), CHUNK):
         total = add_fused(total, placed_K[start : start + CHUNK], ratio[start : start + CHUNK])
     return finish(total, divisor, dtypes)

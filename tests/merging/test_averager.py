@@ -189,6 +189,9 @@ def compiled_forms(mesh, dtype=jnp.bfloat16):
         ),
         "add_fused": sums.add_fused.lower(total, [abstract] * 4, np.ones(4, np.float32)),
         "fused_average": sums.fused_average.lower(total, [abstract] * 4, np.ones(4, np.float32), weight, f32, "plain"),
+        "fused_average_narrow": sums.fused_average_narrow.lower(
+            total, [abstract] * 4, np.ones(4, np.float32), weight, f32, "plain"
+        ),
         "fused_average_many": sums.fused_average_many.lower(
             (total,) * 3, [abstract] * 4, np.ones((3, 4), np.float32), f32
         ),
