@@ -217,7 +217,10 @@ def load(name: str) -> ml_collections.ConfigDict:
         raise ValueError(f"{path} does not run: {type(error).__name__}: {error}") from error
     if not hasattr(module, "get_config"):
         raise ValueError(f"{path} has no get_config(): define one that returns a ConfigDict")
-    raw = module.get_config()
+    try:
+        raw = module.get_config()
+    except Exception as error:
+        raise ValueError(f"get_config() of {path} failed: {type(error).__name__}: {error}") from error
     if not isinstance(raw, ml_collections.ConfigDict):
         raise ValueError(f"get_config() of {path} returned {type(raw).__name__}, not a ConfigDict")
     return raw

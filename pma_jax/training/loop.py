@@ -137,7 +137,8 @@ class Clock:
     """Seconds spent training, pauses for evaluation and checkpoints left out."""
 
     def __init__(self, tokens: int):
-        self._tokens, self._since = tokens, time.perf_counter()
+        self._tokens, self._start = tokens, time.perf_counter()
+        self._since = self._start
 
     @contextlib.contextmanager
     def paused(self):
@@ -145,6 +146,10 @@ class Clock:
         start = time.perf_counter()
         yield
         self._since += time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Wall seconds since this process began to train, pauses included."""
+        return time.perf_counter() - self._start
 
     def lap(self, tokens: int) -> float:
         """Tokens a second since the last lap."""
@@ -164,4 +169,5 @@ def _write_train_record(
     loss, norm = (float(np.asarray(metrics[name])) for name in ("loss", "gradient_norm"))
     if config.is_mark(record["tokens"], config.training.log_interval_tokens) or config.is_horizon(record["tokens"]):
         speed = clock.lap(record["tokens"])
-        log.write(record | {"loss": loss, "gradient_norm": norm, "tokens_per_second": speed})
+        timing = {"tokens_per_second": speed, "seconds": clock.seconds()}
+        log.write(record | {"loss": loss, "gradient_norm": norm} | timing)

@@ -1,0 +1,60 @@
+"""What snapshots cost a run: wall time of training with them at the demo's cadence over training without.
+
+Command:   python experiments/benchmarks/snapshots.py [--rounds 5] [--tokens 1.5e6]
+Floor:     the bytes of one model, copied from the devices and written: everything else is overhead.
+
+Both runs are the demo's model and batch, in a process of their own, in turn; neither evaluates more than one window nor
+makes previews, so that what differs is the saving. The time from the first log mark to the horizon counts: compiling
+does not.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main() -> None:
+    """Print seconds and the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=float, default=1.5e6)
+    options = parser.parse_args()
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    for turn in range(options.rounds):
+        # Alternate who goes first: a machine that slows down must not favour one of them.
+        for kind in list(times)[:: 1 if turn % 2 else -1]:
+            times[kind].append(_seconds(options.tokens, kind == "with"))
+    medians = {kind: statistics.median(seconds) for kind, seconds in times.items()}
+    for kind, seconds in times.items():
+        print(f"{kind:8} snapshots: median {medians[kind]:.2f} s of {', '.join(f'{s:.2f}' for s in seconds)}")
+    print(f"cost of snapshots at the demo's cadence: {medians['with'] / medians['without'] - 1:+.2%} (bar: at most 2%)")
+
+
+def _seconds(tokens: float, snapshots: bool) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {
+            "training.total_tokens": tokens,
+            "training.log_interval_tokens": 51_200,
+            "evaluation.tokens": 128,
+            "evaluation.batch_size_sequences": 1,
+            "preview.windows": "",
+            "checkpoint.keep_states_at_tokens": "",
+            "checkpoint.state_interval_tokens": 1e12,
+        }
+        if not snapshots:
+            keys["checkpoint.interval_tokens"] = 1e12
+        overrides = [f"--config.{key}={value}" for key, value in keys.items()]
+        pma = [sys.executable, "-m", "pma_jax.cli"]
+        command = [*pma, "train", "--config", "demo", "--workdir", f"{folder}/run", *overrides]
+        subprocess.run(command, check=True, capture_output=True)
+        records = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    seconds = [r["seconds"] for r in records if r["kind"] == "train"]
+    return seconds[-1] - seconds[0]
+
+
+if __name__ == "__main__":
+    main()
