@@ -1,0 +1,46 @@
+"""The commands that make a report's runs again, as text to paste into a shell."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from pma_jax import config as configuration
+from pma_jax.checkpoint import Run
+from pma_jax.config import Config
+
+BASE = "demo"  # the shipped configuration that the training command starts from
+
+
+def reproduction(run: Run, forks: Sequence[Run], merges: Sequence[dict[str, Any]]) -> list[str]:
+    """`pma train`, `fork`, `sweep` and `report`, with every key that differs from where each starts."""
+    origin = run.facts.get("forked_from")
+    if origin:
+        commands = [f"# {run.path.name} was itself forked from {origin['path']} at {origin['tokens']} tokens"]
+    else:
+        base = configuration.resolve(configuration.load(BASE))
+        commands = [_command("train", "--config", BASE, "--workdir", run.path, *_overrides(base, run.config))]
+    for fork in forks:
+        at = fork.facts["forked_from"]["tokens"]
+        changed = _overrides(run.config, fork.config)
+        commands.append(_command("fork", run.path, "--at-tokens", at, "--workdir", fork.path, *changed))
+    if merges:
+        # dict.fromkeys: each once, in the order of the sweep.
+        recipes = ",".join(dict.fromkeys(m["recipe"] for m in merges))
+        windows = ",".join(dict.fromkeys(str(m["window"]) for m in merges))
+        commands.append(_command("sweep", run.path, "--recipes", recipes, "--windows", windows))
+    return [*commands, _command("report", run.path, *(fork.path for fork in forks))]
+
+
+def _command(*words: object) -> str:
+    return shlex.join(["pma", *(str(word) for word in words)])
+
+
+def _overrides(old: Config, new: Config) -> list[str]:
+    keys = [line.split(":")[0] for line in configuration.differences(old, new)]
+    values = dataclasses.asdict(new)
+    return [f"--config.{key}={_text(values[key.split('.')[0]][key.split('.')[1]])}" for key in keys]
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,86 @@
+import base64
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from pma_jax.reporting import html
+from pma_jax.reporting.report import build_report
+
+VOID = {"meta", "img", "source", "br", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced; keeps attributes and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture
+def report(realistic):
+    run, fork = realistic
+    return build_report(run, [fork])
+
+
+def test_the_page_parses_and_needs_nothing_else(report):
+    text = html.page(report, "{}", b"light", b"dark")
+    page = Page(text)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    for name, value in page.attributes:
+        if name in ("src", "href", "srcset"):
+            assert value.startswith("data:image/png;base64,")
+        assert not name.startswith("on")
+    assert "http://" not in text and "https://" not in text
+    assert "url(" not in text and "@import" not in text
+
+
+def test_both_figures_are_embedded(report):
+    embedded = re.findall(r"base64,([^\"]+)", html.page(report, "{}", b"light", b"dark"))
+    assert [base64.b64decode(e) for e in embedded] == [b"dark", b"light"]
+
+
+def test_the_page_says_what_the_report_holds(report):
+    page = Page(html.page(report, '{"config": "here"}', b"", b""))
+    text = " ".join(page.text)
+    assert report["finding"] in text
+    assert '{"config": "here"}' in text
+    for fact in (report["corpus_digest"], report["evaluation_digest"], report["config_digest"], *report["commands"]):
+        assert fact in text
+    for merge in report["merges"]:
+        assert f"{merge['loss']:.4f}" in text and f"{merge['recovered_share']:.1%}" in text
+    assert f"{report['previews_below_raw']} of {report['previews_total']} previews" in text
+
+
+def test_only_the_best_merge_is_bold(report):
+    strong = re.findall(r"<strong>(.*?)</strong>", html.page(report, "{}", b"", b""))
+    assert strong == [f"{report['best_merge']['loss']:.4f}"]
+
+
+def test_text_from_files_is_escaped(report):
+    evil = "<script>alert(1)</script>"
+    report["notes"], report["run"], report["versions"] = [evil], evil, {evil: evil}
+    page = Page(html.page(report, evil, b"", b""))
+    assert "script" not in page.tags and evil in " ".join(page.text)
+
+
+def test_a_run_alone_makes_a_page(realistic):
+    run, _ = realistic
+    page = Page(html.page(build_report(run, []), "{}", b"", b""))
+    assert "Recovered is" not in " ".join(page.text)

@@ -1,0 +1,252 @@
+import json
+import math
+import shlex
+
+import pytest
+
+from pma_jax import config as configuration
+from pma_jax.reporting import report as reporting
+from pma_jax.reporting.report import build_report, print_table, write_report
+
+HORIZON, FORK = 6_000_000, 4_800_000
+ROWS = [
+    {"recipe": "sma", "window": 3, "text": "sma:3", "loss": 1.15},
+    {"recipe": "sma", "window": 10, "text": "sma:10", "loss": 1.12},
+    {"recipe": "ema:alpha=0.2", "window": 10, "text": "ema:alpha=0.2:10", "loss": 1.11},
+]
+SWEEP = {"tokens": HORIZON, "raw_loss": 1.2, "rows": ROWS}
+
+
+def evaluation(tokens, loss):
+    return {"kind": "evaluation", "tokens": tokens, "step": tokens // 2048, "loss": loss}
+
+
+def preview(tokens, recipe, loss):
+    return {"kind": "preview", "tokens": tokens, "step": tokens // 2048, "recipe": recipe, "loss": loss}
+
+
+RAW = [
+    {"kind": "train", "tokens": 1_000_000, "step": 488, "learning_rate": 3e-3, "loss": 9.0},
+    evaluation(1_000_000, 1.5),
+    preview(1_000_000, "sma:3", 1.6),
+    evaluation(FORK, 1.3),
+    preview(FORK, "sma:3", 1.25),
+    preview(FORK, "sma:10", 1.26),
+    evaluation(HORIZON, 1.2),
+    preview(HORIZON, "sma:3", 1.15),
+    preview(HORIZON, "sma:10", 1.12),
+]
+ANNEALED = [evaluation(FORK, 1.3), evaluation(5_400_000, 1.2), evaluation(HORIZON, 1.1)]
+
+
+@pytest.fixture
+def pair(make_run, forked):
+    run = make_run("demo", RAW, sweep=SWEEP)
+    return run, make_run("demo-annealed", ANNEALED, decay="linear", facts=forked)
+
+
+def test_shares_are_those_computed_by_hand(pair):
+    run, fork = pair
+    report = build_report(run, [fork])
+    assert (report["tokens"], report["raw_loss"], report["annealed_loss"]) == (HORIZON, 1.2, 1.1)
+    assert report["merged_loss"] == {"sma:3": 1.15, "sma:10": 1.12, "ema:alpha=0.2:10": 1.11}
+    # (1.2 - loss) / (1.2 - 1.1); the best SMA window gives the headline, though EMA is better.
+    assert report["recovered_shares"] == pytest.approx({"sma:3": 0.5, "sma:10": 0.8, "ema:alpha=0.2:10": 0.9})
+    assert report["recovered_share"] == pytest.approx(0.8)
+    assert report["best_sma"]["text"] == "sma:10"
+    assert report["best_merge"] == {"text": "ema:alpha=0.2:10", "loss": 1.11, "recovered_share": pytest.approx(0.9)}
+    assert (report["fork_tokens"], report["tokens_saved"]) == (FORK, 1_200_000)
+    assert report["annealing"] == {
+        "shape": "linear",
+        "start_tokens": FORK,
+        "peak_rate": run.config.schedule.peak_rate,
+        "final_rate": 0.0,
+    }
+    assert report["notes"] == []
+    assert "80% of what annealing gains" in report["finding"] and "1.20M tokens" in report["finding"]
+
+
+def test_previews_are_counted_against_the_raw_loss_at_the_same_tokens(pair):
+    run, fork = pair
+    report = build_report(run, [fork])
+    assert (report["previews_total"], report["previews_below_raw"]) == (5, 4)
+    first = report["previews"]["sma:3"]
+    assert (first["count"], first["below_raw"], first["below_raw_since_tokens"]) == (3, 2, FORK)
+    # Gains -0.1, 0.05 and 0.05 nats.
+    assert first["median_gain"] == pytest.approx(0.05) and first["last_gain"] == pytest.approx(0.05)
+    assert list(report["previews"]) == ["sma:3", "sma:10"]
+
+
+def test_curves_hold_what_was_evaluated(pair):
+    run, fork = pair
+    curves = build_report(run, [fork])["curves"]
+    assert curves["raw"] == [[1_000_000, 1.5], [FORK, 1.3], [HORIZON, 1.2]]
+    assert curves["annealed"] == [[5_400_000, 1.2], [HORIZON, 1.1]]  # what it trained itself, past the fork
+    assert curves["previews"]["sma:10"] == [[FORK, 1.26], [HORIZON, 1.12]]
+
+
+def test_provenance(pair):
+    run, fork = pair
+    report = build_report(run, [fork])
+    assert (report["corpus_digest"], report["evaluation_digest"]) == ("c0ffee", "e7a1")
+    assert report["config_digest"] == configuration.digest(run.config)
+    assert report["versions"] == {"jax": "0.10.0", "python": "3.11.9"}
+    assert report["parameters"] == 918_656  # 2·256·128 + 4 (4·128·128 + 3·128·384 + 2·128) + 128
+
+
+def test_the_commands_give_the_same_configurations(pair):
+    run, fork = pair
+    train, forking, sweep, last = (shlex.split(c) for c in build_report(run, [fork])["commands"])
+    raw = configuration.load(train[train.index("--config") + 1])
+    configuration.override(raw, [w.removeprefix("--config.") for w in train if w.startswith("--config.")])
+    assert configuration.digest(configuration.resolve(raw)) == configuration.digest(run.config)
+    configuration.override(raw, [w.removeprefix("--config.") for w in forking if w.startswith("--config.")])
+    assert configuration.digest(configuration.resolve(raw)) == configuration.digest(fork.config)
+    assert forking[2:5] == [str(run.path), "--at-tokens", str(FORK)]
+    assert sweep[3:] == ["--recipes", "sma,ema:alpha=0.2", "--windows", "3,10"]
+    assert last == ["pma", "report", str(run.path), str(fork.path)]
+
+
+def test_without_an_annealed_run_there_are_no_shares(make_run):
+    report = build_report(make_run("demo", RAW, sweep=SWEEP), [])
+    for key in ("annealed_loss", "recovered_share", "tokens_saved", "fork_tokens", "annealing"):
+        assert report[key] is None
+    assert set(report["recovered_shares"].values()) == {None}
+    assert report["best_merge"]["text"] == "ema:alpha=0.2:10"
+    assert "no annealed run" in report["finding"]
+
+
+def test_without_a_sweep_the_last_previews_are_the_merges(make_run, forked):
+    fork = make_run("annealed", ANNEALED, decay="cosine", facts=forked)
+    report = build_report(make_run("demo", RAW), [fork])
+    assert report["merged_loss"] == {"sma:3": 1.15, "sma:10": 1.12}
+    assert report["recovered_share"] == pytest.approx(0.8)
+
+
+def test_a_sweep_of_another_horizon_is_left_out_and_said(make_run):
+    report = build_report(make_run("demo", RAW, sweep=SWEEP | {"tokens": FORK}), [])
+    assert set(report["merged_loss"]) == {"sma:3", "sma:10"}
+    assert "4,800,000" in report["notes"][0] and "pma sweep" in report["notes"][0]
+
+
+def test_a_sweep_that_disagrees_on_the_raw_model_is_left_out_and_said(make_run):
+    report = build_report(make_run("demo", RAW, sweep=SWEEP | {"raw_loss": 1.3}), [])
+    assert set(report["merged_loss"]) == {"sma:3", "sma:10"}
+    assert "1.3000" in report["notes"][0]
+
+
+def test_evaluations_alone_make_a_report(make_run, tmp_path):
+    run = make_run("demo", [evaluation(100_000, 3.0)])
+    report = build_report(run, [])
+    assert report["merged_loss"] == {} and report["best_merge"] is None and report["previews_total"] == 0
+    assert all(path.exists() for path in write_report(report, run))
+    assert "3.0000" in print_table(report)
+
+
+def test_several_annealed_forks_are_held_against_the_best(pair, make_run, forked):
+    run, fork = pair
+    worse = make_run("cosine", [evaluation(HORIZON, 1.14)], decay="cosine", facts=forked)
+    report = build_report(run, [worse, fork])
+    assert report["annealed_loss"] == 1.1 and report["annealing"]["shape"] == "linear"
+    assert [a["run"] for a in report["annealed_runs"]] == ["demo-annealed", "cosine"]
+
+
+def test_forks_that_are_not_annealed_or_not_at_the_horizon_are_noted(pair, make_run, forked):
+    run, fork = pair
+    short = make_run("short", ANNEALED[:2], decay="linear", facts=forked)
+    constant = make_run("constant", [evaluation(HORIZON, 1.0)], facts=forked)
+    report = build_report(run, [fork, short, constant])
+    assert report["annealed_loss"] == 1.1
+    assert any("short" in n and "5,400,000" in n for n in report["notes"])
+    assert any("constant" in n for n in report["notes"])
+
+
+def test_annealing_that_does_not_help_leaves_no_share(make_run, forked):
+    fork = make_run("annealed", [evaluation(HORIZON, 1.25)], decay="linear", facts=forked)
+    run = make_run("demo", RAW, sweep=SWEEP)
+    report = build_report(run, [fork])
+    assert report["recovered_share"] is None and report["tokens_saved"] == 1_200_000
+    assert "did not lower" in report["notes"][0]
+    assert "-" in print_table(report)
+    assert all(path.exists() for path in write_report(report, run))
+
+
+@pytest.mark.parametrize(("fact", "what"), [("corpus", "corpus"), ("evaluation", "held-out tokens")])
+def test_runs_on_other_text_are_refused(make_run, forked, fact, what):
+    fork = make_run("annealed", ANNEALED, decay="linear", facts=forked | {fact: "0bad"})
+    with pytest.raises(ValueError, match=f"cannot be compared: their {what} differ .0bad and"):
+        build_report(make_run("demo", RAW), [fork])
+
+
+def test_a_run_that_was_not_forked_is_refused(make_run):
+    with pytest.raises(ValueError, match="was not forked"):
+        build_report(make_run("demo", RAW), [make_run("other", ANNEALED, decay="linear")])
+
+
+def test_runs_in_the_wrong_order_are_refused(pair):
+    run, fork = pair
+    with pytest.raises(ValueError, match="constant-rate run first"):
+        build_report(fork, [run])
+
+
+def test_a_run_without_evaluations_says_what_to_do(make_run):
+    with pytest.raises(ValueError, match="train it to its first snapshot"):
+        build_report(make_run("demo", RAW[:1]), [])
+
+
+def test_a_diverged_run_is_refused(make_run):
+    with pytest.raises(ValueError, match="diverged"):
+        build_report(make_run("demo", [evaluation(HORIZON, math.nan)]), [])
+
+
+def test_losses_that_are_not_finite_stay_out_of_the_json(make_run, tmp_path):
+    rows = [*ROWS, {"recipe": "wma", "window": 3, "text": "wma:3", "loss": math.inf}]
+    records = [evaluation(50_000, math.nan), preview(50_000, "sma:3", math.nan), *RAW]
+    run = make_run("demo", records, sweep=SWEEP | {"rows": rows})
+    report = build_report(run, [])
+    assert "wma:3" not in report["merged_loss"] and "not finite" in report["notes"][0]
+    json.loads(write_report(report, run)[0].read_text(), parse_constant=pytest.fail)
+
+
+def test_the_files_are_written_whole_and_where_asked(pair, tmp_path):
+    run, fork = pair
+    report = build_report(run, [fork])
+    here, there = write_report(report, run), write_report(report, run, tmp_path / "new" / "folder")
+    assert [p.name for p in here] == ["report.json", "report.png", "report.html"]
+    assert {p.parent for p in here} == {run.path}
+    assert json.loads(here[0].read_text()) == json.loads(there[0].read_text()) == report
+    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == sorted(p.name for p in there)
+    # The same report gives the same bytes.
+    assert [p.read_bytes() for p in here] == [p.read_bytes() for p in there]
+
+
+def test_a_report_that_fails_leaves_the_old_one(pair, monkeypatch):
+    run, fork = pair
+    report = build_report(run, [fork])
+    before = {p: p.read_bytes() for p in write_report(report, run)}
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(reporting.html, "page", fails)
+    with pytest.raises(RuntimeError):
+        write_report(report | {"raw_loss": 2.0}, run)
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_the_table_is_aligned_and_marks_the_best(pair):
+    run, fork = pair
+    lines = print_table(build_report(run, [fork])).splitlines()
+    table = lines[2:8]
+    assert len({len(line) for line in table}) == 1
+    # 1.11 nats a byte: perplexity e^1.11, bits 1.11 / ln 2.
+    best = next(line for line in table if "ema" in line).split()
+    assert best == ["ema:alpha=0.2:10", "*", "1.1100", "3.0344", "1.6014", "90.0%"]
+    assert lines[-1] == "previews below the raw loss: 4 of 5"
+
+
+def test_bits_per_byte_only_for_bytes(make_run):
+    run = make_run("demo", RAW, sweep=SWEEP, tokenizer="bpe")
+    report = build_report(run, [])
+    assert "bits" not in print_table(report)
+    assert "bits a byte" not in write_report(report, run)[2].read_text()
