@@ -18,9 +18,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.hidden = 256
     c.training.total_tokens = 6_144_000
     c.training.batch_size_sequences = 16
-    c.schedule.peak_rate = 4e-3
+    c.schedule.peak_rate = 2e-3
     c.checkpoint.interval_tokens = 102_400
     c.checkpoint.state_interval_tokens = 1_228_800
     c.checkpoint.keep_states_at_tokens = (4_915_200,)
-    c.preview.windows = (3, 6, 10, 15)
+    c.preview.windows = (10,)
+    c.preview.start_tokens = 614_400
     return c

@@ -83,14 +83,20 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def absolute(path: epath.PathLike) -> epath.Path:
+    """The path that Orbax wants: absolute, `~` expanded; a bucket's address stays as it is."""
+    given = epath.Path(path)
+    return given if "://" in str(given) else given.expanduser().resolve()
+
+
 def is_run(path: epath.PathLike) -> bool:
     """Whether a run lives in this directory."""
-    return (epath.Path(path) / "config.json").exists()
+    return (absolute(path) / "config.json").exists()
 
 
 def open_run(path: epath.PathLike) -> Run:
     """Open a run directory. Raises ValueError when there is none."""
-    folder = epath.Path(path)
+    folder = absolute(path)
     if not is_run(folder):
         raise ValueError(f"{path} is not a run directory (no config.json): give the --workdir of a `pma train`")
     return Run(folder, configuration.from_json((folder / "config.json").read_text()))
@@ -98,7 +104,7 @@ def open_run(path: epath.PathLike) -> Run:
 
 def create_run(path: epath.PathLike, config: Config, facts: dict[str, Any]) -> Run:
     """Write config.json and run.json; the configuration comes last, and with it the run exists."""
-    folder = epath.Path(path)
+    folder = absolute(path)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "run.json", json.dumps(facts, indent=2) + "\n")
     write_text(folder / "config.json", configuration.to_json(config))
@@ -107,13 +113,13 @@ def create_run(path: epath.PathLike, config: Config, facts: dict[str, Any]) -> R
 
 def is_snapshot(path: epath.PathLike) -> bool:
     """Whether this directory is a published snapshot."""
-    folder = epath.Path(path)
+    folder = absolute(path)
     return (folder / COMMIT_MARK).exists() and (folder / "params").exists()
 
 
 def read_snapshot(path: epath.PathLike) -> Snapshot:
     """What a snapshot says of itself; reads no array. Raises ValueError when it is not one."""
-    folder = epath.Path(path)
+    folder = absolute(path)
     if not is_snapshot(folder):
         raise ValueError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
     facts = _custom_metadata(folder)

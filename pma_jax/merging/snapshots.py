@@ -56,7 +56,7 @@ def merge(
 
     Its tokens and step are those of the newest input. Raises ValueError when `out` exists or the inputs do not fit.
     """
-    if epath.Path(out).exists():
+    if checkpoint.absolute(out).exists():
         raise ValueError(f"{out} exists already: choose another --out, or remove it")
     params = average(snapshots, weights, mesh)
     provenance = {
@@ -65,6 +65,6 @@ def merge(
         "sources": [{"path": str(s.path), "step": s.step, "tokens": s.tokens, "loss": s.loss} for s in snapshots],
         "accumulation_dtype": "float32",
     }
-    merged = dataclasses.replace(snapshots[-1], path=epath.Path(out), loss=None, merge=provenance)
+    merged = dataclasses.replace(snapshots[-1], path=checkpoint.absolute(out), loss=None, merge=provenance)
     checkpoint.write_snapshot(params, merged)
     return merged

@@ -36,7 +36,7 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
             raise ValueError(f"{workdir} holds another run: choose a --workdir that does not exist")
         return run
     facts = run_facts(shards.prepare(config.data), config)
-    folder = epath.Path(workdir)
+    folder = checkpoint.absolute(workdir)
     checkpoint.copy_state(saved, folder)
     return checkpoint.create_run(folder, config, facts | {"forked_from": origin})
 
