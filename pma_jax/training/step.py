@@ -36,7 +36,7 @@ def make_train_step(
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         metrics = {
             "loss": sums["nats"] / sums["count"],
-            "gradient_norm": optax.global_norm(gradients),
+            "gradient_norm": optax.tree.norm(gradients),
             "count": sums["count"],
         }
         return TrainState(state.step + 1, params, moments), metrics

@@ -1,0 +1,78 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import P
+
+from pma_jax.config import MeshConfig
+from pma_jax.mesh import AXES, RULES, Rules, abstract_on, local_mesh, make_mesh, replicated
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ((-1, 1, 1), (8, 1, 1)),
+        ((8, 1, 1), (8, 1, 1)),
+        ((-1, 2, 2), (2, 2, 2)),
+        ((1, -1, 1), (1, 8, 1)),
+        ((1, 2, -1), (1, 2, 4)),
+        ((2, 4, 1), (2, 4, 1)),
+    ],
+)
+def test_sizes_fill_the_devices(sizes, shape):
+    mesh = make_mesh(MeshConfig(*sizes))
+    assert tuple(mesh.shape.items()) == tuple(zip(AXES, shape, strict=True))
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in jax.devices()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((4, 1, 1), "needs 4 devices, and 8 are here"),
+        ((16, 1, 1), "needs 16"),
+        ((-1, 3, 1), "8 are here"),
+        ((-1, 16, 1), "needs 16"),
+        ((-1, -1, 1), "at most one is -1"),
+        ((0, 1, 1), "1 or more"),
+        ((-2, 1, 1), "1 or more"),
+    ],
+)
+def test_sizes_that_do_not_fill_the_devices_are_refused(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        make_mesh(MeshConfig(*sizes))
+
+
+def test_rules_map_dims_to_axes():
+    assert RULES.spec("batch", None, "heads", None) == P(("data", "fsdp"), None, "tensor", None)
+    assert RULES.spec("width", "hidden") == P("fsdp", "tensor")
+
+
+@pytest.mark.parametrize("dims", [("heads", "hidden"), ("batch", "width"), ("width", "width")])
+def test_two_dims_on_one_axis_are_refused(dims):
+    with pytest.raises(ValueError, match="both split by mesh axis"):
+        RULES.spec(*dims)
+
+
+def test_a_rule_can_be_changed():
+    assert Rules(heads=None).spec("heads", "hidden") == P(None, "tensor")
+
+
+def test_abstract_leaves_are_what_making_them_gives():
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+
+    def make():
+        split = jnp.zeros((4, 8), jnp.bfloat16, out_sharding=RULES.spec("width", "hidden"))
+        return {"split": split, "whole": jnp.zeros((), jnp.int32)}
+
+    abstract = abstract_on(mesh, make)
+    with jax.set_mesh(mesh):
+        made = jax.jit(make)()
+    for name in made:
+        assert (abstract[name].shape, abstract[name].dtype) == (made[name].shape, made[name].dtype)
+        assert abstract[name].sharding.is_equivalent_to(made[name].sharding, made[name].ndim)
+    assert made["split"].addressable_shards[0].data.shape == (2, 4)
+
+
+def test_the_local_mesh_has_every_device_along_data():
+    assert dict(local_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert len(jax.device_put(jnp.ones(3), replicated(local_mesh())).addressable_shards) == 8

@@ -1,0 +1,135 @@
+"""A tiny run for tests: a few hundred documents in a folder, a 2-layer model, 24 steps of 256 tokens.
+
+Marks: a snapshot every 4 steps (1024 tokens), a state every 8 (2048) and at the horizon (6144).
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from pma_jax import checkpoint
+from pma_jax import config as configuration
+from pma_jax.config import Config
+from pma_jax.mesh import make_mesh
+
+BATCH_TOKENS = 256  # 8 sequences of 32
+HORIZON = 24 * BATCH_TOKENS
+SNAPSHOTS = [4, 8, 12, 16, 20, 24]  # steps
+STATES = [8, 16, 24]
+
+
+def write_corpus(folder: Path, documents: int = 200, seed: int = 0) -> str:
+    """Write reproducible documents to `folder`; returns the glob that finds them."""
+    rng = random.Random(seed)
+    words = [f"{stem}{end}" for stem in ("ar", "ben", "cor", "dal", "em") for end in ("a", "io", "um", "ette")]
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(documents):
+        (folder / f"{i:04d}.txt").write_text(f"{i} " + " ".join(rng.choices(words, k=40)) + ".\n")
+    return str(folder / "*.txt")
+
+
+def keys(folder: Path) -> dict[str, dict]:
+    """The keys of the tiny run that are not defaults; its text and token cache live in `folder`."""
+    corpus = folder / "text"
+    glob = str(corpus / "*.txt") if corpus.exists() else write_corpus(corpus)
+    cache = str(folder / "cache")
+    return {
+        "data": {"source": "files", "files": (glob,), "held_out_percent": 20.0, "cache_dir": cache},
+        "model": {"width": 16, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 8, "hidden": 32},
+        "schedule": {"peak_rate": 1e-2, "warmup_tokens": 4 * BATCH_TOKENS},
+        "training": {
+            "total_tokens": HORIZON,
+            "sequence_length_tokens": 32,
+            "batch_size_sequences": 8,
+            "log_interval_tokens": BATCH_TOKENS,
+        },
+        "checkpoint": {
+            "interval_tokens": 4 * BATCH_TOKENS,
+            "window": 3,
+            "state_interval_tokens": 8 * BATCH_TOKENS,
+            "keep_states": 3,
+        },
+        "evaluation": {"tokens": 500, "batch_size_sequences": 8},
+        "preview": {"windows": (2, 3)},
+    }
+
+
+def config(folder: Path, **changes) -> Config:
+    """The tiny run's configuration; `training__seed=1` changes `training.seed`."""
+    raw = keys(folder)
+    for key, value in changes.items():
+        section, name = key.split("__")
+        raw.setdefault(section, {})[name] = value
+    return configuration.resolve(raw)
+
+
+def write_config(path: Path, folder: Path, **changes) -> str:
+    """The same as a configuration file."""
+    resolved = configuration.to_json(config(folder, **changes))
+    path.write_text(
+        "import json\nfrom pma_jax import config\n\n\ndef get_config():\n    c = config.defaults()\n"
+        f"    c.update(json.loads({resolved!r}))\n    return c\n"
+    )
+    return str(path)
+
+
+def read(snapshot: checkpoint.Snapshot):
+    """A stored snapshot's parameters as numpy arrays."""
+    abstract = checkpoint.abstract_params(snapshot.config, make_mesh(snapshot.config.mesh))
+    return jax.tree.map(np.asarray, checkpoint.restore_params(snapshot, abstract))
+
+
+def named(tree) -> dict[str, np.ndarray]:
+    """Leaf name -> numpy array."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
+
+
+def assert_equal(actual, expected) -> None:
+    """Bitwise equality of two trees."""
+    actual, expected = named(actual), named(expected)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name, strict=True)
+
+
+def assert_close(actual, expected, rtol: float, atol: float = 0.0) -> None:
+    """Element-wise closeness of two trees."""
+    actual, expected = named(actual), named(expected)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=rtol, atol=atol, err_msg=name)
+
+
+def numbers(run: checkpoint.Run, after: int = 0) -> list[dict]:
+    """What metrics.jsonl says past `after` tokens, but for what a clock measured."""
+    clock = ("tokens_per_second", "seconds")
+    records = [r for r in run.metrics if r["tokens"] > after]
+    return [{key: value for key, value in r.items() if key not in clock} for r in records]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder`."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def command(*words: str) -> list[str]:
+    """`pma` with these words, as a process of the running Python."""
+    return [sys.executable, "-c", "import sys; from pma_jax.cli import main; sys.exit(main())", *map(str, words)]
+
+
+def environment(devices: int = 8) -> dict[str, str]:
+    """This environment with so many simulated devices."""
+    return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+
+
+def pma(*words: str, devices: int = 8, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    """Run `pma` in a process of its own."""
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=300, cwd=cwd, env=environment(devices), check=False
+    )

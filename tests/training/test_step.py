@@ -1,0 +1,233 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from pma_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from pma_jax.evaluation.loss import on_mesh
+from pma_jax.mesh import make_mesh
+from pma_jax.model.decoder import apply, graph_definition
+from pma_jax.training.optimizer import decays
+from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.step import make_train_step
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+V, L, B = 32, 16, 16
+MODEL = ModelConfig(vocabulary_size=V, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32, qk_norm=True)
+OPTIMIZER = OptimizerConfig(b1=0.8, b2=0.9, epsilon=1e-6, weight_decay=0.3, clip_norm=0.5)
+RATES = [1e-2, 2e-2, 5e-3]
+
+
+def make_config(mesh=None, optimizer=OPTIMIZER, **training):
+    sizes = TrainingConfig(sequence_length_tokens=L, batch_size_sequences=B, **training)
+    return Config(model=MODEL, optimizer=optimizer, training=sizes, mesh=mesh or MeshConfig())
+
+
+def batch(seed, ragged=True):
+    """Random tokens [B, L + 1]; ragged: -1 from a random place on in each row, in one row from the start."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, V, (B, L + 1), dtype=np.int32)
+    if ragged:
+        tokens[np.arange(L + 1) > rng.integers(1, L + 1, (B, 1))] = -1
+        tokens[3, 1:] = -1
+    return tokens
+
+
+def steps(config, mesh=None, batches=(0, 1, 2), ragged=True):
+    """Train on these batches; returns the last state as numpy, and the metrics of every step."""
+    mesh = mesh or make_mesh(config.mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
+    with jax.set_mesh(mesh):
+        # The start is compiled once: that every mesh makes the same one is a test of its own.
+        state = jax.device_put(fresh_state(config.training.seed), shardings)
+        train_step = make_train_step(config, graph_definition(config.model))
+        found = []
+        for seed, rate in zip(batches, RATES, strict=False):
+            state, metrics = train_step(state, on_mesh(mesh, batch(seed, ragged)), rate)
+            found.append({name: float(value) for name, value in metrics.items()})
+        return jax.tree.map(np.asarray, state), found
+
+
+def submesh(data, fsdp, tensor):
+    """A mesh over the first devices only."""
+    count = data * fsdp * tensor
+    return jax.make_mesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), devices=jax.devices()[:count])
+
+
+@functools.cache
+def fresh_state(seed):
+    with jax.set_mesh(submesh(1, 1, 1)):
+        return jax.tree.map(np.asarray, make_state(make_config(seed=seed)))
+
+
+@functools.cache
+def on_one_device():
+    return steps(make_config(), submesh(1, 1, 1))
+
+
+def mean_objective(graph, params, tokens, z_loss_weight):
+    """Mean over the counted tokens, written with optax's cross-entropy."""
+    # One device, one partition: without its mesh in their types, optax's gathers need no hint where results go.
+    logits = jax.reshard(apply(graph, params, jnp.maximum(tokens[:, :-1], 0)), jax.P())
+    targets = tokens[:, 1:]
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
+    z = jax.scipy.special.logsumexp(logits, axis=-1)
+    counted = targets >= 0
+    mean = jnp.sum(jnp.where(counted, nats, 0)) / jnp.sum(counted)
+    return mean + z_loss_weight * jnp.sum(jnp.where(counted, z**2, 0)) / jnp.sum(counted), mean
+
+
+def reference(config, optimizer, batches=(0, 1, 2)):
+    """The same steps on one device with an optax optimizer built from its rate."""
+    with jax.set_mesh(submesh(1, 1, 1)):
+        graph = graph_definition(config.model)
+        params = jax.device_put(fresh_state(0).params)
+        objective = functools.partial(mean_objective, graph)
+        gradient = jax.jit(jax.value_and_grad(objective, has_aux=True), static_argnums=2)
+        moments, found = None, []
+        for seed, rate in zip(batches, RATES, strict=False):
+            (_, loss), gradients = gradient(params, batch(seed), config.training.z_loss_weight)
+            transformation = optimizer(rate)
+            moments = transformation.init(params) if moments is None else moments
+            updates, moments = jax.jit(transformation.update)(gradients, moments, params)
+            params = optax.apply_updates(params, updates)
+            norms = [np.linalg.norm(np.asarray(g, np.float64)) for g in jax.tree.leaves(gradients)]
+            found.append({"loss": float(loss), "gradient_norm": float(np.linalg.norm(norms))})
+        return jax.tree.map(np.asarray, params), found
+
+
+def assert_metrics_close(actual, expected, rtol=1e-5):
+    for a, e in zip(actual, expected, strict=True):
+        for name in e:
+            assert a[name] == pytest.approx(e[name], rel=rtol), name
+
+
+def adamw(rate, config=OPTIMIZER):
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(rate, config.b1, config.b2, config.epsilon, weight_decay=config.weight_decay, mask=decays),
+    )
+
+
+def test_steps_are_optax_adamw_with_mask_and_clip():
+    state, metrics = on_one_device()
+    params, expected = reference(make_config(), adamw)
+    tiny.assert_close(state.params, params, rtol=1e-4, atol=2e-6)
+    assert_metrics_close(metrics, expected)
+    assert all(m["gradient_norm"] > OPTIMIZER.clip_norm for m in metrics), "the clip must have been at work"
+    assert state.step == len(RATES)
+
+
+def test_without_a_clip_gradients_pass_as_they_are():
+    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=0.0)
+    state, metrics = steps(make_config(optimizer=optimizer), submesh(1, 1, 1))
+    free = dataclasses.replace(OPTIMIZER, clip_norm=1e9)
+    params, expected = reference(make_config(), functools.partial(adamw, config=free))
+    tiny.assert_close(state.params, params, rtol=1e-4, atol=2e-6)
+    assert_metrics_close(metrics, expected)
+
+
+def test_decay_leaves_the_scales_of_norms_alone():
+    state, _ = on_one_device()
+    mask = tiny.named(decays(state.params))
+    assert {name for name, decayed in mask.items() if not decayed} == {
+        "final_norm_D",
+        "blocks/attention_norm_D",
+        "blocks/mlp_norm_D",
+        "blocks/query_norm_H",
+        "blocks/key_norm_H",
+    }
+
+
+def test_z_loss_joins_the_gradient_and_not_the_reported_loss():
+    config = make_config(z_loss_weight=0.1)
+    state, metrics = steps(config, submesh(1, 1, 1))
+    params, expected = reference(config, adamw)
+    tiny.assert_close(state.params, params, rtol=1e-4, atol=2e-6)
+    assert_metrics_close(metrics, expected)
+    plain, plain_metrics = on_one_device()
+    assert metrics[0]["loss"] == plain_metrics[0]["loss"]
+    assert metrics[0]["gradient_norm"] != pytest.approx(plain_metrics[0]["gradient_norm"], rel=1e-3)
+    assert not np.array_equal(state.params["final_norm_D"], plain.params["final_norm_D"])
+
+
+@pytest.mark.parametrize("microbatches", [4])
+def test_accumulation_over_ragged_microbatches_is_one_batch(microbatches):
+    state, metrics = steps(make_config(accumulation_steps=microbatches), submesh(1, 1, 1))
+    expected, expected_metrics = on_one_device()
+    tiny.assert_close(state, expected, rtol=1e-4, atol=2e-6)
+    assert_metrics_close(metrics, expected_metrics)
+    counted = [int((batch(seed)[:, 1:] >= 0).sum()) for seed in range(3)]
+    assert [m["count"] for m in metrics] == counted and len(set(counted)) == 3
+
+
+@pytest.mark.parametrize(
+    ("data", "fsdp", "tensor", "microbatches"),
+    [(8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 2), (1, 1, 2, 1)],
+)
+def test_any_mesh_is_one_device(data, fsdp, tensor, microbatches):
+    state, metrics = steps(make_config(accumulation_steps=microbatches), submesh(data, fsdp, tensor))
+    expected, expected_metrics = on_one_device()
+    tiny.assert_close(state, expected, rtol=2e-4, atol=5e-6)
+    assert_metrics_close(metrics, expected_metrics)
+
+
+def test_the_same_step_twice_is_bitwise_the_same():
+    mesh = MeshConfig(2, 2, 2)
+    first, second = steps(make_config(mesh)), steps(make_config(mesh))
+    tiny.assert_equal(first[0], second[0])
+    assert first[1] == second[1]
+
+
+def test_every_mesh_starts_from_the_same_parameters_and_each_seed_from_its_own():
+    config = make_config(MeshConfig(2, 2, 2))
+    with jax.set_mesh(make_mesh(config.mesh)):
+        tiny.assert_equal(make_state(config), fresh_state(0))
+    assert not np.array_equal(fresh_state(1).params["embedding_VxD"], fresh_state(0).params["embedding_VxD"])
+
+
+def test_the_state_is_donated():
+    config = make_config(MeshConfig(2, 2, 2))
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        state, tokens = make_state(config), on_mesh(mesh, batch(0))
+        train_step = make_train_step(config, graph_definition(config.model))
+        compiled = train_step.lower(state, tokens, RATES[0]).compile()
+        pointers = {
+            name: shard.data.unsafe_buffer_pointer()
+            for name, leaf in leaves(state)
+            for shard in leaf.addressable_shards[:1]
+        }
+        new, _ = train_step(state, tokens, RATES[0])
+        assert all(leaf.is_deleted() for _, leaf in leaves(state))
+        moved = [n for n, leaf in leaves(new) if leaf.addressable_shards[0].data.unsafe_buffer_pointer() != pointers[n]]
+    # Each leaf of the result aliases its leaf of the input: parameters are the first outputs and the first inputs.
+    header = compiled.as_text().partition("\n")[0]
+    assert header.count("may-alias") + header.count("must-alias") == len(pointers), header
+    shard_bytes = sum(leaf.addressable_shards[0].data.nbytes for _, leaf in leaves(new))
+    assert compiled.memory_analysis().alias_size_in_bytes >= shard_bytes
+    assert not moved, "the new state lies where the old one was"
+
+
+def leaves(tree):
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def test_the_abstract_state_is_what_making_one_gives():
+    config = make_config(MeshConfig(2, 2, 2))
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        state = make_state(config)
+    abstract = abstract_state(config, mesh)
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    for (name, made), (_, described) in zip(leaves(state), leaves(abstract), strict=True):
+        assert (made.shape, made.dtype) == (described.shape, described.dtype), name
+        assert made.sharding.is_equivalent_to(described.sharding, made.ndim), name
+    split = [n for n, leaf in leaves(state) if leaf.addressable_shards[0].data.size < leaf.size]
+    assert any("optimizer" in name for name in split), "moments are split as their parameters"
