@@ -187,7 +187,7 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str, bool]], them
     """Name each line right of the panel, at its end's height or as near as the labels leave room."""
     low, high = axes.get_ylim()
     gap = (high - low) * min(0.047, 1 / len(labels))
-    positions = spread([y for y, *_ in labels], gap, low, high)
+    positions = spread([y for y, *_ in labels], gap, low + gap / 2, high)
     width = axes.get_position().width * WIDTH_INCHES
     start, end, at = (1 + inches / width for inches in (0.07, LABEL_INCHES - 0.06, LABEL_INCHES))
     beside = axes.get_yaxis_transform()  # x in widths of the panel, y in losses

@@ -16,7 +16,7 @@ from etils import epath
 
 from pma_jax import checkpoint
 from pma_jax import config as configuration
-from pma_jax.checkpoint import Run
+from pma_jax.checkpoint import Run, absolute
 from pma_jax.evaluation.loss import bits_per_byte, perplexity
 from pma_jax.mesh import AXES
 from pma_jax.model.decoder import parameter_count
