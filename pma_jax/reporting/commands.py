@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from etils import epath
+
 from pma_jax import config as configuration
 from pma_jax.checkpoint import Run
 from pma_jax.config import Config
@@ -16,20 +18,26 @@ def reproduction(run: Run, forks: Sequence[Run], merges: Sequence[dict[str, Any]
     """`pma train`, `fork`, `sweep` and `report`, with every key that differs from where each starts."""
     origin = run.facts.get("forked_from")
     if origin:
-        commands = [f"# {run.path.name} was itself forked from {origin['path']} at {origin['tokens']} tokens"]
+        parent = epath.Path(origin["path"]).name
+        commands = [f"# {run.path.name} was itself forked from {parent} at {origin['tokens']} tokens"]
     else:
         base = configuration.resolve(configuration.load(BASE))
-        commands = [_command("train", "--config", BASE, "--workdir", run.path, *_overrides(base, run.config))]
+        commands = [_command("train", "--config", BASE, "--workdir", _folder(run), *_overrides(base, run.config))]
     for fork in forks:
         at = fork.facts["forked_from"]["tokens"]
         changed = _overrides(run.config, fork.config)
-        commands.append(_command("fork", run.path, "--at-tokens", at, "--workdir", fork.path, *changed))
+        commands.append(_command("fork", _folder(run), "--at-tokens", at, "--workdir", _folder(fork), *changed))
     if merges:
         # dict.fromkeys: each once, in the order of the sweep.
         recipes = ",".join(dict.fromkeys(m["recipe"] for m in merges))
         windows = ",".join(dict.fromkeys(str(m["window"]) for m in merges))
-        commands.append(_command("sweep", run.path, "--recipes", recipes, "--windows", windows))
-    return [*commands, _command("report", run.path, *(fork.path for fork in forks))]
+        commands.append(_command("sweep", _folder(run), "--recipes", recipes, "--windows", windows))
+    return [*commands, _command("report", _folder(run), *(_folder(fork) for fork in forks))]
+
+
+def _folder(run: Run) -> str:
+    # Where the run lies is its owner's business; the commands make it again under runs/.
+    return f"runs/{run.path.name}"
 
 
 def _command(*words: object) -> str:

@@ -102,9 +102,9 @@ def test_the_commands_give_the_same_configurations(pair):
     assert configuration.digest(configuration.resolve(raw)) == configuration.digest(run.config)
     configuration.override(raw, [w.removeprefix("--config.") for w in forking if w.startswith("--config.")])
     assert configuration.digest(configuration.resolve(raw)) == configuration.digest(fork.config)
-    assert forking[2:5] == [str(run.path), "--at-tokens", str(FORK)]
+    assert forking[2:5] == [f"runs/{run.path.name}", "--at-tokens", str(FORK)]
     assert sweep[3:] == ["--recipes", "sma,ema:alpha=0.2", "--windows", "3,10"]
-    assert last == ["pma", "report", str(run.path), str(fork.path)]
+    assert last == ["pma", "report", f"runs/{run.path.name}", f"runs/{fork.path.name}"]
 
 
 def test_without_an_annealed_run_there_are_no_shares(make_run):
