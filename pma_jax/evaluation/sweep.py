@@ -17,7 +17,8 @@ from pma_jax.mesh import make_mesh
 def sweep(run: Run, recipe_texts: Sequence[str], windows: Sequence[int]) -> dict[str, Any]:
     """Evaluate every recipe over every window, at the newest snapshot; writes RUN/sweep.json.
 
-    Each snapshot is read once; the same grid at the same tokens is not computed again. Raises ValueError when the run has fewer snapshots than the largest window.
+    Each snapshot is read once; the same grid at the same tokens is not computed again. Raises ValueError when the run
+    has fewer snapshots than the largest window.
     """
     snapshots = run.snapshots[-max(windows) :]
     if len(snapshots) < max(windows):
