@@ -70,6 +70,22 @@ class Run:
         return sorted((_read_state(p) for p in _published(self.path / STATES)), key=lambda s: s.tokens)
 
     @property
+    def newest_state(self) -> SavedState | None:
+        """The newest state whose snapshots are all there: a kill may have published a state before its snapshot.
+
+        Where there is no such state, the snapshots were taken away on purpose: the newest of all.
+        """
+        origin = self.facts.get("forked_from", {"tokens": 0})["tokens"]
+        published = max((s.tokens for s in self.snapshots), default=0)
+
+        def is_whole(state: SavedState) -> bool:
+            steps = range(state.tokens, origin, -self.config.batch_tokens)
+            return published >= next((t for t in steps if self.config.is_snapshot(t)), 0)
+
+        states = self.states
+        return next(filter(is_whole, reversed(states)), states[-1] if states else None)
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What run.json holds: the corpus digest, versions, and what the run was forked from."""
         return json.loads((self.path / "run.json").read_text())
@@ -199,8 +215,10 @@ def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
 
 
 def copy_state(saved: SavedState, folder: epath.Path) -> None:
-    """Copy a state's files into the run directory `folder`, published whole."""
+    """Copy a state's files into the run directory `folder`, published whole; one that is there is kept."""
     target = folder / STATES / saved.path.name
+    if target.exists():
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".{saved.path.name}.copying"
     if temporary.exists():

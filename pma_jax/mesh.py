@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import P
 
-from pma_jax.config import MeshConfig
+from pma_jax.config import Config, MeshConfig
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -57,6 +57,29 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
             f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, and {count} are here"
         )
     return jax.make_mesh(tuple(shape), AXES)
+
+
+def check_divides(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raise ValueError that names a size which does not divide over the mesh axes that split it."""
+    model, training = config.model, config.training
+    sizes = {
+        "training.batch_size_sequences / accumulation_steps": (
+            "batch",
+            training.batch_size_sequences // training.accumulation_steps,
+        ),
+        "evaluation.batch_size_sequences": ("batch", config.evaluation.batch_size_sequences),
+        "model.width": ("width", model.width),
+        "model.heads": ("heads", model.heads),
+        "model.kv_heads": ("heads", model.kv_heads),
+        "model.hidden": ("hidden", model.hidden),
+        "model.vocabulary_size": ("vocabulary", model.vocabulary_size),
+    }
+    for key, (dim, size) in sizes.items():
+        axes = getattr(RULES, dim)
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if size % parts:
+            raise ValueError(f"{key} is {size}, and {' x '.join(axes)} splits it in {parts}: change it or the mesh")
 
 
 def local_mesh() -> jax.sharding.Mesh:

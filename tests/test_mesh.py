@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax import P
 
-from pma_jax.config import MeshConfig
-from pma_jax.mesh import AXES, RULES, Rules, abstract_on, local_mesh, make_mesh, replicated
+from pma_jax.config import MeshConfig, resolve
+from pma_jax.mesh import AXES, RULES, Rules, abstract_on, check_divides, local_mesh, make_mesh, replicated
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,24 @@ def test_sizes_fill_the_devices(sizes, shape):
 def test_sizes_that_do_not_fill_the_devices_are_refused(sizes, says):
     with pytest.raises(ValueError, match=says):
         make_mesh(MeshConfig(*sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"training": {"batch_size_sequences": 10}}, r"accumulation_steps is 10, and data x fsdp splits it in 4"),
+        ({"training": {"accumulation_steps": 8}}, r"accumulation_steps is 2, and data x fsdp splits it in 4"),
+        ({"evaluation": {"batch_size_sequences": 6}}, r"evaluation\.batch_size_sequences is 6"),
+        ({"model": {"kv_heads": 1}}, r"model\.kv_heads is 1, and tensor splits it in 2"),
+        ({"model": {"vocabulary_size": 257}}, r"model\.vocabulary_size is 257"),
+        ({"model": {"width": 129}}, r"model\.width is 129, and fsdp splits it in 2"),
+    ],
+)
+def test_sizes_that_do_not_divide_over_the_mesh_are_named(sizes, says):
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    check_divides(resolve({}), mesh)
+    with pytest.raises(ValueError, match=says):
+        check_divides(resolve(sizes), mesh)
 
 
 def test_rules_map_dims_to_axes():

@@ -35,6 +35,11 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
         if run.facts.get("forked_from") != origin:
             raise ValueError(f"{workdir} holds another run: choose a --workdir that does not exist")
         return run
+    if config.is_horizon(saved.tokens):
+        raise ValueError(
+            f"nothing is left to train at {saved.tokens:,} of {config.training.total_tokens:,} tokens: fork from an "
+            "earlier state, or raise training.total_tokens"
+        )
     facts = run_facts(shards.prepare(config.data), config)
     folder = checkpoint.absolute(workdir)
     checkpoint.copy_state(saved, folder)

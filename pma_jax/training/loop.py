@@ -18,7 +18,7 @@ from pma_jax.data import batches, shards
 from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
 from pma_jax.evaluation.loss import evaluate, on_mesh
 from pma_jax.merging import preview
-from pma_jax.mesh import make_mesh
+from pma_jax.mesh import check_divides, make_mesh
 from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
@@ -27,7 +27,7 @@ from pma_jax.training.step import make_train_step
 
 
 def train(config: Config, workdir: epath.PathLike) -> Run:
-    """Train to the horizon; resumes from the newest state when `workdir` holds this run.
+    """Train to the horizon; resumes from the newest state in `workdir`, and returns at once when it is the horizon's.
 
     Raises ValueError when `workdir` holds a run of another configuration (naming the keys that differ), or the data
     cannot be read.
@@ -36,12 +36,14 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     tokens = shards.prepare(config.data)
     shards.check_vocabulary(tokens, config.model.vocabulary_size)
     run = open_or_create(config, workdir, run_facts(tokens, config))
+    resumed = run.newest_state
+    if resumed and config.is_horizon(resumed.tokens):
+        return run
 
     # --- Mesh, model, and the newest state, or a fresh one --------------------------------------------------------
     mesh = make_mesh(config.mesh)
+    check_divides(config, mesh)
     abstract = abstract_state(config, mesh)
-    states = run.states
-    resumed = states[-1] if states else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         graph = graph_definition(config.model)
@@ -101,6 +103,9 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
                             {"kind": "preview", "tokens": seen, "step": step, "recipe": recipe, "loss": merged_loss}
                         )
             if config.is_state(seen):
+                # A state vouches for every record up to it: resuming from it does not write them again.
+                _write_train_record(log, config, clock, pending)
+                pending = None
                 with clock.paused():
                     checkpoint.save_state(state_writer, state, step, seen, position)
         _write_train_record(log, config, clock, pending)

@@ -2,9 +2,9 @@ import jax
 import pytest
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compiled_in_a_hurry():
-    """XLA's optimisations are off in this module: for many programs that each run a few times."""
+    """XLA's optimisations are off in this test: for many programs that each run a few times."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -1,0 +1,139 @@
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+
+from pma_jax import checkpoint
+from pma_jax.checkpoint import open_run
+from pma_jax.mesh import make_mesh
+from pma_jax.training.forking import fork, fork_config
+from pma_jax.training.loop import train
+from pma_jax.training.state import abstract_state
+
+FORK = 16 * tiny.BATCH_TOKENS
+ANNEAL = ["schedule.decay=linear", f"schedule.decay_start_tokens={FORK}"]
+
+
+def state(run, step):
+    (saved,) = [s for s in run.states if s.step == step]
+    return checkpoint.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
+
+
+@pytest.fixture(scope="module")
+def annealed(finished, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fork") / "annealed"
+    config = fork_config(finished, ANNEAL)
+    fork(finished, FORK, config, folder)
+    return train(config, folder)
+
+
+def test_a_fork_carries_parameters_moments_and_data_position(finished, tmp_path):
+    forked = fork(finished, FORK, finished.config, tmp_path / "fork")
+    assert forked.facts["forked_from"] == {"path": str(finished.path), "tokens": FORK, "step": 16}
+    assert [(s.step, s.tokens, s.position) for s in forked.states] == [(16, FORK, 16 * 8)]
+    tiny.assert_equal(state(forked, 16), state(finished, 16))
+    moments = tiny.named(state(forked, 16).optimizer)
+    assert any(leaf.any() for name, leaf in moments.items() if "embedding" in name), "moments are not fresh zeros"
+
+
+def test_a_fork_with_the_same_configuration_is_the_parents_continuation(finished, tmp_path):
+    run = fork(finished, FORK, finished.config, tmp_path / "fork")
+    run = train(run.config, run.path)
+    expected = [r for r in tiny.numbers(finished, FORK) if r["kind"] != "preview"]
+    assert [r for r in tiny.numbers(run) if r["kind"] != "preview"] == expected
+    tiny.assert_equal(state(run, 24), state(finished, 24))
+    tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
+
+
+def test_an_annealed_fork_follows_its_schedule_on_the_parents_data(finished, annealed):
+    steps = [r for r in annealed.metrics if r["kind"] == "train"]
+    parent = [r for r in finished.metrics if r["kind"] == "train" and r["tokens"] > FORK]
+    assert [r["step"] for r in steps] == list(range(17, 25))
+    rates = [1e-2 * (1 - i / 8) for i in range(1, 9)]
+    assert [r["learning_rate"] for r in steps] == pytest.approx(rates, abs=1e-15)
+    # The first loss is of the parent's parameters on the parent's next batch; only then the rates part.
+    assert steps[0]["loss"] == parent[0]["loss"]
+    assert steps[2]["loss"] != parent[2]["loss"]
+
+
+def test_an_interrupted_fork_is_resumed_by_the_same_command(finished, annealed, tmp_path):
+    copied = open_run(shutil.copytree(annealed.path, tmp_path / "run"))
+    for saved in copied.snapshots + copied.states:
+        if saved.step > 16:
+            saved.path.rmtree()
+    again = fork(finished, FORK, copied.config, copied.path)
+    assert tiny.numbers(train(again.config, again.path)) == tiny.numbers(annealed)
+    tiny.assert_equal(state(again, 24), state(annealed, 24))
+
+
+def test_a_complete_fork_is_left_as_it_is(finished, annealed):
+    before = tiny.contents(Path(annealed.path))
+    train(fork(finished, FORK, annealed.config, annealed.path).config, annealed.path)
+    assert tiny.contents(Path(annealed.path)) == before
+
+
+def test_the_parent_is_not_changed(finished, tmp_path):
+    before = tiny.contents(Path(finished.path))
+    fork(finished, FORK, finished.config, tmp_path / "fork")
+    assert tiny.contents(Path(finished.path)) == before
+
+
+def test_a_point_without_a_state_lists_those_there_are(finished, tmp_path):
+    for tokens in (FORK + 1, FORK - 256, 0, 10**9):
+        with pytest.raises(ValueError, match=r"it has: 2,048, 4,096, 6,144.*keep_states_at_tokens"):
+            fork(finished, tokens, finished.config, tmp_path / "fork")
+    assert not (tmp_path / "fork").exists()
+
+
+def test_the_step_that_reached_the_tokens_is_found(finished, tmp_path):
+    assert fork(finished, FORK - 255, finished.config, tmp_path / "fork").states[0].step == 16
+
+
+def test_a_directory_with_another_run_is_refused(finished, annealed, tmp_path):
+    before = tiny.contents(Path(annealed.path))
+    with pytest.raises(ValueError, match="holds another run"):
+        fork(finished, 2048, annealed.config, annealed.path)
+    with pytest.raises(ValueError, match="holds another run"):
+        fork(finished, FORK, finished.config, finished.path)
+    assert tiny.contents(Path(annealed.path)) == before
+
+
+def test_another_configuration_of_the_same_fork_is_refused(finished, annealed):
+    other = fork_config(finished, [*ANNEAL, "schedule.final_rate=1e-4"])
+    fork(finished, FORK, other, annealed.path)
+    with pytest.raises(ValueError, match=r"schedule\.final_rate: 0\.0 -> 0\.0001"):
+        train(other, annealed.path)
+
+
+def test_a_fork_past_its_horizon_is_refused(finished, tmp_path):
+    with pytest.raises(ValueError, match=r"nothing is left to train at 6,144 of 6,144"):
+        fork(finished, tiny.HORIZON, finished.config, tmp_path / "fork")
+    assert not (tmp_path / "fork").exists()
+
+
+def test_a_fork_may_raise_the_horizon(finished, tmp_path):
+    config = fork_config(finished, [f"training.total_tokens={26 * 256}"])
+    run = fork(finished, tiny.HORIZON, config, tmp_path / "fork")
+    run = train(config, run.path)
+    assert [s.step for s in run.snapshots] == [26]
+    assert [r["step"] for r in run.metrics if r["kind"] == "train"] == [25, 26]
+
+
+def test_a_copy_that_was_cut_short_is_made_again(finished, tmp_path):
+    # As a kill leaves it: half a copy, or a whole one without the run's configuration.
+    half = tmp_path / "half" / "states" / ".16.copying"
+    half.mkdir(parents=True)
+    (half / "part").write_text("part")
+    whole = tmp_path / "whole"
+    fork(finished, FORK, finished.config, whole)
+    (whole / "config.json").unlink()
+    for folder in (half.parent.parent, whole):
+        run = fork(finished, FORK, finished.config, folder)
+        tiny.assert_equal(state(run, 16), state(finished, 16))
+
+
+def test_overrides_are_checked(finished):
+    with pytest.raises(ValueError, match=r"'schedule\.decay'"):
+        fork_config(finished, ["schedule.decai=linear"])
+    assert fork_config(finished, []) == finished.config
