@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # The point where the annealed branch leaves the constant one: 80% of the demo's horizon.
-FORK_TOKENS := 4915200
+FORK_TOKENS := 4096000
 
 .PHONY: setup demo test lint clean
 

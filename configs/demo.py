@@ -16,12 +16,13 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.kv_heads = 3
     c.model.head_dim = 32
     c.model.hidden = 256
-    c.training.total_tokens = 6_144_000
+    c.training.total_tokens = 5_120_000
     c.training.batch_size_sequences = 16
     c.schedule.peak_rate = 2e-3
     c.checkpoint.interval_tokens = 102_400
-    c.checkpoint.state_interval_tokens = 1_228_800
-    c.checkpoint.keep_states_at_tokens = (4_915_200,)
+    c.checkpoint.state_interval_tokens = 1_024_000
+    c.checkpoint.keep_states_at_tokens = (4_096_000,)  # where the annealed branch leaves
     c.preview.windows = (10,)
-    c.preview.start_tokens = 614_400
+    c.preview.start_tokens = 614_400  # before, the weights still drift more than they jitter
+    c.evaluation.tokens = 49_152
     return c
