@@ -1,8 +1,8 @@
 """A decoder-only transformer: RMSNorm, rotary grouped-query attention, SwiGLU; blocks stacked and scanned.
 
-Legend: B batch, L positions, V vocabulary, D width, N query heads, K key and value heads, H head dim, F hidden width,
-T layers. Parameters are float32 and carry their sharding from the initialiser on; a matrix is cast to the compute dtype
-and gathered along `fsdp` where it is used.
+Legend: B batch, L positions, S = B L, V vocabulary, D width, N query heads, K key and value heads, H head dim, F hidden
+width, T layers, E … the dims that a matrix maps D to, or to D. Parameters are float32 and carry their sharding from the
+initialiser on; a matrix is cast to the compute dtype and gathered along `fsdp` where it is used.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jax import P
 
 from pma_jax.config import ModelConfig
 from pma_jax.mesh import RULES
-from pma_jax.model.attention import attention, rotate
+from pma_jax.model.attention import attention, rotary_tables, rotate
 
 Params = dict  # nested: name -> array; the plain pytree that is trained, saved and merged
 
@@ -42,38 +42,38 @@ class Block(nnx.Module):
             self.query_norm_H = _ones(H)
             self.key_norm_H = _ones(H)
 
-    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
-        """[B, L, D] -> [B, L, D]."""
-        x_BxLxD = x_BxLxD + self._attend(rms_norm(x_BxLxD, self.attention_norm_D[...], self.config.norm_epsilon))
-        return x_BxLxD + self._mlp(rms_norm(x_BxLxD, self.mlp_norm_D[...], self.config.norm_epsilon))
+    def __call__(self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """[B, L, D] -> [B, L, D]; `rotary` is what `rotary_tables` gives for L and H."""
+        epsilon = self.config.norm_epsilon
+        x_BxLxD = x_BxLxD + self._attend(rms_norm(x_BxLxD, self.attention_norm_D[...], epsilon), rotary)
+        return x_BxLxD + self._mlp(rms_norm(x_BxLxD, self.mlp_norm_D[...], epsilon))
 
-    def _attend(self, x_BxLxD: jax.Array) -> jax.Array:
-        c, split = self.config, RULES.spec("batch", None, "heads", None)
-        q, k, v = (
-            jnp.einsum("bld,dnh->blnh", x_BxLxD, _gathered(w, x_BxLxD.dtype, "heads", 1), out_sharding=split)
-            for w in (self.query_DxNxH[...], self.key_DxKxH[...], self.value_DxKxH[...])
+    def _attend(self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+        c = self.config
+        q_BxLxNxH, k_BxLxKxH, v_BxLxKxH = (
+            _widen(x_BxLxD, w[...], "heads") for w in (self.query_DxNxH, self.key_DxKxH, self.value_DxKxH)
         )
         if c.qk_norm:
-            q = rms_norm(q, self.query_norm_H[...], c.norm_epsilon)
-            k = rms_norm(k, self.key_norm_H[...], c.norm_epsilon)
-        y_BxLxNxH = attention(rotate(q, c.rope_theta), rotate(k, c.rope_theta), v)
-        output_NxHxD = _gathered(self.output_NxHxD[...], x_BxLxD.dtype, "heads", 0)
-        return jnp.einsum("blnh,nhd->bld", y_BxLxNxH, output_NxHxD, out_sharding=RULES.spec("batch", None, None))
+            q_BxLxNxH = rms_norm(q_BxLxNxH, self.query_norm_H[...], c.norm_epsilon)
+            k_BxLxKxH = rms_norm(k_BxLxKxH, self.key_norm_H[...], c.norm_epsilon)
+        y_BxLxNxH = attention(rotate(q_BxLxNxH, *rotary), rotate(k_BxLxKxH, *rotary), v_BxLxKxH)
+        return _narrow(y_BxLxNxH, self.output_NxHxD[...], "heads")
 
     def _mlp(self, x_BxLxD: jax.Array) -> jax.Array:
-        dtype, split = x_BxLxD.dtype, RULES.spec("batch", None, "hidden")
-        gate = jnp.einsum("bld,df->blf", x_BxLxD, _gathered(self.gate_DxF[...], dtype, "hidden", 1), out_sharding=split)
-        up = jnp.einsum("bld,df->blf", x_BxLxD, _gathered(self.up_DxF[...], dtype, "hidden", 1), out_sharding=split)
-        down_FxD = _gathered(self.down_FxD[...], dtype, "hidden", 0)
-        y_BxLxF = jax.nn.silu(gate) * up
-        return jnp.einsum("blf,fd->bld", y_BxLxF, down_FxD, out_sharding=RULES.spec("batch", None, None))
+        gate_BxLxF = _widen(x_BxLxD, self.gate_DxF[...], "hidden")
+        up_BxLxF = _widen(x_BxLxD, self.up_DxF[...], "hidden")
+        return _narrow(jax.nn.silu(gate_BxLxF) * up_BxLxF, self.down_FxD[...], "hidden")
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits."""
+    """Tokens to logits.
+
+    Raises ValueError when a dim does not divide by the mesh axis that splits it.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c = config
+        _check_divides(c)
         self.config = nnx.static(config)
         self.embedding_VxD = _normal(rngs, (c.vocabulary_size, c.width), RULES.spec("vocabulary", "width"), c.width)
         self.blocks = jax.vmap(functools.partial(Block, c))(rngs.split(c.layers))
@@ -92,17 +92,8 @@ class Decoder(nnx.Module):
         x_BxLxD = table_VxD.at[tokens_BxL].get(out_sharding=RULES.spec("batch", None, None))
         x_BxLxD = _through_blocks(self.blocks, x_BxLxD, c)
         x_BxLxD = rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon)
-        if c.tie_embeddings:
-            head_DxV = _gathered(self.embedding_VxD[...], dtype, "vocabulary", 0).T
-        else:
-            head_DxV = _gathered(self.unembedding_DxV[...], dtype, "vocabulary", 1)
-        return jnp.einsum(
-            "bld,dv->blv",
-            x_BxLxD,
-            head_DxV,
-            out_sharding=RULES.spec("batch", None, "vocabulary"),
-            preferred_element_type=jnp.float32,
-        )
+        head_DxV = self.embedding_VxD[...].T if c.tie_embeddings else self.unembedding_DxV[...]
+        return _widen(x_BxLxD, head_DxV, "vocabulary", jnp.float32)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -134,8 +125,11 @@ def parameter_count(params: Params) -> int:
 
 
 def _through_blocks(blocks: Block, x_BxLxD: jax.Array, config: ModelConfig) -> jax.Array:
+    # Made once, outside the scan and what it recomputes.
+    rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
+
     def step(x_BxLxD, block):
-        return block(x_BxLxD), None
+        return block(x_BxLxD, rotary), None
 
     policies = {
         "none": step,
@@ -150,11 +144,54 @@ def _through_blocks(blocks: Block, x_BxLxD: jax.Array, config: ModelConfig) -> j
     return x_BxLxD
 
 
-def _gathered(matrix: jax.Array, dtype: jnp.dtype, split: str, split_dim: int) -> jax.Array:
+def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str, dtype: jnp.dtype | None = None) -> jax.Array:
+    """[B, L, D] times [D, E …] -> [B, L, E …], the first dim of E split along the tensor axis."""
+    B, L, D = x_BxLxD.shape
+    matrix_DxE = _gathered(matrix, x_BxLxD.dtype, 1, split).reshape(D, -1)
+    # Two flat dims: with three, XLA on CPU transposes the gradient before the product that makes the weight's.
+    y_SxE = jnp.einsum(
+        "sd,de->se",
+        x_BxLxD.reshape(B * L, D),
+        matrix_DxE,
+        out_sharding=RULES.spec("batch", split),
+        preferred_element_type=dtype,
+    )
+    sharding = RULES.spec("batch", None, split, *[None] * (matrix.ndim - 2))
+    return jnp.reshape(y_SxE, (B, L, *matrix.shape[1:]), out_sharding=sharding)
+
+
+def _narrow(x_BxLxE: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
+    """[B, L, E …] times [E …, D] -> [B, L, D]: sums over dims whose first is split along the tensor axis."""
+    B, L, D = *x_BxLxE.shape[:2], matrix.shape[-1]
+    matrix_ExD = _gathered(matrix, x_BxLxE.dtype, 0, split).reshape(-1, D)
+    x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", split))
+    y_SxD = jnp.einsum("se,ed->sd", x_SxE, matrix_ExD, out_sharding=RULES.spec("batch", None))
+    return jnp.reshape(y_SxD, (B, L, D), out_sharding=RULES.spec("batch", None, None))
+
+
+def _gathered(matrix: jax.Array, dtype: jnp.dtype, split_dim: int, split: str) -> jax.Array:
     """The matrix in the compute dtype, whole along `fsdp`; still split along the tensor axis at `split_dim`."""
-    dims = [None] * matrix.ndim
+    dims: list[str | None] = [None] * matrix.ndim
     dims[split_dim] = split
     return jax.reshard(matrix.astype(dtype), RULES.spec(*dims))
+
+
+def _check_divides(config: ModelConfig) -> None:
+    dims = {
+        "vocabulary_size": "vocabulary",
+        "width": "width",
+        "heads": "heads",
+        "kv_heads": "heads",
+        "hidden": "hidden",
+    }
+    for key, dim in dims.items():
+        size, axis = getattr(config, key), getattr(RULES, dim)
+        devices = jax.sharding.get_abstract_mesh().shape.get(axis, 1)
+        if size % devices:
+            raise ValueError(
+                f"model.{key} ({size}) does not divide by the {devices} devices of mesh.{axis}, which split it: "
+                f"change one of the two"
+            )
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], spec: P, fan_in: int, gain: float = 1.0) -> nnx.Param:

@@ -1,0 +1,59 @@
+"""The decoder again, in float64 numpy and with loops over heads: what the tests compare with."""
+
+import jax
+import numpy as np
+
+from pma_jax.config import ModelConfig
+from pma_jax.model.decoder import Params
+
+
+def logits(config: ModelConfig, params: Params, tokens_BxL: np.ndarray) -> np.ndarray:
+    """float64 [B, L, V]."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    x_BxLxD = params["embedding_VxD"][tokens_BxL]
+    for layer in range(config.layers):
+        block = {name: leaf[layer] for name, leaf in params["blocks"].items()}
+        x_BxLxD = x_BxLxD + attend(config, block, norm(config, x_BxLxD, block["attention_norm_D"]))
+        y_BxLxD = norm(config, x_BxLxD, block["mlp_norm_D"])
+        gate_BxLxF = y_BxLxD @ block["gate_DxF"]
+        x_BxLxD = x_BxLxD + (gate_BxLxF / (1 + np.exp(-gate_BxLxF)) * (y_BxLxD @ block["up_DxF"])) @ block["down_FxD"]
+    x_BxLxD = norm(config, x_BxLxD, params["final_norm_D"])
+    return x_BxLxD @ (params["embedding_VxD"].T if config.tie_embeddings else params["unembedding_DxV"])
+
+
+def norm(config: ModelConfig, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """RMSNorm over the last dim."""
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon) * scale
+
+
+def attend(config: ModelConfig, block: dict[str, np.ndarray], x_BxLxD: np.ndarray) -> np.ndarray:
+    """Attention of one block, a head at a time; [B, L, D]."""
+    out_BxLxD = np.zeros_like(x_BxLxD)
+    for head in range(config.heads):
+        shared = head // (config.heads // config.kv_heads)
+        q_BxLxH = x_BxLxD @ block["query_DxNxH"][:, head]
+        k_BxLxH = x_BxLxD @ block["key_DxKxH"][:, shared]
+        if config.qk_norm:
+            q_BxLxH = norm(config, q_BxLxH, block["query_norm_H"])
+            k_BxLxH = norm(config, k_BxLxH, block["key_norm_H"])
+        v_BxLxH = x_BxLxD @ block["value_DxKxH"][:, shared]
+        y_BxLxH = one_head(turn(q_BxLxH, config.rope_theta), turn(k_BxLxH, config.rope_theta), v_BxLxH)
+        out_BxLxD += y_BxLxH @ block["output_NxHxD"][head]
+    return out_BxLxD
+
+
+def one_head(q_BxLxH: np.ndarray, k_BxLxH: np.ndarray, v_BxLxH: np.ndarray) -> np.ndarray:
+    """Causal softmax attention; [B, L, H]."""
+    length, head_dim = q_BxLxH.shape[1:]
+    scores_BxLxL = q_BxLxH @ k_BxLxH.swapaxes(1, 2) / np.sqrt(head_dim)
+    scores_BxLxL = np.where(np.tril(np.ones((length, length), bool)), scores_BxLxL, -np.inf)
+    weights_BxLxL = np.exp(scores_BxLxL - scores_BxLxL.max(axis=-1, keepdims=True))
+    return weights_BxLxL / weights_BxLxL.sum(axis=-1, keepdims=True) @ v_BxLxH
+
+
+def turn(x_BxLxH: np.ndarray, theta: float) -> np.ndarray:
+    """Rotary positions: the pair (x_i, x_{i + H/2}) is a complex number, and turns by position / theta^(2i/H)."""
+    half = x_BxLxH.shape[-1] // 2
+    angle_Lxh = np.arange(x_BxLxH.shape[1])[:, None] * theta ** (-np.arange(half) / half)
+    z_BxLxh = (x_BxLxH[..., :half] + 1j * x_BxLxH[..., half:]) * np.exp(1j * angle_Lxh)
+    return np.concatenate([z_BxLxh.real, z_BxLxh.imag], axis=-1)

@@ -1,0 +1,201 @@
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax import P
+
+from pma_jax import mesh as meshes
+from pma_jax.config import ModelConfig
+from pma_jax.evaluation.loss import loss_sums, on_mesh
+from pma_jax.model import decoder
+
+TINY = ModelConfig(vocabulary_size=32, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=24)
+TOKENS = np.random.default_rng(0).integers(0, 32, (8, 11)).astype(np.int32)
+
+
+def mesh_of(data=1, fsdp=1, tensor=1):
+    devices = jax.devices()[: data * fsdp * tensor]
+    return jax.make_mesh((data, fsdp, tensor), meshes.AXES, devices=devices)
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    with jax.set_mesh(mesh_of()):
+        yield
+
+
+@functools.cache
+def fresh(config):
+    """Parameters whose norm scales are not all ones, so that a scale left out shows."""
+    rng = np.random.default_rng(1)
+
+    def values(path, leaf):
+        normal = rng.standard_normal(leaf.shape).astype(leaf.dtype)
+        return 1 + 0.2 * normal if "norm" in path[-1].key else normal / 4
+
+    with jax.set_mesh(mesh_of()):
+        shapes = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))
+    return jax.tree_util.tree_map_with_path(values, shapes)
+
+
+_apply = jax.jit(decoder.apply, static_argnums=0)
+
+
+def logits(config, params, tokens):
+    return np.asarray(_apply(decoder.graph_definition(config), params, tokens))
+
+
+def loss_and_gradients(config, params, tokens):
+    graph = decoder.graph_definition(config)
+    objective = lambda p: loss_sums(graph, p, tokens, z_loss_weight=1e-3)[0]  # noqa: E731
+    return jax.device_get(jax.jit(jax.value_and_grad(objective))(params))
+
+
+@functools.cache
+def on_one_device(config):
+    return loss_and_gradients(config, fresh(config), TOKENS)
+
+
+def assert_close(actual, expected, rtol=1e-4, atol=1e-4):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), actual, expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"kv_heads": 4, "tie_embeddings": True}, {"kv_heads": 1, "qk_norm": True, "rope_theta": 100.0}],
+    ids=str,
+)
+def test_against_float64(changes):
+    config = dataclasses.replace(TINY, **changes)
+    params = fresh(config)
+    expected = reference.logits(config, params, TOKENS)
+    np.testing.assert_allclose(logits(config, params, TOKENS), expected, atol=1e-5 * np.abs(expected).max())
+    assert np.std(expected) > 0.1
+
+
+def test_leaves_are_float32_and_named_by_their_shapes():
+    config = dataclasses.replace(TINY, qk_norm=True, compute_dtype="bfloat16")
+    leaves = jax.tree_util.tree_leaves_with_path(fresh(config))
+    sizes = {"V": 32, "D": 16, "N": 4, "K": 2, "H": 4, "F": 24}
+    for path, leaf in leaves:
+        dims = path[-1].key.rsplit("_", 1)[1].split("x")
+        stacked = (2,) if path[0].key == "blocks" else ()
+        assert leaf.dtype == np.float32
+        assert leaf.shape == (*stacked, *(sizes[dim] for dim in dims)), path
+    assert decoder.parameter_count(fresh(config)) == sum(leaf.size for _, leaf in leaves)
+
+
+def test_tied_embeddings_drop_one_matrix():
+    tied = fresh(dataclasses.replace(TINY, tie_embeddings=True))
+    assert decoder.parameter_count(fresh(TINY)) - decoder.parameter_count(tied) == 32 * 16
+    assert "unembedding_DxV" not in tied
+
+
+@pytest.mark.parametrize("position", [1, 5, 10])
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_token_changes_no_logits_before_it(position, scan):
+    config = dataclasses.replace(TINY, scan_layers=scan)
+    changed = TOKENS.copy()
+    changed[:, position] = (changed[:, position] + 1) % 32
+    before, after = logits(config, fresh(config), TOKENS), logits(config, fresh(config), changed)
+    np.testing.assert_allclose(after[:, :position], before[:, :position], atol=1e-5)
+    assert (np.abs(after - before)[:, position:].max(axis=(0, 2)) > 1e-4).all()
+
+
+def test_rows_do_not_meet():
+    whole, alone = logits(TINY, fresh(TINY), TOKENS), logits(TINY, fresh(TINY), TOKENS[2:3])
+    np.testing.assert_allclose(whole[2:3], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"remat": "full"}, {"remat": "dots", "scan_layers": False}], ids=str)
+def test_remat_and_unrolling_change_no_number(changes):
+    expected = on_one_device(TINY)
+    assert_close(loss_and_gradients(dataclasses.replace(TINY, **changes), fresh(TINY), TOKENS), expected)
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_a_fresh_model_knows_nothing(tie_embeddings):
+    config = ModelConfig(width=64, layers=1, heads=2, kv_heads=2, hidden=96, tie_embeddings=tie_embeddings)
+    params = jax.jit(lambda key: decoder.init_params(config, key))(jax.random.key(1))
+    tokens = np.random.default_rng(1).integers(0, 256, (4, 33)).astype(np.int32)
+    _, sums = jax.jit(loss_sums, static_argnums=0)(decoder.graph_definition(config), params, tokens)
+    # Logits of unit variance cost half a nat over the uniform distribution's log V.
+    assert float(sums["nats"] / sums["count"]) == pytest.approx(math.log(256) + 0.5, abs=0.3)
+
+
+def test_bfloat16_compute_keeps_float32_gradients_and_nearly_the_loss():
+    config = dataclasses.replace(TINY, compute_dtype="bfloat16")
+    loss, gradients = loss_and_gradients(config, fresh(TINY), TOKENS)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {np.dtype(np.float32)}
+    assert logits(config, fresh(TINY), TOKENS).dtype == np.float32
+    assert loss == pytest.approx(on_one_device(TINY)[0], rel=1e-2)
+
+
+SHAPES = [(8, 1, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 1, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_mesh_changes_no_number(shape):
+    config = dataclasses.replace(TINY, scan_layers=shape != (4, 1, 2), qk_norm=True, remat="dots")
+    expected = on_one_device(config)
+    mesh = mesh_of(*shape)
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))
+        params = jax.tree.map(
+            lambda a, x: jax.device_put(x, jax.NamedSharding(mesh, a.sharding.spec)), abstract, fresh(config)
+        )
+        assert_close(loss_and_gradients(config, params, on_mesh(mesh, TOKENS)), expected)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)], ids=str)
+def test_a_mesh_changes_no_fresh_parameter(shape):
+    with jax.set_mesh(mesh_of(*shape)):
+        split = jax.jit(lambda key: decoder.init_params(TINY, key))(jax.random.key(4))
+    with jax.set_mesh(mesh_of()):
+        whole = jax.jit(lambda key: decoder.init_params(TINY, key))(jax.random.key(4))
+    assert_close(jax.device_get(split), jax.device_get(whole), rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_carry_their_sharding():
+    config = dataclasses.replace(TINY, kv_heads=4)
+    with jax.set_mesh(mesh_of(2, 2, 2)):
+        params = jax.jit(lambda key: decoder.init_params(config, key))(jax.random.key(0))
+    blocks = params["blocks"]
+    assert blocks["query_DxNxH"].sharding.spec == P(None, "fsdp", "tensor", None)
+    assert blocks["down_FxD"].sharding.spec == P(None, "tensor", "fsdp")
+    assert params["embedding_VxD"].sharding.spec == P("tensor", "fsdp")
+    # Half along fsdp, half along tensor: a quarter on each device, twice along data.
+    assert blocks["gate_DxF"].addressable_shards[0].data.size * 4 == blocks["gate_DxF"].size
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "says"),
+    [
+        ({"kv_heads": 1}, (1, 1, 2), r"model.kv_heads \(1\) .* 2 devices of mesh.tensor"),
+        ({"width": 20}, (1, 8, 1), r"model.width \(20\) .* 8 devices of mesh.fsdp"),
+        ({"hidden": 30}, (2, 1, 4), r"model.hidden \(30\) .* 4 devices of mesh.tensor"),
+        ({"vocabulary_size": 33}, (1, 1, 2), r"model.vocabulary_size \(33\) .* mesh.tensor"),
+    ],
+)
+def test_a_dim_that_does_not_divide_is_one_error(changes, shape, says):
+    config = dataclasses.replace(TINY, **{"kv_heads": 4} | changes)
+    with jax.set_mesh(mesh_of(*shape)), pytest.raises(ValueError, match=says):
+        jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))
+
+
+def test_axes_that_collide_are_one_error(monkeypatch):
+    monkeypatch.setattr(decoder, "RULES", dataclasses.replace(meshes.RULES, hidden="fsdp"))
+    with pytest.raises(ValueError, match="both split by mesh axis 'fsdp'"):
+        jax.eval_shape(lambda: decoder.init_params(TINY, jax.random.key(0)))
+
+
+def test_rms_norm_is_float32_inside():
+    x = jnp.full((1, 4), 300.0, jnp.bfloat16)
+    y = decoder.rms_norm(x, jnp.ones(4), 1e-6)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(y, np.float32), 1.0)
