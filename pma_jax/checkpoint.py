@@ -10,10 +10,11 @@ Both kinds are written asynchronously and published whole: a step without its co
 carries its configuration, so one that was copied or merged elsewhere still says what it is.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -115,7 +116,10 @@ def open_run(path: epath.PathLike) -> Run:
     folder = absolute(path)
     if not is_run(folder):
         raise ValueError(f"{path} is not a run directory (no config.json): give the --workdir of a `pma train`")
-    return Run(folder, configuration.from_json((folder / "config.json").read_text()))
+    try:
+        return Run(folder, configuration.from_json((folder / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from error
 
 
 def create_run(path: epath.PathLike, config: Config, facts: dict[str, Any]) -> Run:
@@ -202,7 +206,8 @@ def abstract_params(config: Config, mesh: jax.sharding.Mesh) -> Any:
 
 def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
     """Name -> shape, dtype and number of elements of each stored parameter; reads no array."""
-    stored = ocp.checkpointables_metadata(path).metadata["params"]
+    with _readable(path):
+        stored = ocp.checkpointables_metadata(path).metadata["params"]
     leaves = jax.tree_util.tree_flatten_with_path(stored)[0]
     return {
         jax.tree_util.keystr(key, simple=True, separator="/"): {
@@ -299,10 +304,22 @@ def _published(folder: epath.Path) -> list[epath.Path]:
 
 
 def _custom_metadata(path: epath.Path) -> dict[str, Any]:
-    facts = ocp.checkpointables_metadata(path).custom_metadata
-    if not isinstance(facts, dict):
-        raise ValueError(f"{path} is an Orbax checkpoint without pma_jax's metadata: it was not written by pma_jax")
+    with _readable(path):
+        facts = ocp.checkpointables_metadata(path).custom_metadata
+    if not isinstance(facts, dict) or "tokens" not in facts:
+        raise ValueError(f"{path} has none of pma_jax's metadata: it is damaged, or was not written by pma_jax")
     return facts
+
+
+@contextlib.contextmanager
+def _readable(path: epath.Path) -> Iterator[None]:
+    """What Orbax and TensorStore raise over broken files, of many types and pages long, as one error."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split())
+        said = said if len(said) <= 300 else f"{said[:300]} ..."
+        raise ValueError(f"{path} is damaged or incomplete: {type(error).__name__}: {said}") from error
 
 
 def _read_state(path: epath.Path) -> SavedState:
@@ -311,12 +328,16 @@ def _read_state(path: epath.Path) -> SavedState:
 
 
 def _restore(path: epath.Path, name: str, abstract: Any) -> Any:
-    stored = ocp.checkpointables_metadata(path).metadata[name]
-    differences = _leaf_differences(_shapes(stored), _shapes(abstract))
+    with _readable(path):
+        stored = _shapes(ocp.checkpointables_metadata(path).metadata[name])
+    if not stored:
+        raise ValueError(f"{path} is damaged or incomplete: it lists no arrays")
+    differences = _leaf_differences(stored, _shapes(abstract))
     if differences:
         listed = "; ".join(differences[:10])
         raise ValueError(f"{path} does not fit the model: {len(differences)} leaves differ: {listed}")
-    return ocp.load_checkpointables(path, {name: abstract})[name]
+    with _readable(path):
+        return ocp.load_checkpointables(path, {name: abstract})[name]
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -195,7 +195,7 @@ def _tokens(text: str) -> int:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4.9e6") from None
-    if value < 0 or value != int(value):
+    if not 0 <= value < float("inf") or value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of tokens")
     return int(value)
 
@@ -251,6 +251,9 @@ def _quiet() -> None:
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     logging.getLogger("absl").setLevel(logging.ERROR)
+    # A read that fails leaves others behind in Orbax's event loop; main says what failed, in one line.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None
 
 
 def _one_line(error: Exception) -> str:

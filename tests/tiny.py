@@ -115,6 +115,7 @@ def numbers(run: checkpoint.Run, after: int = 0) -> list[dict]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below `folder`."""
+    folder = Path(folder)
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 

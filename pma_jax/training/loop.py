@@ -32,17 +32,17 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     Raises ValueError when `workdir` holds a run of another configuration (naming the keys that differ), or the data
     cannot be read.
     """
-    # --- Data: prepared once, cached by digest --------------------------------------------------------------------
+    # --- Data, prepared once and cached by digest; devices; the run -----------------------------------------------
     tokens = shards.prepare(config.data)
     shards.check_vocabulary(tokens, config.model.vocabulary_size)
+    mesh = make_mesh(config.mesh)
+    check_divides(config, mesh)
     run = open_or_create(config, workdir, run_facts(tokens, config))
     resumed = run.newest_state
     if resumed and config.is_horizon(resumed.tokens):
         return run
 
-    # --- Mesh, model, and the newest state, or a fresh one --------------------------------------------------------
-    mesh = make_mesh(config.mesh)
-    check_divides(config, mesh)
+    # --- Model, and the newest state, or a fresh one --------------------------------------------------------------
     abstract = abstract_state(config, mesh)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
