@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(options: argparse.Namespace) -> None:
     """Train, or resume what --workdir holds."""
+    from pma_jax.host_memory import keep_freed_memory
+
+    keep_freed_memory()
     from pma_jax import config as configuration
     from pma_jax.training import loop
 
@@ -44,6 +47,9 @@ def train(options: argparse.Namespace) -> None:
 
 def fork(options: argparse.Namespace) -> None:
     """Start a new run from another's full state, and train it."""
+    from pma_jax.host_memory import keep_freed_memory
+
+    keep_freed_memory()
     from pma_jax import checkpoint
     from pma_jax.training import forking, loop
 
