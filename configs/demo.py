@@ -23,6 +23,6 @@ def get_config() -> ml_collections.ConfigDict:
     c.checkpoint.state_interval_tokens = 1_024_000
     c.checkpoint.keep_states_at_tokens = (4_096_000,)  # where the annealed branch leaves
     c.preview.windows = (10,)
-    c.preview.start_tokens = 614_400  # before, the weights still drift more than they jitter
+    c.preview.start_tokens = 819_200  # before, the weights still drift more than they jitter
     c.evaluation.tokens = 49_152
     return c
