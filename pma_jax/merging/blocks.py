@@ -1,0 +1,200 @@
+"""Merging one unit of work: blocks that stay in cache, every source's in turn, each byte digested as it goes by."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pma_jax.merging import kernels
+from pma_jax.merging.digests import SegmentHasher, new_checksum
+from pma_jax.merging.journal import Record
+from pma_jax.merging.leaves import ITEM_BYTES, Extent
+from pma_jax.merging.plan import BLOCK_ELEMENTS, Plan, Unit
+from pma_jax.merging.runs import opened, prefetch, read_run, write_run
+from pma_jax.merging.sources import read_bytes, read_leaf
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every worker of a merge shares.
+
+    Attributes:
+        plan: the merge.
+        weights: its coefficients, as the kernels use them.
+        places: for each recipe, where its leaves are written.
+        note: called with a finished unit's number and record.
+        stop: set when the work shall end early.
+    """
+
+    plan: Plan
+    weights: kernels.Weights
+    places: Sequence[Mapping[str, Sequence[Extent]]]
+    note: Callable[[int, Record], None]
+    stop: threading.Event
+
+
+def merge_plain(run: Run, number: int, unit: Unit, scratch: kernels.Scratch) -> Record:
+    """Merges one segment of a leaf whose bytes lie in files: block by block, all sources."""
+    plan, leaf = run.plan, run.plan.sources[0].leaves[unit.name]
+    width = ITEM_BYTES[leaf.dtype]
+    extents = [source.extents[unit.name] for source in plan.sources]
+    outs = [place[unit.name] for place in run.places]
+    read = [new_checksum(plan.checksum) for _ in plan.sources]
+    written = [new_checksum(plan.checksum) for _ in plan.recipes]
+    squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
+    with (
+        opened([extent.path for runs in extents for extent in _touched(runs, unit, width)], os.O_RDONLY) as sources,
+        opened([extent.path for runs in outs for extent in runs], os.O_WRONLY) as targets,
+    ):
+        for runs in extents:
+            prefetch(sources, runs, unit.start * width, unit.stop * width)
+        for start in range(unit.start, unit.stop, BLOCK_ELEMENTS):
+            elements = min(BLOCK_ELEMENTS, unit.stop - start)
+            raw = scratch.raw[: elements * width]
+            for k, runs in enumerate(extents):
+                read_run(sources, runs, start * width, raw)
+                read[k].update(raw)
+                _add(run, unit.name, scratch, elements, k)
+            for r, runs in enumerate(outs):
+                data = _finish(run, unit, start, scratch, elements, r, squares[r] if start == unit.start else None)
+                written[r].update(data)
+                write_run(targets, runs, start * ITEM_BYTES[plan.leaves[unit.name].dtype], data)
+    return Record(
+        number, [[hasher.hexdigest()] for hasher in read], [[hasher.hexdigest()] for hasher in written], squares
+    )
+
+
+def _touched(extents: Sequence[Extent], unit: Unit, width: int) -> list[Extent]:
+    begin, touched = 0, []
+    for extent in extents:
+        if begin < unit.stop * width and begin + extent.nbytes > unit.start * width:
+            touched.append(extent)
+        begin += extent.nbytes
+    return touched
+
+
+def _add(run: Run, name: str, scratch: kernels.Scratch, elements: int, source: int) -> None:
+    leaf = run.plan.sources[0].leaves[name]
+    if leaf.is_summed:
+        kernels.add(scratch, leaf.dtype, elements, run.weights, source)
+    elif source == 0:
+        nbytes = elements * ITEM_BYTES[leaf.dtype]
+        scratch.rounded[:nbytes] = scratch.raw[:nbytes]
+
+
+def _finish(
+    run: Run, unit: Unit, start: int, scratch: kernels.Scratch, elements: int, row: int, squares: list[float] | None
+) -> np.ndarray:
+    """The bytes of a finished block; measures rounding into `squares` if given.
+
+    Raises:
+        ValueError: the result is not finite; names the leaf and the source it comes from.
+    """
+    leaf, out = run.plan.sources[0].leaves[unit.name], run.plan.leaves[unit.name]
+    if not leaf.is_summed:
+        return scratch.rounded[: elements * ITEM_BYTES[leaf.dtype]]
+    is_sampled = squares is not None and ITEM_BYTES[out.dtype] < 4
+    exact = kernels.merged_values(scratch, leaf.dtype, elements, run.weights, row) if is_sampled else None
+    data = kernels.finish(scratch, leaf.dtype, out.dtype, elements, run.weights, row)
+    if data is None:
+        raise ValueError(_not_finite(run.plan, unit.name, start, start + elements))
+    if squares is not None and exact is not None:
+        squares[:] = kernels.squares(scratch, leaf.dtype, out.dtype, elements, exact)
+    return data
+
+
+def _not_finite(plan: Plan, name: str, start: int, stop: int) -> str:
+    for source in plan.sources:
+        values = read_leaf(source, name, start, stop).astype(np.float64)
+        bad = np.flatnonzero(~np.isfinite(values))
+        if bad.size:
+            return f"{source.origin}: {name} has {values[bad[0]]} at element {start + bad[0]}; only finite values merge"
+    return f"{name}: the weighted sum overflows {plan.leaves[name].dtype} between elements {start} and {stop}"
+
+
+def merge_decoded(run: Run, todo: Sequence[tuple[int, Unit]]) -> None:
+    """Merges leaves that tensorstore decodes; the next regions are read while one is added."""
+    if not todo:
+        return
+    plan = run.plan
+    largest = max(plan.decoded[unit.name] for _, unit in todo)
+    sums = np.zeros((len(plan.recipes), 8 * largest + 64), np.uint8)
+    with ThreadPoolExecutor(plan.reads_ahead) as pool:
+        # One region is being added while the others are in flight.
+        regions = _ahead(pool, plan, todo, plan.reads_ahead)
+        for number, unit in todo:
+            run.note(number, _merge_regions(run, number, unit, regions, sums))
+
+
+def _regions(plan: Plan, unit: Unit) -> Iterator[tuple[int, int]]:
+    step = plan.decoded[unit.name]
+    for start in range(unit.start, unit.stop, step):
+        yield start, min(start + step, unit.stop)
+
+
+def _ahead(pool: ThreadPoolExecutor, plan: Plan, todo: Sequence[tuple[int, Unit]], depth: int) -> Iterator[np.ndarray]:
+    """The bytes of every region of every unit and source, in order, with at most `depth` read or being read."""
+    wanted = (
+        (source, unit.name, start, stop)
+        for _, unit in todo
+        for start, stop in _regions(plan, unit)
+        for source in plan.sources
+    )
+    flying: deque[Future[np.ndarray]] = deque()
+    try:
+        for job in wanted:
+            flying.append(pool.submit(read_bytes, *job))
+            if len(flying) == depth:
+                yield flying.popleft().result()
+        while flying:
+            yield flying.popleft().result()
+    finally:
+        for future in flying:
+            future.cancel()
+
+
+def _merge_regions(run: Run, number: int, unit: Unit, regions: Iterator[np.ndarray], sums: np.ndarray) -> Record:
+    plan, leaf, out = run.plan, run.plan.sources[0].leaves[unit.name], run.plan.leaves[unit.name]
+    read = [SegmentHasher(leaf.dtype, plan.checksum) for _ in plan.sources]
+    written = [SegmentHasher(out.dtype, plan.checksum) for _ in plan.recipes]
+    squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
+    scratch = kernels.new_scratch(len(plan.recipes), BLOCK_ELEMENTS)
+    width = ITEM_BYTES[leaf.dtype]
+    for start, stop in _regions(plan, unit):
+        for k in range(len(plan.sources)):
+            data = next(regions)
+            read[k].update(data)
+            for at, elements in _blocks(start, stop):
+                scratch.raw[: elements * width] = data[(at - start) * width :][: elements * width]
+                _add(run, unit.name, _over(scratch, sums, at - start), elements, k)
+            if not leaf.is_summed and k == 0:
+                sums[0, : data.size] = data
+        with opened([extent.path for place in run.places for extent in place[unit.name]], os.O_WRONLY) as targets:
+            for r, place in enumerate(run.places):
+                for at, elements in _blocks(start, stop):
+                    is_sample = at == unit.start
+                    if is_sample:
+                        scratch.raw[: elements * width] = data[: elements * width]
+                    block = _over(scratch, sums, at - start)
+                    if not leaf.is_summed:
+                        scratch.rounded[: elements * width] = sums[0, (at - start) * width :][: elements * width]
+                    merged = _finish(run, unit, at, block, elements, r, squares[r] if is_sample else None)
+                    written[r].update(merged)
+                    write_run(targets, place[unit.name], at * ITEM_BYTES[out.dtype], merged)
+    return Record(
+        number, [hasher.hexdigests() for hasher in read], [hasher.hexdigests() for hasher in written], squares
+    )
+
+
+def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for at in range(start, stop, BLOCK_ELEMENTS):
+        yield at, min(BLOCK_ELEMENTS, stop - at)
+
+
+def _over(scratch: kernels.Scratch, sums: np.ndarray, offset: int) -> kernels.Scratch:
+    """The same buffers, but with the sums of the block that begins `offset` elements into the region."""
+    return replace(scratch, sums=sums[:, 8 * offset : 8 * (offset + BLOCK_ELEMENTS) + 64])
