@@ -78,12 +78,20 @@ def _touched(extents: Sequence[Extent], unit: Unit, width: int) -> list[Extent]:
 
 
 def _add(run: Run, name: str, scratch: kernels.Scratch, elements: int, source: int) -> None:
+    """Adds the block in `scratch.raw`; a leaf that is not summed is kept from the first source, and compared.
+
+    Raises:
+        ValueError: an integer leaf differs between sources.
+    """
     leaf = run.plan.sources[0].leaves[name]
     if leaf.is_summed:
         kernels.add(scratch, leaf.dtype, elements, run.weights, source)
-    elif source == 0:
-        nbytes = elements * ITEM_BYTES[leaf.dtype]
+        return
+    nbytes = elements * ITEM_BYTES[leaf.dtype]
+    if source == 0:
         scratch.rounded[:nbytes] = scratch.raw[:nbytes]
+    elif not np.array_equal(scratch.rounded[:nbytes], scratch.raw[:nbytes]):
+        raise ValueError(_unequal(name, leaf.dtype, run.plan.sources[source].origin))
 
 
 def _finish(
@@ -165,29 +173,56 @@ def _merge_regions(run: Run, number: int, unit: Unit, regions: Iterator[np.ndarr
     scratch = kernels.new_scratch(len(plan.recipes), BLOCK_ELEMENTS)
     width = ITEM_BYTES[leaf.dtype]
     for start, stop in _regions(plan, unit):
-        for k in range(len(plan.sources)):
-            data = next(regions)
-            read[k].update(data)
-            for at, elements in _blocks(start, stop):
-                scratch.raw[: elements * width] = data[(at - start) * width :][: elements * width]
-                _add(run, unit.name, _over(scratch, sums, at - start), elements, k)
-            if not leaf.is_summed and k == 0:
-                sums[0, : data.size] = data
+        newest = _add_region(run, unit, (start, stop), regions, read, scratch, sums)
         with opened([extent.path for place in run.places for extent in place[unit.name]], os.O_WRONLY) as targets:
             for r, place in enumerate(run.places):
                 for at, elements in _blocks(start, stop):
+                    part = slice((at - start) * width, (at - start + elements) * width)
                     is_sample = at == unit.start
                     if is_sample:
-                        scratch.raw[: elements * width] = data[: elements * width]
-                    block = _over(scratch, sums, at - start)
+                        scratch.raw[: elements * width] = newest[part]
                     if not leaf.is_summed:
-                        scratch.rounded[: elements * width] = sums[0, (at - start) * width :][: elements * width]
+                        scratch.rounded[: elements * width] = newest[part]
+                    block = _over(scratch, sums, at - start)
                     merged = _finish(run, unit, at, block, elements, r, squares[r] if is_sample else None)
                     written[r].update(merged)
                     write_run(targets, place[unit.name], at * ITEM_BYTES[out.dtype], merged)
     return Record(
         number, [hasher.hexdigests() for hasher in read], [hasher.hexdigests() for hasher in written], squares
     )
+
+
+def _add_region(
+    run: Run,
+    unit: Unit,
+    region: tuple[int, int],
+    regions: Iterator[np.ndarray],
+    read: Sequence[SegmentHasher],
+    scratch: kernels.Scratch,
+    sums: np.ndarray,
+) -> np.ndarray:
+    """Adds every source's bytes of a region to the sums; returns the newest source's (uint8).
+
+    Raises:
+        ValueError: an integer leaf differs between sources.
+    """
+    start, stop = region
+    leaf = run.plan.sources[0].leaves[unit.name]
+    width = ITEM_BYTES[leaf.dtype]
+    newest = first = next(regions)
+    for k, source in enumerate(run.plan.sources):
+        newest = first if k == 0 else next(regions)
+        read[k].update(newest)
+        if not leaf.is_summed and not np.array_equal(newest, first):
+            raise ValueError(_unequal(unit.name, leaf.dtype, source.origin))
+        for at, elements in _blocks(start, stop) if leaf.is_summed else ():
+            scratch.raw[: elements * width] = newest[(at - start) * width :][: elements * width]
+            kernels.add(_over(scratch, sums, at - start), leaf.dtype, elements, run.weights, k)
+    return newest
+
+
+def _unequal(name: str, dtype: str, origin: str) -> str:
+    return f"{name} ({dtype}) is not equal in {origin}, and is not a floating-point leaf that could be averaged"
 
 
 def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-# float8_e8m0fnu is an exponent that scales other values: a weighted sum of exponents means nothing, so it must be equal.
+# float8_e8m0fnu is an exponent that scales other values: a sum of exponents means nothing, so it must be equal.
 SUMMED = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
 

@@ -14,16 +14,20 @@ from pma_jax.merging.leaves import Extent, LeafInfo, Source
 
 # Small enough that a host which restores its shard reads little else, large enough to be read at the disk's speed.
 CHUNK_BYTES = 64 * 2**20
+_V1_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+_V0_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
 def orbax_files(
-    leaves: Mapping[str, LeafInfo], first: Source
+    leaves: Mapping[str, LeafInfo], first: Source, custom: Mapping[str, Any]
 ) -> tuple[dict[str, bytes], dict[str, int], dict[str, tuple[Extent, ...]]]:
     """The small files, the sizes of the files that hold chunks, and the places of the leaves, all by relative path.
 
     Args:
         leaves: the leaves to write, by name.
-        first: the source whose tree is kept: key paths from its metadata, or one flat dictionary for another format.
+        first: the source whose layout is kept: key paths and the item that holds the tree; for another format one flat
+            dictionary, as `orbax.checkpoint.v1.save` lays it out.
+        custom: the checkpoint's custom metadata.
 
     Raises:
         ValueError: a name cannot be a directory of its own.
@@ -32,20 +36,30 @@ def orbax_files(
     sizes: dict[str, int] = {}
     places: dict[str, tuple[Extent, ...]] = {}
     tree = {}
-    keys_of = first.metadata.get("keys", {}) if first.kind == "orbax" else {}
+    is_orbax = first.kind == "orbax"
+    keys_of = first.metadata["keys"] if is_orbax else {}
+    item = first.metadata["item"] if is_orbax else "state"
+    folder = f"{item}/" if item else ""
     for name, leaf in leaves.items():
         if "/" in name or "\0" in name or name in {"", ".", ".."} or len(name.encode()) > 255:
             raise ValueError(
                 f"{name[:80]!r} cannot be the name of a directory; write it as safetensors (--format safetensors)"
             )
         keys = keys_of.get(name) or [{"key": name, "key_type": 2}]
-        value = {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(leaf.shape)}
+        # Without devices to go by, what comes from another format is restored as numpy unless the reader says where to.
+        value = {
+            "value_type": "jax.Array" if is_orbax else "np.ndarray",
+            "skip_deserialize": False,
+            "write_shape": list(leaf.shape),
+        }
         tree[str(tuple(str(key["key"]) for key in keys))] = {"key_metadata": keys, "value_metadata": value}
         chunk = _chunk_shape(leaf)
-        texts[f"state/{name}/zarr.json"] = _json(_array_metadata(leaf, chunk))
-        places[name] = tuple(_chunks(name, leaf, chunk))
+        texts[f"{folder}{name}/zarr.json"] = _json(_array_metadata(leaf, chunk))
+        places[name] = tuple(_chunks(folder + name, leaf, chunk))
         sizes |= {str(extent.path): _chunk_nbytes(leaf, chunk) for extent in places[name]}
-    texts["state/_METADATA"] = _json(
+    if is_orbax and first.metadata["sharding"]:
+        texts[f"{folder}_sharding"] = _json(first.metadata["sharding"])
+    texts[f"{folder}_METADATA"] = _json(
         {
             "tree_metadata": tree,
             "use_ocdbt": False,
@@ -54,19 +68,19 @@ def orbax_files(
             "custom_metadata": None,
         }
     )
-    handler = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
     texts["_CHECKPOINT_METADATA"] = _json(
         {
-            "item_handlers": {"state": handler},
+            "item_handlers": {item: _V1_HANDLER} if item else _V0_HANDLER,
             "metrics": {},
             "performance_metrics": {},
             "init_timestamp_nsecs": 0,
             "commit_timestamp_nsecs": 0,
-            "custom_metadata": {},
+            "custom_metadata": dict(custom),
         }
     )
-    texts["orbax.checkpoint"] = b""
     texts["commit_success.txt"] = b""
+    if item == "state":
+        texts["orbax.checkpoint"] = b""
     return texts, sizes, places
 
 
@@ -103,15 +117,15 @@ def _chunk_nbytes(leaf: LeafInfo, chunk: tuple[int, ...]) -> int:
     return LeafInfo(chunk, leaf.dtype).nbytes
 
 
-def _chunks(name: str, leaf: LeafInfo, chunk: tuple[int, ...]) -> list[Extent]:
+def _chunks(folder: str, leaf: LeafInfo, chunk: tuple[int, ...]) -> list[Extent]:
     if not leaf.elements:
         return []
     if not leaf.shape:
-        return [Extent(Path("state", name, "c"), 0, leaf.nbytes)]
+        return [Extent(Path(folder, "c"), 0, leaf.nbytes)]
     chunk_nbytes = _chunk_nbytes(leaf, chunk)
     tail = "/0" * (len(leaf.shape) - 1)
     starts = itertools.count(0, chunk_nbytes)
     return [
-        Extent(Path("state", name, f"c/{number}{tail}"), 0, min(chunk_nbytes, leaf.nbytes - start))
+        Extent(Path(folder, f"c/{number}{tail}"), 0, min(chunk_nbytes, leaf.nbytes - start))
         for number, start in zip(range(-(-leaf.shape[0] // chunk[0])), starts, strict=False)
     ]

@@ -98,6 +98,7 @@ def plan(
     memory_limit_bytes: int = 2**30,
     shard_bytes: int = 5 * 10**9,
     checksum: str = "crc32",
+    metadata: Mapping[str, Any] | None = None,
     threads: int | None = None,
 ) -> Plan:
     """Checks that the sources fit together and lays the merge out; writes nothing.
@@ -111,6 +112,7 @@ def plan(
         memory_limit_bytes: the most resident memory the merge may take.
         shard_bytes: the most bytes in one safetensors file.
         checksum: "crc32" or "sha256": what the provenance's digests are made from; see `digests`.
+        metadata: custom metadata of a merged Orbax checkpoint; tokens and step of the newest source, if None.
         threads: threads to read and add with; the cores this process may use, if None.
 
     Raises:
@@ -128,7 +130,9 @@ def plan(
     _check_leaves(list(sources))
     kind = sources[0].kind if format == "keep" else format
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
-    layout = sinks.layout(list(sources), leaves, kind, shard_bytes, dtype)
+    known = {"tokens": sources[-1].tokens, "step": sources[-1].step}
+    custom = {key: value for key, value in known.items() if value is not None} if metadata is None else metadata
+    layout = sinks.layout(list(sources), leaves, kind, shard_bytes, dtype, custom)
     decoded, reads_ahead, decode_bytes = _plan_decoding(sources, len(rows), memory_limit_bytes)
     threads, thread_bytes = _plan_threads(
         sources[0], len(rows), threads, memory_limit_bytes - _BASE_BYTES - decode_bytes
@@ -242,6 +246,7 @@ def _digest(made: Plan) -> str:
         made.kind,
         sorted(made.layout.sizes.items()),
     ]
+    facts += [sorted((name, text.hex()) for name, text in made.layout.texts.items())]
     facts += [[unit.name, unit.start, unit.stop] for unit in made.units()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

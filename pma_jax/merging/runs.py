@@ -50,7 +50,7 @@ def read_run(descriptors: Mapping[Path, int], extents: Sequence[Extent], start: 
     filled = 0
     for extent, offset, length in pieces(extents, start, start + len(into)):
         while length:
-            got = os.preadv(descriptors[extent.path], [memoryview(into[filled : filled + length])], offset)
+            got = os.preadv(descriptors[extent.path], [into[filled : filled + length].data], offset)
             if not got:
                 raise ValueError(
                     f"{extent.path}: ends at byte {offset}, {length} bytes early; it changed or is cut short"
@@ -64,7 +64,7 @@ def write_run(descriptors: Mapping[Path, int], extents: Sequence[Extent], start:
     written = 0
     for extent, offset, length in pieces(extents, start, start + len(data)):
         while length:
-            put = os.pwrite(descriptors[extent.path], memoryview(data[written : written + length]), offset)
+            put = os.pwrite(descriptors[extent.path], data[written : written + length].data, offset)
             written, offset, length = written + put, offset + put, length - put
     assert written == len(data), (written, len(data))
 

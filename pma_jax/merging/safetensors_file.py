@@ -127,9 +127,9 @@ def _check_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
         raise ValueError(f"{what} has the dtype {str(code)[:40]!r}; known are {', '.join(DTYPE_OF_CODE)}")
-    if not _are_counts(shape) or len(shape) > _MAX_DIMENSIONS:
+    if not are_counts(shape) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"{what} has no valid shape: {str(shape)[:80]}")
-    if not _are_counts(offsets) or len(offsets) != 2:
+    if not are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"{what} has no valid data_offsets: {str(offsets)[:80]}")
     leaf = LeafInfo(tuple(shape), DTYPE_OF_CODE[code])
     start, end = offsets
@@ -138,7 +138,8 @@ def _check_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]
     return start, end, leaf
 
 
-def _are_counts(values: Any) -> TypeGuard[list[int]]:
+def are_counts(values: Any) -> TypeGuard[list[int]]:
+    """Whether this is a list of integers from 0 to 2^63 - 1."""
     # bool is an int to Python, and a product of 64 dimensions of 2^64 is harmless only because each is bounded here.
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 

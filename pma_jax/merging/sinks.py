@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pma_jax.merging import safetensors_file
 from pma_jax.merging.leaves import Extent, LeafInfo, Source
@@ -62,7 +63,14 @@ class Layout:
         return sum(self.sizes.values())
 
 
-def layout(sources: list[Source], leaves: Mapping[str, LeafInfo], kind: str, shard_bytes: int, dtype: str) -> Layout:
+def layout(
+    sources: list[Source],
+    leaves: Mapping[str, LeafInfo],
+    kind: str,
+    shard_bytes: int,
+    dtype: str,
+    custom: Mapping[str, Any],
+) -> Layout:
     """The files of a merged checkpoint.
 
     Args:
@@ -71,12 +79,13 @@ def layout(sources: list[Source], leaves: Mapping[str, LeafInfo], kind: str, sha
         kind: "safetensors" or "orbax".
         shard_bytes: the most bytes of leaves in one safetensors file.
         dtype: "keep", or the dtype that config.json shall name.
+        custom: custom metadata of an Orbax checkpoint.
 
     Raises:
         ValueError: the format cannot hold these leaves.
     """
     if kind == "orbax":
-        texts, sizes, places = orbax_files(leaves, sources[0])
+        texts, sizes, places = orbax_files(leaves, sources[0], custom)
         return Layout(texts, {}, sizes, {}, places)
     if kind != "safetensors":
         raise ValueError(f"the format {kind!r} is not one of keep, safetensors, orbax")
