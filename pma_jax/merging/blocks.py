@@ -13,9 +13,12 @@ from pma_jax.merging import kernels
 from pma_jax.merging.digests import SegmentHasher, new_checksum
 from pma_jax.merging.journal import Record
 from pma_jax.merging.leaves import ITEM_BYTES, Extent
-from pma_jax.merging.plan import BLOCK_ELEMENTS, Plan, Unit
+from pma_jax.merging.plan import Plan, Unit
 from pma_jax.merging.runs import opened, prefetch, read_run, write_run
 from pma_jax.merging.sources import read_bytes, read_leaf
+
+# Rounding is measured on the first elements of every unit: one in five hundred, far more than its estimate needs.
+_SAMPLE_ELEMENTS = 2**12
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,7 @@ def merge_plain(run: Run, number: int, unit: Unit, scratch: kernels.Scratch) -> 
     ):
         for runs in extents:
             prefetch(sources, runs, unit.start * width, unit.stop * width)
-        for start in range(unit.start, unit.stop, BLOCK_ELEMENTS):
-            elements = min(BLOCK_ELEMENTS, unit.stop - start)
+        for start, elements in _blocks(plan, unit.start, unit.stop):
             raw = scratch.raw[: elements * width]
             for k, runs in enumerate(extents):
                 read_run(sources, runs, start * width, raw)
@@ -106,12 +108,13 @@ def _finish(
     if not leaf.is_summed:
         return scratch.rounded[: elements * ITEM_BYTES[leaf.dtype]]
     is_sampled = squares is not None and ITEM_BYTES[out.dtype] < 4
-    exact = kernels.merged_values(scratch, leaf.dtype, elements, run.weights, row) if is_sampled else None
+    sample = min(elements, _SAMPLE_ELEMENTS)
+    exact = kernels.merged_values(scratch, leaf.dtype, elements, run.weights, row)[:sample] if is_sampled else None
     data = kernels.finish(scratch, leaf.dtype, out.dtype, elements, run.weights, row)
     if data is None:
         raise ValueError(_not_finite(run.plan, unit.name, start, start + elements))
     if squares is not None and exact is not None:
-        squares[:] = kernels.squares(scratch, leaf.dtype, out.dtype, elements, exact)
+        squares[:] = kernels.squares(scratch, leaf.dtype, out.dtype, sample, exact)
     return data
 
 
@@ -170,13 +173,13 @@ def _merge_regions(run: Run, number: int, unit: Unit, regions: Iterator[np.ndarr
     read = [SegmentHasher(leaf.dtype, plan.checksum) for _ in plan.sources]
     written = [SegmentHasher(out.dtype, plan.checksum) for _ in plan.recipes]
     squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
-    scratch = kernels.new_scratch(len(plan.recipes), BLOCK_ELEMENTS)
+    scratch = kernels.new_scratch(len(plan.recipes), plan.block_elements)
     width = ITEM_BYTES[leaf.dtype]
     for start, stop in _regions(plan, unit):
         newest = _add_region(run, unit, (start, stop), regions, read, scratch, sums)
         with opened([extent.path for place in run.places for extent in place[unit.name]], os.O_WRONLY) as targets:
             for r, place in enumerate(run.places):
-                for at, elements in _blocks(start, stop):
+                for at, elements in _blocks(plan, start, stop):
                     part = slice((at - start) * width, (at - start + elements) * width)
                     is_sample = at == unit.start
                     if is_sample:
@@ -207,15 +210,15 @@ def _add_region(
         ValueError: an integer leaf differs between sources.
     """
     start, stop = region
-    leaf = run.plan.sources[0].leaves[unit.name]
+    plan, leaf = run.plan, run.plan.sources[0].leaves[unit.name]
     width = ITEM_BYTES[leaf.dtype]
     newest = first = next(regions)
-    for k, source in enumerate(run.plan.sources):
+    for k, source in enumerate(plan.sources):
         newest = first if k == 0 else next(regions)
         read[k].update(newest)
         if not leaf.is_summed and not np.array_equal(newest, first):
             raise ValueError(_unequal(unit.name, leaf.dtype, source.origin))
-        for at, elements in _blocks(start, stop) if leaf.is_summed else ():
+        for at, elements in _blocks(plan, start, stop) if leaf.is_summed else ():
             scratch.raw[: elements * width] = newest[(at - start) * width :][: elements * width]
             kernels.add(_over(scratch, sums, at - start), leaf.dtype, elements, run.weights, k)
     return newest
@@ -225,11 +228,11 @@ def _unequal(name: str, dtype: str, origin: str) -> str:
     return f"{name} ({dtype}) is not equal in {origin}, and is not a floating-point leaf that could be averaged"
 
 
-def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    for at in range(start, stop, BLOCK_ELEMENTS):
-        yield at, min(BLOCK_ELEMENTS, stop - at)
+def _blocks(plan: Plan, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for at in range(start, stop, plan.block_elements):
+        yield at, min(plan.block_elements, stop - at)
 
 
 def _over(scratch: kernels.Scratch, sums: np.ndarray, offset: int) -> kernels.Scratch:
     """The same buffers, but with the sums of the block that begins `offset` elements into the region."""
-    return replace(scratch, sums=sums[:, 8 * offset : 8 * (offset + BLOCK_ELEMENTS) + 64])
+    return replace(scratch, sums=sums[:, 8 * offset : 8 * offset + scratch.sums.shape[1]])

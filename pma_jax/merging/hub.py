@@ -94,8 +94,8 @@ def open_revision(address: str, subtree: str | None = None) -> Source:
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
         if pickles:
             raise ValueError(
-                f"{address}: has only pickles ({pickles[0]}), which can run any code when opened; "
-                f"convert it where you trust it: AutoModel.from_pretrained('{repo}', revision='{revision}').save_pretrained('OUT')"
+                f"{address}: has only pickles ({pickles[0]}), which can run any code when opened; convert it where you "
+                f"trust it: AutoModel.from_pretrained('{repo}', revision='{revision}').save_pretrained('OUT')"
             )
     source = open_source(folder, subtree)
     step, tokens = progress_from_name(revision)

@@ -60,12 +60,14 @@ class Scratch:
         rounded: uint8 [2 * block_bytes]; the bytes of one finished block, in the output's dtype.
         sums: uint8 [R, 2 * block_bytes]; viewed as float32 or float64.
         wide: uint8 [2, 2 * block_bytes]; temporaries, viewed as needed.
+        products: uint8 [R * 2 * block_bytes]; one source's block times every row's weight; empty for one row.
     """
 
     raw: np.ndarray
     rounded: np.ndarray
     sums: np.ndarray
     wide: np.ndarray
+    products: np.ndarray
 
 
 def new_scratch(rows: int, block_elements: int) -> Scratch:
@@ -77,13 +79,14 @@ def new_scratch(rows: int, block_elements: int) -> Scratch:
         skip = -flat.ctypes.data % 4096
         return flat[skip : skip + int(np.prod(shape))].reshape(shape)
 
-    return Scratch(aligned(widest), aligned(widest), aligned(rows, widest), aligned(2, widest))
+    products = aligned(rows * widest if rows > 1 else 0)
+    return Scratch(aligned(widest), aligned(widest), aligned(rows, widest), aligned(2, widest), products)
 
 
 def scratch_bytes(rows: int, block_elements: int, dtypes: set[str]) -> int:
     """Upper bound of the memory that one thread's buffers touch, in bytes, for leaves of `dtypes`."""
     widest = 8 if "float64" in dtypes else 4
-    return (rows + 4) * (widest * block_elements + 4160)
+    return (2 * rows + 4) * (widest * block_elements + 4160)
 
 
 def accumulation_dtype(dtype: str) -> str:
@@ -125,20 +128,38 @@ def add(scratch: Scratch, dtype: str, elements: int, weights: Weights, source: i
     """Adds the block in `scratch.raw` (source number `source`) to every row's sum, with its weight."""
     widened = _widened(scratch, dtype, elements)
     sums = _sums(scratch, dtype, elements)
-    for r, weight in enumerate(weights.rows[:, source]):
-        if weight == 0:
+    if len(weights.rows) > 1:
+        _add_to_rows(scratch, sums, widened, weights.rows[:, source : source + 1], is_first=source == 0)
+        return
+    weight = weights.rows[0, source]
+    if weight == 0:
+        return
+    for half, wide in enumerate(widened):
+        total = sums[0, half]
+        if source == weights.first[0]:
+            # Starting from the first term instead of from zero keeps the sign of a negative zero.
+            np.multiply(wide, weight, out=total)
+        elif weight == 1:
+            np.add(total, wide, out=total)
+        else:
+            product = scratch.rounded[: total.nbytes].view(total.dtype)
+            np.multiply(wide, weight, out=product)
+            np.add(total, product, out=total)
+
+
+def _add_to_rows(
+    scratch: Scratch, sums: np.ndarray, widened: list[np.ndarray], column: np.ndarray, is_first: bool
+) -> None:
+    """Adds to all rows by one call each: many small calls would cost more than the arithmetic."""
+    column = column.astype(sums.dtype)
+    for half, wide in enumerate(widened):
+        totals = sums[:, half]
+        if is_first:
+            np.multiply(column, wide, out=totals)
             continue
-        for half, wide in enumerate(widened):
-            total = sums[r, half]
-            if source == weights.first[r]:
-                # Starting from the first term instead of from zero keeps the sign of a negative zero.
-                np.multiply(wide, weight, out=total)
-            elif weight == 1:
-                np.add(total, wide, out=total)
-            else:
-                product = scratch.rounded[: total.nbytes].view(total.dtype)
-                np.multiply(wide, weight, out=product)
-                np.add(total, product, out=total)
+        products = scratch.products[: totals.size * totals.itemsize].view(totals.dtype).reshape(totals.shape)
+        np.multiply(column, wide, out=products)
+        np.add(totals, products, out=totals)
 
 
 def finish(

@@ -18,6 +18,7 @@ from pma_jax.merging.leaves import ITEM_BYTES, LeafInfo, Source, differences
 DTYPES = ("keep", "float32", "bfloat16")
 # Raw, sums and temporaries of one block stay inside a core's second-level cache.
 BLOCK_ELEMENTS = 2**17
+LEAST_BLOCK_ELEMENTS = 2**12
 # What the interpreter, numpy and thread stacks take beside the buffers.
 _BASE_BYTES = 48 * 2**20
 # tensorstore's own buffers: an array being decoded exists as its compressed bytes and as the result at once.
@@ -47,6 +48,7 @@ class Plan:
         leaves: the merged leaves.
         layout: the files of each merged checkpoint (the same for every recipe).
         kind: "safetensors" or "orbax".
+        block_elements: elements that are summed at a time.
         threads: threads that merge leaves which lie in plain runs of bytes.
         decoded: leaves that tensorstore decodes, name -> elements of one region.
         reads_ahead: decoded regions in flight at once.
@@ -63,6 +65,7 @@ class Plan:
     leaves: Mapping[str, LeafInfo]
     layout: sinks.Layout
     kind: str
+    block_elements: int
     threads: int
     decoded: Mapping[str, int]
     reads_ahead: int
@@ -134,6 +137,8 @@ def plan(
     custom = {key: value for key, value in known.items() if value is not None} if metadata is None else metadata
     layout = sinks.layout(list(sources), leaves, kind, shard_bytes, dtype, custom)
     decoded, reads_ahead, decode_bytes = _plan_decoding(sources, len(rows), memory_limit_bytes)
+    # The sums of all recipes together stay in cache.
+    block_elements = max(LEAST_BLOCK_ELEMENTS, BLOCK_ELEMENTS // len(rows))
     threads, thread_bytes = _plan_threads(
         sources[0], len(rows), threads, memory_limit_bytes - _BASE_BYTES - decode_bytes
     )
@@ -149,6 +154,7 @@ def plan(
         leaves,
         layout,
         kind,
+        block_elements,
         threads,
         decoded,
         reads_ahead,
@@ -188,7 +194,7 @@ def _merged_leaf(leaf: LeafInfo, dtype: str) -> LeafInfo:
 def _plan_threads(first: Source, rows: int, threads: int | None, budget_bytes: int) -> tuple[int, int]:
     """(threads, bytes of their buffers) within the budget."""
     dtypes = {leaf.dtype for leaf in first.leaves.values()}
-    each = kernels.scratch_bytes(rows, BLOCK_ELEMENTS, dtypes)
+    each = kernels.scratch_bytes(rows, max(LEAST_BLOCK_ELEMENTS, BLOCK_ELEMENTS // rows), dtypes)
     wanted = threads or len(os.sched_getaffinity(0))
     count = min(wanted, max(0, budget_bytes) // each)
     if count < 1:

@@ -281,3 +281,17 @@ def test_any_array_metadata_opens_or_is_one_line(good, tmp_path, key, value):
         read_all(bad)
     except ValueError as error:
         assert "\n" not in str(error)
+
+
+def test_several_recipes_of_decoded_leaves(tmp_path):
+    for k in range(3):
+        save_v1(tmp_path / str(k), tree(k) | {"odd": jnp.full(7001, k + 1, jnp.bfloat16)})
+    sources = [open_source(tmp_path / str(k)) for k in range(3)]
+    rows = np.array([ROW, [0, 0.5, 0.5], [1.0, 0, 0]])
+    outs = [tmp_path / f"out{r}" for r in range(3)]
+    merge(plan(sources, rows, recipes=["a", "b", "c"]), outs)
+    for row, out in zip(rows, outs, strict=True):
+        merge(plan(sources, row), [tmp_path / "alone" / out.name])
+        one, other = open_source(out), open_source(tmp_path / "alone" / out.name)
+        for name in sources[0].leaves:
+            np.testing.assert_array_equal(read_leaf(one, name), read_leaf(other, name), err_msg=name)
