@@ -87,7 +87,12 @@ def _add(run: Run, name: str, scratch: kernels.Scratch, elements: int, source: i
     """
     leaf = run.plan.sources[0].leaves[name]
     if leaf.is_summed:
-        kernels.add(scratch, leaf.dtype, elements, run.weights, source)
+        if len(run.plan.recipes) == 1:
+            kernels.add(scratch, leaf.dtype, elements, run.weights, source)
+        else:
+            kernels.stage(scratch, leaf.dtype, elements, source)
+            if source == len(run.plan.sources) - 1:
+                kernels.combine(scratch, leaf.dtype, elements, run.weights)
         return
     nbytes = elements * ITEM_BYTES[leaf.dtype]
     if source == 0:
@@ -173,7 +178,7 @@ def _merge_regions(run: Run, number: int, unit: Unit, regions: Iterator[np.ndarr
     read = [SegmentHasher(leaf.dtype, plan.checksum) for _ in plan.sources]
     written = [SegmentHasher(out.dtype, plan.checksum) for _ in plan.recipes]
     squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
-    scratch = kernels.new_scratch(len(plan.recipes), plan.block_elements)
+    scratch = kernels.new_scratch(len(plan.recipes), len(plan.sources), plan.block_elements)
     width = ITEM_BYTES[leaf.dtype]
     for start, stop in _regions(plan, unit):
         newest = _add_region(run, unit, (start, stop), regions, read, scratch, sums)

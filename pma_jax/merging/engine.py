@@ -177,7 +177,7 @@ def _run_units(run: Run, todo: list[tuple[int, Unit]]) -> None:
             plain.put(item)
 
     def drain() -> None:
-        scratch = kernels.new_scratch(len(run.plan.recipes), run.plan.block_elements)
+        scratch = kernels.new_scratch(len(run.plan.recipes), len(run.plan.sources), run.plan.block_elements)
         try:
             while not run.stop.is_set():
                 number, unit = plain.get_nowait()

@@ -18,6 +18,8 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = 0x7F800000
 # The least float32 that rounds to infinity in bfloat16.
 _BF16_OVERFLOW = 0x7F7F8000
+# Small enough for the first-level caches, and for BLAS to leave the other cores to the other threads.
+_STRIP_ELEMENTS = 2**12
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Scratch:
         sums: uint8 [R, 2 * block_bytes]; viewed as float32 or float64.
         wide: uint8 [2, 2 * block_bytes]; temporaries, viewed as needed.
         products: uint8 [R * 2 * block_bytes]; one source's block times every row's weight; empty for one row.
+        stack: uint8 [K, 2 * block_bytes]; every source's block, widened, until `combine`; empty for one row.
     """
 
     raw: np.ndarray
@@ -68,10 +71,11 @@ class Scratch:
     sums: np.ndarray
     wide: np.ndarray
     products: np.ndarray
+    stack: np.ndarray
 
 
-def new_scratch(rows: int, block_elements: int) -> Scratch:
-    """Buffers for blocks of up to `block_elements` elements of any dtype and `rows` recipes."""
+def new_scratch(rows: int, sources: int, block_elements: int) -> Scratch:
+    """Buffers for blocks of up to `block_elements` elements of any dtype, `rows` recipes and `sources` checkpoints."""
     widest = 8 * block_elements + 64
 
     def aligned(*shape: int) -> np.ndarray:
@@ -79,14 +83,16 @@ def new_scratch(rows: int, block_elements: int) -> Scratch:
         skip = -flat.ctypes.data % 4096
         return flat[skip : skip + int(np.prod(shape))].reshape(shape)
 
-    products = aligned(rows * widest if rows > 1 else 0)
-    return Scratch(aligned(widest), aligned(widest), aligned(rows, widest), aligned(2, widest), products)
+    # Zeros that are never touched take no memory: what a merge does not use costs nothing.
+    several = 1 if rows > 1 else 0
+    products, stack = aligned(several * rows * widest), aligned(several * sources, widest)
+    return Scratch(aligned(widest), aligned(widest), aligned(rows, widest), aligned(2, widest), products, stack)
 
 
-def scratch_bytes(rows: int, block_elements: int, dtypes: set[str]) -> int:
+def scratch_bytes(rows: int, sources: int, block_elements: int, dtypes: set[str]) -> int:
     """Upper bound of the memory that one thread's buffers touch, in bytes, for leaves of `dtypes`."""
     widest = 8 if "float64" in dtypes else 4
-    return (2 * rows + 4) * (widest * block_elements + 4160)
+    return (2 * rows + (sources if rows > 1 else 0) + 4) * (widest * block_elements + 4160)
 
 
 def accumulation_dtype(dtype: str) -> str:
@@ -103,21 +109,21 @@ def _sums(scratch: Scratch, dtype: str, elements: int) -> np.ndarray:
     return scratch.sums[:, : width * elements].view(accumulation_dtype(dtype)).reshape(-1, 1, elements)
 
 
-def _widened(scratch: Scratch, dtype: str, elements: int) -> list[np.ndarray]:
-    """The raw block as arrays of the accumulation dtype: two of half the length for bfloat16, else one."""
+def _widened(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> list[np.ndarray]:
+    """The raw block in the accumulation dtype, in `into` or as it lies: two halves for bfloat16, else one array."""
     if dtype == "bfloat16":
         words = (elements + 1) // 2
         if elements % 2:
             scratch.raw[2 * elements : 2 * elements + 2] = 0
         raw = scratch.raw[: 4 * words].view(np.uint32)
-        low, high = (half[: 4 * words].view(np.uint32) for half in scratch.wide)
+        low, high = into[: 4 * words].view(np.uint32), into[4 * words : 8 * words].view(np.uint32)
         np.left_shift(raw, _SIXTEEN, out=low)
         np.bitwise_and(raw, _UPPER_HALF, out=high)
         return [low.view(np.float32), high.view(np.float32)]
     raw = scratch.raw[: ITEM_BYTES[dtype] * elements].view(numpy_dtype(dtype))
     if dtype == accumulation_dtype(dtype):
         return [raw]
-    wide = scratch.wide[0, : 4 * elements].view(np.float32)
+    wide = into[: 4 * elements].view(np.float32)
     np.copyto(wide, raw, casting="unsafe")
     return [wide]
 
@@ -126,7 +132,7 @@ def _widened(scratch: Scratch, dtype: str, elements: int) -> list[np.ndarray]:
 @np.errstate(over="ignore", invalid="ignore")
 def add(scratch: Scratch, dtype: str, elements: int, weights: Weights, source: int) -> None:
     """Adds the block in `scratch.raw` (source number `source`) to every row's sum, with its weight."""
-    widened = _widened(scratch, dtype, elements)
+    widened = _widened(scratch, dtype, elements, scratch.wide.reshape(-1))
     sums = _sums(scratch, dtype, elements)
     if len(weights.rows) > 1:
         _add_to_rows(scratch, sums, widened, weights.rows[:, source : source + 1], is_first=source == 0)
@@ -145,6 +151,28 @@ def add(scratch: Scratch, dtype: str, elements: int, weights: Weights, source: i
             product = scratch.rounded[: total.nbytes].view(total.dtype)
             np.multiply(wide, weight, out=product)
             np.add(total, product, out=total)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def stage(scratch: Scratch, dtype: str, elements: int, source: int) -> None:
+    """Keeps the block in `scratch.raw`, widened, as source number `source` of what `combine` sums."""
+    into = scratch.stack[source]
+    widened = _widened(scratch, dtype, elements, into)
+    if dtype == accumulation_dtype(dtype):
+        into[: widened[0].nbytes] = scratch.raw[: widened[0].nbytes]
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def combine(scratch: Scratch, dtype: str, elements: int, weights: Weights) -> None:
+    """Sums the staged blocks for all rows: the matrix product [R, K] @ [K, elements], a strip in cache at a time."""
+    sums = _sums(scratch, dtype, elements)
+    _, halves, count = sums.shape
+    staged = scratch.stack[:, : sums[0].nbytes].view(sums.dtype).reshape(-1, halves, count)
+    factors = weights.rows.astype(sums.dtype)
+    for half in range(halves):
+        for start in range(0, count, _STRIP_ELEMENTS):
+            strip = slice(start, start + _STRIP_ELEMENTS)
+            np.matmul(factors, staged[:, half, strip], out=sums[:, half, strip])
 
 
 def _add_to_rows(

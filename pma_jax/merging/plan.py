@@ -137,11 +137,13 @@ def plan(
     custom = {key: value for key, value in known.items() if value is not None} if metadata is None else metadata
     layout = sinks.layout(list(sources), leaves, kind, shard_bytes, dtype, custom)
     decoded, reads_ahead, decode_bytes = _plan_decoding(sources, len(rows), memory_limit_bytes)
-    # The sums of all recipes together stay in cache.
-    block_elements = max(LEAST_BLOCK_ELEMENTS, BLOCK_ELEMENTS // len(rows))
-    threads, thread_bytes = _plan_threads(
-        sources[0], len(rows), threads, memory_limit_bytes - _BASE_BYTES - decode_bytes
+    # What all sources and recipes hold of a block stays in cache together.
+    block_elements = (
+        BLOCK_ELEMENTS if len(rows) == 1 else max(LEAST_BLOCK_ELEMENTS, 8 * BLOCK_ELEMENTS // sum(rows.shape))
     )
+    dtypes = {leaf.dtype for leaf in sources[0].leaves.values()}
+    each = kernels.scratch_bytes(len(rows), len(sources), block_elements, dtypes)
+    threads = _plan_threads(each, threads, memory_limit_bytes - _BASE_BYTES - decode_bytes)
     notes = [note for source in sources for note in source.notes]
     if len({source.kind for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")
@@ -158,7 +160,7 @@ def plan(
         threads,
         decoded,
         reads_ahead,
-        _BASE_BYTES + decode_bytes + thread_bytes,
+        _BASE_BYTES + decode_bytes + threads * each,
         "",
         (*dict.fromkeys(notes), *layout.notes),
     )
@@ -191,17 +193,13 @@ def _merged_leaf(leaf: LeafInfo, dtype: str) -> LeafInfo:
     return LeafInfo(leaf.shape, dtype if dtype != "keep" and leaf.is_summed else leaf.dtype)
 
 
-def _plan_threads(first: Source, rows: int, threads: int | None, budget_bytes: int) -> tuple[int, int]:
-    """(threads, bytes of their buffers) within the budget."""
-    dtypes = {leaf.dtype for leaf in first.leaves.values()}
-    each = kernels.scratch_bytes(rows, max(LEAST_BLOCK_ELEMENTS, BLOCK_ELEMENTS // rows), dtypes)
-    wanted = threads or len(os.sched_getaffinity(0))
-    count = min(wanted, max(0, budget_bytes) // each)
+def _plan_threads(each_bytes: int, threads: int | None, budget_bytes: int) -> int:
+    """As many threads as asked for, or as there are cores, if their buffers fit into the budget."""
+    count = min(threads or len(os.sched_getaffinity(0)), max(0, budget_bytes) // each_bytes)
     if count < 1:
-        raise ValueError(
-            f"{rows} recipes need {(_BASE_BYTES + each) // 2**20 + 1} MiB of memory; raise the limit or merge fewer"
-        )
-    return count, count * each
+        short = (each_bytes - budget_bytes) // 2**20 + 1
+        raise ValueError(f"{short} MiB more memory are needed; raise the limit or merge fewer recipes at once")
+    return count
 
 
 def _plan_decoding(sources: Sequence[Source], rows: int, limit_bytes: int) -> tuple[dict[str, int], int, int]:
