@@ -153,7 +153,7 @@ def _tree_keys(directory: Path, tree: Mapping[str, Any]) -> dict[str, list[dict[
         if not ("Array" in kind or "ndarray" in kind or kind == "scalar"):
             continue
         name = ".".join(str(key["key"]) for key in keys)
-        if not name or "\0" in name or ".." in name.split("/") or name.startswith("/"):
+        if not name.isprintable() or not name or ".." in name.split("/") or name.startswith("/"):
             raise ValueError(f"{what}: names an array {name[:80]!r}, which cannot be")
         if name in paths:
             raise ValueError(f"{what}: two leaves are both named {name[:80]!r}")

@@ -118,10 +118,9 @@ def _check_header(entries: dict[str, Any], path: Path, data_start: int, data_byt
 
 def _check_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]:
     what = f"{path}: {name[:80]!r}"
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(f"{what} is not a valid Unicode name") from None
+    # A name is repeated in messages and becomes a file name: no line breaks, no half of a surrogate pair.
+    if not name.isprintable():
+        raise ValueError(f"{what} is not a printable Unicode name")
     if not isinstance(entry, dict):
         raise ValueError(f"{what} is not described by a JSON object")
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

@@ -51,6 +51,7 @@ def refuses(path, match="."):
         (b'{"a": ' + json.dumps(F32).encode() + b', "a": ' + json.dumps(F32).encode() + b"}", "appears 2 times"),
         (b'{"\xff": 1}', "JSON"),
         (b'{"\\ud800": ' + json.dumps(F32).encode() + b"}", "Unicode"),
+        ({"a\nb": F32}, "printable"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": ' + b"9" * 5000 + b"}", "JSON"),
         (b"[" * 100_000, "nested too deeply"),
