@@ -5,17 +5,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pma_jax.merging import kernels
-from pma_jax.merging.digests import SegmentHasher, new_checksum
+from pma_jax.merging.digests import SegmentHasher
 from pma_jax.merging.journal import Record
-from pma_jax.merging.leaves import ITEM_BYTES, Extent
+from pma_jax.merging.leaves import ITEM_BYTES, Extent, Source
 from pma_jax.merging.plan import Plan, Unit
 from pma_jax.merging.runs import opened, prefetch, read_run, write_run
 from pma_jax.merging.sources import read_bytes, read_leaf
+from pma_jax.merging.zstd_frames import FrameReader
 
 # Rounding is measured on the first elements of every unit: one in five hundred, far more than its estimate needs.
 _SAMPLE_ELEMENTS = 2**12
@@ -41,24 +43,20 @@ class Run:
 
 
 def merge_plain(run: Run, number: int, unit: Unit, scratch: kernels.Scratch) -> Record:
-    """Merges one segment of a leaf whose bytes lie in files: block by block, all sources."""
+    """Merges a segment of a leaf that lies in files, or a whole leaf of zstd frames: block by block, all sources."""
     plan, leaf = run.plan, run.plan.sources[0].leaves[unit.name]
     width = ITEM_BYTES[leaf.dtype]
-    extents = [source.extents[unit.name] for source in plan.sources]
     outs = [place[unit.name] for place in run.places]
-    read = [new_checksum(plan.checksum) for _ in plan.sources]
-    written = [new_checksum(plan.checksum) for _ in plan.recipes]
+    read = [SegmentHasher(leaf.dtype, plan.checksum) for _ in plan.sources]
+    written = [SegmentHasher(plan.leaves[unit.name].dtype, plan.checksum) for _ in plan.recipes]
     squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
-    with (
-        opened([extent.path for runs in extents for extent in _touched(runs, unit, width)], os.O_RDONLY) as sources,
-        opened([extent.path for runs in outs for extent in runs], os.O_WRONLY) as targets,
-    ):
-        for runs in extents:
-            prefetch(sources, runs, unit.start * width, unit.stop * width)
+    with ExitStack() as stack:
+        targets = stack.enter_context(opened([extent.path for runs in outs for extent in runs], os.O_WRONLY))
+        readers = [_reader(source, unit, stack) for source in plan.sources]
         for start, elements in _blocks(plan, unit.start, unit.stop):
             raw = scratch.raw[: elements * width]
-            for k, runs in enumerate(extents):
-                read_run(sources, runs, start * width, raw)
+            for k, reader in enumerate(readers):
+                reader(start * width, raw)
                 read[k].update(raw)
                 _add(run, unit.name, scratch, elements, k)
             for r, runs in enumerate(outs):
@@ -66,8 +64,22 @@ def merge_plain(run: Run, number: int, unit: Unit, scratch: kernels.Scratch) -> 
                 written[r].update(data)
                 write_run(targets, runs, start * ITEM_BYTES[plan.leaves[unit.name].dtype], data)
     return Record(
-        number, [[hasher.hexdigest()] for hasher in read], [[hasher.hexdigest()] for hasher in written], squares
+        number, [hasher.hexdigests() for hasher in read], [hasher.hexdigests() for hasher in written], squares
     )
+
+
+def _reader(source: Source, unit: Unit, stack: ExitStack) -> Callable[[int, np.ndarray], None]:
+    """What reads bytes of a unit's leaf from an offset on into an array; called for one block after the other."""
+    width = ITEM_BYTES[source.leaves[unit.name].dtype]
+    if unit.name in source.frames:
+        assert unit.start == 0, "a frame is decoded from its beginning"
+        frames = stack.enter_context(closing(FrameReader(source.frames[unit.name])))
+        return lambda start, into: frames.read(into)
+    runs = source.extents[unit.name]
+    paths = [extent.path for extent in _touched(runs, unit, width)]
+    descriptors = stack.enter_context(opened(paths, os.O_RDONLY))
+    prefetch(descriptors, runs, unit.start * width, unit.stop * width)
+    return lambda start, into: read_run(descriptors, runs, start, into)
 
 
 def _touched(extents: Sequence[Extent], unit: Unit, width: int) -> list[Extent]:
@@ -139,11 +151,12 @@ def merge_decoded(run: Run, todo: Sequence[tuple[int, Unit]]) -> None:
     plan = run.plan
     largest = max(plan.decoded[unit.name] for _, unit in todo)
     sums = np.zeros((len(plan.recipes), 8 * largest + 64), np.uint8)
+    scratch = kernels.new_scratch(len(plan.recipes), len(plan.sources), plan.block_elements)
     with ThreadPoolExecutor(plan.reads_ahead) as pool:
         # One region is being added while the others are in flight.
         regions = _ahead(pool, plan, todo, plan.reads_ahead)
         for number, unit in todo:
-            run.note(number, _merge_regions(run, number, unit, regions, sums))
+            run.note(number, _merge_regions(run, number, unit, regions, scratch, sums))
 
 
 def _regions(plan: Plan, unit: Unit) -> Iterator[tuple[int, int]]:
@@ -173,12 +186,13 @@ def _ahead(pool: ThreadPoolExecutor, plan: Plan, todo: Sequence[tuple[int, Unit]
             future.cancel()
 
 
-def _merge_regions(run: Run, number: int, unit: Unit, regions: Iterator[np.ndarray], sums: np.ndarray) -> Record:
+def _merge_regions(
+    run: Run, number: int, unit: Unit, regions: Iterator[np.ndarray], scratch: kernels.Scratch, sums: np.ndarray
+) -> Record:
     plan, leaf, out = run.plan, run.plan.sources[0].leaves[unit.name], run.plan.leaves[unit.name]
     read = [SegmentHasher(leaf.dtype, plan.checksum) for _ in plan.sources]
     written = [SegmentHasher(out.dtype, plan.checksum) for _ in plan.recipes]
     squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
-    scratch = kernels.new_scratch(len(plan.recipes), len(plan.sources), plan.block_elements)
     width = ITEM_BYTES[leaf.dtype]
     for start, stop in _regions(plan, unit):
         newest = _add_region(run, unit, (start, stop), regions, read, scratch, sums)
@@ -217,15 +231,24 @@ def _add_region(
     start, stop = region
     plan, leaf = run.plan, run.plan.sources[0].leaves[unit.name]
     width = ITEM_BYTES[leaf.dtype]
-    newest = first = next(regions)
+    newest = next(regions)
+    kept = None if leaf.is_summed else newest
     for k, source in enumerate(plan.sources):
-        newest = first if k == 0 else next(regions)
-        read[k].update(newest)
-        if not leaf.is_summed and not np.array_equal(newest, first):
+        newest = newest if k == 0 else next(regions)
+        if kept is not None and not np.array_equal(newest, kept):
             raise ValueError(_unequal(unit.name, leaf.dtype, source.origin))
-        for at, elements in _blocks(plan, start, stop) if leaf.is_summed else ():
-            scratch.raw[: elements * width] = newest[(at - start) * width :][: elements * width]
-            kernels.add(_over(scratch, sums, at - start), leaf.dtype, elements, run.weights, k)
+        for at, elements in _blocks(plan, start, stop):
+            part = newest[(at - start) * width : (at - start + elements) * width]
+            # Digested block by block: what is then added is in cache already.
+            read[k].update(part)
+            if leaf.is_summed:
+                block = _over(scratch, sums, at - start)
+                if elements % 2:
+                    # The kernel pads an odd block in place.
+                    scratch.raw[: part.size] = part
+                else:
+                    block = replace(block, raw=part)
+                kernels.add(block, leaf.dtype, elements, run.weights, k)
     return newest
 
 

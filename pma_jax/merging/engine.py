@@ -154,7 +154,7 @@ def _check_equal_leaves(plan: Plan) -> None:
         if leaf.is_summed:
             continue
         # A compressed leaf is decoded a region at a time, and no part of it twice.
-        step = plan.decoded.get(name, BLOCK_ELEMENTS)
+        step = plan.decoded.get(name, leaf.elements if name in plan.streamed else BLOCK_ELEMENTS)
         for start in range(0, leaf.elements, step):
             stop = min(start + step, leaf.elements)
             blocks = [read_bytes(source, name, start, stop).tobytes() for source in plan.sources]

@@ -81,6 +81,7 @@ class Source:
         leaves: name -> LeafInfo, in the order of storage.
         extents: name -> the runs of its bytes, which together are exactly the leaf; a leaf that is not here is decoded
             by tensorstore through `handle`.
+        frames: name -> `zstd_frames.Frames` of leaves that can be decoded from first to last without tensorstore.
         tokens: tokens seen when it was saved, if known.
         step: the optimizer step, if known.
         files: small files beside the weights (config, tokenizer).
@@ -100,6 +101,7 @@ class Source:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     handle: Any = None
+    frames: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -95,6 +95,7 @@ def _source(path: Path, arrays: Mapping[str, Array], metadata: dict[str, Any], n
         step=custom["step"] if type(custom.get("step")) is int else step,
         metadata=metadata,
         notes=tuple(notes),
+        frames={name: array.frames for name, array in arrays.items() if array.frames is not None},
         handle=Handle({name: array.spec for name, array in arrays.items()}),
     )
 

@@ -14,6 +14,7 @@ import numpy as np
 from pma_jax.merging import kernels, sinks
 from pma_jax.merging.digests import CHECKSUMS, SEGMENT_ELEMENTS
 from pma_jax.merging.leaves import ITEM_BYTES, LeafInfo, Source, differences
+from pma_jax.merging.zstd_frames import DECODER_BYTES
 
 DTYPES = ("keep", "float32", "bfloat16")
 # Raw, sums and temporaries of one block stay inside a core's second-level cache.
@@ -50,6 +51,7 @@ class Plan:
         kind: "safetensors" or "orbax".
         block_elements: elements that are summed at a time.
         threads: threads that merge leaves which lie in plain runs of bytes.
+        streamed: leaves that some source has as zstd frames, decoded block by block like a plain leaf is read.
         decoded: leaves that tensorstore decodes, name -> elements of one region.
         reads_ahead: decoded regions in flight at once.
         memory_bytes: an upper estimate of the peak resident memory.
@@ -67,6 +69,7 @@ class Plan:
     kind: str
     block_elements: int
     threads: int
+    streamed: frozenset[str]
     decoded: Mapping[str, int]
     reads_ahead: int
     memory_bytes: int
@@ -86,7 +89,7 @@ class Plan:
     def units(self) -> Iterator[Unit]:
         """The whole work, in the order of storage: a segment of a leaf, or a whole leaf that has to be decoded."""
         for name, leaf in self.leaves.items():
-            step = leaf.elements if name in self.decoded else SEGMENT_ELEMENTS
+            step = leaf.elements if name in self.decoded or name in self.streamed else SEGMENT_ELEMENTS
             for start in range(0, leaf.elements, max(1, step)):
                 yield Unit(name, start, min(start + step, leaf.elements))
 
@@ -143,6 +146,9 @@ def plan(
     )
     dtypes = {leaf.dtype for leaf in sources[0].leaves.values()}
     each = kernels.scratch_bytes(len(rows), len(sources), block_elements, dtypes)
+    streamed = frozenset(name for name in leaves if name not in decoded and not all(name in s.extents for s in sources))
+    if streamed:
+        each += len(sources) * DECODER_BYTES
     threads = _plan_threads(each, threads, memory_limit_bytes - _BASE_BYTES - decode_bytes)
     notes = [note for source in sources for note in source.notes]
     if len({source.kind for source in sources}) > 1:
@@ -158,6 +164,7 @@ def plan(
         kind,
         block_elements,
         threads,
+        streamed,
         decoded,
         reads_ahead,
         _BASE_BYTES + decode_bytes + threads * each,
@@ -206,7 +213,7 @@ def _plan_decoding(sources: Sequence[Source], rows: int, limit_bytes: int) -> tu
     """(decoded leaf -> elements of a region, regions in flight, bytes they all take); empty if all leaves are plain."""
     regions: dict[str, int] = {}
     for name, leaf in sources[0].leaves.items():
-        if all(name in source.extents for source in sources):
+        if all(name in source.extents or name in source.frames for source in sources):
             continue
         # A leaf is decoded in pieces that suit the source with the largest chunks; the others' smaller ones divide
         # badly at worst, which costs time, never a wrong sum.
@@ -238,7 +245,7 @@ def _digest(made: Plan) -> str:
     stamps = []
     for source in made.sources:
         paths = sorted({extent.path for extents in source.extents.values() for extent in extents})
-        if not paths or made.decoded:
+        if not paths or made.decoded or made.streamed:
             paths += sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else []
         stamps.append([[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths])
     facts: list[Any] = [

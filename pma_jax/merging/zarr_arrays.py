@@ -13,11 +13,14 @@ from typing import Any
 
 from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo
 from pma_jax.merging.safetensors_file import are_counts, parse_json
+from pma_jax.merging.zstd_frames import Frames, is_available
 
 # More chunks than this in one array are read through tensorstore, which does not list them.
 _MOST_CHUNKS = 2**16
 # A header may claim any shape; no leaf of a real model is larger.
 _MOST_BYTES = 2**44
+# The index of a shard of one chunk: its offset, its length (8 bytes each) and the checksum of both.
+_INDEX_BYTES = 20
 _V2_DTYPES = {
     "f8": "float64",
     "f4": "float32",
@@ -90,11 +93,13 @@ class Array:
     Attributes:
         leaf: shape, dtype and the elements of one row of chunks.
         extents: its bytes in order, if they lie plainly in files; else None.
+        frames: its bytes in order as zstd frames, if they are, and if those can be decoded here; else None.
         spec: how tensorstore opens it.
     """
 
     leaf: LeafInfo
     extents: tuple[Extent, ...] | None
+    frames: Frames | None
     spec: Mapping[str, Any]
 
 
@@ -112,7 +117,7 @@ def read_array(store: Store, name: str) -> Array:
         raise ValueError(f"{what}: its array is missing; the checkpoint is not complete, fetch or save it again")
     metadata = parse_json(text, what)
     try:
-        shape, chunk, dtype, is_plain, prefix, separator = parse(metadata)
+        shape, chunk, dtype, coding, prefix, separator = parse(metadata)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ValueError(f"{what}: its zarr metadata is damaged or unknown: {_line(error)}") from None
     granule = chunk[0] * math.prod(shape[1:]) if shape else 1
@@ -122,27 +127,41 @@ def read_array(store: Store, name: str) -> Array:
     spec = {"driver": driver, "kvstore": _kvstore(store, name), "metadata": metadata, "assume_metadata": True}
     # An array that was cut off must not be read as zeros.
     spec["fill_missing_data_reads"] = store.fills_missing
-    extents = _extents(store, name, leaf, chunk, prefix, separator) if is_plain else None
-    return Array(LeafInfo(shape, dtype) if extents is not None else leaf, extents, spec)
+    chunks = _chunks(store, name, leaf, chunk, (prefix, separator), coding) if coding.codec != "other" else None
+    if chunks is None or coding.codec == "plain":
+        return Array(leaf if chunks is None else LeafInfo(shape, dtype), chunks, None, spec)
+    frames = Frames(chunks, LeafInfo(chunk, dtype).nbytes) if is_available() and leaf.elements else None
+    return Array(leaf, None, frames, spec)
 
 
 def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
-_Parsed = tuple[tuple[int, ...], tuple[int, ...], str, bool, str, str]
+@dataclass(frozen=True)
+class _Coding:
+    """How a chunk is stored: "plain", "zstd" or "other"; and whether as the only one of a shard, before its index."""
+
+    codec: str
+    is_shard: bool = False
+
+
+_Parsed = tuple[tuple[int, ...], tuple[int, ...], str, _Coding, str, str]
 
 
 def _parse_v2(metadata: Any) -> _Parsed:
-    """(shape, chunk shape, dtype, is uncompressed in C order, prefix of chunk keys, separator) of a .zarray."""
+    """(shape, chunk shape, dtype, coding, prefix of chunk keys, separator) of a .zarray."""
     code = metadata["dtype"]
     is_little = code[0] in "<|" or code in ITEM_BYTES
     dtype = code if code in ITEM_BYTES else _V2_DTYPES.get(code[1:])
     if not is_little or dtype is None:
         raise ValueError(f"its dtype {str(code)[:40]!r} is not supported")
     shape, chunk = _shapes(metadata["shape"], metadata["chunks"])
-    is_plain = metadata.get("compressor") is None and not metadata.get("filters") and metadata.get("order") == "C"
-    return shape, chunk, dtype, is_plain, "", metadata.get("dimension_separator", ".")
+    compressor = metadata.get("compressor")
+    codec = "plain" if compressor is None else "zstd" if compressor.get("id") == "zstd" else "other"
+    if metadata.get("filters") or metadata.get("order") != "C":
+        codec = "other"
+    return shape, chunk, dtype, _Coding(codec), "", metadata.get("dimension_separator", ".")
 
 
 def _parse_v3(metadata: Any) -> _Parsed:
@@ -153,17 +172,19 @@ def _parse_v3(metadata: Any) -> _Parsed:
     shape, chunk = _shapes(metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"])
     codecs = metadata["codecs"]
     # Orbax wraps every chunk into a shard of one: its bytes come first, the index of the shard after them.
-    if [codec["name"] for codec in codecs] == ["sharding_indexed"]:
+    is_shard = [codec["name"] for codec in codecs] == ["sharding_indexed"]
+    if is_shard:
         inner = codecs[0]["configuration"]
         is_single = inner["chunk_shape"] == list(chunk) and inner.get("index_location", "end") == "end"
-        codecs = inner["codecs"] if is_single else []
-    is_plain = [codec["name"] for codec in codecs] == ["bytes"] and (
-        ITEM_BYTES[dtype] == 1 or codecs[0].get("configuration", {}).get("endian") == "little"
-    )
+        has_checksum = [codec["name"] for codec in inner["index_codecs"]] == ["bytes", "crc32c"]
+        codecs = inner["codecs"] if is_single and has_checksum else []
+    codec = {("bytes",): "plain", ("bytes", "zstd"): "zstd"}.get(tuple(codec["name"] for codec in codecs), "other")
+    if codec != "other" and ITEM_BYTES[dtype] > 1 and codecs[0].get("configuration", {}).get("endian") != "little":
+        codec = "other"
     encoding = metadata["chunk_key_encoding"]
     is_default = encoding["name"] == "default"
     separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
-    return shape, chunk, dtype, is_plain, "c" if is_default else "", separator
+    return shape, chunk, dtype, _Coding(codec, is_shard), "c" if is_default else "", separator
 
 
 def _shapes(shape: Any, chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -172,10 +193,14 @@ def _shapes(shape: Any, chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(shape), tuple(chunk)
 
 
-def _extents(
-    store: Store, name: str, leaf: LeafInfo, chunk: tuple[int, ...], prefix: str, separator: str
+def _chunks(
+    store: Store, name: str, leaf: LeafInfo, chunk: tuple[int, ...], naming: tuple[str, str], coding: _Coding
 ) -> tuple[Extent, ...] | None:
-    """The leaf's bytes, chunk by chunk; None if a chunk is not whole rows, or not there as plain bytes."""
+    """Where each chunk lies; None if one is not whole rows, or not there as a run of bytes.
+
+    Plain chunks are as long as what they hold of the leaf, compressed ones as long as they are stored.
+    """
+    prefix, separator = naming
     if not leaf.elements:
         return ()
     rows = leaf.shape[0] if leaf.shape else 1
@@ -188,10 +213,26 @@ def _extents(
         indices = [str(number), *["0"] * (len(leaf.shape) - 1)] if leaf.shape else []
         key = separator.join([prefix, *indices] if prefix else indices) or "0"
         place = store.place(f"{name}/{key}")
-        if place is None or place.nbytes < chunk_nbytes:
+        length = None if place is None else _inner_nbytes(place) if coding.is_shard else place.nbytes
+        if place is None or length is None:
             return None
-        found.append(Extent(place.path, place.offset, min(chunk_nbytes, leaf.nbytes - number * chunk_nbytes)))
+        if coding.codec == "plain":
+            if length != chunk_nbytes:
+                return None
+            length = min(chunk_nbytes, leaf.nbytes - number * chunk_nbytes)
+        found.append(Extent(place.path, place.offset, length))
     return tuple(found)
+
+
+def _inner_nbytes(shard: Extent) -> int | None:
+    """The length of a shard's only chunk, if its index says that it comes first and the index right after it."""
+    if shard.nbytes < _INDEX_BYTES:
+        return None
+    with shard.path.open("rb") as file:
+        file.seek(shard.offset + shard.nbytes - _INDEX_BYTES)
+        index = file.read(16)
+    offset, length = (int.from_bytes(part, "little") for part in (index[:8], index[8:]))
+    return length if (offset, length) == (0, shard.nbytes - _INDEX_BYTES) else None
 
 
 def _kvstore(store: Store, name: str) -> dict[str, Any]:
