@@ -45,7 +45,7 @@ class Plan:
         coefficients: float64 [R, K].
         recipes: R names, for people.
         dtype: "keep", "float32" or "bfloat16".
-        checksum: "crc32" or "sha256", of every segment read or written.
+        checksum: "xxh3_128" or "sha256", of every segment read or written.
         leaves: the merged leaves.
         layout: the files of each merged checkpoint (the same for every recipe).
         kind: "safetensors" or "orbax".
@@ -103,7 +103,7 @@ def plan(
     format: str = "keep",
     memory_limit_bytes: int = 2**30,
     shard_bytes: int = 5 * 10**9,
-    checksum: str = "crc32",
+    checksum: str = "xxh3_128",
     metadata: Mapping[str, Any] | None = None,
     threads: int | None = None,
 ) -> Plan:
@@ -117,7 +117,7 @@ def plan(
         format: "keep" (that of the first source), "safetensors" or "orbax".
         memory_limit_bytes: the most resident memory the merge may take.
         shard_bytes: the most bytes in one safetensors file.
-        checksum: "crc32" or "sha256": what the provenance's digests are made from; see `digests`.
+        checksum: "xxh3_128" or "sha256": what the provenance's digests are made from; see `digests`.
         metadata: custom metadata of a merged Orbax checkpoint; tokens and step of the newest source, if None.
         threads: threads to read and add with; the cores this process may use, if None.
 
