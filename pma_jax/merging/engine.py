@@ -1,0 +1,224 @@
+"""Merging from storage to storage: every byte is read once, summed in cache, and written at its place.
+
+    merged = merge(plan([open_source(path) for path in paths], coefficients), [out])
+
+A merge never holds a model. It works beside its target in `.NAME.partial-…`, notes what it has done, and publishes by
+one rename; killed at any moment, the same call goes on where it stopped.
+"""
+
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from pma_jax.merging import journal, kernels, provenance, sinks
+from pma_jax.merging.blocks import Run, merge_decoded, merge_plain
+from pma_jax.merging.journal import Record
+from pma_jax.merging.leaves import ITEM_BYTES
+from pma_jax.merging.plan import BLOCK_ELEMENTS, Plan, Unit, check_room
+from pma_jax.merging.sources import read_bytes
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A finished merge.
+
+    Attributes:
+        outs: the directories that were published, one a recipe.
+        notes: what the user should know, one line each.
+        read_bytes: bytes of leaves read by this process in this run; less than the plan's after a resume.
+        seconds: wall time.
+    """
+
+    outs: tuple[Path, ...]
+    notes: tuple[str, ...]
+    read_bytes: int
+    seconds: float
+
+
+def merge(
+    plan: Plan,
+    outs: Sequence[str | Path],
+    *,
+    progress: Progress | None = None,
+    command: str = "",
+    share: tuple[int, int] = (0, 1),
+    barrier: Callable[[], None] | None = None,
+) -> Merged:
+    """Runs a plan, or goes on with it; publishes one directory a recipe.
+
+    Args:
+        plan: from `plan`.
+        outs: R directories that do not exist yet.
+        progress: called with (bytes read so far, bytes to read) from the plan, a few times a second at most.
+        command: what the user typed, for the provenance.
+        share: (this process, number of processes); each does its part of the units, into the same file system.
+        barrier: waits until all processes have come here; needed, and called twice, when there are several.
+
+    Raises:
+        ValueError: an output exists, a value is not finite, integer leaves differ, or a source is damaged; one line.
+            Nothing is published, and the work of a refused merge is removed.
+    """
+    started = time.perf_counter()
+    process, processes = share
+    if not 0 <= process < processes or (processes > 1 and barrier is None):
+        raise ValueError(f"the share {share} is not (process, processes), or several processes have no barrier")
+    targets = [Path(out).absolute() for out in outs]
+    works = [target.parent / f".{target.name}.partial-{plan.digest[:16]}" for target in targets]
+    published = _published(plan, targets, works)
+    for work, is_published in zip(works, published, strict=True):
+        work.mkdir(parents=True, exist_ok=True)
+        if not is_published:
+            sinks.create(plan.layout, work / "checkpoint")
+    with journal.locked(works[0], process):
+        read_bytes_here = _merge_units(plan, works, published, share, progress)
+    if barrier is not None:
+        barrier()
+    notes = list(plan.notes)
+    if process == 0:
+        notes += _publish(plan, targets, works, published, command)
+    if barrier is not None:
+        barrier()
+    return Merged(tuple(targets), tuple(notes), read_bytes_here, time.perf_counter() - started)
+
+
+def _published(plan: Plan, targets: list[Path], works: list[Path]) -> list[bool]:
+    """Which targets an interrupted run of this merge has already published; any other existing target is refused."""
+    published = []
+    for target, work in zip(targets, works, strict=True):
+        if not target.exists() and not target.is_symlink():
+            published.append(False)
+        elif work.exists() and provenance.plan_digest(target) == plan.digest:
+            published.append(True)
+        else:
+            raise ValueError(f"{target}: exists, and a merge never overwrites; choose another name or remove it")
+    if not any(work.exists() for work in works):
+        check_room(plan, targets)
+    return published
+
+
+def _merge_units(
+    plan: Plan, works: list[Path], published: list[bool], share: tuple[int, int], progress: Progress | None
+) -> int:
+    """Does this process's part of the units that are not done; returns the bytes read."""
+    places = [sinks.places_in(plan.layout, work / "checkpoint") for work in works]
+    process, processes = share
+    done = journal.still_written(
+        plan,
+        journal.load(works[0]),
+        [None if is_out else place for is_out, place in zip(published, places, strict=True)],
+    )
+    todo = [(n, unit) for n, unit in enumerate(plan.units()) if n % processes == process and n not in done]
+    assert not (todo and any(published)), "a target was published before every unit was done"
+    sizes = {n: _unit_bytes(plan, unit) for n, unit in todo}
+    total, read = sum(sizes.values()), 0
+    lock = threading.Lock()
+    with journal.appending(journal.journal_path(works[0], process)) as append:
+
+        def note(number: int, record: Record) -> None:
+            nonlocal read
+            append(record)
+            with lock:
+                read += sizes[number]
+                if progress is not None:
+                    progress(read, total)
+
+        run = Run(plan, kernels.weights_of(plan.coefficients), places, note, threading.Event())
+        try:
+            _check_equal_leaves(plan)
+            _run_units(run, todo)
+        except ValueError:
+            # Data that was refused will be refused again: there is nothing to resume.
+            if processes == 1:
+                for work in works:
+                    shutil.rmtree(work)
+            raise
+    return read
+
+
+def _unit_bytes(plan: Plan, unit: Unit) -> int:
+    dtype = plan.sources[0].leaves[unit.name].dtype
+    return len(plan.sources) * (unit.stop - unit.start) * ITEM_BYTES[dtype]
+
+
+def _check_equal_leaves(plan: Plan) -> None:
+    """Integer and boolean leaves cannot be averaged; they are small, and compared before anything is written."""
+    unequal = []
+    for name, leaf in plan.sources[0].leaves.items():
+        if leaf.is_summed:
+            continue
+        # A compressed leaf is decoded a region at a time, and no part of it twice.
+        step = plan.decoded.get(name, leaf.elements if name in plan.streamed else BLOCK_ELEMENTS)
+        for start in range(0, leaf.elements, step):
+            stop = min(start + step, leaf.elements)
+            blocks = [read_bytes(source, name, start, stop).tobytes() for source in plan.sources]
+            differs = next((k for k, block in enumerate(blocks) if block != blocks[0]), None)
+            if differs is not None:
+                unequal.append(f"{name} ({leaf.dtype}) in {plan.sources[differs].origin}")
+                break
+    if unequal:
+        raise ValueError(
+            f"{len(unequal)} integer or boolean leaves are not equal in all checkpoints and cannot be averaged: "
+            f"{'; '.join(unequal[:10])}"
+        )
+
+
+def _run_units(run: Run, todo: list[tuple[int, Unit]]) -> None:
+    """Merges the units: plain runs of bytes by a pool of threads, decoded leaves one after the other."""
+    plain: queue.SimpleQueue[tuple[int, Unit]] = queue.SimpleQueue()
+    for item in todo:
+        if item[1].name not in run.plan.decoded:
+            plain.put(item)
+
+    def drain() -> None:
+        scratch = kernels.new_scratch(len(run.plan.recipes), len(run.plan.sources), run.plan.block_elements)
+        try:
+            while not run.stop.is_set():
+                number, unit = plain.get_nowait()
+                run.note(number, merge_plain(run, number, unit, scratch))
+        except queue.Empty:
+            return
+        except BaseException:
+            run.stop.set()
+            raise
+
+    with ThreadPoolExecutor(run.plan.threads) as pool:
+        workers = [pool.submit(drain) for _ in range(min(run.plan.threads, plain.qsize()))]
+        try:
+            for worker in workers:
+                worker.result()
+        finally:
+            run.stop.set()
+    merge_decoded(run, [item for item in todo if item[1].name in run.plan.decoded])
+
+
+def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list[bool], command: str) -> list[str]:
+    """Writes the provenance, waits for the disk, and renames; returns the notes that the whole merge gave."""
+    records = journal.load(works[0])
+    units = sum(1 for _ in plan.units())
+    if len(records) < units:
+        raise ValueError(
+            f"{works[0]}: {units - len(records)} of {units} units are missing; a process did not finish its share"
+        )
+    notes = []
+    # The first target goes last: its neighbour holds the journal that a crash between two renames needs.
+    for row in reversed(range(len(targets))):
+        facts = provenance.describe(plan, records, row, command)
+        note = provenance.rounding_note(plan, facts, row)
+        notes += [note] if note else []
+        if published[row]:
+            continue
+        directory = works[row] / "checkpoint"
+        provenance.write(directory, facts)
+        sinks.sync(directory)
+        directory.rename(targets[row])
+        sinks.sync_entry(targets[row].parent)
+    for work in works:
+        shutil.rmtree(work)
+    return notes[::-1]

@@ -1,0 +1,190 @@
+"""Where a merged checkpoint's bytes go: every file, its size and the place of every leaf, known before any is read.
+
+Both formats are laid out as plain runs of bytes at known offsets, so any thread or process can write any part at any
+time, a crash loses nothing that was written, and the same inputs give the same files.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pma_jax.merging import safetensors_file
+from pma_jax.merging.leaves import Extent, LeafInfo, Source
+from pma_jax.merging.orbax_layout import orbax_files
+
+# Files beside the weights without which the merged model does not load or does not tokenize.
+CARRIED_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "configuration_*.py",
+    "modeling_*.py",
+    "tokenization_*.py",
+)
+_CARRIED_LIMIT_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint directory that is not written yet.
+
+    Attributes:
+        texts: relative path -> the whole content of a small file.
+        copies: relative path -> the file it is a copy of.
+        sizes: relative path -> size in bytes, of the files that hold leaves.
+        preambles: relative path -> what such a file begins with.
+        places: leaf -> the runs of its bytes, by relative path.
+        notes: what the user should know, one line each.
+    """
+
+    texts: Mapping[str, bytes]
+    copies: Mapping[str, Path]
+    sizes: Mapping[str, int]
+    preambles: Mapping[str, bytes]
+    places: Mapping[str, tuple[Extent, ...]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of the files that hold leaves."""
+        return sum(self.sizes.values())
+
+
+def layout(
+    sources: list[Source],
+    leaves: Mapping[str, LeafInfo],
+    kind: str,
+    shard_bytes: int,
+    dtype: str,
+    custom: Mapping[str, Any],
+) -> Layout:
+    """The files of a merged checkpoint.
+
+    Args:
+        sources: what is merged; small files are carried over from the last, which is the newest.
+        leaves: the merged leaves, in the order they shall have.
+        kind: "safetensors" or "orbax".
+        shard_bytes: the most bytes of leaves in one safetensors file.
+        dtype: "keep", or the dtype that config.json shall name.
+        custom: custom metadata of an Orbax checkpoint.
+
+    Raises:
+        ValueError: the format cannot hold these leaves.
+    """
+    if kind == "orbax":
+        texts, sizes, places = orbax_files(leaves, sources[0], custom)
+        return Layout(texts, {}, sizes, {}, places)
+    if kind != "safetensors":
+        raise ValueError(f"the format {kind!r} is not one of keep, safetensors, orbax")
+    copies, texts, notes = _carried(sources, dtype)
+    if "__metadata__" in leaves:
+        raise ValueError("a leaf is named __metadata__, which safetensors reserves; write it as Orbax (--format orbax)")
+    metadata = sources[0].metadata if sources[0].kind == "safetensors" else {"format": "pt"}
+    shards = safetensors_file.split_into_shards(leaves, shard_bytes)
+    names = safetensors_file.shard_names(len(shards))
+    if len(shards) > 1:
+        texts["model.safetensors.index.json"] = safetensors_file.index_bytes(
+            dict(zip(names, shards, strict=True)), leaves
+        )
+    sizes, preambles, places = {}, {}, {}
+    for name, shard in zip(names, shards, strict=True):
+        preambles[name] = safetensors_file.header_bytes([(leaf, leaves[leaf]) for leaf in shard], metadata)
+        end = len(preambles[name])
+        for leaf in shard:
+            places[leaf] = (Extent(Path(name), end, leaves[leaf].nbytes),)
+            end += leaves[leaf].nbytes
+        sizes[name] = end
+    return Layout(texts, copies, sizes, preambles, places, notes)
+
+
+def _carried(sources: list[Source], dtype: str) -> tuple[dict[str, Path], dict[str, bytes], tuple[str, ...]]:
+    """Files to copy, files to write changed, and notes about those left behind or that differ between sources."""
+    newest = sources[-1]
+    copies, texts, left = {}, {}, []
+    for path in newest.files:
+        is_carried = any(path.match(pattern) for pattern in CARRIED_PATTERNS)
+        if is_carried and path.stat().st_size <= _CARRIED_LIMIT_BYTES:
+            copies[path.name] = path
+        else:
+            left.append(path.name)
+    notes = []
+    if left:
+        notes.append(f"not copied from {newest.origin}: {', '.join(left[:10])} ({len(left)} files in all)")
+    for name, path in copies.items():
+        others = [
+            source for source in sources[:-1] for file in source.files if file.name == name and not _is_same(file, path)
+        ]
+        if others:
+            notes.append(f"{name} differs between {others[0].origin} and {newest.origin}; the latter's is kept")
+    if dtype != "keep" and "config.json" in copies:
+        config = safetensors_file.parse_json(copies["config.json"].read_bytes(), str(copies["config.json"]))
+        named = [key for key in ("dtype", "torch_dtype") if isinstance(config, dict) and key in config]
+        if named:
+            del copies["config.json"]
+            texts["config.json"] = (
+                json.dumps(config | dict.fromkeys(named, dtype), indent=2, ensure_ascii=False) + "\n"
+            ).encode()
+    return copies, texts, tuple(notes)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
+
+
+def create(plan: Layout, directory: Path) -> None:
+    """Makes the directory, every file at its full size and the leaves zeros; doing it again is harmless."""
+    for name in [*plan.texts, *plan.copies, *plan.sizes]:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    for name, size in plan.sizes.items():
+        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(descriptor, size)
+            os.pwrite(descriptor, plan.preambles.get(name, b""), 0)
+        finally:
+            os.close(descriptor)
+    for name, text in plan.texts.items():
+        (directory / name).write_bytes(text)
+    for name, path in plan.copies.items():
+        shutil.copyfile(path, directory / name)
+
+
+def places_in(plan: Layout, directory: Path) -> dict[str, tuple[Extent, ...]]:
+    """The leaves' runs as absolute paths in `directory`."""
+    return {
+        name: tuple(Extent(directory / extent.path, extent.offset, extent.nbytes) for extent in extents)
+        for name, extents in plan.places.items()
+    }
+
+
+def sync(directory: Path) -> None:
+    """Waits until every file and directory below `directory`, and its own entry, are on the disk."""
+    for root, _, files in os.walk(directory):
+        for path in [Path(root) / name for name in files] + [Path(root)]:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    sync_entry(directory.parent)
+
+
+def sync_entry(directory: Path) -> None:
+    """Waits until the names in `directory` are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
