@@ -1,0 +1,301 @@
+"""Training throughput on CPU against PyTorch: `python experiments/benchmarks/train.py`.
+
+A whole optimizer step (forward, backward, clipping, AdamW with decay on matrices, update) of the same decoder in
+float32, on the same tokens, two threads each:
+  pma_jax           `make_train_step`, as `pma train` runs it
+  torch             eager: nn.Linear, nn.RMSNorm, F.scaled_dot_product_attention, AdamW(fused=True), clip_grad_norm_
+  torch, compiled   the same under torch.compile
+Every contender is a process of its own; they take turns, a few steps each, and a busy neighbour meets all of them. The
+contenders first compute the loss of the same weights on the same tokens, which must agree to 1e-4. Printed: the median
+step in milliseconds, tokens a second, the ratio to the faster torch, CPU milliseconds a step (all threads), and the
+floor: 6 FLOPs a parameter (embedding left out) and token at the rate of this machine's matrix products (by JAX).
+Bar: pma_jax >= 1.0x the faster torch. Needs `pip install torch` (the `torch` extra), and a C++ compiler for compiling.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from pma_jax.config import Config, ModelConfig, TrainingConfig
+from pma_jax.host_memory import keep_freed_memory
+
+SHAPES = {  # name: model, sequences a step
+    "default": (ModelConfig(), 16),
+    "small": (ModelConfig(width=64, layers=3, head_dim=16, hidden=192), 32),
+    "short": (ModelConfig(width=96, layers=3, head_dim=24, hidden=288), 8),
+}
+CONTENDERS = ("pma_jax", "torch", "torch, compiled")
+LENGTH = 128  # tokens a sequence
+RATE = 1e-3
+
+
+def main():
+    """Measure, print a table or JSON lines, and fail when the contenders do not compute the same loss."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated, of " + ", ".join(SHAPES))
+    parser.add_argument("--rounds", type=int, default=7, help="turns that each contender takes")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
+    parser.add_argument("--threads", type=int, default=2, help="cores of each contender")
+    parser.add_argument("--system-malloc", action="store_true", help="leave glibc's malloc at its defaults")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="model keys, such as remat=dots")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line instead of a table")
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        contender, shape = args.work
+        work(contender, shape, args)
+        return
+    if not args.json:
+        print(f"{'shape':<8} {'contender':<16} {'ms/step':>8} {'tokens/s':>9} {'ratio':>6} {'CPU ms':>7}")
+    for shape in args.shapes.split(","):
+        for row in measure(shape, args):
+            print(json.dumps(row) if args.json else row_text(row), flush=True)
+
+
+def row_text(row):
+    """A line of the table."""
+    return (
+        f"{row['shape']:<8} {row['contender']:<16} {row['ms']:8.1f} {row['tokens_per_second']:9.0f} "
+        f"{row['ratio']:5.2f}x {row['cpu_ms']:7.1f}"
+    )
+
+
+def measure(shape, args):
+    """A row a contender, and the floor's."""
+    tokens = SHAPES[shape][1] * LENGTH
+    workers = {name: start(name, shape, args) for name in CONTENDERS}
+    first = {name: answer(worker) for name, worker in workers.items()}
+    losses = {name: first[name]["loss"] for name in CONTENDERS}
+    if max(losses.values()) - min(losses.values()) > 1e-4:
+        raise SystemExit(f"error: the contenders compute different losses: {losses}")
+    timings = {name: [] for name in CONTENDERS}
+    for _ in range(args.rounds):
+        for name, worker in workers.items():
+            print(args.steps, file=worker.stdin, flush=True)
+            timings[name] += answer(worker)
+    for worker in workers.values():
+        worker.communicate()
+    seconds = {name: statistics.median(wall for wall, _ in taken) for name, taken in timings.items()}
+    seconds["floor"] = 6 * first["pma_jax"]["matrix_parameters"] * tokens / first["pma_jax"]["flops_per_second"]
+    peer = min(seconds["torch"], seconds["torch, compiled"])
+    for name, taken in seconds.items():
+        cpu = statistics.median(cpu for _, cpu in timings[name]) if name in timings else float("nan")
+        row = {"shape": shape, "contender": name, "ms": taken * 1e3, "tokens_per_second": tokens / taken}
+        yield row | {"ratio": peer / taken, "cpu_ms": cpu * 1e3}
+
+
+def start(name, shape, args):
+    """The contender's process."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": str(args.threads),
+    }
+    command = [sys.executable, __file__, "--work", name, shape, "--threads", str(args.threads), "--set", *args.set]
+    if args.system_malloc:
+        command.append("--system-malloc")
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def answer(worker):
+    """The worker's next line, as JSON."""
+    line = worker.stdout.readline()
+    if not line:
+        raise SystemExit("error: a contender ended early; its message is above")
+    return json.loads(line)
+
+
+def work(name, shape, args):
+    """One contender: report the loss of the shared weights, then time as many steps as each line of stdin says."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.threads :])
+    # For all: it is what `pma train` does, and torch allocates as much.
+    if not args.system_malloc:
+        keep_freed_memory()
+    model, batch = SHAPES[shape]
+    keys = dict(pair.split("=") for pair in args.set)
+    typed = {
+        k: v == "True" if isinstance(getattr(model, k), bool) else type(getattr(model, k))(v) for k, v in keys.items()
+    }
+    model = dataclasses.replace(model, **typed)
+    tokens_BxM = np.random.default_rng(0).integers(0, model.vocabulary_size, (batch, LENGTH + 1)).astype(np.int32)
+    build = jax_step if name == "pma_jax" else torch_step
+    step, report = build(model, shared_weights(model), tokens_BxM, name.endswith("compiled"))
+    for _ in range(3):
+        step()
+    print(json.dumps(report), flush=True)
+    for line in sys.stdin:
+        taken = []
+        for _ in range(int(line)):
+            wall, cpu = time.perf_counter(), time.process_time()
+            step()
+            taken.append((time.perf_counter() - wall, time.process_time() - cpu))
+        print(json.dumps(taken), flush=True)
+
+
+def shared_weights(model):
+    """Leaf name -> float32 array in pma_jax's layout, from numpy, so that every contender has the same."""
+    rng = np.random.default_rng(1)
+    T, V, D, N, K, H, F = (
+        getattr(model, key) for key in ("layers", "vocabulary_size", "width", "heads", "kv_heads", "head_dim", "hidden")
+    )
+    shapes = {
+        "query_DxNxH": (T, D, N, H),
+        "key_DxKxH": (T, D, K, H),
+        "value_DxKxH": (T, D, K, H),
+        "output_NxHxD": (T, N, H, D),
+        "gate_DxF": (T, D, F),
+        "up_DxF": (T, D, F),
+        "down_FxD": (T, F, D),
+    }
+    normal = lambda shape: (rng.standard_normal(shape) * D**-0.5).astype(np.float32)  # noqa: E731
+    blocks = {name: normal(shape) for name, shape in shapes.items()}
+    blocks |= {name: np.ones((T, D), np.float32) for name in ("attention_norm_D", "mlp_norm_D")}
+    ends = {"embedding_VxD": normal((V, D)), "unembedding_DxV": normal((D, V)), "final_norm_D": np.ones(D, np.float32)}
+    return ends | {"blocks": blocks}
+
+
+def jax_step(model, weights, tokens_BxM, _compiled):
+    """pma_jax's own step, as the training loop calls it."""
+    import jax
+
+    from pma_jax.evaluation.loss import evaluate, on_mesh
+    from pma_jax.mesh import make_mesh
+    from pma_jax.model.decoder import graph_definition, parameter_count
+    from pma_jax.training.state import make_state
+    from pma_jax.training.step import make_train_step
+
+    config = Config(model=model, training=TrainingConfig(batch_size_sequences=len(tokens_BxM)))
+    mesh = make_mesh(config.mesh)
+    jax.set_mesh(mesh)
+    graph, state = graph_definition(model), make_state(config)
+    params = jax.tree.map(lambda leaf, value: jax.device_put(value, leaf.sharding), state.params, weights)
+    tokens_BxM = on_mesh(mesh, tokens_BxM)
+    report = {
+        "loss": evaluate(graph, params, [tokens_BxM]),
+        "matrix_parameters": parameter_count(params) - model.vocabulary_size * model.width,
+        "flops_per_second": matrix_product_rate(tokens_BxM.size // (LENGTH + 1) * LENGTH, model.width, model.hidden),
+    }
+    train_step = make_train_step(config, graph)
+    held = [dataclasses.replace(state, params=params)]
+
+    def step():
+        held[0], metrics = train_step(held[0], tokens_BxM, RATE)
+        jax.block_until_ready((held[0], metrics))
+
+    return step, report
+
+
+def matrix_product_rate(rows, inner, columns):
+    """FLOPs a second of the MLP's product: the best of twenty."""
+    import jax
+    import jax.numpy as jnp
+
+    a, b = jnp.ones((rows, inner)), jnp.ones((inner, columns))
+    product = jax.jit(jnp.matmul)
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        jax.block_until_ready(product(a, b))
+        seconds.append(time.perf_counter() - begin)
+    return 2 * rows * inner * columns / min(seconds)
+
+
+def torch_step(model, weights, tokens_BxM, compiled):
+    """The peer: a decoder as a PyTorch user would write it."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    decoder = torch_decoder(model, weights)
+    matrices = [p for p in decoder.parameters() if p.ndim > 1]
+    scales = [p for p in decoder.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    tokens = torch.from_numpy(tokens_BxM).long()
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1)
+
+    def loss_of(inputs, targets):
+        return cross_entropy(decoder(inputs).flatten(0, 1), targets)
+
+    report = {"loss": loss_of(inputs, targets).item()}
+    if compiled:
+        loss_of = torch.compile(loss_of)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(inputs, targets).backward()
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+        optimizer.step()
+
+    return step, report
+
+
+def torch_decoder(model, weights):
+    """A torch module that holds `weights`."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    def linear(matrix):
+        layer = nn.Linear(*matrix.shape, bias=False)
+        layer.weight.data = torch.from_numpy(matrix.T.copy())
+        return layer
+
+    class Block(nn.Module):
+        def __init__(self, w):
+            super().__init__()
+            D, N, H = w["query_DxNxH"].shape
+            self.heads = (N, H)
+            self.attention_norm, self.mlp_norm = (nn.RMSNorm(D, eps=model.norm_epsilon) for _ in range(2))
+            names = ("query_DxNxH", "key_DxKxH", "value_DxKxH")
+            self.query, self.key, self.value = (linear(w[name].reshape(D, -1)) for name in names)
+            self.output = linear(w["output_NxHxD"].reshape(N * H, D))
+            self.gate, self.up, self.down = (linear(w[name]) for name in ("gate_DxF", "up_DxF", "down_FxD"))
+
+        def forward(self, x, cos, sin):
+            h = self.attention_norm(x)
+            q, k, v = (f(h).unflatten(-1, self.heads).transpose(1, 2) for f in (self.query, self.key, self.value))
+            y = functional.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
+            x = x + self.output(y.transpose(1, 2).flatten(2))
+            h = self.mlp_norm(x)
+            return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+    def turn(x, cos, sin):
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            blocks = weights["blocks"]
+            self.embedding = nn.Embedding.from_pretrained(
+                torch.from_numpy(weights["embedding_VxD"].copy()), freeze=False
+            )
+            self.blocks = nn.ModuleList(Block({name: w[i] for name, w in blocks.items()}) for i in range(model.layers))
+            self.norm = nn.RMSNorm(model.width, eps=model.norm_epsilon)
+            self.unembedding = linear(weights["unembedding_DxV"])
+            angle = torch.outer(
+                torch.arange(LENGTH), model.rope_theta ** (-torch.arange(0, model.head_dim, 2) / model.head_dim)
+            )
+            self.register_buffer("cos", angle.cos())
+            self.register_buffer("sin", angle.sin())
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x, self.cos, self.sin)
+            return self.unembedding(self.norm(x))
+
+    return Decoder()
+
+
+if __name__ == "__main__":
+    main()
