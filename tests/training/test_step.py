@@ -90,13 +90,16 @@ def reference(config, optimizer, batches=(0, 1, 2)):
         params = jax.device_put(fresh_state(0).params)
         objective = functools.partial(mean_objective, graph)
         gradient = jax.jit(jax.value_and_grad(objective, has_aux=True), static_argnums=2)
-        moments, found = None, []
+        moments, found = jax.jit(optimizer(1.0).init)(params), []
+
+        @jax.jit
+        def update(rate, gradients, moments, params):
+            updates, moments = optimizer(rate).update(gradients, moments, params)
+            return optax.apply_updates(params, updates), moments
+
         for seed, rate in zip(batches, RATES, strict=False):
             (_, loss), gradients = gradient(params, batch(seed), config.training.z_loss_weight)
-            transformation = optimizer(rate)
-            moments = transformation.init(params) if moments is None else moments
-            updates, moments = jax.jit(transformation.update)(gradients, moments, params)
-            params = optax.apply_updates(params, updates)
+            params, moments = update(rate, gradients, moments, params)
             norms = [np.linalg.norm(np.asarray(g, np.float64)) for g in jax.tree.leaves(gradients)]
             found.append({"loss": float(loss), "gradient_norm": float(np.linalg.norm(norms))})
         return jax.tree.map(np.asarray, params), found
