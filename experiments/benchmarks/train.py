@@ -5,11 +5,13 @@ float32, on the same tokens, two threads each:
   pma_jax           `make_train_step`, as `pma train` runs it
   torch             eager: nn.Linear, nn.RMSNorm, F.scaled_dot_product_attention, AdamW(fused=True), clip_grad_norm_
   torch, compiled   the same under torch.compile
-Every contender is a process of its own; they take turns, a few steps each, and a busy neighbour meets all of them. The
-contenders first compute the loss of the same weights on the same tokens, which must agree to 1e-4. Printed: the median
-step in milliseconds, tokens a second, the ratio to the faster torch, CPU milliseconds a step (all threads), and the
-floor: 6 FLOPs a parameter (embedding left out) and token at the rate of this machine's matrix products (by JAX).
-Bar: pma_jax >= 1.0x the faster torch. Needs `pip install torch` (the `torch` extra), and a C++ compiler for compiling.
+Every contender is a process of its own; they take turns, a few steps each, and a busy neighbour meets all of them.
+Steps follow each other as in the training loop: metrics are fetched one step late, and a turn ends when all is
+computed. The contenders first compute the loss of the same weights on the same tokens, which must agree to 1e-4.
+Printed: the median step in milliseconds, tokens a second, the ratio to the faster torch, CPU milliseconds a step (all
+threads), and the floor: 6 FLOPs a parameter (embedding left out) and token at the rate of this machine's matrix
+products (by JAX). Bar: pma_jax >= 1.0x the faster torch. Needs `pip install torch` (the `torch` extra), and a C++
+compiler for compiling.
 """
 
 import argparse
@@ -27,10 +29,10 @@ import numpy as np
 from pma_jax.config import Config, ModelConfig, TrainingConfig
 from pma_jax.host_memory import keep_freed_memory
 
-SHAPES = {  # name: model, sequences a step
-    "default": (ModelConfig(), 16),
-    "small": (ModelConfig(width=64, layers=3, head_dim=16, hidden=192), 32),
-    "short": (ModelConfig(width=96, layers=3, head_dim=24, hidden=288), 8),
+SHAPES = {  # name: model, sequences a step; few blocks, so unrolled, as in the demo's config
+    "default": (ModelConfig(scan_layers=False), 16),
+    "demo": (ModelConfig(width=96, layers=3, heads=3, kv_heads=3, hidden=256, scan_layers=False), 16),
+    "small": (ModelConfig(width=64, layers=3, head_dim=16, hidden=192, scan_layers=False), 32),
 }
 CONTENDERS = ("pma_jax", "torch", "torch, compiled")
 LENGTH = 128  # tokens a sequence
@@ -80,7 +82,7 @@ def measure(shape, args):
     for _ in range(args.rounds):
         for name, worker in workers.items():
             print(args.steps, file=worker.stdin, flush=True)
-            timings[name] += answer(worker)
+            timings[name].append(answer(worker))
     for worker in workers.values():
         worker.communicate()
     seconds = {name: statistics.median(wall for wall, _ in taken) for name, taken in timings.items()}
@@ -127,17 +129,17 @@ def work(name, shape, args):
     model = dataclasses.replace(model, **typed)
     tokens_BxM = np.random.default_rng(0).integers(0, model.vocabulary_size, (batch, LENGTH + 1)).astype(np.int32)
     build = jax_step if name == "pma_jax" else torch_step
-    step, report = build(model, shared_weights(model), tokens_BxM, name.endswith("compiled"))
+    step, finish, report = build(model, shared_weights(model), tokens_BxM, name.endswith("compiled"))
     for _ in range(3):
         step()
+    finish()
     print(json.dumps(report), flush=True)
     for line in sys.stdin:
-        taken = []
-        for _ in range(int(line)):
-            wall, cpu = time.perf_counter(), time.process_time()
+        steps, wall, cpu = int(line), time.perf_counter(), time.process_time()
+        for _ in range(steps):
             step()
-            taken.append((time.perf_counter() - wall, time.process_time() - cpu))
-        print(json.dumps(taken), flush=True)
+        finish()
+        print(json.dumps([(time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps]), flush=True)
 
 
 def shared_weights(model):
@@ -184,13 +186,14 @@ def jax_step(model, weights, tokens_BxM, _compiled):
         "flops_per_second": matrix_product_rate(tokens_BxM.size // (LENGTH + 1) * LENGTH, model.width, model.hidden),
     }
     train_step = make_train_step(config, graph)
-    held = [dataclasses.replace(state, params=params)]
+    held: list = [dataclasses.replace(state, params=params), None]
 
     def step():
-        held[0], metrics = train_step(held[0], tokens_BxM, RATE)
-        jax.block_until_ready((held[0], metrics))
+        before = held[1]
+        held[:] = train_step(held[0], tokens_BxM, RATE)
+        jax.block_until_ready(before)  # as the loop does: metrics are fetched one step late
 
-    return step, report
+    return step, lambda: jax.block_until_ready(held), report
 
 
 def matrix_product_rate(rows, inner, columns):
@@ -235,7 +238,7 @@ def torch_step(model, weights, tokens_BxM, compiled):
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         optimizer.step()
 
-    return step, report
+    return step, lambda: None, report
 
 
 def torch_decoder(model, weights):

@@ -62,7 +62,7 @@ class Block(nnx.Module):
     def _mlp(self, x_BxLxD: jax.Array) -> jax.Array:
         gate_BxLxF = _widen(x_BxLxD, self.gate_DxF[...], "hidden")
         up_BxLxF = _widen(x_BxLxD, self.up_DxF[...], "hidden")
-        return _narrow(jax.nn.silu(gate_BxLxF) * up_BxLxF, self.down_FxD[...], "hidden")
+        return _narrow(_gated(gate_BxLxF, up_BxLxF), self.down_FxD[...], "hidden")
 
 
 class Decoder(nnx.Module):
@@ -142,6 +142,11 @@ def _through_blocks(blocks: Block, x_BxLxD: jax.Array, config: ModelConfig) -> j
     for layer in range(config.layers):
         x_BxLxD, _ = step(x_BxLxD, jax.tree.map(lambda leaf, i=layer: leaf[i], blocks))
     return x_BxLxD
+
+
+@jax.checkpoint  # keeps its two inputs for the gradient, and none of the three arrays between them
+def _gated(gate_BxLxF: jax.Array, up_BxLxF: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate_BxLxF) * up_BxLxF
 
 
 def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str, dtype: jnp.dtype | None = None) -> jax.Array:

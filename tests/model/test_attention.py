@@ -39,6 +39,17 @@ def test_gradients_against_jax():
         np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
+def test_curvature_against_jax():
+    q, k, v = (heads(1, 6, 2, 4, seed=s) for s in range(3))
+
+    def curvature(f):
+        energy = jax.grad(lambda q: jnp.sum(jnp.sin(f(q, k, v))))
+        return jax.jit(lambda q: jax.jvp(energy, (q,), (v,))[1])(q)
+
+    oracle = curvature(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True))
+    np.testing.assert_allclose(curvature(module.attention), oracle, atol=1e-5)
+
+
 def test_grouped_heads_equal_repeated_ones():
     q, k, v = heads(1, 12, 6, 4), heads(1, 12, 2, 4, seed=1), heads(1, 12, 2, 4, seed=2)
     repeated = attention(q, np.repeat(k, 3, axis=2), np.repeat(v, 3, axis=2))
