@@ -3,6 +3,7 @@
     RUN/config.json            the resolved configuration
     RUN/run.json               corpus digest, versions, what it was forked from
     RUN/snapshots/<step>/      parameters, and the tokens, loss and configuration they belong to: what merging reads
+    RUN/block_means/<step>/    the same, of the mean of the weights since the snapshot before (dense averaging)
     RUN/states/<step>/         parameters, optimizer and data position: what resuming and forking need
     RUN/metrics.jsonl          one record a line
 
@@ -26,7 +27,8 @@ from pma_jax.config import Config
 from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import init_params
 
-SNAPSHOTS, STATES = "snapshots", "states"
+STATES = "states"
+FOLDERS = {"point": "snapshots", "block_mean": "block_means"}  # kind of snapshot -> its root in a run
 COMMIT_MARK = "commit_success.txt"
 Checkpointer = ocp.training.Checkpointer
 
@@ -41,6 +43,7 @@ class Snapshot:
     loss: float | None  # held-out nats a token, where it was evaluated
     config: Config
     merge: dict[str, Any] | None = None  # of a merged snapshot: recipe, sources, coefficients
+    kind: str = "point"  # or "block_mean": of the weights since the snapshot before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +65,12 @@ class Run:
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """Published snapshots, by tokens."""
-        return sorted((read_snapshot(p) for p in _published(self.path / SNAPSHOTS)), key=lambda s: s.tokens)
+        """Published snapshots of the first kind that the run saves, by tokens."""
+        return self.of_kind(self.config.checkpoint.kinds[0])
+
+    def of_kind(self, kind: str) -> list[Snapshot]:
+        """Published snapshots of one kind, "point" or "block_mean", by tokens."""
+        return sorted((read_snapshot(p) for p in _published(self.path / FOLDERS[kind])), key=lambda s: s.tokens)
 
     @property
     def states(self) -> list[SavedState]:
@@ -144,7 +151,7 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
         raise ValueError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
     facts = _custom_metadata(folder)
     config = configuration.resolve(facts["config"])
-    return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, facts["merge"])
+    return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, facts["merge"], facts["kind"])
 
 
 def find_snapshots(paths: Sequence[epath.PathLike]) -> list[Snapshot]:
@@ -157,9 +164,9 @@ def find_snapshots(paths: Sequence[epath.PathLike]) -> list[Snapshot]:
     return sorted(found, key=lambda s: s.tokens)
 
 
-def snapshot_writer(run: Run) -> Checkpointer:
-    """Open RUN/snapshots for writing, under the retention of the run's configuration."""
-    return _writer(run.path / SNAPSHOTS, KeepWindows(run.config))
+def snapshot_writer(run: Run, kind: str) -> Checkpointer:
+    """Open the root of one kind of snapshots for writing, under the retention of the run's configuration."""
+    return _writer(run.path / FOLDERS[kind], KeepWindows(run.config))
 
 
 def state_writer(run: Run) -> Checkpointer:
@@ -293,6 +300,7 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "tokens": snapshot.tokens,
         "loss": snapshot.loss,
         "merge": snapshot.merge,
+        "kind": snapshot.kind,
         "config": json.loads(configuration.to_json(snapshot.config)),
     }
 

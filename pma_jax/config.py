@@ -20,6 +20,7 @@ from typing import Any
 import ml_collections
 
 SOURCES = ("packaged", "files", "hub")
+KINDS = ("point", "block_mean")
 DECAYS = ("none", "cosine", "linear", "minus_sqrt")
 REMAT_POLICIES = ("none", "full", "dots")
 DTYPES = ("float32", "bfloat16")
@@ -101,6 +102,8 @@ class CheckpointConfig:
     """Snapshots (what merging reads) and states (what resuming and forking need)."""
 
     interval_tokens: int = 100_000  # V: tokens between snapshots
+    kinds: tuple[str, ...] = ("point",)  # point: the weights; block_mean: their mean since the last mark; or both
+    block_every_steps: int = 4  # a block mean adds the weights of every j-th step; one float32 model of memory
     window: int = 10  # N: snapshots that a merge needs; retention never goes below it
     keep_windows: int = 0  # newest windows (N snapshots each) kept; 0 keeps every snapshot
     archive_interval_tokens: int = 0  # besides, keep snapshots at multiples of this for good; 0: none
@@ -341,7 +344,7 @@ def _as_type(key: str, value: Any, default: Any) -> Any:
             return float(value)
     elif isinstance(default, tuple):
         if isinstance(value, tuple | list):
-            item = 0 if key != "data.files" else ""
+            item = "" if key in ("data.files", "checkpoint.kinds") else 0
             return tuple(_as_type(key, v, item) for v in value)
     elif isinstance(value, str):
         return value
@@ -380,6 +383,10 @@ def _validate(config: Config) -> None:
             f"checkpoint.interval_tokens ({checkpoint.interval_tokens}) is less than one step's "
             f"{config.batch_tokens} tokens: raise it or shrink the batch"
         )
+    for kind in checkpoint.kinds:
+        _one_of("checkpoint.kinds", kind, KINDS)
+    if not checkpoint.kinds or len(set(checkpoint.kinds)) < len(checkpoint.kinds):
+        raise ValueError(f"checkpoint.kinds must name one kind or both, not {checkpoint.kinds}")
     if any(w < 1 for w in config.preview.windows):
         raise ValueError(f"preview.windows must be 1 or more, not {config.preview.windows}")
     schedule = config.schedule
@@ -399,7 +406,7 @@ _POSITIVE = {
         "accumulation_steps",
         "log_interval_tokens",
     ),
-    "checkpoint": ("interval_tokens", "window", "state_interval_tokens", "keep_states"),
+    "checkpoint": ("interval_tokens", "block_every_steps", "window", "state_interval_tokens", "keep_states"),
     "evaluation": ("tokens", "batch_size_sequences"),
     "schedule": ("peak_rate",),
 }

@@ -53,7 +53,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         # --- Where things go --------------------------------------------------------------------------------------
         log = MetricsLog(run, seen, writes=jax.process_index() == 0)
         stack.callback(log.close)
-        snapshot_writer = stack.enter_context(checkpoint.snapshot_writer(run))
+        snapshot_writer = stack.enter_context(checkpoint.snapshot_writer(run, "point"))
         state_writer = stack.enter_context(checkpoint.state_writer(run))
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"
