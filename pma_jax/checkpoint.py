@@ -23,12 +23,11 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
-from pma_jax.config import Config
+from pma_jax.config import FOLDERS, Config
 from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import init_params
 
 STATES = "states"
-FOLDERS = {"point": "snapshots", "block_mean": "block_means"}  # kind of snapshot -> its root in a run
 COMMIT_MARK = "commit_success.txt"
 Checkpointer = ocp.training.Checkpointer
 
@@ -114,8 +113,8 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 
 def is_run(path: epath.PathLike) -> bool:
-    """Whether a run lives in this directory."""
-    return (absolute(path) / "config.json").exists()
+    """Whether a run lives in this directory; a Hugging Face model has a config.json too, but no run.json."""
+    return all((absolute(path) / name).exists() for name in ("run.json", "config.json"))
 
 
 def open_run(path: epath.PathLike) -> Run:
@@ -151,7 +150,8 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
         raise ValueError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
     facts = _custom_metadata(folder)
     config = configuration.resolve(facts["config"])
-    return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, facts["merge"], facts["kind"])
+    merge = _merge_facts(folder)
+    return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, merge, facts["kind"])
 
 
 def find_snapshots(paths: Sequence[epath.PathLike]) -> list[Snapshot]:
@@ -299,7 +299,6 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "step": snapshot.step,
         "tokens": snapshot.tokens,
         "loss": snapshot.loss,
-        "merge": snapshot.merge,
         "kind": snapshot.kind,
         "config": json.loads(configuration.to_json(snapshot.config)),
     }
@@ -309,6 +308,19 @@ def _published(folder: epath.Path) -> list[epath.Path]:
     if not folder.exists():
         return []
     return [p for p in folder.iterdir() if p.name.isdigit() and (p / COMMIT_MARK).exists()]
+
+
+def _merge_facts(folder: epath.Path) -> dict[str, Any] | None:
+    """What a merge made of this snapshot's provenance, shortened; None where no merge made it."""
+    path = folder / "provenance.json"
+    if not path.exists():
+        return None
+    with _readable(path):
+        facts = json.loads(path.read_text())
+        sources = [{"path": s["source"], "step": s["step"], "tokens": s["tokens"]} for s in facts["sources"]]
+        dtypes = ", ".join(facts["accumulation_dtypes"])
+        short = {key: facts[key] for key in ("recipe", "coefficients")}
+        return short | {"sources": sources, "accumulation_dtype": dtypes}
 
 
 def _custom_metadata(path: epath.Path) -> dict[str, Any]:

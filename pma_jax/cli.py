@@ -1,10 +1,11 @@
 """`pma VERB …`: one function a verb, each thin. JAX is imported by the verbs that need it, not by `--help`."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 CONFIG_PREFIX = "--config."
@@ -18,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if overrides and not options.takes_config:
         print(f"error: `pma {options.verb}` takes no --config.key=value", file=sys.stderr)
         return 2
-    options.overrides = overrides
+    options.overrides, options.words = overrides, words
     _quiet()
     try:
         options.function(options)
@@ -60,15 +61,42 @@ def fork(options: argparse.Namespace) -> None:
 
 
 def merge(options: argparse.Namespace) -> None:
-    """Average snapshots and write the result as a snapshot."""
-    from pma_jax import checkpoint
-    from pma_jax.merging import recipes, snapshots
+    """Average checkpoints of any trainer, from storage to storage."""
+    from pma_jax.merging import engine, gather, storage
 
-    chosen = snapshots.select(checkpoint.find_snapshots(options.source), options.last, options.tokens)
-    weights = recipes.coefficients(options.recipe, [s.tokens for s in chosen])
-    merged = snapshots.merge(chosen, weights, options.out, recipe=options.recipe)
-    print(f"{options.recipe} of {len(chosen)} snapshots ({chosen[0].tokens:,} to {chosen[-1].tokens:,} tokens)")
-    print(f"written to {merged.path}")
+    gathered = gather.choose(
+        gather.gather(
+            options.source, subtree=options.subtree, kind=options.kind, tokens_per_step=options.tokens_per_step
+        ),
+        last=options.last,
+        between=options.tokens,
+        every=options.every,
+        tolerance=options.tolerance,
+        across_stages=options.across_stages,
+    )
+    recipes = options.recipe or ["sma"]
+    plan, gathered = storage.plan_merge(
+        gathered,
+        recipes,
+        dtype=options.dtype,
+        format=options.format,
+        memory_limit_bytes=options.memory_limit,
+        shard_bytes=options.shard_size,
+    )
+    outs = storage.outputs(options.out, recipes)
+    description = storage.describe(plan, gathered, outs)
+    if not options.dry_run:
+        with _progress() as progress:
+            merged = engine.merge(plan, outs, command=" ".join(["pma", *options.words]), progress=progress)
+        description |= {"notes": [*gathered.notes, *merged.notes], "seconds": merged.seconds}
+    for note in dict.fromkeys(description["notes"]):
+        print(f"note: {note}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(description, indent=2))
+    elif options.dry_run:
+        print(storage.as_text(description))
+    else:
+        print(storage.as_sentence(description))
 
 
 def sweep(options: argparse.Namespace) -> None:
@@ -95,10 +123,16 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """What a run or a snapshot holds."""
+    """What a run or a checkpoint of any format holds."""
     from pma_jax import inspection
 
-    facts = inspection.inspect(options.target)
+    if options.verify or options.with_sources:
+        problems = inspection.verify(options.target, options.with_sources)
+        if problems:
+            raise ValueError(f"{options.target} is not what was written: {'; '.join(problems[:10])} ({len(problems)})")
+        print(f"{options.target}: every digest is as {inspection.PROVENANCE} says")
+        return
+    facts = inspection.inspect(options.target, options.subtree)
     if options.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -145,12 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--workdir", required=True, help="the new run's directory; the same fork is resumed")
     _takes_config(verb)
 
-    verb = _verb(verbs, merge, "pma merge runs/demo --last 10 --recipe sma --out runs/demo/merged/sma-10")
-    verb.add_argument("source", nargs="+", help="a run, or snapshots (ordered by tokens)")
-    verb.add_argument("--out", required=True, help="the directory to write; must not exist")
-    verb.add_argument("--recipe", default="sma", help="such as sma (default), ema:alpha=0.2, wma")
-    verb.add_argument("--last", type=_positive, metavar="N", help="only the newest N")
-    verb.add_argument("--tokens", type=_token_range, metavar="A:B", help="only from A to B tokens, both included")
+    _merge_options(_verb(verbs, merge, "pma merge runs/demo --last 10 --recipe sma --out runs/demo/merged/sma-10"))
 
     verb = _verb(verbs, sweep, "pma sweep runs/demo --recipes sma,wma --windows 3,6,10,15")
     verb.add_argument("run", help="the run whose newest snapshots are merged; RUN/sweep.json is written")
@@ -164,7 +193,10 @@ def _parser() -> argparse.ArgumentParser:
     _takes_json(verb)
 
     verb = _verb(verbs, inspect, "pma inspect runs/demo")
-    verb.add_argument("target", help="a run or a snapshot")
+    verb.add_argument("target", help="a run, a snapshot, or a checkpoint in any format that `pma merge` reads")
+    verb.add_argument("--subtree", help="where an Orbax tree holds the parameters")
+    verb.add_argument("--verify", action="store_true", help="recompute the digests of a merge, and compare")
+    verb.add_argument("--with-sources", action="store_true", help="the same, of what it was made from too")
     _takes_json(verb)
 
     verb = _verb(verbs, report, "pma report runs/demo runs/demo-annealed")
@@ -172,6 +204,35 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--out", help="the directory to write to (default: the first run's)")
     _takes_json(verb)
     return parser
+
+
+def _merge_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "source",
+        nargs="+",
+        help="a run, a checkpoint (Orbax or safetensors), a directory of checkpoints, hf://org/repo@revision, "
+        "or a pattern of revisions such as hf://org/repo@step-{1000..9000..1000}; ordered by tokens or steps",
+    )
+    verb.add_argument("--out", required=True, help="the directory to write; must not exist")
+    verb.add_argument(
+        "--recipe", action="append", help="such as sma (default), ema:alpha=0.2, wma, lagfree:lag=0.5; may be repeated"
+    )
+    verb.add_argument("--last", type=_positive, metavar="N", help="only the newest N")
+    verb.add_argument("--tokens", type=_token_range, metavar="A:B", help="only from A to B tokens, both included")
+    verb.add_argument("--every", type=_tokens, metavar="V", help="only every V tokens, back from the newest")
+    verb.add_argument("--tolerance", type=_tokens, metavar="T", help="how far from its mark --every takes one (V/10)")
+    verb.add_argument("--across-stages", action="store_true", help="let one merge span several runs or stages")
+    verb.add_argument("--tokens-per-step", type=_tokens, metavar="T", help="where a name tells only the step")
+    verb.add_argument("--kind", choices=("point", "block_mean"), help="which snapshots of a run")
+    verb.add_argument("--subtree", help="where an Orbax tree holds the parameters, such as params or target/model")
+    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of what is written")
+    verb.add_argument("--format", default="keep", choices=("keep", "orbax", "safetensors"), help="of what is written")
+    verb.add_argument("--memory-limit", default="1GiB", type=_size, metavar="SIZE", help="resident memory (1GiB)")
+    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="of a safetensors file (5GB)")
+    verb.add_argument(
+        "--dry-run", action="store_true", help="print what would be read, summed and written; write nothing"
+    )
+    _takes_json(verb)
 
 
 def _verb(verbs: Any, function: Any, example: str) -> argparse.ArgumentParser:
@@ -213,6 +274,19 @@ def _token_range(text: str) -> tuple[int, int]:
     return _tokens(first), _tokens(last)
 
 
+def _size(text: str) -> int:
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ").strip()
+    unit = text[len(number) :].strip().upper()
+    try:
+        count = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB or 500MB") from None
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 bytes")
+    return count
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
@@ -243,6 +317,21 @@ def _table(options: argparse.Namespace, data: Any, rows: list[list[str]]) -> Non
     for row in rows:
         first, *rest = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join([first.strip().ljust(widths[0]), *rest]))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with bytes and rate on a terminal; nothing in a log."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task("", total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 def _say_done(run: Any) -> None:

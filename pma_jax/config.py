@@ -20,7 +20,7 @@ from typing import Any
 import ml_collections
 
 SOURCES = ("packaged", "files", "hub")
-KINDS = ("point", "block_mean")
+FOLDERS = {"point": "snapshots", "block_mean": "block_means"}  # kind of snapshot -> its folder in a run
 DECAYS = ("none", "cosine", "linear", "minus_sqrt")
 REMAT_POLICIES = ("none", "full", "dots")
 DTYPES = ("float32", "bfloat16")
@@ -384,7 +384,7 @@ def _validate(config: Config) -> None:
             f"{config.batch_tokens} tokens: raise it or shrink the batch"
         )
     for kind in checkpoint.kinds:
-        _one_of("checkpoint.kinds", kind, KINDS)
+        _one_of("checkpoint.kinds", kind, tuple(FOLDERS))
     if not checkpoint.kinds or len(set(checkpoint.kinds)) < len(checkpoint.kinds):
         raise ValueError(f"checkpoint.kinds must name one kind or both, not {checkpoint.kinds}")
     if any(w < 1 for w in config.preview.windows):

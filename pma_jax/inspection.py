@@ -1,14 +1,21 @@
-"""What a directory holds: kind, leaves, shapes, dtypes, tokens, provenance."""
+"""What a directory holds: kind, leaves, shapes, dtypes, tokens, provenance. Any format that can be merged."""
 
 from typing import Any
 
 from etils import epath
 
 from pma_jax import checkpoint
+from pma_jax.merging import provenance
+from pma_jax.merging.sources import open_source, summary
+
+PROVENANCE = provenance.FILE_NAME
 
 
-def inspect(path: epath.PathLike) -> dict[str, Any]:
-    """Facts of a run or a snapshot; reads no array. Raises ValueError for anything else."""
+def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
+    """Facts of a run, a snapshot or any checkpoint that can be merged; reads no array.
+
+    Raises ValueError for anything else.
+    """
     if checkpoint.is_run(path):
         run = checkpoint.open_run(path)
         return {
@@ -18,6 +25,9 @@ def inspect(path: epath.PathLike) -> dict[str, Any]:
             "states": [{"step": s.step, "tokens": s.tokens} for s in run.states],
             "facts": run.facts,
         }
+    if not checkpoint.is_snapshot(path):
+        source = open_source(str(path), subtree)
+        return summary(source) | {"parameters": sum(leaf.elements for leaf in source.leaves.values())}
     snapshot = checkpoint.read_snapshot(path)
     leaves = checkpoint.stored_leaves(snapshot.path)
     return {
@@ -44,6 +54,11 @@ def as_text(facts: dict[str, Any]) -> str:
             lines.append(f"newest held-out loss {marks[-1]['loss']:.4f}")
         lines += [f"{key}: {value}" for key, value in facts["facts"].items()]
         return "\n".join(lines)
+    if "merge" not in facts:
+        known = [f"{facts[key]:,} {key}" for key in ("step", "tokens") if facts[key] is not None]
+        lines.append(", ".join([*known, f"{facts['parameters']:,} parameters, {facts['nbytes']:,} bytes"]))
+        lines += [f"note: {note}" for note in facts["notes"]]
+        return "\n".join(lines + _leaf_lines(facts))
     lines.append(f"step {facts['step']:,}, {facts['tokens']:,} tokens, {facts['parameters']:,} parameters")
     if merge := facts["merge"]:
         lines.append(
@@ -51,6 +66,16 @@ def as_text(facts: dict[str, Any]) -> str:
         )
         for source, c in zip(merge["sources"], merge["coefficients"], strict=True):
             lines.append(f"  {c:+.6f}  {source['tokens']:,} tokens  {source['path']}")
-    for name, leaf in facts["leaves"].items():
-        lines.append(f"  {name}  {leaf['dtype']} {tuple(leaf['shape'])}")
-    return "\n".join(lines)
+    return "\n".join(lines + _leaf_lines(facts))
+
+
+def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
+    """Recompute the digests of a merge, and of its sources where asked: every difference, one line each.
+
+    Raises ValueError when no merge made it, or a source is gone.
+    """
+    return provenance.verify(str(path), with_sources)
+
+
+def _leaf_lines(facts: dict[str, Any]) -> list[str]:
+    return [f"  {name}  {leaf['dtype']} {tuple(leaf['shape'])}" for name, leaf in facts["leaves"].items()]

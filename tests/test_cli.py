@@ -100,6 +100,10 @@ def test_every_verb_has_help_with_an_example(pma, verb):
         ["merge", "run", "--out", "x", "--last", "²"],
         ["merge", "run", "--out", "x", "--tokens", "1e6"],
         ["merge", "run", "--out", "x", "--config.training.seed=1"],
+        ["merge", "run", "--out", "x", "--memory-limit", "2 bananas"],
+        ["merge", "run", "--out", "x", "--memory-limit", "0"],
+        ["merge", "run", "--out", "x", "--dtype", "int8"],
+        ["merge", "run", "--out", "x", "--every", "often"],
         ["sweep", "run", "--windows", "3,x"],
         ["evaluate"],
         ["inspect", "a", "b"],
@@ -196,8 +200,8 @@ def test_a_damaged_snapshot_is_one_line_in_a_terminal_too(copy):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--last", "7"], "7 snapshots were asked for, and 6"),
-        (["--tokens", "1:2"], "0 lie between 1 and 2 tokens"),
+        (["--last", "7"], "7 checkpoints are asked for and 6 are there"),
+        (["--tokens", "1:2"], "no checkpoint lies in 1:2 tokens"),
         (["--recipe", "smaa"], "'sma'"),
         (["--recipe", "ema:alpha=2"], "alpha"),
         (["--recipe", "ema:beta=0.2"], "alpha"),
@@ -268,7 +272,7 @@ def test_merge_is_numpys_and_every_verb_takes_it(pma, finished, tmp_path, recipe
     out = tmp_path / "deep" / "merged"
     status, said, _ = pma("merge", finished.path, "--last", "3", "--recipe", recipe, "--out", out)
     assert status == 0
-    assert f"{recipe} of 3 snapshots (4,096 to 6,144 tokens)" in said
+    assert f"{recipe} of 3 checkpoints (4,096 to 6,144 tokens)" in said
     merged = checkpoint.read_snapshot(out)
     np.testing.assert_allclose(merged.merge["coefficients"], RECIPES[recipe], rtol=1e-12)
     stored = [tiny.named(tiny.read(s)) for s in finished.snapshots[-3:]]

@@ -40,5 +40,5 @@ def test_a_merge_shows_its_sources_and_coefficients(finished, tmp_path):
 
 
 def test_anything_else_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="neither a run nor a snapshot"):
+    with pytest.raises(ValueError, match="holds neither safetensors nor an Orbax checkpoint"):
         inspect(tmp_path)

@@ -97,7 +97,9 @@ def _published(plan: Plan, targets: list[Path], works: list[Path]) -> list[bool]
         elif work.exists() and provenance.plan_digest(target) == plan.digest:
             published.append(True)
         else:
-            raise ValueError(f"{target}: exists, and a merge never overwrites; choose another name or remove it")
+            raise ValueError(
+                f"{target}: exists already, and a merge never overwrites: choose another --out, or remove it"
+            )
     if not any(work.exists() for work in works):
         check_room(plan, targets)
     return published

@@ -50,6 +50,12 @@ def expand(address: str) -> tuple[list[str], list[str]]:
     return [f"hf://{repo}@{name}" for name in found], notes
 
 
+def stage(address: str) -> str:
+    """The repository, and the stage or parallel run that a revision's name tells ("stage1")."""
+    repo, revision = _parse(address)
+    return " ".join([repo, *_STAGE.findall(revision)])
+
+
 def braces(pattern: str) -> list[str]:
     """Expands {a..b}, {a..b..step} and {a,b,c} as a shell does.
 

@@ -1,6 +1,5 @@
-"""Merging a run's snapshots: on the mesh as arrays, or from storage to storage."""
+"""Merging snapshots of ours: on the mesh as arrays, or from storage to storage."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,24 +10,9 @@ from numpy.typing import ArrayLike
 
 from pma_jax import checkpoint
 from pma_jax.checkpoint import Snapshot
+from pma_jax.merging import storage
 from pma_jax.merging.averager import average_stream
 from pma_jax.mesh import local_mesh
-
-
-def select(
-    snapshots: Sequence[Snapshot], last: int | None = None, between: tuple[int, int] | None = None
-) -> list[Snapshot]:
-    """Those from `between[0]` to `between[1]` tokens, both included, and of these the newest `last`.
-
-    Raises ValueError when there are fewer than `last`, or none.
-    """
-    first, end = between or (0, snapshots[-1].tokens)
-    chosen = [s for s in snapshots if first <= s.tokens <= end]
-    if not chosen or (last and len(chosen) < last):
-        raise ValueError(
-            f"{last or 'some'} snapshots were asked for, and {len(chosen)} lie between {first:,} and {end:,} tokens"
-        )
-    return chosen[-last:] if last else chosen
 
 
 def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.sharding.Mesh | None = None) -> Any:
@@ -45,26 +29,12 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
         return average_stream((checkpoint.restore_params(s, abstract) for s in snapshots), weights)
 
 
-def merge(
-    snapshots: Sequence[Snapshot],
-    weights: ArrayLike,
-    out: epath.PathLike,
-    recipe: str = "weights",
-    mesh: jax.sharding.Mesh | None = None,
-) -> Snapshot:
+def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike, recipe: str = "weights") -> Snapshot:
     """Write the merge of `snapshots` at `out`, as a snapshot that says what it was made of.
 
-    Its tokens and step are those of the newest input. Raises ValueError when `out` exists or the inputs do not fit.
+    From storage to storage: no model is ever held, in memory or on a device. Its tokens and step are those of the
+    newest input. Raises ValueError when `out` exists, the inputs do not fit, or a value is not finite.
     """
-    if checkpoint.absolute(out).exists():
-        raise ValueError(f"{out} exists already: choose another --out, or remove it")
-    params = average(snapshots, weights, mesh)
-    provenance = {
-        "recipe": recipe,
-        "coefficients": np.asarray(weights, np.float64).tolist(),
-        "sources": [{"path": str(s.path), "step": s.step, "tokens": s.tokens, "loss": s.loss} for s in snapshots],
-        "accumulation_dtype": "float32",
-    }
-    merged = dataclasses.replace(snapshots[-1], path=checkpoint.absolute(out), loss=None, merge=provenance)
-    checkpoint.write_snapshot(params, merged)
-    return merged
+    target = checkpoint.absolute(out)
+    storage.merge_one([str(s.path) for s in snapshots], weights, str(target), recipe)
+    return checkpoint.read_snapshot(target)
