@@ -1,28 +1,31 @@
-"""README.md's commands, in the order of the page, on a small model: the flags, marks and paths are the page's own."""
+"""The commands of README.md and docs/, in the order of each page, on small models."""
 
 import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import tokenizers
+from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import save_file
 
 from pma_jax import config as configuration
 from pma_jax.cli import main
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, page: Path = ROOT / "README.md") -> list[str]:
     """The fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def commands(program: str) -> list[list[str]]:
+def commands(program: str, page: Path = ROOT / "README.md") -> list[list[str]]:
     """The words of each command line of a program; comments and continuations are the shell's."""
-    lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in blocks("bash", page) for line in block.replace("\\\n", " ").splitlines()]
     words = [shlex.split(line, comments=True) for line in lines]
     return [line[1:] for line in words if line[:1] == [program]]
 
@@ -65,9 +68,43 @@ def test_make_commands_are_targets():
         assert words and set(words) <= set(targets)
 
 
-def test_every_other_command_is_known():
-    programs = {shlex.split(line, comments=True)[0] for block in blocks("bash") for line in block.splitlines() if line}
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_other_command_is_known(page):
+    lines = [line for block in blocks("bash", page) for line in block.splitlines() if line]
+    programs = {shlex.split(line, comments=True)[0] for line in lines}
     assert programs <= {"pma", "make", "git", "cd", "pip"}
+
+
+def write_checkpoints(folder: Path) -> None:
+    """What docs/merging.md finds: two runs of another trainer, and a Flax one."""
+    rng = np.random.default_rng(0)
+    for run in ("checkpoints", "other"):
+        for step in range(1000, 5001, 1000):
+            path = folder / run / f"step{step}"
+            path.mkdir(parents=True)
+            save_file({"w": rng.standard_normal((500, 300), np.float32)}, path / "model.safetensors")
+            (path / "config.json").write_text("{}")
+    for step in (100, 200):
+        params = {"dense": {"kernel": rng.standard_normal((5, 3), np.float32)}}
+        ocp.save(folder / "flax" / str(step), {"params": params, "step": np.array(step)})
+
+
+def test_the_page_on_merging_does_what_it_says(tmp_path, monkeypatch, capfd):
+    write_checkpoints(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for words in commands("pma", ROOT / "docs" / "merging.md"):
+        assert main(words) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+    made = sorted(str(path.relative_to("merged")) for path in Path("merged").rglob("provenance.json"))
+    assert len(made) == 10, made
+
+
+@pytest.mark.parametrize("verb", ["merge", "inspect"])
+def test_every_option_of_merging_is_on_the_page(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help", "--json", "--config"}
+    page = (ROOT / "docs" / "merging.md").read_text()
+    assert not [option for option in sorted(options) if option not in page]
 
 
 @pytest.mark.slow
