@@ -148,7 +148,7 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     folder = absolute(path)
     if not is_snapshot(folder):
         raise ValueError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
-    facts = _custom_metadata(folder)
+    facts = _custom_metadata(folder, ("step", "tokens", "loss", "config", "kind"))
     config = configuration.resolve(facts["config"])
     merge = _merge_facts(folder)
     return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, merge, facts["kind"])
@@ -333,11 +333,11 @@ def _merge_facts(folder: epath.Path) -> dict[str, Any] | None:
         return short | {"sources": sources, "accumulation_dtype": dtypes}
 
 
-def _custom_metadata(path: epath.Path) -> dict[str, Any]:
+def _custom_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
     with _readable(path):
         facts = ocp.checkpointables_metadata(path).custom_metadata
-    if not isinstance(facts, dict) or "tokens" not in facts:
-        raise ValueError(f"{path} has none of pma_jax's metadata: it is damaged, or was not written by pma_jax")
+    if not isinstance(facts, dict) or not facts.keys() >= set(keys):
+        raise ValueError(f"{path} has none of pma_jax's metadata: it is damaged, or not of this version")
     return facts
 
 
@@ -353,7 +353,7 @@ def _readable(path: epath.Path) -> Iterator[None]:
 
 
 def _read_state(path: epath.Path) -> SavedState:
-    facts = _custom_metadata(path)
+    facts = _custom_metadata(path, ("step", "tokens", "position"))
     return SavedState(path, facts["step"], facts["tokens"], facts["position"])
 
 

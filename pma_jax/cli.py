@@ -348,7 +348,13 @@ def _quiet() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)
     # A read that fails leaves others behind in Orbax's event loop; main says what failed, in one line.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    sys.unraisablehook = lambda _: None
+    show = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            show(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _one_line(error: Exception) -> str:

@@ -134,7 +134,7 @@ def refuse_mixed_kinds(sources: Sequence[Source]) -> None:
         raise ValueError(f"{first} is a {one} and {second} a {other}: merge snapshots of one kind")
     if kinds and None in facts:
         odd = sources[facts.index(None)].origin
-        raise ValueError(f"{odd} has none of pma_jax's metadata: it is damaged, or was not written by pma_jax")
+        raise ValueError(f"{odd} has none of pma_jax's metadata: it is damaged, or not of this version")
 
 
 def _at(gathered: Gathered, indexes: list[int], notes: tuple[str, ...]) -> Gathered:
