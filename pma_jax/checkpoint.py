@@ -85,9 +85,7 @@ class Run:
         Where there is no such state, the snapshots were taken away on purpose: the newest of all.
         """
         origin = self.facts.get("forked_from", {"tokens": 0})["tokens"]
-        published = min(
-            max((s.tokens for s in self.of_kind(kind)), default=0) for kind in self.config.checkpoint.kinds
-        )
+        published = min(max((s.tokens for s in self.of_kind(kind)), default=0) for kind in self.config.checkpoint.kinds)
 
         def is_whole(state: SavedState) -> bool:
             steps = range(state.tokens, origin, -self.config.batch_tokens)

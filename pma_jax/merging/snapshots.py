@@ -55,7 +55,8 @@ def merge(
 ) -> Snapshot:
     """Write the merge of `snapshots` at `out`, as a snapshot that says what it was made of.
 
-    Its tokens and step are those of the newest input, its kind that of all. Raises ValueError when `out` exists or the inputs do not fit.
+    Its tokens and step are those of the newest input, its kind that of all. Raises ValueError when `out`
+    exists or the inputs do not fit.
     """
     if checkpoint.absolute(out).exists():
         raise ValueError(f"{out} exists already: choose another --out, or remove it")
