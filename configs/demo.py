@@ -21,6 +21,8 @@ def get_config() -> ml_collections.ConfigDict:
     c.training.batch_size_sequences = 16
     c.schedule.peak_rate = 2e-3
     c.checkpoint.interval_tokens = 102_400
+    c.checkpoint.kinds = ("point", "block_mean")  # previews are of points
+    c.checkpoint.block_every_steps = 4
     c.checkpoint.state_interval_tokens = 1_024_000
     c.checkpoint.keep_states_at_tokens = (4_096_000,)  # where the annealed branch leaves
     c.preview.windows = (10,)

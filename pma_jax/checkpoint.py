@@ -4,10 +4,10 @@
     RUN/run.json               corpus digest, versions, what it was forked from
     RUN/snapshots/<step>/      parameters, and the tokens, loss and configuration they belong to: what merging reads
     RUN/block_means/<step>/    the same, of the mean of the weights since the snapshot before (dense averaging)
-    RUN/states/<step>/         parameters, optimizer and data position: what resuming and forking need
+    RUN/states/<step>/         parameters, optimizer, block mean and data position: what resuming and forking need
     RUN/metrics.jsonl          one record a line
 
-Both kinds are written asynchronously and published whole: a step without its commit mark does not exist. A snapshot
+All are written asynchronously and published whole: a step without its commit mark does not exist. A snapshot
 carries its configuration, so one that was copied or merged elsewhere still says what it is.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
@@ -78,12 +79,12 @@ class Run:
 
     @property
     def newest_state(self) -> SavedState | None:
-        """The newest state whose snapshots are all there: a kill may have published a state before its snapshot.
+        """The newest state whose snapshots of every kind are there: a kill may have published a state before them.
 
         Where there is no such state, the snapshots were taken away on purpose: the newest of all.
         """
         origin = self.facts.get("forked_from", {"tokens": 0})["tokens"]
-        published = max((s.tokens for s in self.snapshots), default=0)
+        published = min(max((s.tokens for s in self.of_kind(kind)), default=0) for kind in self.config.checkpoint.kinds)
 
         def is_whole(state: SavedState) -> bool:
             steps = range(state.tokens, origin, -self.config.batch_tokens)
@@ -154,14 +155,38 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, merge, facts["kind"])
 
 
-def find_snapshots(paths: Sequence[epath.PathLike]) -> list[Snapshot]:
-    """The snapshots of runs, and snapshots named themselves, by tokens. Raises ValueError for anything else."""
+def find_snapshots(paths: Sequence[epath.PathLike], kind: str | None = None) -> list[Snapshot]:
+    """The snapshots of runs, and snapshots named themselves, by tokens; all of one kind.
+
+    Of a run, those of `kind` ("point" or "block_mean"), or of the first kind that it saves. Raises ValueError for
+    anything else, for snapshots of another kind, and where there is none.
+    """
     found = []
     for path in paths:
-        found += open_run(path).snapshots if is_run(path) else [read_snapshot(path)]
+        found += _of_run(open_run(path), kind) if is_run(path) else [read_snapshot(path)]
     if not found:
         raise ValueError(f"no snapshot in {', '.join(map(str, paths))}: train until the first token mark")
+    check_one_kind(found, kind)
     return sorted(found, key=lambda s: s.tokens)
+
+
+def check_one_kind(snapshots: Sequence[Snapshot], kind: str | None = None) -> None:
+    """Raise ValueError that names two snapshots where points and block means are mixed, or one that is not `kind`."""
+    wanted = kind or snapshots[0].kind
+    for other in snapshots:
+        if other.kind != wanted:
+            asked = "asked for" if kind else f"what {snapshots[0].path} is"
+            raise ValueError(
+                f"{other.path} is a {other.kind}, and a {wanted} is {asked}: points and block means do not mix, "
+                "give snapshots of one kind"
+            )
+
+
+def _of_run(run: Run, kind: str | None) -> list[Snapshot]:
+    if kind is not None and kind not in run.config.checkpoint.kinds:
+        kept = ", ".join(run.config.checkpoint.kinds)
+        raise ValueError(f"{run.path} keeps {kept} snapshots, not {kind!r}: train it with checkpoint.kinds={kind}")
+    return run.snapshots if kind is None else run.of_kind(kind)
 
 
 def snapshot_writer(run: Run, kind: str) -> Checkpointer:
@@ -200,10 +225,12 @@ def save_state(writer: Checkpointer, state: Any, step: int, tokens: int, positio
     """Start writing a full state; returns when the arrays may be donated. A step that exists is kept."""
     if step in {c.step for c in writer.checkpoints}:
         return
+    # The block mean lies beside the rest, so that a fork can leave it, or begin one that its parent did not have.
+    block = {} if state.block is None else {"block": state.block}
     with _plain():
         writer.save_checkpointables_async(
             step,
-            {"state": state},
+            {"state": dataclasses.replace(state, block=None), **block},
             metrics={"tokens": tokens},
             custom_metadata={"step": step, "tokens": tokens, "position": position},
         )
@@ -216,8 +243,7 @@ def abstract_params(config: Config, mesh: jax.sharding.Mesh) -> Any:
 
 def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
     """Name -> shape, dtype and number of elements of each stored parameter; reads no array."""
-    with _readable(path):
-        stored = ocp.checkpointables_metadata(path).metadata["params"]
+    stored = _stored(path)["params"]
     leaves = jax.tree_util.tree_flatten_with_path(stored)[0]
     return {
         jax.tree_util.keystr(key, simple=True, separator="/"): {
@@ -251,8 +277,18 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
 
 
 def restore_state(saved: SavedState, abstract: Any) -> Any:
-    """A full state with the shapes, dtypes and shardings of `abstract`; raises as `restore_params` does."""
-    return _restore(saved.path, "state", abstract)
+    """A full state with the shapes, dtypes and shardings of `abstract`; raises as `restore_params` does.
+
+    The block mean is restored where `abstract` has one. Where the state on disk has none, because a run that keeps
+    none was forked, it begins empty: the first one is of the steps since the fork.
+    """
+    state = _restore(saved.path, "state", dataclasses.replace(abstract, block=None))
+    if abstract.block is None:
+        return state
+    if "block" in _stored(saved.path):
+        return dataclasses.replace(state, block=_restore(saved.path, "block", abstract.block))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract.block)
+    return dataclasses.replace(state, block=zeros)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,8 +394,7 @@ def _read_state(path: epath.Path) -> SavedState:
 
 
 def _restore(path: epath.Path, name: str, abstract: Any) -> Any:
-    with _readable(path):
-        stored = _shapes(ocp.checkpointables_metadata(path).metadata[name])
+    stored = _shapes(_stored(path)[name])
     if not stored:
         raise ValueError(f"{path} is damaged or incomplete: it lists no arrays")
     differences = _leaf_differences(stored, _shapes(abstract))
@@ -368,6 +403,12 @@ def _restore(path: epath.Path, name: str, abstract: Any) -> Any:
         raise ValueError(f"{path} does not fit the model: {len(differences)} leaves differ: {listed}")
     with _readable(path):
         return ocp.load_checkpointables(path, {name: abstract})[name]
+
+
+def _stored(path: epath.Path) -> dict[str, Any]:
+    # What lies there, by name (params; state, block), with the shape and dtype of every leaf.
+    with _readable(path):
+        return ocp.checkpointables_metadata(path).metadata
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -103,7 +103,7 @@ class CheckpointConfig:
 
     interval_tokens: int = 100_000  # V: tokens between snapshots
     kinds: tuple[str, ...] = ("point",)  # point: the weights; block_mean: their mean since the last mark; or both
-    block_every_steps: int = 4  # a block mean adds the weights of every j-th step; one float32 model of memory
+    block_every_steps: int = 4  # j: a block mean adds every j-th step since its mark; one float32 model of memory
     window: int = 10  # N: snapshots that a merge needs; retention never goes below it
     keep_windows: int = 0  # newest windows (N snapshots each) kept; 0 keeps every snapshot
     archive_interval_tokens: int = 0  # besides, keep snapshots at multiples of this for good; 0: none
@@ -171,6 +171,14 @@ class Config:
     def is_snapshot(self, tokens: int) -> bool:
         """Whether a snapshot is taken at `tokens`: at every V tokens and at the horizon."""
         return self.is_mark(tokens, self.checkpoint.interval_tokens) or self.is_horizon(tokens)
+
+    def is_block_add(self, tokens: int) -> bool:
+        """Whether the step that ended at `tokens` goes into the block mean: every j-th since the last snapshot mark.
+
+        Counted from the mark, not from the start, so that intervals of equal steps add equally many.
+        """
+        since_mark = (tokens - self.batch_tokens) % self.checkpoint.interval_tokens // self.batch_tokens + 1
+        return "block_mean" in self.checkpoint.kinds and since_mark % self.checkpoint.block_every_steps == 0
 
     def is_state(self, tokens: int) -> bool:
         """Whether a full state is saved at `tokens`: at its own marks, where one is named, and at the horizon."""
@@ -387,6 +395,12 @@ def _validate(config: Config) -> None:
         _one_of("checkpoint.kinds", kind, tuple(FOLDERS))
     if not checkpoint.kinds or len(set(checkpoint.kinds)) < len(checkpoint.kinds):
         raise ValueError(f"checkpoint.kinds must name one kind or both, not {checkpoint.kinds}")
+    interval_steps = checkpoint.interval_tokens // config.batch_tokens
+    if "block_mean" in checkpoint.kinds and checkpoint.block_every_steps > interval_steps:
+        raise ValueError(
+            f"checkpoint.block_every_steps ({checkpoint.block_every_steps}) is more than the {interval_steps} steps of "
+            "checkpoint.interval_tokens: a block mean would be of nothing; lower it"
+        )
     if any(w < 1 for w in config.preview.windows):
         raise ValueError(f"preview.windows must be 1 or more, not {config.preview.windows}")
     schedule = config.schedule

@@ -5,6 +5,7 @@ from typing import Any
 from etils import epath
 
 from pma_jax import checkpoint
+from pma_jax.checkpoint import Run
 from pma_jax.merging import provenance
 from pma_jax.merging.sources import open_source, summary
 
@@ -21,7 +22,8 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
         return {
             "kind": "run",
             "path": str(run.path),
-            "snapshots": [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in run.snapshots],
+            "snapshots": _marks(run, "point"),
+            "block_means": _marks(run, "block_mean"),
             "states": [{"step": s.step, "tokens": s.tokens} for s in run.states],
             "facts": run.facts,
         }
@@ -31,7 +33,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
     snapshot = checkpoint.read_snapshot(path)
     leaves = checkpoint.stored_leaves(snapshot.path)
     return {
-        "kind": "merged snapshot" if snapshot.merge else "snapshot",
+        "kind": ("merged " if snapshot.merge else "") + ("snapshot" if snapshot.kind == "point" else "block mean"),
         "path": str(snapshot.path),
         "step": snapshot.step,
         "tokens": snapshot.tokens,
@@ -46,12 +48,13 @@ def as_text(facts: dict[str, Any]) -> str:
     """The facts for a person."""
     lines = [f"{facts['path']}: {facts['kind']}"]
     if facts["kind"] == "run":
-        for kind in ("snapshots", "states"):
-            marks = facts[kind]
+        for kind in ("snapshots", "block_means", "states"):
+            marks, what = facts[kind], kind.replace("_", " ")
+            if not marks and kind == "block_means":
+                continue
             span = f", {marks[0]['tokens']:,} to {marks[-1]['tokens']:,} tokens" if marks else ""
-            lines.append(f"{len(marks)} {kind}{span}")
-        if marks := facts["snapshots"]:
-            lines.append(f"newest held-out loss {marks[-1]['loss']:.4f}")
+            loss = f", newest held-out loss {marks[-1]['loss']:.4f}" if marks and kind != "states" else ""
+            lines.append(f"{len(marks)} {what}{span}{loss}")
         lines += [f"{key}: {value}" for key, value in facts["facts"].items()]
         return "\n".join(lines)
     if "merge" not in facts:
@@ -79,3 +82,7 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
 
 def _leaf_lines(facts: dict[str, Any]) -> list[str]:
     return [f"  {name}  {leaf['dtype']} {tuple(leaf['shape'])}" for name, leaf in facts["leaves"].items()]
+
+
+def _marks(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in run.of_kind(kind)]

@@ -46,6 +46,7 @@ def test_a_missing_section_or_key_takes_its_default():
         ("preview.windows=(3,)", (3,)),
         ("preview.windows=", ()),
         ("checkpoint.keep_states_at_tokens=4.9e6,6e6", (4_900_000, 6_000_000)),
+        ("checkpoint.kinds=block_mean,point", ("block_mean", "point")),
         ("data.source=files", "files"),
         ("data.files=a/*.txt,b/*.jsonl", ("a/*.txt", "b/*.jsonl")),
         ("data.hub_name=a=b", "a=b"),
@@ -104,6 +105,10 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(assignment, says):
         ({"training": {"total_tokens": 0}}, "above 0"),
         ({"checkpoint": {"interval_tokens": 100}}, "less than one step"),
         ({"checkpoint": {"keep_states": 0}}, "above 0"),
+        ({"checkpoint": {"kinds": ("point", "mean")}}, "point, block_mean"),
+        ({"checkpoint": {"kinds": ()}}, "one kind or both"),
+        ({"checkpoint": {"kinds": ("point", "point")}}, "one kind or both"),
+        ({"checkpoint": {"kinds": ("block_mean",), "block_every_steps": 49}}, "more than the 48 steps"),
         ({"preview": {"windows": (0,)}}, "1 or more"),
         ({"data": {"held_out_percent": 100}}, "between 0 and 100"),
         ({"schedule": {"decay": "linear", "decay_start_tokens": 10}}, "warm-up"),
@@ -244,6 +249,29 @@ def test_marks_never_drift(batch, length, extra, steps):
     assert len(marks) == steps * made.batch_tokens // interval
     for k, tokens in enumerate(marks, start=1):
         assert 0 <= tokens - k * interval < made.batch_tokens
+
+
+@given(st.integers(1, 500), st.integers(0, 5000), st.integers(1, 20), st.integers(1, 200))
+def test_every_jth_step_since_the_mark_goes_into_a_block_mean(batch, extra, every, steps):
+    interval = batch * every + extra
+    training = {"sequence_length_tokens": batch, "batch_size_sequences": 1, "total_tokens": 10**9}
+    made = with_keys(
+        training=training,
+        checkpoint={"interval_tokens": interval, "kinds": ("block_mean",), "block_every_steps": every},
+    )
+    since_mark = 0
+    for tokens in range(batch, steps * batch + 1, batch):
+        since_mark += 1
+        assert made.is_block_add(tokens) == (since_mark % every == 0)
+        if made.is_snapshot(tokens):
+            assert since_mark >= every, "a block mean is never of nothing"
+            since_mark = 0
+    assert not any(with_keys(training=training).is_block_add(t) for t in range(batch, steps * batch + 1, batch))
+
+
+def test_a_run_of_points_may_leave_j_as_it_is():
+    made = with_keys(checkpoint={"interval_tokens": 2048, "block_every_steps": 4})
+    assert made.checkpoint.interval_tokens // made.batch_tokens < made.checkpoint.block_every_steps
 
 
 def test_snapshots_states_and_named_states_at_their_marks():

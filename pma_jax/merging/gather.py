@@ -131,7 +131,7 @@ def refuse_mixed_kinds(sources: Sequence[Source]) -> None:
     kinds = {fact["kind"]: source.origin for fact, source in zip(facts, sources, strict=True) if fact is not None}
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
-        raise ValueError(f"{first} is a {one} and {second} a {other}: merge snapshots of one kind")
+        raise ValueError(f"{first} is a {one} and {second} a {other}: points and block means do not mix")
     if kinds and None in facts:
         odd = sources[facts.index(None)].origin
         raise ValueError(f"{odd} has none of pma_jax's metadata: it is damaged, or not of this version")

@@ -19,10 +19,11 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
     """sum_k weights[k] * snapshots[k], float32, sharded on `mesh` (default: all devices).
 
     Reads one snapshot at a time: each device holds the sum and one model. Raises ValueError when the counts differ or
-    a snapshot does not fit the first one's model.
+    a snapshot does not fit the first one's model, or is of another kind (points and block means do not mix).
     """
     if len(snapshots) != np.size(weights):
         raise ValueError(f"{np.size(weights)} weights for {len(snapshots)} snapshots: give one weight a snapshot")
+    checkpoint.check_one_kind(snapshots)
     mesh = mesh or local_mesh()
     abstract = checkpoint.abstract_params(snapshots[0].config, mesh)
     with jax.set_mesh(mesh):
@@ -33,7 +34,8 @@ def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike
     """Write the merge of `snapshots` at `out`, as a snapshot that says what it was made of.
 
     From storage to storage: no model is ever held, in memory or on a device. Its tokens and step are those of the
-    newest input. Raises ValueError when `out` exists, the inputs do not fit, or a value is not finite.
+    newest input, its kind that of all. Raises ValueError when `out` exists, the inputs do not fit, or a value is not
+    finite.
     """
     target = checkpoint.absolute(out)
     storage.merge_one([str(s.path) for s in snapshots], weights, str(target), recipe)

@@ -1,6 +1,7 @@
 """The training loop: one function, read top to bottom."""
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import platform
 import time
@@ -20,10 +21,13 @@ from pma_jax.evaluation.loss import evaluate, on_mesh
 from pma_jax.merging import preview
 from pma_jax.mesh import check_divides, make_mesh
 from pma_jax.model.decoder import graph_definition, parameter_count
+from pma_jax.training import block_mean
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step
+
+RECORDS = {"point": "evaluation", "block_mean": "block_mean"}  # kind of snapshot -> kind of its record in the metrics
 
 
 def train(config: Config, workdir: epath.PathLike) -> Run:
@@ -53,7 +57,9 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         # --- Where things go --------------------------------------------------------------------------------------
         log = MetricsLog(run, seen, writes=jax.process_index() == 0)
         stack.callback(log.close)
-        snapshot_writer = stack.enter_context(checkpoint.snapshot_writer(run, "point"))
+        snapshot_writers = {
+            kind: stack.enter_context(checkpoint.snapshot_writer(run, kind)) for kind in config.checkpoint.kinds
+        }
         state_writer = stack.enter_context(checkpoint.state_writer(run))
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"
@@ -85,18 +91,26 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
                 seen + config.batch_tokens,
                 position + config.training.batch_size_sequences,
             )
+            if state.block is not None and config.is_block_add(seen):
+                state = dataclasses.replace(state, block=block_mean.add(state.block, state.params))
             last, pending = pending, ({"kind": "train", "tokens": seen, "step": step, "learning_rate": rate}, metrics)
             _write_train_record(log, config, clock, last)
 
             if config.is_snapshot(seen):
                 with clock.paused():
-                    loss = evaluate(graph, state.params, held_out)
-                    log.write({"kind": "evaluation", "tokens": seen, "step": step, "loss": loss})
-                    checkpoint.save_snapshot(
-                        snapshot_writer, state.params, Snapshot(run.path, step, seen, loss, config)
-                    )
+                    weights = {"point": state.params}  # kind -> parameters; points are evaluated even if not saved
+                    if state.block is not None:
+                        block = block_mean.at_mark(state.block, state.params)
+                        weights["block_mean"] = block.mean
+                        state = dataclasses.replace(state, block=block_mean.restarted(block))
+                    for kind, params in weights.items():
+                        loss = evaluate(graph, params, held_out)
+                        log.write({"kind": RECORDS[kind], "tokens": seen, "step": step, "loss": loss})
+                        if kind in snapshot_writers:
+                            snapshot = Snapshot(run.path, step, seen, loss, config, kind=kind)
+                            checkpoint.save_snapshot(snapshot_writers[kind], params, snapshot)
                     if seen >= config.preview.start_tokens:
-                        window.add(seen, state.params)
+                        window.add(seen, weights[config.checkpoint.kinds[0]])
                     for recipe, merged in window.merges(config.preview.recipe, config.preview.windows):
                         merged_loss = evaluate(graph, merged, held_out)
                         log.write(

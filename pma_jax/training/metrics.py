@@ -12,7 +12,7 @@ from tensorboardX import SummaryWriter
 from pma_jax.checkpoint import Run
 from pma_jax.config import Config
 
-Record = dict[str, Any]  # always: kind (train | evaluation | preview), tokens
+Record = dict[str, Any]  # always: kind (train | evaluation | block_mean | preview), tokens
 
 
 class MetricsLog:
@@ -82,6 +82,8 @@ def _shown(record: Record) -> str:
         return f"{millions}  loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
     if record["kind"] == "evaluation":
         return f"{millions}  held-out loss {record['loss']:.4f}"
+    if record["kind"] == "block_mean":
+        return f"{millions}  held-out loss of the block mean {record['loss']:.4f}"
     return f"{millions}  held-out loss of {record['recipe']} {record['loss']:.4f}"
 
 

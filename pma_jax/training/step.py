@@ -39,7 +39,7 @@ def make_train_step(
             "gradient_norm": optax.tree.norm(gradients),
             "count": sums["count"],
         }
-        return TrainState(state.step + 1, params, moments), metrics
+        return TrainState(state.step + 1, params, moments, state.block), metrics
 
     return jax.jit(train_step, donate_argnums=0)
 

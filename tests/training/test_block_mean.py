@@ -1,0 +1,418 @@
+"""Block means: of the weights since the last mark, against float64 means of the trajectory that was trained.
+
+The dense run: a mark every 6 steps, every 2nd step added (counts of 3), a state every 4 steps: at 8 and 20 one step of
+the interval is in the block, at 4 and 16 two, at 12 and 24 the mark was just saved.
+"""
+
+import dataclasses
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import P
+
+import pma_jax as pma
+from pma_jax import checkpoint
+from pma_jax.checkpoint import open_run
+from pma_jax.config import MeshConfig
+from pma_jax.evaluation.held_out import evaluate_all
+from pma_jax.inspection import as_text, inspect
+from pma_jax.mesh import make_mesh
+from pma_jax.training import block_mean, loop
+from pma_jax.training.block_mean import Block
+from pma_jax.training.forking import fork, fork_config
+from pma_jax.training.loop import train
+from pma_jax.training.state import abstract_state, make_state
+
+BOTH = ("point", "block_mean")
+STEP = tiny.BATCH_TOKENS
+MARKS = [6, 12, 18, 24]
+DENSE = {
+    "checkpoint__kinds": BOTH,
+    "checkpoint__block_every_steps": 2,
+    "checkpoint__interval_tokens": 6 * STEP,
+    "checkpoint__state_interval_tokens": 4 * STEP,
+    "checkpoint__keep_states": 10,
+    "preview__windows": (2,),
+}
+
+
+def train_and_watch(config, workdir):
+    """The run, and the parameters after each of its steps, by step."""
+    weights = {}
+
+    def watched(*arguments):
+        train_step = make_train_step(*arguments)
+
+        def step(*inputs):
+            state, metrics = train_step(*inputs)
+            weights[int(state.step)] = jax.tree.map(np.array, state.params)  # copies: the next step donates these
+            return state, metrics
+
+        return step
+
+    make_train_step = loop.make_train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_train_step", watched)
+        return train(config, workdir), weights
+
+
+def mean64(weights, steps):
+    """The float64 mean of the weights after these steps."""
+    return jax.tree.map(lambda *leaves: np.mean(np.float64(leaves), axis=0), *[weights[step] for step in steps])
+
+
+def assert_mean(snapshot, weights, steps):
+    # Each of 3 adds rounds three times, by half a unit in the last place of values up to 1.
+    tiny.assert_close(tiny.read(snapshot), mean64(weights, steps), rtol=3e-7, atol=3e-7)
+
+
+def everything(run):
+    """Numbers, snapshots of both kinds and the newest state, to compare bitwise."""
+    snapshots = {
+        kind: [(s.step, s.tokens, s.loss, s.kind, tiny.named(tiny.read(s))) for s in run.of_kind(kind)] for kind in BOTH
+    }
+    return tiny.numbers(run), snapshots, tiny.named(state(run, run.states[-1].step))
+
+
+def assert_same_run(actual, expected):
+    np.testing.assert_equal(everything(actual), everything(expected))
+
+
+def state(run, step):
+    (saved,) = [s for s in run.states if s.step == step]
+    return checkpoint.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
+
+
+def interrupt(run, step):
+    """Take away what a run that was stopped after `step` would not have published."""
+    for saved in run.of_kind("point") + run.of_kind("block_mean") + run.states:
+        if saved.step > step:
+            saved.path.rmtree()
+
+
+@pytest.fixture(scope="module")
+def watched(workspace, tmp_path_factory):
+    return train_and_watch(tiny.config(workspace, **DENSE), tmp_path_factory.mktemp("dense") / "run")
+
+
+@pytest.fixture(scope="module")
+def dense(watched):
+    return watched[0]
+
+
+@pytest.fixture(scope="module")
+def weights(watched):
+    return watched[1]
+
+
+@pytest.fixture
+def copy(dense, tmp_path):
+    shutil.copytree(dense.path, tmp_path / "run")
+    return open_run(tmp_path / "run")
+
+
+# --- The mean itself --------------------------------------------------------------------------------------------------
+
+
+def block_of(rows):
+    block = block_mean.empty({"w": jnp.zeros(rows.shape[1:])})
+    for row in rows:
+        block = block_mean.add(block, {"w": jnp.asarray(row)})
+    return block
+
+
+@pytest.mark.parametrize("count", [12, 300, 3000])
+def test_rounding_grows_with_the_root_of_the_count(count):
+    noise = np.random.default_rng(0).normal(size=(count, 256))
+    rows = np.float32(np.linspace(0.1, 10, 256) * (1 + 1e-2 * noise))
+    block, mean = block_of(rows), np.mean(np.float64(rows), axis=0)
+    assert int(block.count) == count and block.mean["w"].dtype == np.float32
+    error = (np.asarray(block.mean["w"]) - mean) / (2.0**-24 * mean)  # in roundings
+    assert np.sqrt(np.mean(error**2)) < 0.4 * np.sqrt(count)
+
+
+def test_equal_weights_average_to_themselves_exactly():
+    row = np.float32(np.random.default_rng(0).normal(size=64))
+    np.testing.assert_array_equal(block_of(np.tile(row, (1000, 1))).mean["w"], row)
+
+
+def test_the_first_weights_after_a_mark_replace_whatever_was_there():
+    stale = Block({"w": jnp.array([jnp.nan, jnp.inf, 3.0])}, jnp.int32(5))
+    block = block_mean.add(block_mean.restarted(stale), {"w": jnp.array([0.1, 0.2, 0.3])})
+    np.testing.assert_array_equal(block.mean["w"], np.float32([0.1, 0.2, 0.3]))
+    assert int(block.count) == 1
+
+
+def test_a_block_of_nothing_is_of_the_weights_at_its_mark():
+    params = {"w": jnp.array([0.1, 0.2])}
+    alone = block_mean.at_mark(block_mean.empty(params), params)
+    np.testing.assert_array_equal(alone.mean["w"], params["w"])
+    kept = block_mean.at_mark(block_of(np.float32([[1, 3], [3, 5]])), params)
+    np.testing.assert_array_equal(kept.mean["w"], [2, 4])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_equal_blocks_average_to_the_dense_mean(blocks, count, seed):
+    rows = np.random.default_rng(seed).normal(size=(blocks, count, 8)).astype(np.float32)
+    means = [block_of(block).mean["w"] for block in rows]
+    dense = np.mean(np.float64(rows), axis=(0, 1))
+    np.testing.assert_allclose(np.mean(np.float64(means), axis=0), dense, rtol=0, atol=2e-6)
+
+
+# --- On the mesh ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [MeshConfig(1, 8, 1), MeshConfig(2, 2, 2)], ids=str)
+def test_the_add_runs_in_place_on_every_device_alone(workspace, sizes):
+    config = tiny.config(workspace, **DENSE)
+    mesh = make_mesh(sizes)
+    with jax.set_mesh(mesh):
+        state = make_state(config)
+        block, params = state.block, state.params
+        for mean, p in zip(jax.tree.leaves(block.mean), jax.tree.leaves(params), strict=True):
+            assert (mean.shape, mean.dtype) == (p.shape, np.float32)
+            assert mean.sharding.is_equivalent_to(p.sharding, p.ndim)
+        assert block.mean["blocks"]["gate_DxF"].sharding.spec == P(None, "fsdp", "tensor")
+        text = block_mean.add.lower(block, params).compile().as_text()
+        places = pointers(block.mean)
+        added = block_mean.add(block, params)
+    assert not re.findall(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective", text)
+    aliased = re.findall(r"(?:may|must)-alias", text.partition("\n")[0])
+    assert len(aliased) == len(jax.tree.leaves(block)), "every leaf of the block is written where it was"
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(block))
+    assert pointers(added.mean) == places
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    tiny.assert_equal(added.mean, params)
+
+
+def pointers(tree):
+    return [s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
+
+
+def test_adds_marks_and_resuming_compile_once(workspace, dense):
+    config = dataclasses.replace(dense.config, mesh=MeshConfig(2, 2, 2))
+    mesh = make_mesh(config.mesh)
+    restored = checkpoint.restore_state(dense.states[0], abstract_state(config, mesh))
+    with jax.set_mesh(mesh):
+        block_mean.add.clear_cache()
+        fresh = make_state(config)
+        block = block_mean.add(block_mean.add(fresh.block, fresh.params), fresh.params)
+        block_mean.add(block_mean.restarted(block), fresh.params)
+        block_mean.add(restored.block, restored.params)
+    assert block_mean.add._cache_size() == 1
+
+
+def test_a_run_without_block_means_has_no_more_leaves(workspace):
+    def leaves(kinds):
+        config = tiny.config(workspace, **DENSE | {"checkpoint__kinds": kinds})
+        abstract = abstract_state(config, make_mesh(config.mesh))
+        return {jax.tree_util.keystr(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+
+    without, with_ = leaves(("point",)), leaves(BOTH)
+    params = [name for name in without if name.startswith(".params")]
+    more = {f".block.mean{name.removeprefix('.params')}" for name in params} | {".block.count"}
+    assert with_.keys() - without.keys() == more and with_.keys() > without.keys()
+
+
+# --- What a run leaves ------------------------------------------------------------------------------------------------
+
+
+def test_block_means_are_the_means_of_the_trajectory(dense, weights):
+    assert [s.step for s in dense.of_kind("point")] == MARKS
+    assert [(s.step, s.tokens, s.kind) for s in dense.of_kind("block_mean")] == [
+        (m, m * STEP, "block_mean") for m in MARKS
+    ]
+    for point, block in zip(dense.of_kind("point"), dense.of_kind("block_mean"), strict=True):
+        m = block.step
+        tiny.assert_equal(tiny.read(point), weights[m])
+        assert_mean(block, weights, [m - 4, m - 2, m])
+        moved = tiny.read(block)["embedding_VxD"] - tiny.read(point)["embedding_VxD"]
+        assert np.abs(moved).max() > 1e-3, "the mean is not just the point"
+
+
+def test_windows_of_block_means_are_dense_means(dense, weights):
+    merged = pma.average(dense.of_kind("block_mean")[-3:], pma.recipes.sma(3))
+    tiny.assert_close(merged, mean64(weights, range(8, 25, 2)), rtol=3e-7, atol=3e-7)
+
+
+def test_the_losses_of_both_kinds_are_recorded(dense):
+    for kind, record in (("point", "evaluation"), ("block_mean", "block_mean")):
+        found = [r for r in dense.metrics if r["kind"] == record]
+        assert found == [
+            {"kind": record, "tokens": s.tokens, "step": s.step, "loss": s.loss} for s in dense.of_kind(kind)
+        ]
+    config = dense.config
+    losses = evaluate_all(config, [tiny.read(s) for s in dense.of_kind("block_mean")], make_mesh(config.mesh))
+    assert list(losses) == pytest.approx([s.loss for s in dense.of_kind("block_mean")], rel=1e-6)
+
+
+def test_training_is_the_same_without(dense, workspace, tmp_path):
+    plain = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "plain")
+    assert tiny.numbers(plain) == [r for r in tiny.numbers(dense) if r["kind"] != "block_mean"]
+    assert not (plain.path / "block_means").exists()
+    for a, e in zip(plain.snapshots, dense.of_kind("point"), strict=True):
+        tiny.assert_equal(tiny.read(a), tiny.read(e))
+
+
+def test_block_means_alone(dense, workspace, tmp_path):
+    config = tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("block_mean",)})
+    alone = train(config, tmp_path / "alone")
+    assert not (alone.path / "snapshots").exists()
+    assert [s.kind for s in alone.snapshots] == ["block_mean"] * 4
+    for a, e in zip(alone.snapshots, dense.of_kind("block_mean"), strict=True):
+        tiny.assert_equal(tiny.read(a), tiny.read(e))
+    # Points are evaluated all the same; only previews differ: they are of what is saved.
+    assert [r for r in tiny.numbers(alone) if r["kind"] != "preview"] == [
+        r for r in tiny.numbers(dense) if r["kind"] != "preview"
+    ]
+    previews = [r["loss"] for r in alone.metrics if r["kind"] == "preview"]
+    merged = [pma.average(alone.snapshots[i : i + 2], [0.5, 0.5]) for i in range(3)]
+    assert previews == pytest.approx(list(evaluate_all(config, merged, make_mesh(config.mesh))), rel=1e-6)
+    uninterrupted = everything(alone)
+    interrupt(alone, 16)
+    np.testing.assert_equal(everything(train(config, alone.path)), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("interval", "every", "total", "added"),
+    [
+        # Every 2nd step since the mark: 5 steps add two, whatever the steps' numbers.
+        (5 * STEP, 2, 15 * STEP, {5: [2, 4], 10: [7, 9], 15: [12, 14]}),
+        # Marks between steps: intervals of 6, 5 and 5 steps.
+        (1300, 3, 16 * STEP, {6: [3, 6], 11: [9], 16: [14]}),
+        # The horizon cuts the last interval short: of its 2 steps none is a 3rd, so the mean is the point itself.
+        (4 * STEP, 3, 10 * STEP, {4: [3], 8: [7], 10: [10]}),
+        (4 * STEP, 1, 6 * STEP, {4: [1, 2, 3, 4], 6: [5, 6]}),
+    ],
+    ids=str,
+)
+def test_which_steps_are_added(workspace, tmp_path, interval, every, total, added):
+    keys = {"interval_tokens": interval, "block_every_steps": every, "state_interval_tokens": 100 * STEP}
+    changes = {f"checkpoint__{key}": value for key, value in keys.items()}
+    config = tiny.config(workspace, **DENSE | changes | {"training__total_tokens": total, "preview__windows": ()})
+    run, weights = train_and_watch(config, tmp_path / "run")
+    assert [s.step for s in run.of_kind("block_mean")] == list(added)
+    for snapshot in run.of_kind("block_mean"):
+        assert_mean(snapshot, weights, added[snapshot.step])
+
+
+# --- Resuming and retention -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [4, 8, 12, 20])
+def test_resuming_is_bitwise_the_uninterrupted_run(dense, copy, step):
+    interrupt(copy, step)
+    count = {4: 2, 8: 1, 12: 0, 20: 1}[step]
+    assert int(state(copy, step).block.count) == count, "what the fixture promises"
+    train(copy.config, copy.path)
+    assert_same_run(copy, dense)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_state_that_lacks_a_snapshot_of_either_kind_is_not_resumed_from(dense, copy, kind):
+    interrupt(copy, 20)
+    assert copy.newest_state.step == 20
+    next(s for s in copy.of_kind(kind) if s.step == 18).path.rmtree()
+    assert copy.newest_state.step == 16
+    train(copy.config, copy.path)
+    assert_same_run(copy, dense)
+
+
+def test_retention_applies_to_each_kind(workspace, tmp_path):
+    keep = {"checkpoint__window": 2, "checkpoint__keep_windows": 1}
+    run = train(tiny.config(workspace, **DENSE | keep), tmp_path / "run")
+    assert [s.step for s in run.of_kind("point")] == [s.step for s in run.of_kind("block_mean")] == [18, 24]
+
+
+# --- Forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_carries_the_block(dense, tmp_path):
+    run = fork(dense, 8 * STEP, dense.config, tmp_path / "fork")
+    run = train(run.config, run.path)
+    for a, e in zip(run.of_kind("block_mean"), dense.of_kind("block_mean")[1:], strict=True):
+        tiny.assert_equal(tiny.read(a), tiny.read(e))
+    tiny.assert_equal(state(run, 24), state(dense, 24))
+
+
+def test_a_fork_may_add_more_often(dense, weights, tmp_path):
+    config = fork_config(dense, ["checkpoint.block_every_steps=1"])
+    run = train(config, fork(dense, 8 * STEP, config, tmp_path / "fork").path)
+    first, second, _ = run.of_kind("block_mean")
+    assert_mean(first, weights, [8, 9, 10, 11, 12])
+    assert_mean(second, weights, range(13, 19))
+
+
+def test_a_fork_may_go_without_block_means(dense, tmp_path):
+    config = fork_config(dense, ["checkpoint.kinds=point"])
+    run = train(config, fork(dense, 8 * STEP, config, tmp_path / "fork").path)
+    assert not (run.path / "block_means").exists()
+    assert state(run, 24).block is None
+    tiny.assert_equal(state(run, 24).params, state(dense, 24).params)
+
+
+def test_a_fork_may_begin_block_means(dense, weights, workspace, tmp_path):
+    # The parent trains the same weights, and keeps no block.
+    parent = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "parent")
+    config = fork_config(parent, ["checkpoint.kinds=point,block_mean"])
+    run = fork(parent, 8 * STEP, config, tmp_path / "fork")
+    begun = state(run, 8).block
+    assert int(begun.count) == 0
+    assert begun.mean["embedding_VxD"].sharding == state(run, 8).params["embedding_VxD"].sharding
+    run = train(config, run.path)
+    first, second, _ = run.of_kind("block_mean")
+    assert_mean(first, weights, [10, 12])
+    assert_mean(second, weights, [14, 16, 18])
+    uninterrupted = everything(run)
+    interrupt(run, 16)
+    np.testing.assert_equal(everything(train(config, run.path)), uninterrupted)
+
+
+# --- Finding, merging, inspecting -------------------------------------------------------------------------------------
+
+
+def test_snapshots_of_one_kind_are_found(dense):
+    points, blocks = dense.of_kind("point"), dense.of_kind("block_mean")
+    assert checkpoint.find_snapshots([dense.path]) == checkpoint.find_snapshots([dense.path], "point") == points
+    assert checkpoint.find_snapshots([dense.path], "block_mean") == blocks
+    assert checkpoint.find_snapshots([s.path for s in blocks[:2]]) == blocks[:2]
+
+
+def test_kinds_do_not_mix(dense, finished, tmp_path):
+    point, block = dense.of_kind("point")[0], dense.of_kind("block_mean")[1]
+    says = r"12 (is )?a block_mean.*points and block means do not mix"
+    with pytest.raises(ValueError, match=says):
+        checkpoint.find_snapshots([point.path, block.path])
+    with pytest.raises(ValueError, match=says):
+        pma.merge([point, block], [0.5, 0.5], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="6 is a point, and a block_mean is asked for"):
+        checkpoint.find_snapshots([point.path], "block_mean")
+    with pytest.raises(ValueError, match=r"keeps point snapshots, not 'block_mean': train it with checkpoint\.kinds"):
+        checkpoint.find_snapshots([finished.path], "block_mean")
+
+
+def test_a_merge_of_block_means_is_one(dense, tmp_path):
+    blocks = dense.of_kind("block_mean")
+    merged = pma.merge(blocks[-2:], [0.5, 0.5], tmp_path / "out")
+    assert merged.kind == pma.read_snapshot(merged.path).kind == "block_mean"
+    with pytest.raises(ValueError, match="do not mix"):
+        pma.merge([merged, dense.of_kind("point")[-1]], [0.5, 0.5], tmp_path / "mixed")
+    assert inspect(merged.path)["kind"] == "merged block mean"
+    assert inspect(blocks[0].path)["kind"] == "block mean"
+
+
+def test_inspecting_a_run_tells_both_kinds(dense):
+    facts = inspect(dense.path)
+    for key, kind in (("snapshots", "point"), ("block_means", "block_mean")):
+        assert facts[key] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in dense.of_kind(kind)]
+    newest = dense.of_kind("block_mean")[-1]
+    assert f"4 block means, 1,536 to 6,144 tokens, newest held-out loss {newest.loss:.4f}" in as_text(facts)
