@@ -59,7 +59,7 @@ def figure(report: dict[str, Any], theme: Theme = LIGHT) -> Figure:
     if not report["merges"]:
         _draw_curves(_panel(drawn, left=0.68, right=WIDTH_INCHES - 1.75), report, theme)
         return drawn
-    room = LABEL_INCHES + CHARACTER_INCHES * max(len(_shown(m["recipe"])) for m in report["merges"])
+    room = LABEL_INCHES + CHARACTER_INCHES * max(len(shown(m["recipe"])) for m in report["merges"])
     _draw_curves(_panel(drawn, left=0.68, right=5.7), report, theme)
     _draw_windows(_panel(drawn, left=7.85, right=max(WIDTH_INCHES - max(room, 1.25), 8.9)), report, theme)
     return drawn
@@ -101,7 +101,7 @@ def _draw_curves(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     if top and top["text"] not in previews:
         axes.plot([horizon], [top["loss"]], "D", color=theme.preview, markersize=4.5, clip_on=False, zorder=6)
         labels.append((top["loss"], top["text"], theme.preview, True))
-    _label_ends(axes, [(y, f"{_shown(text)}  {y:.3f}", color, bold) for y, text, color, bold in labels], theme)
+    _label_ends(axes, [(y, f"{shown(text)}  {y:.3f}", color, bold) for y, text, color, bold in labels], theme)
 
 
 def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
@@ -141,7 +141,7 @@ def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     for value, _, color, style in references:
         axes.axhline(value, color=color, linewidth=1.4, linestyle=style, zorder=2)
     labels = [
-        (points[-1][1], _shown(recipe), theme.merges[i % len(theme.merges)], False)
+        (points[-1][1], shown(recipe), theme.merges[i % len(theme.merges)], False)
         for i, (recipe, points) in enumerate(lines.items())
     ]
     labels += [(value, name, color, name == "annealed") for value, name, color, _ in references]
@@ -224,7 +224,8 @@ def _by_recipe(merges: Sequence[dict[str, Any]], key: str) -> dict[str, list[tup
     return {recipe: sorted(points) for recipe, points in lines.items()}
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
+    """A recipe or a merge as figures write it."""
     return text.replace(":alpha=", " α=")
 
 
