@@ -154,7 +154,7 @@ def _computed(
     losses_of = _timed(evaluator(run.config, mesh), seconds, "evaluate")
     losses: list[float] = []
     for group_RxK in np.array_split(rows_RxK, passes):
-        used = np.flatnonzero(group_RxK.any(axis=0))
+        used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
         loads: Iterator[Any] = (timed_read(snapshots[k], abstract) for k in used)
         with jax.set_mesh(mesh):
             merged = average_many_stream(loads, group_RxK[:, used])

@@ -1,7 +1,7 @@
 """Previews of a run that another process is training: merges of its newest snapshots, evaluated as they are published.
 
-The trainer alone writes RUN/metrics.jsonl (it rewrites the file when it resumes), so the previews go to RUN/watch.jsonl,
-in records of the same form; `Run.metrics` reads both.
+The trainer alone writes RUN/metrics.jsonl (it rewrites the file when it resumes), so the previews go to
+RUN/watch.jsonl, in records of the same form; `Run.metrics` reads both.
 """
 
 import itertools
@@ -133,7 +133,7 @@ class _Newest:
         self._tokens: list[int] = []  # of what the window holds
 
     def reach(self, listed: Sequence[Snapshot]) -> int:
-        """How many snapshots, held or listed, end at the last one listed without one missing between; at most the size."""
+        """How many snapshots, held or listed, end at the last listed with none missing between; at most the size."""
         tokens = sorted({*self._tokens, *(s.tokens for s in listed)})[-self._size :]
         reach = 1
         for newer, older in itertools.pairwise(reversed(tokens)):

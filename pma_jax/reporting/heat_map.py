@@ -1,4 +1,4 @@
-"""The figure of a sweep: loss as colour, a panel a recipe of windows by intervals, or a panel a kind of windows by recipes.
+"""The figure of a sweep: loss as colour, over windows and intervals or recipes.
 
 Every cell has its number; the best of all is framed. Drawn on its own canvas, as figures.py does.
 """
@@ -50,8 +50,11 @@ def write(sweep: dict[str, Any], folder: epath.Path) -> epath.Path:
 
 
 def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
-    """The tables that show a sweep's rows: windows by intervals for each recipe and kind where there is more than one
-    interval, and else recipes by windows for each kind."""
+    """The tables that show a sweep's rows.
+
+    Where there is more than one interval: intervals by windows, one for each recipe and kind; else recipes by windows,
+    one for each kind.
+    """
     kinds = [k for k in KIND_TITLES if any(r["kind"] == k for r in rows)]
     found = []
     for kind in kinds:
@@ -97,10 +100,9 @@ def figure(sweep: dict[str, Any]) -> Figure:
     top = size[1] - TITLE_INCHES
     for row, height in zip(grid, heights, strict=True):
         for i, panel in enumerate(row):
-            width, tall = CELL_INCHES[0] * len(panel.columns), CELL_INCHES[1] * len(panel.rows)
-            bottom = top - ABOVE_INCHES - tall
-            place = (i * slot + left, bottom, width, tall)
-            axes = drawn.add_axes([v / size[k % 2] for k, v in enumerate(place)])
+            wide, tall = CELL_INCHES[0] * len(panel.columns), CELL_INCHES[1] * len(panel.rows)
+            x, y = i * slot + left, top - ABOVE_INCHES - tall
+            axes = drawn.add_axes((x / size[0], y / size[1], wide / size[0], tall / size[1]))
             _draw(axes, panel, Normalize(low, high if high > low else low + 1e-6), low)
         top -= height
     raw = "" if sweep["raw_loss"] is None else f"; the raw model has {sweep['raw_loss']:.4f}"
