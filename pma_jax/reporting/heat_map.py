@@ -20,7 +20,7 @@ from matplotlib.patches import Rectangle
 from pma_jax.reporting.figures import DPI, LIGHT, SMALL_POINTS, TEXT_POINTS, shown
 
 CELL_INCHES = (0.72, 0.36)  # width, height
-CHARACTER_INCHES = 0.082
+CHARACTER_INCHES, TITLE_CHARACTER_INCHES = 0.082, 0.092
 COLUMNS = 3  # panels beside each other, where each is of one recipe
 GAP_INCHES = 0.3
 BELOW_INCHES, ABOVE_INCHES, TITLE_INCHES = 0.5, 0.4, 0.55
@@ -88,8 +88,8 @@ def figure(sweep: dict[str, Any]) -> Figure:
     columns = min(COLUMNS, len(drawn_panels))
     grid = [drawn_panels[i : i + columns] for i in range(0, len(drawn_panels), columns)]
     left = 0.25 + CHARACTER_INCHES * max(len(name) for panel in drawn_panels for name in panel.rows)
-    widths = [left + CELL_INCHES[0] * len(p.columns) + GAP_INCHES for p in drawn_panels]
-    slot = max(widths)
+    wide = max(max(CELL_INCHES[0] * len(p.columns), TITLE_CHARACTER_INCHES * len(p.title)) for p in drawn_panels)
+    slot = left + wide + GAP_INCHES
     heights = [max(len(p.rows) for p in row) * CELL_INCHES[1] + BELOW_INCHES + ABOVE_INCHES for row in grid]
     size = (max(columns * slot, 4.5), TITLE_INCHES + sum(heights))
     drawn = Figure(figsize=size, facecolor=LIGHT.paper)

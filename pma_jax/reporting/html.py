@@ -153,8 +153,8 @@ the raw run{% if r.previews %}, blue its merged previews{% endif %}{% if r.annea
 bold. It was chosen on this same held-out text.
 {%- if r.best_block_merge %} Rows that begin with block/ merge means of the weights between two snapshots instead of
 the weights at them
-{%- if r.block_points_gained is not none %}: the best of them recovers {{ r.block_points_gained|percent }} more than the
-best SMA of points{% endif %}.{% endif %}</caption>
+{%- if r.block_points_gained is not none %}: the best of them recovers {{ r.best_block_merge.recovered_share|percent }},
+the best SMA of points {{ r.recovered_share|percent }}{% endif %}.{% endif %}</caption>
 <thead><tr><th scope="col">recipe</th>{% for n in windows %}<th scope="col">N = {{ n }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for recipe, row in grid.items() %}<tr><th scope="row">{{ recipe }}</th>
