@@ -5,7 +5,7 @@ Legend: B batch, L positions, M = L + 1 tokens of a window, V vocabulary. A toke
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -45,19 +45,9 @@ def _evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array)
 
 def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) -> float:
     """Mean nats a token over `batches` of int32 [B, M]; call under `jax.set_mesh`."""
-    return evaluate_together(graph, [params], batches)[0]
-
-
-def evaluate_together(graph: nnx.GraphDef, trees: Sequence[Params], batches: Iterable[jax.Array]) -> list[float]:
-    """`evaluate` of several parameter trees: each batch is brought once, and nothing is fetched before the end.
-
-    The trees run one after the other on the devices. As one program (`jax.vmap`) the demo's models took 17% longer on
-    CPU, and the program has to be compiled anew for each number of trees.
-    """
-    # [batches, trees, 2]
-    sums = [[_evaluation_step(graph, params, tokens_BxM) for params in trees] for tokens_BxM in batches]
-    nats_R, count_R = np.asarray(jax.device_get(sums), np.float64).sum(axis=0).T
-    return (nats_R / count_R).tolist()
+    sums = [_evaluation_step(graph, params, tokens_BxM) for tokens_BxM in batches]
+    nats, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
+    return float(nats / count)
 
 
 def on_mesh(mesh: jax.sharding.Mesh, tokens_BxM: np.ndarray) -> jax.Array:

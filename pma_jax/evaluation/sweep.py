@@ -139,10 +139,10 @@ def _computed(
 ) -> dict[str, Any]:
     """The stored rows and the new ones, the raw loss, and what it took."""
     rows_RxK = np.array(list(weights.values()))
-    raw = next((s for s in run.of_kind("point") if s.tokens == stored["tokens"]), None)
+    raw = snapshots[-1] if snapshots[-1].kind == "point" else _newest_point(run, stored["tokens"])
     if raw and stored["raw_loss"] is None:
         # The raw model is one more merge, of the newest point alone, so that it is not read twice.
-        if raw not in snapshots:
+        if raw is not snapshots[-1]:
             snapshots, rows_RxK = [*snapshots, raw], np.pad(rows_RxK, ((0, 0), (0, 1)))
         rows_RxK = np.vstack([np.eye(len(snapshots))[-1:], rows_RxK])
     mesh = make_mesh(run.config.mesh)
@@ -169,6 +169,10 @@ def _computed(
     ]
     seconds["all"] = time.perf_counter() - began
     return {"raw_loss": raw_loss, "rows": [*stored["rows"], *rows], "passes": passes, "seconds": seconds}
+
+
+def _newest_point(run: Run, tokens: int) -> Snapshot | None:
+    return next((s for s in reversed(run.of_kind("point")) if s.tokens == tokens), None)
 
 
 def _stored(run: Run, tokens: int) -> dict[str, Any]:

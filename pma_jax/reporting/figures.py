@@ -21,6 +21,7 @@ WIDTH_INCHES, HEIGHT_INCHES = 11.0, 4.9
 TEXT_POINTS, SMALL_POINTS = 9.5, 8.5
 LABEL_INCHES = 0.34  # from a panel to the labels of its lines
 CHARACTER_INCHES = 0.082  # of a label, on average
+ROOM_CHARACTERS = 9  # of a curve's name that fit between the panels
 DASHES, DOTS = (0, (4, 1.8)), (0, (1, 1))
 MARKERS = "osD^vPX*<>"
 
@@ -62,7 +63,10 @@ def figure(report: dict[str, Any], theme: Theme = LIGHT) -> Figure:
         _draw_curves(_panel(drawn, left=0.68, right=WIDTH_INCHES - 1.75), report, theme)
         return drawn
     room = LABEL_INCHES + CHARACTER_INCHES * max(len(shown(series(m))) for m in report["merges"])
-    _draw_curves(_panel(drawn, left=0.68, right=5.7), report, theme)
+    # The names of the curves stand between the panels.
+    names = [*report["curves"]["previews"], (report["best_merge"] or {}).get("text", "")]
+    longer = CHARACTER_INCHES * max(len(shown(name)) - ROOM_CHARACTERS for name in names)
+    _draw_curves(_panel(drawn, left=0.68, right=5.7 - max(longer, 0)), report, theme)
     _draw_windows(_panel(drawn, left=7.85, right=max(WIDTH_INCHES - max(room, 1.25), 8.9)), report, theme)
     return drawn
 

@@ -131,7 +131,11 @@ def test_block_means_and_intervals_stand_beside_the_papers_merges(with_blocks):
     table = print_table(report)
     assert "block/wma:10 *" in table and "sma:10@2" in table
     page = write_report(report, run)[2].read_text()
-    assert "block/wma" in page and "the best of them recovers 96.0%,\nthe best SMA of points 80.0%" in page and "sma@2" in page
+    assert (
+        "block/wma" in page
+        and "the best of them recovers 96.0%,\nthe best SMA of points 80.0%" in page
+        and "sma@2" in page
+    )
     sweeps = [shlex.split(c)[3:] for c in report["commands"] if "sweep" in c]
     assert sweeps == [
         ["--recipes", "sma,ema:alpha=0.2", "--windows", "3,10", "--intervals", "1,2"],
