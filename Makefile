@@ -19,6 +19,7 @@ demo: setup
 	$(BIN)/pma fork runs/demo --at-tokens $(FORK_TOKENS) --workdir runs/demo-annealed \
 		--config.schedule.decay=cosine --config.schedule.decay_start_tokens=$(FORK_TOKENS)
 	$(BIN)/pma sweep runs/demo --recipes sma,ema:alpha=0.1,ema:alpha=0.2,wma --windows 3,6,10,15
+	$(BIN)/pma sweep runs/demo --kind block_mean --recipes sma,wma,lagfree:lag=0.5,lagfree --windows 6,10,15,20,25
 	$(BIN)/pma report runs/demo runs/demo-annealed
 
 test: setup

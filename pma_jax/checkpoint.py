@@ -5,7 +5,8 @@
     RUN/snapshots/<step>/      parameters, and the tokens, loss and configuration they belong to: what merging reads
     RUN/block_means/<step>/    the same, of the mean of the weights since the snapshot before (dense averaging)
     RUN/states/<step>/         parameters, optimizer, block mean and data position: what resuming and forking need
-    RUN/metrics.jsonl          one record a line
+    RUN/metrics.jsonl          one record a line, by the process that trains
+    RUN/watch.jsonl            previews of the same form, by `pma watch`: files that two processes add to would race
 
 All are written asynchronously and published whole: a step without its commit mark does not exist. A snapshot
 carries its configuration, so one that was copied or merged elsewhere still says what it is.
@@ -100,11 +101,19 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl; a last line that is still being written is left out."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        """The records of metrics.jsonl, then those of watch.jsonl.
+
+        A run that resumes drops its own records past its state and writes them again; a watcher's stay, as the
+        snapshots that they are of do.
+        """
+        return [*read_records(self.path / "metrics.jsonl"), *read_records(self.path / "watch.jsonl")]
+
+
+def read_records(path: epath.Path) -> list[dict[str, Any]]:
+    """One record a line; a last line that is still being written is left out, and no file is no records."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def absolute(path: epath.PathLike) -> epath.Path:

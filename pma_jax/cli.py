@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 CONFIG_PREFIX = "--config."
+KINDS = ("point", "block_mean")  # checkpoint.FOLDERS has them too, but imports JAX
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped: the same command goes on from the last saved state", file=sys.stderr)
+        done = {"watch": "preview"}.get(options.verb, "saved state")
+        print(f"stopped: the same command goes on from the last {done}", file=sys.stderr)
         return 130
     return 0
 
@@ -105,8 +107,30 @@ def sweep(options: argparse.Namespace) -> None:
     from pma_jax.evaluation import sweep as sweeping
 
     run = checkpoint.open_run(options.run)
-    result = sweeping.sweep(run, options.recipes, options.windows)
+    result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind)
+    from pma_jax.reporting import heat_map
+
     _table(options, result, [["merge", "loss"], *([r["text"], f"{r['loss']:.4f}"] for r in result["rows"])])
+    for text, why in result["left_out"].items():
+        print(f"note: {text} is left out: {why}", file=sys.stderr)
+    if result["passes"] > 1:
+        print(
+            f"note: not all merges fit into memory at once: snapshots were read {result['passes']} times",
+            file=sys.stderr,
+        )
+    print(f"written {heat_map.write(result, run.path)}", file=sys.stderr)
+
+
+def watch(options: argparse.Namespace) -> None:
+    """Preview the merged models of a run that another process is training."""
+    from pma_jax import checkpoint
+    from pma_jax.evaluation import watch as watching
+
+    run = checkpoint.open_run(options.run)
+    for line in watching.watch(
+        run, options.recipe, options.windows, options.kind, poll_seconds=options.poll_seconds, once=options.once
+    ):
+        print(line, flush=True)
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -185,7 +209,17 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("run", help="the run whose newest snapshots are merged; RUN/sweep.json is written")
     verb.add_argument("--recipes", default="sma,ema:alpha=0.1,ema:alpha=0.2,wma", type=_texts, metavar="R,R")
     verb.add_argument("--windows", default="3,6,10,15", type=_windows, metavar="N,N")
+    verb.add_argument("--intervals", default="1", type=_windows, metavar="I,I", help="every I-th snapshot (default 1)")
+    verb.add_argument("--kind", choices=KINDS, default="point", help="of snapshots (default point)")
     _takes_json(verb)
+
+    verb = _verb(verbs, watch, "pma watch runs/demo --recipe wma --windows 6,10")
+    verb.add_argument("run", help="a run that is being trained, or was; previews are added to RUN/watch.jsonl")
+    verb.add_argument("--recipe", help="such as wma (default: the run's preview.recipe)")
+    verb.add_argument("--windows", type=_windows, metavar="N,N", help="default: the run's preview.windows")
+    verb.add_argument("--kind", choices=KINDS, help="of snapshots (default: the first kind that the run saves)")
+    verb.add_argument("--poll-seconds", default=5.0, type=_seconds, help="between looks at the run (default 5)")
+    verb.add_argument("--once", action="store_true", help="preview what is there, and end")
 
     verb = _verb(verbs, evaluate, "pma evaluate runs/demo runs/demo/merged/sma-10 --config.evaluation.tokens=131072")
     verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
@@ -295,6 +329,16 @@ def _positive(text: str) -> int:
 
 def _windows(text: str) -> list[int]:
     return [_positive(item) for item in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
 
 
 def _texts(text: str) -> list[str]:

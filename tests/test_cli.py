@@ -12,11 +12,9 @@ import tiny
 from pma_jax import checkpoint
 from pma_jax.checkpoint import open_run
 from pma_jax.cli import main
-from pma_jax.evaluation.held_out import evaluate_all
-from pma_jax.mesh import make_mesh
 from pma_jax.training import loop
 
-VERBS = ["train", "fork", "merge", "sweep", "evaluate", "inspect", "report"]
+VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "report"]
 
 
 @pytest.fixture
@@ -105,6 +103,13 @@ def test_every_verb_has_help_with_an_example(pma, verb):
         ["merge", "run", "--out", "x", "--dtype", "int8"],
         ["merge", "run", "--out", "x", "--every", "often"],
         ["sweep", "run", "--windows", "3,x"],
+        ["sweep", "run", "--intervals", "1,0"],
+        ["sweep", "run", "--kind", "mean"],
+        ["watch"],
+        ["watch", "run", "--windows", "0"],
+        ["watch", "run", "--kind", "points"],
+        ["watch", "run", "--poll-seconds", "0"],
+        ["watch", "run", "--poll-seconds", "soon"],
         ["evaluate"],
         ["inspect", "a", "b"],
     ],
@@ -151,7 +156,7 @@ def test_a_wrong_config_file_is_one_line(fails, tmp_path, text, says):
     assert says in fails("train", "--config", tmp_path / "config.py", "--workdir", tmp_path / "run")
 
 
-@pytest.mark.parametrize("verb", ["evaluate", "inspect", "sweep", "report", "merge", "fork"])
+@pytest.mark.parametrize("verb", ["evaluate", "inspect", "sweep", "watch", "report", "merge", "fork"])
 @pytest.mark.parametrize("target", ["nothing", "empty", "file", "config"])
 def test_what_is_neither_run_nor_snapshot_is_one_line(fails, tmp_path, verb, target):
     (tmp_path / "empty").mkdir()
@@ -220,7 +225,24 @@ def test_a_fork_where_no_state_is_lists_the_states(fails, finished, tmp_path):
 
 
 def test_a_sweep_of_more_than_there_is_is_one_line(fails, finished):
-    assert "6 snapshots" in fails("sweep", finished.path, "--windows", "3,15")
+    line = fails("sweep", finished.path, "--windows", "15,20", "--recipes", "sma")
+    assert "sma:15: there are 6 snapshots, and it needs 15" in line and "sma:20" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["sweep", "--recipes", "smaa"], "did you mean 'sma'"),
+        (["sweep", "--kind", "block_mean"], "no snapshots of kind block_mean"),
+        (["watch", "--recipe", "smaa"], "did you mean 'sma'"),
+        (["watch", "--recipe", "weights:0.5,0.5", "--windows", "3"], "2 weights for 3"),
+    ],
+)
+def test_a_sweep_or_watch_that_cannot_be_is_one_line(fails, copy, words, says):
+    verb, *rest = words
+    before = tiny.contents(copy.path)
+    assert says in fails(verb, copy.path, *rest)
+    assert tiny.contents(copy.path) == before
 
 
 # --- What the verbs do ------------------------------------------------------------------------------------------------
@@ -246,6 +268,17 @@ def test_an_interrupted_command_says_how_to_go_on(pma, workspace, tmp_path, monk
     file = tiny.write_config(tmp_path / "config.py", workspace)
     status, _, err = pma("train", "--config", file, "--workdir", tmp_path / "run")
     assert status == 130 and "same command" in err and "Traceback" not in err
+
+
+def test_an_interrupted_watch_is_one_line(pma, finished, monkeypatch):
+    from pma_jax.evaluation import watch
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(watch, "watch", interrupted)
+    assert pma("watch", finished.path) == (130, "", "stopped: the same command goes on from the last preview\n")
 
 
 def test_fork_trains_to_the_horizon(pma, finished, tmp_path):
@@ -344,25 +377,29 @@ def test_sweep_is_each_merge_evaluated(pma, copy):
     ema = [0.8**4, 0.2 * 0.8**3, 0.2 * 0.8**2, 0.2 * 0.8, 0.2]
     stored = [tiny.named(tiny.read(s)) for s in copy.snapshots]
     for text, weights in (("sma:3", [1 / 3] * 3), ("sma:5", [0.2] * 5), ("ema:alpha=0.2:5", ema)):
-        assert rows[text] == pytest.approx(loss_of(copy, stored[-len(weights) :], weights), rel=1e-6)
+        assert rows[text] == pytest.approx(tiny.loss_of_sum(copy, stored[-len(weights) :], weights), rel=1e-6)
     assert pma(*words)[1] == out, "the same sweep again answers the same"
     assert "sma:3" in pma(*words[:-1])[1]
 
 
-def loss_of(run, stored, weights):
-    """Held-out loss of the float64 sum, by the library's evaluation."""
-    import jax
+def test_sweep_takes_kinds_and_intervals_and_tells_what_it_leaves_out(pma, copy):
+    tiny.write_block_means(copy)
+    assert pma("sweep", copy.path, "--recipes", "sma", "--windows", "2,3", "--intervals", "1,3")[0] == 0
+    status, out, err = pma("sweep", copy.path, "--recipes", "wma", "--windows", "3,7", "--kind", "block_mean")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["merge", "sma:2", "sma:2@3", "sma:3", "block/wma:3"]
+    assert err.splitlines()[0] == "note: block/wma:7 is left out: there are 6 snapshots, and it needs 7"
+    assert (copy.path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
-    mesh = make_mesh(run.config.mesh)
-    abstract = checkpoint.abstract_params(run.config, mesh)
 
-    def merged(path, like):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        total = sum(w * leaves[name].astype(np.float64) for w, leaves in zip(weights, stored, strict=True))
-        return jax.device_put(total.astype(np.float32), like.sharding)
-
-    (loss,) = evaluate_all(run.config, [jax.tree_util.tree_map_with_path(merged, abstract)], mesh)
-    return loss
+def test_watch_prints_a_line_a_preview(pma, copy):
+    words = ["watch", copy.path, "--recipe", "wma", "--windows", "5", "--once"]
+    status, out, err = pma(*words)
+    records = [r for r in copy.metrics if r.get("by") == "watch"]
+    assert (status, err) == (0, "")
+    assert [line.split()[-2:] for line in out.splitlines()] == [["wma:5", f"{r['loss']:.4f}"] for r in records]
+    assert [r["tokens"] for r in records] == [5120, 6144]
+    assert pma(*words) == (0, "", "")
 
 
 def test_inspect_prints_text_and_json(pma, finished):

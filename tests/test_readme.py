@@ -53,6 +53,7 @@ def get_config():
     c.model.update(vocabulary_size=16, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, hidden=8)
     c.training.update(sequence_length_tokens={length}, batch_size_sequences={batch})
     c.evaluation.update(tokens=1000, batch_size_sequences=8)
+    c.checkpoint.block_every_steps = 1
     return c
 """)
     return str(folder / "small.py")

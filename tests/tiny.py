@@ -3,6 +3,7 @@
 Marks: a snapshot every 4 steps (1024 tokens), a state every 8 (2048) and at the horizon (6144).
 """
 
+import dataclasses
 import os
 import random
 import subprocess
@@ -15,6 +16,7 @@ import numpy as np
 from pma_jax import checkpoint
 from pma_jax import config as configuration
 from pma_jax.config import Config
+from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.mesh import make_mesh
 
 BATCH_TOKENS = 256  # 8 sequences of 32
@@ -82,6 +84,29 @@ def read(snapshot: checkpoint.Snapshot):
     """A stored snapshot's parameters as numpy arrays."""
     abstract = checkpoint.abstract_params(snapshot.config, make_mesh(snapshot.config.mesh))
     return jax.tree.map(np.asarray, checkpoint.restore_params(snapshot, abstract))
+
+
+def write_block_means(run: checkpoint.Run) -> None:
+    """Give `run` a block mean at each point: the mean of that point and the one before."""
+    points = run.of_kind("point")
+    for before, point in zip([points[0], *points], points, strict=False):
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, read(before), read(point))
+        path = run.path / checkpoint.FOLDERS["block_mean"] / str(point.step)
+        checkpoint.write_snapshot(mean, dataclasses.replace(point, path=path, kind="block_mean", loss=None))
+
+
+def loss_of_sum(run: checkpoint.Run, stored: list[dict[str, np.ndarray]], weights) -> float:
+    """Held-out loss of the float64 sum of trees (as `named` gives them), by the library's evaluation."""
+    mesh = make_mesh(run.config.mesh)
+
+    def merged(path, like):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        total = sum(w * leaves[name].astype(np.float64) for w, leaves in zip(weights, stored, strict=True))
+        return jax.device_put(total.astype(np.float32), like.sharding)
+
+    params = jax.tree_util.tree_map_with_path(merged, checkpoint.abstract_params(run.config, mesh))
+    (loss,) = evaluate_all(run.config, [params], mesh)
+    return loss
 
 
 def named(tree) -> dict[str, np.ndarray]:

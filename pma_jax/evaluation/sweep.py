@@ -1,55 +1,216 @@
-"""A grid of merges of a run's newest snapshots, each evaluated."""
+"""A grid of merges of a run's newest snapshots, each evaluated: recipes x windows x intervals, of one kind of snapshot.
 
+Legend: R merges, K snapshots.
+"""
+
+import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from pma_jax import checkpoint
-from pma_jax.checkpoint import Run
-from pma_jax.evaluation.held_out import evaluate_all
+from pma_jax.checkpoint import Run, Snapshot
+from pma_jax.evaluation.held_out import evaluator
 from pma_jax.merging import recipes
-from pma_jax.merging.averager import average_many
+from pma_jax.merging.averager import average_many_stream
 from pma_jax.mesh import make_mesh
 
+MEMORY_SHARE = 0.5  # of what is free: the rest is for evaluating
+BESIDE_MERGES = 2  # models in memory besides the merges: the snapshot that is being added and the one being read
+KIND_PREFIXES = {"point": "", "block_mean": "block/"}
 
-def sweep(run: Run, recipe_texts: Sequence[str], windows: Sequence[int]) -> dict[str, Any]:
-    """Evaluate every recipe over every window, at the newest snapshot; writes RUN/sweep.json.
 
-    Each snapshot is read once; the same grid at the same tokens is not computed again. Raises ValueError when the run
-    has fewer snapshots than the largest window.
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One merge of the grid: the newest `window` of every `interval`-th snapshot, counted back from the newest."""
+
+    recipe: str
+    window: int
+    interval: int = 1
+    kind: str = "point"
+
+    @property
+    def text(self) -> str:
+        """How tables, figures and sweep.json call it."""
+        return row_text(self.recipe, self.window, self.interval, self.kind)
+
+    def chosen(self, count: int) -> list[int]:
+        """Positions of its snapshots among `count`, oldest first. Raises ValueError when there are too few."""
+        needed = (self.window - 1) * self.interval + 1
+        if count < needed:
+            raise ValueError(f"there are {count} snapshots, and it needs {needed}")
+        return list(range(count - needed, count, self.interval))
+
+
+def row_text(recipe: str, window: int, interval: int = 1, kind: str = "point") -> str:
+    """`sma:10`; `sma:10@2` of every second snapshot; `block/sma:10` of block means."""
+    every = f"@{interval}" if interval > 1 else ""
+    return f"{KIND_PREFIXES[kind]}{recipe}:{window}{every}"
+
+
+def sweep(
+    run: Run,
+    recipe_texts: Sequence[str],
+    windows: Sequence[int],
+    intervals: Sequence[int] = (1,),
+    kind: str = "point",
+    memory_bytes: float | None = None,
+) -> dict[str, Any]:
+    """Evaluate every recipe over every window and interval, at the newest snapshot; adds the rows to RUN/sweep.json.
+
+    Each snapshot is read once, and the next one while one is added to all merges. Memory holds the merges and two
+    snapshots; where not all merges fit into `memory_bytes`, they are made in several passes, and each pass reads the
+    snapshots again. A row that sweep.json has of the same tokens is not computed again; rows of other tokens are
+    dropped.
+
+    Args:
+      run: the run; it needs snapshots of `kind`.
+      recipe_texts: as `recipes.parse` reads them, without a window.
+      windows: numbers of snapshots.
+      intervals: i takes every i-th snapshot, counted back from the newest.
+      kind: of snapshots, "point" or "block_mean".
+      memory_bytes: of one device; by default half of what is free.
+
+    Returns:
+      What sweep.json holds: `tokens`; `raw_loss`, of the newest point, None where there is none; `rows`, each of
+      recipe, window, interval, kind, text and loss in nats a token; `left_out`, of this call the text of each merge
+      that could not be made and why; of the last call that computed anything `passes` over the snapshots, and `seconds`
+      of reading (a merge is added while the next snapshot is read), of evaluating and of all.
+
+    Raises:
+      ValueError: a recipe is wrong, or no merge of the grid can be made.
     """
-    snapshots = run.snapshots[-max(windows) :]
-    if len(snapshots) < max(windows):
-        raise ValueError(f"{run.path} has {len(snapshots)} snapshots, fewer than the window of {max(windows)}")
-    tokens = [s.tokens for s in snapshots]
-    grid = [(recipe, n) for recipe in recipe_texts for n in windows]
-    stored = _stored(run)
-    if stored and stored["tokens"] == tokens[-1] and [r["text"] for r in stored["rows"]] == [_text(*g) for g in grid]:
-        return stored
-    coefficients_RxK = np.zeros((len(grid), len(snapshots)))
-    for row, (recipe, n) in zip(coefficients_RxK, grid, strict=True):
-        row[-n:] = recipes.coefficients(recipe, tokens[-n:])
-
-    mesh = make_mesh(run.config.mesh)
-    abstract = checkpoint.abstract_params(run.config, mesh)
-    params = [checkpoint.restore_params(s, abstract) for s in snapshots]
-    merged = average_many(params, coefficients_RxK)
-    raw_loss, *losses = evaluate_all(run.config, [params[-1], *merged], mesh)
-    rows = [
-        {"recipe": recipe, "window": n, "text": _text(recipe, n), "loss": loss}
-        for (recipe, n), loss in zip(grid, losses, strict=True)
-    ]
-    result = {"tokens": tokens[-1], "raw_loss": raw_loss, "rows": rows}
-    checkpoint.write_text(run.path / "sweep.json", json.dumps(result, indent=2) + "\n")
+    began = time.perf_counter()
+    for text in recipe_texts:
+        recipes.parse(text)
+    snapshots = run.of_kind(kind)
+    if not snapshots:
+        raise ValueError(
+            f"{run.path} has no snapshots of kind {kind}: it saves {', '.join(run.config.checkpoint.kinds)}"
+        )
+    grid = [Cell(r, n, i, kind) for r, n, i in itertools.product(recipe_texts, windows, intervals)]
+    weights, left_out = _weights(grid, snapshots)
+    if not weights:
+        raise ValueError(
+            f"no merge can be made of {run.path}: {'; '.join(f'{t}: {why}' for t, why in left_out.items())}"
+        )
+    stored = _stored(run, snapshots[-1].tokens)
+    known = {row["text"] for row in stored["rows"]}
+    new = [cell for cell in weights if cell.text not in known]
+    result = stored | {"left_out": left_out}
+    if new:
+        result |= _computed(run, snapshots, {cell: weights[cell] for cell in new}, stored, began, memory_bytes)
+    if result != stored:
+        checkpoint.write_text(run.path / "sweep.json", json.dumps(result, indent=2) + "\n")
     return result
 
 
-def _text(recipe: str, window: int) -> str:
-    return f"{recipe}:{window}"
+def _weights(grid: Sequence[Cell], snapshots: Sequence[Snapshot]) -> tuple[dict[Cell, np.ndarray], dict[str, str]]:
+    """float64 [K] of each merge that can be made, and why the others cannot."""
+    tokens = np.array([s.tokens for s in snapshots])
+    weights, left_out = {}, {}
+    for cell in grid:
+        row = np.zeros(len(snapshots))
+        try:
+            chosen = cell.chosen(len(snapshots))
+            row[chosen] = recipes.coefficients(cell.recipe, tokens[chosen])
+        except ValueError as error:
+            left_out[cell.text] = str(error)
+        else:
+            weights[cell] = row
+    return weights, left_out
 
 
-def _stored(run: Run) -> dict[str, Any] | None:
+def _computed(
+    run: Run,
+    snapshots: Sequence[Snapshot],
+    weights: dict[Cell, np.ndarray],
+    stored: dict[str, Any],
+    began: float,
+    memory_bytes: float | None,
+) -> dict[str, Any]:
+    """The stored rows and the new ones, the raw loss, and what it took."""
+    rows_RxK = np.array(list(weights.values()))
+    raw = snapshots[-1] if snapshots[-1].kind == "point" else _newest_point(run, stored["tokens"])
+    if raw and stored["raw_loss"] is None:
+        # The raw model is one more merge, of the newest point alone, so that it is not read twice.
+        if raw is not snapshots[-1]:
+            snapshots, rows_RxK = [*snapshots, raw], np.pad(rows_RxK, ((0, 0), (0, 1)))
+        rows_RxK = np.vstack([np.eye(len(snapshots))[-1:], rows_RxK])
+    mesh = make_mesh(run.config.mesh)
+    abstract = checkpoint.abstract_params(run.config, mesh)
+    at_once = _merges_that_fit(abstract, _free_bytes(mesh) if memory_bytes is None else memory_bytes)
+    passes = math.ceil(len(rows_RxK) / at_once)
+    seconds = {"read": 0.0, "evaluate": 0.0}
+    timed_read = _timed(checkpoint.restore_params, seconds, "read")
+    losses_of = _timed(evaluator(run.config, mesh), seconds, "evaluate")
+    losses: list[float] = []
+    for group_RxK in np.array_split(rows_RxK, passes):
+        used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
+        loads: Iterator[Any] = (timed_read(snapshots[k], abstract) for k in used)
+        with jax.set_mesh(mesh):
+            merged = average_many_stream(loads, group_RxK[:, used])
+        losses += losses_of(merged)
+        del merged
+    raw_loss = stored["raw_loss"]
+    if len(losses) > len(weights):
+        raw_loss, *losses = losses
+    rows = [
+        {**dataclasses.asdict(cell), "text": cell.text, "loss": loss}
+        for cell, loss in zip(weights, losses, strict=True)
+    ]
+    seconds["all"] = time.perf_counter() - began
+    return {"raw_loss": raw_loss, "rows": [*stored["rows"], *rows], "passes": passes, "seconds": seconds}
+
+
+def _newest_point(run: Run, tokens: int) -> Snapshot | None:
+    return next((s for s in reversed(run.of_kind("point")) if s.tokens == tokens), None)
+
+
+def _stored(run: Run, tokens: int) -> dict[str, Any]:
+    """What sweep.json holds of these tokens, or nothing yet."""
+    empty = {"tokens": tokens, "raw_loss": None, "rows": [], "left_out": {}, "passes": 1, "seconds": {}}
     path = run.path / "sweep.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    found = empty | json.loads(path.read_text()) if path.exists() else empty
+    return found if found["tokens"] == tokens else empty
+
+
+def _timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*arguments)
+        seconds[name] += time.perf_counter() - start
+        return result
+
+    return timed
+
+
+def _merges_that_fit(abstract: Any, memory_bytes: float) -> int:
+    """How many merges a device's memory holds beside what is being read; at least 1. Merges are summed in float32."""
+    leaves = jax.tree.leaves(abstract)
+    model_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * max(x.dtype.itemsize, 4) for x in leaves)
+    return max(int(memory_bytes // model_bytes) - BESIDE_MERGES, 1)
+
+
+def _free_bytes(mesh: jax.sharding.Mesh) -> float:
+    """The share of a device's free memory that merges may take; CPU devices share the host's."""
+    stats = mesh.local_devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
+    return MEMORY_SHARE * _free_host_bytes() / len(mesh.local_devices)
+
+
+def _free_host_bytes() -> int:
+    # What the kernel's cache of files holds counts as free; where the kernel does not say, all memory does.
+    meminfo = pathlib.Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return available[0] if available else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

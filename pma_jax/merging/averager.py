@@ -6,6 +6,7 @@ nothing is allocated besides the result. Legend: K checkpoints, R recipes.
   average_stream  the same, fed by a loader that reads one checkpoint ahead.
   average         K checkpoints at once, one pass: each input is read once and the result written once.
   average_many    R rows of weights in one pass over K checkpoints.
+  average_many_stream  the same, fed by a loader as `average_stream` is: the memory of R totals, whatever K.
 
 Sums are float32 whatever the inputs' dtype, and divided once at the end: sums.py says how, and why. Integer and boolean
 leaves are not averaged: they must be equal in all checkpoints and are passed through.
@@ -49,7 +50,7 @@ from pma_jax.merging.sums import (
     zeros_like_total,
 )
 
-__all__ = ["add_weighted", "average", "average_many", "average_stream", "zeros_like_total"]
+__all__ = ["add_weighted", "average", "average_many", "average_many_stream", "average_stream", "zeros_like_total"]
 
 CHUNK = 16  # checkpoints summed in one compiled pass; more are summed chunk after chunk
 
@@ -124,11 +125,7 @@ def average_many(
     Raises:
       ValueError: as for `average`.
     """
-    C = np.asarray(weights_RxK, np.float64)
-    if C.ndim != 2 or not len(C):
-        raise ValueError(f"weights must be a matrix, a row a recipe, not of shape {C.shape}")
-    for row in C:
-        _checked_weights(row, len(params_K))
+    C = _checked_matrix(weights_RxK, len(params_K))
     placed_K = _checked_and_placed(params_K, like, dtype)
     return fused_average_many(out, placed_K, C.astype(weight_dtype()), output_dtypes(placed_K[0], dtype))
 
@@ -160,18 +157,57 @@ def average_stream(
     Raises:
       ValueError: as for `average`, as soon as the offending checkpoint has been read; what `loads` raises is passed on.
     """
-    c = _checked_weights(weights, np.size(weights))
-    multiply_K, divisor = np.zeros(len(c), weight_dtype()), weight_dtype().type(1)
-    if c.any():
-        multiply_K[c != 0], divisor = as_ratio(c[c != 0])
+    multiply_K, divisor = _ratio(_checked_weights(weights, np.size(weights)))
     running: _LeafSum | None = None
-    for k, params in enumerate(_one_ahead(iter(loads), len(c)), start=1):
+    for k, params in enumerate(_one_ahead(iter(loads), len(multiply_K)), start=1):
         if running is None:
             running = _LeafSum(params, like, dtype, compensated)
         running.add(params, multiply_K[k - 1], f"checkpoint {k}")
         del params
     assert running is not None
     return running.finish(divisor)
+
+
+def average_many_stream(
+    loads: Iterable[Any], weights_RxK: ArrayLike, *, dtype: DTypeLike | str = "keep"
+) -> tuple[Any, ...]:
+    """`average_many` for checkpoints that are loaded one after the other: R totals in memory, and never K checkpoints.
+
+    A thread draws from `loads`, at most one tree ahead of the one that is being added.
+
+    Args:
+      loads: K trees of arrays with the shardings that the results take, oldest first; loaded as for `average_stream`.
+      weights_RxK: [R, K], float64 on the host, a row a recipe.
+      dtype: as for `average`.
+
+    Returns:
+      R trees.
+
+    Raises:
+      ValueError: as for `average`, as soon as the offending checkpoint has been read; what `loads` raises is passed on.
+    """
+    C = _checked_matrix(weights_RxK, np.shape(weights_RxK)[-1])
+    multiply_RxK, divisor_R = zip(*map(_ratio, C), strict=True)
+    abstract, integers, totals_R = None, None, []
+    for k, params in enumerate(_one_ahead(iter(loads), C.shape[1])):
+        if k == 0:
+            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+            integers = [x for x in jax.tree.leaves(params) if not is_float(x.dtype)]
+            totals_R = [zeros_like_total(abstract) for _ in C]
+        check_same(abstract, params, f"checkpoint {k + 1}", dtypes=keeps(dtype))
+        check_equal_integers(
+            integers, [x for x in jax.tree.leaves(params) if not is_float(x.dtype)], f"checkpoint {k + 1}"
+        )
+        for r, multiply_K in enumerate(multiply_RxK):
+            if multiply_K[k]:
+                totals_R[r] = add_weighted(totals_R[r], params, multiply_K[k])
+        # Dispatch runs ahead of the device: without waiting, more checkpoints would be held than the two promised.
+        jax.block_until_ready(totals_R)
+        del params
+    dtypes = output_dtypes(abstract, dtype)
+    for r, divisor in enumerate(divisor_R):
+        totals_R[r] = finish(totals_R[r], divisor, dtypes)
+    return tuple(totals_R)
 
 
 def _one_ahead(loads: Iterator[Any], count: int) -> Iterator[Any]:
@@ -262,3 +298,20 @@ def _checked_weights(weights: ArrayLike, count: int) -> np.ndarray:
     if not np.isfinite(c).all():
         raise ValueError("weights must be finite")
     return c
+
+
+def _checked_matrix(weights_RxK: ArrayLike, count: int) -> np.ndarray:
+    C = np.asarray(weights_RxK, np.float64)
+    if C.ndim != 2 or not len(C):
+        raise ValueError(f"weights must be a matrix, a row a recipe, not of shape {C.shape}")
+    for row in C:
+        _checked_weights(row, count)
+    return C
+
+
+def _ratio(weights: np.ndarray) -> tuple[np.ndarray, np.generic]:
+    """`as_ratio` of [K] weights of which some, or all, are 0."""
+    multiply_K, divisor = np.zeros(len(weights), weight_dtype()), weight_dtype().type(1)
+    if weights.any():
+        multiply_K[weights != 0], divisor = as_ratio(weights[weights != 0])
+    return multiply_K, divisor

@@ -80,7 +80,13 @@ def _attend_block_backward(saved: tuple[jax.Array, ...], g_BxKxGxQxH: jax.Array)
     d_q = jnp.einsum("bkgqm,bkhm->bkgqh", d_scores_BxKxGxQxM, k)
     d_k = jnp.einsum("bkgqh,bkgqm->bkhm", q, d_scores_BxKxGxQxM)
     d_v = jnp.einsum("bkgqh,bkgqm->bkhm", g_BxKxGxQxH, weights_BxKxGxQxM)
-    return d_q, d_k, d_v
+    # einsum forgets the axis of a dim of size 1 that it could drop; the rule must give its inputs' types.
+    return tuple(_placed_as(x, d) for x, d in ((q, d_q), (k, d_k), (v, d_v)))
+
+
+def _placed_as(x: jax.Array, y: jax.Array) -> jax.Array:
+    sharding = jax.typeof(x).sharding
+    return y if sharding.mesh.empty else jax.reshard(y, sharding)
 
 
 _attend_block.defvjp(_attend_block_forward, _attend_block_backward)

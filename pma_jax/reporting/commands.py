@@ -27,12 +27,19 @@ def reproduction(run: Run, forks: Sequence[Run], merges: Sequence[dict[str, Any]
         at = fork.facts["forked_from"]["tokens"]
         changed = _overrides(run.config, fork.config)
         commands.append(_command("fork", _folder(run), "--at-tokens", at, "--workdir", _folder(fork), *changed))
-    if merges:
-        # dict.fromkeys: each once, in the order of the sweep.
-        recipes = ",".join(dict.fromkeys(m["recipe"] for m in merges))
-        windows = ",".join(dict.fromkeys(str(m["window"]) for m in merges))
-        commands.append(_command("sweep", _folder(run), "--recipes", recipes, "--windows", windows))
+    for kind in dict.fromkeys(m["kind"] for m in merges):
+        commands.append(_command("sweep", _folder(run), *_grid([m for m in merges if m["kind"] == kind])))
     return [*commands, _command("report", _folder(run), *(_folder(fork) for fork in forks))]
+
+
+def _grid(merges: Sequence[dict[str, Any]]) -> list[str]:
+    # dict.fromkeys: each once, in the order of the sweep.
+    recipes, windows, intervals = (
+        ",".join(dict.fromkeys(str(m[key]) for m in merges)) for key in ("recipe", "window", "interval")
+    )
+    words = ["--recipes", recipes, "--windows", windows]
+    words += ["--intervals", intervals] if intervals != "1" else []
+    return words + (["--kind", merges[0]["kind"]] if merges[0]["kind"] != "point" else [])
 
 
 def _folder(run: Run) -> str:

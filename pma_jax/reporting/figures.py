@@ -14,12 +14,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from pma_jax.evaluation.sweep import KIND_PREFIXES
+
 DPI = 200  # twice the size at which the page shows it
 WIDTH_INCHES, HEIGHT_INCHES = 11.0, 4.9
 TEXT_POINTS, SMALL_POINTS = 9.5, 8.5
 LABEL_INCHES = 0.34  # from a panel to the labels of its lines
 CHARACTER_INCHES = 0.082  # of a label, on average
-DASHES = (0, (4, 1.8))
+ROOM_CHARACTERS = 9  # of a curve's name that fit between the panels
+DASHES, DOTS = (0, (4, 1.8)), (0, (1, 1))
 MARKERS = "osD^vPX*<>"
 
 
@@ -59,8 +62,11 @@ def figure(report: dict[str, Any], theme: Theme = LIGHT) -> Figure:
     if not report["merges"]:
         _draw_curves(_panel(drawn, left=0.68, right=WIDTH_INCHES - 1.75), report, theme)
         return drawn
-    room = LABEL_INCHES + CHARACTER_INCHES * max(len(_shown(m["recipe"])) for m in report["merges"])
-    _draw_curves(_panel(drawn, left=0.68, right=5.7), report, theme)
+    room = LABEL_INCHES + CHARACTER_INCHES * max(len(shown(series(m))) for m in report["merges"])
+    # The names of the curves stand between the panels.
+    names = [*report["curves"]["previews"], (report["best_merge"] or {}).get("text", "")]
+    longer = CHARACTER_INCHES * max(len(shown(name)) - ROOM_CHARACTERS for name in names)
+    _draw_curves(_panel(drawn, left=0.68, right=5.7 - max(longer, 0)), report, theme)
     _draw_windows(_panel(drawn, left=7.85, right=max(WIDTH_INCHES - max(room, 1.25), 8.9)), report, theme)
     return drawn
 
@@ -88,7 +94,12 @@ def _draw_curves(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
         # Shades of one hue, longer windows darker; the labels say which is which.
         alpha = 1.0 if strong else 0.3 + 0.35 * i / max(len(previews) - 1, 1)
         axes.plot(
-            *_xy(curve), color=theme.preview, alpha=alpha, linewidth=2.2 if strong else 1.1, zorder=5 if strong else 3
+            *_xy(curve),
+            color=theme.preview,
+            alpha=alpha,
+            linewidth=2.2 if strong else 1.1,
+            linestyle=DOTS if _is_block(text) else "-",
+            zorder=5 if strong else 3,
         )
         labels.append((curve[-1][1], text, theme.preview, strong))
     if annealed:
@@ -101,7 +112,7 @@ def _draw_curves(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     if top and top["text"] not in previews:
         axes.plot([horizon], [top["loss"]], "D", color=theme.preview, markersize=4.5, clip_on=False, zorder=6)
         labels.append((top["loss"], top["text"], theme.preview, True))
-    _label_ends(axes, [(y, f"{_shown(text)}  {y:.3f}", color, bold) for y, text, color, bold in labels], theme)
+    _label_ends(axes, [(y, f"{shown(text)}  {y:.3f}", color, bold) for y, text, color, bold in labels], theme)
 
 
 def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
@@ -110,20 +121,25 @@ def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     _style(axes, theme, title, "snapshots merged, N")
     if shares:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
-    lines = _by_recipe(report["merges"], "recovered_share" if shares else "loss")
-    for i, points in enumerate(lines.values()):
+    # One interval only: the sweep's own figure has them all.
+    interval = min(m["interval"] for m in report["merges"])
+    merges = [m for m in report["merges"] if m["interval"] == interval]
+    lines = _by_series(merges, "recovered_share" if shares else "loss")
+    for i, (name, points) in enumerate(lines.items()):
+        color, is_block = theme.merges[i % len(theme.merges)], _is_block(name)
         axes.plot(
             *_xy(points),
-            color=theme.merges[i % len(theme.merges)],
+            color=color,
             marker=MARKERS[i % len(MARKERS)],
             markersize=5,
-            markeredgecolor=theme.paper,
-            markeredgewidth=0.6,
+            markerfacecolor=theme.paper if is_block else color,
+            markeredgecolor=color if is_block else theme.paper,
+            markeredgewidth=1.2 if is_block else 0.6,
             linewidth=1.5,
             clip_on=False,
             zorder=4,
         )
-    windows = sorted({m["window"] for m in report["merges"]})
+    windows = sorted({m["window"] for m in merges})
     axes.set_xticks(windows)
     # Too many ticks to read: matplotlib's own choice of whole numbers.
     if len(windows) > 8:
@@ -141,7 +157,7 @@ def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     for value, _, color, style in references:
         axes.axhline(value, color=color, linewidth=1.4, linestyle=style, zorder=2)
     labels = [
-        (points[-1][1], _shown(recipe), theme.merges[i % len(theme.merges)], False)
+        (points[-1][1], shown(recipe), theme.merges[i % len(theme.merges)], False)
         for i, (recipe, points) in enumerate(lines.items())
     ]
     labels += [(value, name, color, name == "annealed") for value, name, color, _ in references]
@@ -217,15 +233,26 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
     return positions
 
 
-def _by_recipe(merges: Sequence[dict[str, Any]], key: str) -> dict[str, list[tuple[int, float]]]:
+def series(merge: dict[str, Any]) -> str:
+    """What merges that differ only by their window are called: `sma`, `block/wma`, `sma@2`."""
+    every = f"@{merge['interval']}" if merge["interval"] > 1 else ""
+    return f"{KIND_PREFIXES[merge['kind']]}{merge['recipe']}{every}"
+
+
+def _is_block(text: str) -> bool:
+    return text.startswith(KIND_PREFIXES["block_mean"])
+
+
+def _by_series(merges: Sequence[dict[str, Any]], key: str) -> dict[str, list[tuple[int, float]]]:
     lines: dict[str, list[tuple[int, float]]] = {}
     for merge in merges:
-        lines.setdefault(merge["recipe"], []).append((merge["window"], merge[key]))
+        lines.setdefault(series(merge), []).append((merge["window"], merge[key]))
     return {recipe: sorted(points) for recipe, points in lines.items()}
 
 
-def _shown(text: str) -> str:
-    return text.replace(":alpha=", " α=")
+def shown(text: str) -> str:
+    """A recipe or a merge as figures write it."""
+    return text.replace(":alpha=", " α=").replace(":lag=", " lag=")
 
 
 def _xy(points: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:

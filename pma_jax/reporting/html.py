@@ -6,6 +6,7 @@ from typing import Any
 import jinja2
 
 from pma_jax.evaluation.loss import bits_per_byte, perplexity
+from pma_jax.reporting.figures import series
 
 
 def page(report: dict[str, Any], config_json: str, light_png: bytes, dark_png: bytes) -> str:
@@ -33,6 +34,8 @@ def _models(report: dict[str, Any]) -> list[dict[str, Any]]:
     named = [("best SMA", report["best_sma"]), ("best merge", report["best_merge"])]
     if report["best_sma"] == report["best_merge"]:
         named = [("best merge", report["best_merge"])]
+    if report["best_block_merge"] and report["best_block_merge"] != report["best_merge"]:
+        named.append(("best of block means", report["best_block_merge"]))
     rows += [(f"{what}, {m['text']}", m["loss"], m["recovered_share"]) for what, m in named if m]
     for i, run in enumerate(report["annealed_runs"]):
         share = (report["raw_loss"] - run["loss"]) / (report["raw_loss"] - annealed) if gains else None
@@ -44,10 +47,10 @@ def _models(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _grid(merges: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Recipe -> window -> merge, recipes in the order of the sweep."""
+    """Recipe, of points or of block means -> window -> merge, in the order of the sweep."""
     grid: dict[str, dict[int, dict[str, Any]]] = {}
     for merge in merges:
-        grid.setdefault(merge["recipe"], {})[merge["window"]] = merge
+        grid.setdefault(series(merge), {})[merge["window"]] = merge
     return grid
 
 
@@ -147,7 +150,11 @@ the raw run{% if r.previews %}, blue its merged previews{% endif %}{% if r.annea
 <h2>Every merge</h2>
 <div class="scroll"><table>
 <caption>Held-out loss, nats a token{% if r.recovered_share is not none %}, and recovered share{% endif %}; the best is
-bold. It was chosen on this same held-out text.</caption>
+bold. It was chosen on this same held-out text.
+{%- if r.best_block_merge %} Rows that begin with block/ merge means of the weights between two snapshots instead of
+the weights at them
+{%- if r.block_points_gained is not none %}: the best of them recovers {{ r.best_block_merge.recovered_share|percent }},
+the best SMA of points {{ r.recovered_share|percent }}{% endif %}.{% endif %}</caption>
 <thead><tr><th scope="col">recipe</th>{% for n in windows %}<th scope="col">N = {{ n }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for recipe, row in grid.items() %}<tr><th scope="row">{{ recipe }}</th>

@@ -18,6 +18,7 @@ from pma_jax import checkpoint
 from pma_jax import config as configuration
 from pma_jax.checkpoint import Run, absolute
 from pma_jax.evaluation.loss import bits_per_byte, perplexity
+from pma_jax.evaluation.sweep import KIND_PREFIXES
 from pma_jax.mesh import AXES
 from pma_jax.model.decoder import parameter_count
 from pma_jax.reporting import figures, html
@@ -25,6 +26,7 @@ from pma_jax.reporting.commands import reproduction
 
 Report = dict[str, Any]
 Curve = list[list[float]]  # [tokens, loss] pairs, by tokens
+PAPERS_MERGE = {"interval": 1, "kind": "point"}  # what a row is that does not say
 SAME_LOSS = 1e-3  # nats: more than another device's rounding makes
 
 
@@ -50,7 +52,9 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
     if annealed_loss is not None and annealed_loss >= raw_loss:
         notes.append("annealing did not lower the loss, so there is no gain to recover and no share is given")
     merges = _merges(run, tokens, raw_loss, annealed_loss, notes)
-    best_sma = min((m for m in merges if m["recipe"] == "sma"), key=_loss, default=None)
+    plain = [m for m in merges if m["kind"] == "point" and m["interval"] == 1]
+    best_sma = min((m for m in plain if m["recipe"] == "sma"), key=_loss, default=None)
+    best_block = min((m for m in merges if m["kind"] == "block_mean"), key=_loss, default=None)
     previews = _preview_curves(run)
     report: Report = {
         "run": run.path.name,
@@ -62,6 +66,8 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         "tokens_saved": tokens - best["fork_tokens"] if best else None,
         "best_sma": _brief(best_sma),
         "best_merge": _brief(min(merges, key=_loss, default=None)),
+        "best_block_merge": _brief(best_block),
+        "block_points_gained": _more_recovered(best_block, best_sma),
         "recovered_shares": {m["text"]: m["recovered_share"] for m in merges},
         "fork_tokens": best["fork_tokens"] if best else None,
         "annealing": best["annealing"] if best else None,
@@ -212,19 +218,19 @@ def _merges(
         sweep = json.loads(path.read_text())
         if sweep["tokens"] != tokens:
             notes.append(f"sweep.json is of {sweep['tokens']:,} tokens, the run has {tokens:,}: run `pma sweep` again")
-        elif abs(sweep["raw_loss"] - raw_loss) > SAME_LOSS:
+        elif sweep["raw_loss"] is not None and abs(sweep["raw_loss"] - raw_loss) > SAME_LOSS:
             notes.append(
                 f"sweep.json is left out: it has {sweep['raw_loss']:.4f} for the raw model, the run {raw_loss:.4f}"
             )
         else:
-            rows = sweep["rows"]
+            rows = [PAPERS_MERGE | row for row in sweep["rows"]]
     if rows is None:
         rows = _last_previews(run, tokens)
     kept = [row for row in rows if math.isfinite(row["loss"])]
     if len(kept) < len(rows):
         notes.append(f"{len(rows) - len(kept)} merges are left out: their loss is not finite")
     return [
-        {key: row[key] for key in ("text", "recipe", "window", "loss")}
+        {key: row[key] for key in ("text", "recipe", "window", "interval", "kind", "loss")}
         | {"recovered_share": _share(raw_loss, annealed_loss, row["loss"])}
         for row in kept
     ]
@@ -234,8 +240,11 @@ def _last_previews(run: Run, tokens: int) -> list[dict[str, Any]]:
     rows = []
     for text, curve in _preview_curves(run).items():
         if curve[-1][0] == tokens:
-            recipe, window = _recipe_and_window(text)
-            rows.append({"text": text, "recipe": recipe, "window": window, "loss": curve[-1][1]})
+            prefix = KIND_PREFIXES["block_mean"]
+            kind = "block_mean" if text.startswith(prefix) else "point"
+            recipe, window = _recipe_and_window(text.removeprefix(prefix))
+            row = {"text": text, "recipe": recipe, "window": window, "kind": kind, "loss": curve[-1][1]}
+            rows.append(PAPERS_MERGE | row)
     return rows
 
 
@@ -289,6 +298,13 @@ def _finding(report: Report) -> str:
 
 def _brief(merge: dict[str, Any] | None) -> dict[str, Any] | None:
     return {key: merge[key] for key in ("text", "loss", "recovered_share")} if merge else None
+
+
+def _more_recovered(merge: dict[str, Any] | None, other: dict[str, Any] | None) -> float | None:
+    """How much larger the share is that `merge` recovers."""
+    if not merge or not other or merge["recovered_share"] is None:
+        return None
+    return merge["recovered_share"] - other["recovered_share"]
 
 
 def _loss(entry: dict[str, Any]) -> float:

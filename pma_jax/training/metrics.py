@@ -9,7 +9,7 @@ import rich.progress
 from etils import epath
 from tensorboardX import SummaryWriter
 
-from pma_jax.checkpoint import Run
+from pma_jax.checkpoint import Run, read_records
 from pma_jax.config import Config
 
 Record = dict[str, Any]  # always: kind (train | evaluation | block_mean | preview), tokens
@@ -25,8 +25,8 @@ class MetricsLog:
         self._writes = writes
         if not writes:
             return
-        kept = [r for r in run.metrics if r["tokens"] <= tokens]
         path = run.path / "metrics.jsonl"
+        kept = [r for r in read_records(path) if r["tokens"] <= tokens]
         temporary = run.path / ".metrics.jsonl.writing"
         temporary.write_text("".join(_line(r) for r in kept))
         temporary.replace(path)

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import reference
 
+from pma_jax.config import MeshConfig
+from pma_jax.mesh import RULES, make_mesh
 from pma_jax.model import attention as module
 from pma_jax.model.attention import rotary_tables, rotate
 
@@ -37,6 +39,23 @@ def test_gradients_against_jax():
     oracle = gradients(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True))
     for actual, expected in zip(gradients(module.attention), oracle, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("sizes", [MeshConfig(8, 1, 1), MeshConfig(2, 4, 1)], ids=str)
+def test_gradients_on_a_mesh_even_of_one_head(sizes, n):
+    q, k, v = (heads(8, 5, n, 4, seed=s) for s in range(3))
+
+    gradients = jax.jit(jax.grad(lambda *qkv: jnp.sum(jnp.sin(module.attention(*qkv))), argnums=(0, 1, 2)))
+    expected = gradients(q, k, v)
+    mesh = make_mesh(sizes)
+    sharding = jax.NamedSharding(mesh, RULES.spec("batch", None, "heads", None))
+    with jax.set_mesh(mesh):
+        placed = jax.grad(lambda *qkv: jnp.sum(jnp.sin(module.attention(*qkv))), argnums=(0, 1, 2))
+        actual = jax.jit(placed)(*(jax.device_put(x, sharding) for x in (q, k, v)))
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, atol=1e-6)
+        assert a.sharding.is_equivalent_to(sharding, 4)
 
 
 def test_curvature_against_jax():

@@ -107,6 +107,70 @@ def test_the_commands_give_the_same_configurations(pair):
     assert last == ["pma", "report", f"runs/{run.path.name}", f"runs/{fork.path.name}"]
 
 
+BLOCK_ROWS = [
+    {"recipe": "sma", "window": 10, "interval": 2, "kind": "point", "text": "sma:10@2", "loss": 1.105},
+    {"recipe": "wma", "window": 10, "interval": 1, "kind": "block_mean", "text": "block/wma:10", "loss": 1.104},
+    {"recipe": "sma", "window": 3, "interval": 1, "kind": "block_mean", "text": "block/sma:3", "loss": 1.14},
+]
+
+
+@pytest.fixture
+def with_blocks(make_run, forked):
+    run = make_run("demo", RAW, sweep=SWEEP | {"rows": ROWS + BLOCK_ROWS})
+    return run, make_run("demo-annealed", ANNEALED, decay="linear", facts=forked)
+
+
+def test_block_means_and_intervals_stand_beside_the_papers_merges(with_blocks):
+    run, fork = with_blocks
+    report = build_report(run, [fork])
+    assert report["best_block_merge"] == {"text": "block/wma:10", "loss": 1.104, "recovered_share": pytest.approx(0.96)}
+    # The headline is of points, one interval apart: sma:10 with 0.8, though sma:10@2 is better.
+    assert report["best_sma"]["text"] == "sma:10" and report["recovered_share"] == pytest.approx(0.8)
+    assert report["block_points_gained"] == pytest.approx(0.16)
+    assert report["merged_loss"]["sma:10@2"] == 1.105 and report["merged_loss"]["block/sma:3"] == 1.14
+    table = print_table(report)
+    assert "block/wma:10 *" in table and "sma:10@2" in table
+    page = write_report(report, run)[2].read_text()
+    assert (
+        "block/wma" in page
+        and "the best of them recovers 96.0%,\nthe best SMA of points 80.0%" in page
+        and "sma@2" in page
+    )
+    sweeps = [shlex.split(c)[3:] for c in report["commands"] if "sweep" in c]
+    assert sweeps == [
+        ["--recipes", "sma,ema:alpha=0.2", "--windows", "3,10", "--intervals", "1,2"],
+        ["--recipes", "wma,sma", "--windows", "10,3", "--kind", "block_mean"],
+    ]
+
+
+def test_without_block_means_nothing_is_said_of_them(pair):
+    run, fork = pair
+    report = build_report(run, [fork])
+    assert report["best_block_merge"] is None and report["block_points_gained"] is None
+    assert "block/" not in write_report(report, run)[2].read_text()
+
+
+def test_block_means_alone_gain_nothing_over_points_that_are_not_there(make_run, forked):
+    fork = make_run("annealed", ANNEALED, decay="linear", facts=forked)
+    rows, unknown = BLOCK_ROWS[1:], {"raw_loss": None}
+    report = build_report(make_run("demo", RAW, sweep=SWEEP | unknown | {"rows": rows}), [fork])
+    assert report["recovered_share"] is None and report["block_points_gained"] is None
+    assert report["best_block_merge"]["text"] == "block/wma:10" and report["notes"] == []
+
+
+def test_what_was_watched_is_beside_the_trainers_previews(make_run, forked):
+    run = make_run("demo", RAW)
+    watched = [preview(t, "block/sma:3", loss) | {"by": "watch"} for t, loss in ((FORK, 1.24), (HORIZON, 1.13))]
+    # The trainer's sma:3 was watched too: it is one curve, and counted once.
+    again = [preview(HORIZON, "sma:3", 1.15) | {"by": "watch"}]
+    (run.path / "watch.jsonl").write_text("".join(json.dumps(r) + "\n" for r in watched + again))
+    report = build_report(run, [make_run("annealed", ANNEALED, decay="linear", facts=forked)])
+    assert report["curves"]["previews"]["block/sma:3"] == [[FORK, 1.24], [HORIZON, 1.13]]
+    assert report["previews_total"] == 7
+    assert report["best_block_merge"] == {"text": "block/sma:3", "loss": 1.13, "recovered_share": pytest.approx(0.7)}
+    assert report["block_points_gained"] == pytest.approx(-0.1)
+
+
 def test_without_an_annealed_run_there_are_no_shares(make_run):
     report = build_report(make_run("demo", RAW, sweep=SWEEP), [])
     for key in ("annealed_loss", "recovered_share", "tokens_saved", "fork_tokens", "annealing"):

@@ -1,0 +1,178 @@
+"""Previews of a run that another process is training: merges of its newest snapshots, evaluated as they are published.
+
+The trainer alone writes RUN/metrics.jsonl (it rewrites the file when it resumes), so the previews go to
+RUN/watch.jsonl, in records of the same form; `Run.metrics` reads both.
+"""
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from pma_jax import checkpoint
+from pma_jax.checkpoint import FOLDERS, Run, Snapshot
+from pma_jax.config import Config
+from pma_jax.evaluation.held_out import evaluator
+from pma_jax.evaluation.sweep import row_text
+from pma_jax.merging import recipes
+from pma_jax.merging.preview import Window
+from pma_jax.mesh import make_mesh
+
+
+def watch(
+    run: Run,
+    recipe: str | None = None,
+    windows: Sequence[int] | None = None,
+    kind: str | None = None,
+    *,
+    poll_seconds: float = 5.0,
+    once: bool = False,
+) -> Iterator[str]:
+    """Follow `run` until the snapshot of its horizon; adds a record to RUN/watch.jsonl and yields a line a preview.
+
+    A preview is what the trainer's is: `recipe` over the newest N snapshots from `preview.start_tokens` on. Only
+    published snapshots are read. One that cannot be read (retention took it away meanwhile, or it is damaged) is told,
+    and no merge reaches over it, nor over one that was gone before it was seen. What watch.jsonl has already is not
+    computed again. Host memory holds the largest window's models; the devices hold them while they are averaged.
+
+    Args:
+      run: the run.
+      recipe: the recipe's text, by default `preview.recipe`.
+      windows: numbers of snapshots, by default `preview.windows` (`checkpoint.window` where there are none).
+      kind: of snapshots, by default the first that the run saves.
+      poll_seconds: between looks at the run's directory.
+      once: preview what is there, and end.
+
+    Raises:
+      ValueError: the recipe is wrong or refuses a window, or the held-out text cannot be read.
+    """
+    config = run.config
+    recipe, kind = recipe or config.preview.recipe, kind or config.checkpoint.kinds[0]
+    windows = sorted(set(windows or config.preview.windows or (config.checkpoint.window,)))
+    for n in windows:
+        recipes.coefficients(recipe, np.arange(1, n + 1))
+    log = run.path / "watch.jsonl"
+    _drop_unfinished_line(log)
+    done = {(record["recipe"], record["tokens"]) for record in checkpoint.read_records(log)}
+    published, newest, losses_of = _Published(run, kind), _Newest(config, windows[-1]), None
+    handled = -1
+    while True:
+        yield from published.look()
+        waiting = [s for s in published.snapshots if s.tokens > handled]
+        for snapshot in waiting:
+            earlier = [s for s in published.snapshots if s.tokens <= snapshot.tokens]
+            reach = newest.reach(earlier)
+            wanted = [
+                n for n in windows if n <= reach and (row_text(recipe, n, kind=kind), snapshot.tokens) not in done
+            ]
+            # While the first window fills up, each snapshot is read when it comes: later it may be gone.
+            fills = snapshot is waiting[-1] and reach < windows[-1] and not config.is_horizon(snapshot.tokens)
+            failed = newest.read(earlier[-reach:]) if wanted or fills else None
+            if failed:
+                handled = max(handled, snapshot.tokens) if failed[0] is snapshot else handled
+                yield published.drop(*failed)
+                break
+            losses_of = losses_of or (evaluator(config, newest.mesh) if wanted else None)
+            for n, (_, merged) in zip(wanted, newest.window.merges(recipe, wanted), strict=True):
+                assert losses_of is not None
+                record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
+                record |= {"recipe": row_text(recipe, n, kind=kind), "loss": losses_of([merged])[0]}
+                with log.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+                yield f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {record['recipe']} {record['loss']:.4f}"
+            handled = snapshot.tokens
+        else:
+            if once or config.is_horizon(handled):
+                return
+            time.sleep(poll_seconds)
+
+
+class _Published:
+    """A run's published snapshots of one kind from `preview.start_tokens` on; what each says of itself is read once."""
+
+    def __init__(self, run: Run, kind: str):
+        self._folder, self._start_tokens = run.path / FOLDERS[kind], run.config.preview.start_tokens
+        self._known: dict[str, Snapshot | None] = {}  # None: it cannot be read
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """Those of the last look, by tokens."""
+        found = [s for s in self._known.values() if s and s.tokens >= self._start_tokens]
+        return sorted(found, key=lambda s: s.tokens)
+
+    def look(self) -> Iterator[str]:
+        """See what is there now; yields a line a snapshot that cannot be read."""
+        folders = self._folder.iterdir() if self._folder.exists() else ()
+        there = {p.name: p for p in folders if p.name.isdigit() and checkpoint.is_snapshot(p)}
+        self._known = {name: snapshot for name, snapshot in self._known.items() if name in there}
+        for name in there.keys() - self._known.keys():
+            self._known[name] = None
+            try:
+                self._known[name] = checkpoint.read_snapshot(there[name])
+            except ValueError as error:
+                yield f"skipped: {error}"
+
+    def drop(self, snapshot: Snapshot, error: ValueError) -> str:
+        """Never list this one again; returns the line that says so."""
+        self._known[snapshot.path.name] = None
+        return f"skipped: {error}"
+
+
+class _Newest:
+    """The newest snapshots in host memory."""
+
+    def __init__(self, config: Config, size: int):
+        self.window, self.mesh = Window(size), make_mesh(config.mesh)
+        self._config, self._size = config, size
+        self._abstract = checkpoint.abstract_params(config, self.mesh)
+        self._tokens: list[int] = []  # of what the window holds
+
+    def reach(self, listed: Sequence[Snapshot]) -> int:
+        """How many snapshots, held or listed, end at the last listed with none missing between; at most the size."""
+        tokens = sorted({*self._tokens, *(s.tokens for s in listed)})[-self._size :]
+        reach = 1
+        for newer, older in itertools.pairwise(reversed(tokens)):
+            between = range(newer - self._config.batch_tokens, older, -self._config.batch_tokens)
+            if any(map(self._config.is_snapshot, between)):
+                break
+            reach += 1
+        return reach
+
+    def read(self, snapshots: Sequence[Snapshot]) -> tuple[Snapshot, ValueError] | None:
+        """Bring those that are newer than what is held; returns the first that cannot be read, and why."""
+        for snapshot in snapshots:
+            if not self._tokens or snapshot.tokens > self._tokens[-1]:
+                try:
+                    self.window.add(snapshot.tokens, _read_whole(snapshot, self._abstract))
+                except ValueError as error:
+                    return snapshot, error
+                self._tokens = [*self._tokens, snapshot.tokens][-self._size :]
+        return None
+
+
+def _read_whole(snapshot: Snapshot, abstract: Any) -> Any:
+    """The parameters; ValueError when files went meanwhile: an array whose file is missing may be read as zeros."""
+    before = _files(snapshot.path)
+    params = jax.block_until_ready(checkpoint.restore_params(snapshot, abstract))
+    if not checkpoint.is_snapshot(snapshot.path) or _files(snapshot.path) != before:
+        raise ValueError(f"{snapshot.path} was taken away while it was read")
+    return params
+
+
+def _files(folder: epath.Path) -> set[str]:
+    try:
+        return {name for path in folder.iterdir() for name in (_files(path) if path.is_dir() else [str(path)])}
+    except FileNotFoundError:
+        return set()
+
+
+def _drop_unfinished_line(path: epath.Path) -> None:
+    # A watcher that was killed while it wrote: the next record would be glued to what it left.
+    text = path.read_text() if path.exists() else ""
+    if not text.endswith("\n") and text:
+        checkpoint.write_text(path, text[: text.rfind("\n") + 1])

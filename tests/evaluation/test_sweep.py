@@ -1,0 +1,192 @@
+import gc
+import json
+import math
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from pma_jax import checkpoint
+from pma_jax.checkpoint import open_run
+from pma_jax.evaluation import sweep as sweeping
+from pma_jax.evaluation.sweep import row_text, sweep
+from pma_jax.merging import recipes
+
+RECIPES = ["sma", "wma", "ema:alpha=0.2", "lagfree:lag=0.5", "lagfree"]
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run, with block means."""
+    run = open_run(shutil.copytree(finished.path, tmp_path / "run"))
+    tiny.write_block_means(run)
+    return run
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Paths of the snapshots whose arrays were read, in order."""
+    read, paths = checkpoint.restore_params, []
+
+    def counted(snapshot, abstract):
+        paths.append(str(snapshot.path))
+        return read(snapshot, abstract)
+
+    monkeypatch.setattr(checkpoint, "restore_params", counted)
+    return paths
+
+
+def by_text(result):
+    return {row["text"]: row["loss"] for row in result["rows"]}
+
+
+@pytest.mark.parametrize("kind", ["point", "block_mean"])
+def test_each_row_is_the_loss_of_numpys_merge(copy, kind):
+    result = sweep(copy, RECIPES, [2, 3], [1, 2], kind)
+    snapshots = copy.of_kind(kind)
+    assert len(result["rows"]) == 20 and result["left_out"] == {}
+    for row in result["rows"]:
+        chosen = snapshots[::-1][:: row["interval"]][: row["window"]][::-1]
+        weights = recipes.coefficients(row["recipe"], [s.tokens for s in chosen])
+        expected = tiny.loss_of_sum(copy, [tiny.named(tiny.read(s)) for s in chosen], weights)
+        assert row["loss"] == pytest.approx(expected, rel=2e-6), row["text"]
+    assert result["raw_loss"] == pytest.approx(copy.snapshots[-1].loss, rel=1e-6)
+    assert result["tokens"] == tiny.HORIZON and result == json.loads((copy.path / "sweep.json").read_text())
+
+
+def test_kinds_differ(copy):
+    sweep(copy, ["sma"], [3])
+    losses = by_text(sweep(copy, ["sma"], [3], kind="block_mean"))
+    assert abs(losses["sma:3"] - losses["block/sma:3"]) > 0.01
+
+
+def test_each_snapshot_is_read_once(copy, reads):
+    sweep(copy, RECIPES, [1, 2, 3, 4], [1, 2])
+    # 4 at every second one need 7, and there are 6: the oldest that a merge needs is the fifth from the newest.
+    assert reads == [str(s.path) for s in copy.snapshots[1:]]
+    reads.clear()
+    sweep(copy, ["sma", "wma"], [2, 3], kind="block_mean")
+    assert reads == [str(s.path) for s in copy.of_kind("block_mean")[-3:]], "the raw loss is known"
+
+
+def test_the_raw_loss_is_that_of_the_newest_point_where_only_block_means_are_merged(copy, reads):
+    result = sweep(copy, ["sma"], [2], kind="block_mean")
+    assert reads == [str(s.path) for s in (*copy.of_kind("block_mean")[-2:], copy.snapshots[-1])]
+    assert result["raw_loss"] == pytest.approx(copy.snapshots[-1].loss, rel=1e-6)
+
+
+def test_without_points_the_raw_loss_is_unknown(copy):
+    shutil.rmtree(copy.path / "snapshots")
+    assert sweep(copy, ["sma"], [2], kind="block_mean")["raw_loss"] is None
+
+
+def test_a_sweep_adds_to_the_one_before_and_computes_nothing_again(copy, reads):
+    first = sweep(copy, ["sma"], [2, 3])
+    assert sweep(copy, ["sma"], [3, 2]) == first and len(reads) == 3
+    reads.clear()
+    both = sweep(copy, ["wma", "sma"], [2])
+    assert list(by_text(both)) == ["sma:2", "sma:3", "wma:2"]
+    assert by_text(both) | by_text(first) == by_text(both)
+    assert len(reads) == 2
+    assert list(by_text(sweep(copy, ["sma"], [2], kind="block_mean"))) == [*by_text(both), "block/sma:2"]
+
+
+def test_rows_of_other_tokens_are_dropped(copy):
+    newest = copy.snapshots[-1]
+    hidden = newest.path.rename(newest.path.parent / "hidden")
+    assert sweep(copy, ["sma", "wma"], [2])["tokens"] < tiny.HORIZON
+    hidden.rename(newest.path)
+    result = sweep(copy, ["sma"], [2])
+    assert result["tokens"] == tiny.HORIZON and list(by_text(result)) == ["sma:2"]
+
+
+def test_what_cannot_be_made_is_left_out_and_told(copy):
+    result = sweep(copy, ["sma", "lagfree:order=2"], [2, 4], [1, 2])
+    assert list(by_text(result)) == ["sma:2", "sma:2@2", "sma:4", "lagfree:order=2:4"]
+    assert result["left_out"]["sma:4@2"] == "there are 6 snapshots, and it needs 7"
+    assert "at least 3 checkpoints" in result["left_out"]["lagfree:order=2:2"]
+    assert len(result["rows"]) + len(result["left_out"]) == 8
+
+
+def test_a_sweep_without_a_merge_changes_nothing(copy, reads):
+    with pytest.raises(ValueError, match="sma:3@3: there are 6 snapshots, and it needs 7; sma:4@3"):
+        sweep(copy, ["sma"], [3, 4], [3])
+    assert not (copy.path / "sweep.json").exists() and reads == []
+
+
+def model_bytes(run):
+    return sum(4 * math.prod(leaf["shape"]) for leaf in checkpoint.stored_leaves(run.snapshots[0].path).values())
+
+
+def test_merges_that_do_not_fit_are_made_in_several_passes(copy, reads, monkeypatch):
+    at_once = sweep(copy, RECIPES, [2, 3])
+    assert at_once["passes"] == 1
+    (copy.path / "sweep.json").unlink()
+    reads.clear()
+    groups = []
+    average = sweeping.average_many_stream
+    monkeypatch.setattr(
+        sweeping, "average_many_stream", lambda loads, rows: groups.append(len(rows)) or average(loads, rows)
+    )
+    # The raw model and ten merges, four at a time beside the two that are read.
+    result = sweep(copy, RECIPES, [2, 3], memory_bytes=6.5 * model_bytes(copy))
+    assert groups == [4, 4, 3] and result["passes"] == 3
+    assert by_text(result) == pytest.approx(by_text(at_once), rel=1e-7)
+    assert max(map(reads.count, reads)) == 3
+
+
+def test_memory_holds_the_merges_and_not_the_snapshots(copy, monkeypatch):
+    read, peaks = checkpoint.restore_params, []
+
+    def measured(snapshot, abstract):
+        params = read(snapshot, abstract)
+        gc.collect()
+        peaks.append(sum(x.nbytes for x in jax.live_arrays()))
+        return params
+
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    monkeypatch.setattr(checkpoint, "restore_params", measured)
+    sweep(copy, ["sma"], [6])
+    assert len(peaks) == 6
+    # The raw model and one merge, what is being added and what is being read; and the held-out text.
+    text_bytes = 4 * (copy.config.evaluation.tokens + 2 * 8 * 33)
+    assert max(peaks) - before <= 4 * model_bytes(copy) + text_bytes
+
+
+def test_what_it_took_is_told(copy):
+    seconds = sweep(copy, ["sma"], [2])["seconds"]
+    assert set(seconds) == {"read", "evaluate", "all"}
+    assert 0 < seconds["read"] < seconds["all"] and 0 < seconds["evaluate"] < seconds["all"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (("sma", 10), "sma:10"),
+        (("wma", 6, 2), "wma:6@2"),
+        (("sma", 10, 1, "block_mean"), "block/sma:10"),
+        (("lagfree:lag=0.5", 6, 4, "block_mean"), "block/lagfree:lag=0.5:6@4"),
+    ],
+)
+def test_row_texts(cell, text):
+    assert row_text(*cell) == text
+
+
+def test_the_streamed_merges_refuse_what_does_not_fit(copy):
+    from pma_jax.merging.averager import average_many, average_many_stream
+
+    trees = [{"w": jax.numpy.full(3, float(k)), "n": jax.numpy.arange(2)} for k in range(4)]
+    C = np.array([[0.25] * 4, [0, 0, 0.5, 0.5], [0, 0, 0, 1]])
+    for streamed, fused in zip(average_many_stream(iter(trees), C), average_many(trees, C), strict=True):
+        tiny.assert_equal(streamed, fused)
+    with pytest.raises(ValueError, match="integer leaves"):
+        average_many_stream(iter([*trees[:3], {"w": trees[0]["w"], "n": jax.numpy.arange(1, 3)}]), C)
+    with pytest.raises(ValueError, match="only 3 checkpoints"):
+        average_many_stream(iter(trees[:3]), C)
+    with pytest.raises(ValueError, match="checkpoint 2 differs"):
+        average_many_stream(iter([trees[0], {"w": jax.numpy.ones(4), "n": trees[0]["n"]}]), C[:, :2])
+    with pytest.raises(ValueError, match="matrix"):
+        average_many_stream(iter(trees), C[0])

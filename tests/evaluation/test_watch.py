@@ -1,0 +1,216 @@
+import json
+import shutil
+import subprocess
+import time
+
+import pytest
+import tiny
+
+from pma_jax import checkpoint
+from pma_jax.checkpoint import open_run, read_records
+from pma_jax.evaluation import watch as watching
+from pma_jax.evaluation.watch import watch
+from pma_jax.merging import recipes
+from pma_jax.training.metrics import MetricsLog
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run, to change."""
+    return open_run(shutil.copytree(finished.path, tmp_path / "run"))
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """One item an evaluation."""
+    make, calls = watching.evaluator, []
+
+    def counted(config, mesh):
+        losses = make(config, mesh)
+        return lambda trees: calls.append(len(trees)) or losses(trees)
+
+    monkeypatch.setattr(watching, "evaluator", counted)
+    return calls
+
+
+def previews(run):
+    """(recipe, step) -> loss of what was watched."""
+    records = read_records(run.path / "watch.jsonl")
+    found = {(r["recipe"], r["step"]): r["loss"] for r in records}
+    assert len(found) == len(records), "each preview once"
+    assert all((r["kind"], r["by"], r["tokens"]) == ("preview", "watch", 256 * r["step"]) for r in records)
+    return found
+
+
+def trainers(run):
+    return {(r["recipe"], r["step"]): r["loss"] for r in run.metrics if r["kind"] == "preview" and "by" not in r}
+
+
+def test_a_run_that_another_process_trains_is_followed_to_its_end(workspace, tmp_path):
+    file = tiny.write_config(
+        tmp_path / "config.py", workspace, training__total_tokens=40 * 1024, preview__windows=(), preview__recipe="wma"
+    )
+    workdir, words = tmp_path / "run", {"stdout": subprocess.PIPE, "text": True, "env": tiny.environment(1)}
+    with subprocess.Popen(
+        tiny.command("train", "--config", file, "--workdir", workdir), stderr=subprocess.DEVNULL, **words
+    ) as trainer:
+        while trainer.poll() is None and not checkpoint.is_run(workdir):
+            time.sleep(0.05)
+        watcher = tiny.command("watch", workdir, "--windows", "2,3", "--poll-seconds", "0.05")
+        with subprocess.Popen(watcher, stderr=subprocess.PIPE, **words) as following:
+            first = following.stdout.readline()
+            assert trainer.poll() is None, "the first preview comes while the run goes on"
+            assert "held-out loss of wma:2" in first
+            lines, errors = following.communicate(timeout=240)
+        assert trainer.wait(timeout=240) == 0
+    assert (following.returncode, errors) == (0, "")
+    run = open_run(workdir)
+    snapshots = run.snapshots
+    stored = [tiny.named(tiny.read(s)) for s in snapshots]
+    found = previews(run)
+    expected = [(f"wma:{n}", s.step) for k, s in enumerate(snapshots) for n in (2, 3) if n <= k + 1]
+    assert len(snapshots) == 40 and list(found) == expected and len(lines.splitlines()) == len(expected) - 1
+    for k in (1, 2, 20, 39):
+        for n in (2, 3)[: k if k < 2 else 2]:
+            weights = recipes.wma(n)
+            loss = tiny.loss_of_sum(run, stored[k + 1 - n : k + 1], weights)
+            assert found[f"wma:{n}", snapshots[k].step] == pytest.approx(loss, rel=1e-5)
+    assert all("by" not in r for r in read_records(run.path / "metrics.jsonl"))
+    assert [r for r in run.metrics if r["kind"] == "preview"] == read_records(run.path / "watch.jsonl")
+
+
+def test_previews_are_the_trainers(copy):
+    lines = list(watch(copy))  # ends by itself: the run is at its horizon
+    assert previews(copy) == pytest.approx(trainers(copy), rel=1e-6)
+    assert len(lines) == len(previews(copy)) == 9
+
+
+def test_an_interrupted_watch_goes_on_where_it_stopped(copy, evaluated):
+    list(watch(copy))
+    whole, log = previews(copy), copy.path / "watch.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    # Killed in the middle of the fifth record; steps 8, 12 and 12 are before it, and one of step 16.
+    log.write_text("".join(lines[:4]) + lines[4][:30])
+    evaluated.clear()
+    assert len(list(watch(copy))) == 5 and len(evaluated) == 5
+    assert log.read_text().splitlines(keepends=True)[:4] == lines[:4]
+    assert previews(copy) == whole
+
+
+def test_a_watch_that_was_done_reads_nothing(copy, evaluated, monkeypatch):
+    list(watch(copy))
+    before, count = (copy.path / "watch.jsonl").read_bytes(), len(evaluated)
+    monkeypatch.setattr(checkpoint, "restore_params", lambda *_: pytest.fail("a snapshot was read"))
+    assert list(watch(copy)) == []
+    assert (copy.path / "watch.jsonl").read_bytes() == before and len(evaluated) == count
+
+
+def test_what_is_not_published_is_not_read(copy):
+    newest = copy.snapshots[-1]
+    mark = newest.path / checkpoint.COMMIT_MARK
+    content = mark.read_bytes()
+    mark.unlink()
+    list(watch(copy, once=True))
+    assert max(step for _, step in previews(copy)) == 20
+    mark.write_bytes(content)
+    assert len(list(watch(copy, once=True))) == 2
+    assert previews(copy) == pytest.approx(trainers(copy), rel=1e-6)
+
+
+def test_snapshots_that_come_while_it_waits_are_seen(copy, monkeypatch):
+    hidden = copy.path / "hidden"
+    (copy.path / "snapshots").rename(hidden)
+    steps = iter(tiny.SNAPSHOTS)
+
+    def publish_one(seconds):
+        assert seconds == 5.0
+        (copy.path / "snapshots").mkdir(exist_ok=True)
+        step = str(next(steps))
+        (hidden / step).rename(copy.path / "snapshots" / step)
+
+    monkeypatch.setattr(watching.time, "sleep", publish_one)
+    assert len(list(watch(copy))) == 9
+    assert previews(copy) == pytest.approx(trainers(copy), rel=1e-6)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_snapshot_that_retention_takes_away_is_skipped_and_told(copy, monkeypatch, when):
+    read = checkpoint.restore_params
+
+    def deleting(snapshot, abstract):
+        if snapshot.step != 12:
+            return read(snapshot, abstract)
+        params = None if when == "before" else read(snapshot, abstract)
+        shutil.rmtree(snapshot.path)
+        return read(snapshot, abstract) if params is None else params
+
+    monkeypatch.setattr(checkpoint, "restore_params", deleting)
+    lines = list(watch(copy))
+    told = [line for line in lines if line.startswith("skipped: ")]
+    assert len(told) == 1 and str(copy.path / "snapshots" / "12") in told[0] and "\n" not in told[0]
+    # No merge reaches over the gap.
+    assert list(previews(copy)) == [("sma:2", 8), ("sma:2", 20), ("sma:2", 24), ("sma:3", 24)]
+    for key, loss in previews(copy).items():
+        assert loss == pytest.approx(trainers(copy)[key], rel=1e-6)
+
+
+def test_a_snapshot_that_was_gone_before_it_was_seen_leaves_a_gap_too(copy):
+    shutil.rmtree(copy.path / "snapshots" / "12")
+    list(watch(copy))
+    assert list(previews(copy)) == [("sma:2", 8), ("sma:2", 20), ("sma:2", 24), ("sma:3", 24)]
+
+
+def test_a_held_snapshot_may_be_taken_away(copy, monkeypatch):
+    hidden = copy.path / "hidden"
+    (copy.path / "snapshots").rename(hidden)
+    steps = iter(tiny.SNAPSHOTS)
+
+    def publish_one_and_keep_it_alone(_):
+        shutil.rmtree(copy.path / "snapshots", ignore_errors=True)
+        (copy.path / "snapshots").mkdir()
+        step = str(next(steps))
+        (hidden / step).rename(copy.path / "snapshots" / step)
+
+    monkeypatch.setattr(watching.time, "sleep", publish_one_and_keep_it_alone)
+    list(watch(copy))
+    assert previews(copy) == pytest.approx(trainers(copy), rel=1e-6)
+
+
+def test_a_damaged_last_snapshot_does_not_keep_it_waiting(copy):
+    for path in copy.snapshots[-1].path.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+            path.mkdir()
+    lines = list(watch(copy))
+    assert lines[-1].startswith("skipped: ") and max(step for _, step in previews(copy)) == 20
+
+
+def test_block_means_and_start_tokens(copy):
+    tiny.write_block_means(copy)
+    text = (copy.path / "config.json").read_text()
+    changed = json.loads(text)
+    changed["preview"]["start_tokens"] = 3072
+    (copy.path / "config.json").write_text(json.dumps(changed))
+    run = open_run(copy.path)
+    list(watch(run, "wma", [3], "block_mean"))
+    means = run.of_kind("block_mean")
+    assert list(previews(run)) == [("block/wma:3", 20), ("block/wma:3", 24)]
+    expected = tiny.loss_of_sum(run, [tiny.named(tiny.read(s)) for s in means[-3:]], recipes.wma(3))
+    assert previews(run)["block/wma:3", 24] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_run_that_resumes_keeps_what_was_watched_apart(copy):
+    list(watch(copy))
+    watched = (copy.path / "watch.jsonl").read_bytes()
+    log = MetricsLog(copy, 2048, writes=True)
+    log.close()
+    own = read_records(copy.path / "metrics.jsonl")
+    assert own and all("by" not in r and r["tokens"] <= 2048 for r in own)
+    assert (copy.path / "watch.jsonl").read_bytes() == watched
+    assert len(copy.metrics) == len(own) + 9
+
+
+def test_a_recipe_that_refuses_a_window_is_refused_before_anything_is_read(copy):
+    with pytest.raises(ValueError, match="at least 3 checkpoints"):
+        list(watch(copy, "lagfree:order=2", [2, 3]))
+    assert not (copy.path / "watch.jsonl").exists()

@@ -1,0 +1,74 @@
+import io
+
+import pytest
+from matplotlib import image
+from matplotlib.patches import Rectangle
+
+from pma_jax.reporting import heat_map
+
+
+def sweep(recipes=("sma", "lagfree:lag=0.5"), windows=(3, 10), intervals=(1, 2, 4), kinds=("point", "block_mean")):
+    rows = [
+        {"recipe": r, "window": n, "interval": i, "kind": k, "text": "", "loss": 1 + n / 100 + i / 1000 + len(r + k)}
+        for k in kinds
+        for r in recipes
+        for n in windows
+        for i in intervals
+    ]
+    return {"tokens": 5_120_000, "raw_loss": 1.5, "rows": rows}
+
+
+def test_a_panel_a_recipe_and_kind_of_intervals_by_windows():
+    panels = heat_map.panels(sweep()["rows"])
+    assert [p.title for p in panels] == [
+        "sma, points",
+        "lagfree lag=0.5, points",
+        "sma, block means",
+        "lagfree lag=0.5, block means",
+    ]
+    first = panels[0]
+    assert (first.rows, first.columns) == (["every V", "every 2 V", "every 4 V"], ["3", "10"])
+    assert first.losses[2, 1] == 1 + 0.1 + 0.004 + len("smapoint")
+
+
+def test_with_one_interval_a_panel_a_kind_of_recipes_by_windows():
+    panels = heat_map.panels(sweep(intervals=(1,))["rows"])
+    assert [(p.title, p.rows) for p in panels] == [
+        ("points", ["sma", "lagfree lag=0.5"]),
+        ("block means", ["sma", "lagfree lag=0.5"]),
+    ]
+    assert panels[1].losses[1, 0] == 1 + 0.03 + 0.001 + len("lagfree:lag=0.5block_mean")
+
+
+@pytest.mark.parametrize("intervals", [(1,), (1, 2, 4)])
+def test_every_loss_is_written_and_the_best_is_framed(intervals):
+    found = sweep(intervals=intervals)
+    del found["rows"][3]
+    drawn = heat_map.figure(found)
+    written = [text.get_text() for axes in drawn.axes for text in axes.texts]
+    assert sorted(t for t in written if t != "–") == sorted(f"{r['loss']:.4f}" for r in found["rows"])
+    assert written.count("–") == 1
+    frames = [p for axes in drawn.axes for p in axes.patches if isinstance(p, Rectangle)]
+    bold = [t.get_text() for axes in drawn.axes for t in axes.texts if t.get_fontweight() == "bold"]
+    assert len(frames) == 1 and bold == [f"{min(r['loss'] for r in found['rows']):.4f}"]
+
+
+def test_everything_is_inside_the_figure_and_nothing_overlaps():
+    drawn = heat_map.figure(sweep(recipes=("sma", "wma", "ema:alpha=0.1", "lagfree:lag=0.5,order=1")))
+    drawn.canvas.draw()
+    renderer = drawn.canvas.get_renderer()
+    boxes = [axes.get_tightbbox(renderer) for axes in drawn.axes]
+    boxes += [text.get_window_extent(renderer) for text in drawn.texts]
+    for i, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.x1 <= drawn.bbox.width and box.y0 >= 0 and box.y1 <= drawn.bbox.height
+        assert not any(box.overlaps(other) for other in boxes[:i])
+
+
+def test_losses_that_are_not_finite_and_a_single_one_can_be_drawn(tmp_path):
+    found = sweep(recipes=("sma",), windows=(3,), intervals=(1,), kinds=("point",))
+    found["raw_loss"] = None
+    path = heat_map.write(found, tmp_path)
+    assert image.imread(io.BytesIO(path.read_bytes())).shape[2] == 4
+    found["rows"][0]["loss"] = float("nan")
+    assert [t.get_text() for t in heat_map.figure(found).axes[0].texts] == ["–"]
+    assert [p.name for p in tmp_path.iterdir()] == ["sweep.png"]
