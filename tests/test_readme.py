@@ -1,5 +1,6 @@
 """The commands of README.md and docs/, in the order of each page, on small models."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -74,6 +75,26 @@ def test_every_other_command_is_known(page):
     lines = [line for block in blocks("bash", page) for line in block.splitlines() if line]
     programs = {shlex.split(line, comments=True)[0] for line in lines}
     assert programs <= {"pma", "make", "git", "cd", "pip"}
+
+
+def test_the_tables_are_what_the_report_says():
+    report = json.loads((ROOT / "experiments" / "demo" / "report.json").read_text())
+    page, cells, windows, prefix = PAGES[0].read_text(), 0, [], ""
+    assert PAGES[0].name == "README.md"
+    for line in page.splitlines():
+        if line.startswith("| merge of the last N"):
+            prefix = "block/" if "block means" in line else ""
+            windows = [int(n) for n in re.findall(r"\d+", line)]
+        row = re.match(r"\| `([^`]+)` \| (\d\.\d{4} .*) \|$", line)
+        if row is None:
+            continue
+        for n, cell in zip(windows, row[2].split(" | "), strict=True):
+            text = f"{prefix}{row[1]}:{n}"
+            assert cell == f"{report['merged_loss'][text]:.4f} ({report['recovered_shares'][text]:.0%})", text
+            cells += 1
+    assert cells == 36
+    for value in ("raw_loss", "annealed_loss"):
+        assert f"**{report[value]:.4f}**" in page
 
 
 def write_checkpoints(folder: Path) -> None:

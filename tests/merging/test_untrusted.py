@@ -1,8 +1,10 @@
 """Files from strangers: whatever the bytes, one line and no crash."""
 
+import importlib.util
 import json
 import resource
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,3 +168,13 @@ def test_a_good_file_with_a_changed_byte_opens_or_is_one_line(tmp_path, at, byte
         assert "\n" not in str(error)
         return
     assert sum(read_leaf(source, name).nbytes for name in source.leaves) == source.nbytes <= len(data)
+
+
+def test_the_fuzzers_corpus_opens_or_is_refused_in_one_line(tmp_path):
+    fuzz = Path(__file__).parents[2] / "experiments" / "fuzz"
+    spec = importlib.util.spec_from_file_location("safetensors_header", fuzz / "safetensors_header.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    said = {path.name: module.open_all(path.read_bytes(), tmp_path) for path in (fuzz / "corpus").iterdir()}
+    assert said["header"] is None
+    assert len(said) > 30 and len(set(said.values())) > 10, "the corpus reaches many different refusals"

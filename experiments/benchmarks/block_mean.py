@@ -1,0 +1,55 @@
+"""What dense averaging adds to a training step of the demo's model.
+
+Command:   python experiments/benchmarks/block_mean.py [--rounds 200]
+Floor:     read the weights and the mean, write the mean: three models of bytes in memory.
+
+The add and the step are timed in turn, each waited for; an add falls on every `checkpoint.block_every_steps`-th step.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from pma_jax import config as configuration
+from pma_jax.evaluation.loss import on_mesh
+from pma_jax.host_memory import keep_freed_memory
+from pma_jax.mesh import make_mesh
+from pma_jax.model.decoder import graph_definition, parameter_count
+from pma_jax.training import block_mean
+from pma_jax.training.state import make_state
+from pma_jax.training.step import make_train_step
+
+
+def main() -> None:
+    """Print milliseconds and the share of a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    options = parser.parse_args()
+    keep_freed_memory()
+    config = configuration.resolve(configuration.load("demo"))
+    mesh = make_mesh(config.mesh)
+    shape = (config.training.batch_size_sequences, config.training.sequence_length_tokens + 1)
+    tokens_BxM = np.random.default_rng(0).integers(0, config.model.vocabulary_size, shape).astype(np.int32)
+    with jax.set_mesh(mesh):
+        state, step = make_state(config), make_train_step(config, graph_definition(config.model))
+        block, batch = block_mean.empty(state.params), on_mesh(mesh, tokens_BxM)
+        steps, adds = [], []
+        for _ in range(options.rounds):
+            begin = time.perf_counter()
+            state = jax.block_until_ready(step(state, batch, 1e-3))[0]
+            between = time.perf_counter()
+            block = jax.block_until_ready(block_mean.add(block, state.params))
+            steps.append(between - begin)
+            adds.append(time.perf_counter() - between)
+    step_s, add_s = statistics.median(steps), statistics.median(adds)
+    every = config.checkpoint.block_every_steps
+    size = parameter_count(state.params) * 4
+    print(f"step {step_s * 1e3:.2f} ms, add {add_s * 1e3:.3f} ms ({3 * size / add_s / 1e9:.1f} GB/s)")
+    print(f"an add every {every} steps: {add_s / every / step_s:.2%} of a step (bar: at most 1%)")
+
+
+if __name__ == "__main__":
+    main()
