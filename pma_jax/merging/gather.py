@@ -46,7 +46,7 @@ def gather(
     kind: str | None = None,
     tokens_per_step: int | None = None,
 ) -> Gathered:
-    """Opens every checkpoint that the addresses stand for; reads metadata only.
+    """Opens every checkpoint that the addresses stand for: metadata only, and of the hub's nothing but their names.
 
     Args:
         addresses: runs, checkpoints, directories of checkpoints, hf://org/repo@revision (or a pattern of revisions).
@@ -63,7 +63,9 @@ def gather(
         named, said = _expand(str(address), kind)
         found += named
         notes += said
-    sources = [open_source(place, subtree) for place, _ in found]
+    sources = [
+        hub.named(place, subtree) if place.startswith("hf://") else open_source(place, subtree) for place, _ in found
+    ]
     if tokens_per_step is not None:
         sources = [_with_tokens(source, tokens_per_step) for source in sources]
     stages = [stage for _, stage in found]
@@ -114,9 +116,14 @@ def choose(
 
 
 def used(gathered: Gathered, coefficients: np.ndarray) -> tuple[Gathered, np.ndarray]:
-    """Without the checkpoints that every row of `coefficients` (float64 [R, K]) leaves out: they need not be read."""
+    """Without the checkpoints that every row of `coefficients` (float64 [R, K]) leaves out; the hub's are fetched now.
+
+    Raises:
+        ValueError: a revision cannot be fetched; one line.
+    """
     columns = np.flatnonzero(coefficients.any(axis=0)).tolist()
-    return _at(gathered, columns, gathered.notes), coefficients[:, columns]
+    kept = _at(gathered, columns, gathered.notes)
+    return replace(kept, sources=tuple(hub.fetched(source) for source in kept.sources)), coefficients[:, columns]
 
 
 def snapshot_facts(source: Source) -> dict[str, Any] | None:

@@ -109,6 +109,27 @@ def open_revision(address: str, subtree: str | None = None) -> Source:
     return replace(source, origin=f"hf://{repo}@{folder.name}", step=step, tokens=tokens, notes=source.notes)
 
 
+def named(address: str, subtree: str | None = None) -> Source:
+    """A revision by its name alone: a suite has hundreds, and those that take no part need not be fetched.
+
+    Its step and tokens are known, its leaves are not: `fetched` gives them.
+    """
+    step, tokens = progress_from_name(_parse(address)[1])
+    return Source("named", Path(), address, {}, {}, tokens, step, metadata={"subtree": subtree})
+
+
+def fetched(source: Source) -> Source:
+    """The checkpoint that `named` stands for, with the position that it has there; any other as it is.
+
+    Raises:
+        ValueError: as `open_revision` does.
+    """
+    if source.kind != "named":
+        return source
+    opened = open_revision(source.origin, source.metadata["subtree"])
+    return replace(opened, tokens=source.tokens, step=source.step)
+
+
 def _parse(address: str) -> tuple[str, str]:
     found = _ADDRESS.fullmatch(address)
     if found is None:

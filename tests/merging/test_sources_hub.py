@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from pma_jax.merging import hub
+from pma_jax.merging import gather, hub, storage
 from pma_jax.merging.engine import merge
 from pma_jax.merging.plan import plan
 from pma_jax.merging.provenance import read
@@ -108,6 +108,16 @@ def test_a_suite_is_expanded_fetched_and_merged(endpoint, tmp_path):
     merge(plan(sources, [0.25, 0.25, 0.5]), [tmp_path / "out"])
     np.testing.assert_array_equal(read_leaf(open_source(tmp_path / "out"), "w"), np.full(5, 275, np.float32))
     assert read(tmp_path / "out")["sources"][0]["source"] == f"hf://org/suite@{commit('stage1-step-100')}"
+
+
+def test_only_what_takes_part_is_fetched(endpoint, tmp_path):
+    gathered = gather.choose(gather.gather(["hf://org/suite@stage1-step-*"]), last=2)
+    assert endpoint == [], "names alone decide"
+    made, used = storage.plan_merge(gathered, ["sma:1"])
+    assert [source.step for source in used.sources] == [400]
+    assert [file for how, file in endpoint if how == "GET"].count("model.safetensors") == 1
+    merge(made, [tmp_path / "out"])
+    np.testing.assert_array_equal(read_leaf(open_source(tmp_path / "out"), "w"), np.full(5, 400, np.float32))
 
 
 def test_a_star_tells_when_it_crosses_stages(endpoint):
