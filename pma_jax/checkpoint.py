@@ -131,7 +131,9 @@ def open_run(path: epath.PathLike) -> Run:
     """Open a run directory. Raises ValueError when there is none."""
     folder = absolute(path)
     if not is_run(folder):
-        raise ValueError(f"{path} is not a run directory (no config.json): give the --workdir of a `pma train`")
+        raise ValueError(
+            f"{path} is not a run directory (run.json and config.json): give the --workdir of a `pma train`"
+        )
     try:
         return Run(folder, configuration.from_json((folder / "config.json").read_text()))
     except (OSError, ValueError) as error:

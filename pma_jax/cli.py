@@ -87,7 +87,9 @@ def merge(options: argparse.Namespace) -> None:
     )
     outs = storage.outputs(options.out, recipes)
     description = storage.describe(plan, gathered, outs)
-    if not options.dry_run:
+    if options.dry_run:
+        engine.check_outputs(plan, outs)
+    else:
         with _progress() as progress:
             merged = engine.merge(plan, outs, command=" ".join(["pma", *options.words]), progress=progress)
         description |= {"notes": [*gathered.notes, *merged.notes], "seconds": merged.seconds}

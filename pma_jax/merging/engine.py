@@ -69,8 +69,7 @@ def merge(
     process, processes = share
     if not 0 <= process < processes or (processes > 1 and barrier is None):
         raise ValueError(f"the share {share} is not (process, processes), or several processes have no barrier")
-    targets = [Path(out).absolute() for out in outs]
-    works = [target.parent / f".{target.name}.partial-{plan.digest[:16]}" for target in targets]
+    targets, works = _places(plan, outs)
     published = _published(plan, targets, works)
     for work, is_published in zip(works, published, strict=True):
         work.mkdir(parents=True, exist_ok=True)
@@ -86,6 +85,21 @@ def merge(
     if barrier is not None:
         barrier()
     return Merged(tuple(targets), tuple(notes), read_bytes_here, time.perf_counter() - started)
+
+
+def check_outputs(plan: Plan, outs: Sequence[str | Path]) -> None:
+    """Checks what `merge` checks of its outputs before it writes.
+
+    Raises:
+        ValueError: an output exists already, two are the same, or the disk has too little room; one line.
+    """
+    _published(plan, *_places(plan, outs))
+
+
+def _places(plan: Plan, outs: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
+    """The directories to publish, and those to work in beside them."""
+    targets = [Path(out).absolute() for out in outs]
+    return targets, [target.parent / f".{target.name}.partial-{plan.digest[:16]}" for target in targets]
 
 
 def _published(plan: Plan, targets: list[Path], works: list[Path]) -> list[bool]:

@@ -263,10 +263,10 @@ def _digest(made: Plan) -> str:
 
 
 def check_room(made: Plan, outs: Sequence[Path]) -> None:
-    """Checks that the outputs can be made: names that are free, and room on the disk.
+    """Checks that the outputs can be made: one for each recipe, all different, and room on the disk.
 
     Raises:
-        ValueError: an output exists, or the disk has too little room.
+        ValueError: they are too few or too many, two are the same, or the disk has too little room.
     """
     if len(outs) != len(made.recipes):
         raise ValueError(f"{len(made.recipes)} recipes need as many output directories, not {len(outs)}")

@@ -106,6 +106,12 @@ def test_dry_run_tells_all_and_writes_nothing(pma, suite, tmp_path):
     assert tiny.contents(tmp_path) == before
 
 
+def test_a_dry_run_refuses_what_the_merge_would(fails, suite, tmp_path):
+    before = tiny.contents(tmp_path)
+    assert "exists already" in fails("merge", suite, "--out", suite, "--dry-run")
+    assert tiny.contents(tmp_path) == before
+
+
 def test_tokens_choose_where_steps_are_known_by_their_size(pma, fails, suite, tmp_path):
     words = ["merge", suite, "--tokens", "2e5:5e5", "--every", "2e5", "--out", tmp_path / "out", "--json"]
     assert "--tokens-per-step" in fails(*words)
