@@ -136,6 +136,7 @@ class MeshConfig:
     data: int = -1  # batch is split, parameters are replicated
     fsdp: int = 1  # batch and parameters are split
     tensor: int = 1  # heads, hidden and vocabulary are split
+    cpu_devices: int = 0  # where there is only a CPU: devices that it counts as (0: as JAX says, one); best one a core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,6 +402,8 @@ def _validate(config: Config) -> None:
             f"checkpoint.block_every_steps ({checkpoint.block_every_steps}) is more than the {interval_steps} steps of "
             "checkpoint.interval_tokens: a block mean would be of nothing; lower it"
         )
+    if config.mesh.cpu_devices < 0:
+        raise ValueError(f"mesh.cpu_devices must be 0 or more, not {config.mesh.cpu_devices}")
     if any(w < 1 for w in config.preview.windows):
         raise ValueError(f"preview.windows must be 1 or more, not {config.preview.windows}")
     schedule = config.schedule

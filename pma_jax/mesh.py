@@ -4,6 +4,7 @@ Every axis is explicit: an array's sharding is part of its type, and a product t
 is an error, not a surprise. Axes (mesh) and dims (tensor) are two things; `Rules` is where they meet.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -30,21 +31,32 @@ class Rules:
     def spec(self, *dims: str | None) -> P:
         """The partition of an array whose dims carry these logical names (None: whole).
 
-        Raises ValueError when two dims would be split by the same mesh axis.
+        Inside a `jax.shard_map`, where an array is a device's own part, the axes that it is over are left out. Raises
+        ValueError when two dims would be split by the same mesh axis.
         """
-        axes = [getattr(self, dim) if dim else None for dim in dims]
-        flat = [a for axis in axes if axis for a in (axis if isinstance(axis, tuple) else (axis,))]
-        for axis in set(flat):
+        gone = jax.sharding.get_abstract_mesh().manual_axes
+        named = [getattr(self, dim) if dim else None for dim in dims]
+        split = [
+            tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a not in gone) for axis in named
+        ]
+        flat = [a for axes in split for a in axes]
+        for axis in flat:
             if flat.count(axis) > 1:
                 raise ValueError(f"dims {dims} are both split by mesh axis {axis!r}: change one of the sharding rules")
-        return P(*axes)
+        return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in split))
 
 
 RULES = Rules()
 
 
 def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
-    """An explicit mesh over all devices; raises ValueError when the sizes do not multiply to their number."""
+    """An explicit mesh over all devices; the CPU counts as `cpu_devices` of them if JAX starts here.
+
+    Raises ValueError when the sizes do not multiply to the number of devices.
+    """
+    if sizes.cpu_devices:
+        with contextlib.suppress(RuntimeError):  # JAX has started: the devices are what they are
+            jax.config.update("jax_num_cpu_devices", sizes.cpu_devices)
     shape = [sizes.data, sizes.fsdp, sizes.tensor]
     count = jax.device_count()
     if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
@@ -59,8 +71,18 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(shape), AXES)
 
 
-def check_divides(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raise ValueError that names a size which does not divide over the mesh axes that split it."""
+def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Check that `config` can be trained on `mesh`.
+
+    Raises ValueError that names a size which does not divide over the mesh axes that split it, or says that the CPU
+    does not count as `mesh.cpu_devices`.
+    """
+    wanted, here = config.mesh.cpu_devices, jax.local_device_count()
+    if wanted and wanted != here and jax.default_backend() == "cpu":
+        raise ValueError(
+            f"mesh.cpu_devices is {wanted}, and JAX already runs with {here} in this process: train in a fresh one, or "
+            f"set it to {here}"
+        )
     model, training = config.model, config.training
     sizes = {
         "training.batch_size_sequences / accumulation_steps": (
@@ -85,6 +107,12 @@ def check_divides(config: Config, mesh: jax.sharding.Mesh) -> None:
 def local_mesh() -> jax.sharding.Mesh:
     """All devices along `data`: what evaluation and merging use when no mesh is named."""
     return make_mesh(MeshConfig())
+
+
+def placed_as(like: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` with the sharding of `like`: for gradients, as an einsum forgets the axis of a dim of size 1."""
+    sharding = jax.typeof(like).sharding
+    return x if sharding.mesh.empty else jax.reshard(x, sharding)
 
 
 def abstract_on(mesh: jax.sharding.Mesh, make: Callable[[], Any]) -> Any:

@@ -132,6 +132,7 @@ def test_a_wrong_call_is_status_2(pma, words):
         ("data.source=web", "packaged, files, hub"),
         ("data.files=nowhere/*.txt", "nowhere/*.txt"),
         ("mesh.data=3", "needs 3 devices"),
+        ("mesh.cpu_devices=-1", "0 or more"),
         ("training.accumulation_steps=2", "data x fsdp splits it in 8"),
     ],
 )

@@ -1,10 +1,13 @@
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import P
 
 from pma_jax.config import MeshConfig, resolve
-from pma_jax.mesh import AXES, RULES, Rules, abstract_on, check_divides, local_mesh, make_mesh, replicated
+from pma_jax.mesh import AXES, RULES, Rules, abstract_on, check_mesh, local_mesh, make_mesh, replicated
 
 
 @pytest.mark.parametrize(
@@ -55,9 +58,9 @@ def test_sizes_that_do_not_fill_the_devices_are_refused(sizes, says):
 )
 def test_sizes_that_do_not_divide_over_the_mesh_are_named(sizes, says):
     mesh = make_mesh(MeshConfig(2, 2, 2))
-    check_divides(resolve({}), mesh)
+    check_mesh(resolve({}), mesh)
     with pytest.raises(ValueError, match=says):
-        check_divides(resolve(sizes), mesh)
+        check_mesh(resolve(sizes), mesh)
 
 
 def test_rules_map_dims_to_axes():
@@ -94,3 +97,36 @@ def test_abstract_leaves_are_what_making_them_gives():
 def test_the_local_mesh_has_every_device_along_data():
     assert dict(local_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1}
     assert len(jax.device_put(jnp.ones(3), replicated(local_mesh())).addressable_shards) == 8
+
+
+def test_a_cpu_counts_as_many_devices_as_asked_in_a_fresh_process():
+    code = """
+import jax
+from pma_jax.config import MeshConfig
+from pma_jax.mesh import make_mesh
+print(dict(make_mesh(MeshConfig(fsdp=3, cpu_devices=6)).shape), jax.device_count())
+make_mesh(MeshConfig(cpu_devices=6))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "{'data': 2, 'fsdp': 3, 'tensor': 1} 6\n"
+
+
+def test_training_refuses_a_number_of_cpu_devices_that_comes_too_late():
+    config = resolve({"mesh": {"cpu_devices": 3}})
+    mesh = make_mesh(config.mesh)
+    assert mesh.size == 8
+    with pytest.raises(ValueError, match=r"mesh\.cpu_devices is 3, and JAX already runs with 8"):
+        check_mesh(config, mesh)
+    check_mesh(resolve({"mesh": {"cpu_devices": 8}, "evaluation": {"batch_size_sequences": 8}}), mesh)
+
+
+def test_inside_a_shard_map_its_own_axes_are_left_out():
+    seen = []
+
+    def part(x):
+        seen.append((RULES.spec("batch", None, "heads"), RULES.spec("width")))
+        return x
+
+    with jax.set_mesh(make_mesh(MeshConfig(2, 2, 2))):
+        jax.shard_map(part, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})(jnp.ones(4))
+    assert seen[0] == (P("fsdp", None, "tensor"), P("fsdp"))

@@ -2,7 +2,7 @@
 
 A whole optimizer step (forward, backward, clipping, AdamW with decay on matrices, update) of the same decoder in
 float32, on the same tokens, two threads each:
-  pma_jax           `make_train_step`, as `pma train` runs it
+  pma_jax           `make_train_step` on a device a core (`mesh.cpu_devices=2`), as `pma train --config demo` runs it
   torch             eager: nn.Linear, nn.RMSNorm, F.scaled_dot_product_attention, AdamW(fused=True), clip_grad_norm_
   torch, compiled   the same under torch.compile
 Every contender is a process of its own; they take turns, a few steps each, and a busy neighbour meets all of them.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pma_jax.config import Config, ModelConfig, TrainingConfig
+from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.host_memory import keep_freed_memory
 
 SHAPES = {  # name: model, sequences a step; few blocks, so unrolled, as in the demo's config
@@ -174,7 +174,11 @@ def jax_step(model, weights, tokens_BxM, _compiled):
     from pma_jax.training.state import make_state
     from pma_jax.training.step import make_train_step
 
-    config = Config(model=model, training=TrainingConfig(batch_size_sequences=len(tokens_BxM)))
+    config = Config(
+        model=model,
+        training=TrainingConfig(batch_size_sequences=len(tokens_BxM)),
+        mesh=MeshConfig(cpu_devices=len(os.sched_getaffinity(0))),
+    )
     mesh = make_mesh(config.mesh)
     jax.set_mesh(mesh)
     graph, state = graph_definition(model), make_state(config)
@@ -197,11 +201,12 @@ def jax_step(model, weights, tokens_BxM, _compiled):
 
 
 def matrix_product_rate(rows, inner, columns):
-    """FLOPs a second of the MLP's product: the best of twenty."""
+    """FLOPs a second of the MLP's product, its rows over all devices: the best of twenty."""
     import jax
     import jax.numpy as jnp
+    from jax import P
 
-    a, b = jnp.ones((rows, inner)), jnp.ones((inner, columns))
+    a, b = jnp.ones((rows, inner), out_sharding=P("data")), jnp.ones((inner, columns))
     product = jax.jit(jnp.matmul)
     seconds = []
     for _ in range(20):

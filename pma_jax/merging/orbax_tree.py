@@ -214,7 +214,7 @@ def read_elements(source: Source, name: str, start: int, stop: int) -> np.ndarra
         first = start // row
         values = array[first : -(-stop // row)] if leaf.shape and leaf.elements else array
         data = np.ascontiguousarray(values.read().result())
-    except (ValueError, RuntimeError, MemoryError) as error:
+    except (ValueError, RuntimeError, MemoryError, OverflowError) as error:
         reason = (str(error).splitlines() or ["too large"])[0].split(" [")[0][:200]
         raise ValueError(f"{source.origin}: {name} cannot be read: {reason}") from None
     if data.dtype.itemsize != width:

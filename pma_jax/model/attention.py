@@ -9,6 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pma_jax.mesh import placed_as
+
 QUERY_BLOCKS = 2  # a block of queries meets only the keys up to its end: 3/4 of the square; more gain little
 
 
@@ -80,13 +82,7 @@ def _attend_block_backward(saved: tuple[jax.Array, ...], g_BxKxGxQxH: jax.Array)
     d_q = jnp.einsum("bkgqm,bkhm->bkgqh", d_scores_BxKxGxQxM, k)
     d_k = jnp.einsum("bkgqh,bkgqm->bkhm", q, d_scores_BxKxGxQxM)
     d_v = jnp.einsum("bkgqh,bkgqm->bkhm", g_BxKxGxQxH, weights_BxKxGxQxM)
-    # einsum forgets the axis of a dim of size 1 that it could drop; the rule must give its inputs' types.
-    return tuple(_placed_as(x, d) for x, d in ((q, d_q), (k, d_k), (v, d_v)))
-
-
-def _placed_as(x: jax.Array, y: jax.Array) -> jax.Array:
-    sharding = jax.typeof(x).sharding
-    return y if sharding.mesh.empty else jax.reshard(y, sharding)
+    return tuple(placed_as(x, d) for x, d in ((q, d_q), (k, d_k), (v, d_v)))
 
 
 _attend_block.defvjp(_attend_block_forward, _attend_block_backward)

@@ -16,6 +16,7 @@ from jax import P
 from pma_jax.config import ModelConfig
 from pma_jax.mesh import RULES
 from pma_jax.model.attention import attention, rotary_tables, rotate
+from pma_jax.model.product import product
 
 Params = dict  # nested: name -> array; the plain pytree that is trained, saved and merged
 
@@ -96,6 +97,7 @@ class Decoder(nnx.Module):
         return _widen(x_BxLxD, head_DxV, "vocabulary", jnp.float32)
 
 
+@functools.partial(jax.checkpoint, static_argnums=2)  # keeps its inputs for the gradient, not their float32 forms
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """x / rms(x) * scale over the last dim (arXiv 1910.07467); float32 inside, the dtype of `x` outside."""
     x32 = x.astype(jnp.float32)
@@ -154,13 +156,7 @@ def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str, dtype: jnp.dtype |
     B, L, D = x_BxLxD.shape
     matrix_DxE = _gathered(matrix, x_BxLxD.dtype, 1, split).reshape(D, -1)
     # Two flat dims: with three, XLA on CPU transposes the gradient before the product that makes the weight's.
-    y_SxE = jnp.einsum(
-        "sd,de->se",
-        x_BxLxD.reshape(B * L, D),
-        matrix_DxE,
-        out_sharding=RULES.spec("batch", split),
-        preferred_element_type=dtype,
-    )
+    y_SxE = product(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", split), dtype)
     sharding = RULES.spec("batch", None, split, *[None] * (matrix.ndim - 2))
     return jnp.reshape(y_SxE, (B, L, *matrix.shape[1:]), out_sharding=sharding)
 
@@ -170,7 +166,7 @@ def _narrow(x_BxLxE: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
     B, L, D = *x_BxLxE.shape[:2], matrix.shape[-1]
     matrix_ExD = _gathered(matrix, x_BxLxE.dtype, 0, split).reshape(-1, D)
     x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", split))
-    y_SxD = jnp.einsum("se,ed->sd", x_SxE, matrix_ExD, out_sharding=RULES.spec("batch", None))
+    y_SxD = product(x_SxE, matrix_ExD, RULES.spec("batch", None), None)
     return jnp.reshape(y_SxD, (B, L, D), out_sharding=RULES.spec("batch", None, None))
 
 

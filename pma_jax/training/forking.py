@@ -10,6 +10,7 @@ from pma_jax import config as configuration
 from pma_jax.checkpoint import Run, SavedState
 from pma_jax.config import Config
 from pma_jax.data import shards
+from pma_jax.mesh import check_mesh, make_mesh
 from pma_jax.training.loop import run_facts
 
 
@@ -28,6 +29,7 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
     there already is left as it is. Raises ValueError when `source` has no state there (naming those it has), or
     `workdir` holds anything else.
     """
+    check_mesh(config, make_mesh(config.mesh))  # first: listing states starts JAX, and the devices are then settled
     saved = _state_at(source, at_tokens)
     origin = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
     if checkpoint.is_run(workdir):

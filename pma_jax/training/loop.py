@@ -19,7 +19,7 @@ from pma_jax.data import batches, shards
 from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
 from pma_jax.evaluation.loss import evaluate, on_mesh
 from pma_jax.merging import preview
-from pma_jax.mesh import check_divides, make_mesh
+from pma_jax.mesh import check_mesh, make_mesh
 from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.training import block_mean
 from pma_jax.training.metrics import MetricsLog
@@ -40,7 +40,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     tokens = shards.prepare(config.data)
     shards.check_vocabulary(tokens, config.model.vocabulary_size)
     mesh = make_mesh(config.mesh)
-    check_divides(config, mesh)
+    check_mesh(config, mesh)
     run = open_or_create(config, workdir, run_facts(tokens, config))
     resumed = run.newest_state
     if resumed and config.is_horizon(resumed.tokens):

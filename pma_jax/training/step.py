@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import P
 
 from pma_jax.config import Config
 from pma_jax.evaluation.loss import loss_sums
@@ -41,7 +42,18 @@ def make_train_step(
         }
         return TrainState(state.step + 1, params, moments, state.block), metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options())
+
+
+def compiler_options() -> dict[str, bool | str]:
+    """What XLA is told about a train step: on CPU, where a device is one core's, it keeps to one thread a product.
+
+    Its library runs products alone; XLA's own loops are the faster ones for the rest.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    one_thread = {"xla_cpu_multi_thread_eigen": False} if jax.local_device_count() > 1 else {}
+    return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT", **one_thread}
 
 
 def accumulate(
@@ -52,19 +64,37 @@ def accumulate(
 ) -> tuple[Params, Metrics]:
     """Gradient of the summed objective and the sums, over `accumulation_steps` microbatches.
 
-    Sums over sums: dividing by the count once, afterwards, is exact however many tokens each microbatch counts.
+    Sums over sums: dividing by the count once, afterwards, is exact however many tokens each microbatch counts. Each
+    part of the mesh's `data` axis adds up its own microbatches, so that what travels between them, travels once a step.
     """
     gradient = jax.grad(objective, has_aux=True)
-    if accumulation_steps == 1:
-        return gradient(params, tokens_BxM)
-    # Microbatch a takes every A-th row, so each device splits the rows that it already has.
-    strided = (tokens_BxM.shape[0] // accumulation_steps, accumulation_steps, tokens_BxM.shape[1])
-    tokens_bxAxM = jnp.reshape(tokens_BxM, strided, out_sharding=RULES.spec("batch", None, None))
-    tokens_AxbxM = jnp.moveaxis(tokens_bxAxM, 1, 0)
 
-    def add(total, tokens_bxM):
-        return jax.tree.map(jnp.add, total, gradient(params, tokens_bxM)), None
+    def own_share(params: Params, tokens_BxM: jax.Array) -> tuple[Params, Metrics]:
+        if accumulation_steps == 1:
+            return gradient(params, tokens_BxM)
+        # Microbatch a takes every A-th row, so each device splits the rows that it already has.
+        strided = (tokens_BxM.shape[0] // accumulation_steps, accumulation_steps, tokens_BxM.shape[1])
+        tokens_bxAxM = jnp.reshape(tokens_BxM, strided, out_sharding=RULES.spec("batch", None, None))
+        tokens_AxbxM = jnp.moveaxis(tokens_bxAxM, 1, 0)
 
-    shapes = jax.eval_shape(gradient, params, tokens_AxbxM[0])
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes)
-    return jax.lax.scan(add, zeros, tokens_AxbxM)[0]
+        def add(total, tokens_bxM):
+            return jax.tree.map(jnp.add, total, gradient(params, tokens_bxM)), None
+
+        shapes = jax.eval_shape(gradient, params, tokens_AxbxM[0])
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes)
+        return jax.lax.scan(add, jax.tree.map(_varying, zeros), tokens_AxbxM)[0]
+
+    def sum_of_shares(params: Params, tokens_BxM: jax.Array) -> tuple[Params, Metrics]:
+        params = jax.tree.map(_varying, params)  # left invariant, every use of them would be summed by itself
+        return jax.lax.psum(own_share(params, tokens_BxM), "data")
+
+    if jax.sharding.get_abstract_mesh().shape["data"] == 1:  # XLA refuses to sum over one part of a mesh with others
+        return own_share(params, tokens_BxM)
+    over_data = jax.shard_map(sum_of_shares, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
+    return over_data(params, tokens_BxM)
+
+
+def _varying(x: jax.Array) -> jax.Array:
+    """`x` as a value that each part of the `data` axis may change on its own, where there is such a part."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.pcast(x, "data", to="varying") if "data" in manual else x

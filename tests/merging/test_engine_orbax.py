@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as v0
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from orbax.checkpoint import v1 as ocp
@@ -295,6 +295,7 @@ def test_any_changed_byte_opens_or_is_one_line(good, tmp_path, data, kind, byte)
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "configuration"]), inner),
     ),
 )
+@example(key="chunk_key_encoding", value={"name": -(2**63) - 1})
 def test_any_array_metadata_opens_or_is_one_line(good, tmp_path, key, value):
     bad = tmp_path / "bad"
     shutil.rmtree(bad, ignore_errors=True)

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -185,6 +186,20 @@ def test_every_mesh_starts_from_the_same_parameters_and_each_seed_from_its_own()
     with jax.set_mesh(make_mesh(config.mesh)):
         tiny.assert_equal(make_state(config), fresh_state(0))
     assert not np.array_equal(fresh_state(1).params["embedding_VxD"], fresh_state(0).params["embedding_VxD"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_data_parallel_parts_meet_once_a_step(microbatches):
+    config = make_config(MeshConfig(data=8), accumulation_steps=microbatches)
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        train_step = make_train_step(config, graph_definition(config.model))
+        state = abstract_state(config, mesh)
+        tokens = jax.ShapeDtypeStruct((B, L + 1), np.int32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+        hlo = train_step.lower(state, tokens, 1e-3).compile().as_text()
+    # The one sum of all gradients; nowhere else do the devices wait for each other, and never inside the loop.
+    assert len(re.findall(r" all-reduce(?:-start)?\(", hlo)) == 1
+    assert not re.search(r" (all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(", hlo)
 
 
 def test_the_state_is_donated():

@@ -1,0 +1,57 @@
+"""The product with its own gradient: the values and gradients of float64 numpy, whatever is split over the mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+from pma_jax.config import MeshConfig
+from pma_jax.mesh import make_mesh
+from pma_jax.model.product import product
+
+S, D, E = 16, 8, 24
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    return (rng.standard_normal(shape).astype(np.float32) for shape in ((S, D), (D, E), (S, E)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "matrix_spec", "spec"),
+    [
+        ((8, 1, 1), P(None, None), P("data", None)),
+        ((2, 2, 2), P(None, "tensor"), P(("data", "fsdp"), "tensor")),
+        ((1, 1, 8), P(None, "tensor"), P(None, "tensor")),
+    ],
+)
+def test_gradients_are_numpys_on_any_mesh(sizes, matrix_spec, spec):
+    x, matrix, g = arrays()
+    with jax.set_mesh(make_mesh(MeshConfig(*sizes))):
+        rows = P(spec[0], None)
+        placed = jax.device_put(x, rows), jax.device_put(matrix, matrix_spec), jax.device_put(g, spec)
+
+        @jax.jit
+        def run(x, matrix, g):
+            y, pullback = jax.vjp(lambda x, matrix: product(x, matrix, spec, None), x, matrix)
+            return y, *pullback(g)
+
+        y, d_x, d_matrix = run(*placed)
+        assert (jax.typeof(d_x).sharding.spec, jax.typeof(d_matrix).sharding.spec) == (rows, matrix_spec)
+    x, matrix, g = (a.astype(np.float64) for a in (x, matrix, g))
+    for found, expected in ((y, x @ matrix), (d_x, g @ matrix.T), (d_matrix, x.T @ g)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_gives_float32_where_asked_and_gradients_in_its_inputs_dtype():
+    x, matrix, _ = (jnp.asarray(a, jnp.bfloat16) for a in arrays())
+    with jax.set_mesh(make_mesh(MeshConfig())):
+        y, pullback = jax.vjp(lambda x, matrix: product(x, matrix, P(None, None), jnp.float32), x, matrix)
+        d_x, d_matrix = pullback(jnp.ones((S, E), jnp.float32))
+    assert (y.dtype, d_x.dtype, d_matrix.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    wide = np.asarray(x, np.float64)
+    np.testing.assert_allclose(y, wide @ np.asarray(matrix, np.float64), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(d_matrix, np.float64), np.tile(wide.sum(0)[:, None], (1, E)), rtol=2**-7, atol=2**-7
+    )
