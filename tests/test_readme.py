@@ -55,6 +55,7 @@ def get_config():
     c.training.update(sequence_length_tokens={length}, batch_size_sequences={batch})
     c.evaluation.update(tokens=1000, batch_size_sequences=8)
     c.checkpoint.block_every_steps = 1
+    c.mesh.cpu_devices = 0  # the tests' JAX has started, with 8
     return c
 """)
     return str(folder / "small.py")
