@@ -3,9 +3,10 @@
 Command:   python experiments/benchmarks/snapshots.py [--rounds 5] [--tokens 1.5e6]
 Floor:     the bytes of one model, copied from the devices and written: everything else is overhead.
 
-Three runs of the demo's model and batch, each in a process of its own, in turn: without snapshots, with points, and with
-both kinds that the demo saves (which also keep the block mean). None makes previews or evaluates more than two windows
-a mark, so that what differs is the saving. The time from the first log mark to the horizon counts: compiling does not.
+Three runs of the demo's model and batch, each in a process of its own, in turn: without snapshots, with points, and
+with both kinds that the demo saves (which also keep the block mean). None makes previews or evaluates more than two
+windows a mark, so that what differs is the saving. The time from the first log mark to the horizon counts: compiling
+does not.
 """
 
 import argparse
