@@ -2,6 +2,7 @@
 
     python experiments/benchmarks/merge.py SCRATCH                       the 160M model, bfloat16, 5 rounds: minutes
     python experiments/benchmarks/merge.py SCRATCH --size 560M --dtype float32 --rounds 3
+    python experiments/benchmarks/merge.py SCRATCH --mergekit ENV/bin/python    and mergekit, from its own environment
 
 Makes its inputs in SCRATCH (about 11 checkpoints, twice: safetensors and Orbax), removes them when it is done, and
 prints one JSON object: medians of wall seconds and peak resident MB, and the ratios that the bars are about.
@@ -33,6 +34,7 @@ def shapes(size: str) -> dict[str, tuple[int, ...]]:
         found |= {f"{prefix}.self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
         found |= {f"{prefix}.mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
         found |= {f"{prefix}.mlp.down_proj.weight": (width, hidden), f"{prefix}.input_layernorm.weight": (width,)}
+        found[f"{prefix}.post_attention_layernorm.weight"] = (width,)
     return found | {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
 
 
@@ -61,7 +63,25 @@ def generate(folder: Path, size: str, dtype: str, count: int) -> None:
         target = folder / "safetensors" / str(number)
         target.mkdir(parents=True)
         save_file(leaves, target / "model.safetensors", metadata={"format": "pt"})
+        (target / "config.json").write_text(json.dumps(llama(size, dtype)))
         ocp.save(str(folder / "orbax" / str(number)), leaves)
+
+
+def llama(size: str, dtype: str) -> dict[str, Any]:
+    """The config.json that mergekit asks for."""
+    width, hidden, layers, vocabulary = SIZES[size]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 64,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
 
 
 def floor(inputs: list[Path], out: Path) -> None:
@@ -120,7 +140,7 @@ def torch_loop(inputs: list[Path], out: Path) -> None:
 
 
 def mergekit(inputs: list[Path], out: Path) -> None:
-    """mergekit's own linear merge, if it is installed."""
+    """mergekit's own linear merge (its interpreter runs this function)."""
     from mergekit.config import MergeConfiguration  # pyrefly: ignore
     from mergekit.merge import MergeOptions, run_merge  # pyrefly: ignore
 
@@ -189,11 +209,11 @@ METHODS: dict[str, Callable[[list[Path], Path], None]] = {
 }
 
 
-def run(method: str, inputs: list[Path], out: Path) -> dict[str, float]:
+def run(method: str, inputs: list[Path], out: Path, python: str = sys.executable) -> dict[str, float]:
     """Wall and CPU seconds of the whole process, and its peak resident MB."""
-    words = [sys.executable, __file__, str(out.parent), *map(str, inputs), "--child", method, "--out", str(out)]
+    words = [python, __file__, str(out.parent), *map(str, inputs), "--child", method, "--out", str(out)]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    output = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     if out.is_dir():
         shutil.rmtree(out)
@@ -209,12 +229,15 @@ def peak_resident_mb() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def measure(methods: list[str], inputs: list[Path], scratch: Path, rounds: int) -> dict[str, dict[str, float]]:
+def measure(
+    methods: list[str], inputs: list[Path], scratch: Path, rounds: int, mergekit_python: str = ""
+) -> dict[str, dict[str, float]]:
     """Every method in turn, `rounds` times: medians."""
     found: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method in methods:
-            found[method].append(run(method, inputs, scratch / "out"))
+            python = mergekit_python if method == "mergekit" else sys.executable
+            found[method].append(run(method, inputs, scratch / "out", python))
     return {
         method: {key: round(statistics.median(one[key] for one in all), 2) for key in all[0]}
         for method, all in found.items()
@@ -233,16 +256,11 @@ def memory_over_imports(inputs: list[Path], scratch: Path) -> dict[str, int]:
     return {str(n): round(run("ours", (inputs * 30)[:n], scratch / "out")["peak_MB"] - base) for n in (3, 30)}
 
 
-def safetensors_section(scratch: Path, rounds: int, count: int) -> dict[str, Any]:
+def safetensors_section(scratch: Path, rounds: int, count: int, mergekit_python: str) -> dict[str, Any]:
     """safetensors -> safetensors, and memory for 3 and 30 checkpoints."""
     inputs = [scratch / "safetensors" / str(number) for number in range(count)]
-    methods = ["floor", "ours", "ours sha256", "torch loop"]
-    try:
-        __import__("mergekit")
-        methods.append("mergekit")
-    except ImportError:
-        pass
-    found = measure(methods, inputs, scratch, rounds)
+    methods = ["floor", "ours", "ours sha256", "torch loop", *(["mergekit"] if mergekit_python else [])]
+    found = measure(methods, inputs, scratch, rounds, mergekit_python)
     found |= measure(["ours 16 recipes"], inputs, scratch, 1)
     ratios = {f"{method} / floor": ratio(found, method, "floor") for method in methods[1:]}
     ratios |= {f"{method} / ours": ratio(found, method, "ours") for method in [*methods[3:], "ours 16 recipes"]}
@@ -345,6 +363,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--sections", default="safetensors,orbax,encodings")
+    parser.add_argument("--mergekit", default="", help="the python of an environment that has mergekit")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("inputs", nargs="*", type=Path, help=argparse.SUPPRESS)
@@ -363,8 +382,11 @@ def main() -> None:
             if section == "encodings":
                 results[section] = encodings_section(scratch, options.size, options.rounds)
             else:
-                make = safetensors_section if section == "safetensors" else orbax_section
-                results[section] = make(scratch, options.rounds, options.count)
+                results[section] = (
+                    safetensors_section(scratch, options.rounds, options.count, options.mergekit)
+                    if section == "safetensors"
+                    else orbax_section(scratch, options.rounds, options.count)
+                )
         print(json.dumps(results, indent=1))
     finally:
         shutil.rmtree(scratch)

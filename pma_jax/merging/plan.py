@@ -17,8 +17,8 @@ from pma_jax.merging.leaves import ITEM_BYTES, LeafInfo, Source, differences
 from pma_jax.merging.zstd_frames import DECODER_BYTES
 
 DTYPES = ("keep", "float32", "bfloat16")
-# Raw, sums and temporaries of one block stay inside a core's second-level cache.
-BLOCK_ELEMENTS = 2**17
+# Small enough for a core's share of the caches, large enough that threads seldom meet at the interpreter's lock.
+BLOCK_ELEMENTS = 2**18
 LEAST_BLOCK_ELEMENTS = 2**12
 # What the interpreter, numpy and thread stacks take beside the buffers.
 _BASE_BYTES = 48 * 2**20
@@ -142,7 +142,7 @@ def plan(
     decoded, reads_ahead, decode_bytes = _plan_decoding(sources, len(rows), memory_limit_bytes)
     # What all sources and recipes hold of a block stays in cache together.
     block_elements = (
-        BLOCK_ELEMENTS if len(rows) == 1 else max(LEAST_BLOCK_ELEMENTS, 8 * BLOCK_ELEMENTS // sum(rows.shape))
+        BLOCK_ELEMENTS if len(rows) == 1 else max(LEAST_BLOCK_ELEMENTS, 16 * BLOCK_ELEMENTS // sum(rows.shape))
     )
     dtypes = {leaf.dtype for leaf in sources[0].leaves.values()}
     each = kernels.scratch_bytes(len(rows), len(sources), block_elements, dtypes)
