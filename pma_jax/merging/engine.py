@@ -23,6 +23,9 @@ from pma_jax.merging.plan import BLOCK_ELEMENTS, Plan, Unit, check_room
 from pma_jax.merging.sources import read_bytes
 
 Progress = Callable[[int, int], None]
+# Outputs of this size are flushed while they grow; many small files are cheaper to commit together.
+_FLUSHED_BYTES = 2**24
+_FLUSH_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -204,14 +207,31 @@ def _run_units(run: Run, todo: list[tuple[int, Unit]]) -> None:
             run.stop.set()
             raise
 
-    with ThreadPoolExecutor(run.plan.threads) as pool:
+    with ThreadPoolExecutor(run.plan.threads + 1) as pool:
         workers = [pool.submit(drain) for _ in range(min(run.plan.threads, plain.qsize()))]
+        over = threading.Event()
+        flusher = pool.submit(_flush, run, over)
         try:
             for worker in workers:
                 worker.result()
         finally:
             run.stop.set()
+            over.set()
+        flusher.result()
     merge_decoded(run, [item for item in todo if item[1].name in run.plan.decoded])
+
+
+def _flush(run: Run, over: threading.Event) -> None:
+    """Sends large outputs to the disk while they are being written, so that little is left to wait for at the end."""
+    bytes_of: dict[Path, int] = {}
+    for place in run.places:
+        for extents in place.values():
+            for extent in extents:
+                bytes_of[extent.path] = bytes_of.get(extent.path, 0) + extent.nbytes
+    large = [path for path, nbytes in bytes_of.items() if nbytes >= _FLUSHED_BYTES]
+    while large and not over.wait(_FLUSH_SECONDS):
+        for path in large:
+            sinks.sync_entry(path)
 
 
 def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list[bool], command: str) -> list[str]:
