@@ -59,6 +59,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     compute_dtype: str = "float32"  # float32 | bfloat16; parameters stay float32
     remat: str = "none"  # what the backward pass recomputes: none | full | dots (all but matrix products)
+    logits_chunk_tokens: int = 2048  # positions whose logits (times V, float32) a device holds at once in the loss
     scan_layers: bool = True  # lax.scan over the stacked blocks; False unrolls the same blocks
 
 
@@ -415,7 +416,7 @@ def _validate(config: Config) -> None:
 
 
 _POSITIVE = {
-    "model": ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden"),
+    "model": ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden", "logits_chunk_tokens"),
     "training": (
         "total_tokens",
         "sequence_length_tokens",
