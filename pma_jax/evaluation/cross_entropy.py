@@ -77,7 +77,6 @@ def _summed(
         with_gradients=with_gradients,
         batch_axes=_axes(x[0]) if split else (),
         vocabulary_axes=_axes(head[1]) if split else (),
-        outer_axes=tuple(mesh.manual_axes),
     )
     if not split:  # XLA on CPU would keep sums over one device, each of which waits
         whole = (jax.reshard(array, P(*[None] * array.ndim)) for array in (x_BxLxD, head_DxV, targets_BxL))
@@ -87,6 +86,7 @@ def _summed(
         in_specs=(x, head, rows),
         out_specs=(P(), P(), x, head) if with_gradients else (P(), P()),
         axis_names=set(axes),
+        check_vma=False,  # as around it: see `accumulate`
     )(jax.reshard(x_BxLxD, x), jax.reshard(head_DxV, head), jax.reshard(targets_BxL, rows))
 
 
@@ -104,7 +104,6 @@ def _own_share(
     with_gradients: bool,
     batch_axes: tuple[str, ...],
     vocabulary_axes: tuple[str, ...],
-    outer_axes: tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
     S, (D, V) = math.prod(targets_BxL.shape), head_DxV.shape
     count = -(-S // chunk_tokens)
@@ -135,20 +134,16 @@ def _own_share(
         d_head_DxV = jnp.einsum("dc,cv->dv", transposed(x_CxD), d_logits_CxV, preferred_element_type=jnp.float32)
         return (sums[0] + objective, sums[1] + nats, sums[2] + d_head_DxV), d_x_CxD.astype(x_CxD.dtype)
 
-    rows = (*outer_axes, *batch_axes)
-    zero = jax.lax.pcast(jnp.zeros((), jnp.float32), rows, to="varying")
-    sums = (zero, zero)
-    if with_gradients:
-        zeros_DxV = jax.lax.pcast(jnp.zeros((D, V), jnp.float32), (*rows, *vocabulary_axes), to="varying")
-        sums = (*sums, zeros_DxV)
+    zero = jnp.zeros((), jnp.float32)
+    sums = (zero, zero, jnp.zeros((D, V), jnp.float32)) if with_gradients else (zero, zero)
     if count == 1:
         sums, d_x = add_chunk(sums, (x_NxCxD[0], targets_NxC[0]))
     else:
         sums, d_x = jax.lax.scan(add_chunk, sums, (x_NxCxD, targets_NxC))
     sums = _over(jax.lax.psum, batch_axes, sums)
-    if not with_gradients:
+    if d_x is None:
         return sums
-    d_x_BxLxD = d_x.reshape(-1, D)[:S].reshape(x_BxLxD.shape)
+    d_x_BxLxD = jnp.reshape(d_x, (-1, D))[:S].reshape(x_BxLxD.shape)
     return *sums[:2], _over(jax.lax.psum, vocabulary_axes, d_x_BxLxD), sums[2].astype(head_DxV.dtype)
 
 

@@ -43,13 +43,18 @@ class Block(nnx.Module):
             self.query_norm_H = _ones(H)
             self.key_norm_H = _ones(H)
 
-    def __call__(self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """[B, L, D] -> [B, L, D]; `rotary` is what `rotary_tables` gives for L and H."""
+    def __call__(
+        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], documents_BxL: jax.Array | None
+    ) -> jax.Array:
+        """[B, L, D] -> [B, L, D]; `rotary` is what `rotary_tables` gives for L and H, documents `attention`'s."""
         epsilon = self.config.norm_epsilon
-        x_BxLxD = x_BxLxD + self._attend(rms_norm(x_BxLxD, self.attention_norm_D[...], epsilon), rotary)
+        normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm_D[...], epsilon)
+        x_BxLxD = x_BxLxD + self._attend(normed_BxLxD, rotary, documents_BxL)
         return x_BxLxD + self._mlp(rms_norm(x_BxLxD, self.mlp_norm_D[...], epsilon))
 
-    def _attend(self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def _attend(
+        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], documents_BxL: jax.Array | None
+    ) -> jax.Array:
         c = self.config
         q_BxLxNxH, k_BxLxKxH, v_BxLxKxH = (
             _widen(x_BxLxD, w[...], "heads") for w in (self.query_DxNxH, self.key_DxKxH, self.value_DxKxH)
@@ -57,7 +62,8 @@ class Block(nnx.Module):
         if c.qk_norm:
             q_BxLxNxH = rms_norm(q_BxLxNxH, self.query_norm_H[...], c.norm_epsilon)
             k_BxLxKxH = rms_norm(k_BxLxKxH, self.key_norm_H[...], c.norm_epsilon)
-        y_BxLxNxH = attention(rotate(q_BxLxNxH, *rotary), rotate(k_BxLxKxH, *rotary), v_BxLxKxH)
+        q_BxLxNxH, k_BxLxKxH = rotate(q_BxLxNxH, *rotary), rotate(k_BxLxKxH, *rotary)
+        y_BxLxNxH = attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL, c.attention_window_tokens)
         return _narrow(y_BxLxNxH, self.output_NxHxD[...], "heads")
 
     def _mlp(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -96,7 +102,8 @@ class Decoder(nnx.Module):
         # The gather wants its table whole; rows that are not used cost no arithmetic.
         table_VxD = jax.reshard(self.embedding_VxD[...], P(None, None)).astype(jnp.dtype(c.compute_dtype))
         x_BxLxD = table_VxD.at[tokens_BxL].get(out_sharding=RULES.spec("batch", None, None))
-        x_BxLxD = _through_blocks(self.blocks, x_BxLxD, c)
+        documents_BxL = None if c.separator_token < 0 else documents(tokens_BxL, c.separator_token)
+        x_BxLxD = _through_blocks(self.blocks, x_BxLxD, documents_BxL, c)
         return rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon)
 
     def head(self) -> jax.Array:
@@ -139,12 +146,20 @@ def parameter_count(params: Params) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def _through_blocks(blocks: Block, x_BxLxD: jax.Array, config: ModelConfig) -> jax.Array:
+def documents(tokens_BxL: jax.Array, separator_token: int) -> jax.Array:
+    """int32 [B, L]: how many documents ended before each token of a window; a separator belongs to what it ends."""
+    ends_BxL = (tokens_BxL == separator_token).astype(jnp.int32)
+    return jnp.cumsum(ends_BxL, axis=1) - ends_BxL
+
+
+def _through_blocks(
+    blocks: Block, x_BxLxD: jax.Array, documents_BxL: jax.Array | None, config: ModelConfig
+) -> jax.Array:
     # Made once, outside the scan and what it recomputes.
     rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
 
     def step(x_BxLxD, block):
-        return block(x_BxLxD, rotary), None
+        return block(x_BxLxD, rotary, documents_BxL), None
 
     policies = {
         "none": step,

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import jax
@@ -18,12 +17,13 @@ LOGITS = (3 * RNG.standard_normal((8, 6, V))).astype(np.float32)
 TOKENS = RNG.integers(0, V, (8, 7)).astype(np.int32)
 
 
-@dataclasses.dataclass
 class Table:
     """A model whose hidden states are the parameters, a table of logits: what is left is the loss."""
 
-    logits: jax.Array
-    config: ModelConfig = ModelConfig(logits_chunk_tokens=5)  # divides nothing here
+    config = ModelConfig(logits_chunk_tokens=5)  # divides nothing here
+
+    def __init__(self, logits):
+        self.logits = logits
 
     def hidden(self, tokens_BxL):
         assert tokens_BxL.shape == self.logits.shape[:2]
