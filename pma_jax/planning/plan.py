@@ -109,6 +109,7 @@ def _program(report: aot.Report, chip: cost.Chip) -> dict[str, Any]:
     return found | {
         "memory": memory,
         "product_flops": hlo.product_flops(report.program),
+        "kernels_without_flops": hlo.kernels_without_flops(report.program),
         "bytes_moved": hlo.bytes_moved(report.program),
         "cost_analysis_loops_once": {"flops": report.compiler_flops, "bytes_accessed": report.compiler_bytes},
         "loop_trips": hlo.loops(report.program),
@@ -179,9 +180,7 @@ def as_text(numbers: dict[str, Any]) -> str:
         "  ".join([row[0].ljust(widths[0]), *[c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]])
         for row in rows
     ]
-    unknown = [name.replace("_", " ") for name, p in programs.items() if None in p.get("loop_trips", [])]
-    notes = [f"a loop of the {name} is counted once: its text does not tell how often it runs" for name in unknown]
-    return "\n".join([title, "", *table, "", *_run_lines(numbers), *notes])
+    return "\n".join([title, "", *table, "", *_run_lines(numbers), *_notes(programs)])
 
 
 _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -204,6 +203,18 @@ def _run_lines(numbers: dict[str, Any]) -> list[str]:
         *_storage_lines(numbers),
         _annealing_line(numbers["annealing"]),
     ]
+
+
+def _notes(programs: dict[str, Any]) -> list[str]:
+    notes = []
+    for name, program in programs.items():
+        name = name.replace("_", " ")
+        if None in program.get("loop_trips", []):
+            notes.append(f"note: a loop of the {name} counts once: its text does not tell how often it runs")
+        if program.get("kernels_without_flops"):
+            kernels = f"{program['kernels_without_flops']} kernels of the {name}"
+            notes.append(f"note: {kernels} do not say how many FLOPs they are: its products are more than that")
+    return notes
 
 
 def _collectives_line(name: str, program: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
+from pma_jax.config import Config, EvaluationConfig, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.mesh import make_mesh, mesh_over, platform_of
 from pma_jax.planning import aot, hlo
 from pma_jax.training.state import abstract_state
@@ -57,9 +57,19 @@ def test_the_merge_on_tpu_adds_in_place_without_a_collective(name):
 @needs_libtpu
 def test_train_and_evaluation_steps_compile_for_tpu():
     mesh = mesh_over(aot.tpu_topology("v5e:2x4").devices, MeshConfig(2, 2, 2))
-    # Wide enough that no dim is padded: tiles are 8 x 128.
-    model = dataclasses.replace(MODEL, head_dim=128, width=256, hidden=512, layers=2, compute_dtype="bfloat16")
-    config = dataclasses.replace(CONFIG, model=model)
+    # Small, as compiling for TPU takes its time, but of whole tiles (8 x 128).
+    model = ModelConfig(
+        vocabulary_size=512,
+        width=256,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        head_dim=128,
+        hidden=256,
+        compute_dtype="bfloat16",
+    )
+    training = TrainingConfig(sequence_length_tokens=128, batch_size_sequences=8)
+    config = Config(model=model, training=training, evaluation=EvaluationConfig(batch_size_sequences=8))
     reports = {name: aot.compile_program(lower, mesh) for name, lower in aot.programs(config, mesh).items()}
     step, evaluation = reports["train_step"], reports["evaluation_step"]
     assert step.refusal is None and evaluation.refusal is None
@@ -67,14 +77,10 @@ def test_train_and_evaluation_steps_compile_for_tpu():
     assert step.program.aliased_outputs == len(jax.tree.leaves(state))
     assert hlo.loops(step.program) == [2, 2] and hlo.loops(evaluation.program) == [2]
     assert {c.kind for c in hlo.collectives(step.program)} >= {"all-gather", "all-reduce"}
-    single = make_mesh_of_one()
+    single = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
     for name, report in (("train_step", step), ("evaluation_step", evaluation)):
         on_cpu = aot.compile_program(aot.programs(config, single)[name], single)
         assert 8 * hlo.product_flops(report.program) == pytest.approx(hlo.product_flops(on_cpu.program), rel=0.02), name
-
-
-def make_mesh_of_one():
-    return jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
 
 
 @needs_libtpu

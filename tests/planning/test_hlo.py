@@ -132,6 +132,12 @@ def test_the_flops_of_an_instruction(line, count):
     assert hlo.product_flops(one_instruction(line)) == count
 
 
+@pytest.mark.parametrize(("config", "silent"), [('{"cost_estimate":{"flops":"77"}}', 0), ("{}", 1)])
+def test_a_kernel_that_does_not_declare_its_flops_is_told_of(config, silent):
+    line = f'%r = f32[8,6]{{1,0}} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={config}'
+    assert hlo.kernels_without_flops(one_instruction(line)) == silent
+
+
 def test_the_flops_of_a_batched_product_that_is_written_as_a_dilated_convolution():
     # From a decoder's attention on TPU: scores of 2 x 16 heads, [1024, 128] times [128, 1024]. XLA for TPU says it with
     # a window over the batch, of which one element in 2 x 16 is real.
