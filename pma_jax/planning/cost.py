@@ -3,7 +3,7 @@
 import dataclasses
 
 from pma_jax.config import ModelConfig
-from pma_jax.planning import hlo
+from pma_jax.planning import counts, hlo
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _TORUS = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
@@ -107,9 +107,9 @@ class Roofline:
 
 def roofline(program: hlo.Program, chip: Chip) -> Roofline:
     """The least time on one device of `chip`: its compiled products, memory traffic and collectives (as rings)."""
-    sent = sum(c.times * c.sent_bytes for c in hlo.collectives(program))
+    sent = sum(c.times * c.sent_bytes for c in counts.collectives(program))
     return Roofline(
-        hlo.product_flops(program) / (chip.flops_per_second / chip.devices),
-        hlo.bytes_moved(program) / (chip.memory_bytes_per_second / chip.devices),
+        counts.product_flops(program) / (chip.flops_per_second / chip.devices),
+        counts.bytes_moved(program) / (chip.memory_bytes_per_second / chip.devices),
         sent / (chip.network_bytes_per_second / chip.devices),
     )

@@ -1,8 +1,4 @@
-"""What a compiled program does: its collectives, matrix products and memory traffic, from XLA's text of it.
-
-XLA's own cost analysis counts the body of a loop once, however often it runs; a scanned decoder is one loop. Here every
-instruction counts as often as the loops around it run. All figures are those of one device.
-"""
+"""XLA's text of a compiled program, read: its computations, and how often each instruction runs."""
 
 import dataclasses
 import functools
@@ -10,22 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-import numpy as np
-
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the others the name tells: f32, bf16, s4, c64, f8e4m3fn
-# Say where values are, or wait for them: no bytes move.
-FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
-FREE += ("optimization-barrier", "add-dependency", "while", "conditional", "call", "domain", "iota")
-FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,23 +60,6 @@ class Program:
         return 0 if start < 0 else len(re.findall(r"\((\d+), \{[^}]*\}", _until_closed(self.header[start:], "{", "}")))
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of the program, by one device; `times` that it runs."""
-
-    kind: str
-    payload_bytes: int  # what is gathered, summed or exchanged: the whole of it on one device
-    group_devices: int
-    times: int
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that a device sends, each time, when the algorithm is a ring: no less is possible for any."""
-        others = (self.group_devices - 1) / self.group_devices
-        share = {"all-reduce": 2 * others, "collective-permute": 1.0, "collective-broadcast": 1.0}
-        return self.payload_bytes * share.get(self.kind, others)
-
-
 def parse(text: str) -> Program:
     """The program of `compiled.as_text()`."""
     computations: dict[str, dict[str, Instruction]] = {}
@@ -117,68 +81,10 @@ def parse(text: str) -> Program:
     return Program(computations, entry, math.prod(counts), header)
 
 
-def collectives(program: Program) -> list[Collective]:
-    """Every collective that runs, with the number of times.
-
-    An asynchronous one that XLA for TPU spreads over several fusions is one: they share its channel.
-    """
-    found, seen = [], set()
-    for home, computation, instruction, times in _executed(program):
-        kind = instruction.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES:
-            continue
-        if computation != home:  # inside a fusion
-            channel = (home, kind, instruction.attribute("channel_id"))
-            if channel in seen:
-                continue
-            seen.add(channel)
-        inside = program.computations[computation]
-        given = sum(array.bytes for name in instruction.operands for array in _arrays(inside, name))
-        group = _group_devices(instruction, program.devices)
-        if kind == "all-reduce" and computation != home and _only_slices(inside, instruction.name):
-            kind = "reduce-scatter"  # XLA for TPU writes it as a sum of which each device keeps its slice
-        found.append(Collective(kind, given * group if kind == "all-gather" else given, group, times))
-    return found
-
-
 def loops(program: Program) -> list[int | None]:
     """The trips of every loop that runs, outer ones first; None where the text does not tell."""
-    whiles = [(home, i) for home, _, i, _ in _executed(program) if i.opcode == "while"]
+    whiles = [(home, i) for home, _, i, _ in executed(program) if i.opcode == "while"]
     return [_trips(program, home, instruction) for home, instruction in whiles]
-
-
-def product_flops(program: Program) -> int:
-    """FLOPs of all matrix products, 2 a multiply-add, of kernels as they declare them; no element-wise work."""
-    total = 0
-    for _, computation, instruction, times in _executed(program):
-        inside = program.computations[computation]
-        if instruction.opcode == "dot":
-            lhs = _arrays(inside, instruction.operands[0])[0]
-            dims = [int(d) for d in (instruction.attribute("lhs_contracting_dims") or "").split(",") if d]
-            total += times * 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[d] for d in dims)
-        elif instruction.opcode == "convolution":
-            total += times * _convolution_flops(inside, instruction)
-        elif instruction.opcode == "custom-call":
-            total += times * (_declared_flops(instruction) or 0)
-    return total
-
-
-def kernels_without_flops(program: Program) -> int:
-    """Hand-written kernels that run and do not declare their FLOPs: `product_flops` is too low by theirs."""
-    kernels = [i for _, _, i, _ in _executed(program) if '="tpu_custom_call"' in i.attributes]
-    return sum(_declared_flops(kernel) is None for kernel in kernels)
-
-
-def bytes_moved(program: Program) -> int:
-    """Bytes that instructions read from and write to main memory; what stays inside a fusion or on the chip is free.
-
-    A slice of an array counts for what is taken of it, an update in place for what is written.
-    """
-    total = 0
-    for home, computation, instruction, times in _executed(program):
-        if computation == home:
-            total += times * _traffic(program, program.computations[computation], instruction)
-    return total
 
 
 # --- The text ---------------------------------------------------------------------------------------------------------
@@ -220,14 +126,15 @@ def _shapes(text: str) -> tuple[Array, ...]:
     )
 
 
-def _arrays(computation: dict[str, Instruction], name: str) -> tuple[Array, ...]:
+def arrays_of(computation: dict[str, Instruction], name: str) -> tuple[Array, ...]:
+    """What the instruction of that name results in."""
     return computation[name].arrays if name in computation else ()
 
 
 # --- What runs, and how often -----------------------------------------------------------------------------------------
 
 
-def _executed(
+def executed(
     program: Program, name: str | None = None, times: int = 1, home: str | None = None
 ) -> Iterator[tuple[str, str, Instruction, int]]:
     """(computation that is not a fusion's, computation, instruction, times) of all that runs.
@@ -239,177 +146,50 @@ def _executed(
     for instruction in program.computations[name].values():
         yield home, name, instruction, times
         if instruction.opcode == "while":
-            body = _called(instruction.attribute("body"))
-            yield from _executed(program, body, times * (_trips(program, name, instruction) or 1))
+            body = called_name(instruction.attribute("body"))
+            yield from executed(program, body, times * (_trips(program, name, instruction) or 1))
         elif instruction.opcode == "fusion":
-            yield from _executed(program, _called(instruction.attribute("calls")), times, home)
+            yield from executed(program, called_name(instruction.attribute("calls")), times, home)
         elif instruction.opcode in ("call", "async-start", "conditional"):
             listed = instruction.attribute("branch_computations") or ""
             keys = ("to_apply", "calls", "true_computation", "false_computation")
             named = [*listed.split(","), *[instruction.attribute(key) or "" for key in keys]]
-            for callee in filter(None, map(_called, named)):
-                yield from _executed(program, callee, times)
+            for callee in filter(None, map(called_name, named)):
+                yield from executed(program, callee, times)
 
 
-def _called(name: str | None) -> str:
+def called_name(name: str | None) -> str:
+    """The computation that an attribute names."""
     return (name or "").strip().lstrip("%")
 
 
 def _trips(program: Program, home: str, loop: Instruction) -> int | None:
-    """How often a loop runs: as XLA notes it, or from a condition `i < constant` that `i` approaches by ones."""
+    """How often a loop runs: as XLA notes it, or from a condition `i < constant` of an `i` that goes up by ones."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if noted:
         return int(noted[1])
-    condition = program.computations[_called(loop.attribute("condition"))]
+    condition = program.computations[called_name(loop.attribute("condition"))]
     compare = next(i for i in condition.values() if i.is_root)
     if compare.opcode != "compare" or compare.attribute("direction") != "LT":
         return None
-    counter, limit = (condition.get(name) for name in compare.operands)
-    if counter is None or limit is None or limit.opcode != "constant" or counter.opcode != "get-tuple-element":
+    counter, limit = condition.get(compare.operands[0]), _constant(condition, compare.operands[1])
+    if counter is None or counter.opcode != "get-tuple-element" or limit is None:
         return None
-    before = program.computations[home]
-    start = before.get(loop.operands[0])
-    if start is not None and start.opcode == "tuple":
-        start = before.get(start.operands[int(counter.attribute("index") or 0)])
-    while start is not None and start.opcode == "copy":
-        start = before.get(start.operands[0])
-    first = int(start.operands[0]) if start is not None and start.opcode == "constant" else 0
-    return int(limit.operands[0]) - first
+    index, before = int(counter.attribute("index") or 0), program.computations[home]
+    body = program.computations[called_name(loop.attribute("body"))]
+    first = _constant(before, _element(before.get(loop.operands[0]), index))
+    after = body.get(_element(next(i for i in body.values() if i.is_root), index))
+    goes_up = after is not None and after.opcode == "add" and 1 in [_constant(body, name) for name in after.operands]
+    return limit - first if first is not None and goes_up else None
 
 
-# --- Collectives ------------------------------------------------------------------------------------------------------
+def _element(made: Instruction | None, index: int) -> str:
+    return made.operands[index] if made is not None and made.opcode == "tuple" else ""
 
 
-def _group_devices(collective: Instruction, devices: int) -> int:
-    """Devices that take part together: the groups are listed, counted (`[2,4]<=[8]`) or axes of a mesh."""
-    _, found, text = collective.attributes.partition("replica_groups=")
-    if not found:
-        return devices
-    if text.startswith("{{"):
-        return text[2:].partition("}")[0].count(",") + 1
-    counted = re.match(r"\[\d+,(\d+)\]", text)
-    if counted:
-        return int(counted[1])
-    mesh = re.match(r"mesh\[([^\]]*)\](?:, device_ids=[^{]*)? \{([^}]*)\}", text)
-    if mesh:
-        sizes = dict(re.findall(r"['\"](\w+)['\"]=(\d+)", mesh[1]))
-        # Part of an axis is written 'x':(before)size.
-        axes = re.findall(r"['\"](\w+)['\"](?::\(\d+\)(\d+))?", mesh[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    assert text.startswith("{}"), text[:200]
-    return devices
-
-
-def _only_slices(computation: dict[str, Instruction], name: str) -> bool:
-    users = [i for i in computation.values() if name in i.operands]
-    return bool(users) and all(
-        user.opcode == "dynamic-slice"
-        or (user.opcode in ("bitcast", "reshape", "copy") and _only_slices(computation, user.name))
-        for user in users
-    )
-
-
-# --- Products and traffic ---------------------------------------------------------------------------------------------
-
-
-def _declared_flops(kernel: Instruction) -> int | None:
-    declared = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', kernel.attributes)
-    return int(declared[1]) if declared else None
-
-
-def _convolution_flops(computation: dict[str, Instruction], convolution: Instruction) -> int:
-    """Two for each multiply-add of an input that is there: XLA for TPU writes batched products as dilated windows."""
-    image, kernel = (_arrays(computation, name)[0] for name in convolution.operands[:2])
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
-    assert labels, convolution
-    result = convolution.arrays[0].dims
-    pairs = 1
-    for i in range(len(labels[1]) - 2):
-        of_image, of_kernel, of_result = (labels[k].index(str(i)) for k in (1, 2, 3))
-        pairs *= _window_pairs(
-            convolution.attributes, i, image.dims[of_image], kernel.dims[of_kernel], result[of_result]
-        )
-    features = result[labels[3].index("b")] * result[labels[3].index("f")]
-    return 2 * features * kernel.dims[labels[2].index("i")] * pairs
-
-
-def _window_pairs(attributes: str, dim: int, image: int, kernel: int, result: int) -> int:
-    """Pairs of a place in the result and one in the kernel that meet in an element of the image."""
-    window = re.search(r"window=\{([^}]*)\}", attributes)
-    fields = dict(field.split("=") for field in window[1].split()) if window else {}
-
-    def value(key: str, default: str) -> str:
-        return fields[key].split("x")[dim] if key in fields else default
-
-    stride, before = int(value("stride", "1")), int(value("pad", "0_0").split("_")[0])
-    spread, gaps = int(value("lhs_dilate", "1")), int(value("rhs_dilate", "1"))
-    place = np.arange(result)[:, None] * stride - before + np.arange(kernel) * gaps
-    return int(np.sum((place >= 0) & (place % spread == 0) & (place // spread < image)))
-
-
-def _traffic(program: Program, inside: dict[str, Instruction], instruction: Instruction) -> int:
-    opcode = instruction.opcode
-    if (
-        opcode in FREE
-        or opcode.endswith("-done")
-        or instruction.attribute("custom_call_target") in [f'"{target}"' for target in FREE_TARGETS]
-    ):
-        return 0
-    if opcode == "fusion":
-        return _fusion_traffic(program.computations[_called(instruction.attribute("calls"))], inside, instruction)
-    written = instruction.arrays
-    if opcode.endswith("-start"):  # its result names its operands again
-        written = written[len(instruction.operands) :]
-    if opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
-        return _main_bytes(written[:1]) + sum(a.bytes for a in written[:1] if _any_main(inside, instruction))
-    if opcode in ("dynamic-update-slice", "scatter"):
-        return 2 * _main_bytes(_arrays(inside, instruction.operands[1 if opcode == "dynamic-update-slice" else -1]))
-    return _main_bytes(written) + sum(_main_bytes(_arrays(inside, name)) for name in instruction.operands)
-
-
-def _any_main(inside: dict[str, Instruction], instruction: Instruction) -> bool:
-    return any(array.in_main_memory for array in _arrays(inside, instruction.operands[0]))
-
-
-def _main_bytes(arrays: tuple[Array, ...]) -> int:
-    return sum(array.bytes for array in arrays if array.in_main_memory)
-
-
-def _fusion_traffic(fused: dict[str, Instruction], inside: dict[str, Instruction], fusion: Instruction) -> int:
-    total = 0
-    for parameter in fused.values():
-        if parameter.opcode != "parameter":
-            continue
-        outer = _arrays(inside, fusion.operands[int(parameter.operands[0])])
-        if not _main_bytes(outer):
-            continue
-        takes = _takes(fused, parameter.name)
-        total += _main_bytes(outer) if takes is None else min(takes, _main_bytes(outer))
-    root = next(i for i in fused.values() if i.is_root)
-    results = [fused.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
-    for array, result in zip(fusion.arrays, results, strict=False):
-        while result is not None and result.opcode in ("bitcast", "get-tuple-element") and result.operands:
-            result = fused.get(result.operands[0])
-        if not array.in_main_memory or result is None or result.opcode == "parameter":  # passed through
-            continue
-        updated = result.opcode == "dynamic-update-slice"
-        total += sum(a.bytes for a in _arrays(fused, result.operands[1])) if updated else array.bytes
-    return total
-
-
-def _takes(fused: dict[str, Instruction], name: str) -> int | None:
-    """Bytes of an operand that a fusion reads when it only slices it or updates it in place; None: all."""
-    taken = 0
-    for user in fused.values():
-        if name not in user.operands:
-            continue
-        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
-            taken += sum(array.bytes for array in user.arrays)
-        elif user.opcode == "bitcast":
-            inner = _takes(fused, user.name)
-            if inner is None:
-                return None
-            taken += inner
-        elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name) and user.opcode != "tuple":
-            return None
-    return taken
+def _constant(computation: dict[str, Instruction], name: str) -> int | None:
+    """The value of a scalar that is a constant, or a copy of one."""
+    found = computation.get(name)
+    while found is not None and found.opcode == "copy":
+        found = computation.get(found.operands[0])
+    return int(found.operands[0]) if found is not None and found.opcode == "constant" else None

@@ -11,7 +11,7 @@ from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.mesh import mesh_over
 from pma_jax.model.decoder import parameter_count
-from pma_jax.planning import aot, cost, hlo, storage
+from pma_jax.planning import aot, cost, counts, hlo, storage
 from pma_jax.training.state import abstract_state
 
 DAY = 86_400  # seconds
@@ -91,7 +91,7 @@ def _program(report: aot.Report, chip: cost.Chip) -> dict[str, Any]:
     if report.program is None:
         return found
     kinds: dict[str, dict[str, float]] = {}
-    for collective in hlo.collectives(report.program):
+    for collective in counts.collectives(report.program):
         of_kind = kinds.setdefault(collective.kind, {"count": 0, "payload_bytes": 0, "sent_bytes": 0.0})
         of_kind["count"] += collective.times
         of_kind["payload_bytes"] += collective.times * collective.payload_bytes
@@ -108,9 +108,9 @@ def _program(report: aot.Report, chip: cost.Chip) -> dict[str, Any]:
     bound = cost.roofline(report.program, chip)
     return found | {
         "memory": memory,
-        "product_flops": hlo.product_flops(report.program),
-        "kernels_without_flops": hlo.kernels_without_flops(report.program),
-        "bytes_moved": hlo.bytes_moved(report.program),
+        "product_flops": counts.product_flops(report.program),
+        "kernels_without_flops": counts.kernels_without_flops(report.program),
+        "bytes_moved": counts.bytes_moved(report.program),
         "cost_analysis_loops_once": {"flops": report.compiler_flops, "bytes_accessed": report.compiler_bytes},
         "loop_trips": hlo.loops(report.program),
         "aliased_outputs": report.program.aliased_outputs,

@@ -6,7 +6,7 @@ import pytest
 from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import init_params, parameter_count
-from pma_jax.planning import aot, cost, hlo
+from pma_jax.planning import aot, cost, counts, hlo
 
 L, B = 256, 8
 MODEL = ModelConfig(vocabulary_size=512, width=64, layers=3, heads=4, kv_heads=2, head_dim=16, hidden=96)
@@ -39,7 +39,7 @@ def test_analytic_flops_are_what_the_compiler_multiplies(name, passes, scan):
     How much of the square above the diagonal is computed and thrown away is the kernel's choice. In the backward pass
     a kernel may also make the scores again: one more of its four products there, 4/3 of three passes at most.
     """
-    found = hlo.product_flops(program(name, dataclasses.replace(MODEL, scan_layers=scan)).program)
+    found = counts.product_flops(program(name, dataclasses.replace(MODEL, scan_layers=scan)).program)
     parts = {part: flops * B * L * passes for part, flops in cost.forward_flops(MODEL, L).items()}
     attention = found - parts["parameters"] - parts["output_projection"]
     assert parts["attention"] <= attention <= (1 if passes == 1 else 4 / 3) * 2 * parts["attention"]
@@ -47,7 +47,7 @@ def test_analytic_flops_are_what_the_compiler_multiplies(name, passes, scan):
 
 def test_recomputing_costs_a_forward_pass_more():
     plain, remat = (
-        hlo.product_flops(program("train_step", dataclasses.replace(MODEL, remat=remat)).program)
+        counts.product_flops(program("train_step", dataclasses.replace(MODEL, remat=remat)).program)
         for remat in ("none", "full")
     )
     blocks = sum(flops for part, flops in cost.forward_flops(MODEL, L).items() if part != "output_projection") * B * L
@@ -56,11 +56,11 @@ def test_recomputing_costs_a_forward_pass_more():
 
 
 def test_a_mesh_shares_the_products_out():
-    whole = hlo.product_flops(program("train_step", MODEL).program)
+    whole = counts.product_flops(program("train_step", MODEL).program)
     mesh = make_mesh(MeshConfig(2, 2, 2))
     part = program("train_step", MODEL, mesh)
     assert part.program.devices == 8
-    assert 8 * hlo.product_flops(part.program) == pytest.approx(whole, rel=1e-6)
+    assert 8 * counts.product_flops(part.program) == pytest.approx(whole, rel=1e-6)
 
 
 def test_training_is_three_forward_passes():

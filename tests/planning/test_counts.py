@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import P
 
-from pma_jax.planning import hlo
+from pma_jax.planning import counts, hlo
 
 # Recorded from XLA for TPU (v5e:2x2): five steps of a scan, each gathers a [1024, 1024] bfloat16 matrix along an axis
 # of 2 devices and multiplies a device's 256 rows by it; then a sum over all 4.
@@ -71,19 +71,19 @@ def on(mesh, shape, spec, dtype=jnp.float32):
 def test_a_recorded_program_for_tpu():
     program = hlo.parse(RECORDED)
     assert (program.devices, hlo.loops(program)) == (4, [5])
-    gather, total = hlo.collectives(program)
-    assert gather == hlo.Collective("all-gather", 1024 * 1024 * 2, 2, 5)
+    gather, total = counts.collectives(program)
+    assert gather == counts.Collective("all-gather", 1024 * 1024 * 2, 2, 5)
     assert gather.sent_bytes == 512 * 1024 * 2
-    assert total == hlo.Collective("all-reduce", 4, 4, 1)
-    assert hlo.product_flops(program) == 5 * 2 * 256 * 1024 * 1024
+    assert total == counts.Collective("all-reduce", 4, 4, 1)
+    assert counts.product_flops(program) == 5 * 2 * 256 * 1024 * 1024
     # The rows and, five times, a slice of the stacked matrices come from HBM; all but scalars then stays in VMEM.
-    assert hlo.bytes_moved(program) == pytest.approx(256 * 1024 * 2 + 5 * 512 * 1024 * 2, abs=200)
+    assert counts.bytes_moved(program) == pytest.approx(256 * 1024 * 2 + 5 * 512 * 1024 * 2, abs=200)
 
 
 def test_a_gather_that_is_spread_over_fusions_is_one_and_a_sliced_sum_is_a_scatter():
-    gather, scatter = hlo.collectives(hlo.parse(SPREAD))
-    assert gather == hlo.Collective("all-gather", 4 * 16 * 2, 4, 1)
-    assert scatter == hlo.Collective("reduce-scatter", 64 * 4, 8, 1)
+    gather, scatter = counts.collectives(hlo.parse(SPREAD))
+    assert gather == counts.Collective("all-gather", 4 * 16 * 2, 4, 1)
+    assert scatter == counts.Collective("reduce-scatter", 64 * 4, 8, 1)
     assert scatter.sent_bytes == 64 * 4 * 7 / 8
 
 
@@ -101,7 +101,7 @@ def test_a_gather_that_is_spread_over_fusions_is_one_and_a_sliced_sum_is_a_scatt
 )
 def test_the_groups_of_a_collective(groups, devices):
     line = f"%r = f32[8,4]{{1,0}} all-reduce(%a), channel_id=1, replica_groups={groups}, to_apply=%add"
-    assert hlo.collectives(one_instruction(line)) == [hlo.Collective("all-reduce", 8 * 4 * 4, devices, 1)]
+    assert counts.collectives(one_instruction(line)) == [counts.Collective("all-reduce", 8 * 4 * 4, devices, 1)]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_groups_of_a_collective(groups, devices):
     ],
 )
 def test_the_bytes_of_a_collective(line, kind, payload):
-    (found,) = hlo.collectives(one_instruction(line))
+    (found,) = counts.collectives(one_instruction(line))
     assert (found.kind, found.payload_bytes) == (kind, payload)
 
 
@@ -129,13 +129,13 @@ def test_the_bytes_of_a_collective(line, kind, payload):
     ],
 )
 def test_the_flops_of_an_instruction(line, count):
-    assert hlo.product_flops(one_instruction(line)) == count
+    assert counts.product_flops(one_instruction(line)) == count
 
 
 @pytest.mark.parametrize(("config", "silent"), [('{"cost_estimate":{"flops":"77"}}', 0), ("{}", 1)])
 def test_a_kernel_that_does_not_declare_its_flops_is_told_of(config, silent):
     line = f'%r = f32[8,6]{{1,0}} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={config}'
-    assert hlo.kernels_without_flops(one_instruction(line)) == silent
+    assert counts.kernels_without_flops(one_instruction(line)) == silent
 
 
 def test_the_flops_of_a_batched_product_that_is_written_as_a_dilated_convolution():
@@ -150,7 +150,7 @@ ENTRY %main (q: bf16[2,16,1024,128], k: bf16[2,16,128,1024]) -> f32[2,16,1024,10
   ROOT %c = f32[2,16,1024,1024] convolution(%q, %k), {window}, dim_labels=01bf_01io->01bf
 }}
 """)
-    assert hlo.product_flops(program) == 2 * (2 * 16) * 1024 * 128 * 1024
+    assert counts.product_flops(program) == 2 * (2 * 16) * 1024 * 128 * 1024
 
 
 def test_known_collectives_of_a_compile_for_eight_devices():
@@ -160,9 +160,9 @@ def test_known_collectives_of_a_compile_for_eight_devices():
         both = compiled(lambda x, w: jnp.einsum("sd,de->se", x, w, out_sharding=P("x", None)), x, w).as_text()
         whole = compiled(lambda x: jax.reshard(x, P("x", None)), x).as_text()
     # A sum over the 4 devices of `y` of products [8, 32]; a gather of [8, 64].
-    assert hlo.collectives(hlo.parse(both)) == [hlo.Collective("all-reduce", 8 * 32 * 4, 4, 1)]
-    assert hlo.product_flops(hlo.parse(both)) == 2 * 8 * 16 * 32
-    assert hlo.collectives(hlo.parse(whole)) == [hlo.Collective("all-gather", 8 * 64 * 4, 4, 1)]
+    assert counts.collectives(hlo.parse(both)) == [counts.Collective("all-reduce", 8 * 32 * 4, 4, 1)]
+    assert counts.product_flops(hlo.parse(both)) == 2 * 8 * 16 * 32
+    assert counts.collectives(hlo.parse(whole)) == [counts.Collective("all-gather", 8 * 64 * 4, 4, 1)]
 
 
 def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
@@ -178,10 +178,10 @@ def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(part, in_specs=P("x"), out_specs=P("x"), check_vma=False)
         program = hlo.parse(compiled(mapped, on(mesh, (8 * 16, 3), P("x"))).as_text())
-    found = {c.kind: c for c in hlo.collectives(program)}
+    found = {c.kind: c for c in counts.collectives(program)}
     assert hlo.loops(program) == [7]
-    assert found["all-reduce"] == hlo.Collective("all-reduce", 16 * 3 * 4, 8, 7)
-    assert found["reduce-scatter"] == hlo.Collective("reduce-scatter", 16 * 3 * 4, 8, 1)
+    assert found["all-reduce"] == counts.Collective("all-reduce", 16 * 3 * 4, 8, 7)
+    assert found["reduce-scatter"] == counts.Collective("reduce-scatter", 16 * 3 * 4, 8, 1)
     assert found["collective-permute"].payload_bytes == found["collective-permute"].sent_bytes == 16 * 3 * 4
 
 
@@ -192,7 +192,11 @@ def test_flops_are_the_compilers_where_there_is_no_loop_and_all_of_them_where_th
     x, w = np.ones((128, 64), np.float32), np.ones((64, 64), np.float32)
     rolled, unrolled = (compiled(lambda x, w, u=u: chain(x, w, 6, u), x, w) for u in (1, 6))
     one = 2 * 128 * 64 * 64
-    assert hlo.product_flops(hlo.parse(rolled.as_text())) == hlo.product_flops(hlo.parse(unrolled.as_text())) == 6 * one
+    assert (
+        counts.product_flops(hlo.parse(rolled.as_text()))
+        == counts.product_flops(hlo.parse(unrolled.as_text()))
+        == 6 * one
+    )
     # The compiler's figure has the loop's body once, which is why it is not used.
     assert unrolled.cost_analysis()["flops"] == pytest.approx(6 * one, rel=1e-3)
     assert rolled.cost_analysis()["flops"] == pytest.approx(one, rel=1e-3)
@@ -201,7 +205,7 @@ def test_flops_are_the_compilers_where_there_is_no_loop_and_all_of_them_where_th
 def test_the_bytes_of_an_element_wise_program_are_those_of_its_arrays():
     x = np.ones((1000, 64), np.float32)
     program = hlo.parse(compiled(lambda a, b: jnp.sin(a) * b + 1, x, x).as_text())
-    assert hlo.bytes_moved(program) == 3 * x.nbytes
+    assert counts.bytes_moved(program) == 3 * x.nbytes
 
 
 def test_a_slice_costs_what_is_taken_of_the_array():
@@ -211,4 +215,52 @@ def test_a_slice_costs_what_is_taken_of_the_array():
     )
     matrix = 64 * 64 * 4
     # Each of 50 steps reads a matrix and the sum, and writes the sum.
-    assert 50 * 3 * matrix <= hlo.bytes_moved(program) <= 55 * 3 * matrix
+    assert 50 * 3 * matrix <= counts.bytes_moved(program) <= 55 * 3 * matrix
+
+
+LOOP = """HloModule loop, num_partitions=1
+
+%body (s: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {
+  %s = (s32[], f32[4,4]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[4,4] get-tuple-element(%s), index=1
+  %step = s32[] constant(STEP)
+  %next = s32[] add(%i, %step)
+  %y = f32[4,4] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], f32[4,4]) tuple(%next, %y)
+}
+
+%condition (c: (s32[], f32[4,4])) -> pred[] {
+  %c = (s32[], f32[4,4]) parameter(0)
+  %j = s32[] get-tuple-element(%c), index=0
+  %limit = s32[] constant(9)
+  ROOT %less = pred[] compare(%j, %limit), direction=DIRECTION
+}
+
+ENTRY %main (a: f32[4,4], n: s32[]) -> (s32[], f32[4,4]) {
+  %a = f32[4,4] parameter(0)
+  %n = s32[] parameter(1)
+  %two = s32[] constant(2)
+  %first = s32[] copy(%two)
+  %start = (s32[], f32[4,4]) tuple(%FIRST, %a)
+  ROOT %loop = (s32[], f32[4,4]) while(%start), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "trips"),
+    [
+        ({"STEP": "1", "DIRECTION": "LT", "FIRST": "first"}, 7),
+        ({"STEP": "2", "DIRECTION": "LT", "FIRST": "first"}, None),
+        ({"STEP": "1", "DIRECTION": "GT", "FIRST": "first"}, None),
+        ({"STEP": "1", "DIRECTION": "LT", "FIRST": "n"}, None),
+    ],
+)
+def test_a_loop_whose_length_the_text_does_not_tell_is_not_guessed(changes, trips):
+    text = LOOP
+    for word, value in changes.items():
+        text = text.replace(word, value)
+    program = hlo.parse(text)
+    assert hlo.loops(program) == [trips]
+    assert counts.product_flops(program) == (trips or 1) * 2 * 4**3
