@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 CONFIG_PREFIX = "--config."
@@ -165,6 +166,31 @@ def inspect(options: argparse.Namespace) -> None:
         print(inspection.as_text(facts))
 
 
+def plan(options: argparse.Namespace) -> None:
+    """Compile a run for a TPU topology, without a TPU: memory, FLOPs, step time, storage, what merging saves."""
+    from pma_jax import config as configuration
+    from pma_jax.planning import aot
+    from pma_jax.planning import plan as planning
+
+    if options.out and not Path(options.out).parent.is_dir():  # said before minutes of compiling, not after
+        raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: make it first")
+    raw = configuration.load(options.config)
+    configuration.override(raw, options.overrides)
+    numbers = planning.plan(
+        configuration.resolve(raw),
+        aot.tpu_topology(options.topology),
+        storage_bytes_per_second=options.storage_bandwidth,
+        annealing_share=options.annealing_share,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if options.out:
+        Path(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
+    print(json.dumps(numbers, indent=2) if options.json else planning.as_text(numbers))
+    refused = planning.refusals(numbers)
+    if refused:
+        raise ValueError(f"does not fit {options.topology}: {'; '.join(refused)}")
+
+
 def report(options: argparse.Namespace) -> None:
     """Write report.json, report.png and report.html of a run and its forks."""
     from pma_jax import checkpoint
@@ -233,6 +259,27 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--subtree", help="where an Orbax tree holds the parameters")
     verb.add_argument("--verify", action="store_true", help="recompute the digests of a merge, and compare")
     verb.add_argument("--with-sources", action="store_true", help="the same, of what it was made from too")
+    _takes_json(verb)
+
+    verb = _verb(verbs, plan, "pma plan --config demo --topology v5e:2x2 --config.training.batch_size_sequences=64")
+    verb.add_argument("--config", required=True, help="a .py file with get_config(), or a shipped name such as demo")
+    verb.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="a slice of TPUs, such as v5p:4x4x8")
+    verb.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
+    verb.add_argument(
+        "--storage-bandwidth",
+        default="1GB/s",
+        type=_rate,
+        metavar="SIZE/s",
+        help="of the storage of checkpoints, all devices together (default 1GB/s)",
+    )
+    verb.add_argument(
+        "--annealing-share",
+        default=0.2,
+        type=_share,
+        metavar="SHARE",
+        help="of the tokens, of the annealing that merging replaces (default 0.2)",
+    )
+    _takes_config(verb)
     _takes_json(verb)
 
     verb = _verb(verbs, report, "pma report runs/demo runs/demo-annealed")
@@ -321,6 +368,22 @@ def _size(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not above 0 bytes")
     return count
+
+
+def _rate(text: str) -> int:
+    if not text.endswith("/s"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 500MB/s or 2GiB/s")
+    return _size(text.removesuffix("/s"))
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and up to 1, such as 0.2")
+    return value
 
 
 def _positive(text: str) -> int:

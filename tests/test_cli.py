@@ -14,7 +14,7 @@ from pma_jax.checkpoint import open_run
 from pma_jax.cli import main
 from pma_jax.training import loop
 
-VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "report"]
+VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "plan", "report"]
 
 
 @pytest.fixture
@@ -244,6 +244,33 @@ def test_a_sweep_or_watch_that_cannot_be_is_one_line(fails, copy, words, says):
     before = tiny.contents(copy.path)
     assert says in fails(verb, copy.path, *rest)
     assert tiny.contents(copy.path) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--topology", "v9:2x2"], "unknown topology 'v9:2x2'"),
+        (["--topology", "v5e:2x2", "--out", "nowhere/plan.json"], "nowhere"),
+        (["--topology", "v5e:2x2", "--config.model.widht=3"], "model.width"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line(fails, words, says):
+    assert says in fails("plan", "--config", "demo", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--storage-bandwidth", "2GB"], "not a rate"),
+        (["--storage-bandwidth", "fast/s"], "not a size"),
+        (["--annealing-share", "20"], "not a share"),
+        ([], "--topology"),
+    ],
+)
+def test_a_plan_that_is_asked_for_wrongly_is_told_so(pma, words, says):
+    topology = ["--topology", "v5e:2x2"] if words else []
+    status, out, err = pma("plan", "--config", "demo", *topology, *words)
+    assert status == 2 and out == "" and says in err
 
 
 # --- What the verbs do ------------------------------------------------------------------------------------------------

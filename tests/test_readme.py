@@ -1,5 +1,6 @@
 """The commands of README.md and docs/, in the order of each page, on small models."""
 
+import importlib.util
 import json
 import re
 import shlex
@@ -121,13 +122,22 @@ def test_the_page_on_merging_does_what_it_says(tmp_path, monkeypatch, capfd):
     assert len(made) == 10, made
 
 
-@pytest.mark.parametrize("verb", ["merge", "inspect"])
-def test_every_option_of_merging_is_on_the_page(verb, capsys):
+@pytest.mark.parametrize(("verb", "page"), [("merge", "merging"), ("inspect", "merging"), ("plan", "planning")])
+def test_every_option_is_on_its_page(verb, page, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help", "--json", "--config"}
-    page = (ROOT / "docs" / "merging.md").read_text()
+    page = (ROOT / "docs" / f"{page}.md").read_text()
     assert not [option for option in sorted(options) if option not in page]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_the_page_on_planning_does_what_it_says(tmp_path, monkeypatch, capfd):
+    small = write_small_demo(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for words in commands("pma", ROOT / "docs" / "planning.md"):
+        assert main([small if word == "demo" else word for word in words]) == 0, capfd.readouterr().err
+    assert json.loads(Path("plan.json").read_text())["topology"]["chips"] == 4
 
 
 @pytest.mark.slow

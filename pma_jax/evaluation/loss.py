@@ -36,14 +36,15 @@ def loss_sums(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
+def evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sum of nats and count of the tokens of one batch: what `evaluate` runs on each."""
     _, sums = loss_sums(graph, params, tokens_BxM)
     return sums["nats"], sums["count"]
 
 
 def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) -> float:
     """Mean nats a token over `batches` of int32 [B, M]; call under `jax.set_mesh`."""
-    sums = [_evaluation_step(graph, params, tokens_BxM) for tokens_BxM in batches]
+    sums = [evaluation_step(graph, params, tokens_BxM) for tokens_BxM in batches]
     nats, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
     return float(nats / count)
 

@@ -13,7 +13,7 @@ from jax import P
 
 from pma_jax.config import Config
 from pma_jax.evaluation.loss import loss_sums
-from pma_jax.mesh import RULES
+from pma_jax.mesh import RULES, platform_of
 from pma_jax.model.decoder import Params
 from pma_jax.training.optimizer import make_optimizer
 from pma_jax.training.state import TrainState
@@ -24,7 +24,10 @@ Metrics = dict[str, jax.Array]
 def make_train_step(
     config: Config, graph: nnx.GraphDef
 ) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]:
-    """`step(state, tokens_BxM int32, rate) -> (state, {"loss", "gradient_norm", "count"})`; the state is donated."""
+    """`step(state, tokens_BxM int32, rate) -> (state, {"loss", "gradient_norm", "count"})`; the state is donated.
+
+    Call under `jax.set_mesh`: it is compiled for the platform of that mesh.
+    """
     optimizer = make_optimizer(config.optimizer)
 
     def objective(params: Params, tokens_bxM: jax.Array) -> tuple[jax.Array, Metrics]:
@@ -42,15 +45,16 @@ def make_train_step(
         }
         return TrainState(state.step + 1, params, moments, state.block), metrics
 
-    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options())
+    options = compiler_options(platform_of(jax.sharding.get_mesh()))
+    return jax.jit(train_step, donate_argnums=0, compiler_options=options)
 
 
-def compiler_options() -> dict[str, bool | str]:
+def compiler_options(platform: str) -> dict[str, bool | str]:
     """What XLA is told about a train step: on CPU, where a device is one core's, it keeps to one thread a product.
 
     Its library runs products alone; XLA's own loops are the faster ones for the rest.
     """
-    if jax.default_backend() != "cpu":
+    if platform != "cpu":
         return {}
     one_thread = {"xla_cpu_multi_thread_eigen": False} if jax.local_device_count() > 1 else {}
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT", **one_thread}

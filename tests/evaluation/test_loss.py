@@ -121,8 +121,8 @@ def test_evaluate_is_the_mean_over_tokens_not_over_batches():
     padded[4:, 2:] = loss.PADDING
     jax.clear_caches()  # the evaluation step may have been traced with a real model
     nats = [
-        loss._evaluation_step(None, LOGITS[:4], padded[:4]),
-        loss._evaluation_step(None, LOGITS[4:], padded[4:]),
+        loss.evaluation_step(None, LOGITS[:4], padded[:4]),
+        loss.evaluation_step(None, LOGITS[4:], padded[4:]),
     ]
     mean = loss.evaluate(None, LOGITS[:4], [padded[:4], padded[4:]])
     expected = reference(LOGITS[:4], padded[:4])[1] + reference(LOGITS[:4], padded[4:])[1]
