@@ -182,10 +182,10 @@ def test_an_export_is_cut_into_shards_that_hold_whole_layers(tmp_path):
 
 
 def test_a_leaf_is_held_at_a_time_not_the_model(tmp_path):
-    made = configuration.resolve({"model": hf_models.SIZES | {"width": 256, "hidden": 512, "layers": 24}})
+    made = configuration.resolve({"model": hf_models.SIZES | {"width": 128, "hidden": 512, "layers": 24}})
     params = write_ours(tmp_path / "ours", made)
     model_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    tensor_bytes = 4 * 256 * 512
+    tensor_bytes = 4 * 128 * 512
     del params
     for call, names in ((hf.export_snapshot, ("ours", "theirs")), (hf.import_model, ("theirs", "again"))):
         tracemalloc.start()
