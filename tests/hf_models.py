@@ -22,6 +22,7 @@ SIZES = {"vocabulary_size": 256, "width": 16, "layers": 3, "heads": 4, "kv_heads
 KINDS = {
     "llama": {},
     "llama tied": {"tie_embeddings": True, "rope_theta": 500.0},
+    "llama, one key head": {"kv_heads": 1, "width": 24},
     "qwen3": {"qk_norm": True, "rope_theta": 1e6, "norm_epsilon": 1e-5},
     "qwen3 tied": {"qk_norm": True, "tie_embeddings": True, "head_dim": 6},
 }

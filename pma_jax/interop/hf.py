@@ -27,9 +27,10 @@ from pma_jax.merging.safetensors_file import INDEX_LIMIT_BYTES, parse_json
 from pma_jax.merging.sources import open_source, read_bytes, read_leaf
 
 Progress = Callable[[int, int], None]
-# What an imported model is evaluated on, unless the user says otherwise: logits of this many tokens fit anywhere.
-_EVALUATION = {"batch_size_sequences": 8}
-_LONGEST_SEQUENCE_TOKENS = 1024
+# How an imported model is evaluated unless the user says otherwise: the logits of such a batch fit into most memories.
+_LONGEST_SEQUENCE_TOKENS, _BATCH_SEQUENCES = 1024, 8
+# Of config.json, besides what the decoder's own configuration says.
+_KEPT_FIELDS = ("max_position_embeddings", *hf_config.TOKEN_IDS)
 
 
 def import_model(address: str | Path, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -68,19 +69,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     if hf_tokenizer.FILE_NAME not in carried:
         notes += (f"no {hf_tokenizer.FILE_NAME} came along: `pma evaluate` needs --config.data.tokenizer=FILE",)
     config = _imported_config(model, fields, target / hf_tokenizer.FOLDER / hf_tokenizer.FILE_NAME)
-    facts = {
-        "step": source.step or 0,
-        "tokens": source.tokens or 0,
-        "loss": None,
-        "kind": "point",
-        "config": asdict(config),
-        "imported": {
-            "source": source.origin,
-            "architecture": hf_config.architecture_of(model),
-            "fields": {name: fields.get(name) for name in ("max_position_embeddings", *hf_config.TOKEN_IDS)},
-            "generation_config": _read_json(source, "generation_config.json"),
-        },
-    }
+    facts = _imported_facts(source, fields, config)
     ours = {home.leaf: LeafInfo(home.leaf_shape, "float32") for home in found}
     texts, sizes, places = orbax_files(ours, _as_ours(source, ours), facts)
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in carried.values()}
@@ -137,8 +126,9 @@ def export_snapshot(
     )
     layout = sinks.safetensors_files(theirs, shard_bytes, {"format": "pt"})
     with _about(source.origin):
-        files = hf_tokenizer.find(source, config, None if tokenizer is None else Path(tokenizer))
-        texts = _config_texts(config, facts.get("imported") or {}, files, sorted(set(kept.values())))
+        imported = facts.get("imported") or {}
+        files = hf_tokenizer.find(source, config, bool(imported), None if tokenizer is None else Path(tokenizer))
+        texts = _config_texts(config, imported, files, sorted(set(kept.values())))
     layout = replace(layout, texts={**layout.texts, **texts, **files.texts}, copies=files.copies)
     target = Path(out).absolute()
     with _published(layout, target) as placed:
@@ -252,18 +242,33 @@ def _are_frequencies(source: Source, name: str, model: configuration.ModelConfig
 
 def _imported_config(model: configuration.ModelConfig, fields: Mapping[str, Any], tokenizer: Path) -> Config:
     """The configuration that an imported snapshot carries: its model and tokenizer; the rest is for evaluating it."""
-    context = fields.get("max_position_embeddings")
-    length = min(context, _LONGEST_SEQUENCE_TOKENS) if type(context) is int and context > 0 else 0
-    default = Config()
-    length = length or default.training.sequence_length_tokens
+    longest = fields.get("max_position_embeddings")
+    length = longest if type(longest) is int and longest > 0 else Config().training.sequence_length_tokens
     return configuration.resolve(
         {
             "model": asdict(model),
             "data": {"tokenizer": str(tokenizer)},
-            "training": {"sequence_length_tokens": length},
-            "evaluation": _EVALUATION,
+            "training": {"sequence_length_tokens": min(length, _LONGEST_SEQUENCE_TOKENS)},
+            "evaluation": {"batch_size_sequences": _BATCH_SEQUENCES},
         }
     )
+
+
+def _imported_facts(source: Source, fields: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """What the snapshot says of itself: what each of ours does, and `imported`, which merges of it keep."""
+    return {
+        "step": source.step or 0,
+        "tokens": source.tokens or 0,
+        "loss": None,
+        "kind": "point",
+        "config": asdict(config),
+        "imported": {
+            "source": source.origin,
+            "architecture": hf_config.architecture_of(config.model),
+            "fields": {name: fields[name] for name in _KEPT_FIELDS if name in fields},
+            "generation_config": _read_json(source, "generation_config.json"),
+        },
+    }
 
 
 def _config_texts(
@@ -271,22 +276,24 @@ def _config_texts(
 ) -> dict[str, bytes]:
     """config.json and generation_config.json."""
     fields = imported.get("fields") or {}
-    context = fields.get("max_position_embeddings") or config.training.sequence_length_tokens
-    end = {} if files.end_of_document is None else {"bos_token_id": files.end_of_document}
-    # A document of ours begins after the end of another one.
-    end |= {"eos_token_id": files.end_of_document} if end else {}
-    known = {name: fields[name] for name in hf_config.TOKEN_IDS if fields.get(name) is not None} if imported else end
+    if imported:
+        # What was absent stays so: transformers then takes its own default, as it did before.
+        token_ids = {name: fields[name] for name in hf_config.TOKEN_IDS if name in fields}
+    else:
+        # A document of ours begins after the end of another one.
+        end = files.end_of_document
+        token_ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     described = hf_config.to_hf(
         config.model,
         dtype=dtypes[0] if len(dtypes) == 1 else "float32",
-        max_position_embeddings=context,
-        token_ids=known,
+        max_position_embeddings=fields.get("max_position_embeddings") or config.training.sequence_length_tokens,
+        token_ids=token_ids,
     )
     generation = imported.get("generation_config")
     if generation is None:
-        generation = (
-            known | {"pad_token_id": known["eos_token_id"]} if isinstance(known.get("eos_token_id"), int) else known
-        )
+        # Batches are padded with what ends a document; in config.json that would keep its embedding from being trained.
+        ids = token_ids if imported else token_ids | {"pad_token_id": token_ids["eos_token_id"]}
+        generation = {name: value for name, value in ids.items() if value is not None}
     return {"config.json": _json(described), "generation_config.json": _json(generation)}
 
 

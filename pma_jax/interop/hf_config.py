@@ -106,7 +106,7 @@ def to_hf(
         model: ours.
         dtype: of the weights, such as "bfloat16".
         max_position_embeddings: tokens of context that the model was trained on.
-        token_ids: of `TOKEN_IDS`; one that is missing or None is written as null.
+        token_ids: of `TOKEN_IDS`; where one is absent, transformers takes its own default.
 
     Raises:
         ValueError: transformers refuses such a shape.
@@ -138,7 +138,7 @@ def to_hf(
         "use_cache": True,
         "vocab_size": model.vocabulary_size,
     }
-    fields |= {name: token_ids.get(name) for name in TOKEN_IDS}
+    fields |= token_ids
     if architecture == QWEN3:
         fields |= {"max_window_layers": model.layers, "sliding_window": None, "use_sliding_window": False}
     else:

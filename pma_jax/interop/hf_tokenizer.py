@@ -56,18 +56,20 @@ def carried(files: Iterable[Path]) -> dict[str, Path]:
     }
 
 
-def find(source: Source, config: Config, given: Path | None) -> Files:
-    """The tokenizer of a snapshot: the one given, the one beside it, or the one that its run was trained with.
+def find(source: Source, config: Config, is_imported: bool, given: Path | None) -> Files:
+    """The tokenizer of a snapshot: the one given, the one that it was imported with, or the one of its run.
 
     Raises:
         ValueError: `given` is no tokenizer.json, or has ids past the model's vocabulary.
     """
     if given is not None:
         return _of_file(given, config)
-    beside = source.path / FOLDER
-    if beside.is_dir():
-        return Files(carried(sorted(file for file in beside.iterdir() if file.is_file())))
     name = config.data.tokenizer
+    if is_imported:
+        # Its own, or, of a merge, that of the model that it was made from.
+        folder = next((place for place in (source.path / FOLDER, Path(name).parent) if place.is_dir()), None)
+        if folder is not None:
+            return Files(_carried_in(folder))
     if name == "bytes":
         from pma_jax.data.tokenizer import bytes_tokenizer
 
@@ -79,11 +81,15 @@ def find(source: Source, config: Config, given: Path | None) -> Files:
     return Files(notes=(f"no tokenizer is written: {where}; name its {FILE_NAME} with --tokenizer",))
 
 
+def _carried_in(folder: Path) -> dict[str, Path]:
+    return carried(sorted(file for file in folder.iterdir() if file.is_file()))
+
+
 def _of_file(path: Path, config: Config) -> Files:
     """A tokenizer.json with the files beside it that say how it is used; made where there are none."""
     from pma_jax.data import tokenizer as tokenizing
 
-    beside = {} if path.name != FILE_NAME else carried(sorted(file for file in path.parent.iterdir() if file.is_file()))
+    beside = _carried_in(path.parent) if path.name == FILE_NAME and path.is_file() else {}
     if "tokenizer_config.json" in beside:
         return Files(beside, {}, _end_of_document(path))
     return _described(tokenizing.load(path), config)

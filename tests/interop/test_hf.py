@@ -33,6 +33,7 @@ from pma_jax.cli import main
 from pma_jax.data import shards
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.interop import hf, hf_weights
+from pma_jax.merging import hub
 from pma_jax.merging.storage import merge_one
 from pma_jax.mesh import local_mesh
 
@@ -165,8 +166,27 @@ def test_every_verb_takes_an_imported_model(tmp_path, workspace, capsys):
     assert one["loss"] == pytest.approx(merged["loss"], rel=1e-6)
     # What came with the import leaves with a merge of it.
     assert main(["export", str(tmp_path / "merged"), "--out", str(tmp_path / "back"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokenizer"] == ["tokenizer.json", "tokenizer_config.json"]
+    assert json.loads(capsys.readouterr().out)["tokenizer"] == ["tokenizer.json"]
     assert_same(read_theirs(tmp_path / "back"), tensors)
+
+
+def test_a_revision_of_the_hub_comes_in_with_its_step_and_tokens(tmp_path, monkeypatch):
+    tensors = write_theirs(tmp_path / "blobs", QWEN3)
+    tokenizing.bytes_tokenizer().save(tmp_path / "blobs" / "tokenizer.json")
+    cached = tmp_path / "cache" / "c0ffee"  # the hub's client keeps links to its blobs
+    cached.mkdir(parents=True)
+    for file in (tmp_path / "blobs").iterdir():
+        (cached / file.name).symlink_to(file)
+    monkeypatch.setattr(hub, "_ask", lambda address, question: str(cached))
+    made = hf.import_model("hf://org/suite@step100-tokens5B", tmp_path / "ours")
+    assert (
+        made["tokenizer"] == ["tokenizer.json"]
+        and not (tmp_path / "ours" / "tokenizer" / "tokenizer.json").is_symlink()
+    )
+    snapshot = checkpoint.read_snapshot(tmp_path / "ours")
+    assert (snapshot.step, snapshot.tokens) == (100, 5 * 10**9)
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
+    assert_same(read_theirs(tmp_path / "theirs"), tensors)
 
 
 def test_an_export_is_cut_into_shards_that_hold_whole_layers(tmp_path):
@@ -376,6 +396,12 @@ def test_what_came_along_goes_along(tmp_path):
         described = json.loads((tmp_path / f"{source}-out" / "config.json").read_text())
         assert {name: described[name] for name in ids} == ids
         assert described["model_type"] == "qwen3"
+
+    write_theirs(tmp_path / "silent", QWEN3)
+    hf.import_model(tmp_path / "silent", tmp_path / "quiet")
+    hf.export_snapshot(tmp_path / "quiet", tmp_path / "quiet-out")
+    described = json.loads((tmp_path / "quiet-out" / "config.json").read_text())
+    assert not described.keys() & {"bos_token_id", "eos_token_id", "pad_token_id"}, "transformers' own defaults hold"
 
 
 def test_a_trained_bpe_is_found_in_the_token_cache(tmp_path, workspace):
