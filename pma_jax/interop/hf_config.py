@@ -194,8 +194,8 @@ def _whole(fields: Mapping[str, Any], name: str, default: int | None = None) -> 
 def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
     value = fields.get(name)
     value = default if value is None else value
-    if type(value) not in (int, float):
-        raise ValueError(f"{name} is {_short(value)}, not a number")
+    if type(value) not in (int, float) or not abs(value) < 1e300:  # 1e999 is JSON too, and so are 400 digits
+        raise ValueError(f"{name} is {_short(value)}, not a finite number")
     return float(value)
 
 

@@ -125,7 +125,7 @@ def check_leaves(origin: str, have: Mapping[str, LeafInfo], wanted: Mapping[str,
         ValueError: leaves that are missing, unknown, or of another shape or dtype; the first ten are named.
     """
     wrong = [f"{name} is missing" for name in wanted if name not in have]
-    wrong += [f"{name} has no home in {whose}" for name in have if name not in wanted]
+    wrong += [f"{name[:80]} has no home in {whose}" for name in have if name not in wanted]
     both = [(name, leaf) for name, leaf in have.items() if name in wanted]
     wrong += [f"{name} is {leaf.shape}, not {wanted[name]}" for name, leaf in both if leaf.shape != wanted[name]]
     wrong += [f"{name} is {leaf.dtype}, not {', '.join(DTYPES)}" for name, leaf in both if leaf.dtype not in DTYPES]

@@ -215,12 +215,15 @@ def test_a_leaf_is_held_at_a_time_not_the_model(tmp_path):
         assert peak < 6 * tensor_bytes < model_bytes / 10, (call.__name__, peak, tensor_bytes, model_bytes)
 
 
-def test_neither_way_needs_jax():
-    code = (
-        "import sys; from pma_jax.interop import hf; print([m for m in ('jax', 'orbax', 'flax') if m in sys.modules])"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"
+def test_neither_way_needs_jax(tmp_path):
+    write_ours(tmp_path / "ours", config("llama"))
+    code = "import sys; from pma_jax.cli import main; out = sys.argv[1]\n"
+    code += "assert main(['export', f'{out}/ours', '--out', f'{out}/theirs']) == 0\n"
+    code += "assert main(['import', f'{out}/theirs', '--out', f'{out}/again']) == 0\n"
+    code += "print([m for m in ('jax', 'orbax', 'flax', 'torch', 'transformers') if m in sys.modules])"
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"
 
 
 # --- What is refused, and leaves nothing ------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": [1]}, "rope_parameters is [1]"),
         ({"rope_theta": 0}, "rope_theta"),
-        ({"rope_theta": "1e4"}, "rope_theta is '1e4', not a number"),
+        ({"rope_theta": "1e4"}, "rope_theta is '1e4', not a finite number"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf, not a finite number"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
@@ -65,6 +66,7 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
         ({"head_dim": 7}, "head_dim must be even"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
     ],
 )
 @pytest.mark.parametrize("base", [LLAMA, QWEN3], ids=["llama", "qwen3"])
