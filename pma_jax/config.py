@@ -55,10 +55,13 @@ class ModelConfig:
     hidden: int = 384  # F: inner width of the gated MLP
     qk_norm: bool = False  # RMSNorm on queries and keys, a scale per head dim
     tie_embeddings: bool = False  # the output projection is the embedding
+    attention_window_tokens: int = 0  # positions that one sees, itself included; 0: all before it
+    separator_token: int = -1  # the id that ends a document: packed ones then do not see each other; -1: they do
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
     norm_epsilon: float = 1e-6
     compute_dtype: str = "float32"  # float32 | bfloat16; parameters stay float32
     remat: str = "none"  # what the backward pass recomputes: none | full | dots (all but matrix products)
+    logits_chunk_tokens: int = 2048  # positions whose logits (times V, float32) a device holds at once in the loss
     scan_layers: bool = True  # lax.scan over the stacked blocks; False unrolls the same blocks
 
 
@@ -386,6 +389,8 @@ def _validate(config: Config) -> None:
     )
     if model.head_dim % 2:
         raise ValueError(f"model.head_dim must be even for rotary positions, not {model.head_dim}")
+    if model.attention_window_tokens < 0:
+        raise ValueError(f"model.attention_window_tokens must be 0 or more, not {model.attention_window_tokens}")
     if not 0 < config.data.held_out_percent < 100:
         raise ValueError("data.held_out_percent must lie between 0 and 100")
     if checkpoint.interval_tokens < config.batch_tokens:
@@ -416,7 +421,7 @@ def _validate(config: Config) -> None:
 
 
 _POSITIVE = {
-    "model": ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden"),
+    "model": ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden", "logits_chunk_tokens"),
     "training": (
         "total_tokens",
         "sequence_length_tokens",

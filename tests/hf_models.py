@@ -24,6 +24,7 @@ KINDS = {
     "llama tied": {"tie_embeddings": True, "rope_theta": 500.0},
     "llama, one key head": {"kv_heads": 1, "width": 24},
     "qwen3": {"qk_norm": True, "rope_theta": 1e6, "norm_epsilon": 1e-5},
+    "qwen3, a window": {"qk_norm": True, "attention_window_tokens": 5},
     "qwen3 tied": {"qk_norm": True, "tie_embeddings": True, "head_dim": 6},
 }
 TOKENS = np.random.default_rng(1).integers(0, SIZES["vocabulary_size"], (8, 12)).astype(np.int32)
@@ -126,7 +127,11 @@ def write_directory(path: Path, made: ModelConfig, tensors: dict[str, np.ndarray
         "rope_theta": made.rope_theta,
         "tie_word_embeddings": made.tie_embeddings,
         "max_position_embeddings": 64,
-    } | fields
+    }
+    if made.attention_window_tokens:
+        described |= {"use_sliding_window": True, "sliding_window": made.attention_window_tokens}
+        described |= {"layer_types": ["sliding_attention"] * made.layers}
+    described |= fields
     described = {name: value for name, value in described.items() if value is not None}
     (path / "config.json").write_text(json.dumps(described))
     names = list(tensors)

@@ -130,12 +130,21 @@ def find_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
     return None
 
 
-def check_vocabulary(tokens: TokenSet, model_vocabulary_size: int) -> None:
-    """Raise ValueError when the tokenizer has ids that a model of `model_vocabulary_size` rows cannot embed."""
-    if tokens.vocabulary_size > model_vocabulary_size:
+def check_tokens(tokens: TokenSet, model: config.ModelConfig) -> None:
+    """Check that the tokenizer and the model agree.
+
+    Raises ValueError when the tokenizer has ids that the model cannot embed, or ends documents with another id than the
+    model keeps them apart by.
+    """
+    if tokens.vocabulary_size > model.vocabulary_size:
         raise ValueError(
             f"the {tokens.tokenizer} tokenizer has ids up to {tokens.vocabulary_size - 1} but model.vocabulary_size is "
-            f"{model_vocabulary_size}: set it to {tokens.vocabulary_size} or more"
+            f"{model.vocabulary_size}: set it to {tokens.vocabulary_size} or more"
+        )
+    if model.separator_token not in (-1, tokens.end_of_document):
+        raise ValueError(
+            f"model.separator_token is {model.separator_token}, and the {tokens.tokenizer} tokenizer ends documents "
+            f"with {tokens.end_of_document}: set it to that, or to -1 to let packed documents see each other"
         )
 
 

@@ -29,6 +29,7 @@ from pma_jax.merging.sources import open_source, read_bytes, read_leaf
 Progress = Callable[[int, int], None]
 # How an imported model is evaluated unless the user says otherwise: the logits of such a batch fit into most memories.
 _LONGEST_SEQUENCE_TOKENS, _BATCH_SEQUENCES = 1024, 8
+_PACKED = "transformers lets packed documents see each other (model.separator_token): give it one a sequence"
 # Of config.json, besides what the decoder's own configuration says.
 _KEPT_FIELDS = ("max_position_embeddings", *hf_config.TOKEN_IDS)
 
@@ -142,7 +143,7 @@ def export_snapshot(
         "dtypes": sorted(set(kept.values())),
         "files": sorted([*layout.sizes, *layout.texts, *layout.copies]),
         "tokenizer": sorted([*files.copies, *(name for name in files.texts if name.startswith("tokenizer"))]),
-        "notes": [*source.notes, *files.notes],
+        "notes": [*source.notes, *files.notes, *([_PACKED] if config.model.separator_token >= 0 else [])],
     }
 
 
@@ -280,9 +281,8 @@ def _config_texts(
         # What was absent stays so: transformers then takes its own default, as it did before.
         token_ids = {name: fields[name] for name in hf_config.TOKEN_IDS if name in fields}
     else:
-        # A document of ours begins after the end of another one.
         end = files.end_of_document
-        token_ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+        token_ids = {"bos_token_id": hf_tokenizer.begin(config, end), "eos_token_id": end, "pad_token_id": None}
     described = hf_config.to_hf(
         config.model,
         dtype=dtypes[0] if len(dtypes) == 1 else "float32",

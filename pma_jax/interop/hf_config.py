@@ -19,8 +19,6 @@ _NEUTRAL: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "sliding_window": None,
-    "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
     "quantization_config": None,
@@ -41,10 +39,10 @@ _NEUTRAL: dict[str, Any] = {
 }
 # Fields that are read below, and those that say nothing about the numbers of a forward pass.
 _READ = """architectures head_dim hidden_size intermediate_size layer_types max_position_embeddings model_type
-    num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta
-    tie_word_embeddings vocab_size"""
+    max_window_layers num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters
+    rope_scaling rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size"""
 _HARMLESS = """attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range
-    is_decoder label2id max_window_layers name_or_path output_attentions output_hidden_states pad_token_id
+    is_decoder label2id name_or_path output_attentions output_hidden_states pad_token_id
     pretraining_tp problem_type return_dict tokenizer_class torch_dtype transformers_version unk_token_id use_cache"""
 _ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
@@ -64,13 +62,8 @@ def from_hf(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, ...]]:
     """
     architecture = _architecture(fields)
     for name, neutral in _NEUTRAL.items():
-        # Qwen3 reads sliding_window only where use_sliding_window is set.
-        unused = name == "sliding_window" and not fields.get("use_sliding_window", architecture != QWEN3)
-        if name in fields and fields[name] not in (neutral, None) and not unused:
+        if name in fields and fields[name] not in (neutral, None):
             raise ValueError(f"{name} is {_short(fields[name])}, which the decoder does not have")
-    other = [kind for kind in _list(fields, "layer_types") if kind != "full_attention"]
-    if other:
-        raise ValueError(f"layer_types has {_short(other[0])}, which the decoder does not have")
     heads = _whole(fields, "num_attention_heads")
     width = _whole(fields, "hidden_size")
     head_dim = _whole(fields, "head_dim", 128 if architecture == QWEN3 else width // max(heads, 1))
@@ -87,6 +80,7 @@ def from_hf(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, ...]]:
         "hidden": _whole(fields, "intermediate_size"),
         "qk_norm": architecture == QWEN3,
         "tie_embeddings": _flag(fields, "tie_word_embeddings"),
+        "attention_window_tokens": _window(fields, architecture, layers),
         "rope_theta": _rope_theta(fields),
         "norm_epsilon": _number(fields, "rms_norm_eps", 1e-6),
     }
@@ -117,6 +111,11 @@ def to_hf(
             f"model.width ({model.width}) does not divide by model.heads ({model.heads}): {LLAMA} of transformers "
             "refuses that"
         )
+    if architecture == LLAMA and model.attention_window_tokens:
+        raise ValueError(
+            f"model.attention_window_tokens is {model.attention_window_tokens}, and {LLAMA} has no window ({QWEN3}, "
+            "model.qk_norm=True, has)"
+        )
     fields = {
         "architectures": [architecture],
         "attention_bias": False,
@@ -140,7 +139,9 @@ def to_hf(
     }
     fields |= token_ids
     if architecture == QWEN3:
-        fields |= {"max_window_layers": model.layers, "sliding_window": None, "use_sliding_window": False}
+        window = model.attention_window_tokens
+        fields |= {"sliding_window": window or None, "use_sliding_window": window > 0}
+        fields |= {"max_window_layers": 0 if window else model.layers}  # the layers from there on have the window
     else:
         fields |= {"mlp_bias": False, "pretraining_tp": 1}
     return dict(sorted(fields.items()))
@@ -160,6 +161,29 @@ def _architecture(fields: Mapping[str, Any]) -> str:
 def _lacks_kv_heads(fields: Mapping[str, Any], architecture: str) -> bool:
     # Where the field is absent, Qwen3's own default holds; null means as many as there are queries.
     return architecture == QWEN3 and "num_key_value_heads" not in fields
+
+
+def _window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
+    """Positions that each sees, in every layer; 0 where they see all before them."""
+    # Qwen3 reads sliding_window where use_sliding_window is set, and then in the layers from max_window_layers on.
+    is_used = fields.get("sliding_window") is not None and fields.get("use_sliding_window", architecture != QWEN3)
+    first = fields.get("max_window_layers", 28) if is_used else layers
+    if type(first) is not int:
+        raise ValueError(f"max_window_layers is {_short(first)}, not a whole number")
+    by_number = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    kinds = _list(fields, "layer_types") or by_number
+    other = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if other or len(kinds) != layers:
+        raise ValueError(
+            f"layer_types has {_short(other[0] if other else len(kinds))}, which the decoder does not have"
+        )
+    if is_used and architecture != QWEN3:
+        raise ValueError(f"sliding_window is {_short(fields['sliding_window'])}, which {architecture} does not have")
+    if "sliding_attention" not in kinds:
+        return 0
+    if "full_attention" in kinds or not is_used:
+        raise ValueError("layer_types and sliding_window give a window to some layers: the decoder has one for all")
+    return _whole(fields, "sliding_window")
 
 
 def _rope_theta(fields: Mapping[str, Any]) -> float:

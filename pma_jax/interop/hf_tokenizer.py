@@ -56,6 +56,11 @@ def carried(files: Iterable[Path]) -> dict[str, Path]:
     }
 
 
+def begin(config: Config, end: Any) -> Any:
+    """What begins a document, given what ends one: the end of the one before, where the model sees that."""
+    return end if config.model.separator_token < 0 else None
+
+
 def find(source: Source, config: Config, is_imported: bool, given: Path | None) -> Files:
     """The tokenizer of a snapshot: the one given, the one that it was imported with, or the one of its run.
 
@@ -112,7 +117,7 @@ def _described(tokenizer: Any, config: Config) -> Files:
         )
     end = tokenizer.backend.id_to_token(tokenizer.end_of_document)
     described = {
-        "bos_token": end,
+        "bos_token": begin(config, end),
         "clean_up_tokenization_spaces": False,
         "eos_token": end,
         "model_max_length": config.training.sequence_length_tokens,

@@ -39,7 +39,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     """
     # --- Data, prepared once and cached by digest; devices; the run -----------------------------------------------
     tokens = shards.prepare(config.data)
-    shards.check_vocabulary(tokens, config.model.vocabulary_size)
+    shards.check_tokens(tokens, config.model)
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     check_start(config, workdir)

@@ -10,7 +10,7 @@ from pma_jax.config import Config
 from pma_jax.training.state import TrainState, make_state
 
 # Keys of the model that may differ from the snapshot's: the weights mean the same.
-_FREE = frozenset({"compute_dtype", "remat", "scan_layers"})
+_FREE = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
 
 
 def check_start(config: Config, workdir: epath.PathLike) -> None:

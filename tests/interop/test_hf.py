@@ -456,6 +456,15 @@ def test_a_tokenizer_of_the_users_own(tmp_path):
     assert_refused(tmp_path / "no", says, hf.export_snapshot, tmp_path / "lost", tokenizer=tmp_path / "nothing")
 
 
+def test_a_model_that_keeps_packed_documents_apart_begins_with_none(tmp_path):
+    made = configuration.resolve({"model": hf_models.SIZES | {"separator_token": 0}})
+    write_ours(tmp_path / "ours", made)
+    said = hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
+    assert "one a sequence" in said["notes"][0]
+    for name, key in (("config.json", "bos_token_id"), ("tokenizer_config.json", "bos_token")):
+        assert json.loads((tmp_path / "theirs" / name).read_text())[key] is None
+
+
 def test_a_tokenizer_past_the_vocabulary_is_refused(tmp_path):
     made = configuration.resolve({"model": hf_models.SIZES | {"vocabulary_size": 64}})
     write_ours(tmp_path / "ours", made)

@@ -21,7 +21,10 @@ OURS = ModelConfig(vocabulary_size=128, width=32, layers=2, heads=4, kv_heads=2,
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("tie", [False, True])
 def test_there_and_back_is_the_same_model(qk_norm, tie):
-    model = dataclasses.replace(OURS, qk_norm=qk_norm, tie_embeddings=tie, norm_epsilon=3e-5)
+    window = 9 if qk_norm and tie else 0
+    model = dataclasses.replace(
+        OURS, qk_norm=qk_norm, tie_embeddings=tie, norm_epsilon=3e-5, attention_window_tokens=window
+    )
     fields = to_hf(
         model, dtype="bfloat16", max_position_embeddings=64, token_ids={"eos_token_id": 3, "bos_token_id": None}
     )
@@ -46,8 +49,9 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window is 4096"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has 'chunked_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1"),
+        ({"layer_types": ["sliding_attention"] * 2}, "the decoder has one for all"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention', not a list"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
@@ -98,16 +102,49 @@ def test_what_is_absent_is_what_transformers_takes_it_to_be():
     assert qwen3.head_dim == 128 and qwen3.qk_norm
 
 
-def test_a_window_that_is_not_in_use_is_none():
-    assert from_hf(QWEN3 | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28})[1] == ()
-    assert from_hf(QWEN3 | {"sliding_window": 4096})[1] == (), "Qwen3 reads it where use_sliding_window is set"
-    with pytest.raises(ValueError, match="sliding_window is 4096"):
-        from_hf(LLAMA | {"sliding_window": 4096})
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0}, 0),
+        ({"sliding_window": 4096, "max_window_layers": 0}, 0),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, 0),
+        ({"use_sliding_window": True, "sliding_window": 4096}, 0),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}, 4096),
+        ({"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["sliding_attention"] * 2}, 4096),
+    ],
+)
+def test_a_window_is_that_of_the_layers_which_use_it(fields, window):
+    assert from_hf(QWEN3 | fields) == (dataclasses.replace(from_hf(QWEN3)[0], attention_window_tokens=window), ())
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "says"),
+    [
+        (LLAMA, {"sliding_window": 4096}, "sliding_window is 4096"),
+        (LLAMA, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window is 4096"),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}, "one for all"),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": -1, "max_window_layers": 0}, "sliding_window is -1"),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": "x"}, "max_window_layers"),
+    ],
+)
+def test_a_window_of_some_layers_or_where_there_is_none_is_named(base, fields, says):
+    with pytest.raises(ValueError, match=says):
+        from_hf(base | fields)
 
 
 def test_fields_that_nothing_reads_are_told():
     (note,) = from_hf(LLAMA | {"unsloth_version": "1", "_name_or_path": "x", "use_cache": True})[1]
     assert "unsloth_version" in note and "name_or_path" not in note and "use_cache" not in note
+
+
+def test_a_llama_with_a_window_is_not_written():
+    with pytest.raises(ValueError, match="attention_window_tokens is 7"):
+        to_hf(
+            dataclasses.replace(OURS, attention_window_tokens=7),
+            dtype="float32",
+            max_position_embeddings=64,
+            token_ids={},
+        )
 
 
 def test_a_shape_that_transformers_refuses_is_not_written():

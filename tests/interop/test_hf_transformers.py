@@ -42,6 +42,9 @@ def random_of_theirs(kind: str):
         "rope_parameters": {"rope_type": "default", "rope_theta": made.rope_theta},
         "max_position_embeddings": 64,
     }
+    if made.attention_window_tokens:
+        window = made.attention_window_tokens
+        sizes |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
     name = "Qwen3" if made.qk_norm else "Llama"
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
     generator = torch.Generator().manual_seed(0)
