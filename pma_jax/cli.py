@@ -11,6 +11,7 @@ from typing import Any
 
 CONFIG_PREFIX = "--config."
 KINDS = ("point", "block_mean")  # checkpoint.FOLDERS has them too, but imports JAX
+WHOLE = ("import", "export")  # verbs that begin anew after an interruption
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         done = {"watch": "preview"}.get(options.verb, "saved state")
-        print(f"stopped: the same command goes on from the last {done}", file=sys.stderr)
+        goes_on = f"the same command goes on from the last {done}"
+        print(f"stopped: {'nothing was written' if options.verb in WHOLE else goes_on}", file=sys.stderr)
         return 130
     return 0
 
@@ -191,6 +193,31 @@ def plan(options: argparse.Namespace) -> None:
         raise ValueError(f"does not fit {options.topology}: {'; '.join(refused)}")
 
 
+def import_(options: argparse.Namespace) -> None:
+    """Turn a Hugging Face model (Llama, Qwen3) into a snapshot."""
+    from pma_jax.interop import hf
+
+    with _progress() as progress:
+        made = hf.import_model(options.model, options.out, progress=progress)
+    _say_converted(options, made)
+
+
+def export(options: argparse.Namespace) -> None:
+    """Turn a snapshot into a directory that Hugging Face transformers loads."""
+    from pma_jax.interop import hf
+
+    with _progress() as progress:
+        made = hf.export_snapshot(
+            options.snapshot,
+            options.out,
+            dtype=options.dtype,
+            shard_bytes=options.shard_size,
+            tokenizer=options.tokenizer,
+            progress=progress,
+        )
+    _say_converted(options, made)
+
+
 def report(options: argparse.Namespace) -> None:
     """Write report.json, report.png and report.html of a run and its forks."""
     from pma_jax import checkpoint
@@ -282,6 +309,19 @@ def _parser() -> argparse.ArgumentParser:
     _takes_config(verb)
     _takes_json(verb)
 
+    verb = _verb(verbs, import_, "pma import models/Qwen3-0.6B --out imported/qwen3")
+    verb.add_argument("model", help="a Hugging Face model's directory, or hf://org/repo@revision")
+    verb.add_argument("--out", required=True, help="the snapshot to write; must not exist")
+    _takes_json(verb)
+
+    verb = _verb(verbs, export, "pma export runs/demo/merged/sma-10 --out models/demo")
+    verb.add_argument("snapshot", help="a snapshot of any kind, a merge, an imported model, or a run (its newest)")
+    verb.add_argument("--out", required=True, help="the directory to write; must not exist")
+    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of what is written")
+    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="of a safetensors file (5GB)")
+    verb.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, instead of the one that the run has")
+    _takes_json(verb)
+
     verb = _verb(verbs, report, "pma report runs/demo runs/demo-annealed")
     verb.add_argument("run", nargs="+", help="the run, then the runs forked from it")
     verb.add_argument("--out", help="the directory to write to (default: the first run's)")
@@ -321,7 +361,7 @@ def _merge_options(verb: argparse.ArgumentParser) -> None:
 def _verb(verbs: Any, function: Any, example: str) -> argparse.ArgumentParser:
     text = function.__doc__
     verb = verbs.add_parser(
-        function.__name__,
+        function.__name__.rstrip("_"),  # `import` is a word of Python's
         help=text,
         description=text,
         epilog=f"example:\n  {example}",
@@ -441,6 +481,17 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
     with bars.Progress(*columns, console=Console(stderr=True)) as shown:
         task = shown.add_task("", total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+def _say_converted(options: argparse.Namespace, made: dict[str, Any]) -> None:
+    for note in made["notes"]:
+        print(f"note: {note}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(made, indent=2))
+        return
+    tokenizer = f"tokenizer: {', '.join(made['tokenizer'])}" if made["tokenizer"] else "no tokenizer"
+    print(f"{made['architecture']}, {made['parameters']:,} parameters, {made['bytes']:,} bytes; {tokenizer}")
+    print(f"written to {made['out']}")
 
 
 def _say_done(run: Any) -> None:

@@ -98,6 +98,7 @@ class TrainingConfig:
     z_loss_weight: float = 0.0  # times log(Z)^2, averaged over tokens
     log_interval_tokens: int = 100_000  # a line of metrics this often
     seed: int = 0  # of initialisation and data order
+    start_from: str = ""  # a snapshot whose weights training begins with, such as an imported model; empty: random ones
 
 
 @dataclasses.dataclass(frozen=True)

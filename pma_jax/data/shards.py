@@ -121,6 +121,15 @@ def open_tokens(directory: str | Path) -> TokenSet:
         raise ValueError(f"the tokens in {directory} are damaged ({error}): delete it and run again") from error
 
 
+def find_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
+    """The tokenizer.json of the tokens with this digest, if `data.cache_dir` still has them; reads no text."""
+    for meta in sorted(Path(data.cache_dir).expanduser().glob("*/meta.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(meta.read_text(encoding="utf-8"))["digest"] == digest:
+                return meta.parent / "tokenizer.json"
+    return None
+
+
 def check_tokens(tokens: TokenSet, model: config.ModelConfig) -> None:
     """Check that the tokenizer and the model agree.
 

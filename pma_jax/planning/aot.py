@@ -54,9 +54,9 @@ class Report:
     code_bytes: int = 0
     text: str = dataclasses.field(default="", repr=False)
     program: hlo.Program | None = dataclasses.field(default=None, repr=False)
-    kernel_flops: float = 0.0  # of the attention's kernels, which declare none: what the model needs of them
     compiler_flops: float | None = None  # its cost analysis, where the body of a loop counts once
     compiler_bytes: float | None = None  # the same, bytes read and written anywhere
+    kernel_flops: float = 0.0  # of the attention's kernels, which declare none: what the model needs of them
 
     @property
     def bytes(self) -> int:

@@ -71,7 +71,8 @@ def forward_flops(model: ModelConfig, sequence_length_tokens: int) -> dict[str, 
 
     `parameters`: the blocks' matrices. `attention`: scores and weighted values, of the keys that a position sees and no
     others: (L + 1) / 2 on average without a window, where PaLM (arXiv 2204.02311, Appendix B) counts all L.
-    `output_projection`: to the vocabulary. Norms, rotations and the softmax are left out, as Kaplan et al. do (arXiv 2001.08361, Section 2.1).
+    `output_projection`: to the vocabulary. Norms, rotations and the softmax are left out, as Kaplan et al. do (arXiv
+    2001.08361, Section 2.1).
     """
     L, window = sequence_length_tokens, model.attention_window_tokens or sequence_length_tokens
     first = min(window, L)  # positions that see all before them; the rest see `window`
