@@ -258,11 +258,11 @@ def _storage_lines(numbers: dict[str, Any]) -> list[str]:
 
 def _annealing_line(annealing: dict[str, Any]) -> str:
     what = f"an annealing over {annealing['share_of_tokens']:.0%} of the tokens ({_count(annealing['tokens'])})"
-    cost = f"{_count(annealing['flops'])} FLOP"
+    price = f"{_count(annealing['flops'])} FLOP"
     if "chip_hours_at_least" in annealing:
         hours = f"{annealing['hours_at_least']:.4g} hours of this slice"
-        cost = f"at least {annealing['chip_hours_at_least']:.4g} chip hours ({hours}, {cost})"
-    return f"{what}, which merging replaces, costs {cost}"
+        price = f"at least {annealing['chip_hours_at_least']:.4g} chip hours ({hours}, {price})"
+    return f"{what}, which merging replaces, costs {price}"
 
 
 def _count(number: float) -> str:
