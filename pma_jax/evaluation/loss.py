@@ -13,28 +13,38 @@ import numpy as np
 from flax import nnx
 
 from pma_jax.mesh import RULES
-from pma_jax.model.decoder import Params, apply
+from pma_jax.model.decoder import Params, apply_with_router
 
 PADDING = -1
 
 
 def loss_sums(
-    graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array, z_loss_weight: float = 0.0
+    graph: nnx.GraphDef,
+    params: Params,
+    tokens_BxM: jax.Array,
+    z_loss_weight: float = 0.0,
+    balance_loss_weight: float = 0.0,
+    router_z_loss_weight: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sums over the tokens that count: the objective, and `nats` and `count` apart.
+    """Sums over the tokens that count: the objective, and `nats` and `count` apart; `load_TxE` where there are experts.
 
-    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2 (PaLM, arXiv 2204.02311, Section 5). Sums, not
-    means, so that batches of any raggedness add up exactly.
+    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2 (PaLM, arXiv 2204.02311, Section 5), plus the
+    routers' auxiliary losses (padding counts there: it is routed too). Sums, not means, so that batches of any
+    raggedness add up exactly.
     """
     inputs_BxL, targets_BxL = tokens_BxM[:, :-1], tokens_BxM[:, 1:]
     counted_BxL = (targets_BxL >= 0).astype(jnp.float32)
-    logits_BxLxV = apply(graph, params, jnp.maximum(inputs_BxL, 0))
+    logits_BxLxV, router = apply_with_router(graph, params, jnp.maximum(inputs_BxL, 0))
     log_z_BxL = jax.nn.logsumexp(logits_BxLxV, axis=-1)
     # A product with a one-hot, not a gather: it works when the vocabulary is split, and XLA fuses it.
     one_hot_BxLxV = jax.nn.one_hot(targets_BxL, logits_BxLxV.shape[-1], dtype=logits_BxLxV.dtype)
     nats = jnp.sum((log_z_BxL - jnp.sum(logits_BxLxV * one_hot_BxLxV, axis=-1)) * counted_BxL)
     objective = nats + z_loss_weight * jnp.sum(jnp.square(log_z_BxL) * counted_BxL)
-    return objective, {"nats": nats, "count": jnp.sum(counted_BxL)}
+    sums = {"nats": nats, "count": jnp.sum(counted_BxL)}
+    if router:
+        objective += balance_loss_weight * jnp.sum(router["balance"]) + router_z_loss_weight * jnp.sum(router["z"])
+        sums["load_TxE"] = router["load_E"]
+    return objective, sums
 
 
 @functools.partial(jax.jit, static_argnums=0)

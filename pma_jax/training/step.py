@@ -14,6 +14,7 @@ from jax import P
 from pma_jax.config import Config
 from pma_jax.evaluation.loss import loss_sums
 from pma_jax.mesh import RULES
+from pma_jax.model import moe
 from pma_jax.model.decoder import Params
 from pma_jax.training.optimizer import make_optimizer
 from pma_jax.training.state import TrainState
@@ -24,11 +25,16 @@ Metrics = dict[str, jax.Array]
 def make_train_step(
     config: Config, graph: nnx.GraphDef
 ) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]:
-    """`step(state, tokens_BxM int32, rate) -> (state, {"loss", "gradient_norm", "count"})`; the state is donated."""
+    """`step(state, tokens_BxM int32, rate) -> (state, metrics)`; the state is donated.
+
+    The metrics are `loss`, `gradient_norm` and `count`, and with experts those of `moe.load_metrics`.
+    """
     optimizer = make_optimizer(config.optimizer)
+    training = config.training
 
     def objective(params: Params, tokens_bxM: jax.Array) -> tuple[jax.Array, Metrics]:
-        return loss_sums(graph, params, tokens_bxM, config.training.z_loss_weight)
+        weights = (training.z_loss_weight, training.balance_loss_weight, training.router_z_loss_weight)
+        return loss_sums(graph, params, tokens_bxM, *weights)
 
     def train_step(state: TrainState, tokens_BxM: jax.Array, rate: jax.Array) -> tuple[TrainState, Metrics]:
         gradients, sums = accumulate(objective, state.params, tokens_BxM, config.training.accumulation_steps)
@@ -40,6 +46,13 @@ def make_train_step(
             "gradient_norm": optax.tree.norm(gradients),
             "count": sums["count"],
         }
+        if config.model.experts:
+            positions = tokens_BxM[:, 1:].size
+            metrics |= moe.load_metrics(sums["load_TxE"], positions, config.model.experts_per_token)
+        if config.model.experts and config.model.router_bias:
+            # Its gradient is zero and it does not decay: the optimizer has left it as it was.
+            router = params["blocks"]["moe"]
+            router[moe.BIAS] = moe.balanced(router[moe.BIAS], sums["load_TxE"], training.router_bias_rate)
         return TrainState(state.step + 1, params, moments, state.block), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options())
@@ -82,19 +95,15 @@ def accumulate(
 
         shapes = jax.eval_shape(gradient, params, tokens_AxbxM[0])
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes)
-        return jax.lax.scan(add, jax.tree.map(_varying, zeros), tokens_AxbxM)[0]
+        return jax.lax.scan(add, zeros, tokens_AxbxM)[0]
 
     def sum_of_shares(params: Params, tokens_BxM: jax.Array) -> tuple[Params, Metrics]:
-        params = jax.tree.map(_varying, params)  # left invariant, every use of them would be summed by itself
         return jax.lax.psum(own_share(params, tokens_BxM), "data")
 
     if jax.sharding.get_abstract_mesh().shape["data"] == 1:  # XLA refuses to sum over one part of a mesh with others
         return own_share(params, tokens_BxM)
-    over_data = jax.shard_map(sum_of_shares, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
+    # Unchecked, as the mixture of experts inside is; a gradient in here is of one part's sum, and psum adds them.
+    over_data = jax.shard_map(
+        sum_of_shares, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
     return over_data(params, tokens_BxM)
-
-
-def _varying(x: jax.Array) -> jax.Array:
-    """`x` as a value that each part of the `data` axis may change on its own, where there is such a part."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return jax.lax.pcast(x, "data", to="varying") if "data" in manual else x
