@@ -54,7 +54,7 @@ def _exchanged(
     A, experts_here = S * K, matrices[0].shape[0]
     # At most so many of a token's choices live on one device, as they are distinct.
     most = S * min(K, experts_here)
-    C = min(math.ceil(ROUND_SLACK * A / parts), most)
+    C = min(_whole_tiles(math.ceil(ROUND_SLACK * A / parts)), most)
     P = parts * C
     order_A, place_A, sizes_E = _sorted(chosen_SxK.reshape(-1), experts_here * parts)
     count_X = jnp.sum(sizes_E.reshape(parts, experts_here), axis=1)
@@ -92,6 +92,11 @@ def _exchanged(
         return jax.lax.scan(jax.checkpoint(another), done, jnp.arange(1, rounds, dtype=jnp.int32))[0]
 
     return jax.lax.cond(needed > 1, others, lambda done: done, done)
+
+
+def _whole_tiles(rows: int) -> int:
+    # Grouped products on TPU pad rows to a multiple of this, with a copy.
+    return -(-rows // 128) * 128 if rows > 128 else rows
 
 
 def _gated_mlp(rows_PxD: jax.Array, sizes_e: jax.Array, matrices: Matrices) -> jax.Array:

@@ -11,7 +11,7 @@ from jax import P
 from pma_jax.config import ModelConfig
 from pma_jax.evaluation.loss import loss_sums, on_mesh
 from pma_jax.mesh import AXES
-from pma_jax.model import decoder, moe
+from pma_jax.model import decoder, experts, moe
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -186,6 +186,18 @@ def test_a_mesh_changes_no_number(shape, bias):
     assert metrics["dropped"] == 0
     if bias > 1:
         assert metrics["load_max_violation"] > 1 and metrics["load_min_violation"] == -1
+
+
+def test_many_small_rounds_change_no_number(monkeypatch):
+    monkeypatch.setattr(experts, "ROUND_SLACK", 0.2)
+    (expected, expected_sums), expected_gradients = on_one_device(TINY, SKEWED)
+    mesh = mesh_of(expert=4)
+    with jax.set_mesh(mesh):
+        params = placed(TINY, fresh(TINY, SKEWED), mesh)
+        (value, sums), gradients = loss_sums_and_gradients(TINY, params, on_mesh(mesh, TOKENS))
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_array_equal(sums["load_TxE"], expected_sums["load_TxE"])
+    assert_close(gradients, expected_gradients)
 
 
 def test_tokens_travel_by_all_to_all_and_experts_stay():
