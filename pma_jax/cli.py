@@ -6,10 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 CONFIG_PREFIX = "--config."
 KINDS = ("point", "block_mean")  # checkpoint.FOLDERS has them too, but imports JAX
+WHOLE = ("import", "export")  # verbs that begin anew after an interruption
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         done = {"watch": "preview"}.get(options.verb, "saved state")
-        print(f"stopped: the same command goes on from the last {done}", file=sys.stderr)
+        goes_on = f"the same command goes on from the last {done}"
+        print(f"stopped: {'nothing was written' if options.verb in WHOLE else goes_on}", file=sys.stderr)
         return 130
     return 0
 
@@ -165,6 +168,56 @@ def inspect(options: argparse.Namespace) -> None:
         print(inspection.as_text(facts))
 
 
+def plan(options: argparse.Namespace) -> None:
+    """Compile a run for a TPU topology, without a TPU: memory, FLOPs, step time, storage, what merging saves."""
+    from pma_jax import config as configuration
+    from pma_jax.planning import aot
+    from pma_jax.planning import plan as planning
+
+    if options.out and not Path(options.out).parent.is_dir():  # said before minutes of compiling, not after
+        raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: make it first")
+    raw = configuration.load(options.config)
+    configuration.override(raw, options.overrides)
+    numbers = planning.plan(
+        configuration.resolve(raw),
+        aot.tpu_topology(options.topology),
+        storage_bytes_per_second=options.storage_bandwidth,
+        annealing_share=options.annealing_share,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if options.out:
+        Path(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
+    print(json.dumps(numbers, indent=2) if options.json else planning.as_text(numbers))
+    refused = planning.refusals(numbers)
+    if refused:
+        raise ValueError(f"does not fit {options.topology}: {'; '.join(refused)}")
+
+
+def import_(options: argparse.Namespace) -> None:
+    """Turn a Hugging Face model (Llama, Qwen3) into a snapshot."""
+    from pma_jax.interop import hf
+
+    with _progress() as progress:
+        made = hf.import_model(options.model, options.out, progress=progress)
+    _say_converted(options, made)
+
+
+def export(options: argparse.Namespace) -> None:
+    """Turn a snapshot into a directory that Hugging Face transformers loads."""
+    from pma_jax.interop import hf
+
+    with _progress() as progress:
+        made = hf.export_snapshot(
+            options.snapshot,
+            options.out,
+            dtype=options.dtype,
+            shard_bytes=options.shard_size,
+            tokenizer=options.tokenizer,
+            progress=progress,
+        )
+    _say_converted(options, made)
+
+
 def report(options: argparse.Namespace) -> None:
     """Write report.json, report.png and report.html of a run and its forks."""
     from pma_jax import checkpoint
@@ -235,6 +288,40 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--with-sources", action="store_true", help="the same, of what it was made from too")
     _takes_json(verb)
 
+    verb = _verb(verbs, plan, "pma plan --config demo --topology v5e:2x2 --config.training.batch_size_sequences=64")
+    verb.add_argument("--config", required=True, help="a .py file with get_config(), or a shipped name such as demo")
+    verb.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="a slice of TPUs, such as v5p:4x4x8")
+    verb.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
+    verb.add_argument(
+        "--storage-bandwidth",
+        default="1GB/s",
+        type=_rate,
+        metavar="SIZE/s",
+        help="of the storage of checkpoints, all devices together (default 1GB/s)",
+    )
+    verb.add_argument(
+        "--annealing-share",
+        default=0.2,
+        type=_share,
+        metavar="SHARE",
+        help="of the tokens, of the annealing that merging replaces (default 0.2)",
+    )
+    _takes_config(verb)
+    _takes_json(verb)
+
+    verb = _verb(verbs, import_, "pma import models/Qwen3-0.6B --out imported/qwen3")
+    verb.add_argument("model", help="a Hugging Face model's directory, or hf://org/repo@revision")
+    verb.add_argument("--out", required=True, help="the snapshot to write; must not exist")
+    _takes_json(verb)
+
+    verb = _verb(verbs, export, "pma export runs/demo/merged/sma-10 --out models/demo")
+    verb.add_argument("snapshot", help="a snapshot of any kind, a merge, an imported model, or a run (its newest)")
+    verb.add_argument("--out", required=True, help="the directory to write; must not exist")
+    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of what is written")
+    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="of a safetensors file (5GB)")
+    verb.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, instead of the one that the run has")
+    _takes_json(verb)
+
     verb = _verb(verbs, report, "pma report runs/demo runs/demo-annealed")
     verb.add_argument("run", nargs="+", help="the run, then the runs forked from it")
     verb.add_argument("--out", help="the directory to write to (default: the first run's)")
@@ -274,7 +361,7 @@ def _merge_options(verb: argparse.ArgumentParser) -> None:
 def _verb(verbs: Any, function: Any, example: str) -> argparse.ArgumentParser:
     text = function.__doc__
     verb = verbs.add_parser(
-        function.__name__,
+        function.__name__.rstrip("_"),  # `import` is a word of Python's
         help=text,
         description=text,
         epilog=f"example:\n  {example}",
@@ -321,6 +408,22 @@ def _size(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not above 0 bytes")
     return count
+
+
+def _rate(text: str) -> int:
+    if not text.endswith("/s"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 500MB/s or 2GiB/s")
+    return _size(text.removesuffix("/s"))
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and up to 1, such as 0.2")
+    return value
 
 
 def _positive(text: str) -> int:
@@ -378,6 +481,17 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
     with bars.Progress(*columns, console=Console(stderr=True)) as shown:
         task = shown.add_task("", total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+def _say_converted(options: argparse.Namespace, made: dict[str, Any]) -> None:
+    for note in made["notes"]:
+        print(f"note: {note}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(made, indent=2))
+        return
+    tokenizer = f"tokenizer: {', '.join(made['tokenizer'])}" if made["tokenizer"] else "no tokenizer"
+    print(f"{made['architecture']}, {made['parameters']:,} parameters, {made['bytes']:,} bytes; {tokenizer}")
+    print(f"written to {made['out']}")
 
 
 def _say_done(run: Any) -> None:

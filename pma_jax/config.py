@@ -63,10 +63,13 @@ class ModelConfig:
     router_bias: bool = True  # a bias of each expert, moved by its load, helps to choose (never to weigh) experts
     qk_norm: bool = False  # RMSNorm on queries and keys, a scale per head dim
     tie_embeddings: bool = False  # the output projection is the embedding
+    attention_window_tokens: int = 0  # positions that one sees, itself included; 0: all before it
+    separator_token: int = -1  # the id that ends a document: packed ones then do not see each other; -1: they do
     rope_theta: float = 10_000.0  # base of the rotary wavelengths
     norm_epsilon: float = 1e-6
     compute_dtype: str = "float32"  # float32 | bfloat16; parameters stay float32
     remat: str = "none"  # what the backward pass recomputes: none | full | dots (all but matrix products)
+    logits_chunk_tokens: int = 2048  # positions whose logits (times V, float32) a device holds at once in the loss
     scan_layers: bool = True  # lax.scan over the stacked blocks; False unrolls the same blocks
 
     @property
@@ -111,6 +114,7 @@ class TrainingConfig:
     router_z_loss_weight: float = 0.0  # times log(Z)^2 of the router's logits, averaged over tokens, summed over layers
     log_interval_tokens: int = 100_000  # a line of metrics this often
     seed: int = 0  # of initialisation and data order
+    start_from: str = ""  # a snapshot whose weights training begins with, such as an imported model; empty: random ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,6 +408,8 @@ def _validate(config: Config) -> None:
     _validate_experts(config)
     if model.head_dim % 2:
         raise ValueError(f"model.head_dim must be even for rotary positions, not {model.head_dim}")
+    if model.attention_window_tokens < 0:
+        raise ValueError(f"model.attention_window_tokens must be 0 or more, not {model.attention_window_tokens}")
     if not 0 < config.data.held_out_percent < 100:
         raise ValueError("data.held_out_percent must lie between 0 and 100")
     if checkpoint.interval_tokens < config.batch_tokens:
@@ -462,6 +468,7 @@ _POSITIVE = {
         "hidden",
         "experts_per_token",
         "expert_hidden",
+        "logits_chunk_tokens",
     ),
     "training": (
         "total_tokens",

@@ -7,11 +7,12 @@ is an error, not a surprise. Axes (mesh) and dims (tensor) are two things; `Rule
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import P
+from jax.experimental import mesh_utils
 
 from pma_jax.config import Config, MeshConfig
 
@@ -58,8 +59,16 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
     if sizes.cpu_devices:
         with contextlib.suppress(RuntimeError):  # JAX has started: the devices are what they are
             jax.config.update("jax_num_cpu_devices", sizes.cpu_devices)
+    return mesh_over(jax.devices(), sizes)
+
+
+def mesh_over(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.Mesh:
+    """An explicit mesh over `devices`, which need not be this machine's.
+
+    Raises ValueError when the sizes do not multiply to the number of devices.
+    """
     shape = [sizes.data, sizes.fsdp, sizes.tensor, sizes.expert]
-    count = jax.device_count()
+    count = len(devices)
     if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
         raise ValueError(f"mesh sizes {dict(zip(AXES, shape, strict=True))}: each is 1 or more, and at most one is -1")
     if -1 in shape:
@@ -69,7 +78,16 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
         raise ValueError(
             f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, and {count} are here"
         )
-    return jax.make_mesh(tuple(shape), AXES)
+    try:
+        return jax.make_mesh(tuple(shape), AXES, devices=devices)
+    except NotImplementedError:  # an axis of the mesh is only a part of one of the TPU's torus
+        split = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return jax.sharding.Mesh(split, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
+
+
+def platform_of(mesh: jax.sharding.Mesh) -> str:
+    """The platform of the mesh's devices, such as cpu, gpu or tpu: what a program for it is compiled for."""
+    return mesh.devices.flat[0].platform
 
 
 def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
@@ -79,7 +97,7 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
     does not count as `mesh.cpu_devices`.
     """
     wanted, here = config.mesh.cpu_devices, jax.local_device_count()
-    if wanted and wanted != here and jax.default_backend() == "cpu":
+    if wanted and wanted != here and platform_of(mesh) == "cpu":
         raise ValueError(
             f"mesh.cpu_devices is {wanted}, and JAX already runs with {here} in this process: train in a fresh one, or "
             f"set it to {here}"

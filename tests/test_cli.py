@@ -14,7 +14,7 @@ from pma_jax.checkpoint import open_run
 from pma_jax.cli import main
 from pma_jax.training import loop
 
-VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "report"]
+VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "plan", "import", "export", "report"]
 
 
 @pytest.fixture
@@ -112,6 +112,11 @@ def test_every_verb_has_help_with_an_example(pma, verb):
         ["watch", "run", "--poll-seconds", "soon"],
         ["evaluate"],
         ["inspect", "a", "b"],
+        ["import", "model"],
+        ["import", "model", "--out", "x", "--config.training.seed=1"],
+        ["export", "snapshot"],
+        ["export", "snapshot", "--out", "x", "--dtype", "float16"],
+        ["export", "snapshot", "--out", "x", "--shard-size", "large"],
     ],
     ids=" ".join,
 )
@@ -157,14 +162,17 @@ def test_a_wrong_config_file_is_one_line(fails, tmp_path, text, says):
     assert says in fails("train", "--config", tmp_path / "config.py", "--workdir", tmp_path / "run")
 
 
-@pytest.mark.parametrize("verb", ["evaluate", "inspect", "sweep", "watch", "report", "merge", "fork"])
+@pytest.mark.parametrize(
+    "verb", ["evaluate", "inspect", "sweep", "watch", "report", "merge", "fork", "import", "export"]
+)
 @pytest.mark.parametrize("target", ["nothing", "empty", "file", "config"])
 def test_what_is_neither_run_nor_snapshot_is_one_line(fails, tmp_path, verb, target):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text('{"model": {"wid')
-    more = {"merge": ["--out", tmp_path / "out"], "fork": ["--at-tokens", "1e3", "--workdir", tmp_path / "out"]}
+    more = {verb: ["--out", tmp_path / "out"] for verb in ("merge", "import", "export")}
+    more |= {"fork": ["--at-tokens", "1e3", "--workdir", tmp_path / "out"]}
     assert str(tmp_path / target) in fails(verb, tmp_path / target, *more.get(verb, []))
     assert not (tmp_path / "out").exists()
 
@@ -244,6 +252,33 @@ def test_a_sweep_or_watch_that_cannot_be_is_one_line(fails, copy, words, says):
     before = tiny.contents(copy.path)
     assert says in fails(verb, copy.path, *rest)
     assert tiny.contents(copy.path) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--topology", "v9:2x2"], "unknown topology 'v9:2x2'"),
+        (["--topology", "v5e:2x2", "--out", "nowhere/plan.json"], "nowhere"),
+        (["--topology", "v5e:2x2", "--config.model.widht=3"], "model.width"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line(fails, words, says):
+    assert says in fails("plan", "--config", "demo", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--storage-bandwidth", "2GB"], "not a rate"),
+        (["--storage-bandwidth", "fast/s"], "not a size"),
+        (["--annealing-share", "20"], "not a share"),
+        ([], "--topology"),
+    ],
+)
+def test_a_plan_that_is_asked_for_wrongly_is_told_so(pma, words, says):
+    topology = ["--topology", "v5e:2x2"] if words else []
+    status, out, err = pma("plan", "--config", "demo", *topology, *words)
+    assert status == 2 and out == "" and says in err
 
 
 # --- What the verbs do ------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """The commands of README.md and docs/, in the order of each page, on small models."""
 
+import importlib.util
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
+import hf_models
 import numpy as np
 import pytest
 import tiny
@@ -14,6 +17,7 @@ from safetensors.numpy import save_file
 
 from pma_jax import config as configuration
 from pma_jax.cli import main
+from pma_jax.data.tokenizer import bytes_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -121,13 +125,70 @@ def test_the_page_on_merging_does_what_it_says(tmp_path, monkeypatch, capfd):
     assert len(made) == 10, made
 
 
-@pytest.mark.parametrize("verb", ["merge", "inspect"])
-def test_every_option_of_merging_is_on_the_page(verb, capsys):
+def write_models(finished, folder: Path) -> None:
+    """What docs/huggingface.md finds: two models with their tokenizer, a run, and texts."""
+    for name in ("llama", "other"):
+        hf_models.write_theirs(folder / "models" / name, hf_models.model("llama"))
+        bytes_tokenizer().save(folder / "models" / name / "tokenizer.json")
+    shutil.copytree(finished.path, folder / "runs" / "demo")
+    tiny.write_corpus(folder / "texts")
+
+
+def on_a_small_model(words: list[str], folder: Path) -> list[str]:
+    """The same command, with its token cache in `folder` and a share of its text held out that is enough."""
+    keys = {"data.cache_dir": folder / "cache", "data.held_out_percent": 20, "evaluation.tokens": 500}
+    return words + [f"--config.{key}={value}" for key, value in keys.items() if words[0] == "evaluate"]
+
+
+def test_the_page_on_hugging_face_does_what_it_says(finished, tmp_path, monkeypatch, capfd):
+    write_models(finished, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for words in commands("pma", ROOT / "docs" / "huggingface.md"):
+        assert main(on_a_small_model(words, tmp_path)) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+    made = sorted(path.parent.name for path in Path("models").rglob("generation_config.json"))
+    assert made == ["newest", "sma-5", "soup"]
+
+
+def test_the_python_of_the_page_on_hugging_face_runs(finished, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    write_models(finished, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "huggingface.md"
+    for words in commands("pma", page):
+        if "sma-5" in shlex.join(words):
+            assert main(words) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+    capfd.readouterr()
+    for block in blocks("python", page):
+        exec(compile(block, page.name, "exec"), {})
+    assert "def main" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("page", "verb"),
+    [
+        ("merging", "merge"),
+        ("merging", "inspect"),
+        ("huggingface", "import"),
+        ("huggingface", "export"),
+        ("planning", "plan"),
+    ],
+)
+def test_every_option_of_a_verb_is_on_its_page(page, verb, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help", "--json", "--config"}
-    page = (ROOT / "docs" / "merging.md").read_text()
+    page = (ROOT / "docs" / f"{page}.md").read_text()
     assert not [option for option in sorted(options) if option not in page]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_the_page_on_planning_does_what_it_says(tmp_path, monkeypatch, capfd):
+    small = write_small_demo(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for words in commands("pma", ROOT / "docs" / "planning.md"):
+        assert main([small if word == "demo" else word for word in words]) == 0, capfd.readouterr().err
+    assert json.loads(Path("plan.json").read_text())["topology"]["chips"] == 4
 
 
 @pytest.mark.slow

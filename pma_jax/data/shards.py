@@ -121,12 +121,30 @@ def open_tokens(directory: str | Path) -> TokenSet:
         raise ValueError(f"the tokens in {directory} are damaged ({error}): delete it and run again") from error
 
 
-def check_vocabulary(tokens: TokenSet, model_vocabulary_size: int) -> None:
-    """Raise ValueError when the tokenizer has ids that a model of `model_vocabulary_size` rows cannot embed."""
-    if tokens.vocabulary_size > model_vocabulary_size:
+def find_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
+    """The tokenizer.json of the tokens with this digest, if `data.cache_dir` still has them; reads no text."""
+    for meta in sorted(Path(data.cache_dir).expanduser().glob("*/meta.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(meta.read_text(encoding="utf-8"))["digest"] == digest:
+                return meta.parent / "tokenizer.json"
+    return None
+
+
+def check_tokens(tokens: TokenSet, model: config.ModelConfig) -> None:
+    """Check that the tokenizer and the model agree.
+
+    Raises ValueError when the tokenizer has ids that the model cannot embed, or ends documents with another id than the
+    model keeps them apart by.
+    """
+    if tokens.vocabulary_size > model.vocabulary_size:
         raise ValueError(
             f"the {tokens.tokenizer} tokenizer has ids up to {tokens.vocabulary_size - 1} but model.vocabulary_size is "
-            f"{model_vocabulary_size}: set it to {tokens.vocabulary_size} or more"
+            f"{model.vocabulary_size}: set it to {tokens.vocabulary_size} or more"
+        )
+    if model.separator_token not in (-1, tokens.end_of_document):
+        raise ValueError(
+            f"model.separator_token is {model.separator_token}, and the {tokens.tokenizer} tokenizer ends documents "
+            f"with {tokens.end_of_document}: set it to that, or to -1 to let packed documents see each other"
         )
 
 

@@ -34,7 +34,7 @@ def evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Sequence[Any
     vocabulary.
     """
     tokens = shards.prepare(config.data)
-    shards.check_vocabulary(tokens, config.model.vocabulary_size)
+    shards.check_tokens(tokens, config.model)
     with jax.set_mesh(mesh):
         graph = graph_definition(config.model)
         held_out = held_out_batches(tokens, config, mesh)

@@ -1,6 +1,6 @@
 """Held-out loss: nats a token, and what follows from it.
 
-Legend: B batch, L positions, M = L + 1 tokens of a window, V vocabulary. A token id below 0 is padding: not counted.
+Legend: B batch, L positions, M = L + 1 tokens of a window, D width. A token id below 0 is padding: not counted.
 """
 
 import functools
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pma_jax.evaluation.cross_entropy import cross_entropy
 from pma_jax.mesh import RULES
-from pma_jax.model.decoder import Params, apply_with_router
+from pma_jax.model.decoder import Params, decoder_of
 
 PADDING = -1
 
@@ -28,19 +29,15 @@ def loss_sums(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sums over the tokens that count: the objective, and `nats` and `count` apart; `load_TxE` where there are experts.
 
-    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2 (PaLM, arXiv 2204.02311, Section 5), plus the
-    routers' auxiliary losses (padding counts there: it is routed too). Sums, not means, so that batches of any
-    raggedness add up exactly.
+    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2, plus the routers' auxiliary losses (padding
+    counts there: it is routed too). Sums, not means, so that batches of any raggedness add up exactly.
     """
     inputs_BxL, targets_BxL = tokens_BxM[:, :-1], tokens_BxM[:, 1:]
-    counted_BxL = (targets_BxL >= 0).astype(jnp.float32)
-    logits_BxLxV, router = apply_with_router(graph, params, jnp.maximum(inputs_BxL, 0))
-    log_z_BxL = jax.nn.logsumexp(logits_BxLxV, axis=-1)
-    # A product with a one-hot, not a gather: it works when the vocabulary is split, and XLA fuses it.
-    one_hot_BxLxV = jax.nn.one_hot(targets_BxL, logits_BxLxV.shape[-1], dtype=logits_BxLxV.dtype)
-    nats = jnp.sum((log_z_BxL - jnp.sum(logits_BxLxV * one_hot_BxLxV, axis=-1)) * counted_BxL)
-    objective = nats + z_loss_weight * jnp.sum(jnp.square(log_z_BxL) * counted_BxL)
-    sums = {"nats": nats, "count": jnp.sum(counted_BxL)}
+    model = decoder_of(graph, params)
+    x_BxLxD, router = model.hidden(jnp.maximum(inputs_BxL, 0))
+    chunk_tokens = model.config.logits_chunk_tokens
+    objective, nats = cross_entropy(x_BxLxD, model.head(), targets_BxL, z_loss_weight, chunk_tokens)
+    sums = {"nats": nats, "count": jnp.sum((targets_BxL >= 0).astype(jnp.float32))}
     if router:
         objective += balance_loss_weight * jnp.sum(router["balance"]) + router_z_loss_weight * jnp.sum(router["z"])
         sums["load_TxE"] = router["load_E"]
@@ -48,14 +45,15 @@ def loss_sums(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
+def evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sum of nats and count of the tokens of one batch: what `evaluate` runs on each."""
     _, sums = loss_sums(graph, params, tokens_BxM)
     return sums["nats"], sums["count"]
 
 
 def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) -> float:
     """Mean nats a token over `batches` of int32 [B, M]; call under `jax.set_mesh`."""
-    sums = [_evaluation_step(graph, params, tokens_BxM) for tokens_BxM in batches]
+    sums = [evaluation_step(graph, params, tokens_BxM) for tokens_BxM in batches]
     nats, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
     return float(nats / count)
 

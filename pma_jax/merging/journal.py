@@ -114,5 +114,5 @@ def locked(work: Path, process: int) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{work}: another process is making this merge; wait for it") from None
+            raise ValueError(f"{work}: another process is writing this; wait for it") from None
         yield

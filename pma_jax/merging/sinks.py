@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,15 @@ def layout(
     if "__metadata__" in leaves:
         raise ValueError("a leaf is named __metadata__, which safetensors reserves; write it as Orbax (--format orbax)")
     metadata = sources[0].metadata if sources[0].kind == "safetensors" else {"format": "pt"}
+    files = safetensors_files(leaves, shard_bytes, metadata)
+    return replace(files, texts={**texts, **files.texts}, copies=copies, notes=notes)
+
+
+def safetensors_files(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadata: Mapping[str, str]) -> Layout:
+    """The shards that hold `leaves`, in their order, at most `shard_bytes` of them each, and the index of several."""
     shards = safetensors_file.split_into_shards(leaves, shard_bytes)
     names = safetensors_file.shard_names(len(shards))
+    texts = {}
     if len(shards) > 1:
         texts["model.safetensors.index.json"] = safetensors_file.index_bytes(
             dict(zip(names, shards, strict=True)), leaves
@@ -108,7 +115,7 @@ def layout(
             places[leaf] = (Extent(Path(name), end, leaves[leaf].nbytes),)
             end += leaves[leaf].nbytes
         sizes[name] = end
-    return Layout(texts, copies, sizes, preambles, places, notes)
+    return Layout(texts, {}, sizes, preambles, places)
 
 
 def _carried(sources: list[Source], dtype: str) -> tuple[dict[str, Path], dict[str, bytes], tuple[str, ...]]:

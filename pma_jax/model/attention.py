@@ -1,24 +1,81 @@
-"""Causal attention and rotary positions.
+"""Causal attention, one call with a kernel a platform, and rotary positions.
 
 Legend: B batch, L positions, N query heads, K key and value heads, G = N / K queries a key head, H head dim, h = H / 2,
 Q queries of a block, M keys that the block sees.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from pma_jax.mesh import placed_as
+from pma_jax.mesh import RULES, placed_as
+from pma_jax.model.attention_kernels import cudnn_attention, cudnn_takes, splash_attention, splash_takes
 
 QUERY_BLOCKS = 2  # a block of queries meets only the keys up to its end: 3/4 of the square; more gain little
+KERNELS = {"gpu": (cudnn_takes, cudnn_attention), "tpu": (splash_takes, splash_attention)}  # platform -> its own
 
 
-def attention(q_BxLxNxH: jax.Array, k_BxLxKxH: jax.Array, v_BxLxKxH: jax.Array) -> jax.Array:
+def attention(
+    q_BxLxNxH: jax.Array,
+    k_BxLxKxH: jax.Array,
+    v_BxLxKxH: jax.Array,
+    documents_BxL: jax.Array | None = None,
+    window_tokens: int = 0,
+) -> jax.Array:
     """Causal grouped-query attention, scaled by 1 / sqrt(H); [B, L, N, H] in the dtype of `q`.
 
-    Scores and softmax are float32 whatever the inputs.
+    Softmax is float32 whatever the inputs. The platform of the mesh chooses the kernel: cuDNN's flash attention on GPU,
+    Splash on TPU, each where it takes the shape (`cudnn_takes`, `splash_takes`); XLA elsewhere.
+
+    Args:
+        q_BxLxNxH: queries.
+        k_BxLxKxH: keys; query head n reads key head n // G.
+        v_BxLxKxH: values.
+        documents_BxL: int32; positions see only those of the same number. None: all are one document.
+        window_tokens: how many positions one sees, itself included; 0: all before it.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    platform = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
+    takes, kernel = KERNELS.get(platform, (None, None))
+    if takes is None or kernel is None or not takes(q_BxLxNxH.shape[1], q_BxLxNxH.shape[3], q_BxLxNxH.dtype):
+        return xla_attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL, window_tokens)
+    return _on_shards(
+        functools.partial(kernel, window_tokens=window_tokens), q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL
+    )
+
+
+def _on_shards(
+    kernel: Callable[..., jax.Array],
+    q_BxLxNxH: jax.Array,
+    k_BxLxKxH: jax.Array,
+    v_BxLxKxH: jax.Array,
+    documents_BxL: jax.Array | None,
+) -> jax.Array:
+    """Each device runs the kernel on its own sequences and heads: none of them is split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return kernel(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL)
+    heads, rows = RULES.spec("batch", None, "heads", None), RULES.spec("batch", None)
+    return jax.shard_map(
+        kernel,
+        in_specs=(heads, heads, heads, None if documents_BxL is None else rows),
+        out_specs=heads,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,  # the kernels' calls do not say which axes their results vary over
+    )(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL)
+
+
+def xla_attention(
+    q_BxLxNxH: jax.Array,
+    k_BxLxKxH: jax.Array,
+    v_BxLxKxH: jax.Array,
+    documents_BxL: jax.Array | None,
+    window_tokens: int,
+) -> jax.Array:
+    """See `attention`; on any platform, with memory for the square of scores."""
     B, L, N, H = q_BxLxNxH.shape
     K = k_BxLxKxH.shape[2]
     q_BxLxKxGxH = (q_BxLxNxH * (1 / math.sqrt(H))).reshape(B, L, K, N // K, H)
@@ -30,10 +87,24 @@ def attention(q_BxLxNxH: jax.Array, k_BxLxKxH: jax.Array, v_BxLxKxH: jax.Array) 
     blocks = []
     for start in range(0, L, size):
         stop = min(start + size, L)
+        first = max(0, start - window_tokens + 1) if window_tokens else 0
+        visible = _visible(start, stop, first, documents_BxL, window_tokens)
         q_BxKxGxQxH = q_BxKxGxLxH[:, :, :, start:stop]
-        blocks.append(_attend_block(q_BxKxGxQxH, k_BxKxHxL[..., :stop], v_BxKxHxL[..., :stop]))
+        blocks.append(_attend_block(q_BxKxGxQxH, k_BxKxHxL[..., first:stop], v_BxKxHxL[..., first:stop], visible))
     y_BxKxGxLxH = jnp.concatenate(blocks, axis=3)
     return y_BxKxGxLxH.transpose(0, 3, 1, 2, 4).reshape(B, L, N, H)
+
+
+def _visible(start: int, stop: int, first: int, documents_BxL: jax.Array | None, window_tokens: int) -> jax.Array:
+    """Which of the keys first … stop - 1 the queries start … stop - 1 see: bool, [Q, M] or [B, 1, 1, Q, M]."""
+    distance_QxM = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
+    visible_QxM = distance_QxM >= 0
+    if window_tokens:
+        visible_QxM &= distance_QxM < window_tokens
+    if documents_BxL is None:
+        return visible_QxM
+    same_BxQxM = documents_BxL[:, start:stop, None] == documents_BxL[:, None, first:stop]
+    return (same_BxQxM & visible_QxM)[:, None, None]
 
 
 def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -51,16 +122,16 @@ def rotate(x_BxLxNxH: jax.Array, cos_Lx1xh: jax.Array, sin_Lx1xh: jax.Array) -> 
 
 
 @jax.custom_vjp
-def _attend_block(q_BxKxGxQxH: jax.Array, k_BxKxHxM: jax.Array, v_BxKxHxM: jax.Array) -> jax.Array:
-    """The last Q of M positions attend to all M; [B, K, G, Q, H]."""
-    return _attend_block_forward(q_BxKxGxQxH, k_BxKxHxM, v_BxKxHxM)[0]
+def _attend_block(q_BxKxGxQxH: jax.Array, k_BxKxHxM: jax.Array, v_BxKxHxM: jax.Array, visible: jax.Array) -> jax.Array:
+    """Q positions attend to those of M keys that they see, at least one each; [B, K, G, Q, H]."""
+    return _attend_block_forward(q_BxKxGxQxH, k_BxKxHxM, v_BxKxHxM, visible)[0]
 
 
-def _attend_block_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    queries, keys = q.shape[3], k.shape[3]
+def _attend_block_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     scores_BxKxGxQxM = jnp.einsum("bkgqh,bkhm->bkgqm", q, k, preferred_element_type=jnp.float32)
-    visible_QxM = jnp.arange(keys - queries, keys)[:, None] >= jnp.arange(keys)
-    scores_BxKxGxQxM = jnp.where(visible_QxM, scores_BxKxGxQxM, -jnp.inf)
+    scores_BxKxGxQxM = jnp.where(visible, scores_BxKxGxQxM, -jnp.inf)
     weights_BxKxGxQxM = jnp.exp(scores_BxKxGxQxM - jnp.max(scores_BxKxGxQxM, axis=-1, keepdims=True))
     inverse_BxKxGxQx1 = 1 / jnp.sum(weights_BxKxGxQxM, axis=-1, keepdims=True)
     weights_BxKxGxQxM = weights_BxKxGxQxM.astype(v.dtype)
@@ -70,7 +141,7 @@ def _attend_block_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax
     return y_BxKxGxQxH, (q, k, v, weights_BxKxGxQxM, inverse_BxKxGxQx1, y_BxKxGxQxH)
 
 
-def _attend_block_backward(saved: tuple[jax.Array, ...], g_BxKxGxQxH: jax.Array) -> tuple[jax.Array, ...]:
+def _attend_block_backward(saved: tuple[jax.Array, ...], g_BxKxGxQxH: jax.Array) -> tuple[jax.Array | None, ...]:
     # The softmax's row sum over M, of weights times their gradients, equals one over H, of outputs times theirs
     # (FlashAttention, arXiv 2205.14135, Appendix B.2); what autodiff derives, XLA on CPU runs at half the speed.
     q, k, v, weights_BxKxGxQxM, inverse_BxKxGxQx1, y_BxKxGxQxH = saved
@@ -82,7 +153,7 @@ def _attend_block_backward(saved: tuple[jax.Array, ...], g_BxKxGxQxH: jax.Array)
     d_q = jnp.einsum("bkgqm,bkhm->bkgqh", d_scores_BxKxGxQxM, k)
     d_k = jnp.einsum("bkgqh,bkgqm->bkhm", q, d_scores_BxKxGxQxM)
     d_v = jnp.einsum("bkgqh,bkgqm->bkhm", g_BxKxGxQxH, weights_BxKxGxQxM)
-    return tuple(placed_as(x, d) for x, d in ((q, d_q), (k, d_k), (v, d_v)))
+    return *(placed_as(x, d) for x, d in ((q, d_q), (k, d_k), (v, d_v))), None
 
 
 _attend_block.defvjp(_attend_block_forward, _attend_block_backward)

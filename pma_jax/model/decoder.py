@@ -49,10 +49,16 @@ class Block(nnx.Module):
             self.query_norm_H = ones(H)
             self.key_norm_H = ones(H)
 
-    def __call__(self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, RouterSums]:
-        """[B, L, D] -> [B, L, D], and what its router sums up; `rotary` is what `rotary_tables` gives for L and H."""
+    def __call__(
+        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], documents_BxL: jax.Array | None
+    ) -> tuple[jax.Array, RouterSums]:
+        """[B, L, D] -> [B, L, D], and what its router sums up.
+
+        `rotary` is what `rotary_tables` gives for L and H, documents are `attention`'s.
+        """
         c, router = self.config, {}
-        x_BxLxD = x_BxLxD + self._attend(rms_norm(x_BxLxD, self.attention_norm_D[...], c.norm_epsilon), rotary)
+        normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm_D[...], c.norm_epsilon)
+        x_BxLxD = x_BxLxD + self._attend(normed_BxLxD, rotary, documents_BxL)
         y_BxLxD = rms_norm(x_BxLxD, self.mlp_norm_D[...], c.norm_epsilon)
         if c.shared_hidden:
             x_BxLxD = x_BxLxD + self._mlp(y_BxLxD)
@@ -61,7 +67,9 @@ class Block(nnx.Module):
             x_BxLxD = x_BxLxD + mixed_BxLxD
         return x_BxLxD, router
 
-    def _attend(self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def _attend(
+        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], documents_BxL: jax.Array | None
+    ) -> jax.Array:
         c = self.config
         q_BxLxNxH, k_BxLxKxH, v_BxLxKxH = (
             _widen(x_BxLxD, w[...], "heads") for w in (self.query_DxNxH, self.key_DxKxH, self.value_DxKxH)
@@ -69,7 +77,8 @@ class Block(nnx.Module):
         if c.qk_norm:
             q_BxLxNxH = rms_norm(q_BxLxNxH, self.query_norm_H[...], c.norm_epsilon)
             k_BxLxKxH = rms_norm(k_BxLxKxH, self.key_norm_H[...], c.norm_epsilon)
-        y_BxLxNxH = attention(rotate(q_BxLxNxH, *rotary), rotate(k_BxLxKxH, *rotary), v_BxLxKxH)
+        q_BxLxNxH, k_BxLxKxH = rotate(q_BxLxNxH, *rotary), rotate(k_BxLxKxH, *rotary)
+        y_BxLxNxH = attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL, c.attention_window_tokens)
         return _narrow(y_BxLxNxH, self.output_NxHxD[...], "heads")
 
     def _mlp(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -96,17 +105,29 @@ class Decoder(nnx.Module):
                 rngs, (c.width, c.vocabulary_size), RULES.spec("width", "vocabulary"), c.width
             )
 
-    def __call__(self, tokens_BxL: jax.Array) -> tuple[jax.Array, RouterSums]:
-        """int32 [B, L] -> float32 logits [B, L, V], and what each layer's router sums up (dense: nothing)."""
+    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
+        """int32 [B, L] -> float32 logits [B, L, V]. A loss takes `hidden` and `head`, and never holds all logits."""
+        (x_BxLxD, _), head_DxV = self.hidden(tokens_BxL), self.head()
+        spec = RULES.spec("batch", None, "vocabulary")
+        return jnp.einsum("bld,dv->blv", x_BxLxD, head_DxV, out_sharding=spec, preferred_element_type=jnp.float32)
+
+    def hidden(self, tokens_BxL: jax.Array) -> tuple[jax.Array, RouterSums]:
+        """int32 [B, L] -> normed states [B, L, D] in the compute dtype: what the head turns into logits.
+
+        And what each layer's router sums up, stacked over T; no entries where the model is dense.
+        """
         c = self.config
-        dtype = jnp.dtype(c.compute_dtype)
         # The gather wants its table whole; rows that are not used cost no arithmetic.
-        table_VxD = jax.reshard(self.embedding_VxD[...], P(None, None)).astype(dtype)
+        table_VxD = jax.reshard(self.embedding_VxD[...], P(None, None)).astype(jnp.dtype(c.compute_dtype))
         x_BxLxD = table_VxD.at[tokens_BxL].get(out_sharding=RULES.spec("batch", None, None))
-        x_BxLxD, router = _through_blocks(self.blocks, x_BxLxD, c)
-        x_BxLxD = rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon)
-        head_DxV = self.embedding_VxD[...].T if c.tie_embeddings else self.unembedding_DxV[...]
-        return _widen(x_BxLxD, head_DxV, "vocabulary", jnp.float32), router
+        documents_BxL = None if c.separator_token < 0 else documents(tokens_BxL, c.separator_token)
+        x_BxLxD, router = _through_blocks(self.blocks, x_BxLxD, documents_BxL, c)
+        return rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon), router
+
+    def head(self) -> jax.Array:
+        """The output projection [D, V] in the compute dtype, split along the vocabulary."""
+        head_DxV = self.embedding_VxD[...].T if self.config.tie_embeddings else self.unembedding_DxV[...]
+        return _gathered(head_DxV, jnp.dtype(self.config.compute_dtype), 1, "vocabulary")
 
 
 @functools.partial(jax.checkpoint, static_argnums=2)  # keeps its inputs for the gradient, not their float32 forms
@@ -132,12 +153,12 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 
 def apply(graph: nnx.GraphDef, params: Params, tokens_BxL: jax.Array) -> jax.Array:
     """Logits [B, L, V] of the model that `graph` and `params` make."""
-    return apply_with_router(graph, params, tokens_BxL)[0]
+    return decoder_of(graph, params)(tokens_BxL)
 
 
-def apply_with_router(graph: nnx.GraphDef, params: Params, tokens_BxL: jax.Array) -> tuple[jax.Array, RouterSums]:
-    """The same, and `moe.RouterSums` of each layer, stacked over T; no entries where the model is dense."""
-    return nnx.merge(graph, nnx.State(params))(tokens_BxL)
+def decoder_of(graph: nnx.GraphDef, params: Params) -> Decoder:
+    """The `Decoder` that `graph` and `params` make."""
+    return nnx.merge(graph, nnx.State(params))
 
 
 def parameter_count(params: Params) -> int:
@@ -154,12 +175,20 @@ def activated_count(params: Params, config: ModelConfig) -> int:
     return parameter_count(params) - parameter_count(routed) * idle // config.experts
 
 
-def _through_blocks(blocks: Block, x_BxLxD: jax.Array, config: ModelConfig) -> tuple[jax.Array, RouterSums]:
+def documents(tokens_BxL: jax.Array, separator_token: int) -> jax.Array:
+    """int32 [B, L]: how many documents ended before each token of a window; a separator belongs to what it ends."""
+    ends_BxL = (tokens_BxL == separator_token).astype(jnp.int32)
+    return jnp.cumsum(ends_BxL, axis=1) - ends_BxL
+
+
+def _through_blocks(
+    blocks: Block, x_BxLxD: jax.Array, documents_BxL: jax.Array | None, config: ModelConfig
+) -> tuple[jax.Array, RouterSums]:
     # Made once, outside the scan and what it recomputes.
     rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
 
     def step(x_BxLxD, block):
-        return block(x_BxLxD, rotary)
+        return block(x_BxLxD, rotary, documents_BxL)
 
     policies = {
         "none": step,
@@ -176,12 +205,12 @@ def _through_blocks(blocks: Block, x_BxLxD: jax.Array, config: ModelConfig) -> t
     return x_BxLxD, jax.tree.map(lambda *sums: jnp.stack(sums), *routers)
 
 
-def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str, dtype: jnp.dtype | None = None) -> jax.Array:
+def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
     """[B, L, D] times [D, E …] -> [B, L, E …], the first dim of E split along the tensor axis."""
     B, L, D = x_BxLxD.shape
     matrix_DxE = _gathered(matrix, x_BxLxD.dtype, 1, split).reshape(D, -1)
     # Two flat dims: with three, XLA on CPU transposes the gradient before the product that makes the weight's.
-    y_SxE = product(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", split), dtype)
+    y_SxE = product(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", split))
     sharding = RULES.spec("batch", None, split, *[None] * (matrix.ndim - 2))
     return jnp.reshape(y_SxE, (B, L, *matrix.shape[1:]), out_sharding=sharding)
 
@@ -191,7 +220,7 @@ def _narrow(x_BxLxE: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
     B, L, D = *x_BxLxE.shape[:2], matrix.shape[-1]
     matrix_ExD = _gathered(matrix, x_BxLxE.dtype, 0, split).reshape(-1, D)
     x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", split))
-    y_SxD = product(x_SxE, matrix_ExD, RULES.spec("batch", None), None)
+    y_SxD = product(x_SxE, matrix_ExD, RULES.spec("batch", None))
     return jnp.reshape(y_SxD, (B, L, D), out_sharding=RULES.spec("batch", None, None))
 
 

@@ -24,7 +24,8 @@ from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.training import block_mean
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
-from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.starting import check_start, starting_state
+from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
 
 RECORDS = {"point": "evaluation", "block_mean": "block_mean"}  # kind of snapshot -> kind of its record in the metrics
@@ -38,9 +39,10 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     """
     # --- Data, prepared once and cached by digest; devices; the run -----------------------------------------------
     tokens = shards.prepare(config.data)
-    shards.check_vocabulary(tokens, config.model.vocabulary_size)
+    shards.check_tokens(tokens, config.model)
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
+    check_start(config, workdir)
     run = open_or_create(config, workdir, run_facts(tokens, config))
     resumed = run.newest_state
     if resumed and config.is_horizon(resumed.tokens):
@@ -51,7 +53,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         graph = graph_definition(config.model)
-        state = checkpoint.restore_state(resumed, abstract) if resumed else make_state(config)
+        state = checkpoint.restore_state(resumed, abstract) if resumed else starting_state(config, abstract)
         step, seen, position = (resumed.step, resumed.tokens, resumed.position) if resumed else (0, 0, 0)
 
         # --- Where things go --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from jax import P
 
 from pma_jax.config import Config
 from pma_jax.evaluation.loss import loss_sums
-from pma_jax.mesh import RULES
+from pma_jax.mesh import RULES, platform_of
 from pma_jax.model import moe
 from pma_jax.model.decoder import Params
 from pma_jax.training.optimizer import make_optimizer
@@ -28,6 +28,7 @@ def make_train_step(
     """`step(state, tokens_BxM int32, rate) -> (state, metrics)`; the state is donated.
 
     The metrics are `loss`, `gradient_norm` and `count`, and with experts those of `moe.load_metrics`.
+    Call under `jax.set_mesh`: it is compiled for the platform of that mesh.
     """
     optimizer = make_optimizer(config.optimizer)
     training = config.training
@@ -55,15 +56,16 @@ def make_train_step(
             router[moe.BIAS] = moe.balanced(router[moe.BIAS], sums["load_TxE"], training.router_bias_rate)
         return TrainState(state.step + 1, params, moments, state.block), metrics
 
-    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options())
+    options = compiler_options(platform_of(jax.sharding.get_mesh()))
+    return jax.jit(train_step, donate_argnums=0, compiler_options=options)
 
 
-def compiler_options() -> dict[str, bool | str]:
+def compiler_options(platform: str) -> dict[str, bool | str]:
     """What XLA is told about a train step: on CPU, where a device is one core's, it keeps to one thread a product.
 
     Its library runs products alone; XLA's own loops are the faster ones for the rest.
     """
-    if jax.default_backend() != "cpu":
+    if platform != "cpu":
         return {}
     one_thread = {"xla_cpu_multi_thread_eigen": False} if jax.local_device_count() > 1 else {}
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT", **one_thread}
@@ -102,8 +104,12 @@ def accumulate(
 
     if jax.sharding.get_abstract_mesh().shape["data"] == 1:  # XLA refuses to sum over one part of a mesh with others
         return own_share(params, tokens_BxM)
-    # Unchecked, as the mixture of experts inside is; a gradient in here is of one part's sum, and psum adds them.
     over_data = jax.shard_map(
-        sum_of_shares, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}, check_vma=False
+        sum_of_shares,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+        # Unchecked, gradients are each part's own, not summed use by use; and what Pallas returns cannot be checked.
+        check_vma=False,
     )
     return over_data(params, tokens_BxM)

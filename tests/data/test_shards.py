@@ -181,6 +181,15 @@ def test_corpora_that_cannot_be_used(tmp_path):
 def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path):
     make_files(tmp_path / "text", documents=60)
     tokens = shards.prepare(data_config(tmp_path), progress=False)
-    shards.check_vocabulary(tokens, 256)
+    shards.check_tokens(tokens, config.ModelConfig(vocabulary_size=256))
     with pytest.raises(ValueError, match=r"ids up to 255 but model.vocabulary_size is 255: set it to 256 or more"):
-        shards.check_vocabulary(tokens, 255)
+        shards.check_tokens(tokens, config.ModelConfig(vocabulary_size=255))
+
+
+def test_documents_are_kept_apart_by_the_token_that_ends_them(tmp_path):
+    make_files(tmp_path / "text", documents=60)
+    tokens = shards.prepare(data_config(tmp_path), progress=False)
+    shards.check_tokens(tokens, config.ModelConfig(separator_token=tokens.end_of_document))
+    wrong = tokens.end_of_document + 1
+    with pytest.raises(ValueError, match=rf"separator_token is {wrong}, .* ends documents with {wrong - 1}"):
+        shards.check_tokens(tokens, config.ModelConfig(separator_token=wrong))

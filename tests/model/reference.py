@@ -11,9 +11,10 @@ def logits(config: ModelConfig, params: Params, tokens_BxL: np.ndarray) -> np.nd
     """float64 [B, L, V]."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x_BxLxD = params["embedding_VxD"][tokens_BxL]
+    apart = documents(config, tokens_BxL)
     for layer in range(config.layers):
         block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
-        x_BxLxD = x_BxLxD + attend(config, block, norm(config, x_BxLxD, block["attention_norm_D"]))
+        x_BxLxD = x_BxLxD + attend(config, block, norm(config, x_BxLxD, block["attention_norm_D"]), apart)
         y_BxLxD = norm(config, x_BxLxD, block["mlp_norm_D"])
         if config.shared_hidden:
             x_BxLxD = x_BxLxD + mlp(y_BxLxD, block["gate_DxF"], block["up_DxF"], block["down_FxD"])
@@ -51,7 +52,20 @@ def norm(config: ModelConfig, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon) * scale
 
 
-def attend(config: ModelConfig, block: dict[str, np.ndarray], x_BxLxD: np.ndarray) -> np.ndarray:
+def documents(config: ModelConfig, tokens_BxL: np.ndarray) -> np.ndarray | None:
+    """The number of each token's document in its window, counted token by token."""
+    if config.separator_token < 0:
+        return None
+    numbers_BxL = np.zeros_like(tokens_BxL)
+    for position in range(1, tokens_BxL.shape[1]):
+        ended_B = tokens_BxL[:, position - 1] == config.separator_token
+        numbers_BxL[:, position] = numbers_BxL[:, position - 1] + ended_B
+    return numbers_BxL
+
+
+def attend(
+    config: ModelConfig, block: dict[str, np.ndarray], x_BxLxD: np.ndarray, documents_BxL: np.ndarray | None
+) -> np.ndarray:
     """Attention of one block, a head at a time; [B, L, D]."""
     out_BxLxD = np.zeros_like(x_BxLxD)
     for head in range(config.heads):
@@ -62,16 +76,29 @@ def attend(config: ModelConfig, block: dict[str, np.ndarray], x_BxLxD: np.ndarra
             q_BxLxH = norm(config, q_BxLxH, block["query_norm_H"])
             k_BxLxH = norm(config, k_BxLxH, block["key_norm_H"])
         v_BxLxH = x_BxLxD @ block["value_DxKxH"][:, shared]
-        y_BxLxH = one_head(turn(q_BxLxH, config.rope_theta), turn(k_BxLxH, config.rope_theta), v_BxLxH)
+        turned = turn(q_BxLxH, config.rope_theta), turn(k_BxLxH, config.rope_theta)
+        y_BxLxH = one_head(*turned, v_BxLxH, documents_BxL, config.attention_window_tokens)
         out_BxLxD += y_BxLxH @ block["output_NxHxD"][head]
     return out_BxLxD
 
 
-def one_head(q_BxLxH: np.ndarray, k_BxLxH: np.ndarray, v_BxLxH: np.ndarray) -> np.ndarray:
-    """Causal softmax attention; [B, L, H]."""
+def one_head(
+    q_BxLxH: np.ndarray,
+    k_BxLxH: np.ndarray,
+    v_BxLxH: np.ndarray,
+    documents_BxL: np.ndarray | None = None,
+    window_tokens: int = 0,
+) -> np.ndarray:
+    """Causal softmax attention, within a document and a window; [B, L, H]."""
     length, head_dim = q_BxLxH.shape[1:]
     scores_BxLxL = q_BxLxH @ k_BxLxH.swapaxes(1, 2) / np.sqrt(head_dim)
-    scores_BxLxL = np.where(np.tril(np.ones((length, length), bool)), scores_BxLxL, -np.inf)
+    for query in range(length):
+        for key in range(length):
+            if key > query or (window_tokens and query - key >= window_tokens):
+                scores_BxLxL[:, query, key] = -np.inf
+            elif documents_BxL is not None:
+                apart_B = documents_BxL[:, query] != documents_BxL[:, key]
+                scores_BxLxL[apart_B, query, key] = -np.inf
     weights_BxLxL = np.exp(scores_BxLxL - scores_BxLxL.max(axis=-1, keepdims=True))
     return weights_BxLxL / weights_BxLxL.sum(axis=-1, keepdims=True) @ v_BxLxH
 

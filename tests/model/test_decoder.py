@@ -67,7 +67,12 @@ def assert_close(actual, expected, rtol=1e-4, atol=1e-4):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"kv_heads": 4, "tie_embeddings": True}, {"kv_heads": 1, "qk_norm": True, "rope_theta": 100.0}],
+    [
+        {},
+        {"kv_heads": 4, "tie_embeddings": True},
+        {"kv_heads": 1, "qk_norm": True, "rope_theta": 100.0},
+        {"attention_window_tokens": 3, "separator_token": 7},
+    ],
     ids=str,
 )
 def test_against_float64(changes):
@@ -105,6 +110,20 @@ def test_a_token_changes_no_logits_before_it(position, scan):
     before, after = logits(config, fresh(config), TOKENS), logits(config, fresh(config), changed)
     np.testing.assert_allclose(after[:, :position], before[:, :position], atol=1e-5)
     assert (np.abs(after - before)[:, position:].max(axis=(0, 2)) > 1e-4).all()
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_packed_documents_do_not_see_each_other(scan):
+    config = dataclasses.replace(TINY, separator_token=7, scan_layers=scan)
+    first, second = TOKENS[:, :5].copy(), TOKENS[:, 5:].copy()
+    first[first == 7], second[second == 7] = 8, 8
+    first[:, -1] = 7
+    packed = logits(config, fresh(config), np.concatenate([first, second], axis=1))
+    # Rotary positions are relative: a document that begins later is the same document.
+    for alone, part in ((first, packed[:, :5]), (second, packed[:, 5:])):
+        np.testing.assert_allclose(part, logits(config, fresh(config), alone), atol=1e-5)
+    together = logits(TINY, fresh(TINY), np.concatenate([first, second], axis=1))
+    assert np.abs(together - packed)[:, 5:].max() > 1e-3
 
 
 def test_rows_do_not_meet():

@@ -1,0 +1,1 @@
+"""Models from and for other libraries: Hugging Face directories in and out."""

@@ -1,0 +1,353 @@
+"""Hugging Face directories into snapshots of ours, and snapshots into such directories, from storage to storage.
+
+    import_model("models/llama", "imported/llama")      export_snapshot("runs/demo/merged/sma-10", "models/demo")
+
+One tensor is held at a time, never a model. The result is written beside its place, synced, and renamed.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pma_jax import config as configuration
+from pma_jax.config import Config
+from pma_jax.interop import hf_config, hf_tokenizer
+from pma_jax.interop.hf_weights import Home, check_leaves, homes
+from pma_jax.merging import journal, sinks
+from pma_jax.merging.gather import gather, snapshot_facts
+from pma_jax.merging.leaves import Extent, LeafInfo, Source, numpy_dtype
+from pma_jax.merging.orbax_layout import orbax_files
+from pma_jax.merging.runs import opened, write_run
+from pma_jax.merging.safetensors_file import INDEX_LIMIT_BYTES, parse_json
+from pma_jax.merging.sources import open_source, read_bytes, read_leaf
+
+Progress = Callable[[int, int], None]
+# How an imported model is evaluated unless the user says otherwise: the logits of such a batch fit into most memories.
+_LONGEST_SEQUENCE_TOKENS, _BATCH_SEQUENCES = 1024, 8
+_PACKED = "transformers lets packed documents see each other (model.separator_token): give it one a sequence"
+# Of config.json, besides what the decoder's own configuration says.
+_KEPT_FIELDS = ("max_position_embeddings", *hf_config.TOKEN_IDS)
+
+
+def import_model(address: str | Path, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Writes a Hugging Face model as a float32 snapshot of ours, its tokenizer beside it in `tokenizer/`.
+
+    Args:
+        address: a directory with config.json and safetensors (one file, or shards with their index), or
+            hf://org/repo@revision.
+        out: the snapshot to write; must not exist.
+        progress: called with (bytes read so far, bytes to read).
+
+    Returns:
+        What was done, ready for JSON; its "notes" are for the user, one line each.
+
+    Raises:
+        ValueError: an architecture or field that the decoder does not have, a leaf that is missing, unknown or of
+            another shape, or an output that exists; one line, and nothing is written.
+    """
+    source = open_source(address)
+    fields = _read_json(source, "config.json")
+    if source.kind != "safetensors" or fields is None:
+        raise ValueError(f"{address}: holds no config.json with safetensors: give a Hugging Face model's directory")
+    with _about(f"{source.origin}: config.json"):
+        model, notes = hf_config.from_hf(fields)
+    if model.layers > len(source.leaves):
+        raise ValueError(
+            f"{address}: config.json says {model.layers} layers, and {len(source.leaves)} tensors are here"
+        )
+    leaves, surplus = _without_surplus(source, model)
+    found = homes(model)
+    wanted = {name: home.tensor_shape for home in found for name in home.tensors}
+    check_leaves(source.origin, leaves, wanted, hf_config.architecture_of(model))
+
+    carried = hf_tokenizer.carried(source.files)
+    target = Path(out).absolute()
+    if hf_tokenizer.FILE_NAME not in carried:
+        notes += (f"no {hf_tokenizer.FILE_NAME} came along: `pma evaluate` needs --config.data.tokenizer=FILE",)
+    config = _imported_config(model, fields, target / hf_tokenizer.FOLDER / hf_tokenizer.FILE_NAME)
+    facts = _imported_facts(source, fields, config)
+    ours = {home.leaf: LeafInfo(home.leaf_shape, "float32") for home in found}
+    texts, sizes, places = orbax_files(ours, _as_ours(source, ours), facts)
+    copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in carried.values()}
+    with _published(sinks.Layout(texts, copies, sizes, {}, places), target) as placed:
+        _import_leaves(source, found, placed, progress)
+    return {
+        "out": str(target),
+        "architecture": hf_config.architecture_of(model),
+        "parameters": sum(leaf.elements for leaf in ours.values()),
+        "bytes": sum(leaf.nbytes for leaf in ours.values()),
+        "tokenizer": sorted(carried),
+        "notes": [*source.notes, *notes, *surplus],
+    }
+
+
+def export_snapshot(
+    snapshot: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "keep",
+    shard_bytes: int = 5 * 10**9,
+    tokenizer: str | Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Writes a snapshot of ours as a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    Args:
+        snapshot: a point, a block mean, a merge of them, an imported model, or a run (its newest snapshot).
+        out: the directory to write; must not exist.
+        dtype: "keep", "float32" or "bfloat16".
+        shard_bytes: the most bytes of tensors in one file.
+        tokenizer: a tokenizer.json to go along, instead of the run's own.
+        progress: called with (bytes read so far, bytes to read).
+
+    Returns:
+        What was done, ready for JSON; its "notes" are for the user, one line each.
+
+    Raises:
+        ValueError: it is no snapshot of ours, a leaf is missing, unknown or of another shape, or the output exists;
+            one line, and nothing is written.
+    """
+    source = gather([snapshot]).sources[-1]
+    facts = snapshot_facts(source)
+    if facts is None:
+        raise ValueError(f"{snapshot} is not a snapshot of pma_jax: give RUN, RUN/snapshots/STEP or a merge's --out")
+    config = configuration.resolve(facts["config"])
+    found = homes(config.model)
+    check_leaves(source.origin, source.leaves, {home.leaf: home.leaf_shape for home in found}, "the model")
+    if dtype not in ("keep", "float32", "bfloat16"):
+        raise ValueError(f"the dtype {dtype!r} is not one of keep, float32, bfloat16")
+    kept = {home.leaf: source.leaves[home.leaf].dtype if dtype == "keep" else dtype for home in found}
+    theirs = _in_their_order(
+        {name: LeafInfo(home.tensor_shape, kept[home.leaf]) for home in found for name in home.tensors}
+    )
+    layout = sinks.safetensors_files(theirs, shard_bytes, {"format": "pt"})
+    with _about(source.origin):
+        imported = facts.get("imported") or {}
+        files = hf_tokenizer.find(source, config, bool(imported), None if tokenizer is None else Path(tokenizer))
+        texts = _config_texts(config, imported, files, sorted(set(kept.values())))
+    layout = replace(layout, texts={**layout.texts, **texts, **files.texts}, copies=files.copies)
+    target = Path(out).absolute()
+    with _published(layout, target) as placed:
+        _export_leaves(source, found, theirs, placed, progress)
+    return {
+        "out": str(target),
+        "snapshot": source.origin,
+        "architecture": hf_config.architecture_of(config.model),
+        "parameters": sum(leaf.elements for leaf in theirs.values()),
+        "bytes": sum(leaf.nbytes for leaf in theirs.values()),
+        "dtypes": sorted(set(kept.values())),
+        "files": sorted([*layout.sizes, *layout.texts, *layout.copies]),
+        "tokenizer": sorted([*files.copies, *(name for name in files.texts if name.startswith("tokenizer"))]),
+        "notes": [*source.notes, *files.notes, *([_PACKED] if config.model.separator_token >= 0 else [])],
+    }
+
+
+def _import_leaves(
+    source: Source, found: list[Home], placed: Mapping[str, tuple[Extent, ...]], progress: Progress | None
+) -> None:
+    float32 = numpy_dtype("float32")
+    total, done = sum(source.leaves[name].nbytes for home in found for name in home.tensors), 0
+    for home in found:
+        extents = placed[home.leaf]
+        with opened([extent.path for extent in extents], os.O_WRONLY) as descriptors:
+            start = 0
+            for name in home.tensors:
+                item = home.to_item(read_leaf(source, name), float32)
+                write_run(descriptors, extents, start, item.reshape(-1).view("uint8"))
+                start += item.nbytes
+                done += source.leaves[name].nbytes
+                if progress is not None:
+                    progress(done, total)
+
+
+def _export_leaves(
+    source: Source,
+    found: list[Home],
+    theirs: Mapping[str, LeafInfo],
+    placed: Mapping[str, tuple[Extent, ...]],
+    progress: Progress | None,
+) -> None:
+    done = 0
+    for home in found:
+        leaf = source.leaves[home.leaf]
+        elements = leaf.elements // len(home.tensors)
+        for number, name in enumerate(home.tensors):
+            data = read_bytes(source, home.leaf, number * elements, (number + 1) * elements)
+            item = data.view(numpy_dtype(leaf.dtype)).reshape(home.shape)
+            tensor = home.to_tensor(item, numpy_dtype(theirs[name].dtype))
+            with opened([extent.path for extent in placed[name]], os.O_WRONLY) as descriptors:
+                write_run(descriptors, placed[name], 0, tensor.reshape(-1).view("uint8"))
+            done += data.nbytes
+            if progress is not None:
+                progress(done, source.nbytes)
+
+
+def _in_their_order(leaves: Mapping[str, LeafInfo]) -> dict[str, LeafInfo]:
+    """A layer's tensors together, layers in order: a shard then holds whole layers, and loads like any other model."""
+
+    def layer(name: str) -> int:
+        parts = name.split(".")
+        if parts[:2] == ["model", "layers"]:
+            return int(parts[2])
+        return -1 if name == "model.embed_tokens.weight" else hf_config.MOST_LAYERS
+
+    return dict(sorted(leaves.items(), key=lambda item: layer(item[0])))
+
+
+def _without_surplus(source: Source, model: configuration.ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
+    """The leaves without copies of what the configuration already says, and a note a kind; a copy that differs stays.
+
+    Old Llama checkpoints store the rotary frequencies, and some tied ones the output projection too.
+    """
+    leaves, notes = dict(source.leaves), []
+    if model.tie_embeddings and _is_tied(source):
+        del leaves["lm_head.weight"]
+        notes.append("lm_head.weight is the embedding, to which it is tied: one of them was read")
+    frequencies = [name for name in leaves if name.endswith(".rotary_emb.inv_freq")]
+    same = [name for name in frequencies if _are_frequencies(source, name, model)]
+    for name in same:
+        del leaves[name]
+    if same:
+        notes.append(f"{len(same)} tensors of rotary frequencies were not read: rope_theta says the same")
+    return leaves, notes
+
+
+def _is_tied(source: Source) -> bool:
+    head, embedding = (source.leaves.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if head is None or embedding is None or head != embedding:
+        return False
+    step = 2**22
+    return all(
+        read_bytes(source, "lm_head.weight", start, min(start + step, head.elements)).tobytes()
+        == read_bytes(source, "model.embed_tokens.weight", start, min(start + step, head.elements)).tobytes()
+        for start in range(0, head.elements, step)
+    )
+
+
+def _are_frequencies(source: Source, name: str, model: configuration.ModelConfig) -> bool:
+    half = model.head_dim // 2
+    if source.leaves[name].shape != (half,) or not source.leaves[name].is_summed:
+        return False
+    stored = read_leaf(source, name).astype("float64")
+    # Half a unit in the last place of bfloat16: some were stored so.
+    return all(
+        abs(value - model.rope_theta ** (-i / half)) <= 2**-8 * model.rope_theta ** (-i / half)
+        for i, value in enumerate(stored.tolist())
+    )
+
+
+def _imported_config(model: configuration.ModelConfig, fields: Mapping[str, Any], tokenizer: Path) -> Config:
+    """The configuration that an imported snapshot carries: its model and tokenizer; the rest is for evaluating it."""
+    longest = fields.get("max_position_embeddings")
+    length = longest if type(longest) is int and longest > 0 else Config().training.sequence_length_tokens
+    return configuration.resolve(
+        {
+            "model": asdict(model),
+            "data": {"tokenizer": str(tokenizer)},
+            "training": {"sequence_length_tokens": min(length, _LONGEST_SEQUENCE_TOKENS)},
+            "evaluation": {"batch_size_sequences": _BATCH_SEQUENCES},
+        }
+    )
+
+
+def _imported_facts(source: Source, fields: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """What the snapshot says of itself: what each of ours does, and `imported`, which merges of it keep."""
+    return {
+        "step": source.step or 0,
+        "tokens": source.tokens or 0,
+        "loss": None,
+        "kind": "point",
+        "config": asdict(config),
+        "imported": {
+            "source": source.origin,
+            "architecture": hf_config.architecture_of(config.model),
+            "fields": {name: fields[name] for name in _KEPT_FIELDS if name in fields},
+            "generation_config": _read_json(source, "generation_config.json"),
+        },
+    }
+
+
+def _config_texts(
+    config: Config, imported: Mapping[str, Any], files: hf_tokenizer.Files, dtypes: list[str]
+) -> dict[str, bytes]:
+    """config.json and generation_config.json."""
+    fields = imported.get("fields") or {}
+    if imported:
+        # What was absent stays so: transformers then takes its own default, as it did before.
+        token_ids = {name: fields[name] for name in hf_config.TOKEN_IDS if name in fields}
+    else:
+        end = files.end_of_document
+        token_ids = {"bos_token_id": hf_tokenizer.begin(config, end), "eos_token_id": end, "pad_token_id": None}
+    described = hf_config.to_hf(
+        config.model,
+        dtype=dtypes[0] if len(dtypes) == 1 else "float32",
+        max_position_embeddings=fields.get("max_position_embeddings") or config.training.sequence_length_tokens,
+        token_ids=token_ids,
+    )
+    generation = imported.get("generation_config")
+    if generation is None:
+        # Batches are padded with what ends a document; in config.json that would keep its embedding from being trained.
+        ids = token_ids if imported else token_ids | {"pad_token_id": token_ids["eos_token_id"]}
+        generation = {name: value for name, value in ids.items() if value is not None}
+    return {"config.json": _json(described), "generation_config.json": _json(generation)}
+
+
+def _as_ours(source: Source, leaves: Mapping[str, LeafInfo]) -> Source:
+    """How a snapshot of ours keys its leaves, for `orbax_files`."""
+    keys = {name: [{"key": part, "key_type": 2} for part in name.split(".")] for name in leaves}
+    return replace(source, kind="orbax", leaves=leaves, metadata={"item": "params", "keys": keys, "sharding": {}})
+
+
+def _read_json(source: Source, name: str) -> dict[str, Any] | None:
+    path = next((file for file in source.files if file.name == name), None)
+    if path is None:
+        return None
+    if path.stat().st_size > INDEX_LIMIT_BYTES:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes is too large for a configuration")
+    value = parse_json(path.read_bytes(), str(path))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: is not a JSON object")
+    return value
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+@contextlib.contextmanager
+def _about(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+@contextlib.contextmanager
+def _published(layout: sinks.Layout, target: Path) -> Iterator[Mapping[str, tuple[Extent, ...]]]:
+    """The places of the leaves in a directory beside `target`, which becomes `target` when the block ends well."""
+    work = target.parent / f".{target.name}.partial"
+    directory = work / "checkpoint"
+    _refuse_existing(target)
+    work.mkdir(parents=True, exist_ok=True)
+    with journal.locked(work, 0):
+        try:
+            if directory.exists():  # of a process that was killed
+                shutil.rmtree(directory)
+            sinks.create(layout, directory)
+            yield sinks.places_in(layout, directory)
+            sinks.sync(directory)
+            _refuse_existing(target)
+            directory.rename(target)
+            sinks.sync_entry(target.parent)
+        finally:
+            shutil.rmtree(work)
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists() or target.is_symlink():
+        raise ValueError(f"{target}: exists already, and is never overwritten: choose another --out, or remove it")

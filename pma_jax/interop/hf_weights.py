@@ -1,0 +1,133 @@
+"""Which Hugging Face tensor is which part of which leaf of ours, and how its dims lie.
+
+Legend: T layers, D width, N query heads, K key and value heads, H head dim, F hidden, V vocabulary.
+
+Ours are stacked over layers and map inputs to outputs (`query_DxNxH`); theirs are one a layer and torch's way round,
+outputs by inputs (`q_proj.weight`, [N * H, D]). Heads and the rotary halves of H are in the same order in both: no
+row is permuted.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pma_jax.config import ModelConfig
+from pma_jax.merging.leaves import LeafInfo
+
+# What either side may store: our snapshots are float32, merged ones may be bfloat16.
+DTYPES = ("float32", "bfloat16", "float16")
+_MOST_NAMED = 10
+
+
+@dataclass(frozen=True)
+class Home:
+    """One leaf of ours and the tensors that it consists of.
+
+    Attributes:
+        leaf: our leaf's name in storage.
+        name: theirs, with a `{}` for each dim of `stack`.
+        shape: of one item of the leaf: what one tensor holds.
+        inputs: how many leading dims of `shape` are the matrix's inputs; 0 where the tensor is no transposed matrix.
+        stack: leading dims of the leaf, over its items: (T,), or () where the leaf is one tensor.
+    """
+
+    leaf: str
+    name: str
+    shape: tuple[int, ...]
+    inputs: int = 0
+    stack: tuple[int, ...] = ()
+
+    @property
+    def leaf_shape(self) -> tuple[int, ...]:
+        """The shape of our leaf."""
+        return self.stack + self.shape
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor of theirs."""
+        if not self.inputs:
+            return self.shape
+        return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
+
+    @property
+    def tensors(self) -> list[str]:
+        """Their names, in the order in which their items lie in the leaf."""
+        return [self.name.format(*index) for index in itertools.product(*map(range, self.stack))]
+
+    def to_item(self, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Their tensor as an item of our leaf: C order, `dtype`, one copy."""
+        return (tensor.T if self.inputs else tensor).astype(dtype, order="C").reshape(self.shape)
+
+    def to_tensor(self, item: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """An item of our leaf as their tensor: C order, `dtype`, one copy."""
+        rows = item.reshape(self.tensor_shape[::-1]).T if self.inputs else item
+        return rows.astype(dtype, order="C")
+
+
+def homes(model: ModelConfig) -> list[Home]:
+    """The home of every parameter, in the order in which transformers writes its tensors.
+
+    That order has layers outermost; here a leaf's layers follow each other.
+    """
+    return [
+        Home("embedding_VxD", "model.embed_tokens.weight", (model.vocabulary_size, model.width)),
+        *_attention_homes(model),
+        *_mlp_homes(model),
+        Home("final_norm_D", "model.norm.weight", (model.width,)),
+        *_unembedding_homes(model),
+    ]
+
+
+def _attention_homes(model: ModelConfig) -> list[Home]:
+    D, N, K, H = model.width, model.heads, model.kv_heads, model.head_dim
+    found = [
+        _block(model, "attention_norm_D", "input_layernorm", (D,)),
+        _block(model, "query_DxNxH", "self_attn.q_proj", (D, N, H), inputs=1),
+        _block(model, "key_DxKxH", "self_attn.k_proj", (D, K, H), inputs=1),
+        _block(model, "value_DxKxH", "self_attn.v_proj", (D, K, H), inputs=1),
+        _block(model, "output_NxHxD", "self_attn.o_proj", (N, H, D), inputs=2),
+        _block(model, "mlp_norm_D", "post_attention_layernorm", (D,)),
+    ]
+    if model.qk_norm:
+        found.append(_block(model, "query_norm_H", "self_attn.q_norm", (H,)))
+        found.append(_block(model, "key_norm_H", "self_attn.k_norm", (H,)))
+    return found
+
+
+def _mlp_homes(model: ModelConfig) -> list[Home]:
+    # A mixture of experts has its own list here: a router [D, E], and experts with the stack (T, E), whose tensors are
+    # named `model.layers.{}.mlp.experts.{}.gate_proj.weight`.
+    D, F = model.width, model.hidden
+    return [
+        _block(model, "gate_DxF", "mlp.gate_proj", (D, F), inputs=1),
+        _block(model, "up_DxF", "mlp.up_proj", (D, F), inputs=1),
+        _block(model, "down_FxD", "mlp.down_proj", (F, D), inputs=1),
+    ]
+
+
+def _unembedding_homes(model: ModelConfig) -> list[Home]:
+    if model.tie_embeddings:
+        return []
+    return [Home("unembedding_DxV", "lm_head.weight", (model.width, model.vocabulary_size), inputs=1)]
+
+
+def _block(model: ModelConfig, leaf: str, module: str, shape: tuple[int, ...], inputs: int = 0) -> Home:
+    return Home(f"blocks.{leaf}", f"model.layers.{{}}.{module}.weight", shape, inputs, (model.layers,))
+
+
+def check_leaves(origin: str, have: Mapping[str, LeafInfo], wanted: Mapping[str, tuple[int, ...]], whose: str) -> None:
+    """Checks that `have` is exactly `wanted`, in a dtype that can be converted exactly or as asked.
+
+    Raises:
+        ValueError: leaves that are missing, unknown, or of another shape or dtype; the first ten are named.
+    """
+    wrong = [f"{name} is missing" for name in wanted if name not in have]
+    wrong += [f"{name[:80]} has no home in {whose}" for name in have if name not in wanted]
+    both = [(name, leaf) for name, leaf in have.items() if name in wanted]
+    wrong += [f"{name} is {leaf.shape}, not {wanted[name]}" for name, leaf in both if leaf.shape != wanted[name]]
+    wrong += [f"{name} is {leaf.dtype}, not {', '.join(DTYPES)}" for name, leaf in both if leaf.dtype not in DTYPES]
+    if wrong:
+        raise ValueError(f"{origin} does not fit {whose}: {len(wrong)} differ: {'; '.join(wrong[:_MOST_NAMED])}")

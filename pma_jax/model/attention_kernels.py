@@ -1,0 +1,83 @@
+"""Flash attention of the accelerators' own libraries: cuDNN on GPU, Splash on TPU.
+
+Legend: B batch, L positions, N query heads, K key and value heads, G = N / K queries a key head, H head dim. All arrays
+are a device's own: `attention` splits batch and heads over the mesh before it calls.
+"""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128  # what Splash's blocks are multiples of
+LARGEST_BLOCK = 512
+
+
+def cudnn_takes(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
+    """Whether cuDNN's flash attention takes this shape: 16-bit inputs, heads of a multiple of 8 up to 128."""
+    return dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128 and length > 1
+
+
+def splash_takes(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
+    """Whether Splash takes this shape: positions in whole blocks, heads of a multiple of 64."""
+    return length % LANES == 0 and head_dim % 64 == 0 and dtype in (jnp.bfloat16, jnp.float32)
+
+
+def cudnn_attention(
+    q_BxLxNxH: jax.Array,
+    k_BxLxKxH: jax.Array,
+    v_BxLxKxH: jax.Array,
+    documents_BxL: jax.Array | None,
+    window_tokens: int,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> jax.Array:
+    """See `attention`; `implementation` is `jax.nn.dot_product_attention`'s. Documents cost a mask of B L L bytes."""
+    same_Bx1xLxL = None if documents_BxL is None else (documents_BxL[:, None, :, None] == documents_BxL[:, None, None])
+    return jax.nn.dot_product_attention(
+        q_BxLxNxH,
+        k_BxLxKxH,
+        v_BxLxKxH,
+        mask=same_Bx1xLxL,
+        is_causal=True,
+        local_window_size=(window_tokens - 1, 0) if window_tokens else None,
+        implementation=implementation,
+    )
+
+
+def splash_attention(
+    q_BxLxNxH: jax.Array,
+    k_BxLxKxH: jax.Array,
+    v_BxLxKxH: jax.Array,
+    documents_BxL: jax.Array | None,
+    window_tokens: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `attention`; `interpret` runs the kernel's program without a TPU, slowly."""
+    # Imported here: Pallas takes a while to import, and only a TPU needs it.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    B, L, N, H = q_BxLxNxH.shape
+    K = k_BxLxKxH.shape[2]
+    q_BxKxGxLxH = (q_BxLxNxH * (1 / math.sqrt(H))).reshape(B, L, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    k_BxKxLxH, v_BxKxLxH = k_BxLxKxH.transpose(0, 2, 1, 3), v_BxLxKxH.transpose(0, 2, 1, 3)
+    mask = masks.LocalMask((L, L), (window_tokens - 1, 0), 0) if window_tokens else masks.CausalMask((L, L))
+    block = math.gcd(L, LARGEST_BLOCK)
+    kernel = splash.make_splash_mqa_single_device(
+        masks.MultiHeadMask([mask] * (N // K)),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_kv_compute=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_kv_dkv_compute=block,
+            use_fused_bwd_kernel=True,
+        ),
+        interpret=interpret,
+    )
+    segments = None if documents_BxL is None else splash.SegmentIds(documents_BxL, documents_BxL)
+    over_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+    y_BxKxGxLxH: Any = jax.vmap(over_heads)(q_BxKxGxLxH, k_BxKxLxH, v_BxKxLxH, segments)
+    return y_BxKxGxLxH.transpose(0, 3, 1, 2, 4).reshape(B, L, N, H)

@@ -1,0 +1,1 @@
+"""What a run needs, found before it starts and without its hardware."""

@@ -1,0 +1,202 @@
+"""Small random models of both kinds, and the Hugging Face layout once more, a head and a row at a time.
+
+Every parameter is random, the norms' scales too: a wrong home shows.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import ml_dtypes  # noqa: F401  numpy then knows bfloat16 by name
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from pma_jax import checkpoint
+from pma_jax import config as configuration
+from pma_jax.config import Config, ModelConfig
+from pma_jax.mesh import local_mesh
+from pma_jax.model.decoder import apply, graph_definition
+
+SIZES = {"vocabulary_size": 256, "width": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 24}
+KINDS = {
+    "llama": {},
+    "llama tied": {"tie_embeddings": True, "rope_theta": 500.0},
+    "llama, one key head": {"kv_heads": 1, "width": 24},
+    "qwen3": {"qk_norm": True, "rope_theta": 1e6, "norm_epsilon": 1e-5},
+    "qwen3, a window": {"qk_norm": True, "attention_window_tokens": 5},
+    "qwen3 tied": {"qk_norm": True, "tie_embeddings": True, "head_dim": 6},
+}
+TOKENS = np.random.default_rng(1).integers(0, SIZES["vocabulary_size"], (8, 12)).astype(np.int32)
+
+
+def model(kind: str) -> ModelConfig:
+    """The small model of a kind."""
+    return ModelConfig(**SIZES | KINDS[kind])
+
+
+def config(kind: str, **data) -> Config:
+    """A whole configuration around it; keys of `data` may be given."""
+    keys = SIZES | KINDS[kind]
+    return configuration.resolve({"model": keys, "data": data, "training": {"sequence_length_tokens": 32}})
+
+
+def random_tree(abstract, seed: int = 0):
+    """float32 numbers around one half of each shape, so that scales of norms are not all alike."""
+    rng = np.random.default_rng(seed)
+
+    def fill(leaf):
+        return (0.5 * (leaf.ndim == 1) + rng.standard_normal(leaf.shape) / 4).astype(np.float32)
+
+    return jax.tree.map(lambda leaf: fill(np.empty(leaf.shape)), abstract)
+
+
+def write_ours(path: Path, made: Config, seed: int = 0, tokens: int = 4096, kind: str = "point"):
+    """A snapshot of random parameters; returns them."""
+    abstract = checkpoint.abstract_params(made, local_mesh())
+    params = random_tree(abstract, seed)
+    placed = jax.tree.map(lambda values, leaf: jax.device_put(values, leaf.sharding), params, abstract)
+    snapshot = checkpoint.Snapshot(checkpoint.absolute(path), tokens // 512, tokens, None, made, kind=kind)
+    checkpoint.write_snapshot(placed, snapshot)
+    return params
+
+
+def our_logits(path: Path, tokens_BxL: np.ndarray = TOKENS) -> np.ndarray:
+    """Logits of a stored snapshot by our decoder, on all devices."""
+    mesh = local_mesh()
+    snapshot = checkpoint.read_snapshot(path)
+    params = checkpoint.restore_params(snapshot, checkpoint.abstract_params(snapshot.config, mesh))
+    with jax.set_mesh(mesh):
+        graph = graph_definition(snapshot.config.model)
+        tokens = jax.device_put(tokens_BxL, jax.NamedSharding(mesh, jax.P("data")))
+        return np.asarray(jax.jit(apply)(graph, params, tokens))
+
+
+def shapes(made: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that transformers has for such a model."""
+    D, F, V = made.width, made.hidden, made.vocabulary_size
+    queries, keys = made.heads * made.head_dim, made.kv_heads * made.head_dim
+    block = {
+        "input_layernorm": (D,),
+        "post_attention_layernorm": (D,),
+        "self_attn.q_proj": (queries, D),
+        "self_attn.k_proj": (keys, D),
+        "self_attn.v_proj": (keys, D),
+        "self_attn.o_proj": (D, queries),
+        "mlp.gate_proj": (F, D),
+        "mlp.up_proj": (F, D),
+        "mlp.down_proj": (D, F),
+    }
+    if made.qk_norm:
+        block |= {"self_attn.q_norm": (made.head_dim,), "self_attn.k_norm": (made.head_dim,)}
+    found = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    if not made.tie_embeddings:
+        found["lm_head.weight"] = (V, D)
+    for layer in range(made.layers):
+        found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
+    return found
+
+
+def write_theirs(
+    path: Path, made: ModelConfig, dtypes: tuple[str, ...] = ("float32",), shards: int = 1, **fields
+) -> dict[str, np.ndarray]:
+    """A Hugging Face directory of random tensors, their dtypes in turn; returns the tensors."""
+    rng = np.random.default_rng(2)
+    tensors = {
+        name: (0.5 * (len(shape) == 1) + rng.standard_normal(shape) / 4).astype(dtypes[i % len(dtypes)])
+        for i, (name, shape) in enumerate(shapes(made).items())
+    }
+    write_directory(path, made, tensors, shards, **fields)
+    return tensors
+
+
+def write_directory(path: Path, made: ModelConfig, tensors: dict[str, np.ndarray], shards: int = 1, **fields) -> None:
+    """A Hugging Face directory of these tensors; `fields` change config.json, and None takes one away."""
+    path.mkdir(parents=True)
+    described = {
+        "architectures": ["Qwen3ForCausalLM" if made.qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if made.qk_norm else "llama",
+        "vocab_size": made.vocabulary_size,
+        "hidden_size": made.width,
+        "intermediate_size": made.hidden,
+        "num_hidden_layers": made.layers,
+        "num_attention_heads": made.heads,
+        "num_key_value_heads": made.kv_heads,
+        "head_dim": made.head_dim,
+        "rms_norm_eps": made.norm_epsilon,
+        "rope_theta": made.rope_theta,
+        "tie_word_embeddings": made.tie_embeddings,
+        "max_position_embeddings": 64,
+    }
+    if made.attention_window_tokens:
+        described |= {"use_sliding_window": True, "sliding_window": made.attention_window_tokens}
+        described |= {"layer_types": ["sliding_attention"] * made.layers}
+    described |= fields
+    described = {name: value for name, value in described.items() if value is not None}
+    (path / "config.json").write_text(json.dumps(described))
+    names = list(tensors)
+    files = [names[i::shards] for i in range(shards)]
+    index = {}
+    for number, held in enumerate(files, start=1):
+        file = "model.safetensors" if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
+        save_file({name: tensors[name] for name in held}, path / file, {"format": "pt"})
+        index |= dict.fromkeys(held, file)
+    if shards > 1:
+        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def read_theirs(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a directory, by the reference implementation's parser."""
+    found = {}
+    codes = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    for file in sorted(path.glob("*.safetensors")):
+        for name, entry in safetensors.deserialize(file.read_bytes()):
+            found[name] = np.frombuffer(entry["data"], codes[entry["dtype"]]).reshape(entry["shape"])
+    return found
+
+
+def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
+    """Their tensors as what `reference.logits` takes, a head and a row at a time."""
+    wide = {name: values.astype(np.float64) for name, values in tensors.items()}
+
+    def columns(name: str, heads: int) -> np.ndarray:
+        rows = wide[name]  # row n * H + h gives number h of head n
+        H = made.head_dim
+        return np.stack([np.stack([rows[n * H + h] for h in range(H)], axis=-1) for n in range(heads)], axis=1)
+
+    def block(layer: int) -> dict[str, np.ndarray]:
+        start = f"model.layers.{layer}"
+        out = wide[f"{start}.self_attn.o_proj.weight"]
+        H = made.head_dim
+        found = {
+            "attention_norm_D": wide[f"{start}.input_layernorm.weight"],
+            "query_DxNxH": columns(f"{start}.self_attn.q_proj.weight", made.heads),
+            "key_DxKxH": columns(f"{start}.self_attn.k_proj.weight", made.kv_heads),
+            "value_DxKxH": columns(f"{start}.self_attn.v_proj.weight", made.kv_heads),
+            "output_NxHxD": np.stack([out[:, n * H : (n + 1) * H].T for n in range(made.heads)]),
+            "mlp_norm_D": wide[f"{start}.post_attention_layernorm.weight"],
+            "gate_DxF": wide[f"{start}.mlp.gate_proj.weight"].T,
+            "up_DxF": wide[f"{start}.mlp.up_proj.weight"].T,
+            "down_FxD": wide[f"{start}.mlp.down_proj.weight"].T,
+        }
+        if made.qk_norm:
+            found["query_norm_H"] = wide[f"{start}.self_attn.q_norm.weight"]
+            found["key_norm_H"] = wide[f"{start}.self_attn.k_norm.weight"]
+        return found
+
+    blocks = [block(layer) for layer in range(made.layers)]
+    made_of = {
+        "embedding_VxD": wide["model.embed_tokens.weight"],
+        "blocks": {name: np.stack([leaves[name] for leaves in blocks]) for name in blocks[0]},
+        "final_norm_D": wide["model.norm.weight"],
+    }
+    if not made.tie_embeddings:
+        made_of["unembedding_DxV"] = wide["lm_head.weight"].T
+    return made_of
+
+
+def assert_logits(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
+    """The largest difference, relative to the largest logit."""
+    assert actual.shape == expected.shape
+    difference = np.abs(actual.astype(np.float64) - expected).max() / np.abs(expected).max()
+    assert difference <= tolerance, difference

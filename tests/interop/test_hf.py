@@ -1,0 +1,481 @@
+import dataclasses
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import hf_models
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import reference
+import tiny
+import tokenizers
+from hf_models import (
+    KINDS,
+    TOKENS,
+    as_reference,
+    assert_logits,
+    config,
+    our_logits,
+    read_theirs,
+    shapes,
+    write_directory,
+    write_ours,
+    write_theirs,
+)
+
+from pma_jax import checkpoint
+from pma_jax import config as configuration
+from pma_jax.cli import main
+from pma_jax.data import shards
+from pma_jax.data import tokenizer as tokenizing
+from pma_jax.interop import hf, hf_weights
+from pma_jax.merging import hub
+from pma_jax.merging.storage import merge_one
+from pma_jax.mesh import local_mesh
+
+QWEN3 = hf_models.model("qwen3")
+
+
+def assert_refused(out: Path, says: str, call, *words, **options) -> None:
+    """The call raises a ValueError of one line, and leaves nothing beside or at `out`."""
+    before = sorted(out.parent.iterdir())
+    with pytest.raises(ValueError) as raised:
+        call(*words, out, **options)
+    assert says in str(raised.value) and "\n" not in str(raised.value), raised.value
+    assert sorted(out.parent.iterdir()) == before
+
+
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    """Bitwise equality of two sets of tensors."""
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        assert actual[name].dtype == values.dtype, name
+        np.testing.assert_array_equal(actual[name].view(np.uint8), values.view(np.uint8), err_msg=name, strict=True)
+
+
+# --- The mapping ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_has_a_home_and_every_tensor_too(kind):
+    made = config(kind)
+    found = hf_weights.homes(made.model)
+    abstract = jax.tree_util.tree_leaves_with_path(checkpoint.abstract_params(made, local_mesh()))
+    ours = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in abstract}
+    assert {home.leaf: home.leaf_shape for home in found} == ours
+    assert {name: home.tensor_shape for home in found for name in home.tensors} == shapes(made.model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_the_model_in_numpy(tmp_path, kind):
+    params = write_ours(tmp_path / "ours", config(kind))
+    made = hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
+    tensors = read_theirs(tmp_path / "theirs")
+    assert {name: values.shape for name, values in tensors.items()} == shapes(config(kind).model)
+    assert made["parameters"] == sum(values.size for values in tensors.values())
+    model = hf_models.model(kind)
+    expected = reference.logits(model, params, TOKENS)
+    assert_logits(reference.logits(model, as_reference(model, tensors), TOKENS), expected, 1e-12)
+    assert_logits(our_logits(tmp_path / "ours"), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_import_is_the_model_in_numpy(tmp_path, kind):
+    model = hf_models.model(kind)
+    # The widest first or not: in a shard any order is allowed.
+    tensors = write_theirs(tmp_path / "theirs", model, ("bfloat16", "float32", "float16"), shards=3)
+    hf.import_model(tmp_path / "theirs", tmp_path / "ours")
+    snapshot = checkpoint.read_snapshot(tmp_path / "ours")
+    assert snapshot.config.model == model and snapshot.kind == "point"
+    assert_logits(our_logits(tmp_path / "ours"), reference.logits(model, as_reference(model, tensors), TOKENS))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back_is_bitwise(tmp_path, kind, dtype):
+    tensors = write_theirs(tmp_path / "theirs", hf_models.model(kind), (dtype,))
+    hf.import_model(tmp_path / "theirs", tmp_path / "ours")
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "again", dtype=dtype, shard_bytes=10_000)
+    assert_same(read_theirs(tmp_path / "again"), tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_back_and_there_is_bitwise(tmp_path, kind):
+    params = write_ours(tmp_path / "ours", config(kind))
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
+    hf.import_model(tmp_path / "theirs", tmp_path / "again")
+    tiny.assert_equal(tiny.read(checkpoint.read_snapshot(tmp_path / "again")), params)
+
+
+def test_bfloat16_is_rounded_to_nearest_even(tmp_path):
+    params = write_ours(tmp_path / "ours", config("qwen3"))
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs", dtype="bfloat16")
+    written = read_theirs(tmp_path / "theirs")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(written, params["embedding_VxD"].astype(ml_dtypes.bfloat16))
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+# --- What is exported and imported ------------------------------------------------------------------------------------
+
+
+def test_a_run_a_point_a_block_mean_and_a_merge_export(finished, tmp_path):
+    newest = finished.snapshots[-1].path
+    write_ours(tmp_path / "mean", config("llama"), kind="block_mean")
+    merge_one([s.path for s in finished.snapshots[-3:]], np.full(3, 1 / 3), tmp_path / "merged")
+    for source in (finished.path, newest, tmp_path / "mean", tmp_path / "merged"):
+        hf.export_snapshot(source, tmp_path / f"{source.name}-out")
+    assert_same(read_theirs(tmp_path / "24-out"), read_theirs(tmp_path / f"{finished.path.name}-out"))
+    model = finished.config.model
+    for source in (newest, tmp_path / "merged"):
+        tensors = read_theirs(tmp_path / f"{source.name}-out")
+        expected = reference.logits(model, as_reference(model, tensors), TOKENS)
+        assert_logits(our_logits(source), expected)
+
+
+def test_a_merge_in_bfloat16_is_kept_so(tmp_path):
+    for seed in (0, 1):
+        write_ours(tmp_path / str(seed), config("llama"), seed=seed)
+    assert main(["merge", *(str(tmp_path / n) for n in "01"), "--dtype", "bfloat16", "--out", str(tmp_path / "m")]) == 0
+    made = hf.export_snapshot(tmp_path / "m", tmp_path / "theirs")
+    assert made["dtypes"] == ["bfloat16"]
+    assert {str(values.dtype) for values in read_theirs(tmp_path / "theirs").values()} == {"bfloat16"}
+    wide = hf.export_snapshot(tmp_path / "m", tmp_path / "wide", dtype="float32")
+    assert wide["bytes"] == 2 * made["bytes"]
+
+
+def test_every_verb_takes_an_imported_model(tmp_path, workspace, capsys):
+    tensors = write_theirs(tmp_path / "theirs", QWEN3)
+    tokenizing.bytes_tokenizer().save(tmp_path / "theirs" / "tokenizer.json")
+    for name in ("one", "two"):
+        assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / name)]) == 0
+    assert "Qwen3ForCausalLM, " in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "one"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == sum(values.size for values in tensors.values())
+    assert main(["merge", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "merged")]) == 0
+    data = tiny.keys(workspace)["data"]
+    keys = [f"data.source={data['source']}", f"data.files={data['files'][0]}", f"data.cache_dir={data['cache_dir']}"]
+    keys += ["data.held_out_percent=20", "evaluation.tokens=500"]
+    capsys.readouterr()
+    words = ["evaluate", str(tmp_path / "one"), str(tmp_path / "merged"), "--json", *(f"--config.{k}" for k in keys)]
+    assert main(words) == 0
+    one, merged = json.loads(capsys.readouterr().out)
+    assert one["loss"] == pytest.approx(merged["loss"], rel=1e-6)
+    # What came with the import leaves with a merge of it.
+    assert main(["export", str(tmp_path / "merged"), "--out", str(tmp_path / "back"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokenizer"] == ["tokenizer.json"]
+    assert_same(read_theirs(tmp_path / "back"), tensors)
+
+
+def test_a_revision_of_the_hub_comes_in_with_its_step_and_tokens(tmp_path, monkeypatch):
+    tensors = write_theirs(tmp_path / "blobs", QWEN3)
+    tokenizing.bytes_tokenizer().save(tmp_path / "blobs" / "tokenizer.json")
+    cached = tmp_path / "cache" / "c0ffee"  # the hub's client keeps links to its blobs
+    cached.mkdir(parents=True)
+    for file in (tmp_path / "blobs").iterdir():
+        (cached / file.name).symlink_to(file)
+    monkeypatch.setattr(hub, "_ask", lambda address, question: str(cached))
+    made = hf.import_model("hf://org/suite@step100-tokens5B", tmp_path / "ours")
+    assert (
+        made["tokenizer"] == ["tokenizer.json"]
+        and not (tmp_path / "ours" / "tokenizer" / "tokenizer.json").is_symlink()
+    )
+    snapshot = checkpoint.read_snapshot(tmp_path / "ours")
+    assert (snapshot.step, snapshot.tokens) == (100, 5 * 10**9)
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
+    assert_same(read_theirs(tmp_path / "theirs"), tensors)
+
+
+def test_an_export_is_cut_into_shards_that_hold_whole_layers(tmp_path):
+    write_ours(tmp_path / "ours", config("llama"))
+    made = hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs", shard_bytes=20_000)
+    index = json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == made["bytes"]
+    assert index["weight_map"].keys() == shapes(hf_models.model("llama")).keys()
+    files = [index["weight_map"][f"model.layers.{layer}.mlp.up_proj.weight"] for layer in range(3)]
+    assert files == sorted(files) and len(set(index["weight_map"].values())) > 2
+    for file in set(index["weight_map"].values()):
+        assert (tmp_path / "theirs" / file).stat().st_size < 25_000
+
+
+def test_a_leaf_is_held_at_a_time_not_the_model(tmp_path):
+    made = configuration.resolve({"model": hf_models.SIZES | {"width": 128, "hidden": 512, "layers": 24}})
+    params = write_ours(tmp_path / "ours", made)
+    model_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    tensor_bytes = 4 * 128 * 512
+    del params
+    for call, names in ((hf.export_snapshot, ("ours", "theirs")), (hf.import_model, ("theirs", "again"))):
+        tracemalloc.start()
+        call(tmp_path / names[0], tmp_path / names[1])
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 6 * tensor_bytes < model_bytes / 10, (call.__name__, peak, tensor_bytes, model_bytes)
+
+
+def test_neither_way_needs_jax(tmp_path):
+    write_ours(tmp_path / "ours", config("llama"))
+    code = "import sys; from pma_jax.cli import main; out = sys.argv[1]\n"
+    code += "assert main(['export', f'{out}/ours', '--out', f'{out}/theirs']) == 0\n"
+    code += "assert main(['import', f'{out}/theirs', '--out', f'{out}/again']) == 0\n"
+    code += "print([m for m in ('jax', 'orbax', 'flax', 'torch', 'transformers') if m in sys.modules])"
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+# --- What is refused, and leaves nothing ------------------------------------------------------------------------------
+
+
+def changed(tensors, how):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    if how == "missing":
+        return {key: values for key, values in tensors.items() if key != name}, f"{name} is missing"
+    if how == "unknown":
+        return tensors | {
+            "model.layers.0.mlp.gate.weight": np.zeros((4, 16), np.float32)
+        }, "mlp.gate.weight has no home"
+    if how == "bias":
+        return tensors | {name.replace("weight", "bias"): np.zeros(16, np.float32)}, "k_proj.bias has no home"
+    if how == "shape":
+        return tensors | {name: tensors[name].T.copy()}, f"{name} is (16, 16), not"
+    if how == "head":
+        return tensors | {
+            "lm_head.weight": tensors["lm_head.weight"][:-1]
+        }, "lm_head.weight is (255, 16), not (256, 16)"
+    return tensors | {name: tensors[name].astype(np.int8)}, f"{name} is int8"
+
+
+@pytest.mark.parametrize("how", ["missing", "unknown", "bias", "shape", "head", "dtype"])
+def test_an_import_with_a_leaf_that_does_not_fit_names_it(tmp_path, how):
+    made = hf_models.model("llama")
+    if how == "shape":
+        made = hf_models.ModelConfig(**hf_models.SIZES | {"kv_heads": 4, "head_dim": 6})
+    tensors, says = changed(write_theirs(tmp_path / "whole", made), how)
+    if how == "shape":
+        says = "k_proj.weight is (16, 24), not (24, 16)"
+    write_directory(tmp_path / "theirs", made, tensors)
+    assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"qk_norm": True}, "blocks.query_norm_H is missing"),
+        ({"tie_embeddings": True}, "unembedding_DxV has no home"),
+        ({"kv_heads": 4}, "blocks.key_DxKxH is (3, 16, 2, 8), not (3, 16, 4, 8)"),
+    ],
+)
+def test_an_export_with_a_leaf_that_does_not_fit_names_it(tmp_path, model, says):
+    write_ours(tmp_path / "ours", config("llama"))
+    path = tmp_path / "ours" / "_CHECKPOINT_METADATA"
+    facts = json.loads(path.read_text())
+    facts["custom_metadata"]["config"]["model"] |= model
+    path.write_text(json.dumps(facts))
+    assert_refused(tmp_path / "theirs", says, hf.export_snapshot, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "config.json: rope_scaling is of the type 'llama3'"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "a mixture of experts"),
+        ({"num_hidden_layers": 9000}, "9000 layers"),
+        ({"hidden_size": 8}, "model.embed_tokens.weight is (256, 16), not (256, 8)"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_named(tmp_path, fields, says):
+    write_theirs(tmp_path / "theirs", hf_models.model("llama"), **fields)
+    assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / "theirs")
+
+
+def test_what_is_no_model_is_refused(tmp_path, finished):
+    write_theirs(tmp_path / "theirs", hf_models.model("llama"))
+    (tmp_path / "theirs" / "config.json").unlink()
+    (tmp_path / "empty").mkdir()
+    assert_refused(tmp_path / "ours", "holds no config.json", hf.import_model, tmp_path / "theirs")
+    lone = tmp_path / "theirs" / "model.safetensors"
+    assert_refused(tmp_path / "ours", "holds no config.json", hf.import_model, lone)
+    assert_refused(tmp_path / "ours", "holds no config.json", hf.import_model, finished.snapshots[-1].path)
+    assert_refused(tmp_path / "ours", "holds neither safetensors", hf.import_model, tmp_path / "empty")
+    (tmp_path / "theirs" / "config.json").write_text("[1]")
+    assert_refused(tmp_path / "ours", "is not a JSON object", hf.import_model, tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text("{")
+    assert_refused(tmp_path / "ours", "not readable as JSON", hf.import_model, tmp_path / "theirs")
+    assert_refused(tmp_path / "out", "is not a snapshot of pma_jax", hf.export_snapshot, tmp_path / "theirs")
+    assert_refused(tmp_path / "out", "dtype 'int8'", hf.export_snapshot, finished.path, dtype="int8")
+
+
+def test_nothing_is_overwritten_and_a_killed_one_is_no_obstacle(tmp_path):
+    write_ours(tmp_path / "ours", config("llama"))
+    stale = tmp_path / ".theirs.partial" / "checkpoint"
+    stale.mkdir(parents=True)
+    (stale / "model-00007-of-00009.safetensors").write_text("half")
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
+    assert not stale.exists() and not list((tmp_path / "theirs").glob("*00007*"))
+    before = tiny.contents(tmp_path)
+    assert_refused(tmp_path / "theirs", "exists already", hf.export_snapshot, tmp_path / "ours")
+    assert_refused(tmp_path / "ours", "exists already", hf.import_model, tmp_path / "theirs")
+    assert tiny.contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), OSError("disk full"), KeyboardInterrupt()])
+def test_one_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch, capsys, error):
+    write_ours(tmp_path / "ours", config("llama"))
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(hf, "write_run", fails)
+    status = main(["export", str(tmp_path / "ours"), "--out", str(tmp_path / "deep" / "theirs")])
+    err = capsys.readouterr().err
+    assert status == (130 if isinstance(error, KeyboardInterrupt) else 1) and len(err.splitlines()) == 1
+    assert not list((tmp_path / "deep").iterdir())
+
+
+# --- Copies of what the configuration says ----------------------------------------------------------------------------
+
+
+def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path):
+    made = hf_models.model("llama tied")
+    tensors = write_theirs(tmp_path / "plain", made)
+    head = tensors["model.embed_tokens.weight"]
+    write_directory(tmp_path / "same", made, tensors | {"lm_head.weight": head})
+    said = hf.import_model(tmp_path / "same", tmp_path / "ours")
+    assert any("lm_head.weight is the embedding" in note for note in said["notes"])
+    write_directory(tmp_path / "other", made, tensors | {"lm_head.weight": head + 1})
+    assert_refused(tmp_path / "no", "lm_head.weight has no home", hf.import_model, tmp_path / "other")
+
+
+def test_stored_frequencies_must_be_those_of_theta(tmp_path):
+    made = hf_models.model("llama")
+    tensors = write_theirs(tmp_path / "plain", made)
+    half = made.head_dim // 2
+    right = (1.0 / made.rope_theta ** (np.arange(half) / half)).astype("bfloat16")
+    names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(made.layers)]
+    write_directory(tmp_path / "right", made, tensors | dict.fromkeys(names, right))
+    said = hf.import_model(tmp_path / "right", tmp_path / "ours")
+    assert any("3 tensors of rotary frequencies" in note for note in said["notes"])
+    write_directory(tmp_path / "wrong", made, tensors | dict.fromkeys(names, right * 2))
+    assert_refused(tmp_path / "no", "inv_freq has no home", hf.import_model, tmp_path / "wrong")
+
+
+# --- Tokenizers and the small files -----------------------------------------------------------------------------------
+
+
+def test_what_came_along_goes_along(tmp_path):
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 2, "max_position_embeddings": 4096}
+    write_theirs(tmp_path / "theirs", QWEN3, **ids)
+    small = {
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": '{"model_max_length": 9}',
+        "special_tokens_map.json": "{}",
+        "merges.txt": "a b",
+        "vocab.json": "{}",
+        "chat_template.jinja": "{{ x }}",
+        "generation_config.json": '{"temperature": 0.6, "eos_token_id": [2, 3]}',
+        "README.md": "no",
+    }
+    for name, text in small.items():
+        (tmp_path / "theirs" / name).write_text(text)
+    made = hf.import_model(tmp_path / "theirs", tmp_path / "ours")
+    kept = sorted(small.keys() - {"README.md", "generation_config.json"})
+    assert made["tokenizer"] == kept == sorted(file.name for file in (tmp_path / "ours" / "tokenizer").iterdir())
+    read = checkpoint.read_snapshot(tmp_path / "ours").config
+    assert read.data.tokenizer == str(tmp_path / "ours" / "tokenizer" / "tokenizer.json")
+    assert read.training.sequence_length_tokens == 1024
+
+    merge_one([tmp_path / "ours"], [1.0], tmp_path / "merged")
+    for source in ("ours", "merged"):
+        hf.export_snapshot(tmp_path / source, tmp_path / f"{source}-out")
+        for name in [*kept, "generation_config.json"]:
+            written = (tmp_path / f"{source}-out" / name).read_text()
+            if name.endswith("generation_config.json"):
+                assert json.loads(written) == json.loads(small[name])
+            else:
+                assert written == small[name]
+        described = json.loads((tmp_path / f"{source}-out" / "config.json").read_text())
+        assert {name: described[name] for name in ids} == ids
+        assert described["model_type"] == "qwen3"
+
+    write_theirs(tmp_path / "silent", QWEN3)
+    hf.import_model(tmp_path / "silent", tmp_path / "quiet")
+    hf.export_snapshot(tmp_path / "quiet", tmp_path / "quiet-out")
+    described = json.loads((tmp_path / "quiet-out" / "config.json").read_text())
+    assert not described.keys() & {"bos_token_id", "eos_token_id", "pad_token_id"}, "transformers' own defaults hold"
+
+
+def test_a_trained_bpe_is_found_in_the_token_cache(tmp_path, workspace):
+    data = tiny.config(workspace).data
+    keys = {name: getattr(data, name) for name in ("source", "files", "held_out_percent", "cache_dir")}
+    made = config("llama", **keys, tokenizer="bpe", bpe_vocabulary_size=257)
+    made = configuration.resolve(dataclasses.asdict(made) | {"model": hf_models.SIZES | {"vocabulary_size": 260}})
+    prepared = shards.prepare(made.data, progress=False)
+    run = checkpoint.create_run(tmp_path / "run", made, {"corpus": prepared.digest})
+    write_ours(run.path / "snapshots" / "8", made)
+    merge_one([run.path / "snapshots" / "8"], [1.0], tmp_path / "merged")
+    expected = prepared.load_tokenizer()
+    for source in (run.path / "snapshots" / "8", tmp_path / "merged"):
+        hf.export_snapshot(source, tmp_path / f"{source.name}-out")
+        found = tokenizing.load(tmp_path / f"{source.name}-out" / "tokenizer.json")
+        assert found.digest == expected.digest
+        described = json.loads((tmp_path / f"{source.name}-out" / "config.json").read_text())
+        assert described["eos_token_id"] == described["bos_token_id"] == expected.end_of_document
+    # Another corpus's BPE is another tokenizer: without the run, nothing says which it was.
+    (run.path / "run.json").write_text('{"corpus": "another"}')
+    made = hf.export_snapshot(tmp_path / "merged", tmp_path / "without")
+    assert made["tokenizer"] == [] and "no tokenizer is written" in made["notes"][0]
+    assert json.loads((tmp_path / "without" / "generation_config.json").read_text()) == {}
+    given = prepared.directory / "tokenizer.json"
+    assert hf.export_snapshot(tmp_path / "merged", tmp_path / "with", tokenizer=given)["tokenizer"]
+
+
+def test_a_tokenizer_of_the_users_own(tmp_path):
+    vocabulary = {"a": 0, "<eos>": 1, "?": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    (tmp_path / "words").mkdir()
+    backend.save(str(tmp_path / "words" / "tokenizer.json"))
+    (tmp_path / "words" / "config.json").write_text("of another model")
+    write_ours(tmp_path / "ours", config("llama", tokenizer=str(tmp_path / "words" / "tokenizer.json")))
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "made")
+    described = json.loads((tmp_path / "made" / "tokenizer_config.json").read_text())
+    assert described["eos_token"] == "<eos>" and described["model_max_length"] == 32
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["eos_token_id"] == 1
+    assert json.loads((tmp_path / "made" / "generation_config.json").read_text())["pad_token_id"] == 1
+
+    (tmp_path / "words" / "tokenizer_config.json").write_text('{"mine": true}')
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "beside")
+    assert json.loads((tmp_path / "beside" / "tokenizer_config.json").read_text()) == {"mine": True}
+
+    write_ours(tmp_path / "lost", config("llama", tokenizer=str(tmp_path / "gone" / "tokenizer.json")))
+    (note,) = hf.export_snapshot(tmp_path / "lost", tmp_path / "none")["notes"]
+    assert "gone/tokenizer.json" in note and "--tokenizer" in note
+    says = "no tokenizer file"
+    assert_refused(tmp_path / "no", says, hf.export_snapshot, tmp_path / "lost", tokenizer=tmp_path / "nothing")
+
+
+def test_a_model_that_keeps_packed_documents_apart_begins_with_none(tmp_path):
+    made = configuration.resolve({"model": hf_models.SIZES | {"separator_token": 0}})
+    write_ours(tmp_path / "ours", made)
+    said = hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
+    assert "one a sequence" in said["notes"][0]
+    for name, key in (("config.json", "bos_token_id"), ("tokenizer_config.json", "bos_token")):
+        assert json.loads((tmp_path / "theirs" / name).read_text())[key] is None
+
+
+def test_a_tokenizer_past_the_vocabulary_is_refused(tmp_path):
+    made = configuration.resolve({"model": hf_models.SIZES | {"vocabulary_size": 64}})
+    write_ours(tmp_path / "ours", made)
+    assert_refused(tmp_path / "theirs", "ids up to 255", hf.export_snapshot, tmp_path / "ours")
+
+
+def test_progress_reaches_the_end(tmp_path):
+    told: list[tuple[int, int]] = []
+    write_ours(tmp_path / "ours", config("llama"))
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs", progress=lambda *args: told.append(args))
+    assert told[-1][0] == told[-1][1] == max(done for done, _ in told)
+    told.clear()
+    hf.import_model(tmp_path / "theirs", tmp_path / "again", progress=lambda *args: told.append(args))
+    assert told[-1][0] == told[-1][1]

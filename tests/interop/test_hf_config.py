@@ -1,0 +1,154 @@
+import dataclasses
+
+import pytest
+
+from pma_jax.config import ModelConfig
+from pma_jax.interop.hf_config import from_hf, to_hf
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
+OURS = ModelConfig(vocabulary_size=128, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=48, rope_theta=5e5)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("tie", [False, True])
+def test_there_and_back_is_the_same_model(qk_norm, tie):
+    window = 9 if qk_norm and tie else 0
+    model = dataclasses.replace(
+        OURS, qk_norm=qk_norm, tie_embeddings=tie, norm_epsilon=3e-5, attention_window_tokens=window
+    )
+    fields = to_hf(
+        model, dtype="bfloat16", max_position_embeddings=64, token_ids={"eos_token_id": 3, "bos_token_id": None}
+    )
+    assert from_hf(fields) == (model, ())
+    assert fields["eos_token_id"] == 3 and fields["bos_token_id"] is None
+    assert fields["torch_dtype"] == "bfloat16" and fields["max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling is of the type 'llama3'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is of the type 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters is of the type 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters has 'full_attention'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1]"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": "1e4"}, "rope_theta is '1e4', not a finite number"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf, not a finite number"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has 'chunked_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1"),
+        ({"layer_types": ["sliding_attention"] * 2}, "the decoder has one for all"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention', not a list"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM, a mixture of experts"),
+        ({"architectures": [["x"]]}, "[['x']], not one class"),
+        ({"architectures": None}, "architectures is []"),
+        ({"architectures": ["LlamaForCausalLM", "x"]}, "not one class"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"hidden_size": 32.0}, "hidden_size is 32.0, not a whole number"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, more than"),
+        ({"num_key_value_heads": 3}, "(3) must divide"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ],
+)
+@pytest.mark.parametrize("base", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_what_the_decoder_does_not_have_is_named(base, fields, says):
+    with pytest.raises(ValueError) as raised:
+        from_hf(base | fields)
+    assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 7e4},
+        {"rope_theta": 7e4, "rope_scaling": None},
+        {"rope_parameters": {"rope_theta": 7e4, "rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": 7e4}, "rope_theta": 1e4},
+        {"rope_scaling": {"type": "default", "rope_theta": 7e4}},
+    ],
+)
+def test_theta_is_read_in_every_form(fields):
+    assert from_hf(LLAMA | fields)[0].rope_theta == 7e4
+
+
+def test_what_is_absent_is_what_transformers_takes_it_to_be():
+    llama = from_hf({name: value for name, value in LLAMA.items() if name != "num_key_value_heads"})[0]
+    assert (llama.kv_heads, llama.head_dim, llama.rope_theta, llama.norm_epsilon) == (4, 8, 1e4, 1e-6)
+    assert not llama.tie_embeddings and not llama.qk_norm
+    qwen3 = from_hf({name: value for name, value in QWEN3.items() if name != "head_dim"})[0]
+    assert qwen3.head_dim == 128 and qwen3.qk_norm
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0}, 0),
+        ({"sliding_window": 4096, "max_window_layers": 0}, 0),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, 0),
+        ({"use_sliding_window": True, "sliding_window": 4096}, 0),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}, 4096),
+        ({"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["sliding_attention"] * 2}, 4096),
+    ],
+)
+def test_a_window_is_that_of_the_layers_which_use_it(fields, window):
+    assert from_hf(QWEN3 | fields) == (dataclasses.replace(from_hf(QWEN3)[0], attention_window_tokens=window), ())
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "says"),
+    [
+        (LLAMA, {"sliding_window": 4096}, "sliding_window is 4096"),
+        (LLAMA, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window is 4096"),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}, "one for all"),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": -1, "max_window_layers": 0}, "sliding_window is -1"),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": "x"}, "max_window_layers"),
+    ],
+)
+def test_a_window_of_some_layers_or_where_there_is_none_is_named(base, fields, says):
+    with pytest.raises(ValueError, match=says):
+        from_hf(base | fields)
+
+
+def test_fields_that_nothing_reads_are_told():
+    (note,) = from_hf(LLAMA | {"unsloth_version": "1", "_name_or_path": "x", "use_cache": True})[1]
+    assert "unsloth_version" in note and "name_or_path" not in note and "use_cache" not in note
+
+
+def test_a_llama_with_a_window_is_not_written():
+    with pytest.raises(ValueError, match="attention_window_tokens is 7"):
+        to_hf(
+            dataclasses.replace(OURS, attention_window_tokens=7),
+            dtype="float32",
+            max_position_embeddings=64,
+            token_ids={},
+        )
+
+
+def test_a_shape_that_transformers_refuses_is_not_written():
+    odd = dataclasses.replace(OURS, width=30)
+    with pytest.raises(ValueError, match=r"model.width \(30\)"):
+        to_hf(odd, dtype="float32", max_position_embeddings=64, token_ids={})
+    assert to_hf(dataclasses.replace(odd, qk_norm=True), dtype="float32", max_position_embeddings=64, token_ids={})

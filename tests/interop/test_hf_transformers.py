@@ -1,0 +1,123 @@
+"""Against transformers itself, where torch and transformers are installed (`pip install -e '.[torch]'`)."""
+
+import json
+
+import hf_models
+import numpy as np
+import pytest
+from hf_models import KINDS, TOKENS, assert_logits, config, our_logits, read_theirs, write_ours
+
+from pma_jax.data.tokenizer import bytes_tokenizer
+from pma_jax.interop.hf import export_snapshot, import_model
+from pma_jax.interop.hf_config import from_hf
+from pma_jax.merging.storage import merge_one
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+def their_logits(path) -> np.ndarray:
+    """Logits of a directory by transformers in float32; every weight must come from the files."""
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(TOKENS.astype(np.int64))).logits.numpy()
+
+
+def random_of_theirs(kind: str):
+    """A model of transformers with random weights, all of them."""
+    made = hf_models.model(kind)
+    sizes = {
+        "vocab_size": made.vocabulary_size,
+        "hidden_size": made.width,
+        "intermediate_size": made.hidden,
+        "num_hidden_layers": made.layers,
+        "num_attention_heads": made.heads,
+        "num_key_value_heads": made.kv_heads,
+        "head_dim": made.head_dim,
+        "rms_norm_eps": made.norm_epsilon,
+        "tie_word_embeddings": made.tie_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": made.rope_theta},
+        "max_position_embeddings": 64,
+    }
+    if made.attention_window_tokens:
+        window = made.attention_window_tokens
+        sizes |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    name = "Qwen3" if made.qk_norm else "Llama"
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) / 4
+            parameter.copy_(noise + 0.5 * (parameter.ndim == 1))
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_import_computes_what_transformers_does_and_goes_back_bitwise(tmp_path, kind):
+    random_of_theirs(kind).save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    made = import_model(tmp_path / "theirs", tmp_path / "ours")
+    assert [note[:17] for note in made["notes"]] == ["no tokenizer.json"]
+    assert_logits(our_logits(tmp_path / "ours"), their_logits(tmp_path / "theirs"))
+
+    export_snapshot(tmp_path / "ours", tmp_path / "back")
+    before, after = read_theirs(tmp_path / "theirs"), read_theirs(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, values in before.items():
+        np.testing.assert_array_equal(after[name], values, err_msg=name, strict=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_computes_what_we_do(tmp_path, kind, dtype):
+    write_ours(tmp_path / "ours", config(kind))
+    export_snapshot(tmp_path / "ours", tmp_path / "theirs", dtype=dtype, shard_bytes=20_000)
+    assert_logits(
+        their_logits(tmp_path / "theirs"), our_logits(tmp_path / "ours"), 1e-4 if dtype == "float32" else 0.05
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3 tied"])
+def test_a_merge_exports_loads_and_generates_what_we_would(tmp_path, kind):
+    for seed in (0, 1):
+        # A tokenizer that is not there: no token ends a document, and generation goes to its full length.
+        write_ours(tmp_path / str(seed), config(kind, tokenizer="nowhere/tokenizer.json"), seed=seed)
+    merge_one([tmp_path / "0", tmp_path / "1"], [0.3, 0.7], tmp_path / "merged")
+    export_snapshot(tmp_path / "merged", tmp_path / "theirs")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    start = TOKENS[:, :4]
+    written = model.generate(torch.from_numpy(start.astype(np.int64)), max_new_tokens=6, do_sample=False).numpy()
+    ours = np.pad(start, ((0, 0), (0, 6)))  # what is not written yet is not seen: attention is causal
+    for position in range(start.shape[1], ours.shape[1]):
+        ours[:, position] = our_logits(tmp_path / "merged", ours)[:, position - 1].argmax(axis=-1)
+    np.testing.assert_array_equal(written, ours)
+
+
+def test_the_bytes_tokenizer_goes_along(tmp_path):
+    write_ours(tmp_path / "ours", config("llama"))
+    export_snapshot(tmp_path / "ours", tmp_path / "theirs")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    for text in ("import os\n\tx = 1  # é 漢 🙂", "", "  a  "):
+        ids = theirs(text)["input_ids"]
+        assert ids == bytes_tokenizer().encode(text).tolist() == list(text.encode())
+        assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == 0 == json.loads((tmp_path / "theirs" / "config.json").read_text())["eos_token_id"]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_fields_and_their_absence_mean_what_they_do_there(name):
+    kind = getattr(transformers, f"{name}Config")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2}
+    few = sizes | {"num_attention_heads": 32, "architectures": [f"{name}ForCausalLM"]}
+    whole = kind(**few)
+    model, notes = from_hf(few)
+    assert notes == ()
+    assert (model.kv_heads, model.head_dim) == (whole.num_key_value_heads, whole.head_dim)
+    assert model.norm_epsilon == whole.rms_norm_eps and model.tie_embeddings == whole.tie_word_embeddings
+    assert model.rope_theta == whole.rope_parameters["rope_theta"]
+    # Every field of this version is known: none is left unread.
+    assert from_hf(json.loads(whole.to_json_string(use_diff=False)) | few)[1] == ()
+    assert from_hf(json.loads(whole.to_json_string()) | few) == (model, ())

@@ -1,0 +1,142 @@
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from pma_jax.config import Config, EvaluationConfig, MeshConfig, ModelConfig, TrainingConfig
+from pma_jax.mesh import make_mesh, mesh_over, platform_of
+from pma_jax.planning import aot, counts, hlo
+from pma_jax.training.state import abstract_state
+
+needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+
+MODEL = ModelConfig(vocabulary_size=512, width=128, layers=3, heads=4, kv_heads=4, head_dim=32, hidden=256)
+TRAINING = TrainingConfig(sequence_length_tokens=128, batch_size_sequences=64)
+CONFIG = Config(model=MODEL, training=TRAINING)
+
+
+def largest_shard_bytes(params):
+    return max(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))
+
+
+def assert_merge_adds_in_place(config, mesh):
+    """No collective; no memory beyond one leaf; every leaf of the accumulator is the output's memory."""
+    report = aot.compile_program(aot.programs(config, mesh)["merge"], mesh)
+    params = abstract_state(config, mesh).params
+    assert report.refusal is None
+    assert not re.search(r"\b(all-|reduce-scatter|collective-|send|recv)[\w-]*\(", report.text)
+    assert counts.collectives(report.program) == []
+    assert report.temporary_bytes <= largest_shard_bytes(params)
+    assert report.program.aliased_outputs == len(jax.tree.leaves(params))
+    return report
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)])
+def test_the_merge_on_eight_devices_adds_in_place_without_a_collective(sizes):
+    mesh = make_mesh(MeshConfig(*sizes))
+    report = assert_merge_adds_in_place(CONFIG, mesh)
+    totals = sum(
+        np.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(abstract_state(CONFIG, mesh).params)
+    )
+    assert report.aliased_bytes == totals
+    # Total and checkpoint in, total out.
+    assert counts.bytes_moved(report.program) == pytest.approx(3 * totals, rel=0.01)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
+def test_the_merge_on_tpu_adds_in_place_without_a_collective(name):
+    mesh = mesh_over(aot.tpu_topology(name).devices, MeshConfig(1, 4, 2))
+    report = assert_merge_adds_in_place(CONFIG, mesh)
+    assert platform_of(mesh) == "tpu" and "T(8,128)" in report.text
+
+
+@needs_libtpu
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
+    mesh = mesh_over(aot.tpu_topology("v5e:2x4").devices, MeshConfig(2, 2, 2))
+    # Small, as compiling for TPU takes its time, but of whole tiles (8 x 128).
+    model = ModelConfig(
+        vocabulary_size=512,
+        width=256,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        head_dim=head_dim,
+        hidden=256,
+        compute_dtype="bfloat16",
+    )
+    training = TrainingConfig(sequence_length_tokens=128, batch_size_sequences=8)
+    config = Config(model=model, training=training, evaluation=EvaluationConfig(batch_size_sequences=8))
+    reports = {name: aot.compile_program(lower, mesh) for name, lower in aot.programs(config, mesh).items()}
+    step, evaluation = reports["train_step"], reports["evaluation_step"]
+    assert step.refusal is None and evaluation.refusal is None
+    state = abstract_state(config, mesh)
+    assert step.program.aliased_outputs == len(jax.tree.leaves(state))
+    assert hlo.loops(step.program) == [2, 2] and hlo.loops(evaluation.program) == [2]
+    assert {c.kind for c in counts.collectives(step.program)} >= {"all-gather", "all-reduce"}
+    if head_dim == 128:  # Splash takes it
+        assert all("splash" in report.text for report in (step, evaluation))
+        assert counts.kernels_without_flops(step.program) == 2
+        return
+    single = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])
+    for name, report in (("train_step", step), ("evaluation_step", evaluation)):
+        on_cpu = aot.compile_program(aot.programs(config, single)[name], single)
+        whole = counts.product_flops(on_cpu.program)
+        assert 8 * counts.product_flops(report.program) == pytest.approx(whole, rel=0.02), name
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_the_compilers_word():
+    mesh = mesh_over(aot.tpu_topology("v5e:1x1").devices, MeshConfig())
+    large = dataclasses.replace(MODEL, width=8192, hidden=65_536, layers=4, vocabulary_size=131_072)
+    report = aot.compile_program(aot.programs(dataclasses.replace(CONFIG, model=large), mesh)["merge"], mesh)
+    assert report.program is None and report.refusal is not None
+    assert "available HBM" in report.refusal and "\n" not in report.refusal
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "chips", "devices"),
+    [("v4:2x2x1", 4, 4), ("v5e:1x1", 1, 1), ("v5p:4x4x8", 128, 128), ("tpu7x:2x2x1", 4, 8)],
+)
+def test_topologies_have_chips_and_devices(name, chips, devices):
+    found = aot.tpu_topology(name)
+    assert (found.chips, len(found.devices)) == (chips, devices)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("sizes", [(1, 32, 4), (1, 64, 2), (2, 16, 4), (128, 1, 1)])
+def test_a_mesh_axis_may_be_a_part_of_the_torus(sizes):
+    mesh = mesh_over(aot.tpu_topology("v5p:4x4x8").devices, MeshConfig(*sizes))
+    assert tuple(mesh.shape.values()) == sizes
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+
+
+@pytest.mark.parametrize("name", ["v9:2x2", "v5p", "v5p:", "v5p:axb", "h100:8", "", "v5e:4x4x4x4", "v5e:0x0"])
+def test_an_unknown_topology_lists_the_known_ones_in_one_line(name):
+    with pytest.raises(ValueError, match=r"v4:\{2x2x1,.*v5e:\{1x1,.*v5p:.*v6e:") as raised:
+        aot.tpu_topology(name)
+    assert "\n" not in str(raised.value) and repr(name) in str(raised.value)
+
+
+@needs_libtpu
+def test_a_shape_that_the_chip_does_not_come_in_lists_its_shapes():
+    with pytest.raises(ValueError, match=r"v5p:3x3x3.*one of v5p:\{2x2x1,.*16x16x24\}$") as raised:
+        aot.tpu_topology("v5p:3x3x3")
+    assert "\n" not in str(raised.value)
+
+
+def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(ValueError, match=r"^[^\n]*pip install 'pma-jax\[plan\]'$"):
+        aot.tpu_topology("v5e:2x2")
+
+
+def test_sizes_that_do_not_divide_are_named():
+    with pytest.raises(ValueError, match=r"model\.heads is 4, and tensor splits it in 8"):
+        aot.programs(CONFIG, make_mesh(MeshConfig(1, 1, 8)))
