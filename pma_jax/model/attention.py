@@ -78,7 +78,9 @@ def xla_attention(
     """See `attention`; on any platform, with memory for the square of scores."""
     B, L, N, H = q_BxLxNxH.shape
     K = k_BxLxKxH.shape[2]
-    q_BxLxKxGxH = (q_BxLxNxH * (1 / math.sqrt(H))).reshape(B, L, K, N // K, H)
+    # Said, not left to JAX: of one key head it would split the queries that share it.
+    grouped = RULES.spec("batch", None, "heads", None, None)
+    q_BxLxKxGxH = _reshaped(q_BxLxNxH * (1 / math.sqrt(H)), (B, L, K, N // K, H), grouped)
     # Heads before positions, and keys and values transposed: every batched product, the gradients' too, then reads its
     # large operand row by row.
     q_BxKxGxLxH = q_BxLxKxGxH.transpose(0, 2, 3, 1, 4)
@@ -92,7 +94,12 @@ def xla_attention(
         q_BxKxGxQxH = q_BxKxGxLxH[:, :, :, start:stop]
         blocks.append(_attend_block(q_BxKxGxQxH, k_BxKxHxL[..., first:stop], v_BxKxHxL[..., first:stop], visible))
     y_BxKxGxLxH = jnp.concatenate(blocks, axis=3)
-    return y_BxKxGxLxH.transpose(0, 3, 1, 2, 4).reshape(B, L, N, H)
+    y_BxLxKxGxH = y_BxKxGxLxH.transpose(0, 3, 1, 2, 4)
+    return _reshaped(y_BxLxKxGxH, (B, L, N, H), RULES.spec("batch", None, "heads", None))
+
+
+def _reshaped(x: jax.Array, shape: tuple[int, ...], spec: jax.P) -> jax.Array:
+    return jnp.reshape(x, shape, out_sharding=None if jax.sharding.get_abstract_mesh().empty else spec)
 
 
 def _visible(start: int, stop: int, first: int, documents_BxL: jax.Array | None, window_tokens: int) -> jax.Array:

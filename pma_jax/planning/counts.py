@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 
-from pma_jax.planning.hlo import Array, Instruction, Program, arrays_of, called_name, executed
+from pma_jax.planning.hlo import CALLS, Array, Instruction, Program, arrays_of, called_name, executed
 
 COLLECTIVES = (
     "all-gather",
@@ -23,7 +23,7 @@ COLLECTIVES = (
 )
 # Say where values are, or wait for them: no bytes move.
 FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
-FREE += ("optimization-barrier", "add-dependency", "while", "conditional", "call", "domain", "iota")
+FREE += ("optimization-barrier", "add-dependency", "while", "domain", "iota", *CALLS)
 FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
 
 
@@ -49,8 +49,9 @@ def collectives(program: Program) -> list[Collective]:
 
     An asynchronous one that XLA for TPU spreads over several fusions is one: they share its channel.
     """
-    found, seen = [], set()
+    found, seen, reached = [], set(), set()
     for home, computation, instruction, times in executed(program):
+        reached.add(computation)
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
@@ -65,6 +66,8 @@ def collectives(program: Program) -> list[Collective]:
         if kind == "all-reduce" and computation != home and _only_slices(inside, instruction.name):
             kind = "reduce-scatter"  # XLA for TPU writes it as a sum of which each device keeps its slice
         found.append(Collective(kind, given * group if kind == "all-gather" else given, group, times))
+    missed = [name for name in program.computations.keys() - reached if _has_collective(program.computations[name])]
+    assert not missed, f"collectives in computations that nothing seems to run: {missed}"
     return found
 
 
@@ -125,6 +128,10 @@ def _group_devices(collective: Instruction, devices: int) -> int:
     return devices
 
 
+def _has_collective(computation: dict[str, Instruction]) -> bool:
+    return any(i.opcode.removesuffix("-start") in COLLECTIVES for i in computation.values())
+
+
 def _only_slices(computation: dict[str, Instruction], name: str) -> bool:
     users = [i for i in computation.values() if name in i.operands]
     return bool(users) and all(
@@ -176,7 +183,7 @@ def _traffic(program: Program, inside: dict[str, Instruction], instruction: Inst
     opcode = instruction.opcode
     if (
         opcode in FREE
-        or opcode.endswith("-done")
+        or opcode.endswith(("-done", "-update"))
         or instruction.attribute("custom_call_target") in [f'"{target}"' for target in FREE_TARGETS]
     ):
         return 0

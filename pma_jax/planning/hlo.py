@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
+CALLS = ("call", "call-start", "async-start", "conditional")
 BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the others the name tells: f32, bf16, s4, c64, f8e4m3fn
 
 
@@ -150,7 +151,7 @@ def executed(
             yield from executed(program, body, times * (_trips(program, name, instruction) or 1))
         elif instruction.opcode == "fusion":
             yield from executed(program, called_name(instruction.attribute("calls")), times, home)
-        elif instruction.opcode in ("call", "async-start", "conditional"):
+        elif instruction.opcode in CALLS:
             listed = instruction.attribute("branch_computations") or ""
             keys = ("to_apply", "calls", "true_computation", "false_computation")
             named = [*listed.split(","), *[instruction.attribute(key) or "" for key in keys]]

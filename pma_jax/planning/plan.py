@@ -244,7 +244,7 @@ def _training_lines(run: dict[str, Any]) -> list[str]:
     listed = ", ".join(f"{name.replace('_', ' ')} {_count(3 * flops)}" for name, flops in parts)
     lines = [
         f"training needs {_count(run['training_flops_per_token'])} FLOP a token ({listed}), "
-        f"{_count(run['step_flops_per_device'])} a step and device"
+        f"{_count(run['step_flops_per_device'])} FLOP a step and device"
     ]
     if "step_seconds_at_least" in run:
         lines.append(
@@ -275,15 +275,24 @@ def _storage_lines(numbers: dict[str, Any]) -> list[str]:
 
 def _annealing_line(annealing: dict[str, Any]) -> str:
     what = f"an annealing over {annealing['share_of_tokens']:.0%} of the tokens ({_count(annealing['tokens'])})"
-    cost = f"{_count(annealing['flops'])} FLOP"
+    price = f"{_count(annealing['flops'])} FLOP"
     if "chip_hours_at_least" in annealing:
         hours = f"{annealing['hours_at_least']:.4g} hours of this slice"
-        cost = f"at least {annealing['chip_hours_at_least']:.4g} chip hours ({hours}, {cost})"
-    return f"{what}, which merging replaces, costs {cost}"
+        price = f"at least {annealing['chip_hours_at_least']:.4g} chip hours ({hours}, {price})"
+    return f"{what}, which merging replaces, costs {price}"
 
 
 def _count(number: float) -> str:
-    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in (
+        ("Y", 1e24),
+        ("Z", 1e21),
+        ("E", 1e18),
+        ("P", 1e15),
+        ("T", 1e12),
+        ("B", 1e9),
+        ("M", 1e6),
+        ("k", 1e3),
+    ):
         if number >= size:
             return f"{number / size:.4g}{unit}"
     return f"{number:.4g}"

@@ -87,6 +87,28 @@ def test_a_gather_that_is_spread_over_fusions_is_one_and_a_sliced_sum_is_a_scatt
     assert scatter.sent_bytes == 64 * 4 * 7 / 8
 
 
+def test_a_collective_of_another_thread_of_the_chip_is_found():
+    # XLA for TPU7x hands collectives to the chip's SparseCores.
+    (found,) = counts.collectives(
+        hlo.parse("""HloModule offloaded, num_partitions=8
+
+%called (p: bf16[1,16], t: token[]) -> bf16[4,16] {
+  %t = token[] parameter(1)
+  %p = bf16[1,16]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[4,16]{1,0} all-gather(%p), channel_id=60, replica_groups=[2,4]<=[8], dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (a: bf16[1,16]) -> bf16[4,16] {
+  %a = bf16[1,16]{1,0} parameter(0)
+  %t0 = token[] after-all()
+  %start = ((bf16[1,16], token[]), bf16[4,16]) call-start(%a, %t0), async_execution_thread="s", to_apply=%called
+  ROOT %done = bf16[4,16]{1,0} call-done(%start)
+}
+""")
+    )
+    assert found == counts.Collective("all-gather", 4 * 16 * 2, 4, 1)
+
+
 @pytest.mark.parametrize(
     ("groups", "devices"),
     [

@@ -174,6 +174,15 @@ def test_any_mesh_is_one_device(data, fsdp, tensor, microbatches):
     assert_metrics_close(metrics, expected_metrics)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_few_key_heads_train_on_any_mesh(kv_heads):
+    config = make_config()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, heads=4, kv_heads=kv_heads))
+    expected, _ = steps(config, submesh(1, 1, 1))
+    for sizes in ((8, 1, 1), (2, 4, 1)):
+        tiny.assert_close(steps(config, submesh(*sizes))[0], expected, rtol=2e-4, atol=5e-6)
+
+
 def test_the_same_step_twice_is_bitwise_the_same():
     mesh = MeshConfig(2, 2, 2)
     first, second = steps(make_config(mesh)), steps(make_config(mesh))
