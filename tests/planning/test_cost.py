@@ -104,3 +104,10 @@ def test_attention_counts_the_keys_that_each_position_sees(window):
     model = ModelConfig(layers=2, heads=3, head_dim=4, attention_window_tokens=window)
     seen = [sum(0 <= q - k < (window or 8) for k in range(8)) for q in range(8)]
     assert cost.forward_flops(model, 8)["attention"] == pytest.approx(2 * 3 * 4 * 4 * sum(seen) / 8)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_meets():
+    dense = dataclasses.replace(MODEL, hidden=96)
+    mixture = dataclasses.replace(MODEL, experts=8, experts_per_token=2, expert_hidden=32, shared_experts=1)
+    router = MODEL.layers * MODEL.width * 8
+    assert cost.matrix_parameters(mixture) == cost.matrix_parameters(dense) + router
