@@ -22,6 +22,7 @@ import ml_collections
 SOURCES = ("packaged", "files", "hub")
 FOLDERS = {"point": "snapshots", "block_mean": "block_means"}  # kind of snapshot -> its folder in a run
 DECAYS = ("none", "cosine", "linear", "minus_sqrt")
+ROUTER_SCORES = ("softmax", "sigmoid")
 REMAT_POLICIES = ("none", "full", "dots")
 DTYPES = ("float32", "bfloat16")
 
@@ -52,7 +53,14 @@ class ModelConfig:
     heads: int = 4  # N: query heads
     kv_heads: int = 4  # K: key and value heads; divides `heads`
     head_dim: int = 32  # H
-    hidden: int = 384  # F: inner width of the gated MLP
+    hidden: int = 384  # F: inner width of the gated MLP; not used by a mixture of experts
+    experts: int = 0  # E: routed experts of a block, in place of the MLP; 0: dense
+    experts_per_token: int = 2  # experts that a token is sent to
+    expert_hidden: int = 128  # inner width of one expert
+    shared_experts: int = 0  # experts that every token goes through, besides
+    router_scores: str = "softmax"  # softmax | sigmoid: from the router's logits to scores
+    router_normalized: bool = True  # the weights of a token's experts add up to 1; else they are the scores
+    router_bias: bool = True  # a bias of each expert, moved by its load, helps to choose (never to weigh) experts
     qk_norm: bool = False  # RMSNorm on queries and keys, a scale per head dim
     tie_embeddings: bool = False  # the output projection is the embedding
     attention_window_tokens: int = 0  # positions that one sees, itself included; 0: all before it
@@ -63,6 +71,11 @@ class ModelConfig:
     remat: str = "none"  # what the backward pass recomputes: none | full | dots (all but matrix products)
     logits_chunk_tokens: int = 2048  # positions whose logits (times V, float32) a device holds at once in the loss
     scan_layers: bool = True  # lax.scan over the stacked blocks; False unrolls the same blocks
+
+    @property
+    def shared_hidden(self) -> int:
+        """Inner width of the MLP that all tokens go through; 0: there is none."""
+        return self.shared_experts * self.expert_hidden if self.experts else self.hidden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +109,9 @@ class TrainingConfig:
     batch_size_sequences: int = 16  # B: sequences an optimizer step, over all devices
     accumulation_steps: int = 1  # microbatches an optimizer step; divides the batch
     z_loss_weight: float = 0.0  # times log(Z)^2, averaged over tokens
+    router_bias_rate: float = 1e-3  # what a step adds to the bias of an expert with too few tokens, or takes away
+    balance_loss_weight: float = 0.0  # times the auxiliary load-balancing loss (1 when even), summed over layers
+    router_z_loss_weight: float = 0.0  # times log(Z)^2 of the router's logits, averaged over tokens, summed over layers
     log_interval_tokens: int = 100_000  # a line of metrics this often
     seed: int = 0  # of initialisation and data order
     start_from: str = ""  # a snapshot whose weights training begins with, such as an imported model; empty: random ones
@@ -140,6 +156,7 @@ class MeshConfig:
     data: int = -1  # batch is split, parameters are replicated
     fsdp: int = 1  # batch and parameters are split
     tensor: int = 1  # heads, hidden and vocabulary are split
+    expert: int = 1  # batch and experts are split; tokens travel to their experts and back
     cpu_devices: int = 0  # where there is only a CPU: devices that it counts as (0: as JAX says, one); best one a core
 
 
@@ -375,6 +392,7 @@ def _validate(config: Config) -> None:
     _one_of("schedule.decay", config.schedule.decay, DECAYS)
     _one_of("model.remat", model.remat, REMAT_POLICIES)
     _one_of("model.compute_dtype", model.compute_dtype, DTYPES)
+    _one_of("model.router_scores", model.router_scores, ROUTER_SCORES)
     for section, keys in _POSITIVE.items():
         for key in keys:
             value = getattr(getattr(config, section), key)
@@ -387,6 +405,7 @@ def _validate(config: Config) -> None:
         "training.batch_size_sequences",
         training.batch_size_sequences,
     )
+    _validate_experts(config)
     if model.head_dim % 2:
         raise ValueError(f"model.head_dim must be even for rotary positions, not {model.head_dim}")
     if model.attention_window_tokens < 0:
@@ -420,8 +439,37 @@ def _validate(config: Config) -> None:
         )
 
 
+def _validate_experts(config: Config) -> None:
+    model, training = config.model, config.training
+    for key in ("experts", "shared_experts"):
+        if getattr(model, key) < 0:
+            raise ValueError(f"model.{key} must be 0 or more, not {getattr(model, key)}")
+    for key in ("router_bias_rate", "balance_loss_weight", "router_z_loss_weight"):
+        if getattr(training, key) < 0:
+            raise ValueError(f"training.{key} must be 0 or more, not {getattr(training, key)}")
+    if model.experts and model.experts_per_token > model.experts:
+        raise ValueError(
+            f"model.experts_per_token ({model.experts_per_token}) is more than the {model.experts} of model.experts"
+        )
+    if config.mesh.expert not in (-1, 1) and not model.experts:
+        raise ValueError(
+            f"mesh.expert is {config.mesh.expert}, and the model has no experts: use mesh.fsdp or mesh.data"
+        )
+
+
 _POSITIVE = {
-    "model": ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden", "logits_chunk_tokens"),
+    "model": (
+        "vocabulary_size",
+        "width",
+        "layers",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "hidden",
+        "experts_per_token",
+        "expert_hidden",
+        "logits_chunk_tokens",
+    ),
     "training": (
         "total_tokens",
         "sequence_length_tokens",

@@ -16,18 +16,19 @@ from jax.experimental import mesh_utils
 
 from pma_jax.config import Config, MeshConfig
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "expert")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """Mesh axis (or axes) of each logical dim; None leaves a dim whole."""
 
-    batch: tuple[str, ...] | str | None = ("data", "fsdp")  # B
+    batch: tuple[str, ...] = ("data", "fsdp", "expert")  # B
     width: str | None = "fsdp"  # D of parameters; activations keep D whole
     heads: str | None = "tensor"  # N and K
     hidden: str | None = "tensor"  # F
     vocabulary: str | None = "tensor"  # V
+    experts: str | None = "expert"  # E
 
     def spec(self, *dims: str | None) -> P:
         """The partition of an array whose dims carry these logical names (None: whole).
@@ -66,7 +67,7 @@ def mesh_over(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.
 
     Raises ValueError when the sizes do not multiply to the number of devices.
     """
-    shape = [sizes.data, sizes.fsdp, sizes.tensor]
+    shape = [sizes.data, sizes.fsdp, sizes.tensor, sizes.expert]
     count = len(devices)
     if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
         raise ValueError(f"mesh sizes {dict(zip(AXES, shape, strict=True))}: each is 1 or more, and at most one is -1")
@@ -111,9 +112,12 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
         "model.width": ("width", model.width),
         "model.heads": ("heads", model.heads),
         "model.kv_heads": ("heads", model.kv_heads),
-        "model.hidden": ("hidden", model.hidden),
         "model.vocabulary_size": ("vocabulary", model.vocabulary_size),
     }
+    if model.experts:
+        sizes |= {"model.experts": ("experts", model.experts), "model.expert_hidden": ("hidden", model.expert_hidden)}
+    else:
+        sizes |= {"model.hidden": ("hidden", model.hidden)}
     for key, (dim, size) in sizes.items():
         axes = getattr(RULES, dim)
         axes = axes if isinstance(axes, tuple) else (axes,)

@@ -47,3 +47,13 @@ def finished(workspace):
     from pma_jax.training.loop import train
 
     return train(tiny.config(workspace), workspace / "finished")
+
+
+@pytest.fixture
+def compiled_in_a_hurry():
+    """XLA's optimisations are off in this test: for many programs that each run a few times."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

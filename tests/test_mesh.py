@@ -13,12 +13,14 @@ from pma_jax.mesh import AXES, RULES, Rules, abstract_on, check_mesh, local_mesh
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
-        ((-1, 1, 1), (8, 1, 1)),
-        ((8, 1, 1), (8, 1, 1)),
-        ((-1, 2, 2), (2, 2, 2)),
-        ((1, -1, 1), (1, 8, 1)),
-        ((1, 2, -1), (1, 2, 4)),
-        ((2, 4, 1), (2, 4, 1)),
+        ((-1, 1, 1), (8, 1, 1, 1)),
+        ((8, 1, 1), (8, 1, 1, 1)),
+        ((-1, 2, 2), (2, 2, 2, 1)),
+        ((1, -1, 1), (1, 8, 1, 1)),
+        ((1, 2, -1), (1, 2, 4, 1)),
+        ((2, 4, 1), (2, 4, 1, 1)),
+        ((2, 1, 1, 4), (2, 1, 1, 4)),
+        ((1, 2, 1, -1), (1, 2, 1, 4)),
     ],
 )
 def test_sizes_fill_the_devices(sizes, shape):
@@ -48,8 +50,11 @@ def test_sizes_that_do_not_fill_the_devices_are_refused(sizes, says):
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ({"training": {"batch_size_sequences": 10}}, r"accumulation_steps is 10, and data x fsdp splits it in 4"),
-        ({"training": {"accumulation_steps": 8}}, r"accumulation_steps is 2, and data x fsdp splits it in 4"),
+        (
+            {"training": {"batch_size_sequences": 10}},
+            r"accumulation_steps is 10, and data x fsdp x expert splits it in 4",
+        ),
+        ({"training": {"accumulation_steps": 8}}, r"accumulation_steps is 2, and data x fsdp x expert splits it in 4"),
         ({"evaluation": {"batch_size_sequences": 6}}, r"evaluation\.batch_size_sequences is 6"),
         ({"model": {"kv_heads": 1}}, r"model\.kv_heads is 1, and tensor splits it in 2"),
         ({"model": {"vocabulary_size": 257}}, r"model\.vocabulary_size is 257"),
@@ -63,8 +68,23 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_named(sizes, says):
         check_mesh(resolve(sizes), mesh)
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"experts": 6}, r"model\.experts is 6, and expert splits it in 4"),
+        ({"expert_hidden": 127}, r"model\.expert_hidden is 127, and tensor splits it in 2"),
+    ],
+)
+def test_experts_that_do_not_divide_over_the_mesh_are_named(model, says):
+    mesh = make_mesh(MeshConfig(1, 1, 2, 4))
+    # A mixture has no MLP of its own: what the key of the dense one says does not matter.
+    check_mesh(resolve({"model": {"experts": 8, "hidden": 127}}), mesh)
+    with pytest.raises(ValueError, match=says):
+        check_mesh(resolve({"model": {"experts": 8} | model}), mesh)
+
+
 def test_rules_map_dims_to_axes():
-    assert RULES.spec("batch", None, "heads", None) == P(("data", "fsdp"), None, "tensor", None)
+    assert RULES.spec("batch", None, "heads", None) == P(("data", "fsdp", "expert"), None, "tensor", None)
     assert RULES.spec("width", "hidden") == P("fsdp", "tensor")
 
 
@@ -95,7 +115,7 @@ def test_abstract_leaves_are_what_making_them_gives():
 
 
 def test_the_local_mesh_has_every_device_along_data():
-    assert dict(local_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert dict(local_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "expert": 1}
     assert len(jax.device_put(jnp.ones(3), replicated(local_mesh())).addressable_shards) == 8
 
 
@@ -108,7 +128,7 @@ print(dict(make_mesh(MeshConfig(fsdp=3, cpu_devices=6)).shape), jax.device_count
 make_mesh(MeshConfig(cpu_devices=6))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "{'data': 2, 'fsdp': 3, 'tensor': 1} 6\n"
+    assert done.stdout == "{'data': 2, 'fsdp': 3, 'tensor': 1, 'expert': 1} 6\n"
 
 
 def test_training_refuses_a_number_of_cpu_devices_that_comes_too_late():
@@ -129,4 +149,4 @@ def test_inside_a_shard_map_its_own_axes_are_left_out():
 
     with jax.set_mesh(make_mesh(MeshConfig(2, 2, 2))):
         jax.shard_map(part, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})(jnp.ones(4))
-    assert seen[0] == (P("fsdp", None, "tensor"), P("fsdp"))
+    assert seen[0] == (P(("fsdp", "expert"), None, "tensor"), P("fsdp"))

@@ -20,19 +20,28 @@ PADDING = -1
 
 
 def loss_sums(
-    graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array, z_loss_weight: float = 0.0
+    graph: nnx.GraphDef,
+    params: Params,
+    tokens_BxM: jax.Array,
+    z_loss_weight: float = 0.0,
+    balance_loss_weight: float = 0.0,
+    router_z_loss_weight: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sums over the tokens that count: the objective, and `nats` and `count` apart.
+    """Sums over the tokens that count: the objective, and `nats` and `count` apart; `load_TxE` where there are experts.
 
-    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2. Sums, not means, so that batches of any
-    raggedness add up exactly.
+    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2, plus the routers' auxiliary losses (padding
+    counts there: it is routed too). Sums, not means, so that batches of any raggedness add up exactly.
     """
     inputs_BxL, targets_BxL = tokens_BxM[:, :-1], tokens_BxM[:, 1:]
     model = decoder_of(graph, params)
-    x_BxLxD = model.hidden(jnp.maximum(inputs_BxL, 0))
+    x_BxLxD, router = model.hidden(jnp.maximum(inputs_BxL, 0))
     chunk_tokens = model.config.logits_chunk_tokens
     objective, nats = cross_entropy(x_BxLxD, model.head(), targets_BxL, z_loss_weight, chunk_tokens)
-    return objective, {"nats": nats, "count": jnp.sum((targets_BxL >= 0).astype(jnp.float32))}
+    sums = {"nats": nats, "count": jnp.sum((targets_BxL >= 0).astype(jnp.float32))}
+    if router:
+        objective += balance_loss_weight * jnp.sum(router["balance"]) + router_z_loss_weight * jnp.sum(router["z"])
+        sums["load_TxE"] = router["load_E"]
+    return objective, sums
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -16,6 +16,9 @@ from jax import P
 from pma_jax.config import ModelConfig
 from pma_jax.mesh import RULES
 from pma_jax.model.attention import attention, rotary_tables, rotate
+from pma_jax.model.experts import gated
+from pma_jax.model.initial import normal, ones
+from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
 from pma_jax.model.product import product
 
 Params = dict  # nested: name -> array; the plain pytree that is trained, saved and merged
@@ -26,31 +29,43 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c, spec = config, RULES.spec
-        D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.hidden
+        D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.shared_hidden
         # The two matrices that write to the residual stream start smaller, so that its size does not grow with depth.
         shrink = 1 / math.sqrt(2 * c.layers)
         self.config = nnx.static(config)
-        self.attention_norm_D = _ones(D)
-        self.query_DxNxH = _normal(rngs, (D, N, H), spec("width", "heads", None), D)
-        self.key_DxKxH = _normal(rngs, (D, K, H), spec("width", "heads", None), D)
-        self.value_DxKxH = _normal(rngs, (D, K, H), spec("width", "heads", None), D)
-        self.output_NxHxD = _normal(rngs, (N, H, D), spec("heads", None, "width"), N * H, shrink)
-        self.mlp_norm_D = _ones(D)
-        self.gate_DxF = _normal(rngs, (D, F), spec("width", "hidden"), D)
-        self.up_DxF = _normal(rngs, (D, F), spec("width", "hidden"), D)
-        self.down_FxD = _normal(rngs, (F, D), spec("hidden", "width"), F, shrink)
+        self.attention_norm_D = ones(D)
+        self.query_DxNxH = normal(rngs, (D, N, H), spec("width", "heads", None), D)
+        self.key_DxKxH = normal(rngs, (D, K, H), spec("width", "heads", None), D)
+        self.value_DxKxH = normal(rngs, (D, K, H), spec("width", "heads", None), D)
+        self.output_NxHxD = normal(rngs, (N, H, D), spec("heads", None, "width"), N * H, shrink)
+        self.mlp_norm_D = ones(D)
+        if F:
+            self.gate_DxF = normal(rngs, (D, F), spec("width", "hidden"), D)
+            self.up_DxF = normal(rngs, (D, F), spec("width", "hidden"), D)
+            self.down_FxD = normal(rngs, (F, D), spec("hidden", "width"), F, shrink)
+        if c.experts:
+            self.moe = MixtureOfExperts(c, rngs)
         if c.qk_norm:
-            self.query_norm_H = _ones(H)
-            self.key_norm_H = _ones(H)
+            self.query_norm_H = ones(H)
+            self.key_norm_H = ones(H)
 
     def __call__(
         self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], documents_BxL: jax.Array | None
-    ) -> jax.Array:
-        """[B, L, D] -> [B, L, D]; `rotary` is what `rotary_tables` gives for L and H, documents `attention`'s."""
-        epsilon = self.config.norm_epsilon
-        normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm_D[...], epsilon)
+    ) -> tuple[jax.Array, RouterSums]:
+        """[B, L, D] -> [B, L, D], and what its router sums up.
+
+        `rotary` is what `rotary_tables` gives for L and H, documents are `attention`'s.
+        """
+        c, router = self.config, {}
+        normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm_D[...], c.norm_epsilon)
         x_BxLxD = x_BxLxD + self._attend(normed_BxLxD, rotary, documents_BxL)
-        return x_BxLxD + self._mlp(rms_norm(x_BxLxD, self.mlp_norm_D[...], epsilon))
+        y_BxLxD = rms_norm(x_BxLxD, self.mlp_norm_D[...], c.norm_epsilon)
+        if c.shared_hidden:
+            x_BxLxD = x_BxLxD + self._mlp(y_BxLxD)
+        if c.experts:
+            mixed_BxLxD, router = self.moe(y_BxLxD)
+            x_BxLxD = x_BxLxD + mixed_BxLxD
+        return x_BxLxD, router
 
     def _attend(
         self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], documents_BxL: jax.Array | None
@@ -69,7 +84,7 @@ class Block(nnx.Module):
     def _mlp(self, x_BxLxD: jax.Array) -> jax.Array:
         gate_BxLxF = _widen(x_BxLxD, self.gate_DxF[...], "hidden")
         up_BxLxF = _widen(x_BxLxD, self.up_DxF[...], "hidden")
-        return _narrow(_gated(gate_BxLxF, up_BxLxF), self.down_FxD[...], "hidden")
+        return _narrow(gated(gate_BxLxF, up_BxLxF), self.down_FxD[...], "hidden")
 
 
 class Decoder(nnx.Module):
@@ -82,29 +97,32 @@ class Decoder(nnx.Module):
         c = config
         _check_divides(c)
         self.config = nnx.static(config)
-        self.embedding_VxD = _normal(rngs, (c.vocabulary_size, c.width), RULES.spec("vocabulary", "width"), c.width)
+        self.embedding_VxD = normal(rngs, (c.vocabulary_size, c.width), RULES.spec("vocabulary", "width"), c.width)
         self.blocks = jax.vmap(functools.partial(Block, c))(rngs.split(c.layers))
-        self.final_norm_D = _ones(c.width)
+        self.final_norm_D = ones(c.width)
         if not c.tie_embeddings:
-            self.unembedding_DxV = _normal(
+            self.unembedding_DxV = normal(
                 rngs, (c.width, c.vocabulary_size), RULES.spec("width", "vocabulary"), c.width
             )
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """int32 [B, L] -> float32 logits [B, L, V]. A loss takes `hidden` and `head`, and never holds all logits."""
-        x_BxLxD, head_DxV = self.hidden(tokens_BxL), self.head()
+        (x_BxLxD, _), head_DxV = self.hidden(tokens_BxL), self.head()
         spec = RULES.spec("batch", None, "vocabulary")
         return jnp.einsum("bld,dv->blv", x_BxLxD, head_DxV, out_sharding=spec, preferred_element_type=jnp.float32)
 
-    def hidden(self, tokens_BxL: jax.Array) -> jax.Array:
-        """int32 [B, L] -> normed states [B, L, D] in the compute dtype: what the head turns into logits."""
+    def hidden(self, tokens_BxL: jax.Array) -> tuple[jax.Array, RouterSums]:
+        """int32 [B, L] -> normed states [B, L, D] in the compute dtype: what the head turns into logits.
+
+        And what each layer's router sums up, stacked over T; no entries where the model is dense.
+        """
         c = self.config
         # The gather wants its table whole; rows that are not used cost no arithmetic.
         table_VxD = jax.reshard(self.embedding_VxD[...], P(None, None)).astype(jnp.dtype(c.compute_dtype))
         x_BxLxD = table_VxD.at[tokens_BxL].get(out_sharding=RULES.spec("batch", None, None))
         documents_BxL = None if c.separator_token < 0 else documents(tokens_BxL, c.separator_token)
-        x_BxLxD = _through_blocks(self.blocks, x_BxLxD, documents_BxL, c)
-        return rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon)
+        x_BxLxD, router = _through_blocks(self.blocks, x_BxLxD, documents_BxL, c)
+        return rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon), router
 
     def head(self) -> jax.Array:
         """The output projection [D, V] in the compute dtype, split along the vocabulary."""
@@ -126,9 +144,11 @@ def graph_definition(config: ModelConfig) -> nnx.GraphDef:
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Fresh float32 parameters as a nested dict; traceable, so `jax.eval_shape` gives shapes and shardings."""
-    _, state = nnx.split(Decoder(config, nnx.Rngs(params=key)), nnx.Param)
-    return nnx.to_pure_dict(state)
+    """Fresh float32 parameters as a nested dict; traceable, so `jax.eval_shape` gives shapes and shardings.
+
+    With the router's bias, which is saved and merged like them: `moe.BIAS`.
+    """
+    return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key)), (nnx.Param, RouterBias)))
 
 
 def apply(graph: nnx.GraphDef, params: Params, tokens_BxL: jax.Array) -> jax.Array:
@@ -146,6 +166,15 @@ def parameter_count(params: Params) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
+def activated_count(params: Params, config: ModelConfig) -> int:
+    """Number of scalars that one token meets: of the routed experts only those that it is sent to."""
+    if not config.experts:
+        return parameter_count(params)
+    routed = {name: leaf for name, leaf in params["blocks"]["moe"].items() if name.startswith("expert_")}
+    idle = config.experts - config.experts_per_token
+    return parameter_count(params) - parameter_count(routed) * idle // config.experts
+
+
 def documents(tokens_BxL: jax.Array, separator_token: int) -> jax.Array:
     """int32 [B, L]: how many documents ended before each token of a window; a separator belongs to what it ends."""
     ends_BxL = (tokens_BxL == separator_token).astype(jnp.int32)
@@ -154,12 +183,12 @@ def documents(tokens_BxL: jax.Array, separator_token: int) -> jax.Array:
 
 def _through_blocks(
     blocks: Block, x_BxLxD: jax.Array, documents_BxL: jax.Array | None, config: ModelConfig
-) -> jax.Array:
+) -> tuple[jax.Array, RouterSums]:
     # Made once, outside the scan and what it recomputes.
     rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
 
     def step(x_BxLxD, block):
-        return block(x_BxLxD, rotary, documents_BxL), None
+        return block(x_BxLxD, rotary, documents_BxL)
 
     policies = {
         "none": step,
@@ -168,15 +197,12 @@ def _through_blocks(
     }
     step = policies[config.remat]
     if config.scan_layers:
-        return jax.lax.scan(step, x_BxLxD, blocks)[0]
+        return jax.lax.scan(step, x_BxLxD, blocks)
+    routers = []
     for layer in range(config.layers):
-        x_BxLxD, _ = step(x_BxLxD, jax.tree.map(lambda leaf, i=layer: leaf[i], blocks))
-    return x_BxLxD
-
-
-@jax.checkpoint  # keeps its two inputs for the gradient, and none of the three arrays between them
-def _gated(gate_BxLxF: jax.Array, up_BxLxF: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate_BxLxF) * up_BxLxF
+        x_BxLxD, router = step(x_BxLxD, jax.tree.map(lambda leaf, i=layer: leaf[i], blocks))
+        routers.append(router)
+    return x_BxLxD, jax.tree.map(lambda *sums: jnp.stack(sums), *routers)
 
 
 def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
@@ -211,7 +237,7 @@ def _check_divides(config: ModelConfig) -> None:
         "width": "width",
         "heads": "heads",
         "kv_heads": "heads",
-        "hidden": "hidden",
+        **({"experts": "experts", "expert_hidden": "hidden"} if config.experts else {"hidden": "hidden"}),
     }
     for key, dim in dims.items():
         size, axis = getattr(config, key), getattr(RULES, dim)
@@ -221,12 +247,3 @@ def _check_divides(config: ModelConfig) -> None:
                 f"model.{key} ({size}) does not divide by the {devices} devices of mesh.{axis}, which split it: "
                 f"change one of the two"
             )
-
-
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], spec: P, fan_in: int, gain: float = 1.0) -> nnx.Param:
-    initializer = nnx.initializers.truncated_normal(stddev=gain / math.sqrt(fan_in))
-    return nnx.Param(initializer(rngs.params(), shape, jnp.float32, out_sharding=spec))
-
-
-def _ones(size: int) -> nnx.Param:
-    return nnx.Param(jnp.ones((size,), jnp.float32))

@@ -61,9 +61,14 @@ def known_topologies(chip: str | None = None) -> str:
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """Parameters of the blocks' matrices, which each token is multiplied by; neither embedding nor output."""
+    """Parameters of the blocks' matrices, which each token is multiplied by; neither embedding nor output.
+
+    Of a mixture of experts: those of the shared experts, of the ones that a token is sent to, and of the router.
+    """
     attention = 2 * model.width * (model.heads + model.kv_heads) * model.head_dim
-    return model.layers * (attention + 3 * model.width * model.hidden)
+    routed = model.experts_per_token * model.expert_hidden if model.experts else 0
+    router = model.width * model.experts
+    return model.layers * (attention + 3 * model.width * (model.shared_hidden + routed) + router)
 
 
 def forward_flops(model: ModelConfig, sequence_length_tokens: int) -> dict[str, float]:

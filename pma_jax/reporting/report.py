@@ -313,7 +313,7 @@ def _loss(entry: dict[str, Any]) -> float:
 
 def _parameters(run: Run) -> int:
     # Shapes only: one device is enough, wherever the run's own mesh was.
-    mesh = jax.make_mesh((1, 1, 1), AXES, devices=jax.devices()[:1])
+    mesh = jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
     return parameter_count(checkpoint.abstract_params(run.config, mesh))
 
 

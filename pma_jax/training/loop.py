@@ -187,8 +187,8 @@ def _write_train_record(
         return
     record, metrics = pending
     # Fetching waits for that step, and so keeps at most two in flight.
-    loss, norm = (float(np.asarray(metrics[name])) for name in ("loss", "gradient_norm"))
+    numbers = {name: np.asarray(value).item() for name, value in metrics.items() if name != "count"}
     if config.is_mark(record["tokens"], config.training.log_interval_tokens) or config.is_horizon(record["tokens"]):
         speed = clock.lap(record["tokens"])
         timing = {"tokens_per_second": speed, "seconds": clock.seconds()}
-        log.write(record | {"loss": loss, "gradient_norm": norm} | timing)
+        log.write(record | numbers | timing)

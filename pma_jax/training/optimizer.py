@@ -5,6 +5,7 @@ import optax
 
 from pma_jax.config import OptimizerConfig
 from pma_jax.model.decoder import Params
+from pma_jax.model.moe import BIAS
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -17,5 +18,10 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def decays(params: Params) -> Params:
-    """True for each leaf that weight decay applies to: all but the scales of norms."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
+    """True for each leaf that weight decay applies to: all but the scales of norms and the router's bias."""
+
+    def is_matrix(path, _) -> bool:
+        name = path[-1].key
+        return "norm" not in name and name != BIAS
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)

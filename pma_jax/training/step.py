@@ -14,6 +14,7 @@ from jax import P
 from pma_jax.config import Config
 from pma_jax.evaluation.loss import loss_sums
 from pma_jax.mesh import RULES, platform_of
+from pma_jax.model import moe
 from pma_jax.model.decoder import Params
 from pma_jax.training.optimizer import make_optimizer
 from pma_jax.training.state import TrainState
@@ -24,14 +25,17 @@ Metrics = dict[str, jax.Array]
 def make_train_step(
     config: Config, graph: nnx.GraphDef
 ) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]:
-    """`step(state, tokens_BxM int32, rate) -> (state, {"loss", "gradient_norm", "count"})`; the state is donated.
+    """`step(state, tokens_BxM int32, rate) -> (state, metrics)`; the state is donated.
 
+    The metrics are `loss`, `gradient_norm` and `count`, and with experts those of `moe.load_metrics`.
     Call under `jax.set_mesh`: it is compiled for the platform of that mesh.
     """
     optimizer = make_optimizer(config.optimizer)
+    training = config.training
 
     def objective(params: Params, tokens_bxM: jax.Array) -> tuple[jax.Array, Metrics]:
-        return loss_sums(graph, params, tokens_bxM, config.training.z_loss_weight)
+        weights = (training.z_loss_weight, training.balance_loss_weight, training.router_z_loss_weight)
+        return loss_sums(graph, params, tokens_bxM, *weights)
 
     def train_step(state: TrainState, tokens_BxM: jax.Array, rate: jax.Array) -> tuple[TrainState, Metrics]:
         gradients, sums = accumulate(objective, state.params, tokens_BxM, config.training.accumulation_steps)
@@ -43,6 +47,13 @@ def make_train_step(
             "gradient_norm": optax.tree.norm(gradients),
             "count": sums["count"],
         }
+        if config.model.experts:
+            positions = tokens_BxM[:, 1:].size
+            metrics |= moe.load_metrics(sums["load_TxE"], positions, config.model.experts_per_token)
+        if config.model.experts and config.model.router_bias:
+            # Its gradient is zero and it does not decay: the optimizer has left it as it was.
+            router = params["blocks"]["moe"]
+            router[moe.BIAS] = moe.balanced(router[moe.BIAS], sums["load_TxE"], training.router_bias_rate)
         return TrainState(state.step + 1, params, moments, state.block), metrics
 
     options = compiler_options(platform_of(jax.sharding.get_mesh()))

@@ -30,7 +30,7 @@ def reference():
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
 def test_sums_and_gradients_are_numpys(sizes, chunk_tokens):
-    mesh = jax.make_mesh(sizes, AXES, devices=jax.devices()[: int(np.prod(sizes))])
+    mesh = jax.make_mesh((*sizes, 1), AXES, devices=jax.devices()[: int(np.prod(sizes))])
     with jax.set_mesh(mesh):
         x = jax.device_put(X, RULES.spec("batch", None, None))
         head = jax.device_put(HEAD, RULES.spec(None, "vocabulary"))
@@ -52,7 +52,7 @@ def test_sums_and_gradients_are_numpys(sizes, chunk_tokens):
 
 
 def test_the_cotangent_scales_the_gradient():
-    with jax.set_mesh(jax.make_mesh((1, 1, 1), AXES, devices=jax.devices()[:1])):
+    with jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])):
         d_x = jax.grad(lambda x: 3.0 * cross_entropy(x, jnp.asarray(HEAD), jnp.asarray(TARGETS), WEIGHT, 5)[0])(X)
     np.testing.assert_allclose(d_x, 3 * reference()[2], rtol=1e-5, atol=1e-6)
 
@@ -65,7 +65,7 @@ def test_memory_is_that_of_a_chunk(dtype):
 
     def temporaries(chunk_tokens):
         gradient = jax.grad(lambda x, head, t: cross_entropy(x, head, t, 0.0, chunk_tokens)[0], argnums=(0, 1))
-        with jax.set_mesh(jax.make_mesh((1, 1, 1), AXES, devices=jax.devices()[:1])):
+        with jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])):
             return jax.jit(gradient).lower(*shapes, targets).compile().memory_analysis().temp_size_in_bytes
 
     every_logit = 4 * rows * 256 * vocabulary

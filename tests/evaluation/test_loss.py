@@ -27,7 +27,9 @@ class Table:
 
     def hidden(self, tokens_BxL):
         assert tokens_BxL.shape == self.logits.shape[:2]
-        return jnp.where((tokens_BxL < 0)[..., None], jnp.nan, self.logits)  # a negative index would read another row
+        return jnp.where(
+            (tokens_BxL < 0)[..., None], jnp.nan, self.logits
+        ), {}  # a negative index would read another row
 
     def head(self):
         return jax.device_put(jnp.eye(V), RULES.spec(None, "vocabulary"))
@@ -36,7 +38,7 @@ class Table:
 @pytest.fixture(autouse=True)
 def given_logits(monkeypatch):
     monkeypatch.setattr(loss, "decoder_of", lambda graph, params: Table(jnp.asarray(params)))
-    with jax.set_mesh(jax.make_mesh((1, 1, 1), AXES, devices=jax.devices()[:1])):
+    with jax.set_mesh(jax.make_mesh((1, 1, 1, 1), AXES, devices=jax.devices()[:1])):
         yield
 
 
@@ -108,7 +110,7 @@ def test_large_logits_stay_finite():
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
 def test_a_split_vocabulary_changes_no_number(sizes):
-    mesh = jax.make_mesh(sizes, AXES)
+    mesh = jax.make_mesh((*sizes, 1), AXES)
     with jax.set_mesh(mesh):
         table = jax.device_put(LOGITS, jax.NamedSharding(mesh, RULES.spec("batch", None, "vocabulary")))
         objective, sums = jax.jit(lambda x, t: loss.loss_sums(None, x, t, 0.1))(table, loss.on_mesh(mesh, TOKENS))

@@ -13,13 +13,38 @@ def logits(config: ModelConfig, params: Params, tokens_BxL: np.ndarray) -> np.nd
     x_BxLxD = params["embedding_VxD"][tokens_BxL]
     apart = documents(config, tokens_BxL)
     for layer in range(config.layers):
-        block = {name: leaf[layer] for name, leaf in params["blocks"].items()}
+        block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
         x_BxLxD = x_BxLxD + attend(config, block, norm(config, x_BxLxD, block["attention_norm_D"]), apart)
         y_BxLxD = norm(config, x_BxLxD, block["mlp_norm_D"])
-        gate_BxLxF = y_BxLxD @ block["gate_DxF"]
-        x_BxLxD = x_BxLxD + (gate_BxLxF / (1 + np.exp(-gate_BxLxF)) * (y_BxLxD @ block["up_DxF"])) @ block["down_FxD"]
+        if config.shared_hidden:
+            x_BxLxD = x_BxLxD + mlp(y_BxLxD, block["gate_DxF"], block["up_DxF"], block["down_FxD"])
+        if config.experts:
+            x_BxLxD = x_BxLxD + mixture(config, block["moe"], y_BxLxD)[0]
     x_BxLxD = norm(config, x_BxLxD, params["final_norm_D"])
     return x_BxLxD @ (params["embedding_VxD"].T if config.tie_embeddings else params["unembedding_DxV"])
+
+
+def mlp(x: np.ndarray, gate_DxF: np.ndarray, up_DxF: np.ndarray, down_FxD: np.ndarray) -> np.ndarray:
+    """SwiGLU."""
+    gate = x @ gate_DxF
+    return (gate / (1 + np.exp(-gate)) * (x @ up_DxF)) @ down_FxD
+
+
+def mixture(config: ModelConfig, moe: dict[str, np.ndarray], x_BxLxD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The routed experts, token by token and expert by expert: [B, L, D], and the tokens that each expert got."""
+    out_BxLxD, load_E = np.zeros_like(x_BxLxD), np.zeros(config.experts, int)
+    for b, l in np.ndindex(x_BxLxD.shape[:2]):
+        x_D = x_BxLxD[b, l]
+        logits_E = x_D @ moe["router_DxE"]
+        exp_E = np.exp(logits_E - logits_E.max())
+        score_E = exp_E / exp_E.sum() if config.router_scores == "softmax" else 1 / (1 + np.exp(-logits_E))
+        chosen = np.argsort(-(score_E + moe.get("router_bias_E", 0)))[: config.experts_per_token]
+        total = score_E[chosen].sum() if config.router_normalized else 1
+        for e in chosen:
+            load_E[e] += 1
+            weights = (moe[f"expert_{name}"][e] for name in ("gate_ExDxF", "up_ExDxF", "down_ExFxD"))
+            out_BxLxD[b, l] += score_E[e] / total * mlp(x_D, *weights)
+    return out_BxLxD, load_E
 
 
 def norm(config: ModelConfig, x: np.ndarray, scale: np.ndarray) -> np.ndarray:

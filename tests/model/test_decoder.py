@@ -18,9 +18,9 @@ TINY = ModelConfig(vocabulary_size=32, width=16, layers=2, heads=4, kv_heads=2, 
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 11)).astype(np.int32)
 
 
-def mesh_of(data=1, fsdp=1, tensor=1):
-    devices = jax.devices()[: data * fsdp * tensor]
-    return jax.make_mesh((data, fsdp, tensor), meshes.AXES, devices=devices)
+def mesh_of(data=1, fsdp=1, tensor=1, expert=1):
+    devices = jax.devices()[: data * fsdp * tensor * expert]
+    return jax.make_mesh((data, fsdp, tensor, expert), meshes.AXES, devices=devices)
 
 
 @pytest.fixture(autouse=True)

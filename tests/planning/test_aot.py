@@ -82,7 +82,7 @@ def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
         assert all("splash" in report.text for report in (step, evaluation))
         assert counts.kernels_without_flops(step.program) == 2
         return
-    single = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
+    single = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])
     for name, report in (("train_step", step), ("evaluation_step", evaluation)):
         on_cpu = aot.compile_program(aot.programs(config, single)[name], single)
         whole = counts.product_flops(on_cpu.program)

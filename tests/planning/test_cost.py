@@ -16,7 +16,7 @@ def program(name, model, mesh=None):
     training = TrainingConfig(sequence_length_tokens=L, batch_size_sequences=B)
     config = Config(model=model, training=training)
     config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, batch_size_sequences=B))
-    mesh = mesh or jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])
+    mesh = mesh or jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])
     report = aot.compile_program(aot.programs(config, mesh)[name], mesh)
     assert report.refusal is None and report.program is not None
     return report
@@ -25,7 +25,7 @@ def program(name, model, mesh=None):
 @pytest.mark.parametrize("tied", [False, True])
 def test_matrix_parameters_are_the_models_without_norms_embedding_and_output(tied):
     model = dataclasses.replace(MODEL, tie_embeddings=tied)
-    with jax.set_mesh(jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.devices()[:1])):
+    with jax.set_mesh(jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])):
         count = parameter_count(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
     norms = model.width * (2 * model.layers + 1)
     assert cost.matrix_parameters(model) == count - norms - (1 if tied else 2) * model.vocabulary_size * model.width
@@ -104,3 +104,10 @@ def test_attention_counts_the_keys_that_each_position_sees(window):
     model = ModelConfig(layers=2, heads=3, head_dim=4, attention_window_tokens=window)
     seen = [sum(0 <= q - k < (window or 8) for k in range(8)) for q in range(8)]
     assert cost.forward_flops(model, 8)["attention"] == pytest.approx(2 * 3 * 4 * 4 * sum(seen) / 8)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_meets():
+    dense = dataclasses.replace(MODEL, hidden=96)
+    mixture = dataclasses.replace(MODEL, experts=8, experts_per_token=2, expert_hidden=32, shared_experts=1)
+    router = MODEL.layers * MODEL.width * 8
+    assert cost.matrix_parameters(mixture) == cost.matrix_parameters(dense) + router

@@ -11,7 +11,7 @@ import tiny
 
 from pma_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from pma_jax.evaluation.loss import on_mesh
-from pma_jax.mesh import make_mesh
+from pma_jax.mesh import AXES, make_mesh
 from pma_jax.model.decoder import apply, graph_definition
 from pma_jax.training.optimizer import decays
 from pma_jax.training.state import abstract_state, make_state
@@ -55,10 +55,10 @@ def steps(config, mesh=None, batches=(0, 1, 2), ragged=True):
         return jax.tree.map(np.asarray, state), found
 
 
-def submesh(data, fsdp, tensor):
+def submesh(data, fsdp, tensor, expert=1):
     """A mesh over the first devices only."""
-    count = data * fsdp * tensor
-    return jax.make_mesh((data, fsdp, tensor), ("data", "fsdp", "tensor"), devices=jax.devices()[:count])
+    count = data * fsdp * tensor * expert
+    return jax.make_mesh((data, fsdp, tensor, expert), AXES, devices=jax.devices()[:count])
 
 
 @functools.cache

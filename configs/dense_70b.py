@@ -1,0 +1,14 @@
+"""Dense, 70B parameters: the paper's interval and window.
+
+Shape, rate and batch are ours: see `pma_jax.model.ladder`.
+
+Command:   pma train --config dense_70b --workdir DIR --config.data.source=files --config.data.files=GLOB
+"""
+
+import ml_collections
+
+from pma_jax.model import ladder
+
+
+def get_config() -> ml_collections.ConfigDict:
+    return ladder.get_config("dense_70b")

@@ -1,0 +1,14 @@
+"""Mixture of experts, 15B activated of 150B parameters: interval and window by `recommend_interval`.
+
+Shape, rate and batch are ours: see `pma_jax.model.ladder`.
+
+Command:   pma train --config moe_15b_150b --workdir DIR --config.data.source=files --config.data.files=GLOB
+"""
+
+import ml_collections
+
+from pma_jax.model import ladder
+
+
+def get_config() -> ml_collections.ConfigDict:
+    return ladder.get_config("moe_15b_150b")

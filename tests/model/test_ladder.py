@@ -1,0 +1,93 @@
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from pma_jax import checkpoint
+from pma_jax import config as configuration
+from pma_jax.mesh import AXES, check_mesh
+from pma_jax.model import ladder
+from pma_jax.model.decoder import activated_count, parameter_count
+
+CONFIGS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("[a-z]*.py"))
+PAPER = {  # size: interval in tokens and window, as the paper prints them
+    "dense_411m": (2e9, 6),
+    "dense_2b": (5e9, 6),
+    "dense_8b": (15e9, 10),
+    "dense_70b": (40e9, 10),
+    "moe_700m_7b": (4e9, 10),
+    "moe_1b3_13b": (8e9, 10),
+    "moe_10b_100b": (80e9, 10),
+}
+
+
+def abstract_of(config):
+    """Shapes only: on a mesh of many devices that are not here, none of this would fit in memory."""
+    mesh = jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
+    return checkpoint.abstract_params(config, mesh)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_shipped_configuration_resolves_and_survives_json(name):
+    config = configuration.resolve(configuration.load(name))
+    assert configuration.from_json(configuration.to_json(config)) == config
+
+
+@pytest.mark.parametrize("name", ladder.SIZES)
+def test_parameters_are_within_5_percent_of_the_name(name):
+    config = configuration.resolve(configuration.load(name))
+    params, size = abstract_of(config), ladder.SIZES[name]
+    assert config.model == size.model
+    assert parameter_count(params) == pytest.approx(size.total, rel=0.05)
+    assert activated_count(params, config.model) == pytest.approx(size.activated, rel=0.05)
+
+
+def test_every_size_has_its_file_and_the_papers_sizes_are_there():
+    assert set(ladder.SIZES) | {"tiny", "tiny_moe", "demo"} == set(CONFIGS)
+    named = {(size.activated, size.total) for size in ladder.SIZES.values()}
+    dense = {(n, n) for n in (411e6, 2e9, 8e9, 70e9)}
+    mixtures = {(330e6, 3.3e9), (0.7e9, 7e9), (1.3e9, 13e9), (3e9, 30e9), (10e9, 100e9), (15e9, 150e9), (20e9, 200e9)}
+    assert dense | mixtures <= named
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_interval_and_window_are_the_papers(name):
+    config = configuration.resolve(configuration.load(name))
+    assert (config.checkpoint.interval_tokens, config.checkpoint.window) == PAPER[name]
+    assert config.training.total_tokens == 20 * config.checkpoint.window * config.checkpoint.interval_tokens
+
+
+def test_the_1b3_13b_run_is_as_long_as_the_papers():
+    assert configuration.load("moe_1b3_13b").training.total_tokens == 1.6e12
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_recommended_intervals_are_near_the_papers_and_grow(mixture):
+    points = ladder.MIXTURE_POINTS if mixture else ladder.DENSE_POINTS
+    for params, tokens, window in points:
+        interval, recommended_window = ladder.recommend_interval(params, mixture)
+        assert 1 / 1.3 < interval / tokens < 1.3
+        assert recommended_window == window
+    sizes = np.geomspace(1e8, 1e11, 30)
+    intervals = [ladder.recommend_interval(n, mixture)[0] for n in sizes]
+    assert intervals == sorted(intervals) and len(set(intervals)) > 25
+
+
+def test_the_papers_points_are_the_ones_fitted():
+    found = {n for n, *_ in ladder.DENSE_POINTS} | {n for n, *_ in ladder.MIXTURE_POINTS}
+    assert found == {ladder.SIZES[name].activated for name in PAPER}
+    for points in (ladder.DENSE_POINTS, ladder.MIXTURE_POINTS):
+        for params, tokens, window in points:
+            assert (tokens, window) in [PAPER[name] for name in PAPER if ladder.SIZES[name].activated == params]
+
+
+@pytest.mark.parametrize("name", ladder.SIZES)
+def test_a_size_divides_over_a_mesh_that_it_would_run_on(name):
+    """By sizes alone: 16 devices in a mesh that is not here."""
+    config = configuration.resolve(configuration.load(name))
+    tensor, expert = (1, 4) if config.model.experts else (4, 1)
+    shape = {"data": 1, "fsdp": 4, "tensor": tensor, "expert": expert}
+    mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
+    check_mesh(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, cpu_devices=0)), mesh)
