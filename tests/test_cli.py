@@ -138,7 +138,7 @@ def test_a_wrong_call_is_status_2(pma, words):
         ("data.files=nowhere/*.txt", "nowhere/*.txt"),
         ("mesh.data=3", "needs 3 devices"),
         ("mesh.cpu_devices=-1", "0 or more"),
-        ("training.accumulation_steps=2", "data x fsdp splits it in 8"),
+        ("training.accumulation_steps=2", "data x fsdp x expert splits it in 8"),
     ],
 )
 def test_a_wrong_key_or_value_is_one_line(fails, workspace, tmp_path, assignment, says):

@@ -25,7 +25,7 @@ def numbers(workspace):
 
 def test_a_plan_is_json_and_its_numbers_fit_together(numbers):
     numbers = json.loads(json.dumps(numbers))
-    assert numbers["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1} and numbers["topology"]["chips"] == 8
+    assert numbers["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1} and numbers["topology"]["chips"] == 8
     run, step = numbers["training"], numbers["programs"]["train_step"]
     assert run["steps"] == 24 and run["batch_tokens"] == tiny.BATCH_TOKENS
     assert run["training_flops_per_token"] == 3 * sum(run["forward_flops_per_token"].values())
