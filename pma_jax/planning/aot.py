@@ -56,7 +56,7 @@ class Report:
     program: hlo.Program | None = dataclasses.field(default=None, repr=False)
     compiler_flops: float | None = None  # its cost analysis, where the body of a loop counts once
     compiler_bytes: float | None = None  # the same, bytes read and written anywhere
-    kernel_flops: float = 0.0  # of the attention's kernels, which declare none: what the model needs of them
+    kernel_flops: float = 0.0  # what the model needs of its hand-written kernels
 
     @property
     def bytes(self) -> int:

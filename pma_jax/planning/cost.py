@@ -116,7 +116,7 @@ class Roofline:
 def roofline(program: hlo.Program, chip: Chip, kernel_flops: float = 0.0) -> Roofline:
     """The least time on one device of `chip`: its compiled products, memory traffic and collectives (as rings).
 
-    `kernel_flops` are those of kernels that declare none.
+    `kernel_flops` are those of its hand-written kernels.
     """
     sent = sum(c.times * c.sent_bytes for c in counts.collectives(program))
     return Roofline(
