@@ -72,6 +72,16 @@ def collectives(program: Program) -> list[Collective]:
     return found
 
 
+def slice_bytes(program: Program) -> int:
+    """Bytes that a device sends to other slices: XLA for TPU hands them to the hosts, which add up and bring back."""
+    total = 0
+    for _, computation, instruction, times in executed(program):
+        if instruction.opcode == "send" and "megascale" in instruction.attributes:
+            inside = program.computations[computation]
+            total += times * sum(array.bytes for array in arrays_of(inside, instruction.operands[0]))
+    return total
+
+
 def product_flops(program: Program) -> int:
     """FLOPs of all matrix products outside of hand-written kernels, 2 a multiply-add; no element-wise work."""
     total = 0

@@ -173,7 +173,7 @@ def called_name(name: str | None) -> str:
 
 
 def _trips(program: Program, home: str, loop: Instruction) -> int | None:
-    """How often a loop runs: as XLA notes it, or from a condition `i < constant` of an `i` that goes up by ones."""
+    """How often a loop runs: as XLA notes it, or from `i < constant` of an `i` that goes up by a constant."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if noted:
         return int(noted[1])
@@ -188,8 +188,11 @@ def _trips(program: Program, home: str, loop: Instruction) -> int | None:
     body = program.computations[called_name(loop.attribute("body"))]
     first = _constant(before, _element(before.get(loop.operands[0]), index))
     after = body.get(_element(next(i for i in body.values() if i.is_root), index))
-    goes_up = after is not None and after.opcode == "add" and 1 in [_constant(body, name) for name in after.operands]
-    return limit - first if first is not None and goes_up else None
+    if first is None or after is None or after.opcode != "add":
+        return None
+    steps = [step for step in (_constant(body, name) for name in after.operands) if step is not None]
+    # XLA for TPU unrolls the loops that it turns a product and its collective into: they go up by twos.
+    return max(-(-(limit - first) // steps[0]), 0) if len(steps) == 1 and steps[0] > 0 else None
 
 
 def _element(made: Instruction | None, index: int) -> str:

@@ -53,9 +53,10 @@ def plan(
     stored = storage.storage(config, state)
     return {
         "config_digest": configuration.digest(config),
-        "versions": _versions(),
+        "versions": versions(),
         "topology": {
             "name": topology.name,
+            "slices": topology.slices,
             "chips": topology.chips,
             "devices": len(topology.devices),
             "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices,
@@ -68,6 +69,8 @@ def plan(
         "mesh": dict(mesh.shape),
         "parameters": parameter_count(state.params),
         "activated_parameters": activated_count(state.params, config.model),
+        "parameter_leaves": len(jax.tree.leaves(state.params)),
+        "largest_leaf_bytes_per_device": max(map(storage.device_bytes, jax.tree.leaves(state.params))),
         "programs": {name: _program(report, topology.chip) for name, report in reports.items()},
         "training": _training(config, topology, reports["train_step"]),
         "storage": stored,
@@ -110,7 +113,8 @@ def refusals(numbers: dict[str, Any]) -> list[str]:
     return [f"the {name.replace('_', ' ')}: {p['refusal']}" for name, p in programs if not p["compiled"]]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what a plan depends on."""
     names = ["pma-jax", "jax", "jaxlib", *(["libtpu"] if importlib.util.find_spec("libtpu") else [])]
     return {name: importlib.metadata.version(name) for name in names}
 
@@ -149,6 +153,7 @@ def _program(report: aot.Report, chip: cost.Chip) -> dict[str, Any]:
         "loop_trips": hlo.loops(report.program),
         "aliased_outputs": report.program.aliased_outputs,
         "collectives": kinds,
+        "slice_bytes": counts.slice_bytes(report.program),
         "roofline": dataclasses.asdict(bound) | {"seconds": bound.seconds, "limit": bound.limit},
     }
 
@@ -250,6 +255,8 @@ def _notes(programs: dict[str, Any]) -> list[str]:
         name = name.replace("_", " ")
         if None in program.get("loop_trips", []):
             notes.append(f"note: a loop of the {name} counts once: its text does not tell how often it runs")
+        if program.get("slice_bytes") and not program["roofline"]["slice_network_seconds"]:
+            notes.append(f"note: how fast slices of this chip talk is not known: no bound of the {name} has it")
         kernels = program.get("kernels", {"silent": 0, "declared_flops": 0})
         if kernels["silent"]:
             notes.append(
@@ -266,7 +273,8 @@ def _notes(programs: dict[str, Any]) -> list[str]:
 
 def _collectives_line(name: str, program: dict[str, Any]) -> str:
     kinds = [f"{of['count']} {kind} of {_bytes(of['payload_bytes'])}" for kind, of in program["collectives"].items()]
-    return f"collectives of the {name.replace('_', ' ')}: {', '.join(kinds) or 'none'}"
+    between = f"; {_bytes(program['slice_bytes'])} to other slices" if program["slice_bytes"] else ""
+    return f"collectives of the {name.replace('_', ' ')}: {', '.join(kinds) or 'none'}{between}"
 
 
 def _training_lines(run: dict[str, Any]) -> list[str]:

@@ -274,7 +274,9 @@ ENTRY %main (a: f32[4,4], n: s32[]) -> (s32[], f32[4,4]) {
     ("changes", "trips"),
     [
         ({"STEP": "1", "DIRECTION": "LT", "FIRST": "first"}, 7),
-        ({"STEP": "2", "DIRECTION": "LT", "FIRST": "first"}, None),
+        ({"STEP": "2", "DIRECTION": "LT", "FIRST": "first"}, 4),
+        ({"STEP": "0", "DIRECTION": "LT", "FIRST": "first"}, None),
+        ({"STEP": "-1", "DIRECTION": "LT", "FIRST": "first"}, None),
         ({"STEP": "1", "DIRECTION": "GT", "FIRST": "first"}, None),
         ({"STEP": "1", "DIRECTION": "LT", "FIRST": "n"}, None),
     ],
