@@ -1,6 +1,7 @@
 """Rows of the embedding, with a gradient that is summed in float32 and split as the table is.
 
-Legend: B batch, L positions, V vocabulary, D width; inside the `jax.shard_map` a device's own parts of them.
+Legend: B batch, L positions, V vocabulary, D width, X devices that split the width, d = D / X; inside the `jax.shard_map` a
+device's own parts of them.
 """
 
 import functools
@@ -43,7 +44,9 @@ def _backward(_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], g_BxLxD: ja
         first = jax.lax.axis_index(vocabulary_axes) * own_words
         d_VxD = _rows_added(tokens_BxL, g_BxLxD, first, own_words)
         d_VxD = jax.lax.psum(d_VxD, tuple(axis for axis in axes_of(rows[0]) if axis not in width_axes))
-        return jax.lax.psum_scatter(d_VxD, width_axes, scatter_dimension=1, tiled=True)
+        # Not along the last dim: XLA for TPU would sum it whole where a part is not of 128s.
+        parts_VxXxd = d_VxD.reshape(own_words, math.prod(mesh.shape[axis] for axis in width_axes), -1)
+        return jax.lax.psum_scatter(parts_VxXxd, width_axes, scatter_dimension=1)
 
     d_table_VxD = jax.shard_map(
         own_share,
