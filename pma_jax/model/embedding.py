@@ -1,6 +1,6 @@
 """Rows of the embedding, with a gradient that is summed in float32 and split as the table is.
 
-Legend: B batch, L positions, V vocabulary, D width, X devices that split the width, d = D / X; inside the `jax.shard_map` a
+Legend: B batch, L positions, V vocabulary, D width, X devices that split it, d = D / X; inside the `jax.shard_map` a
 device's own parts of them.
 """
 
