@@ -5,6 +5,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # `make test EXTRAS=torch,plan` brings the oracles (torch, transformers) and the TPU compiler: gigabytes, which only
 # tests need. Without them the tests that compare with them are skipped.
 EXTRAS ?=
+TESTS ?= tests
 # The point where the annealed branch leaves the constant one: 80% of the demo's horizon.
 FORK_TOKENS := 4096000
 
@@ -28,7 +29,7 @@ demo: setup
 
 test: setup
 	$(if $(EXTRAS),$(INSTALL) '.[$(EXTRAS)]')
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 $(TESTS)
 
 lint: setup
 	$(BIN)/ruff format --check .
