@@ -281,7 +281,7 @@ def test_an_export_with_a_leaf_that_does_not_fit_names_it(tmp_path, model, says)
     ("fields", "says"),
     [
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "config.json: rope_scaling is of the type 'llama3'"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "a mixture of experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "model_type is 'llama', and architectures says Qwen3Moe"),
         ({"num_hidden_layers": 9000}, "9000 layers"),
         ({"hidden_size": 8}, "model.embed_tokens.weight is (256, 16), not (256, 8)"),
     ],

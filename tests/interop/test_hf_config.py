@@ -26,7 +26,7 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
         OURS, qk_norm=qk_norm, tie_embeddings=tie, norm_epsilon=3e-5, attention_window_tokens=window
     )
     fields = to_hf(
-        model, dtype="bfloat16", max_position_embeddings=64, token_ids={"eos_token_id": 3, "bos_token_id": None}
+        model, dtype="bfloat16", max_position_embeddings=64, others={"eos_token_id": 3, "bos_token_id": None}
     )
     assert from_hf(fields) == (model, ())
     assert fields["eos_token_id"] == 3 and fields["bos_token_id"] is None
@@ -57,7 +57,11 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM, a mixture of experts"),
+        ({"model_type": "mixtral"}, "model_type is 'mixtral', and architectures says"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size is 512"),
+        ({"qkv_bias": True}, "qkv_bias is True"),
         ({"architectures": [["x"]]}, "[['x']], not one class"),
         ({"architectures": None}, "architectures is []"),
         ({"architectures": ["LlamaForCausalLM", "x"]}, "not one class"),
@@ -143,12 +147,12 @@ def test_a_llama_with_a_window_is_not_written():
             dataclasses.replace(OURS, attention_window_tokens=7),
             dtype="float32",
             max_position_embeddings=64,
-            token_ids={},
+            others={},
         )
 
 
 def test_a_shape_that_transformers_refuses_is_not_written():
     odd = dataclasses.replace(OURS, width=30)
     with pytest.raises(ValueError, match=r"model.width \(30\)"):
-        to_hf(odd, dtype="float32", max_position_embeddings=64, token_ids={})
-    assert to_hf(dataclasses.replace(odd, qk_norm=True), dtype="float32", max_position_embeddings=64, token_ids={})
+        to_hf(odd, dtype="float32", max_position_embeddings=64, others={})
+    assert to_hf(dataclasses.replace(odd, qk_norm=True), dtype="float32", max_position_embeddings=64, others={})
