@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from pma_jax import checkpoint
 from pma_jax import config as configuration
-from pma_jax.config import Config, ModelConfig
-from pma_jax.mesh import local_mesh
+from pma_jax.config import Config, MeshConfig, ModelConfig
+from pma_jax.mesh import local_mesh, make_mesh
 from pma_jax.model.decoder import apply, graph_definition
 
 SIZES = {"vocabulary_size": 256, "width": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 24}
@@ -62,10 +62,13 @@ def random_tree(abstract, seed: int = 0):
     return jax.tree.map(lambda leaf: fill(np.empty(leaf.shape)), abstract)
 
 
-def write_ours(path: Path, made: Config, seed: int = 0, tokens: int = 4096, kind: str = "point"):
-    """A snapshot of random parameters; returns them."""
-    abstract = checkpoint.abstract_params(made, local_mesh())
+def write_ours(
+    path: Path, made: Config, seed: int = 0, tokens: int = 4096, kind: str = "point", change=lambda params: None
+):
+    """A snapshot of random parameters, as the configuration's mesh writes it; returns them. `change` may alter them."""
+    abstract = checkpoint.abstract_params(made, local_mesh() if made.mesh == MeshConfig() else make_mesh(made.mesh))
     params = random_tree(abstract, seed)
+    change(params)
     placed = jax.tree.map(lambda values, leaf: jax.device_put(values, leaf.sharding), params, abstract)
     snapshot = checkpoint.Snapshot(checkpoint.absolute(path), tokens // 512, tokens, None, made, kind=kind)
     checkpoint.write_snapshot(placed, snapshot)

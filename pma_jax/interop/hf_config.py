@@ -240,7 +240,7 @@ def _window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
         raise ValueError(
             f"max_window_layers is {first}: versions of transformers read that differently in {architecture}"
         )
-    if "sliding_attention" not in kinds:
+    if "sliding_attention" not in kinds and not (is_used and is_mixture):
         return 0
     if "full_attention" in kinds or not is_used:
         raise ValueError("layer_types and sliding_window give a window to some layers: the decoder has one for all")
