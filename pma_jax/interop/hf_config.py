@@ -219,8 +219,8 @@ def _mixture(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
     """Positions that each sees, in every layer; 0 where they see all before them."""
-    # Qwen3 reads sliding_window where use_sliding_window is set, and then in the layers from max_window_layers on; of a
-    # mixture, the first version of transformers read it so, and those since give the window to all layers.
+    # Qwen3 reads sliding_window where use_sliding_window is set, and then in the layers from max_window_layers on. Of a
+    # mixture, older versions of transformers read it so too, and today's gives the window to all layers.
     is_qwen, is_mixture = architecture != LLAMA, architecture == QWEN3_MOE
     window = fields.get("sliding_window", 4096 if is_qwen else None)
     is_used = window is not None and _flag(fields, "use_sliding_window", not is_qwen)
