@@ -148,12 +148,13 @@ def test_a_merge_in_bfloat16_is_kept_so(tmp_path):
     assert wide["bytes"] == 2 * made["bytes"]
 
 
-def test_every_verb_takes_an_imported_model(tmp_path, workspace, capsys):
-    tensors = write_theirs(tmp_path / "theirs", QWEN3)
+@pytest.mark.parametrize("kind", ["qwen3", "mixture"])
+def test_every_verb_takes_an_imported_model(tmp_path, workspace, capsys, kind):
+    tensors = write_theirs(tmp_path / "theirs", hf_models.model(kind))
     tokenizing.bytes_tokenizer().save(tmp_path / "theirs" / "tokenizer.json")
     for name in ("one", "two"):
         assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / name)]) == 0
-    assert "Qwen3ForCausalLM, " in capsys.readouterr().out
+    assert f"{hf_models.ARCHITECTURES[hf_models.model_type(hf_models.model(kind))]}, " in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "one"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == sum(values.size for values in tensors.values())
     assert main(["merge", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "merged")]) == 0
