@@ -250,7 +250,7 @@ def measured_step(config, sizes: Sizes) -> dict[str, Any]:
         loss = float(turn())
         if not np.isfinite(loss):
             raise RuntimeError(f"the loss is {loss}")
-        costs = top_costs(turn, sizes.steps_a_turn, step.as_text())
+        costs = top_costs(turn, sizes.steps_a_turn, step.as_text() or "")
     device, devices = jax.devices()[0], jax.device_count()
     needed = training_flops(config.model, L) * config.batch_tokens
     # PaLM's convention counts all L keys for each position, seen or not.
