@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pma_jax.mesh import placed_as
 
-
 PRODUCT = "product"  # what remat's policies know the results of products by: they do not see into a `custom_vjp`
 
 

@@ -87,6 +87,7 @@ def test_losses_are_those_of_one_device(name, shape):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # four processes, each with a limit of its own
 @pytest.mark.parametrize("experts", [0, 4])
 def test_runs_on_1_2_4_and_8_devices_have_the_same_losses(experts, tmp_path):
     """Whole runs, each in a process that has so many devices."""
