@@ -28,6 +28,7 @@ from pma_jax import config as configuration
 from pma_jax.config import FOLDERS, Config
 from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import init_params
+from pma_jax.retention import KeepStates, KeepWindows
 
 STATES = "states"
 COMMIT_MARK = "commit_success.txt"
@@ -300,40 +301,6 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
         return dataclasses.replace(state, block=_restore(saved.path, "block", abstract.block))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract.block)
     return dataclasses.replace(state, block=zeros)
-
-
-@dataclasses.dataclass(frozen=True)
-class KeepWindows:
-    """Orbax preservation: the newest `keep_windows` times N snapshots, and those at the archive's token marks."""
-
-    config: Config
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """One decision a checkpoint, oldest first."""
-        del context
-        keep = self.config.checkpoint
-        newest = keep.keep_windows * keep.window if keep.keep_windows else len(checkpoints)
-        archive = keep.archive_interval_tokens
-        return [
-            i >= len(checkpoints) - newest or bool(archive and self.config.is_mark(c.metrics["tokens"], archive))
-            for i, c in enumerate(checkpoints)
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class KeepStates:
-    """Orbax preservation: the newest `keep_states` states, and those that the configuration names."""
-
-    config: Config
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """One decision a checkpoint, oldest first."""
-        del context
-        newest = self.config.checkpoint.keep_states
-        return [
-            i >= len(checkpoints) - newest or self.config.is_named_state(c.metrics["tokens"])
-            for i, c in enumerate(checkpoints)
-        ]
 
 
 def _writer(folder: epath.Path, preservation: Any) -> Checkpointer:

@@ -5,8 +5,8 @@ import types
 
 import jax
 
-from pma_jax.checkpoint import KeepStates, KeepWindows
 from pma_jax.config import Config
+from pma_jax.retention import KeepStates, KeepWindows
 from pma_jax.training.state import TrainState
 
 

@@ -1,0 +1,119 @@
+"""What a run's configuration may hold, beyond the type of each key: names, signs, and keys that must fit each other."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pma_jax.config import Config
+
+SOURCES = ("packaged", "files", "hub")
+DECAYS = ("none", "cosine", "linear", "minus_sqrt")
+ROUTER_SCORES = ("softmax", "sigmoid")
+REMAT_POLICIES = ("none", "full", "dots")
+DTYPES = ("float32", "bfloat16")
+SNAPSHOT_KINDS = ("point", "block_mean")
+_POSITIVE = {
+    "model": (
+        "vocabulary_size",
+        "width",
+        "layers",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "hidden",
+        "experts_per_token",
+        "expert_hidden",
+        "logits_chunk_tokens",
+    ),
+    "training": (
+        "total_tokens",
+        "sequence_length_tokens",
+        "batch_size_sequences",
+        "accumulation_steps",
+        "log_interval_tokens",
+    ),
+    "checkpoint": ("interval_tokens", "block_every_steps", "window", "state_interval_tokens", "keep_states"),
+    "evaluation": ("tokens", "batch_size_sequences"),
+    "schedule": ("peak_rate",),
+}
+
+
+def validate(config: "Config") -> None:
+    """Raise ValueError, one line that names the keys, where `config` breaks a rule."""
+    model, training, checkpoint = config.model, config.training, config.checkpoint
+    _one_of("data.source", config.data.source, SOURCES)
+    _one_of("schedule.decay", config.schedule.decay, DECAYS)
+    _one_of("model.remat", model.remat, REMAT_POLICIES)
+    _one_of("model.compute_dtype", model.compute_dtype, DTYPES)
+    _one_of("model.router_scores", model.router_scores, ROUTER_SCORES)
+    for section, keys in _POSITIVE.items():
+        for key in keys:
+            value = getattr(getattr(config, section), key)
+            if value <= 0:
+                raise ValueError(f"config key '{section}.{key}' must be above 0, not {value}")
+    _divides("model.kv_heads", model.kv_heads, "model.heads", model.heads)
+    _divides(
+        "training.accumulation_steps",
+        training.accumulation_steps,
+        "training.batch_size_sequences",
+        training.batch_size_sequences,
+    )
+    _validate_experts(config)
+    if model.head_dim % 2:
+        raise ValueError(f"model.head_dim must be even for rotary positions, not {model.head_dim}")
+    if model.attention_window_tokens < 0:
+        raise ValueError(f"model.attention_window_tokens must be 0 or more, not {model.attention_window_tokens}")
+    if not 0 < config.data.held_out_percent < 100:
+        raise ValueError("data.held_out_percent must lie between 0 and 100")
+    if checkpoint.interval_tokens < config.batch_tokens:
+        raise ValueError(
+            f"checkpoint.interval_tokens ({checkpoint.interval_tokens}) is less than one step's "
+            f"{config.batch_tokens} tokens: raise it or shrink the batch"
+        )
+    for kind in checkpoint.kinds:
+        _one_of("checkpoint.kinds", kind, SNAPSHOT_KINDS)
+    if not checkpoint.kinds or len(set(checkpoint.kinds)) < len(checkpoint.kinds):
+        raise ValueError(f"checkpoint.kinds must name one kind or both, not {checkpoint.kinds}")
+    interval_steps = checkpoint.interval_tokens // config.batch_tokens
+    if "block_mean" in checkpoint.kinds and checkpoint.block_every_steps > interval_steps:
+        raise ValueError(
+            f"checkpoint.block_every_steps ({checkpoint.block_every_steps}) is more than the {interval_steps} steps of "
+            "checkpoint.interval_tokens: a block mean would be of nothing; lower it"
+        )
+    if config.mesh.cpu_devices < 0:
+        raise ValueError(f"mesh.cpu_devices must be 0 or more, not {config.mesh.cpu_devices}")
+    if any(w < 1 for w in config.preview.windows):
+        raise ValueError(f"preview.windows must be 1 or more, not {config.preview.windows}")
+    schedule = config.schedule
+    if schedule.decay != "none" and not (schedule.warmup_tokens <= schedule.decay_start_tokens < training.total_tokens):
+        raise ValueError(
+            f"schedule.decay_start_tokens ({schedule.decay_start_tokens}) must lie between the end of the warm-up "
+            f"({schedule.warmup_tokens}) and training.total_tokens ({training.total_tokens})"
+        )
+
+
+def _validate_experts(config: "Config") -> None:
+    model, training = config.model, config.training
+    for key in ("experts", "shared_experts"):
+        if getattr(model, key) < 0:
+            raise ValueError(f"model.{key} must be 0 or more, not {getattr(model, key)}")
+    for key in ("router_bias_rate", "balance_loss_weight", "router_z_loss_weight"):
+        if getattr(training, key) < 0:
+            raise ValueError(f"training.{key} must be 0 or more, not {getattr(training, key)}")
+    if model.experts and model.experts_per_token > model.experts:
+        raise ValueError(
+            f"model.experts_per_token ({model.experts_per_token}) is more than the {model.experts} of model.experts"
+        )
+    if config.mesh.expert not in (-1, 1) and not model.experts:
+        raise ValueError(
+            f"mesh.expert is {config.mesh.expert}, and the model has no experts: use mesh.fsdp or mesh.data"
+        )
+
+
+def _one_of(key: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"config key {key!r} is one of {', '.join(valid)}, not {value!r}")
+
+
+def _divides(small_key: str, small: int, large_key: str, large: int) -> None:
+    if large % small:
+        raise ValueError(f"{small_key} ({small}) must divide {large_key} ({large})")
