@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from pma_jax import config as configuration
-from pma_jax.config import REMAT_POLICIES, Config
+from pma_jax.config import Config
+from pma_jax.config_rules import REMAT_POLICIES
 from pma_jax.mesh import make_mesh
 from pma_jax.model.attention import QUERY_BLOCKS
 from pma_jax.model.decoder import parameter_count

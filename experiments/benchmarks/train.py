@@ -13,12 +13,13 @@ fetched one step late, and a turn ends when all is computed. The contenders firs
 on the same tokens, which must agree to 1e-4.
 Printed: the median step in milliseconds, tokens a second, the ratio to the fastest peer, CPU milliseconds a step (all
 threads), and the floor: the FLOPs that training needs (`planning.cost.training_flops`) at the rate of this machine's
-matrix products (by JAX, at the sizes of the MLP's). `--memory` adds the peak resident memory of each process.
+matrix products (by JAX, at the sizes of the MLP's).
 Bar: pma_jax >= 1.0x the fastest peer. Needs `pip install -e '.[torch]'`, and a C++ compiler for compiling.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -65,6 +66,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=7, help="turns that each contender takes")
     parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
     parser.add_argument("--threads", type=int, default=2, help="cores of each contender")
+    parser.add_argument(
+        "--axis", default="data", choices=("data", "fsdp", "expert"), help="of the mesh, pma_jax's cores"
+    )
     parser.add_argument("--system-malloc", action="store_true", help="leave glibc's malloc at its defaults")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="model keys, such as remat=dots")
     parser.add_argument("--json", action="store_true", help="a JSON object a line instead of a table")
@@ -121,7 +125,8 @@ def start(name, shape, args):
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": str(args.threads),
     }
-    command = [sys.executable, __file__, "--work", name, shape, "--threads", str(args.threads), "--set", *args.set]
+    command = [sys.executable, __file__, "--work", name, shape, "--threads", str(args.threads), "--axis", args.axis]
+    command += ["--set", *args.set]
     if args.system_malloc:
         command.append("--system-malloc")
     return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -148,7 +153,7 @@ def work(name, shape, args):
     }
     model = dataclasses.replace(model, **typed)
     tokens_BxM = np.random.default_rng(0).integers(0, model.vocabulary_size, (batch, LENGTH + 1)).astype(np.int32)
-    build = jax_step if name == "pma_jax" else torch_step
+    build = functools.partial(jax_step, axis=args.axis) if name == "pma_jax" else torch_step
     step, finish, report = build(name, model, shared_weights(model), tokens_BxM)
     for _ in range(3):
         step()
@@ -193,7 +198,7 @@ def shared_weights(model):
     return ends | {"blocks": blocks}
 
 
-def jax_step(_name, model, weights, tokens_BxM):
+def jax_step(_name, model, weights, tokens_BxM, axis="data"):
     """pma_jax's own step, as the training loop calls it."""
     import jax
 
@@ -206,7 +211,7 @@ def jax_step(_name, model, weights, tokens_BxM):
     config = Config(
         model=model,
         training=TrainingConfig(batch_size_sequences=len(tokens_BxM)),
-        mesh=MeshConfig(cpu_devices=len(os.sched_getaffinity(0))),
+        mesh=MeshConfig(**{"data": 1, axis: -1}, cpu_devices=len(os.sched_getaffinity(0))),
     )
     mesh = make_mesh(config.mesh)
     jax.set_mesh(mesh)
@@ -219,6 +224,7 @@ def jax_step(_name, model, weights, tokens_BxM):
             tokens_BxM.size // (LENGTH + 1) * LENGTH,
             model.width,
             model.expert_hidden if model.experts else model.hidden,
+            axis,
         ),
     }
     train_step = make_train_step(config, graph)
@@ -232,13 +238,13 @@ def jax_step(_name, model, weights, tokens_BxM):
     return step, lambda: jax.block_until_ready(held), report
 
 
-def matrix_product_rate(rows, inner, columns):
+def matrix_product_rate(rows, inner, columns, axis):
     """FLOPs a second of the MLP's product, its rows over all devices: the best of twenty."""
     import jax
     import jax.numpy as jnp
     from jax import P
 
-    a, b = jnp.ones((rows, inner), out_sharding=P("data")), jnp.ones((inner, columns))
+    a, b = jnp.ones((rows, inner), out_sharding=P(axis)), jnp.ones((inner, columns))
     product = jax.jit(jnp.matmul)
     seconds = []
     for _ in range(20):
