@@ -73,7 +73,9 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> arg
         verbs, functions, "plan", "pma plan --config demo --topology v5e:2x2 --config.training.batch_size_sequences=64"
     )
     verb.add_argument("--config", required=True, help="a .py file with get_config(), or a shipped name such as demo")
-    verb.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="a slice of TPUs, such as v5p:4x4x8")
+    verb.add_argument(
+        "--topology", required=True, metavar="CHIP:SHAPE", help="TPUs, such as v5p:4x4x8; 2*v5e:4x4 is two slices"
+    )
     verb.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     verb.add_argument(
         "--storage-bandwidth",

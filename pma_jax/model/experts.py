@@ -54,9 +54,7 @@ def _exchanged(
     """
     S, K = chosen_SxK.shape
     A, experts_here = S * K, matrices[0].shape[0]
-    # At most so many of a token's choices live on one device, as they are distinct.
-    most = S * min(K, experts_here)
-    C = min(_whole_tiles(math.ceil(ROUND_SLACK * A / parts)), most)
+    most, C = _most_rows(S, K, experts_here), round_rows(S, K, experts_here, parts)
     P = parts * C
     order_A, place_A, sizes_E = _sorted(chosen_SxK.reshape(-1), experts_here * parts)
     count_X = jnp.sum(sizes_E.reshape(parts, experts_here), axis=1)
@@ -94,6 +92,17 @@ def _exchanged(
         return jax.lax.scan(jax.checkpoint(another), done, jnp.arange(1, rounds, dtype=jnp.int32))[0]
 
     return jax.lax.cond(needed > 1, others, lambda done: done, done)
+
+
+def round_rows(tokens: int, experts_per_token: int, experts_here: int, parts: int) -> int:
+    """Rows that a device of the expert axis has room for in a round, to each other one: C."""
+    even = math.ceil(ROUND_SLACK * tokens * experts_per_token / parts)
+    return min(_whole_tiles(even), _most_rows(tokens, experts_per_token, experts_here))
+
+
+def _most_rows(tokens: int, experts_per_token: int, experts_here: int) -> int:
+    # At most so many of a token's choices live on one device, as they are distinct.
+    return tokens * min(experts_per_token, experts_here)
 
 
 def _whole_tiles(rows: int) -> int:

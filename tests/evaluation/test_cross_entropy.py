@@ -15,7 +15,7 @@ from pma_jax.model.decoder import graph_definition
 from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
 
-B, L, D, V, WEIGHT = 8, 7, 6, 16, 0.05
+B, L, D, V, WEIGHT = 8, 7, 8, 16, 0.05
 RNG = np.random.default_rng(0)
 X, HEAD = RNG.standard_normal((B, L, D)).astype(np.float32), RNG.standard_normal((D, V)).astype(np.float32)
 TARGETS = RNG.integers(-1, V, (B, L)).astype(np.int32)
@@ -40,7 +40,7 @@ def test_sums_and_gradients_are_numpys(sizes, chunk_tokens):
     mesh = jax.make_mesh((*sizes, 1), AXES, devices=jax.devices()[: int(np.prod(sizes))])
     with jax.set_mesh(mesh):
         x = jax.device_put(X, RULES.spec("batch", None, None))
-        head = jax.device_put(HEAD, RULES.spec(None, "vocabulary"))
+        head = jax.device_put(HEAD, RULES.spec("width", "vocabulary"))
         targets = jax.device_put(TARGETS, RULES.spec("batch", None))
 
         @jax.jit
