@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from etils import epath
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, run_lock
 from pma_jax import config as configuration
 from pma_jax.checkpoint import Run, SavedState
 from pma_jax.config import Config
@@ -31,11 +31,17 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
     """
     check_mesh(config, make_mesh(config.mesh))  # first: listing states starts JAX, and the devices are then settled
     saved = _state_at(source, at_tokens)
+    folder = checkpoint.absolute(workdir)
+    with run_lock.held(folder):
+        return _fork(source, saved, config, folder)
+
+
+def _fork(source: Run, saved: SavedState, config: Config, folder: epath.Path) -> Run:
     origin = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
-    if checkpoint.is_run(workdir):
-        run = checkpoint.open_run(workdir)
+    if checkpoint.is_run(folder):
+        run = checkpoint.open_run(folder)
         if run.facts.get("forked_from") != origin:
-            raise ValueError(f"{workdir} holds another run: choose a --workdir that does not exist")
+            raise ValueError(f"{folder} holds another run: choose a --workdir that does not exist")
         return run
     if config.is_horizon(saved.tokens):
         raise ValueError(
@@ -43,7 +49,6 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
             "earlier state, or raise training.total_tokens"
         )
     facts = run_facts(shards.prepare(config.data), config)
-    folder = checkpoint.absolute(workdir)
     checkpoint.copy_state(saved, folder)
     return checkpoint.create_run(folder, config, facts | {"forked_from": origin})
 
