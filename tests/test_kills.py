@@ -19,7 +19,6 @@ import tiny
 from pma_jax import checkpoint, steps
 from pma_jax.checkpoint import open_run
 from pma_jax.data import shards
-from pma_jax.training.loop import train
 from pma_jax.verification import verify
 
 # A snapshot every second step, a state every fourth, and few of each are kept: something is always being written or
@@ -32,8 +31,11 @@ FORK_TOKENS = 4096
 
 @pytest.fixture(scope="module")
 def whole(workspace):
-    """The run that was never killed; it keeps every snapshot and every state."""
-    return train(tiny.config(workspace, checkpoint__keep_states=100, **OFTEN), workspace / "whole")
+    """The run that was never killed, on one device as they all; it keeps every snapshot and every state."""
+    file = tiny.write_config(workspace / "whole.py", workspace, checkpoint__keep_states=100, **OFTEN)
+    done = pma("train", "--config", file, "--workdir", workspace / "whole")
+    assert done.returncode == 0, done.stderr
+    return open_run(workspace / "whole")
 
 
 @pytest.fixture(scope="module")
@@ -102,19 +104,23 @@ def moments(rng: random.Random) -> dict:
     }
 
 
-def killed(words, moment, folder: Path, delay: float, devices: int = 8) -> bool:
+def pma(*words) -> subprocess.CompletedProcess:
+    return tiny.pma(*words, devices=1)
+
+
+def killed(words, moment, folder: Path, delay: float) -> bool:
     """Start `pma`, kill it `delay` seconds after the moment; False when it ended by itself before."""
     process = subprocess.Popen(
         tiny.command(*words),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=tiny.environment(devices),
+        env=tiny.environment(1),
     )
     until = time.monotonic() + 300
     while process.poll() is None and not moment(folder):
         assert time.monotonic() < until, "the moment never comes"
-        time.sleep(0.0005)
+        time.sleep(0.001)
     time.sleep(delay)
     process.kill()
     _, err = process.communicate(timeout=60)
@@ -140,7 +146,7 @@ def assert_published_is(path: Path, whole) -> None:
 
 def assert_ends_as(path: Path, whole, words) -> None:
     """The same command again, not killed, ends as the whole run did."""
-    done = tiny.pma(*words)
+    done = pma(*words)
     assert done.returncode == 0, done.stderr
     assert_published_is(path, whole)
     run = open_run(path)
@@ -204,7 +210,7 @@ def test_forking(whole, tmp_path, kills, seed):
         kills["fork"] += killed(words, moment, path, rng.choice([0.0, rng.uniform(0, 0.01)]))
         for step in steps.published(checkpoint.absolute(path) / "states"):
             assert checkpoint.stored_digests(step) == checkpoint.stored_digests(whole.path / "states" / step.name)
-    done = tiny.pma(*words)
+    done = pma(*words)
     assert done.returncode == 0, done.stderr
     run = open_run(path)
     assert tiny.numbers(run) == tiny.numbers(whole, FORK_TOKENS) and verify(path) == []
@@ -234,7 +240,7 @@ def test_preparing_data(workspace, tmp_path, kills, count):
         shutil.rmtree(cache, ignore_errors=True)
         process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
         while process.poll() is None and not any(name.endswith(".tmp") for name in names(cache)):
-            time.sleep(0.0005)
+            time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.03))
         process.kill()
         kills["data"] += process.wait() == -signal.SIGKILL
@@ -256,7 +262,7 @@ def test_preparing_data(workspace, tmp_path, kills, count):
 def test_merging(whole, tmp_path, kills, count):
     rng = random.Random(count)
     words = ["merge", whole.path, "--last", "6", "--recipe", "sma", "--out"]
-    assert tiny.pma(*words, tmp_path / "never-killed").returncode == 0
+    assert pma(*words, tmp_path / "never-killed").returncode == 0
     expected = {
         name: content for name, content in tiny.contents(tmp_path / "never-killed").items() if name != "provenance.json"
     }
@@ -266,7 +272,7 @@ def test_merging(whole, tmp_path, kills, count):
         kills["merge"] += killed([*words, out], is_working, tmp_path, rng.uniform(0, 0.03))
         for again in (False, True):
             if again:
-                done = tiny.pma(*words, out)
+                done = pma(*words, out)
                 assert done.returncode == 0 or "exists already" in done.stderr, done.stderr
             assert not out.exists() or verify(out) == [], "whole or absent"
         found = {name: content for name, content in tiny.contents(out).items() if name != "provenance.json"}

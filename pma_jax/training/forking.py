@@ -1,5 +1,6 @@
 """A new run from another run's full state: to anneal, to change the data, to try another rate."""
 
+import contextlib
 import json
 from collections.abc import Iterable
 
@@ -11,7 +12,7 @@ from pma_jax.checkpoint import Run, SavedState
 from pma_jax.config import Config
 from pma_jax.data import shards
 from pma_jax.mesh import check_mesh, make_mesh
-from pma_jax.training.loop import run_facts
+from pma_jax.training.loop import is_first, run_facts
 
 
 def fork_config(source: Run, overrides: Iterable[str]) -> Config:
@@ -32,7 +33,7 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
     check_mesh(config, make_mesh(config.mesh))  # first: listing states starts JAX, and the devices are then settled
     saved = _state_at(source, at_tokens)
     folder = checkpoint.absolute(workdir)
-    with run_lock.held(folder):
+    with run_lock.held(folder) if is_first() else contextlib.nullcontext():
         return _fork(source, saved, config, folder)
 
 
