@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax import config as configuration
 from pma_jax.merging import hub, selection
 from pma_jax.merging.leaves import Source
 from pma_jax.merging.sources import open_source
@@ -175,19 +174,18 @@ def _expand(address: str, kind: str | None) -> tuple[list[tuple[str, str | None]
 
 def _of_run(run: Path, kind: str | None) -> list[tuple[str, str | None]]:
     """A run's published snapshots: those that have their commit mark."""
-    kind = kind or _first_kind(run / "config.json")
+    from pma_jax import config as configuration  # the dictionaries of its files cost more to import than a small merge
+
+    path = run / "config.json"
+    try:
+        kind = kind or configuration.from_json(path.read_text()).checkpoint.kinds[0]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     steps = [step for step in (run / configuration.FOLDERS[kind]).glob("*") if step.name.isdigit()]
     published = [step for step in steps if (step / "commit_success.txt").is_file()]
     if not published:
         raise ValueError(f"{run} has no {kind} snapshot: train until the first token mark")
     return [(str(step), str(run)) for step in published]
-
-
-def _first_kind(path: Path) -> str:
-    try:
-        return configuration.from_json(path.read_text()).checkpoint.kinds[0]
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _inside(path: Path) -> list[Path]:

@@ -1,16 +1,18 @@
 """What a merged checkpoint is made of, written beside it, and checking that it still is."""
 
+import contextlib
 import hashlib
 import json
 import math
 import platform
+import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import pma_jax
 from pma_jax.digests import CHECKSUMS, SEAL, SegmentHasher, checkpoint_digest, file_digest, leaf_digest
 from pma_jax.merging import kernels
 from pma_jax.merging.journal import Record, segment_digests
@@ -63,8 +65,7 @@ def describe(plan: Plan, records: Mapping[int, Record], row: int, command: str) 
         "sources": sources,
         "notes": list(plan.notes),
         "plan": plan.digest,
-        "versions": {name: _version(name) for name in ("pma-jax", "numpy", "ml-dtypes")}
-        | {"python": platform.python_version()},
+        "versions": _versions(),
     }
 
 
@@ -83,11 +84,10 @@ def _text_digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def _versions() -> dict[str, str]:
+    # ml_dtypes has a say only where it was needed, and asking the package index would cost as much as importing numpy.
+    versions = {"pma-jax": pma_jax.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    return versions | ({"ml-dtypes": sys.modules["ml_dtypes"].__version__} if "ml_dtypes" in sys.modules else {})
 
 
 def refuse_changed(plan: Plan, facts: Mapping[str, Any]) -> None:
@@ -109,15 +109,13 @@ def refuse_changed(plan: Plan, facts: Mapping[str, Any]) -> None:
 def stored_digests(source: Source, checksum: str) -> dict[str, str]:
     """Leaf -> digest as a checkpoint carries them: a snapshot of ours in its metadata, a merge in its provenance.
 
-    Empty where it has none, or of another checksum.
-
-    Raises:
-        ValueError: they are damaged themselves.
+    Empty where it has none that this version knows, or of another checksum.
     """
     facts, item = source.metadata.get("custom", {}), source.metadata.get("item", "")
     if SEAL not in facts:
-        is_merge = source.path.is_dir() and (source.path / FILE_NAME).is_file()
-        facts, item = (read(source.path), "") if is_merge else ({}, "")
+        facts, item = {}, ""
+        with contextlib.suppress(ValueError):
+            facts = read(source.path)
     if facts.get("checksum") != checksum:
         return {}
     # A state has the leaves of its items, by the items' names.
