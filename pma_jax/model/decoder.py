@@ -19,7 +19,7 @@ from pma_jax.model.attention import attention, rotary_tables, rotate
 from pma_jax.model.experts import gated
 from pma_jax.model.initial import normal, ones
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
-from pma_jax.model.product import product
+from pma_jax.model.product import PRODUCT, product
 
 Params = dict  # nested: name -> array; the plain pytree that is trained, saved and merged
 
@@ -193,7 +193,7 @@ def _through_blocks(
     policies = {
         "none": step,
         "full": jax.checkpoint(step),
-        "dots": jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+        "dots": jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(PRODUCT)),
     }
     step = policies[config.remat]
     if config.scan_layers:

@@ -11,8 +11,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pma_jax.model.grouped_product import grouped_product
+from pma_jax.model.product import PRODUCT
 
 AXIS = "expert"  # the mesh axis that splits the experts
 ROUND_SLACK = 1.25  # a round of the exchange holds so many times an even share; what is over waits for the next round
@@ -101,9 +103,9 @@ def _whole_tiles(rows: int) -> int:
 
 def _gated_mlp(rows_PxD: jax.Array, sizes_e: jax.Array, matrices: Matrices) -> jax.Array:
     gate_exDxF, up_exDxF, down_exFxD = matrices
-    gate_PxF = grouped_product(rows_PxD, gate_exDxF, sizes_e)
-    up_PxF = grouped_product(rows_PxD, up_exDxF, sizes_e)
-    return grouped_product(gated(gate_PxF, up_PxF), down_exFxD, sizes_e)
+    gate_PxF = checkpoint_name(grouped_product(rows_PxD, gate_exDxF, sizes_e), PRODUCT)
+    up_PxF = checkpoint_name(grouped_product(rows_PxD, up_exDxF, sizes_e), PRODUCT)
+    return checkpoint_name(grouped_product(gated(gate_PxF, up_PxF), down_exFxD, sizes_e), PRODUCT)
 
 
 @jax.checkpoint  # keeps its two inputs for the gradient, and none of the three arrays between them
