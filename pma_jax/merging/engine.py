@@ -10,8 +10,9 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,21 +74,35 @@ def merge(
     if not 0 <= process < processes or (processes > 1 and barrier is None):
         raise ValueError(f"the share {share} is not (process, processes), or several processes have no barrier")
     targets, works = _places(plan, outs)
-    published = _published(plan, targets, works)
-    for work, is_published in zip(works, published, strict=True):
-        work.mkdir(parents=True, exist_ok=True)
-        if not is_published:
-            sinks.create(plan.layout, work / "checkpoint")
-    with journal.locked(works[0], process):
-        read_bytes_here = _merge_units(plan, works, published, share, progress)
-    if barrier is not None:
-        barrier()
+    _published(plan, targets, works)
     notes = list(plan.notes)
-    if process == 0:
-        notes += _publish(plan, targets, works, published, command)
+    with journal.locked(works[0], process), _cleared_if_refused(works, processes):
+        # Again: the same merge may have ended in another process since.
+        published = _published(plan, targets, works)
+        for work, is_published in zip(works, published, strict=True):
+            work.mkdir(parents=True, exist_ok=True)
+            if not is_published:
+                sinks.create(plan.layout, work / "checkpoint")
+        read_bytes_here = _merge_units(plan, works, published, share, progress)
+        if barrier is not None:
+            barrier()
+        if process == 0:
+            notes += _publish(plan, targets, works, published, command)
     if barrier is not None:
         barrier()
     return Merged(tuple(targets), tuple(notes), read_bytes_here, time.perf_counter() - started)
+
+
+@contextmanager
+def _cleared_if_refused(works: list[Path], processes: int) -> Iterator[None]:
+    """Remove the work of a merge that is refused: it will be refused again, and there is nothing to resume."""
+    try:
+        yield
+    except ValueError:
+        if processes == 1:
+            for work in works:
+                shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def check_outputs(plan: Plan, outs: Sequence[str | Path]) -> None:
@@ -114,12 +129,14 @@ def _published(plan: Plan, targets: list[Path], works: list[Path]) -> list[bool]
         elif work.exists() and provenance.plan_digest(target) == plan.digest:
             published.append(True)
         else:
-            raise ValueError(
-                f"{target}: exists already, and a merge never overwrites: choose another --out, or remove it"
-            )
+            raise ValueError(_exists(target))
     if not any(work.exists() for work in works):
         check_room(plan, targets)
     return published
+
+
+def _exists(target: Path) -> str:
+    return f"{target}: exists already, and a merge never overwrites: choose another --out, or remove it"
 
 
 def _merge_units(
@@ -149,15 +166,8 @@ def _merge_units(
                     progress(read, total)
 
         run = Run(plan, kernels.weights_of(plan.coefficients), places, note, threading.Event())
-        try:
-            _check_equal_leaves(plan)
-            _run_units(run, todo)
-        except ValueError:
-            # Data that was refused will be refused again: there is nothing to resume.
-            if processes == 1:
-                for work in works:
-                    shutil.rmtree(work)
-            raise
+        _check_equal_leaves(plan)
+        _run_units(run, todo)
     return read
 
 
@@ -246,6 +256,7 @@ def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list
     # The first target goes last: its neighbour holds the journal that a crash between two renames needs.
     for row in reversed(range(len(targets))):
         facts = provenance.describe(plan, records, row, command)
+        provenance.refuse_changed(plan, facts)
         note = provenance.rounding_note(plan, facts, row)
         notes += [note] if note else []
         if published[row]:
@@ -253,7 +264,12 @@ def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list
         directory = works[row] / "checkpoint"
         provenance.write(directory, facts)
         sinks.sync(directory)
-        directory.rename(targets[row])
+        try:
+            directory.rename(targets[row])
+        except OSError as error:
+            if not targets[row].exists():
+                raise
+            raise ValueError(_exists(targets[row])) from error
         sinks.sync_entry(targets[row].parent)
     for work in works:
         shutil.rmtree(work)
