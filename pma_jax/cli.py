@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.overrides, options.words = overrides, words
     _quiet()
     try:
-        options.function(options)
+        with _together(options):
+            options.function(options)
     except (ValueError, OSError) as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 1
@@ -43,13 +44,13 @@ def train(options: argparse.Namespace) -> None:
     from pma_jax.host_memory import keep_freed_memory
 
     keep_freed_memory()
+    _join(options)
     from pma_jax import config as configuration
     from pma_jax.training import loop
 
     raw = configuration.load(options.config)
     configuration.override(raw, options.overrides)
-    run = loop.train(configuration.resolve(raw), options.workdir)
-    _say_done(run)
+    _say_done(loop.train(configuration.resolve(raw), options.workdir))
 
 
 def fork(options: argparse.Namespace) -> None:
@@ -57,6 +58,7 @@ def fork(options: argparse.Namespace) -> None:
     from pma_jax.host_memory import keep_freed_memory
 
     keep_freed_memory()
+    _join(options)
     from pma_jax import checkpoint
     from pma_jax.training import forking, loop
 
@@ -109,11 +111,14 @@ def merge(options: argparse.Namespace) -> None:
 
 def sweep(options: argparse.Namespace) -> None:
     """Evaluate a grid of merges of a run's newest snapshots."""
-    from pma_jax import checkpoint
+    _join(options)
+    from pma_jax import checkpoint, hosts
     from pma_jax.evaluation import sweep as sweeping
 
     run = checkpoint.open_run(options.run)
     result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind)
+    if not hosts.is_first():
+        return
     from pma_jax.reporting import heat_map
 
     _table(options, result, [["merge", "loss"], *([r["text"], f"{r['loss']:.4f}"] for r in result["rows"])])
@@ -129,21 +134,27 @@ def sweep(options: argparse.Namespace) -> None:
 
 def watch(options: argparse.Namespace) -> None:
     """Preview the merged models of a run that another process is training."""
-    from pma_jax import checkpoint
+    _join(options)
+    from pma_jax import checkpoint, hosts
     from pma_jax.evaluation import watch as watching
 
     run = checkpoint.open_run(options.run)
     for line in watching.watch(
         run, options.recipe, options.windows, options.kind, poll_seconds=options.poll_seconds, once=options.once
     ):
-        print(line, flush=True)
+        if hosts.is_first():
+            print(line, flush=True)
 
 
 def evaluate(options: argparse.Namespace) -> None:
     """Held-out loss of runs and snapshots."""
+    _join(options)
+    from pma_jax import hosts
     from pma_jax.evaluation import targets
 
     rows = targets.evaluate_targets(options.target, options.overrides)
+    if not hosts.is_first():
+        return
     header = ["target", "tokens", "loss", "perplexity", "bits/byte"]
     cells = [
         [r["target"], f"{r['tokens']:,}", f"{r['loss']:.4f}", f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"]
@@ -278,7 +289,35 @@ def _say_converted(options: argparse.Namespace, made: dict[str, Any]) -> None:
     print(f"written to {made['out']}")
 
 
+@contextlib.contextmanager
+def _together(options: argparse.Namespace) -> Iterator[None]:
+    """With --distributed, an error of this process ends it with its line at once: the others may wait for it."""
+    if not getattr(options, "distributed", False):
+        yield
+        return
+    from pma_jax import hosts
+
+    with hosts.no_farewell():
+        yield
+
+
+def _join(options: argparse.Namespace) -> None:
+    if not options.distributed:
+        return
+    from pma_jax import hosts
+
+    # JAX's collectives on CPU (gloo) chat on standard output, which is for tables and JSON.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    with open(os.devnull, "w") as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 1)
+    hosts.join(options.heartbeat_seconds)
+
+
 def _say_done(run: Any) -> None:
+    from pma_jax import hosts
+
+    if not hosts.is_first():
+        return
     newest = run.snapshots[-1]
     loss = "" if newest.loss is None else f", held-out loss {newest.loss:.4f}"
     print(f"{run.path}: {newest.tokens:,} tokens, {len(run.snapshots)} snapshots{loss}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import P
 from jax.experimental import mesh_utils
 
@@ -124,6 +125,17 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
             raise ValueError(f"{key} is {size}, and {' x '.join(axes)} splits it in {parts}: change it or the mesh")
+
+
+def rows_here(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray:
+    """The rows of a batch that this process's devices hold, increasing: what it has to read.
+
+    All of them on one process. Where a mesh axis that does not split the batch goes across processes, several hold the
+    same rows.
+    """
+    sharding = jax.NamedSharding(mesh, RULES.spec("batch"))
+    shares = sharding.addressable_devices_indices_map((batch_size_sequences,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size_sequences)[rows] for rows in shares]))
 
 
 def local_mesh() -> jax.sharding.Mesh:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from etils import epath
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, hosts
 from pma_jax import config as configuration
 from pma_jax.checkpoint import Run, SavedState
 from pma_jax.config import Config
@@ -30,6 +30,10 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
     `workdir` holds anything else.
     """
     check_mesh(config, make_mesh(config.mesh))  # first: listing states starts JAX, and the devices are then settled
+    return hosts.first_then_all(lambda: _fork(source, at_tokens, config, workdir))
+
+
+def _fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -> Run:
     saved = _state_at(source, at_tokens)
     origin = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
     if checkpoint.is_run(workdir):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, hosts
 from pma_jax import config as configuration
 from pma_jax.checkpoint import Run, Snapshot
 from pma_jax.config import Config
@@ -19,7 +19,7 @@ from pma_jax.data import batches, shards
 from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
 from pma_jax.evaluation.loss import evaluate, on_mesh
 from pma_jax.merging import preview
-from pma_jax.mesh import check_mesh, make_mesh
+from pma_jax.mesh import check_mesh, make_mesh, rows_here
 from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.training import block_mean
 from pma_jax.training.metrics import MetricsLog
@@ -38,12 +38,12 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     cannot be read.
     """
     # --- Data, prepared once and cached by digest; devices; the run -----------------------------------------------
-    tokens = shards.prepare(config.data)
+    tokens = shards.prepare(config.data, progress=hosts.is_first())
     shards.check_tokens(tokens, config.model)
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     check_start(config, workdir)
-    run = open_or_create(config, workdir, run_facts(tokens, config))
+    run = hosts.first_then_all(lambda: open_or_create(config, workdir, run_facts(tokens, config)))
     resumed = run.newest_state
     if resumed and config.is_horizon(resumed.tokens):
         return run
@@ -57,12 +57,13 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         step, seen, position = (resumed.step, resumed.tokens, resumed.position) if resumed else (0, 0, 0)
 
         # --- Where things go --------------------------------------------------------------------------------------
-        log = MetricsLog(run, seen, writes=jax.process_index() == 0)
+        log = MetricsLog(run, seen, writes=hosts.is_first())
         stack.callback(log.close)
         snapshot_writers = {
             kind: stack.enter_context(checkpoint.snapshot_writer(run, kind)) for kind in config.checkpoint.kinds
         }
         state_writer = stack.enter_context(checkpoint.state_writer(run))
+        stack.enter_context(hosts.no_farewell())
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"
         log.say(f"{size:.3f}M parameters on {devices}, {begins} {config.training.total_tokens:,} tokens")
@@ -80,8 +81,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             tokens,
             config.training,
             position=position,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            rows=rows_here(mesh, config.training.batch_size_sequences),
         )
         clock = Clock(seen)
         pending: tuple[dict[str, Any], dict[str, jax.Array]] | None = None
