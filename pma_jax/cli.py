@@ -70,6 +70,7 @@ def fork(options: argparse.Namespace) -> None:
 
 def merge(options: argparse.Namespace) -> None:
     """Average checkpoints of any trainer, from storage to storage."""
+    _join(options)
     from pma_jax.merging import engine, gather, storage
 
     gathered = gather.choose(
@@ -93,12 +94,18 @@ def merge(options: argparse.Namespace) -> None:
     )
     outs = storage.outputs(options.out, recipes)
     description = storage.describe(plan, gathered, outs)
+    (process, processes), meet = _share(options)
     if options.dry_run:
         engine.check_outputs(plan, outs)
     else:
-        with _progress() as progress:
-            merged = engine.merge(plan, outs, command=" ".join(["pma", *options.words]), progress=progress)
+        with _progress(process == 0) as progress:
+            command = " ".join(["pma", *options.words])
+            merged = engine.merge(
+                plan, outs, command=command, progress=progress, share=(process, processes), meet=meet
+            )
         description |= {"notes": [*gathered.notes, *merged.notes], "seconds": merged.seconds}
+    if process > 0:
+        return
     for note in dict.fromkeys(description["notes"]):
         print(f"note: {note}", file=sys.stderr)
     if options.json:
@@ -264,9 +271,9 @@ def _table(options: argparse.Namespace, data: Any, rows: list[list[str]]) -> Non
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
+def _progress(is_shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
     """A bar with bytes and rate on a terminal; nothing in a log."""
-    if not sys.stderr.isatty():
+    if not is_shown or not sys.stderr.isatty():
         yield None
         return
     from rich import progress as bars
@@ -311,6 +318,15 @@ def _join(options: argparse.Namespace) -> None:
     with open(os.devnull, "w") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 1)
     hosts.join(options.heartbeat_seconds)
+
+
+def _share(options: argparse.Namespace) -> tuple[tuple[int, int], Callable[[Exception | None], None] | None]:
+    """((this process, number of processes), how they meet); alone, without importing JAX."""
+    if not options.distributed:
+        return (0, 1), None
+    from pma_jax import hosts
+
+    return hosts.place(), hosts.agree
 
 
 def _say_done(run: Any) -> None:

@@ -42,8 +42,12 @@ def join(heartbeat_seconds: int = HEARTBEAT_SECONDS) -> None:
     if (count is None) != (index is None) or (count is not None and address is None):
         raise ValueError(f"of {', '.join(VARIABLES)} some are set: set all three, or leave the job to JAX's detection")
     try:
-        numbers = {} if count is None or index is None else {"num_processes": int(count), "process_id": int(index)}
-        jax.distributed.initialize(address, heartbeat_timeout_seconds=heartbeat_seconds, **numbers)
+        jax.distributed.initialize(
+            address,
+            None if count is None else int(count),
+            None if index is None else int(index),
+            heartbeat_timeout_seconds=heartbeat_seconds,
+        )
     except (ValueError, RuntimeError) as error:
         said = " ".join(str(error).split())[:300]
         raise ValueError(

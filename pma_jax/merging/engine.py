@@ -23,6 +23,7 @@ from pma_jax.merging.plan import BLOCK_ELEMENTS, Plan, Unit, check_room
 from pma_jax.merging.sources import read_bytes
 
 Progress = Callable[[int, int], None]
+Meet = Callable[[Exception | None], None]
 # Outputs of this size are flushed while they grow; many small files are cheaper to commit together.
 _FLUSHED_BYTES = 2**24
 _FLUSH_SECONDS = 0.1
@@ -52,7 +53,7 @@ def merge(
     progress: Progress | None = None,
     command: str = "",
     share: tuple[int, int] = (0, 1),
-    barrier: Callable[[], None] | None = None,
+    meet: Meet | None = None,
 ) -> Merged:
     """Runs a plan, or goes on with it; publishes one directory a recipe.
 
@@ -62,7 +63,8 @@ def merge(
         progress: called with (bytes read so far, bytes to read) from the plan, a few times a second at most.
         command: what the user typed, for the provenance.
         share: (this process, number of processes); each does its part of the units, into the same file system.
-        barrier: waits until all processes have come here; needed, and called twice, when there are several.
+        meet: waits until all processes have come here, each with its error or None, and raises in all of them if there
+            is one (`hosts.agree`); needed when there are several.
 
     Raises:
         ValueError: an output exists, a value is not finite, integer leaves differ, or a source is damaged; one line.
@@ -70,24 +72,44 @@ def merge(
     """
     started = time.perf_counter()
     process, processes = share
-    if not 0 <= process < processes or (processes > 1 and barrier is None):
-        raise ValueError(f"the share {share} is not (process, processes), or several processes have no barrier")
+    if not 0 <= process < processes or (processes > 1 and meet is None):
+        raise ValueError(f"the share {share} is not (process, processes), or several processes cannot meet")
     targets, works = _places(plan, outs)
-    published = _published(plan, targets, works)
-    for work, is_published in zip(works, published, strict=True):
-        work.mkdir(parents=True, exist_ok=True)
-        if not is_published:
-            sinks.create(plan.layout, work / "checkpoint")
-    with journal.locked(works[0], process):
-        read_bytes_here = _merge_units(plan, works, published, share, progress)
-    if barrier is not None:
-        barrier()
+    published: list[bool] = []
+    read_bytes_here = 0
+
+    def merge_own() -> None:
+        nonlocal read_bytes_here
+        published.extend(_published(plan, targets, works))
+        for work, is_published in zip(works, published, strict=True):
+            work.mkdir(parents=True, exist_ok=True)
+            if not is_published:
+                sinks.create(plan.layout, work / "checkpoint")
+        with journal.locked(works[0], process):
+            read_bytes_here = _merge_units(plan, works, published, share, progress)
+
     notes = list(plan.notes)
-    if process == 0:
-        notes += _publish(plan, targets, works, published, command)
-    if barrier is not None:
-        barrier()
+    try:
+        _then_meet(merge_own, meet)
+    except ValueError:
+        # Whoever refused it: only when all have stopped can the work be removed.
+        if process == 0 and processes > 1:
+            _remove(works)
+        raise
+    _then_meet(lambda: notes.extend(_publish(plan, targets, works, published, command)) if process == 0 else None, meet)
     return Merged(tuple(targets), tuple(notes), read_bytes_here, time.perf_counter() - started)
+
+
+def _then_meet(work: Callable[[], None], meet: Meet | None) -> None:
+    if meet is None:
+        work()
+        return
+    problem = None
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        problem = error
+    meet(problem)
 
 
 def check_outputs(plan: Plan, outs: Sequence[str | Path]) -> None:
@@ -155,8 +177,7 @@ def _merge_units(
         except ValueError:
             # Data that was refused will be refused again: there is nothing to resume.
             if processes == 1:
-                for work in works:
-                    shutil.rmtree(work)
+                _remove(works)
             raise
     return read
 
@@ -240,7 +261,8 @@ def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list
     units = sum(1 for _ in plan.units())
     if len(records) < units:
         raise ValueError(
-            f"{works[0]}: {units - len(records)} of {units} units are missing; a process did not finish its share"
+            f"{works[0]}: {units - len(records)} of {units} units are missing; a process did not finish its share, or "
+            "writes to another disk: --out must be where all processes see it"
         )
     notes = []
     # The first target goes last: its neighbour holds the journal that a crash between two renames needs.
@@ -255,6 +277,11 @@ def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list
         sinks.sync(directory)
         directory.rename(targets[row])
         sinks.sync_entry(targets[row].parent)
-    for work in works:
-        shutil.rmtree(work)
+    _remove(works)
     return notes[::-1]
+
+
+def _remove(works: list[Path]) -> None:
+    for work in works:
+        if work.exists():
+            shutil.rmtree(work)
