@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.arguments import parser
+from pma_jax.buckets import is_bucket, locate
 
 CONFIG_PREFIX = "--config."
 WHOLE = ("import", "export")  # verbs that begin anew after an interruption
@@ -100,9 +101,7 @@ def merge(options: argparse.Namespace) -> None:
     else:
         with _progress(process == 0) as progress:
             command = " ".join(["pma", *options.words])
-            merged = engine.merge(
-                plan, outs, command=command, progress=progress, share=(process, processes), meet=meet
-            )
+            merged = engine.merge(plan, outs, command=command, progress=progress, share=(process, processes), meet=meet)
         description |= {"notes": [*gathered.notes, *merged.notes], "seconds": merged.seconds}
     if process > 0:
         return
@@ -193,7 +192,9 @@ def plan(options: argparse.Namespace) -> None:
     from pma_jax.planning import aot
     from pma_jax.planning import plan as planning
 
-    if options.out and not Path(options.out).parent.is_dir():  # said before minutes of compiling, not after
+    if (
+        options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir()
+    ):  # said before minutes of compiling, not after
         raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: make it first")
     raw = configuration.load(options.config)
     configuration.override(raw, options.overrides)
@@ -205,7 +206,7 @@ def plan(options: argparse.Namespace) -> None:
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.out:
-        Path(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
+        locate(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
     print(json.dumps(numbers, indent=2) if options.json else planning.as_text(numbers))
     refused = planning.refusals(numbers)
     if refused:

@@ -28,9 +28,25 @@ class LocalBuckets(DirFileSystem):
         super().__init__(path=os.environ["LOCAL_BUCKETS"], fs=LocalFileSystem(auto_mkdir=True))
 
 
+class _EventFiles:
+    """TensorBoard's files of a bucket."""
+
+    def open(self, path):
+        local = Path(os.environ["LOCAL_BUCKETS"], path.removeprefix("gs://"))
+        local.parent.mkdir(parents=True, exist_ok=True)
+        return local.open("wb")
+
+    def directory_check(self, path):
+        """A bucket has no directories."""
+
+
 def install() -> None:
     """Let this process take gs:// for folders of $LOCAL_BUCKETS, as `serve` has set it in the environment."""
-    fsspec.register_implementation("gcs", LocalBuckets, clobber=True)
+    from tensorboardX import record_writer
+
+    record_writer.register_writer_factory("gs", _EventFiles())
+    for protocol in LocalBuckets.protocol:
+        fsspec.register_implementation(protocol, LocalBuckets, clobber=True)
     storage = types.ModuleType("google.cloud.storage")
     storage.Client = lambda: types.SimpleNamespace(get_bucket=lambda name: types.SimpleNamespace(name=name))
     cloud = types.ModuleType("google.cloud")
@@ -105,7 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, bucket, query):
         root, prefix = self.folder / bucket, query.get("prefix", "")
         names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
-        items = [{"name": name, "size": str((root / name).stat().st_size)} for name in names if name.startswith(prefix)]
+        first, stop = query.get("startOffset", ""), query.get("endOffset", "\U0010ffff")
+        listed = [name for name in names if name.startswith(prefix) and first <= name < stop]
+        items = [{"name": name, "size": str((root / name).stat().st_size)} for name in listed]
         return self._answer(200, json.dumps({"items": items}).encode())
 
     def _parts(self):

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO
 
 HEARTBEAT_SECONDS = 10
 
@@ -17,11 +16,10 @@ HEARTBEAT_SECONDS = 10
 class Job:
     """Processes that were started together; what they print goes to files, so that none waits for a reader."""
 
+    folder: Path
     processes: list[subprocess.Popen]
-    outs: list[IO[str]]
-    errors: list[IO[str]]
 
-    def wait(self, seconds: float = 300) -> list[int]:
+    def wait(self, seconds: float = 500) -> list[int]:
         """Wait for all; returns their exit statuses. Ends them when it takes longer."""
         end = time.monotonic() + seconds
         try:
@@ -37,13 +35,13 @@ class Job:
 
     def out(self, index: int) -> str:
         """What a process printed."""
-        return _read(self.outs[index])
+        return (self.folder / f"out-{index}").read_text()
 
     def error(self, index: int) -> str:
         """What a process printed on standard error."""
-        return _read(self.errors[index])
+        return (self.folder / f"error-{index}").read_text()
 
-    def check(self, seconds: float = 300) -> "Job":
+    def check(self, seconds: float = 500) -> "Job":
         """Wait for all, and see that each did its work."""
         statuses = self.wait(seconds)
         assert not any(statuses), "\n".join(f"{p}: {s}\n{self.error(p)[-3000:]}" for p, s in enumerate(statuses))
@@ -60,7 +58,7 @@ def free_port() -> int:
 def start(words: list[str], count: int, devices: int = 2) -> Job:
     """Start `count` processes of one command (its words after `python`), each with so many devices."""
     address = f"127.0.0.1:{free_port()}"
-    job = Job([], [], [])
+    job = Job(Path(tempfile.mkdtemp(prefix="pma-processes-")), [])
     for index in range(count):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -71,30 +69,20 @@ def start(words: list[str], count: int, devices: int = 2) -> Job:
             "JAX_PROCESS_ID": str(index),
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         }
-        job.outs.append(tempfile.TemporaryFile("w+"))
-        job.errors.append(tempfile.TemporaryFile("w+"))
-        job.processes.append(
-            subprocess.Popen(
-                [sys.executable, *words], stdout=job.outs[index], stderr=job.errors[index], env=environment
+        with (job.folder / f"out-{index}").open("w") as out, (job.folder / f"error-{index}").open("w") as error:
+            job.processes.append(
+                subprocess.Popen([sys.executable, *map(str, words)], stdout=out, stderr=error, env=environment)
             )
-        )
     return job
 
 
 def pma(words: list[str], count: int, devices: int = 2) -> Job:
     """Start `count` processes of `pma` with these words and --distributed."""
     main = "import sys; from pma_jax.cli import main; sys.exit(main())"
-    return start(
-        ["-c", main, *map(str, words), "--distributed", "--heartbeat-seconds", str(HEARTBEAT_SECONDS)], count, devices
-    )
+    return start(["-c", main, *words, "--distributed", "--heartbeat-seconds", str(HEARTBEAT_SECONDS)], count, devices)
 
 
 def script(text: str, words: list[str], count: int, devices: int = 2) -> Job:
     """Start `count` processes of a script that has joined the others."""
     joined = f"from pma_jax import hosts\nhosts.join({HEARTBEAT_SECONDS})\n"
-    return start(["-c", joined + text, *map(str, words)], count, devices)
-
-
-def _read(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read()
+    return start(["-c", joined + text, *words], count, devices)

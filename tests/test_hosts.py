@@ -1,17 +1,22 @@
 import json
 import shutil
+import time
 
 import processes
 import pytest
 import tiny
 
+from pma_jax import checkpoint
 from pma_jax import config as configuration
 from pma_jax.checkpoint import open_run, read_records
 from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
+from pma_jax.training.loop import train
 
 B = tiny.BATCH_TOKENS
+
+
 def assert_same(run, expected, rtol=1e-5):
     """Two runs' numbers and parameters, to what another order of summation leaves of float32."""
     found, wanted = tiny.numbers(run), tiny.numbers(expected)
@@ -31,6 +36,7 @@ from pma_jax import checkpoint, config
 from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
+from pma_jax.training.loop import train
 from pma_jax.training.forking import fork
 from pma_jax.training.loop import train
 config, fork_config = (config.from_json(Path(path).read_text()) for path in sys.argv[1:3])
@@ -56,7 +62,7 @@ def write_configs(folder, **configs):
 
 
 def test_two_processes_do_what_one_does(finished, tmp_path):
-    """Training, snapshots, states, previews, watch, sweep, evaluate and fork, from a corpus that nobody has prepared."""
+    """Training, snapshots, states, previews, watch, sweep, evaluate, fork; from a corpus that nobody has prepared."""
     fresh = tmp_path / "fresh"
     config = tiny.config(fresh, mesh__data=2, mesh__fsdp=2)
     fork_config = tiny.config(fresh, training__total_tokens=18 * B, mesh__data=2, mesh__fsdp=2)
@@ -80,3 +86,123 @@ def test_two_processes_do_what_one_does(finished, tmp_path):
     for record in tiny.numbers(forked):
         if record["kind"] == "train":
             assert record["loss"] == pytest.approx(trained[record["step"]], rel=1e-5)
+
+
+GRIDS = [
+    # processes, devices of each, mesh: a mesh axis within a process, and across processes, for each of the axes
+    (2, 2, {"mesh__data": 4}),
+    (2, 2, {"mesh__fsdp": 2, "mesh__tensor": 2}),
+    (2, 1, {"mesh__tensor": 2}),
+    (4, 2, {"mesh__data": 2, "mesh__fsdp": 4}),
+    (4, 2, {"mesh__tensor": 2, "mesh__fsdp": 4}),
+]
+
+TRAIN = """
+import sys
+from pathlib import Path
+from pma_jax import config
+from pma_jax.training.loop import train
+train(config.from_json(Path(sys.argv[1]).read_text()), sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices", "mesh"), GRIDS)
+def test_every_grid_of_hosts_and_devices_trains_as_one(finished, workspace, tmp_path, count, devices, mesh):
+    (config,) = write_configs(tmp_path, config=tiny.config(workspace, **mesh))
+    processes.script(TRAIN, [config, tmp_path / "run"], count, devices).check(600)
+    assert_same(open_run(tmp_path / "run"), finished)
+
+
+@pytest.mark.slow
+def test_experts_and_block_means_across_processes(workspace, tmp_path):
+    keys = {
+        "model__experts": 4,
+        "model__expert_hidden": 16,
+        "checkpoint__kinds": ("point", "block_mean"),
+        "checkpoint__block_every_steps": 2,
+        "training__total_tokens": 8 * B,
+    }
+    alone = train(tiny.config(workspace, **keys), tmp_path / "alone")
+    (config,) = write_configs(tmp_path, config=tiny.config(workspace, **keys, mesh__expert=4))
+    processes.script(TRAIN, [config, tmp_path / "run"], 2).check(600)
+    assert_same(open_run(tmp_path / "run"), alone)
+    for one, other in zip(*(run.of_kind("block_mean") for run in (open_run(tmp_path / "run"), alone)), strict=True):
+        tiny.assert_close(tiny.read(one), tiny.read(other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_processes_and_another_mesh(finished, workspace, tmp_path):
+    """8 steps on each: 4 processes, then 2, then 1."""
+    run = tmp_path / "run"
+    for count, devices, mesh, last in (
+        (4, 2, {"mesh__fsdp": 8}, 8),
+        (2, 2, {"mesh__data": 2, "mesh__tensor": 2}, 16),
+        (1, 1, {"mesh__data": 1}, 24),
+    ):
+        (config,) = write_configs(tmp_path, config=tiny.config(workspace, **mesh))
+        processes.script(TRAIN_UNTIL, [config, run, last], count, devices).check(600)
+        assert open_run(run).newest_state.step == last
+    assert_same(open_run(run), finished)
+
+
+TRAIN_UNTIL = """
+import sys
+from pathlib import Path
+from pma_jax import checkpoint, config
+from pma_jax.training import loop
+config = config.from_json(Path(sys.argv[1]).read_text())
+last = int(sys.argv[3])
+save = checkpoint.save_state
+class Stop(BaseException): pass
+def save_and_stop(writer, state, step, *rest):
+    save(writer, state, step, *rest)
+    if step == last:
+        raise Stop
+checkpoint.save_state = save_and_stop
+try:
+    loop.train(config, sys.argv[2])
+except Stop:
+    pass
+"""
+
+
+def kill_one(job, index, is_time, seconds=300.0):
+    """Kill one process when `is_time` says so; returns the seconds until the others had stopped, and their statuses."""
+    end = time.monotonic() + seconds
+    while not is_time() and time.monotonic() < end:
+        assert all(p.poll() is None for p in job.processes), job.error(index)[-3000:]
+        time.sleep(0.05)
+    job.processes[index].kill()
+    start = time.monotonic()
+    statuses = job.wait(seconds)
+    return time.monotonic() - start, statuses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "killed"), [(2, 1), (2, 0), (4, 2)])
+def test_when_one_is_killed_the_others_stop_and_the_restart_is_exact(
+    workspace, tmp_path, count, killed, record_property
+):
+    long = {"training__total_tokens": 64 * B, "preview__windows": ()}
+    config = tiny.config(workspace, **long, mesh__fsdp=2, mesh__data=-1)
+    file = tiny.write_config(tmp_path / "config.py", workspace, **long, mesh__fsdp=2, mesh__data=-1)
+    words = ["train", "--config", file, "--workdir"]
+    processes.pma([*words, tmp_path / "whole"], count).check(600)
+    cut = tmp_path / "cut"
+    job = processes.pma([*words, cut], count)
+    seconds, statuses = kill_one(
+        job, killed, lambda: len(read_records(checkpoint.absolute(cut / "metrics.jsonl"))) > 30
+    )
+    record_property("seconds until the others stopped", seconds)
+    print(f"{count} processes, {killed} killed: the others stopped after {seconds:.1f} s with {statuses}")
+    assert seconds < processes.HEARTBEAT_SECONDS + 20 and all(statuses)
+    said = [job.error(p) for p in range(count) if p != killed]
+    assert any("error: process" in text for text in said) or killed == 0, said
+    newest = open_run(cut).newest_state
+    assert newest is None or newest.tokens < config.training.total_tokens
+    processes.pma([*words, cut], count).check(600)
+    whole, again = open_run(tmp_path / "whole"), open_run(cut)
+    assert tiny.numbers(again) == tiny.numbers(whole)
+    for one, other in zip(again.snapshots, whole.snapshots, strict=True):
+        tiny.assert_equal(tiny.read(one), tiny.read(other))

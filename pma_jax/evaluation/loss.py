@@ -64,7 +64,8 @@ def on_mesh(mesh: jax.sharding.Mesh, tokens_bxM: np.ndarray) -> jax.Array:
     B = len(tokens_bxM) * shares // len(rows_here(mesh, shares))
     rows_b = rows_here(mesh, B)
 
-    def share(index: tuple[slice, ...]) -> np.ndarray:
+    def share(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         first, stop, _ = index[0].indices(B)
         begin = np.searchsorted(rows_b, first)
         return tokens_bxM[begin : begin + stop - first]

@@ -4,6 +4,7 @@ The trainer alone writes RUN/metrics.jsonl (it rewrites the file when it resumes
 RUN/watch.jsonl, in records of the same form; `Run.metrics` reads both.
 """
 
+import contextlib
 import itertools
 import json
 import time
@@ -19,6 +20,7 @@ from pma_jax.checkpoint import FOLDERS, Run, Snapshot
 from pma_jax.config import Config
 from pma_jax.evaluation.held_out import evaluator
 from pma_jax.evaluation.sweep import row_text
+from pma_jax.line_file import LineFile
 from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
 from pma_jax.mesh import make_mesh
@@ -84,7 +86,7 @@ def watch(
                 record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
                 record |= {"recipe": row_text(recipe, n, kind=kind), "loss": losses_of([merged])[0]}
                 if hosts.is_first():
-                    with log.open("a") as file:
+                    with contextlib.closing(LineFile(log)) as file:
                         file.write(json.dumps(record) + "\n")
                 yield f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {record['recipe']} {record['loss']:.4f}"
             handled = snapshot.tokens

@@ -3,7 +3,8 @@
     merged = merge(plan([open_source(path) for path in paths], coefficients), [out])
 
 A merge never holds a model. It works beside its target in `.NAME.partial-…`, notes what it has done, and publishes by
-one rename; killed at any moment, the same call goes on where it stopped.
+one rename; killed at any moment, the same call goes on where it stopped. For a bucket it works in the machine's
+directory for temporary files, and uploads what is finished (see publishing.py).
 """
 
 import queue
@@ -15,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pma_jax.merging import journal, kernels, provenance, sinks
+from pma_jax.buckets import is_bucket, locate
+from pma_jax.merging import journal, kernels, provenance, publishing, sinks
 from pma_jax.merging.blocks import Run, merge_decoded, merge_plain
 from pma_jax.merging.journal import Record
 from pma_jax.merging.leaves import ITEM_BYTES
@@ -75,6 +77,10 @@ def merge(
     if not 0 <= process < processes or (processes > 1 and meet is None):
         raise ValueError(f"the share {share} is not (process, processes), or several processes cannot meet")
     targets, works = _places(plan, outs)
+    if processes > 1 and any(map(is_bucket, targets)):
+        raise ValueError(
+            f"{targets[0]}: several processes merge onto a disk that all see; to a bucket, use one process"
+        )
     published: list[bool] = []
     read_bytes_here = 0
 
@@ -123,15 +129,15 @@ def check_outputs(plan: Plan, outs: Sequence[str | Path]) -> None:
 
 def _places(plan: Plan, outs: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
     """The directories to publish, and those to work in beside them."""
-    targets = [Path(out).absolute() for out in outs]
-    return targets, [target.parent / f".{target.name}.partial-{plan.digest[:16]}" for target in targets]
+    targets = [locate(out).absolute() for out in outs]
+    return targets, [publishing.work_place(target, f"-{plan.digest[:16]}") for target in targets]
 
 
 def _published(plan: Plan, targets: list[Path], works: list[Path]) -> list[bool]:
     """Which targets an interrupted run of this merge has already published; any other existing target is refused."""
     published = []
     for target, work in zip(targets, works, strict=True):
-        if not target.exists() and not target.is_symlink():
+        if (not target.exists() and not target.is_symlink()) or publishing.is_under_way(target, plan.digest):
             published.append(False)
         elif work.exists() and provenance.plan_digest(target) == plan.digest:
             published.append(True)
@@ -140,7 +146,8 @@ def _published(plan: Plan, targets: list[Path], works: list[Path]) -> list[bool]
                 f"{target}: exists already, and a merge never overwrites: choose another --out, or remove it"
             )
     if not any(work.exists() for work in works):
-        check_room(plan, targets)
+        # What goes to a bucket needs its room where it is made.
+        check_room(plan, [work if is_bucket(out) else out for out, work in zip(targets, works, strict=True)])
     return published
 
 
@@ -274,9 +281,7 @@ def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list
             continue
         directory = works[row] / "checkpoint"
         provenance.write(directory, facts)
-        sinks.sync(directory)
-        directory.rename(targets[row])
-        sinks.sync_entry(targets[row].parent)
+        publishing.publish(directory, targets[row], list(plan.layout.sizes), plan.digest)
     _remove(works)
     return notes[::-1]
 

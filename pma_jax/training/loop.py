@@ -122,6 +122,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
                 # A state vouches for every record up to it: resuming from it does not write them again.
                 _write_train_record(log, config, clock, pending)
                 pending = None
+                log.sync()
                 with clock.paused():
                     checkpoint.save_state(state_writer, state, step, seen, position)
         _write_train_record(log, config, clock, pending)

@@ -11,6 +11,7 @@ from tensorboardX import SummaryWriter
 
 from pma_jax.checkpoint import Run, read_records
 from pma_jax.config import Config
+from pma_jax.line_file import LineFile
 
 Record = dict[str, Any]  # always: kind (train | evaluation | block_mean | preview), tokens
 
@@ -30,7 +31,7 @@ class MetricsLog:
         temporary = run.path / ".metrics.jsonl.writing"
         temporary.write_text("".join(_line(r) for r in kept))
         temporary.replace(path)
-        self._file = path.open("a")
+        self._file = LineFile(path)
         self._board = SummaryWriter(_tensorboard_folder(run.path), purge_step=tokens + 1)
         self._console = rich.console.Console(stderr=True)
         self._bar = _progress_bar(self._console, run.config, tokens)
@@ -41,7 +42,6 @@ class MetricsLog:
         if not self._writes:
             return
         self._file.write(_line(record))
-        self._file.flush()
         for tag, value in _scalars(record):
             self._board.add_scalar(tag, value, record["tokens"])
         shown = _shown(record)
@@ -57,6 +57,11 @@ class MetricsLog:
         """One line for the person who watches."""
         if self._writes:
             self._console.print(line, highlight=False, soft_wrap=True)
+
+    def sync(self) -> None:
+        """Every record is where a process that resumes finds it: before a state that vouches for them."""
+        if self._writes:
+            self._file.sync()
 
     def close(self) -> None:
         """Flush and close everything."""
