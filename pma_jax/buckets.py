@@ -5,6 +5,7 @@ merge should start at once. An object appears whole and cannot be changed or ren
 """
 
 import functools
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,13 @@ def file_system(address: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(address)
 
 
+def find(pattern: str) -> list[Path]:
+    """The objects that match an address with *, ? and **; all below it where it has none of them. Sorted by name."""
+    system, key = file_system(pattern)
+    keys = system.glob(key) if glob.has_magic(pattern) else system.find(key)
+    return [locate(f"{pattern.partition('://')[0]}://{name}") for name in sorted(keys)]
+
+
 class RangeReader:
     """Reads ranges of an object, `AHEAD_BYTES` at a time: what is asked for next is mostly what comes next."""
 
@@ -93,7 +101,8 @@ def _bucket_path() -> Any:
             del buffering
             return super().open(mode, **options)
 
-        def rglob(self, pattern: str) -> Iterator["BucketPath"]:
-            return self.glob(f"**/{pattern}")
+        def rglob(self, pattern: str) -> Iterator[Any]:
+            assert pattern == "*", "a bucket lists everything below a name at once, and nothing else"
+            return iter(find(str(self)))
 
     return BucketPath

@@ -2,16 +2,20 @@ import json
 import shutil
 import time
 
+import numpy as np
 import processes
 import pytest
 import tiny
+from safetensors.numpy import save_file
 
 from pma_jax import checkpoint
 from pma_jax import config as configuration
 from pma_jax.checkpoint import open_run, read_records
+from pma_jax.cli import main
 from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
+from pma_jax.merging import provenance
 from pma_jax.training.loop import train
 
 B = tiny.BATCH_TOKENS
@@ -206,3 +210,74 @@ def test_when_one_is_killed_the_others_stop_and_the_restart_is_exact(
     assert tiny.numbers(again) == tiny.numbers(whole)
     for one, other in zip(again.snapshots, whole.snapshots, strict=True):
         tiny.assert_equal(tiny.read(one), tiny.read(other))
+
+
+def merge_files(path):
+    return {name: data for name, data in tiny.contents(path).items() if name != "provenance.json"}
+
+
+def write_models(folder, count=3, leaves=24):
+    """Safetensors with so many leaves each."""
+    paths = []
+    for k in range(count):
+        rng = np.random.default_rng(k)
+        (folder / f"step{k}").mkdir(parents=True)
+        tree = {f"leaf{n}": rng.standard_normal(2000, np.float32) for n in range(leaves)}
+        save_file(tree, folder / f"step{k}" / "model.safetensors")
+        paths.append(folder / f"step{k}")
+    return paths
+
+
+def test_two_processes_merge_to_the_bytes_of_one(tmp_path):
+    paths = write_models(tmp_path / "models")
+    assert main(["merge", *map(str, paths), "--out", str(tmp_path / "one")]) == 0
+    job = processes.pma(["merge", *paths, "--out", tmp_path / "two"], 2).check()
+    assert merge_files(tmp_path / "two") == merge_files(tmp_path / "one")
+    one, two = (provenance.read(tmp_path / name) for name in ("one", "two"))
+    assert {k: v for k, v in two.items() if k != "command"} == {k: v for k, v in one.items() if k != "command"}
+    assert "written to" in job.out(0) and job.out(1) == ""
+    assert {p.name for p in tmp_path.iterdir()} == {"models", "one", "two"}
+
+
+@pytest.mark.slow
+def test_what_one_process_refuses_all_refuse(tmp_path):
+    paths = write_models(tmp_path / "models")
+    tree = {f"leaf{n}": np.full(2000, np.nan if n == 13 else 1, np.float32) for n in range(24)}
+    save_file(tree, paths[1] / "model.safetensors")
+    job = processes.pma(["merge", *paths, "--out", tmp_path / "out"], 2)
+    assert job.wait() == [1, 1]
+    assert "error: process 1 of 2: " in job.error(1) and "only finite values merge" in job.error(1)
+    assert "error: process 0 of 2: process 1 could not: " in job.error(0)
+    assert [p.name for p in tmp_path.iterdir()] == ["models"]
+
+
+SLOW_MERGE = """
+import sys, time
+import numpy as np
+from pma_jax.merging import blocks, kernels
+from pma_jax.merging.engine import merge
+from pma_jax.merging.plan import plan
+from pma_jax.merging.sources import open_source
+finish, delay = kernels.finish, float(sys.argv[1])
+kernels.finish = lambda *arguments: time.sleep(delay) or finish(*arguments)
+made = plan([open_source(path) for path in sys.argv[3:]], np.array([0.2, 0.3, 0.5]), threads=1)
+with hosts.no_farewell():
+    merge(made, [sys.argv[2]], share=hosts.place(), meet=hosts.agree)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_merge_that_loses_a_process_publishes_nothing_and_goes_on(tmp_path, killed):
+    paths = write_models(tmp_path / "models")
+    processes.script(SLOW_MERGE, [0, tmp_path / "whole", *paths], 2).check()
+
+    def journals():
+        return [len(p.read_text().splitlines()) for p in tmp_path.glob(".out.partial-*/journal.*.jsonl")]
+
+    job = processes.script(SLOW_MERGE, [0.5, tmp_path / "out", *paths], 2)
+    seconds, statuses = kill_one(job, killed, lambda: len(journals()) == 2 and min(journals()) > 2)
+    assert seconds < processes.HEARTBEAT_SECONDS + 20 and all(statuses)
+    assert not (tmp_path / "out").exists() and min(journals()) > 2
+    processes.script(SLOW_MERGE, [0, tmp_path / "out", *paths], 4).check()
+    assert tiny.contents(tmp_path / "out") == tiny.contents(tmp_path / "whole")

@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pma_jax import config
-from pma_jax.buckets import is_bucket, locate
+from pma_jax.buckets import find, is_bucket, locate
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -198,7 +198,7 @@ def _match(pattern: str) -> list[_File]:
     root = type(expanded)(*expanded.parts[:fixed])
     # Not Path.glob: it takes hidden files, such as an editor's copies, for documents.
     if is_bucket(pattern):
-        paths = [path for path in root.glob(str(expanded.relative_to(root))) if not _is_hidden(path.relative_to(root))]
+        paths = [path for path in find(pattern) if not _is_hidden(path.relative_to(root))]
     else:
         paths = [Path(path) for path in glob.glob(str(expanded), recursive=True)]  # noqa: PTH207
     files = [_File(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
