@@ -119,9 +119,10 @@ def test_every_kind_of_checkpoint_is_read_from_a_bucket(folder, tmp_path):
         tree = {"w": rng.standard_normal((300, 200), np.float32), "n": np.arange(5)}
         save_file(tree, _made(folder / "safetensors" / f"step{step}") / "model.safetensors")
         ocp.save(folder / "zstd" / str(step), {"params": tree})  # compressed, as Orbax does by itself
-        with ocp.Context() as context:
-            context.array.saving.use_ocdbt = False
-            context.array.saving.use_zarr3 = True
+        context = ocp.Context()
+        context.array.saving.use_ocdbt = False
+        context.array.saving.use_zarr3 = True
+        with context:
             ocp.save(folder / "files" / str(step), {"params": tree})
     for kind in ("safetensors", "zstd", "files"):
         assert main(["merge", str(folder / kind), "--out", str(tmp_path / f"{kind}-local")]) == 0

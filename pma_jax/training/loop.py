@@ -13,6 +13,7 @@ from etils import epath
 
 from pma_jax import checkpoint, hosts
 from pma_jax import config as configuration
+from pma_jax.buckets import check_bucket
 from pma_jax.checkpoint import Run, Snapshot
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
@@ -37,6 +38,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     Raises ValueError when `workdir` holds a run of another configuration (naming the keys that differ), or the data
     cannot be read.
     """
+    check_bucket(workdir)  # before the hours that data may take
     # --- Data, prepared once and cached by digest; devices; the run -----------------------------------------------
     tokens = shards.prepare(config.data, progress=hosts.is_first())
     shards.check_tokens(tokens, config.model)
