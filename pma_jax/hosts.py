@@ -130,23 +130,25 @@ def _first(look: Callable[[], str]) -> tuple[str]:
 
 @contextlib.contextmanager
 def no_farewell() -> Iterator[None]:
-    """Where there are several processes, an error inside ends this one at once, with its line.
+    """Where there are several processes, an error inside (or Ctrl-C) ends this one at once, with its line.
 
     Closing files in order would wait for the others, who wait for this one; that it is gone is what tells them.
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if global_state.num_processes > 1:
             leave(error)
         raise
 
 
-def leave(error: Exception) -> None:
-    """Say an error in one line, with the process that has it, and end this process now, with status 1."""
+def leave(error: BaseException) -> None:
+    """Say an error in one line, with the process that has it, and end this process now: status 1, 130 for Ctrl-C."""
     index, count = place()
     line = _one_line(error)
-    if isinstance(error, jax.errors.JaxRuntimeError):
+    if isinstance(error, KeyboardInterrupt):
+        line = "stopped, and with it the others; the same command on all goes on from what is saved"
+    elif isinstance(error, jax.errors.JaxRuntimeError):
         line = f"another process has gone, or the devices failed: start the same command on all again ({line[:300]})"
     elif not isinstance(error, (ValueError, OSError)):
         sys.excepthook(type(error), error, error.__traceback__)
@@ -154,8 +156,8 @@ def leave(error: Exception) -> None:
     sys.stdout.flush()
     if index == 0:
         time.sleep(_LAST_WORDS_SECONDS)
-    os._exit(1)
+    os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
