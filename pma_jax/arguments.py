@@ -70,8 +70,8 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> arg
     verb = _verb(verbs, functions, "inspect", "pma inspect runs/demo")
     verb.add_argument("target", help="a run, a snapshot, or a checkpoint in any format that `pma merge` reads")
     verb.add_argument("--subtree", help="where an Orbax tree holds the parameters")
-    verb.add_argument("--verify", action="store_true", help="recompute the digests of a merge, and compare")
-    verb.add_argument("--with-sources", action="store_true", help="the same, of what it was made from too")
+    verb.add_argument("--verify", action="store_true", help="read everything again, and compare it with its digests")
+    verb.add_argument("--with-sources", action="store_true", help="the same, of what a merge was made from too")
     _takes_json(verb)
 
     verb = _verb(

@@ -9,15 +9,29 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pma_jax import stopping
 from pma_jax.arguments import parser
 from pma_jax.buckets import is_bucket, locate
 
 CONFIG_PREFIX = "--config."
-WHOLE = ("import", "export")  # verbs that begin anew after an interruption
+NOTHING = "nothing was written"
+# Verb -> what is left when a signal stops it.
+AFTER_STOP = {
+    "train": "the same command goes on from the last saved state",
+    "fork": "the same command goes on from the last saved state",
+    "merge": "nothing was published; the same command goes on where this one stopped",
+    "sweep": "nothing of this grid was written",
+    "watch": "the same command goes on from the last preview",
+    "report": "what was written is whole; the same command writes the rest",
+    **dict.fromkeys(("evaluate", "inspect", "plan", "import", "export"), NOTHING),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; exit status 0: done, 1: could not (one line says why), 2: called wrongly."""
+    """Run one verb; exit status 0: done, 1: could not (one line says why), 2: called wrongly.
+
+    130 and 143: stopped by SIGINT (Ctrl-C) or SIGTERM; one line says what is left.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     overrides = [word.removeprefix(CONFIG_PREFIX) for word in words if word.startswith(CONFIG_PREFIX)]
     options = parser(VERBS).parse_args([word for word in words if not word.startswith(CONFIG_PREFIX)])
@@ -27,16 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.overrides, options.words = overrides, words
     _quiet()
     try:
-        with _together(options):
+        with stopping.noticed(interrupts=True), _together(options):
             options.function(options)
     except (ValueError, OSError) as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        done = {"watch": "preview"}.get(options.verb, "saved state")
-        goes_on = f"the same command goes on from the last {done}"
-        print(f"stopped: {'nothing was written' if options.verb in WHOLE else goes_on}", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        print(str(stop) or f"stopped: {AFTER_STOP[options.verb]}", file=sys.stderr)
+        return getattr(stop, "status", 130)
     return 0
 
 
@@ -171,13 +183,13 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def inspect(options: argparse.Namespace) -> None:
     """What a run or a checkpoint of any format holds."""
-    from pma_jax import inspection
+    from pma_jax import inspection, verification
 
     if options.verify or options.with_sources:
-        problems = inspection.verify(options.target, options.with_sources)
+        problems = verification.verify(options.target, options.with_sources)
         if problems:
             raise ValueError(f"{options.target} is not what was written: {'; '.join(problems[:10])} ({len(problems)})")
-        print(f"{options.target}: every digest is as {inspection.PROVENANCE} says")
+        print(f"{options.target}: every digest is that of what was written")
         return
     facts = inspection.inspect(options.target, options.subtree)
     if options.json:
@@ -341,11 +353,12 @@ def _say_done(run: Any) -> None:
 
 
 def _quiet() -> None:
-    """Warnings of the libraries' own housekeeping stay out of a user's terminal; errors do not."""
+    """What the libraries log of their own housekeeping stays out of a user's terminal: errors come as exceptions."""
     import logging
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax logs a write that fails four times, with the traceback of every thread; main says it in one line.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     # A read that fails leaves others behind in Orbax's event loop; main says what failed, in one line.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     show = sys.unraisablehook

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import jax
@@ -113,6 +114,22 @@ def agree(error: Exception | None) -> None:
         raise ValueError(f"process {failed[0]} could not: {said[failed[0]]}")
 
 
+def first_enters(stack: contextlib.ExitStack, make: Callable[[], AbstractContextManager[T]]) -> T | None:
+    """What a context manager gives process 0, which alone enters it, into its `stack`; None in the others.
+
+    Raises:
+        ValueError: in all processes, where process 0 cannot enter it.
+    """
+    value, problem = None, None
+    if is_first():
+        try:
+            value = stack.enter_context(make())
+        except (ValueError, OSError) as error:
+            problem = error
+    agree(problem)
+    return value
+
+
 def _first(look: Callable[[], str]) -> tuple[str]:
     if global_state.num_processes == 1:
         return (look(),)
@@ -132,12 +149,14 @@ def _first(look: Callable[[], str]) -> tuple[str]:
 def no_farewell() -> Iterator[None]:
     """Where there are several processes, an error inside (or Ctrl-C) ends this one at once, with its line.
 
-    Closing files in order would wait for the others, who wait for this one; that it is gone is what tells them.
+    Closing files in order would wait for the others, who wait for this one; that it is gone is what tells them. A stop
+    that all have agreed on, which says what is saved, goes its way.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        if global_state.num_processes > 1:
+        is_agreed = isinstance(error, KeyboardInterrupt) and bool(str(error))
+        if global_state.num_processes > 1 and not is_agreed:
             leave(error)
         raise
 
@@ -156,7 +175,7 @@ def leave(error: BaseException) -> None:
     sys.stdout.flush()
     if index == 0:
         time.sleep(_LAST_WORDS_SECONDS)
-    os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    os._exit(getattr(error, "status", 130) if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _one_line(error: BaseException) -> str:

@@ -165,6 +165,14 @@ def test_the_python_of_the_page_on_hugging_face_runs(finished, tmp_path, monkeyp
     assert "def main" in capfd.readouterr().out
 
 
+def test_the_page_on_safety_does_what_it_says(finished, tmp_path, monkeypatch, capfd):
+    shutil.copytree(finished.path, tmp_path / "runs" / "demo")
+    monkeypatch.chdir(tmp_path)
+    for words in commands("pma", ROOT / "docs" / "safety.md"):
+        assert main(words) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+    assert capfd.readouterr().out.count("every digest is that of what was written") == 4
+
+
 @pytest.mark.parametrize(
     ("page", "verb"),
     [

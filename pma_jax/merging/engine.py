@@ -11,8 +11,9 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,28 +82,28 @@ def merge(
         raise ValueError(
             f"{targets[0]}: several processes merge onto a disk that all see; to a bucket, use one process"
         )
+    _published(plan, targets, works)
+    notes = list(plan.notes)
     published: list[bool] = []
     read_bytes_here = 0
 
     def merge_own() -> None:
         nonlocal read_bytes_here
+        # Again: the same merge may have ended in another process since.
         published.extend(_published(plan, targets, works))
         for work, is_published in zip(works, published, strict=True):
             work.mkdir(parents=True, exist_ok=True)
             if not is_published:
                 sinks.create(plan.layout, work / "checkpoint")
-        with journal.locked(works[0], process):
-            read_bytes_here = _merge_units(plan, works, published, share, progress)
+        read_bytes_here = _merge_units(plan, works, published, share, progress)
 
-    notes = list(plan.notes)
-    try:
+    def publish() -> None:
+        if process == 0:
+            notes.extend(_publish(plan, targets, works, published, command))
+
+    with journal.locked(works[0], process), _cleared_if_refused(works, process):
         _then_meet(merge_own, meet)
-    except ValueError:
-        # Whoever refused it: only when all have stopped can the work be removed.
-        if process == 0 and processes > 1:
-            _remove(works)
-        raise
-    _then_meet(lambda: notes.extend(_publish(plan, targets, works, published, command)) if process == 0 else None, meet)
+        _then_meet(publish, meet)
     return Merged(tuple(targets), tuple(notes), read_bytes_here, time.perf_counter() - started)
 
 
@@ -116,6 +117,21 @@ def _then_meet(work: Callable[[], None], meet: Meet | None) -> None:
     except (ValueError, OSError) as error:
         problem = error
     meet(problem)
+
+
+@contextmanager
+def _cleared_if_refused(works: list[Path], process: int) -> Iterator[None]:
+    """Remove the work of a merge that is refused: it will be refused again, and there is nothing to resume.
+
+    Of several processes the first does, once all have met: whoever refused it.
+    """
+    try:
+        yield
+    except ValueError:
+        if process == 0:
+            for work in works:
+                shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def check_outputs(plan: Plan, outs: Sequence[str | Path]) -> None:
@@ -142,13 +158,15 @@ def _published(plan: Plan, targets: list[Path], works: list[Path]) -> list[bool]
         elif work.exists() and provenance.plan_digest(target) == plan.digest:
             published.append(True)
         else:
-            raise ValueError(
-                f"{target}: exists already, and a merge never overwrites: choose another --out, or remove it"
-            )
+            raise ValueError(_exists(target))
     if not any(work.exists() for work in works):
         # What goes to a bucket needs its room where it is made.
         check_room(plan, [work if is_bucket(out) else out for out, work in zip(targets, works, strict=True)])
     return published
+
+
+def _exists(target: Path) -> str:
+    return f"{target}: exists already, and a merge never overwrites: choose another --out, or remove it"
 
 
 def _merge_units(
@@ -178,14 +196,8 @@ def _merge_units(
                     progress(read, total)
 
         run = Run(plan, kernels.weights_of(plan.coefficients), places, note, threading.Event())
-        try:
-            _check_equal_leaves(plan)
-            _run_units(run, todo)
-        except ValueError:
-            # Data that was refused will be refused again: there is nothing to resume.
-            if processes == 1:
-                _remove(works)
-            raise
+        _check_equal_leaves(plan)
+        _run_units(run, todo)
     return read
 
 
@@ -275,18 +287,19 @@ def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list
     # The first target goes last: its neighbour holds the journal that a crash between two renames needs.
     for row in reversed(range(len(targets))):
         facts = provenance.describe(plan, records, row, command)
+        provenance.refuse_changed(plan, facts)
         note = provenance.rounding_note(plan, facts, row)
         notes += [note] if note else []
         if published[row]:
             continue
         directory = works[row] / "checkpoint"
         provenance.write(directory, facts)
-        publishing.publish(directory, targets[row], list(plan.layout.sizes), plan.digest)
-    _remove(works)
-    return notes[::-1]
-
-
-def _remove(works: list[Path]) -> None:
+        try:
+            publishing.publish(directory, targets[row], list(plan.layout.sizes), plan.digest)
+        except OSError as error:
+            if is_bucket(targets[row]) or not targets[row].exists():
+                raise
+            raise ValueError(_exists(targets[row])) from error
     for work in works:
-        if work.exists():
-            shutil.rmtree(work)
+        shutil.rmtree(work)
+    return notes[::-1]

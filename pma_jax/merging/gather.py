@@ -177,7 +177,11 @@ def _of_run(run: Path, kind: str | None) -> list[tuple[str, str | None]]:
     """A run's published snapshots: those that have their commit mark."""
     from pma_jax import config as configuration  # the dictionaries of its files cost more to import than a small merge
 
-    kind = kind or configuration.from_json((run / "config.json").read_text()).checkpoint.kinds[0]
+    path = run / "config.json"
+    try:
+        kind = kind or configuration.from_json(path.read_text()).checkpoint.kinds[0]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     steps = [step for step in (run / configuration.FOLDERS[kind]).glob("*") if step.name.isdigit()]
     published = [step for step in steps if (step / "commit_success.txt").is_file()]
     if not published:

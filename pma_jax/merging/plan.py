@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from pma_jax.buckets import RangeReader, is_bucket
+from pma_jax.digests import CHECKSUMS, SEGMENT_ELEMENTS
 from pma_jax.merging import kernels, sinks
-from pma_jax.merging.digests import CHECKSUMS, SEGMENT_ELEMENTS
 from pma_jax.merging.leaves import ITEM_BYTES, LeafInfo, Source, differences
 from pma_jax.merging.zstd_frames import DECODER_BYTES
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pma_jax.merging import digests
+from pma_jax import digests
 from pma_jax.merging.engine import merge
 from pma_jax.merging.plan import plan
 from pma_jax.merging.provenance import read, verify
