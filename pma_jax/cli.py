@@ -328,7 +328,7 @@ def _join(options: argparse.Namespace) -> None:
 
     # JAX's collectives on CPU (gloo) chat on standard output, which is for tables and JSON.
     sys.stdout = os.fdopen(os.dup(1), "w")
-    with open(os.devnull, "w") as nothing:  # noqa: PTH123
+    with Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), 1)
     hosts.join(options.heartbeat_seconds)
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, hosts
 from pma_jax import config as configuration
 from pma_jax.checkpoint import open_run, read_records
 from pma_jax.cli import main
@@ -40,6 +40,52 @@ def assert_same(run, expected, rtol=1e-5):
     assert [s.step for s in run.states] == [s.step for s in expected.states]
     for one, other in zip(run.snapshots, expected.snapshots, strict=True):
         tiny.assert_close(read(one), read(other), rtol=1e-4, atol=1e-5)
+
+
+def test_alone_nothing_is_waited_for(monkeypatch):
+    assert hosts.place() == (0, 1) and hosts.is_first() and hosts.gather("a") == ["a"]
+    assert hosts.told_by_first(lambda: "b") == "b" and hosts.first_then_all(lambda: 3) == 3
+    hosts.agree(None)
+    problem = OSError("full")
+    with pytest.raises(OSError, match="full"):
+        hosts.agree(problem)
+    with pytest.raises(KeyError), hosts.no_farewell():
+        raise KeyError("of this process")
+    for name in hosts.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    with pytest.raises(ValueError, match="some are set: set all three"):
+        hosts.join()
+
+
+AGREE = """
+import jax
+index, count = hosts.place()
+assert hosts.gather("x" * index) == ["", "x", "xx"][:count]
+with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):
+    assert hosts.told_by_first(lambda: f"from {index}") == "from 0"
+seen = []
+hosts.first_then_all(lambda: seen.append(index))
+assert seen == [index]
+def refuse():
+    raise ValueError(f"refused by {index}")
+for ask in (lambda: hosts.told_by_first(refuse), lambda: hosts.first_then_all(refuse)):
+    try:
+        ask()
+    except ValueError as error:
+        print(error)
+try:
+    hosts.agree(OSError("no room") if index == 1 else None)
+except (ValueError, OSError) as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_processes_agree():
+    job = processes.script(AGREE, [], 2).check()
+    said = ["refused by 0", "refused by 0"]
+    lines = [[line for line in job.out(p).splitlines() if "Gloo" not in line] for p in (0, 1)]
+    assert lines == [[*said, "ValueError process 1 could not: no room"], [*said, "OSError no room"]]
 
 
 EVERY_VERB = """
