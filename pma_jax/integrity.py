@@ -62,16 +62,16 @@ def _all_finite(leaves: tuple[jax.Array, ...]) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
 
 
-def _is_here(leaf: jax.Array) -> bool:
-    return leaf.is_fully_addressable or leaf.is_fully_replicated
+def _is_here(leaf: jax.Array | np.ndarray) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
-def _digest(leaf: jax.Array) -> str:
-    if not _is_here(leaf):
+def _digest(leaf: jax.Array | np.ndarray) -> str:
+    if isinstance(leaf, jax.Array) and not _is_here(leaf):
         if leaf.nbytes > _WHOLE_BYTES:
             return leaf_digest(segments_over_devices(leaf))
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    elif not leaf.is_fully_addressable:
+    elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
     host = np.ascontiguousarray(leaf)
     hasher = SegmentHasher(host.dtype.itemsize, CHECKSUM)

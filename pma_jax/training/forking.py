@@ -33,6 +33,11 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
     check_mesh(config, make_mesh(config.mesh))  # first: listing states starts JAX, and the devices are then settled
     saved = _state_at(source, at_tokens)
     folder = checkpoint.absolute(workdir)
+    if config.is_horizon(saved.tokens) and not checkpoint.is_run(folder):
+        raise ValueError(
+            f"nothing is left to train at {saved.tokens:,} of {config.training.total_tokens:,} tokens: fork from an "
+            "earlier state, or raise training.total_tokens"
+        )
     return hosts.first_then_all(lambda: _locked_fork(source, saved, config, folder))
 
 
@@ -48,11 +53,6 @@ def _fork(source: Run, saved: SavedState, config: Config, folder: epath.Path) ->
         if run.facts.get("forked_from") != origin:
             raise ValueError(f"{folder} holds another run: choose a --workdir that does not exist")
         return run
-    if config.is_horizon(saved.tokens):
-        raise ValueError(
-            f"nothing is left to train at {saved.tokens:,} of {config.training.total_tokens:,} tokens: fork from an "
-            "earlier state, or raise training.total_tokens"
-        )
     facts = run_facts(shards.prepare(config.data), config)
     checkpoint.copy_state(saved, folder)
     return checkpoint.create_run(folder, config, facts | {"forked_from": origin})

@@ -8,9 +8,10 @@ import pytest
 import tiny
 from test_loop import assert_same_run
 
-from pma_jax import stopping
+from pma_jax import cli, stopping
 from pma_jax.checkpoint import open_run
 from pma_jax.config import resolve
+from pma_jax.merging import engine
 from pma_jax.retention import kept_states
 from pma_jax.training import loop
 from pma_jax.training.forking import fork
@@ -98,7 +99,7 @@ def test_handlers_are_given_back(finished, tmp_path):
 
 TWICE = """
 import sys, time
-from pma_jax import stopping
+from pma_jax import cli, stopping
 with stopping.noticed(interrupts=False):
     print("ready", flush=True)
     time.sleep(60)
@@ -140,3 +141,19 @@ def test_the_command_says_so_in_one_line_and_exits_with_its_status(finished, wor
         last = process.stderr.read().splitlines()[-1]
         assert process.wait(60) == status
         assert last.startswith(f"stopped by {signal.Signals(number).name}: the state at step ")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_other_verbs_stop_where_they_are_with_one_line(finished, tmp_path, monkeypatch, capsys, number, status):
+    def interrupted(*arguments, **options):
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+
+    monkeypatch.setattr(engine, "merge", interrupted)
+    words = ["merge", str(finished.path), "--last", "2", "--out", str(tmp_path / "merged")]
+    assert cli.main(words) == status
+    assert capsys.readouterr().err == (
+        "stopped: nothing was published; the same command goes on where this one stopped\n"
+    )
+    monkeypatch.undo()
+    assert cli.main(words) == 0
