@@ -30,6 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
 from pma_jax import digests, integrity, steps
+from pma_jax.buckets import check_bucket, is_bucket
 from pma_jax.config import FOLDERS, Config
 from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import init_params
@@ -163,8 +164,9 @@ def read_json(path: epath.Path) -> dict[str, Any]:
 
 def absolute(path: epath.PathLike) -> epath.Path:
     """The path that Orbax wants: absolute, `~` expanded; a bucket's address stays as it is."""
+    check_bucket(path)
     given = epath.Path(path)
-    return given if "://" in str(given) else given.expanduser().resolve()
+    return given if is_bucket(given) else given.expanduser().resolve()
 
 
 def is_run(path: epath.PathLike) -> bool:
@@ -313,9 +315,12 @@ def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
 def copy_state(saved: SavedState, folder: epath.Path) -> None:
     """Copy a state's files into the run directory `folder`, published whole; one that is there is kept."""
     target = folder / STATES / saved.path.name
-    if target.exists():
+    if (target / COMMIT_MARK if is_bucket(target) else target).exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
+    if is_bucket(target):
+        _copy_tree(saved.path, target, last=COMMIT_MARK)
+        return
     temporary = target.parent / f".{saved.path.name}.copying"
     if temporary.exists():
         temporary.rmtree()
@@ -464,13 +469,13 @@ def _leaf_differences(stored: dict[str, tuple[int, ...]], wanted: dict[str, tupl
     return found + [f"{name} is {stored[name]}, not {wanted[name]}" for name in both]
 
 
-def _copy_tree(source: epath.Path, target: epath.Path) -> None:
-    target.mkdir()
-    for item in source.iterdir():
+def _copy_tree(source: epath.Path, target: epath.Path, last: str = "") -> None:
+    target.mkdir(exist_ok=bool(last))
+    for item in sorted(source.iterdir(), key=lambda item: item.name == last):
         if item.is_dir():
-            _copy_tree(item, target / item.name)
+            _copy_tree(item, target / item.name, last)
         else:
-            item.copy(target / item.name)
+            item.copy(target / item.name, overwrite=bool(last))
 
 
 def write_text(path: epath.Path, text: str) -> None:

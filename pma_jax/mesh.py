@@ -160,6 +160,17 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
             raise ValueError(f"{key} is {size}, and {' x '.join(axes)} splits it in {parts}: change it or the mesh")
 
 
+def rows_here(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray:
+    """The rows of a batch that this process's devices hold, increasing: what it has to read.
+
+    All of them on one process. Where a mesh axis that does not split the batch goes across processes, several hold the
+    same rows.
+    """
+    sharding = jax.NamedSharding(mesh, RULES.spec("batch"))
+    shares = sharding.addressable_devices_indices_map((batch_size_sequences,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size_sequences)[rows] for rows in shares]))
+
+
 def local_mesh() -> jax.sharding.Mesh:
     """All devices along `data`: what evaluation and merging use when no mesh is named."""
     return make_mesh(MeshConfig())

@@ -56,10 +56,14 @@ def remove(path: epath.Path) -> None:
     path.rmtree()
 
 
-def plain_arrays() -> ocp.Context:
-    """How arrays are written: weights hardly compress, and zstd decodes at a tenth of the rate of a plain read."""
+def plain_arrays(root: str | None = None) -> ocp.Context:
+    """How arrays are written: weights hardly compress, and zstd decodes at a tenth of the rate of a plain read.
+
+    Several processes meet at barriers with names: two folders are written at one time, and each needs its own `root`.
+    """
     context = ocp.Context()
     context.array.saving.use_compression = False
+    context.multiprocessing.barrier_sync_key_prefix = root
     return context
 
 
@@ -90,7 +94,7 @@ class StepWriter:
         self._tokens = {int(path.name): facts(path, ("tokens",))["tokens"] for path in published(folder)}
         self._response: Any = None
         self._writing = 0
-        with writing(folder):
+        with plain_arrays(folder.name), writing(folder):
             self._steps = ocp.training.Checkpointer(folder, cleanup_tmp_directories=True)
 
     def save(self, step: int, items: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -101,7 +105,7 @@ class StepWriter:
         if step in self._tokens:
             return
         self.finish()
-        with plain_arrays(), writing(self._folder / str(step)):
+        with plain_arrays(self._folder.name), writing(self._folder / str(step)):
             # Forced: Orbax otherwise leaves out, without a word, a step below its newest, such as a damaged one redone.
             self._response = self._steps.save_checkpointables_async(
                 step, dict(items), custom_metadata=sealed(found), force=True

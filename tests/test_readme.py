@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hf_models
 import numpy as np
+import processes
 import pytest
 import tiny
 import tokenizers
@@ -180,6 +181,7 @@ def test_the_page_on_safety_does_what_it_says(finished, tmp_path, monkeypatch, c
         ("huggingface", "import"),
         ("huggingface", "export"),
         ("planning", "plan"),
+        ("hosts", "train"),
     ],
 )
 def test_every_option_of_a_verb_is_on_its_page(page, verb, capsys):
@@ -197,6 +199,18 @@ def test_the_page_on_planning_does_what_it_says(tmp_path, monkeypatch, capfd):
     for words in commands("pma", ROOT / "docs" / "planning.md"):
         assert main([small if word == "demo" else word for word in words]) == 0, capfd.readouterr().err
     assert json.loads(Path("plan.json").read_text())["topology"]["chips"] == 4
+
+
+@pytest.mark.slow
+def test_the_page_on_hosts_does_what_it_says(tmp_path, monkeypatch):
+    small, page = write_small_demo(tmp_path), ROOT / "docs" / "hosts.md"
+    monkeypatch.chdir(tmp_path)
+    for words in commands("pma", page):
+        assert words.pop() == "--distributed"
+        processes.pma([small if word == "demo" else word for word in words], 2).check()
+    assert configuration.from_json(Path("runs/demo/config.json").read_text()).mesh.data == -1
+    made = ["runs/demo/sweep.json", "runs/demo/watch.jsonl", "runs/demo/merged/wma-10", "runs/annealed/metrics.jsonl"]
+    assert all(Path(path).exists() for path in made)
 
 
 @pytest.mark.slow

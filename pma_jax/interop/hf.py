@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from pma_jax import config as configuration
+from pma_jax.buckets import locate
 from pma_jax.config import Config
 from pma_jax.interop import hf_config, hf_tokenizer
 from pma_jax.interop.hf_weights import ROUTER_BIAS, Home, check_leaves, homes
-from pma_jax.merging import journal, sinks
+from pma_jax.merging import journal, publishing, sinks
 from pma_jax.merging.gather import gather, snapshot_facts
 from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo, Source, numpy_dtype
 from pma_jax.merging.orbax_layout import orbax_files
@@ -31,6 +32,8 @@ from pma_jax.merging.sources import open_source, read_bytes, read_leaf
 Progress = Callable[[int, int], None]
 # How an imported model is evaluated unless the user says otherwise: the logits of such a batch fit into most memories.
 _LONGEST_SEQUENCE_TOKENS, _BATCH_SEQUENCES = 1024, 8
+# What an interrupted import or export left in a bucket is not whole, of whatever model: any other goes over it.
+_DIGEST = "model"
 _PACKED = "transformers lets packed documents see each other (model.separator_token): give it one a sequence"
 # Of config.json, besides what the decoder's own configuration says: those that leave again as they came.
 _KEPT_FIELDS = (*hf_config.TOKEN_IDS, "router_aux_loss_coef")
@@ -71,7 +74,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     check_leaves(source.origin, leaves, wanted, hf_config.architecture_of(model))
 
     carried = hf_tokenizer.carried(source.files)
-    target = Path(out).absolute()
+    target = locate(out).absolute()
     if hf_tokenizer.FILE_NAME not in carried:
         notes += (f"no {hf_tokenizer.FILE_NAME} came along: `pma evaluate` needs --config.data.tokenizer=FILE",)
     config = _imported_config(model, fields, target / hf_tokenizer.FOLDER / hf_tokenizer.FILE_NAME)
@@ -139,7 +142,7 @@ def export_snapshot(
         files = hf_tokenizer.find(source, config, bool(imported), None if tokenizer is None else Path(tokenizer))
         texts = _config_texts(config, imported, files, sorted(set(kept.values())))
     layout = replace(layout, texts={**layout.texts, **texts, **files.texts}, copies=files.copies)
-    target = Path(out).absolute()
+    target = locate(out).absolute()
     with _published(layout, target) as placed:
         _export_leaves(source, found, theirs, placed, progress)
     return {
@@ -368,7 +371,7 @@ def _about(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _published(layout: sinks.Layout, target: Path) -> Iterator[Mapping[str, tuple[Extent, ...]]]:
     """The places of the leaves in a directory beside `target`, which becomes `target` when the block ends well."""
-    work = target.parent / f".{target.name}.partial"
+    work = publishing.work_place(target, "")
     directory = work / "checkpoint"
     _refuse_existing(target)
     work.mkdir(parents=True, exist_ok=True)
@@ -378,14 +381,12 @@ def _published(layout: sinks.Layout, target: Path) -> Iterator[Mapping[str, tupl
                 shutil.rmtree(directory)
             sinks.create(layout, directory)
             yield sinks.places_in(layout, directory)
-            sinks.sync(directory)
             _refuse_existing(target)
-            directory.rename(target)
-            sinks.sync_entry(target.parent)
+            publishing.publish(directory, target, list(layout.sizes), _DIGEST)
         finally:
             shutil.rmtree(work)
 
 
 def _refuse_existing(target: Path) -> None:
-    if target.exists() or target.is_symlink():
+    if (target.exists() or target.is_symlink()) and not publishing.is_under_way(target, _DIGEST):
         raise ValueError(f"{target}: exists already, and is never overwritten: choose another --out, or remove it")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.buckets import locate
 from pma_jax.merging import hub, selection
 from pma_jax.merging.leaves import Source
 from pma_jax.merging.sources import open_source
@@ -158,7 +159,7 @@ def _expand(address: str, kind: str | None) -> tuple[list[tuple[str, str | None]
     if address.startswith("hf://"):
         places, notes = hub.expand(address)
         return [(place, hub.stage(place) if len(places) > 1 else None) for place in places], notes
-    path = Path(address)
+    path = locate(address)
     if (path / "run.json").is_file() and (path / "config.json").is_file():
         return _of_run(path, kind), []
     if kind is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import pma_jax
+from pma_jax.buckets import locate
 from pma_jax.digests import CHECKSUMS, SEAL, SegmentHasher, checkpoint_digest, file_digest, leaf_digest
 from pma_jax.merging import kernels
 from pma_jax.merging.journal import Record, segment_digests
@@ -198,7 +199,7 @@ def verify(directory: str | Path, with_sources: bool = False) -> list[str]:
     Raises:
         ValueError: the directory has no provenance, or is no checkpoint any more.
     """
-    directory = Path(directory)
+    directory = locate(directory)
     facts = read(directory)
     problems = _compare(directory.name, open_source(directory), facts)
     for name, digest in facts["files"].items():

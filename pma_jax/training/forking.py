@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 from etils import epath
 
-from pma_jax import checkpoint, run_lock
+from pma_jax import checkpoint, hosts, run_lock
 from pma_jax import config as configuration
 from pma_jax.checkpoint import Run, SavedState
 from pma_jax.config import Config
 from pma_jax.data import shards
 from pma_jax.mesh import check_mesh, make_mesh
-from pma_jax.training.loop import is_first, run_facts
+from pma_jax.training.loop import run_facts
 
 
 def fork_config(source: Run, overrides: Iterable[str]) -> Config:
@@ -38,7 +38,11 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
             f"nothing is left to train at {saved.tokens:,} of {config.training.total_tokens:,} tokens: fork from an "
             "earlier state, or raise training.total_tokens"
         )
-    with run_lock.held(folder) if is_first() else contextlib.nullcontext():
+    return hosts.first_then_all(lambda: _locked_fork(source, saved, config, folder))
+
+
+def _locked_fork(source: Run, saved: SavedState, config: Config, folder: epath.Path) -> Run:
+    with run_lock.held(folder) if hosts.is_first() else contextlib.nullcontext():
         return _fork(source, saved, config, folder)
 
 

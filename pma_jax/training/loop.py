@@ -11,15 +11,16 @@ import jax
 import numpy as np
 from etils import epath
 
-from pma_jax import checkpoint, run_lock
+from pma_jax import checkpoint, hosts, run_lock
 from pma_jax import config as configuration
+from pma_jax.buckets import check_bucket
 from pma_jax.checkpoint import Run, Snapshot
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
 from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
 from pma_jax.evaluation.loss import evaluate, on_mesh
 from pma_jax.merging import preview
-from pma_jax.mesh import check_mesh, make_mesh
+from pma_jax.mesh import check_mesh, make_mesh, rows_here
 from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.training import block_mean, finite, preemption, resuming
 from pma_jax.training.metrics import MetricsLog
@@ -37,16 +38,17 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     Raises ValueError when `workdir` holds a run of another configuration (naming the keys that differ), or the data
     cannot be read.
     """
+    check_bucket(workdir)  # before the hours that data may take
     # --- Data, prepared once and cached by digest; devices; the run, which no other process may train ---------------
-    tokens = shards.prepare(config.data)
+    tokens = shards.prepare(config.data, progress=hosts.is_first())
     shards.check_tokens(tokens, config.model)
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     check_start(config, workdir)
     with contextlib.ExitStack() as stack:
         notice = stack.enter_context(preemption.watched())
-        taken_over = stack.enter_context(run_lock.held(checkpoint.absolute(workdir))) if is_first() else None
-        run = open_or_create(config, workdir, run_facts(tokens, config))
+        taken_over = hosts.first_enters(stack, lambda: run_lock.held(checkpoint.absolute(workdir)))
+        run = hosts.first_then_all(lambda: open_or_create(config, workdir, run_facts(tokens, config)))
         newest = run.newest_state
         if newest and config.is_horizon(newest.tokens):
             return run
@@ -65,7 +67,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             resuming.whole_snapshots(run, kind, seen, abstract.params, told.append)
 
         # --- Where things go --------------------------------------------------------------------------------------
-        log = MetricsLog(run, seen, writes=is_first())
+        log = MetricsLog(run, seen, writes=hosts.is_first())
         stack.callback(log.close)
         for line in told:
             log.say(line)
@@ -73,6 +75,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             kind: stack.enter_context(checkpoint.snapshot_writer(run, kind)) for kind in config.checkpoint.kinds
         }
         state_writer = stack.enter_context(checkpoint.state_writer(run))
+        stack.enter_context(hosts.no_farewell())
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"
         log.say(f"{size:.3f}M parameters on {devices}, {begins} {config.training.total_tokens:,} tokens")
@@ -91,8 +94,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             tokens,
             config.training,
             position=position,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            rows=rows_here(mesh, config.training.batch_size_sequences),
         )
         clock, began = Clock(seen), step
         pending: tuple[dict[str, Any], dict[str, jax.Array]] | None = None
@@ -100,6 +102,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             if preemption.asked(notice, step):
                 if step > began:
                     _write_train_record(log, config, clock, pending, state)
+                    log.sync()
                     checkpoint.save_state(state_writer, state, step, seen, position)
                 raise preemption.stopped(notice, step, seen, is_saved=step > began)
             rate = learning_rate(config.schedule, config.training.total_tokens, seen + config.batch_tokens)
@@ -142,15 +145,11 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
                 # A state vouches for every record up to it: resuming from it does not write them again.
                 _write_train_record(log, config, clock, pending, state)
                 pending = None
+                log.sync()
                 with clock.paused():
                     checkpoint.save_state(state_writer, state, step, seen, position)
         _write_train_record(log, config, clock, pending, state)
     return run
-
-
-def is_first() -> bool:
-    """Whether this is the process that writes what only one may."""
-    return jax.process_index() == 0
 
 
 def run_facts(tokens: shards.TokenSet, config: Config) -> dict[str, Any]:

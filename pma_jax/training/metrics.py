@@ -15,6 +15,7 @@ from tensorboardX.proto import event_pb2
 
 from pma_jax.checkpoint import Run, read_records
 from pma_jax.config import Config
+from pma_jax.line_file import LineFile
 from pma_jax.steps import writing
 
 _Event: Any = vars(event_pb2)["Event"]  # protobuf makes it when it is imported: no type checker sees it
@@ -37,7 +38,7 @@ class MetricsLog:
         temporary = run.path / ".metrics.jsonl.writing"
         temporary.write_text("".join(_line(r) for r in kept))
         temporary.replace(path)
-        self._path, self._file = path, path.open("a")
+        self._path, self._file = path, LineFile(path)
         self._board = _Curves(run.path / "tensorboard", tokens + 1)
         self._console = rich.console.Console(stderr=True)
         self._bar = _progress_bar(self._console, run.config, tokens)
@@ -49,7 +50,6 @@ class MetricsLog:
             return
         with writing(self._path):
             self._file.write(_line(record))
-            self._file.flush()
             self._board.add(_scalars(record), record["tokens"])
         shown = _shown(record)
         self._bar.update(self._task, completed=record["tokens"], description=shown)
@@ -64,6 +64,12 @@ class MetricsLog:
         """One line for the person who watches."""
         if self._writes:
             self._console.print(line, highlight=False, soft_wrap=True)
+
+    def sync(self) -> None:
+        """Every record is where a process that resumes finds it: before a state that vouches for them."""
+        if self._writes:
+            with writing(self._path):
+                self._file.sync()
 
     def close(self) -> None:
         """Flush and close everything."""
