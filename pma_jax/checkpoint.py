@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
@@ -31,6 +32,7 @@ from pma_jax.model.decoder import init_params
 from pma_jax.retention import KeepStates, KeepWindows
 
 STATES = "states"
+OPTIONAL = ("block", "detector")  # parts of a train state that may be missing
 COMMIT_MARK = "commit_success.txt"
 Checkpointer = ocp.training.Checkpointer
 
@@ -237,12 +239,12 @@ def save_state(writer: Checkpointer, state: Any, step: int, tokens: int, positio
     """Start writing a full state; returns when the arrays may be donated. A step that exists is kept."""
     if step in {c.step for c in writer.checkpoints}:
         return
-    # The block mean lies beside the rest, so that a fork can leave it, or begin one that its parent did not have.
-    block = {} if state.block is None else {"block": state.block}
+    # What is optional lies beside the rest, so that a fork can leave it, or begin what its parent did not have.
+    beside = {name: part for name in OPTIONAL if (part := getattr(state, name)) is not None}
     with _plain():
         writer.save_checkpointables_async(
             step,
-            {"state": dataclasses.replace(state, block=None), **block},
+            {"state": dataclasses.replace(state, **dict.fromkeys(OPTIONAL)), **beside},
             metrics={"tokens": tokens},
             custom_metadata={"step": step, "tokens": tokens, "position": position},
         )
@@ -291,16 +293,35 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
 def restore_state(saved: SavedState, abstract: Any) -> Any:
     """A full state with the shapes, dtypes and shardings of `abstract`; raises as `restore_params` does.
 
-    The block mean is restored where `abstract` has one. Where the state on disk has none, because a run that keeps
-    none was forked, it begins empty: the first one is of the steps since the fork.
+    The block mean and the detector of spikes are restored where `abstract` has them. Where the state on disk has none,
+    because a run that keeps none was forked, or a detector of another window, they begin empty.
     """
-    state = _restore(saved.path, "state", dataclasses.replace(abstract, block=None))
-    if abstract.block is None:
-        return state
-    if "block" in _stored(saved.path):
-        return dataclasses.replace(state, block=_restore(saved.path, "block", abstract.block))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract.block)
-    return dataclasses.replace(state, block=zeros)
+    state = _restore(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(OPTIONAL)))
+    stored = _stored(saved.path)
+    for name in OPTIONAL:
+        part = getattr(abstract, name)
+        if part is None:
+            continue
+        if name in stored and _shapes(stored[name]) == _shapes(part):
+            part = _restore(saved.path, name, part)
+        else:
+            part = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), part)
+        state = dataclasses.replace(state, **{name: part})
+    return state
+
+
+def write_parts(path: epath.Path, parts: dict[str, Any]) -> None:
+    """Write named pytrees at `path`, in place of what is there."""
+    if path.exists() and jax.process_index() == 0:
+        path.rmtree()
+    multihost_utils.sync_global_devices(f"{path} is free")
+    with _plain():
+        ocp.save_checkpointables(path, parts)
+
+
+def restore_part(path: epath.Path, name: str, abstract: Any) -> Any:
+    """One of the pytrees that `write_parts` wrote; raises as `restore_params` does."""
+    return _restore(path, name, abstract)
 
 
 def _writer(folder: epath.Path, preservation: Any) -> Checkpointer:

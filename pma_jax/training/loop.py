@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from pma_jax import checkpoint
@@ -21,7 +20,7 @@ from pma_jax.evaluation.loss import evaluate, on_mesh
 from pma_jax.merging import preview
 from pma_jax.mesh import check_mesh, make_mesh
 from pma_jax.model.decoder import graph_definition, parameter_count
-from pma_jax.training import block_mean
+from pma_jax.training import block_mean, recovery
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.starting import check_start, starting_state
@@ -34,22 +33,35 @@ RECORDS = {"point": "evaluation", "block_mean": "block_mean"}  # kind of snapsho
 def train(config: Config, workdir: epath.PathLike) -> Run:
     """Train to the horizon; resumes from the newest state in `workdir`, and returns at once when it is the horizon's.
 
-    Raises ValueError when `workdir` holds a run of another configuration (naming the keys that differ), or the data
-    cannot be read.
+    Where `spikes.attempts` says so, goes back to before a spike that does not recover, by resuming from there. Raises
+    ValueError when `workdir` holds a run of another configuration (naming the keys that differ), the data cannot be
+    read, or a spike is still there after so many attempts.
     """
+    run, at_horizon = train_on(config, workdir)
+    while not at_horizon:
+        run, at_horizon = train_on(config, workdir)
+    return run
+
+
+def train_on(config: Config, workdir: epath.PathLike) -> tuple[Run, bool]:
+    """Train to the horizon (True), or to a spike from which the run goes back when it is resumed (False)."""
     # --- Data, prepared once and cached by digest; devices; the run -----------------------------------------------
     tokens = shards.prepare(config.data)
     shards.check_tokens(tokens, config.model)
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     check_start(config, workdir)
+    recovery.check(config)
     run = open_or_create(config, workdir, run_facts(tokens, config))
+    abstract = abstract_state(config, mesh)
+    with jax.set_mesh(mesh):
+        went_back = recovery.finish(run, abstract, mesh)
     resumed = run.newest_state
     if resumed and config.is_horizon(resumed.tokens):
-        return run
+        return run, True
 
     # --- Model, and the newest state, or a fresh one --------------------------------------------------------------
-    abstract = abstract_state(config, mesh)
+    restarts, spike = recovery.events(run), None
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         graph = graph_definition(config.model)
@@ -66,6 +78,9 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"
         log.say(f"{size:.3f}M parameters on {devices}, {begins} {config.training.total_tokens:,} tokens")
+
+        if went_back:
+            log.say(recovery.described(went_back))
 
         # --- Evaluation and previews: the same held-out tokens each time, the newest snapshots in host memory ----
         held_out = held_out_batches(tokens, config, mesh)
@@ -84,9 +99,10 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             process_count=jax.process_count(),
         )
         clock = Clock(seen)
-        pending: tuple[dict[str, Any], dict[str, jax.Array]] | None = None
+        pending: tuple[dict[str, Any], dict[str, Any]] | None = None
         while not config.is_horizon(seen):
             rate = learning_rate(config.schedule, config.training.total_tokens, seen + config.batch_tokens)
+            rate *= recovery.warmup(config, restarts, seen + config.batch_tokens)
             state, metrics = train_step(state, on_mesh(mesh, next(stream)), rate)
             step, seen, position = (
                 step + 1,
@@ -96,7 +112,13 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             if state.block is not None and config.is_block_add(seen):
                 state = dataclasses.replace(state, block=block_mean.add(state.block, state.params))
             last, pending = pending, ({"kind": "train", "tokens": seen, "step": step, "learning_rate": rate}, metrics)
-            _write_train_record(log, config, clock, last)
+            spike = _write_train_record(log, config, clock, last)
+            if config.is_snapshot(seen) or config.is_state(seen):
+                # A state vouches for every record up to it: resuming from it does not write them again. And nothing is
+                # saved of a model that is known to be lost.
+                spike, pending = spike or _write_train_record(log, config, clock, pending), None
+            if spike:
+                break
 
             if config.is_snapshot(seen):
                 with clock.paused():
@@ -119,13 +141,11 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
                             {"kind": "preview", "tokens": seen, "step": step, "recipe": recipe, "loss": merged_loss}
                         )
             if config.is_state(seen):
-                # A state vouches for every record up to it: resuming from it does not write them again.
-                _write_train_record(log, config, clock, pending)
-                pending = None
                 with clock.paused():
                     checkpoint.save_state(state_writer, state, step, seen, position)
-        _write_train_record(log, config, clock, pending)
-    return run
+    if spike:  # here, where the writers are closed, so that every snapshot from before it is published
+        recovery.decide(run, spike, state, step, position)
+    return run, spike is None
 
 
 def run_facts(tokens: shards.TokenSet, config: Config) -> dict[str, Any]:
@@ -181,14 +201,22 @@ class Clock:
 
 
 def _write_train_record(
-    log: MetricsLog, config: Config, clock: Clock, pending: tuple[dict[str, Any], dict[str, jax.Array]] | None
-) -> None:
+    log: MetricsLog, config: Config, clock: Clock, pending: tuple[dict[str, Any], dict[str, Any]] | None
+) -> dict[str, Any] | None:
+    """Write the record of a step, and of a spike that ended with it; returns a spike from which the run goes back."""
     if pending is None:
-        return
+        return None
     record, metrics = pending
     # Fetching waits for that step, and so keeps at most two in flight.
-    numbers = {name: np.asarray(value).item() for name, value in metrics.items() if name != "count"}
+    metrics = jax.device_get(metrics)
+    numbers = {name: value.item() for name, value in metrics.items() if name not in ("count", "spike")}
+    if config.spikes.skip_gradient_z:
+        numbers["skipped_updates"] = metrics["spike"].skips.item()
     if config.is_mark(record["tokens"], config.training.log_interval_tokens) or config.is_horizon(record["tokens"]):
         speed = clock.lap(record["tokens"])
         timing = {"tokens_per_second": speed, "seconds": clock.seconds()}
         log.write(record | numbers | timing)
+    spike = recovery.spike_record(config, record | numbers, metrics["spike"]) if config.spikes.detect else None
+    if spike:
+        log.write(spike)
+    return spike if spike and spike["verdict"] == "irrecoverable" and config.spikes.attempts else None
