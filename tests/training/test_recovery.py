@@ -1,5 +1,6 @@
 """Going back from a spike: a tiny run whose warm-up climbs to a rate that throws it off, and kills anywhere."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -171,8 +172,6 @@ def restart_by_hand(run, event):
     trees = [tiny.read(s) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
     params = jax.tree.map(lambda *xs: (sum(np.float64(x) for x in xs) / len(xs)).astype(np.float32), *trees)
     params = jax.tree.map(lambda p, like: jax.device_put(p, like.sharding), params, state.params)
-    import dataclasses
-
     return dataclasses.replace(state, params=params)
 
 
@@ -205,8 +204,6 @@ def test_the_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, optim
 
 
 def states_aside(run, step):
-    import dataclasses
-
     return [s for s in dataclasses.replace(run, path=run.path / "spikes" / "1").states if s.step == step]
 
 
@@ -314,7 +311,7 @@ def test_a_state_saved_while_the_spike_is_open_resumes_to_the_same_event(recover
     keys = config(workspace, checkpoint__state_interval_tokens=STEP, checkpoint__keep_states=99)
     run = train(keys, tmp_path / "run")
     event = event_of(run)
-    inside = [s for s in states_aside(run, event["spike"]["onset_step"] + 2)]
+    inside = states_aside(run, event["spike"]["onset_step"] + 2)
     assert inside, "a state of the open spike"
     again = tmp_path / "again"
     shutil.copytree(run.path, again)
@@ -345,18 +342,14 @@ def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(workspace):
         for _ in range(20):
             state, metrics = step(state, on_mesh(mesh, next(stream)), 1e-3)
             assert not metrics["spike"].skipped
-        before = jax.tree.map(np.asarray, (state.params, state.optimizer))
-        # A head a thousand times as large: the gradient is far out.
-        import dataclasses
-
-        blown = jax.tree.map(lambda p: p, state.params)
+            # A head a thousand times as large: the gradient is far out.
+            blown = jax.tree.map(lambda p: p, state.params)
         blown["unembedding_DxV"] = blown["unembedding_DxV"] * 1000
         expected = jax.tree.map(np.asarray, (blown, state.optimizer))
         state, metrics = step(dataclasses.replace(state, params=blown), on_mesh(mesh, next(stream)), 1e-3)
         assert metrics["spike"].skipped and metrics["spike"].skips == 1
         tiny.assert_equal((state.params, state.optimizer), expected)
         assert state.step == 21
-        del before
 
 
 def test_skipping_is_a_part_of_the_run_and_resumes_exactly(workspace, tmp_path):
