@@ -152,10 +152,10 @@ class SpikesConfig:
 
     detect: bool = True  # watch loss and gradient norm of every step; transient spikes are told, and no more
     window_tokens: int = 400_000  # calm steps that give the median and its spread; nothing is flagged before it is full
-    loss_z: float = 8.0  # spreads above the median loss, from which on a step is far out
-    gradient_z: float = 10.0  # the same of the logarithm of the gradient norm (before clipping)
+    loss_z: float = 6.0  # spreads above the median loss, from which on a step is far out
+    gradient_z: float = 8.0  # the same of the logarithm of the gradient norm (before clipping)
     minimum_rise_nats: float = 0.1  # a loss is not far out that rose by less, however quiet the window is
-    confirm_steps: int = 3  # steps far out in a row that begin a spike
+    confirm_steps: int = 5  # a spike begins when most of so many steps, the last ones, are far out; at most 30
     patience_tokens: int = 200_000  # a spike is irrecoverable whose loss has not come back after this
     skip_gradient_z: float = 0.0  # leave out updates whose gradient norm is this far out or not finite; 0: none
     attempts: int = 0  # times to go back to before a spike until the run is past it, then it stops; 0: only tell

@@ -12,6 +12,7 @@ REMAT_POLICIES = ("none", "full", "dots")
 DTYPES = ("float32", "bfloat16")
 SNAPSHOT_KINDS = ("point", "block_mean")
 OPTIMIZERS_AFTER_SPIKE = ("reset", "keep", "restore")
+MOST_CONFIRM_STEPS = 30  # the detector keeps a bit a step
 LEAST_SPIKE_WINDOW_STEPS = 16  # a median and a spread of fewer steps say little
 _POSITIVE = {
     "model": (
@@ -119,6 +120,8 @@ def _validate_spikes(config: "Config") -> None:
     for key in ("minimum_rise_nats", "skip_gradient_z", "attempts", "warmup_tokens"):
         if getattr(spikes, key) < 0:
             raise ValueError(f"spikes.{key} must be 0 or more, not {getattr(spikes, key)}")
+    if spikes.confirm_steps > MOST_CONFIRM_STEPS:
+        raise ValueError(f"spikes.confirm_steps must be at most {MOST_CONFIRM_STEPS}, not {spikes.confirm_steps}")
     if not spikes.detect and (spikes.attempts or spikes.skip_gradient_z):
         raise ValueError("spikes.attempts and spikes.skip_gradient_z need spikes.detect=true: nothing would be seen")
     acts = spikes.attempts or spikes.skip_gradient_z

@@ -2,9 +2,9 @@
 
 A step is far out when its loss, or its gradient norm, lies more than a threshold above the median of the window, in
 units of the window's spread (1.4826 times the median absolute deviation: the standard deviation of normal noise).
-Medians are deaf to a few outliers, and they follow a drift or a warm-up, half a window late. `confirm_steps` steps far
-out in a row begin a spike: a hard batch is one step, a model that is thrown off stays off. While the loss is out the
-window stands still, so that a spike never becomes its own yardstick. A spike ends when the loss has been back for a
+Medians are deaf to a few outliers, and they follow a drift or a warm-up, half a window late. A spike begins when most of
+the last `confirm_steps` steps are far out: a hard batch is one step, a model that is thrown off stays off. While the
+loss is out the window stands still, so that a spike never becomes its own yardstick. A spike ends when the loss has been back for a
 quarter of the patience; it is declared irrecoverable when the patience is over, the loss is out, and was in most steps.
 
 Everything here is a pure function of arrays, traced into the train step: the detector is a part of the train state,
@@ -66,7 +66,7 @@ class Detector:
     recent_log_norms: jax.Array  # float32 [W], natural logarithm of the gradient norm
     losses: jax.Array  # int32: losses ever added; the ring's next place is this modulo W
     norms: jax.Array  # int32, the same
-    far_out: jax.Array  # int32: steps far out in a row, ending with the last one
+    far_out: jax.Array  # int32: a bit a step, the last one lowest: whether it was far out
     onset: jax.Array  # int32: step that the open spike began with; 0: none is open
     loss_out: jax.Array  # int32: steps of the open spike with the loss out
     back: jax.Array  # int32: steps in a row, ending with the last one, with the loss back
@@ -130,9 +130,11 @@ def observe(
 
     # --- The spike: begun, going on, over or lost --------------------------------------------------------------------
     was_open = detector.onset > 0
-    far_out = jnp.where(far, detector.far_out + 1, 0)
-    begins = ~was_open & ((far_out >= limits.confirm_steps) | poisoned)
-    onset = jnp.where(begins, step - far_out + 1, detector.onset)
+    far_out = (2 * detector.far_out + far) % 2**limits.confirm_steps
+    count = jax.lax.population_count(far_out)
+    begins = ~was_open & ((2 * count > limits.confirm_steps) | poisoned)
+    first = 31 - jax.lax.clz(far_out)  # steps ago that the first of them was
+    onset = jnp.where(begins, step - first, detector.onset)
     is_open = was_open | begins
     # Half the threshold ends what the whole began: a loss that hovers there does not begin and end at every step.
     out = is_open & (~finite | (loss - median > rise / 2))

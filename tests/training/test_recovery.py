@@ -35,7 +35,7 @@ KEYS = {
     "schedule__warmup_tokens": 100 * STEP,
     "spikes__window_tokens": 16 * STEP,
     "spikes__patience_tokens": 6 * STEP,
-    "spikes__confirm_steps": 2,
+    "spikes__confirm_steps": 3,
     "spikes__loss_z": 3.0,
     "spikes__minimum_rise_nats": 0.3,
     "spikes__attempts": 2,

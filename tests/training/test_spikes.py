@@ -17,9 +17,9 @@ from pma_jax.training.spikes import CALM, IRRECOVERABLE, OPEN, RECOVERED, Limits
 LIMITS = Limits(
     window_steps=100,
     patience_steps=60,
-    confirm_steps=3,
-    loss_z=8.0,
-    gradient_z=10.0,
+    confirm_steps=5,
+    loss_z=6.0,
+    gradient_z=8.0,
     minimum_rise_nats=0.1,
     skip_gradient_z=0.0,
     stop=True,
@@ -149,7 +149,7 @@ def test_a_collapse_is_declared_when_the_patience_is_over():
     first = int(np.argmax(readings.code == IRRECOVERABLE))
     assert first + 1 == 600 + LIMITS.patience_steps
     assert readings.onset[first] == 601 and readings.declared[first] == first + 1
-    assert (readings.code[603:first] == OPEN).all()
+    assert (readings.code[602:first] == OPEN).all()
     assert readings.median_loss[first] == pytest.approx(np.median(losses[500:600]), rel=1e-6), "no loss of the spike"
     assert (readings.code[first:] == IRRECOVERABLE).all(), "until the run goes back"
 
