@@ -2,10 +2,11 @@
 
 A step is far out when its loss, or its gradient norm, lies more than a threshold above the median of the window, in
 units of the window's spread (1.4826 times the median absolute deviation: the standard deviation of normal noise).
-Medians are deaf to a few outliers, and they follow a drift or a warm-up, half a window late. A spike begins when most of
-the last `confirm_steps` steps are far out: a hard batch is one step, a model that is thrown off stays off. While the
-loss is out the window stands still, so that a spike never becomes its own yardstick. A spike ends when the loss has been back for a
-quarter of the patience; it is declared irrecoverable when the patience is over, the loss is out, and was in most steps.
+Medians are deaf to a few outliers, and they follow a drift or a warm-up, half a window late. A spike begins when most
+of the last `confirm_steps` steps are far out: a hard batch is one step, a model that is thrown off stays off. While
+the loss is out the window stands still, so that a spike never becomes its own yardstick. A spike ends when the loss
+has been back for a quarter of the patience; it is declared irrecoverable when the patience is over, the loss is out,
+and was in most steps.
 
 Everything here is a pure function of arrays, traced into the train step: the detector is a part of the train state,
 so it resumes exactly, and all processes see the same.

@@ -275,7 +275,14 @@ DEATHS = [
 ]
 
 
-@pytest.mark.parametrize("death", DEATHS, ids=lambda death: f"{death[1]}-{death[2]}")
+QUICK = (2, 3, 6)  # the others are slow
+
+
+@pytest.mark.parametrize(
+    "death",
+    [pytest.param(d, marks=() if i in QUICK else pytest.mark.slow) for i, d in enumerate(DEATHS)],
+    ids=lambda death: f"{death[1]}-{death[2]}",
+)
 def test_a_kill_anywhere_in_a_recovery_resumes_bitwise(recovered, workspace, tmp_path, death):
     file = tiny.write_config(tmp_path / "config.py", workspace, **KEYS)
     words = ["train", "--config", file, "--workdir", str(tmp_path / "run")]
