@@ -202,7 +202,6 @@ def judged(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def summary(seeds: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Each arm over the seeds."""
-    arms = [NOTHING, *WHOLE, *ARMS]
     return {
         arm: {
             "passes": sum(s[arm]["passes"] for s in seeds.values()),
@@ -211,8 +210,7 @@ def summary(seeds: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "final_losses": [s[arm]["final_loss"] for s in seeds.values()],
             "above_before": [s[arm]["final_loss"] - s[arm]["before_loss"] for s in seeds.values()],
         }
-        for arm in arms
-        if seeds
+        for arm in (next(iter(seeds.values())) if seeds else ())
     }
 
 

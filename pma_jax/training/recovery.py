@@ -44,7 +44,9 @@ def check(config: Config) -> None:
 def spike_record(config: Config, record: dict[str, Any], reading: Reading) -> dict[str, Any] | None:
     """The record of a spike that ended, or was declared irrecoverable, with the step of `record`; else None."""
     code, step = int(reading.code), record["step"]
-    if code != RECOVERED and not (code == IRRECOVERABLE and int(reading.declared) == step):
+    # Declared earlier: a state was saved before anyone had looked, and resumed from; a run that goes back still has to.
+    due = code == IRRECOVERABLE and (int(reading.declared) == step or config.spikes.attempts)
+    if code != RECOVERED and not due:
         return None
     onset = int(reading.onset)
     return {
