@@ -236,19 +236,22 @@ def test_the_limits_of_a_configuration_are_in_its_steps():
 # --- Recorded runs ----------------------------------------------------------------------------------------------------
 
 
+NOISY = dataclasses.replace(TOLD, confirm_steps=20, loss_z=1.7, minimum_rise_nats=0.2)  # as the experiment sets them
+
+
 def recorded():
     return json.loads(RECORDED.read_text())["traces"]
 
 
-@pytest.mark.parametrize("name", [t["name"] for t in recorded()] if RECORDED.exists() else [])
+@pytest.mark.parametrize("name", [t["name"] for t in recorded()])
 def test_recorded_runs_are_read_as_what_they_are(name):
-    """Runs of this package; what each is was told by looking at its curve."""
+    """Every step of real runs; where they collapsed was read off their curves."""
     run = next(t for t in recorded() if t["name"] == name)
-    readings = read(TOLD, run["losses"], run["gradient_norms"])
-    found = spikes_found(readings)
+    readings = read(NOISY, run["losses"], run["gradient_norms"])
+    assert spikes_found(read(TOLD, run["losses"], run["gradient_norms"])) == [], "by the defaults: noise of 0.2 nats"
     if run["collapse_steps"] is None:
-        assert found == []
-    else:
-        low, high = run["collapse_steps"]
-        assert any(low <= step <= high for step in found), found
-        assert (readings.code == IRRECOVERABLE).any()
+        assert spikes_found(readings) == []
+        return
+    low, high = run["collapse_steps"]
+    assert any(low <= step <= high for step in spikes_found(readings))
+    assert (readings.code == IRRECOVERABLE).any()
