@@ -18,6 +18,7 @@ from pma_jax import checkpoint
 from pma_jax.checkpoint import open_run
 from pma_jax.data import batches, shards
 from pma_jax.evaluation.loss import on_mesh
+from pma_jax.merging.snapshots import average
 from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition
 from pma_jax.training import loop, recovery, spikes
@@ -164,15 +165,13 @@ def test_the_steps_after_going_back_are_those_of_the_restarted_state(recovered):
         stream = batches.train_batches(shards.prepare(run.data), run.training, position=8 * event["step"])
         for record in [r for r in recovered.metrics if r["kind"] == "train" and r["step"] > event["step"]][:6]:
             state, metrics = step(state, on_mesh(make_mesh(run.mesh), next(stream)), record["learning_rate"])
-            assert record["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-5)
+            assert record["loss"] == float(metrics["loss"])
 
 
 def restart_by_hand(run, event):
-    state = make_state(run.config)
-    trees = [tiny.read(s) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
-    params = jax.tree.map(lambda *xs: (sum(np.float64(x) for x in xs) / len(xs)).astype(np.float32), *trees)
-    params = jax.tree.map(lambda p, like: jax.device_put(p, like.sharding), params, state.params)
-    return dataclasses.replace(state, params=params)
+    merged = [s for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
+    params = average(merged, np.full(len(merged), 1 / len(merged)), make_mesh(run.config.mesh))
+    return dataclasses.replace(make_state(run.config), params=params)
 
 
 def test_the_data_is_passed_over_where_the_configuration_says_so(recovered, workspace, tmp_path):
