@@ -1,6 +1,11 @@
 # `make demo` and `make test` set up what they need in .venv, on any machine with Python 3.11 or newer.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+# `make test EXTRAS=torch,plan` brings the oracles (torch, transformers) and the TPU compiler: gigabytes, which only
+# tests need. Without them the tests that compare with them are skipped.
+EXTRAS ?=
+TESTS ?= tests
 # The point where the annealed branch leaves the constant one: 80% of the demo's horizon.
 FORK_TOKENS := 4096000
 
@@ -11,7 +16,7 @@ setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hub,test,lint]'
+	$(INSTALL) '.[hub,test,lint]'
 	touch $@
 
 demo: setup
@@ -23,7 +28,8 @@ demo: setup
 	$(BIN)/pma report runs/demo runs/demo-annealed
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(if $(EXTRAS),$(INSTALL) '.[$(EXTRAS)]')
+	$(BIN)/python -m pytest -n 2 $(TESTS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["average", "merge", "open_run", "read_snapshot", "recipes", "train"]
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "average": "pma_jax.merging.snapshots",
     "merge": "pma_jax.merging.snapshots",

@@ -195,7 +195,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def import_(options: argparse.Namespace) -> None:
-    """Turn a Hugging Face model (Llama, Qwen3) into a snapshot."""
+    """Turn a Hugging Face model (Llama, Qwen3, Qwen3-MoE) into a snapshot."""
     from pma_jax.interop import hf
 
     with _progress() as progress:

@@ -126,9 +126,9 @@ def test_the_page_on_merging_does_what_it_says(tmp_path, monkeypatch, capfd):
 
 
 def write_models(finished, folder: Path) -> None:
-    """What docs/huggingface.md finds: two models with their tokenizer, a run, and texts."""
-    for name in ("llama", "other"):
-        hf_models.write_theirs(folder / "models" / name, hf_models.model("llama"))
+    """What docs/huggingface.md finds: three models with their tokenizer, a run, and texts."""
+    for name, kind in (("llama", "llama"), ("other", "llama"), ("mixture", "mixture")):
+        hf_models.write_theirs(folder / "models" / name, hf_models.model(kind))
         bytes_tokenizer().save(folder / "models" / name / "tokenizer.json")
     shutil.copytree(finished.path, folder / "runs" / "demo")
     tiny.write_corpus(folder / "texts")
@@ -146,7 +146,7 @@ def test_the_page_on_hugging_face_does_what_it_says(finished, tmp_path, monkeypa
     for words in commands("pma", ROOT / "docs" / "huggingface.md"):
         assert main(on_a_small_model(words, tmp_path)) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
     made = sorted(path.parent.name for path in Path("models").rglob("generation_config.json"))
-    assert made == ["newest", "sma-5", "soup"]
+    assert made == ["mixture-again", "newest", "sma-5", "soup"]
 
 
 def test_the_python_of_the_page_on_hugging_face_runs(finished, tmp_path, monkeypatch, capfd):

@@ -3,6 +3,7 @@
     python experiments/benchmarks/merge.py SCRATCH                       the 160M model, bfloat16, 5 rounds: minutes
     python experiments/benchmarks/merge.py SCRATCH --size 560M --dtype float32 --rounds 3
     python experiments/benchmarks/merge.py SCRATCH --mergekit ENV/bin/python    and mergekit, from its own environment
+    python experiments/benchmarks/merge.py SCRATCH --cold    the inputs' pages are dropped from memory before each run
 
 Makes its inputs in SCRATCH (about 11 checkpoints, twice: safetensors and Orbax), removes them when it is done, and
 prints one JSON object: medians of wall seconds and peak resident MB, and the ratios that the bars are about.
@@ -84,8 +85,8 @@ def llama(size: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def floor(inputs: list[Path], out: Path) -> None:
-    """Reads every byte of every input once, two threads, and writes as many bytes as one input has."""
+def floor(inputs: list[Path], out: Path, rows: int = 1) -> None:
+    """Reads every byte of every input once, two threads, and writes `rows` times as many bytes as one input has."""
     files = [file for path in inputs for file in sorted(path.rglob("*")) if file.is_file()]
     buffers = [bytearray(2**20) for _ in range(2)]
 
@@ -103,7 +104,7 @@ def floor(inputs: list[Path], out: Path) -> None:
         worker.join()
     size = sum(file.stat().st_size for file in inputs[0].rglob("*") if file.is_file())
     with out.open("wb", buffering=0) as target:
-        for _ in range(0, size, 2**20):
+        for _ in range(0, rows * size, 2**20):
             target.write(buffers[0])
 
 
@@ -198,6 +199,7 @@ def imports(inputs: list[Path], out: Path) -> None:
 
 METHODS: dict[str, Callable[[list[Path], Path], None]] = {
     "floor": floor,
+    "floor of 16 recipes": lambda inputs, out: floor(inputs, out, rows=16),
     "imports": imports,
     "ours": ours,
     "ours sha256": lambda inputs, out: ours(inputs, out, checksum="sha256"),
@@ -209,8 +211,12 @@ METHODS: dict[str, Callable[[list[Path], Path], None]] = {
 }
 
 
-def run(method: str, inputs: list[Path], out: Path, python: str = sys.executable) -> dict[str, float]:
+def run(
+    method: str, inputs: list[Path], out: Path, python: str = sys.executable, cold: bool = False
+) -> dict[str, float]:
     """Wall and CPU seconds of the whole process, and its peak resident MB."""
+    if cold:
+        drop_pages(inputs)
     words = [python, __file__, str(out.parent), *map(str, inputs), "--child", method, "--out", str(out)]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     output = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -223,6 +229,14 @@ def run(method: str, inputs: list[Path], out: Path, python: str = sys.executable
     return {"wall_s": seconds, "cpu_s": cpu, "peak_MB": float(output.split()[-1])}
 
 
+def drop_pages(inputs: list[Path]) -> None:
+    """Takes the inputs out of the page cache, so that the next read comes from the disk."""
+    os.sync()  # a page that is not on the disk yet cannot be dropped
+    for file in (file for path in inputs for file in path.rglob("*") if file.is_file()):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def peak_resident_mb() -> float:
     """Peak resident MB of this process since it began; getrusage would count what its parent had when it forked."""
     status = Path("/proc/self/status").read_text()
@@ -230,14 +244,14 @@ def peak_resident_mb() -> float:
 
 
 def measure(
-    methods: list[str], inputs: list[Path], scratch: Path, rounds: int, mergekit_python: str = ""
+    methods: list[str], inputs: list[Path], scratch: Path, rounds: int, cold: bool, mergekit_python: str = ""
 ) -> dict[str, dict[str, float]]:
     """Every method in turn, `rounds` times: medians."""
     found: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method in methods:
             python = mergekit_python if method == "mergekit" else sys.executable
-            found[method].append(run(method, inputs, scratch / "out", python))
+            found[method].append(run(method, inputs, scratch / "out", python, cold))
     return {
         method: {key: round(statistics.median(one[key] for one in all), 2) for key in all[0]}
         for method, all in found.items()
@@ -256,22 +270,23 @@ def memory_over_imports(inputs: list[Path], scratch: Path) -> dict[str, int]:
     return {str(n): round(run("ours", (inputs * 30)[:n], scratch / "out")["peak_MB"] - base) for n in (3, 30)}
 
 
-def safetensors_section(scratch: Path, rounds: int, count: int, mergekit_python: str) -> dict[str, Any]:
+def safetensors_section(scratch: Path, rounds: int, count: int, cold: bool, mergekit_python: str) -> dict[str, Any]:
     """safetensors -> safetensors, and memory for 3 and 30 checkpoints."""
     inputs = [scratch / "safetensors" / str(number) for number in range(count)]
     methods = ["floor", "ours", "ours sha256", "torch loop", *(["mergekit"] if mergekit_python else [])]
-    found = measure(methods, inputs, scratch, rounds, mergekit_python)
-    found |= measure(["ours 16 recipes"], inputs, scratch, 1)
+    found = measure(methods, inputs, scratch, rounds, cold, mergekit_python)
+    found |= measure(["floor of 16 recipes", "ours 16 recipes"], inputs, scratch, 1, cold)
     ratios = {f"{method} / floor": ratio(found, method, "floor") for method in methods[1:]}
     ratios |= {f"{method} / ours": ratio(found, method, "ours") for method in [*methods[3:], "ours 16 recipes"]}
+    ratios["ours 16 recipes / floor of 16 recipes"] = ratio(found, "ours 16 recipes", "floor of 16 recipes")
     memory = memory_over_imports(inputs, scratch)
     return {"found": found, "ratios": ratios, "peak_MB_over_imports_by_count": memory}
 
 
-def orbax_section(scratch: Path, rounds: int, count: int) -> dict[str, Any]:
+def orbax_section(scratch: Path, rounds: int, count: int, cold: bool) -> dict[str, Any]:
     """Orbax -> Orbax."""
     inputs = [scratch / "orbax" / str(number) for number in range(count)]
-    found = measure(["floor", "decode", "ours", "one by one"], inputs, scratch, rounds)
+    found = measure(["floor", "decode", "ours", "one by one"], inputs, scratch, rounds, cold)
     ratios = {"ours / decode": ratio(found, "ours", "decode"), "one by one / ours": ratio(found, "one by one", "ours")}
     memory = memory_over_imports(inputs, scratch)
     return {"found": found, "ratios": ratios, "peak_MB_over_imports_by_count": memory}
@@ -363,6 +378,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--sections", default="safetensors,orbax,encodings")
+    parser.add_argument("--cold", action="store_true", help="read from the disk, not from the page cache")
     parser.add_argument("--mergekit", default="", help="the python of an environment that has mergekit")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -383,9 +399,9 @@ def main() -> None:
                 results[section] = encodings_section(scratch, options.size, options.rounds)
             else:
                 results[section] = (
-                    safetensors_section(scratch, options.rounds, options.count, options.mergekit)
+                    safetensors_section(scratch, options.rounds, options.count, options.cold, options.mergekit)
                     if section == "safetensors"
-                    else orbax_section(scratch, options.rounds, options.count)
+                    else orbax_section(scratch, options.rounds, options.count, options.cold)
                 )
         print(json.dumps(results, indent=1))
     finally:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax import config as configuration
 from pma_jax.merging import hub, selection
 from pma_jax.merging.leaves import Source
 from pma_jax.merging.sources import open_source
@@ -175,6 +174,8 @@ def _expand(address: str, kind: str | None) -> tuple[list[tuple[str, str | None]
 
 def _of_run(run: Path, kind: str | None) -> list[tuple[str, str | None]]:
     """A run's published snapshots: those that have their commit mark."""
+    from pma_jax import config as configuration  # the dictionaries of its files cost more to import than a small merge
+
     kind = kind or configuration.from_json((run / "config.json").read_text()).checkpoint.kinds[0]
     steps = [step for step in (run / configuration.FOLDERS[kind]).glob("*") if step.name.isdigit()]
     published = [step for step in steps if (step / "commit_success.txt").is_file()]

@@ -4,13 +4,14 @@ import hashlib
 import json
 import math
 import platform
+import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import pma_jax
 from pma_jax.merging import kernels
 from pma_jax.merging.digests import CHECKSUMS, SegmentHasher, checkpoint_digest, file_digest, leaf_digest
 from pma_jax.merging.journal import Record, segment_digests
@@ -63,8 +64,7 @@ def describe(plan: Plan, records: Mapping[int, Record], row: int, command: str) 
         "sources": sources,
         "notes": list(plan.notes),
         "plan": plan.digest,
-        "versions": {name: _version(name) for name in ("pma-jax", "numpy", "ml-dtypes")}
-        | {"python": platform.python_version()},
+        "versions": _versions(),
     }
 
 
@@ -83,11 +83,10 @@ def _text_digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def _versions() -> dict[str, str]:
+    # ml_dtypes has a say only where it was needed, and asking the package index would cost as much as importing numpy.
+    versions = {"pma-jax": pma_jax.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    return versions | ({"ml-dtypes": sys.modules["ml_dtypes"].__version__} if "ml_dtypes" in sys.modules else {})
 
 
 def rounding_note(plan: Plan, facts: Mapping[str, Any], row: int) -> str | None:
