@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
@@ -38,6 +39,7 @@ from pma_jax.retention import kept_snapshots, kept_states
 from pma_jax.steps import COMMIT_MARK, StepWriter
 
 STATES = "states"
+OPTIONAL = ("block", "detector")  # parts of a train state that may be missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,8 +290,9 @@ def save_state(writer: StepWriter, state: Any, step: int, tokens: int, position:
     Raises as `save_snapshot` does.
     """
     _refuse_non_finite(state.params, step, tokens)
-    # The block mean lies beside the rest, so that a fork can leave it, or begin one that its parent did not have.
-    items = {"state": dataclasses.replace(state, block=None)} | ({} if state.block is None else {"block": state.block})
+    # What is optional lies beside the rest, so that a fork can leave it, or begin what its parent did not have.
+    beside = {name: part for name in OPTIONAL if (part := getattr(state, name)) is not None}
+    items = {"state": dataclasses.replace(state, **dict.fromkeys(OPTIONAL))} | beside
     writer.save(step, items, {"step": step, "tokens": tokens, "position": position} | _digests(items))
 
 
@@ -347,16 +350,35 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
 def restore_state(saved: SavedState, abstract: Any) -> Any:
     """A full state with the shapes, dtypes and shardings of `abstract`; raises as `restore_params` does.
 
-    The block mean is restored where `abstract` has one. Where the state on disk has none, because a run that keeps
-    none was forked, it begins empty: the first one is of the steps since the fork.
+    The block mean and the detector of spikes are restored where `abstract` has them. Where the state on disk has none,
+    because a run that keeps none was forked, or a detector of another window, they begin empty.
     """
-    state = _restore(saved.path, "state", dataclasses.replace(abstract, block=None), "state.")
-    if abstract.block is None:
-        return state
-    if "block" in _stored(saved.path):
-        return dataclasses.replace(state, block=_restore(saved.path, "block", abstract.block, "block."))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract.block)
-    return dataclasses.replace(state, block=zeros)
+    state = _restore(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(OPTIONAL)), "state.")
+    stored = _stored(saved.path)
+    for name in OPTIONAL:
+        part = getattr(abstract, name)
+        if part is None:
+            continue
+        if name in stored and _shapes(stored[name]) == _shapes(part):
+            part = _restore(saved.path, name, part, f"{name}.")
+        else:
+            part = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), part)
+        state = dataclasses.replace(state, **{name: part})
+    return state
+
+
+def write_parts(path: epath.Path, parts: dict[str, Any]) -> None:
+    """Write named pytrees at `path`, in place of what is there."""
+    if path.exists() and jax.process_index() == 0:
+        path.rmtree()
+    multihost_utils.sync_global_devices(f"{path} is free")
+    with steps.plain_arrays(), steps.writing(path):
+        ocp.save_checkpointables(path, parts, custom_metadata=digests.sealed(_digests(parts)))
+
+
+def restore_part(path: epath.Path, name: str, abstract: Any) -> Any:
+    """One of the pytrees that `write_parts` wrote; raises as `restore_params` does."""
+    return _restore(path, name, abstract, f"{name}.")
 
 
 def _writer(folder: epath.Path, kept: Any) -> StepWriter:

@@ -147,6 +147,26 @@ class PreviewConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SpikesConfig:
+    """What counts as a loss spike, and what the run does about one that does not recover by itself."""
+
+    detect: bool = True  # watch loss and gradient norm of every step; transient spikes are told, and no more
+    window_tokens: int = 400_000  # calm steps that give the median and its spread; nothing is flagged before it is full
+    loss_z: float = 6.0  # spreads above the median loss, from which on a step is far out
+    gradient_z: float = 8.0  # the same of the logarithm of the gradient norm (before clipping)
+    minimum_rise_nats: float = 0.1  # a loss is not far out that rose by less, however quiet the window is
+    confirm_steps: int = 5  # a spike begins when most of so many steps, the last ones, are far out; at most 30
+    patience_tokens: int = 200_000  # a spike is irrecoverable whose loss has not come back after this
+    skip_gradient_z: float = 0.0  # leave out updates whose gradient norm is this far out or not finite; 0: none
+    attempts: int = 0  # times to go back to before a spike until the run is past it, then it stops; 0: only tell
+    snapshots: int = 3  # N: newest snapshots from before the spike that are merged; a retry leaves out the newest
+    recipe: str = "sma"  # of that merge
+    optimizer: str = "reset"  # after going back: reset | keep (as the spike left it) | restore (the nearest state's)
+    warmup_tokens: int = 0  # after going back: the rate rises linearly from 0 to the schedule's over this
+    skip_data: bool = False  # after going back: pass over the data up to where the spike was declared irrecoverable
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Devices along each mesh axis; one of them may be -1: all that are left."""
 
@@ -169,12 +189,17 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     preview: PreviewConfig = PreviewConfig()
+    spikes: SpikesConfig = SpikesConfig()
     mesh: MeshConfig = MeshConfig()
 
     @property
     def batch_tokens(self) -> int:
         """Tokens an optimizer step."""
         return self.training.batch_size_sequences * self.training.sequence_length_tokens
+
+    def steps(self, tokens: int) -> int:
+        """Whole optimizer steps in a duration, at least one."""
+        return max(tokens // self.batch_tokens, 1)
 
     def is_mark(self, tokens: int, interval_tokens: int) -> bool:
         """Whether the step that ended at `tokens` reached a multiple of `interval_tokens`.

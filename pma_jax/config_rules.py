@@ -11,6 +11,9 @@ ROUTER_SCORES = ("softmax", "sigmoid")
 REMAT_POLICIES = ("none", "full", "dots")
 DTYPES = ("float32", "bfloat16")
 SNAPSHOT_KINDS = ("point", "block_mean")
+OPTIMIZERS_AFTER_SPIKE = ("reset", "keep", "restore")
+MOST_CONFIRM_STEPS = 30  # the detector keeps a bit a step
+LEAST_SPIKE_WINDOW_STEPS = 16  # a median and a spread of fewer steps say little
 _POSITIVE = {
     "model": (
         "vocabulary_size",
@@ -34,6 +37,7 @@ _POSITIVE = {
     "checkpoint": ("interval_tokens", "block_every_steps", "window", "state_interval_tokens", "keep_states"),
     "evaluation": ("tokens", "batch_size_sequences"),
     "schedule": ("peak_rate",),
+    "spikes": ("window_tokens", "loss_z", "gradient_z", "confirm_steps", "patience_tokens", "snapshots"),
 }
 
 
@@ -58,6 +62,7 @@ def validate(config: "Config") -> None:
         training.batch_size_sequences,
     )
     _validate_experts(config)
+    _validate_spikes(config)
     if model.head_dim % 2:
         raise ValueError(f"model.head_dim must be even for rotary positions, not {model.head_dim}")
     if model.attention_window_tokens < 0:
@@ -106,6 +111,33 @@ def _validate_experts(config: "Config") -> None:
     if config.mesh.expert not in (-1, 1) and not model.experts:
         raise ValueError(
             f"mesh.expert is {config.mesh.expert}, and the model has no experts: use mesh.fsdp or mesh.data"
+        )
+
+
+def _validate_spikes(config: "Config") -> None:
+    spikes, checkpoint = config.spikes, config.checkpoint
+    _one_of("spikes.optimizer", spikes.optimizer, OPTIMIZERS_AFTER_SPIKE)
+    for key in ("minimum_rise_nats", "skip_gradient_z", "attempts", "warmup_tokens"):
+        if getattr(spikes, key) < 0:
+            raise ValueError(f"spikes.{key} must be 0 or more, not {getattr(spikes, key)}")
+    if spikes.confirm_steps > MOST_CONFIRM_STEPS:
+        raise ValueError(f"spikes.confirm_steps must be at most {MOST_CONFIRM_STEPS}, not {spikes.confirm_steps}")
+    if not spikes.detect and (spikes.attempts or spikes.skip_gradient_z):
+        raise ValueError("spikes.attempts and spikes.skip_gradient_z need spikes.detect=true: nothing would be seen")
+    acts = spikes.attempts or spikes.skip_gradient_z
+    if acts and config.steps(spikes.window_tokens) < LEAST_SPIKE_WINDOW_STEPS:
+        raise ValueError(
+            f"spikes.window_tokens ({spikes.window_tokens}) is less than {LEAST_SPIKE_WINDOW_STEPS} steps of "
+            f"{config.batch_tokens} tokens: raise it"
+        )
+    # A spike is declared so many snapshots after it began, at most; retention must not have taken what a merge needs.
+    passed = spikes.patience_tokens // checkpoint.interval_tokens + 1
+    needed = passed + spikes.snapshots + max(spikes.attempts - 1, 0)
+    kept = checkpoint.keep_windows * checkpoint.window
+    if spikes.attempts and 0 < kept < needed:
+        raise ValueError(
+            f"checkpoint.keep_windows * checkpoint.window keeps {kept} snapshots, and going back to before a spike "
+            f"needs {needed} (spikes.snapshots, attempts, and patience_tokens of them): raise keep_windows"
         )
 
 

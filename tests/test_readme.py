@@ -192,6 +192,23 @@ def test_every_option_of_a_verb_is_on_its_page(page, verb, capsys):
     assert not [option for option in sorted(options) if option not in page]
 
 
+def test_the_page_on_spikes_does_what_it_says(tmp_path, monkeypatch, capfd):
+    small = write_small_demo(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for words in commands("pma", ROOT / "docs" / "spikes.md"):
+        short = ["--config.training.total_tokens=4e5"] if words[0] == "train" else []
+        # The small demo's step is as long as a snapshot's interval: a window of 16 steps is the least.
+        short += ["--config.spikes.window_tokens=2e6"] if words[0] == "train" else []
+        assert main([small if word == "demo" else word for word in words] + short) == 0, capfd.readouterr().err
+    assert {path.name for path in Path("runs").iterdir()} == {"guarded", "careful", "skipping"}
+
+
+def test_the_page_on_spikes_names_every_key():
+    page = (ROOT / "docs" / "spikes.md").read_text()
+    keys = [f"spikes.{field}" for field in configuration.defaults().spikes]
+    assert [key for key in keys if key not in page] == ["spikes.detect"]
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 def test_the_page_on_planning_does_what_it_says(tmp_path, monkeypatch, capfd):
     small = write_small_demo(tmp_path)

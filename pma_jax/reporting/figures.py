@@ -108,6 +108,7 @@ def _draw_curves(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
         axes.plot(*_xy(start + annealed), color=theme.annealed, linewidth=1.9, linestyle=DASHES, zorder=4)
         labels.append((report["annealed_loss"], "annealed", theme.annealed, True))
         _mark_fork(axes, report, theme)
+    _mark_spikes(axes, report, theme)
     top = report["best_merge"]
     if top and top["text"] not in previews:
         axes.plot([horizon], [top["loss"]], "D", color=theme.preview, markersize=4.5, clip_on=False, zorder=6)
@@ -197,6 +198,28 @@ def _mark_fork(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
         color=theme.annealed,
         linespacing=1.25,
     )
+
+
+def _mark_spikes(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
+    """A line where a spike began that did not recover, named; with what was set aside when the run went back."""
+    for spike in report["spikes"]:
+        back = spike["went_back"]
+        if spike["verdict"] != "irrecoverable":
+            continue
+        axes.axvline(spike["onset_tokens"], color=theme.annealed, linewidth=1.0, linestyle=DOTS, zorder=2)
+        name = f"spike: back to\n{back['recipe']}:{back['snapshots']}" if back else "spike"
+        axes.text(
+            spike["onset_tokens"],
+            0.02,
+            f" {name}",
+            transform=axes.get_xaxis_transform(),
+            va="bottom",
+            fontsize=SMALL_POINTS,
+            color=theme.annealed,
+            clip_on=True,
+        )
+        if back and back["set_aside"]:
+            axes.plot(*_xy(back["set_aside"]), color=theme.annealed, linewidth=1.0, linestyle=DOTS, zorder=2)
 
 
 def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str, bool]], theme: Theme) -> None:

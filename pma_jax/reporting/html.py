@@ -179,6 +179,23 @@ is the raw loss less the preview's, in nats a token.</caption>
 {% endfor %}</tbody>
 </table></div>
 {% endif %}
+{%- if r.spikes %}
+<h2>Loss spikes</h2>
+<div class="scroll"><table>
+<caption>Where the training loss left the median of the steps before it, in nats a token; tokens at which it was back,
+or was given up. What came after the point to which the run went back lies in spikes/ and is part of no merge.</caption>
+<thead><tr><th scope="col">began at</th><th scope="col">until</th><th scope="col">median before</th>
+<th scope="col">highest</th><th scope="col">what became of it</th></tr></thead>
+<tbody>
+{% for s in r.spikes %}<tr><th scope="row">{{ s.onset_tokens|millions }}</th><td>{{ s.tokens|millions }}</td>
+<td>{{ s.median_loss|loss }}</td>
+<td>{% if s.peak_loss is none %}not finite{% else %}{{ s.peak_loss|loss }}{% endif %}</td>
+<td>{{ s.verdict }}{% if s.went_back %}{% set b = s.went_back %}: back to {{ b.recipe }} of {{ b.snapshots }} snapshots
+at {{ b.tokens|millions }}, optimizer {{ b.optimizer }}{% if b.passes_over_data %}, its data passed over{% endif %},
+attempt {{ b.attempt }}{% endif %}</td></tr>
+{% endfor %}</tbody>
+</table></div>
+{% endif %}
 <h2>Made by</h2>
 <pre>{{ r.commands|join("\n") }}</pre>
 <dl>

@@ -21,7 +21,7 @@ from pma_jax.evaluation.loss import bits_per_byte, perplexity
 from pma_jax.evaluation.sweep import KIND_PREFIXES
 from pma_jax.mesh import AXES
 from pma_jax.model.decoder import parameter_count
-from pma_jax.reporting import figures, html
+from pma_jax.reporting import figures, html, spikes
 from pma_jax.reporting.commands import reproduction
 
 Report = dict[str, Any]
@@ -76,6 +76,7 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
     report["finding"] = _finding(report)
     return report | {
         "notes": notes,
+        "spikes": spikes.rows(run),
         "merges": merges,
         "annealed_runs": [{k: v for k, v in a.items() if k != "curve"} for a in annealed],
         "parameters": _parameters(run),

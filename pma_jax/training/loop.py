@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 
 from pma_jax import checkpoint, hosts, run_lock
@@ -22,7 +21,8 @@ from pma_jax.evaluation.loss import evaluate, on_mesh
 from pma_jax.merging import preview
 from pma_jax.mesh import check_mesh, make_mesh, rows_here
 from pma_jax.model.decoder import graph_definition, parameter_count
-from pma_jax.training import block_mean, finite, preemption, resuming
+from pma_jax.stopping import Notice
+from pma_jax.training import block_mean, finite, preemption, recovery, resuming
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.starting import check_start, starting_state
@@ -35,10 +35,12 @@ RECORDS = {"point": "evaluation", "block_mean": "block_mean"}  # kind of snapsho
 def train(config: Config, workdir: epath.PathLike) -> Run:
     """Train to the horizon; resumes from the newest state in `workdir`, and returns at once when it is the horizon's.
 
-    Raises ValueError when `workdir` holds a run of another configuration (naming the keys that differ), or the data
-    cannot be read.
+    Where `spikes.attempts` says so, goes back to before a spike that does not recover, by resuming from there. Raises
+    ValueError when `workdir` holds a run of another configuration (naming the keys that differ), the data cannot be
+    read, or a spike is still there after so many attempts.
     """
     check_bucket(workdir)  # before the hours that data may take
+    recovery.check(config)
     # --- Data, prepared once and cached by digest; devices; the run, which no other process may train ---------------
     tokens = shards.prepare(config.data, progress=hosts.is_first())
     shards.check_tokens(tokens, config.model)
@@ -49,16 +51,27 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         notice = stack.enter_context(preemption.watched())
         taken_over = hosts.first_enters(stack, lambda: run_lock.held(checkpoint.absolute(workdir)))
         run = hosts.first_then_all(lambda: open_or_create(config, workdir, run_facts(tokens, config)))
-        newest = run.newest_state
-        if newest and config.is_horizon(newest.tokens):
-            return run
+        told = [taken_over] if taken_over else []
+        while not _train_on(config, run, tokens, mesh, notice, told):
+            told = []
+    return run
 
-        # --- Model, and the newest whole state, or a fresh one ----------------------------------------------------
+
+def _train_on(
+    config: Config, run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, notice: Notice, told: list[str]
+) -> bool:
+    """Train to the horizon (True), or to a spike from which the run goes back when it is resumed (False)."""
+    newest = run.newest_state
+    if newest and config.is_horizon(newest.tokens) and not recovery.is_due(run):
+        return True
+    spike = None
+    with contextlib.ExitStack() as stack:
+        # --- What a spike or damage left to do; the model, and the newest whole state, or a fresh one --------------
         stack.enter_context(jax.set_mesh(mesh))
         abstract = abstract_state(config, mesh)
-        graph = graph_definition(config.model)
-        told = [taken_over] if taken_over else []
         resuming.clear_away(run, told.append)
+        went_back, restarts = recovery.finish(run, abstract, mesh), recovery.events(run)
+        graph = graph_definition(config.model)
         resumed, state = resuming.newest_whole_state(run, abstract, told.append)
         if resumed is None:
             state = starting_state(config, abstract)
@@ -79,6 +92,8 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"
         log.say(f"{size:.3f}M parameters on {devices}, {begins} {config.training.total_tokens:,} tokens")
+        if went_back:
+            log.say(recovery.described(went_back))
 
         # --- Evaluation and previews: the same held-out tokens each time, the newest snapshots in host memory ----
         held_out = held_out_batches(tokens, config, mesh)
@@ -97,15 +112,18 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             rows=rows_here(mesh, config.training.batch_size_sequences),
         )
         clock, began = Clock(seen), step
-        pending: tuple[dict[str, Any], dict[str, jax.Array]] | None = None
+        pending: tuple[dict[str, Any], dict[str, Any]] | None = None
         while not config.is_horizon(seen):
             if preemption.asked(notice, step):
                 if step > began:
-                    _write_train_record(log, config, clock, pending, state)
+                    spike, pending = _write_train_record(log, config, clock, pending, state), None
+                    if spike:
+                        break
                     log.sync()
                     checkpoint.save_state(state_writer, state, step, seen, position)
                 raise preemption.stopped(notice, step, seen, is_saved=step > began)
             rate = learning_rate(config.schedule, config.training.total_tokens, seen + config.batch_tokens)
+            rate *= recovery.warmup(config, restarts, seen + config.batch_tokens)
             state, metrics = train_step(state, on_mesh(mesh, next(stream)), rate)
             step, seen, position = (
                 step + 1,
@@ -115,12 +133,15 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             if state.block is not None and config.is_block_add(seen):
                 state = dataclasses.replace(state, block=block_mean.add(state.block, state.params))
             last, pending = pending, ({"kind": "train", "tokens": seen, "step": step, "learning_rate": rate}, metrics)
-            _write_train_record(log, config, clock, last, state)
+            spike = _write_train_record(log, config, clock, last, state)
+            if not spike and (config.is_snapshot(seen) or config.is_state(seen)):
+                # A state vouches for every record up to it: resuming from it does not write them again. And nothing is
+                # saved of a model that is known to be lost.
+                spike, pending = _write_train_record(log, config, clock, pending, state), None
+            if spike:
+                break
 
             if config.is_snapshot(seen):
-                # Before anything is saved: was the last step finite too?
-                _write_train_record(log, config, clock, pending, state)
-                pending = None
                 with clock.paused():
                     weights = {"point": state.params}  # kind -> parameters; points are evaluated even if not saved
                     if state.block is not None:
@@ -142,14 +163,12 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
                             {"kind": "preview", "tokens": seen, "step": step, "recipe": recipe, "loss": merged_loss}
                         )
             if config.is_state(seen):
-                # A state vouches for every record up to it: resuming from it does not write them again.
-                _write_train_record(log, config, clock, pending, state)
-                pending = None
                 log.sync()
                 with clock.paused():
                     checkpoint.save_state(state_writer, state, step, seen, position)
-        _write_train_record(log, config, clock, pending, state)
-    return run
+    if spike:  # here, where the writers are closed, so that every snapshot from before it is published
+        recovery.decide(run, spike, state, step, position)
+    return spike is None
 
 
 def run_facts(tokens: shards.TokenSet, config: Config) -> dict[str, Any]:
@@ -208,16 +227,30 @@ def _write_train_record(
     log: MetricsLog,
     config: Config,
     clock: Clock,
-    pending: tuple[dict[str, Any], dict[str, jax.Array]] | None,
+    pending: tuple[dict[str, Any], dict[str, Any]] | None,
     state: TrainState,
-) -> None:
+) -> dict[str, Any] | None:
+    """Write the record of a step, and of a spike that ended with it; returns a spike from which the run goes back.
+
+    Raises ValueError where the step measured something that is not finite, and the run neither left out its update nor
+    goes back.
+    """
     if pending is None:
-        return
+        return None
     record, metrics = pending
     # Fetching waits for that step, and so keeps at most two in flight.
-    numbers = {name: np.asarray(value).item() for name, value in metrics.items() if name != "count"}
-    finite.check_record(record, numbers, state.params)
+    metrics = jax.device_get(metrics)
+    numbers = {name: value.item() for name, value in metrics.items() if name not in ("count", "spike")}
+    spike = recovery.spike_record(config, record | numbers, metrics["spike"]) if config.spikes.detect else None
+    goes_back = bool(spike and spike["verdict"] == "irrecoverable" and config.spikes.attempts)
+    if not goes_back and not (config.spikes.skip_gradient_z and metrics["spike"].skipped):
+        finite.check_record(record, numbers, state.params)
+    if config.spikes.skip_gradient_z:
+        numbers["skipped_updates"] = metrics["spike"].skips.item()
     if config.is_mark(record["tokens"], config.training.log_interval_tokens) or config.is_horizon(record["tokens"]):
         speed = clock.lap(record["tokens"])
         timing = {"tokens_per_second": speed, "seconds": clock.seconds()}
         log.write(record | numbers | timing)
+    if spike:
+        log.write(spike)
+    return spike if goes_back else None

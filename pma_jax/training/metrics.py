@@ -20,7 +20,7 @@ from pma_jax.steps import writing
 
 _Event: Any = vars(event_pb2)["Event"]  # protobuf makes it when it is imported: no type checker sees it
 _START = 1  # SessionLog.START: TensorBoard drops what an earlier process drew from there on
-Record = dict[str, Any]  # always: kind (train | evaluation | block_mean | preview), tokens
+Record = dict[str, Any]  # always: kind (train | evaluation | block_mean | preview | spike | recovery), tokens
 
 
 class MetricsLog:
@@ -106,7 +106,8 @@ def _line(record: Record) -> str:
 def _scalars(record: Record) -> list[tuple[str, float]]:
     if record["kind"] == "preview":
         return [(f"preview/{record['recipe']}", record["loss"])]
-    return [(f"{record['kind']}/{key}", v) for key, v in record.items() if key not in ("kind", "tokens", "step")]
+    numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("tokens", "step")}
+    return [(f"{record['kind']}/{key}", v) for key, v in numbers.items()]
 
 
 def _shown(record: Record) -> str:
@@ -117,7 +118,18 @@ def _shown(record: Record) -> str:
         return f"{millions}  held-out loss {record['loss']:.4f}"
     if record["kind"] == "block_mean":
         return f"{millions}  held-out loss of the block mean {record['loss']:.4f}"
+    if record["kind"] == "spike":
+        return told(record)
     return f"{millions}  held-out loss of {record['recipe']} {record['loss']:.4f}"
+
+
+def told(spike: Record) -> str:
+    """A spike in one line."""
+    loss = "not finite" if spike["loss"] is None else f"{spike['loss']:.4f}"
+    return (
+        f"loss spike from {spike['onset_tokens']:,} to {spike['tokens']:,} tokens ({spike['verdict']}): loss {loss}, "
+        f"median before {spike['median_loss']:.4f}"
+    )
 
 
 def _progress_bar(console: rich.console.Console, config: Config, tokens: int) -> rich.progress.Progress:

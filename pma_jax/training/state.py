@@ -9,30 +9,33 @@ import optax
 from pma_jax.config import Config
 from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import Params, init_params
-from pma_jax.training import block_mean
+from pma_jax.training import block_mean, spikes
 from pma_jax.training.block_mean import Block
 from pma_jax.training.optimizer import make_optimizer
+from pma_jax.training.spikes import Detector
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Parameters and optimizer moments (float32), the optimizer steps done (int32 scalar), and the running block mean.
+    """Parameters and optimizer moments (float32), the optimizer steps done (int32 scalar), and what is optional.
 
-    The block is None, and costs nothing, where the configuration saves no block means.
+    The running block mean and the detector of spikes are None, and cost nothing, where the configuration has none.
     """
 
     step: jax.Array
     params: Params
     optimizer: optax.OptState
     block: Block | None = None
+    detector: Detector | None = None
 
 
 def init_state(config: Config, key: jax.Array) -> TrainState:
     """A fresh state; traceable. Call under `jax.set_mesh`."""
     params = init_params(config.model, key)
     block = block_mean.empty(params) if "block_mean" in config.checkpoint.kinds else None
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.optimizer).init(params), block)
+    detector = spikes.empty(config.steps(config.spikes.window_tokens)) if config.spikes.detect else None
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.optimizer).init(params), block, detector)
 
 
 def make_state(config: Config) -> TrainState:

@@ -4,6 +4,7 @@ Legend: B batch, L positions, M = L + 1 tokens of a window, A microbatches, b = 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from pma_jax.evaluation.loss import loss_sums
 from pma_jax.mesh import RULES, platform_of
 from pma_jax.model import moe
 from pma_jax.model.decoder import Params
+from pma_jax.training import spikes
 from pma_jax.training.optimizer import make_optimizer
 from pma_jax.training.state import TrainState
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]  # arrays, and a spikes.Reading of arrays
 
 
 def make_train_step(
@@ -27,11 +29,12 @@ def make_train_step(
 ) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]:
     """`step(state, tokens_BxM int32, rate) -> (state, metrics)`; the state is donated.
 
-    The metrics are `loss`, `gradient_norm` and `count`, and with experts those of `moe.load_metrics`.
+    The metrics are `loss`, `gradient_norm` and `count`, with experts those of `moe.load_metrics`, and `spike`, a
+    `spikes.Reading`, where the state has a detector.
     Call under `jax.set_mesh`: it is compiled for the platform of that mesh.
     """
     optimizer = make_optimizer(config.optimizer)
-    training = config.training
+    training, limits = config.training, spikes.Limits.of(config)
 
     def objective(params: Params, tokens_bxM: jax.Array) -> tuple[jax.Array, Metrics]:
         weights = (training.z_loss_weight, training.balance_loss_weight, training.router_z_loss_weight)
@@ -54,7 +57,16 @@ def make_train_step(
             # Its gradient is zero and it does not decay: the optimizer has left it as it was.
             router = params["blocks"]["moe"]
             router[moe.BIAS] = moe.balanced(router[moe.BIAS], sums["load_TxE"], training.router_bias_rate)
-        return TrainState(state.step + 1, params, moments, state.block), metrics
+        detector = state.detector
+        if detector is not None:
+            loss, norm = metrics["loss"], metrics["gradient_norm"]
+            detector, reading = spikes.observe(detector, limits, state.step + 1, loss, norm)
+            metrics["spike"] = reading
+            if limits.skip_gradient_z:
+                # A choice of each element, in the loop that computes the update: nothing more is read.
+                before, after = (state.params, state.optimizer), (params, moments)
+                params, moments = jax.tree.map(lambda old, new: jnp.where(reading.skipped, old, new), before, after)
+        return TrainState(state.step + 1, params, moments, state.block, detector), metrics
 
     options = compiler_options(platform_of(jax.sharding.get_mesh()))
     return jax.jit(train_step, donate_argnums=0, compiler_options=options)

@@ -86,7 +86,7 @@ def test_block_means_take_one_float32_model_of_memory(workspace):
 
 
 def test_times_are_bytes_over_bandwidth(workspace):
-    config = tiny.config(workspace)
+    config = tiny.config(workspace, spikes__detect=False)
     state = jax.eval_shape(lambda s: s, abstract_state(config, make_mesh(config.mesh)))
     found = storage.times(config, state, 1e6)
     assert found["write_snapshot_seconds"] == pytest.approx(storage.tree_bytes(state.params) / 1e6)

@@ -1,0 +1,249 @@
+"""Does a run that fell over for good get up again from the mean of the snapshots before? (PMA, Section 4.5, Figure 7)
+
+Command:   python experiments/spike_recovery/script.py --runs runs/spike_recovery
+
+For each seed, in order, a small decoder is trained at a rate that is far too high. Of those that collapse for good the
+first three go on: each arm begins with the collapsing run's own state and snapshots from before the spike, meets the
+spike, and does about it what its configuration says. What is finished in --runs is not done again, so several of
+these may share the seeds (--seeds) and one more collects. Other `--config.key=value` go to every run.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+COLLAPSES = 3  # seeds that count
+STEP = 512  # tokens
+RATE, CLEAN_RATE = 0.08, 0.01
+BASE = [
+    "model.width=32",
+    "model.layers=4",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.head_dim=16",
+    "model.hidden=96",
+    "training.sequence_length_tokens=64",
+    "training.batch_size_sequences=8",
+    f"training.total_tokens={1000 * STEP}",
+    f"training.log_interval_tokens={STEP}",
+    f"schedule.peak_rate={RATE}",
+    f"schedule.warmup_tokens={50 * STEP}",
+    # What holds a run back at such a rate is off, and the second moment has the memory of Adam's first paper.
+    "optimizer.clip_norm=0",
+    "optimizer.weight_decay=0",
+    "optimizer.b2=0.999",
+    f"checkpoint.interval_tokens={25 * STEP}",
+    "checkpoint.kinds=point",
+    f"checkpoint.state_interval_tokens={25 * STEP}",
+    "checkpoint.keep_states=1000",
+    "checkpoint.keep_states_at_tokens=()",
+    "evaluation.tokens=8192",
+    "preview.windows=()",
+    "mesh.cpu_devices=1",
+    # A batch of 512 tokens is noisy (spread 0.2 nats): a collapse is few of its spreads, and shows in that it stays.
+    f"spikes.window_tokens={100 * STEP}",
+    f"spikes.patience_tokens={60 * STEP}",
+    "spikes.loss_z=1.7",
+    "spikes.minimum_rise_nats=0.2",
+    "spikes.confirm_steps=20",
+]
+GO_BACK = ["spikes.attempts=1", "spikes.optimizer=restore"]
+RESET = ["spikes.attempts=1", "spikes.optimizer=reset", f"spikes.warmup_tokens={25 * STEP}"]
+NOTHING = "nothing"
+WHOLE = {  # arms that are trained from the beginning
+    "clean": [f"schedule.peak_rate={CLEAN_RATE}"],
+    "skip updates": ["spikes.skip_gradient_z=4"],
+}
+ARMS = {  # arms that begin before the spike of `nothing`
+    "restart": [*GO_BACK, "spikes.snapshots=1"],
+    "restart, pass over data": [*GO_BACK, "spikes.snapshots=1", "spikes.skip_data=true"],
+    "PMA-init N=3, optimizer restored": [*GO_BACK, "spikes.snapshots=3"],
+    "PMA-init N=1": [*RESET, "spikes.snapshots=1"],
+    "PMA-init N=3": [*RESET, "spikes.snapshots=3"],
+    "PMA-init N=5": [*RESET, "spikes.snapshots=5"],
+}
+
+
+def main() -> None:
+    """Train what is missing; with all of it there, write results.json and figure.png."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--seeds", default="0,1,2,3,4,5,6,7", help="tried in this order")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of results.json and figure.png")
+    options, rest = parser.parse_known_args()
+    overrides = [word.removeprefix("--config.") for word in rest]
+    options.runs.mkdir(parents=True, exist_ok=True)
+    # Forty runs of a few programs: each is compiled once.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.runs.resolve() / "compiled"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+    seeds: dict[int, dict[str, Any]] = {}
+    never = []
+    for seed in map(int, options.seeds.split(",")):
+        folder = options.runs / str(seed)
+        nothing = trained(folder, NOTHING, seed, overrides)
+        if nothing["onset_tokens"] is None:
+            never.append(seed)
+            continue
+        arms = {NOTHING: nothing}
+        arms |= {arm: trained(folder, arm, seed, [*overrides, *keys]) for arm, keys in WHOLE.items()}
+        for arm, keys in ARMS.items():
+            before_spike(folder, arm, seed, [*overrides, *keys], nothing["onset_tokens"])
+            arms[arm] = trained(folder, arm, seed, [*overrides, *keys])
+        seeds[seed] = judged(arms)
+        if len(seeds) == COLLAPSES:
+            break
+    results = {
+        "rate": RATE,
+        "clean_rate": CLEAN_RATE,
+        "seeds": seeds,
+        "never_collapsed": never,
+        "summary": summary(seeds),
+        "machine_hours": sum(arm["seconds"] for arms in seeds.values() for arm in arms.values()) / 3600,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    if seeds:
+        from pma_jax.reporting import spike_figure
+
+        (options.out / "figure.png").write_bytes(spike_figure.png(seeds))
+    print(table(results))
+
+
+def resolved(seed: int, overrides: list[str]) -> Any:
+    """The configuration of a run."""
+    from pma_jax import config as configuration
+
+    raw = configuration.load("demo")
+    configuration.override(raw, [*BASE, *overrides, f"training.seed={seed}"])
+    return configuration.resolve(raw)
+
+
+def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+    """Train one arm to its end, or to where it is given up; what it says of itself, kept beside the run."""
+    from pma_jax.training import recovery
+    from pma_jax.training.loop import train
+
+    path = folder / slug(arm)
+    said = path.with_suffix(".json")
+    if said.exists():
+        return json.loads(said.read_text())
+    from pma_jax.checkpoint import open_run
+
+    begin, error = time.perf_counter(), None
+    try:
+        train(resolved(seed, overrides), path)
+    except ValueError as raised:
+        error = str(raised)
+    run = open_run(path)
+    records, events = run.metrics, recovery.events(run)
+    declared = [r for r in records if r["kind"] == "spike" and r["verdict"] == "irrecoverable"]
+    steps = [r for r in records if r["kind"] == "train"]
+    evaluations = [[r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation"]
+    facts = {
+        "onset_tokens": declared[0]["onset_tokens"] if declared else None,
+        "went_back_to_tokens": [event["tokens"] for event in events],
+        "declared_tokens": [event["spike"]["tokens"] for event in events] + [r["tokens"] for r in declared],
+        "gave_up": error,
+        "final_tokens": evaluations[-1][0],
+        "final_loss": evaluations[-1][1],
+        "skipped_updates": steps[-1].get("skipped_updates"),
+        "seconds": time.perf_counter() - begin,
+        "evaluations": evaluations,
+        "curve": curve(steps),
+    }
+    said.write_text(json.dumps(facts) + "\n")
+    return facts
+
+
+def before_spike(folder: Path, arm: str, seed: int, overrides: list[str], onset_tokens: int) -> None:
+    """Begin an arm with what the collapsing run had before its spike: state, snapshots and records."""
+    from pma_jax import checkpoint
+
+    path = folder / slug(arm)
+    if path.with_suffix(".json").exists() or checkpoint.is_run(path):
+        return
+    source = checkpoint.open_run(folder / slug(NOTHING))
+    state = [s for s in source.states if s.tokens < onset_tokens][-1]
+    if path.exists():
+        shutil.rmtree(path)
+    checkpoint.copy_state(state, checkpoint.absolute(path))
+    for snapshot in source.snapshots:
+        if snapshot.tokens <= state.tokens:
+            shutil.copytree(snapshot.path, path / "snapshots" / snapshot.path.name)
+    shutil.copy(source.path / "metrics.jsonl", path / "metrics.jsonl")
+    checkpoint.create_run(path, resolved(seed, overrides), source.facts)
+
+
+def judged(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each arm with whether it passed the spike and came back.
+
+    Before: the median of the last three held-out losses before the spike. An arm passes when it was not given up, no
+    spike was declared after it went back, and its last loss is at most 0.1 nats above that; it is back when its last
+    loss is not above it.
+    """
+    onset = arms[NOTHING]["onset_tokens"]
+    before = statistics.median([loss for tokens, loss in arms[NOTHING]["evaluations"] if tokens < onset][-3:])
+    for facts in arms.values():
+        again = len(facts["declared_tokens"]) > len(facts["went_back_to_tokens"])
+        ends_well = not facts["gave_up"] and not again
+        facts["before_loss"] = before
+        facts["passes"] = ends_well and facts["final_loss"] <= before + 0.1
+        facts["back"] = ends_well and facts["final_loss"] <= before
+        facts["above_clean"] = facts["final_loss"] - arms["clean"]["final_loss"]
+    return arms
+
+
+def summary(seeds: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each arm over the seeds."""
+    return {
+        arm: {
+            "passes": sum(s[arm]["passes"] for s in seeds.values()),
+            "back": sum(s[arm]["back"] for s in seeds.values()),
+            "of": len(seeds),
+            "final_losses": [s[arm]["final_loss"] for s in seeds.values()],
+            "above_before": [s[arm]["final_loss"] - s[arm]["before_loss"] for s in seeds.values()],
+        }
+        for arm in (next(iter(seeds.values())) if seeds else ())
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The README's table."""
+    lines = [
+        "| arm | passes the spike | back at the loss before it | last held-out loss, each seed | less that before |"
+    ]
+    lines.append("|---|---|---|---|---|")
+    for arm, row in results["summary"].items():
+        losses = " / ".join(f"{x:.2f}" for x in row["final_losses"])
+        above = " / ".join(f"{x:+.2f}" for x in row["above_before"])
+        lines.append(f"| {arm} | {row['passes']} of {row['of']} | {row['back']} of {row['of']} | {losses} | {above} |")
+    return "\n".join(lines)
+
+
+def curve(steps: list[dict[str, Any]], every: int = 10) -> list[list[float]]:
+    """[tokens, median loss, largest gradient norm] of each ten steps."""
+    groups = [steps[i : i + every] for i in range(0, len(steps), every)]
+    return [
+        [
+            group[-1]["tokens"],
+            round(statistics.median(r["loss"] for r in group), 4),
+            round(max(r["gradient_norm"] for r in group), 4),
+        ]
+        for group in groups
+    ]
+
+
+def slug(arm: str) -> str:
+    """The folder of an arm."""
+    return arm.lower().replace(", ", "-").replace(" ", "-").replace("=", "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""Going back from a spike: a tiny run whose warm-up climbs to a rate that throws it off, and kills anywhere."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from pma_jax import checkpoint
+from pma_jax.checkpoint import open_run
+from pma_jax.data import batches, shards
+from pma_jax.evaluation.loss import on_mesh
+from pma_jax.merging.snapshots import average
+from pma_jax.mesh import make_mesh
+from pma_jax.model.decoder import graph_definition
+from pma_jax.training import loop, recovery, spikes
+from pma_jax.training.loop import train
+from pma_jax.training.schedule import learning_rate
+from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.step import make_train_step
+
+STEP = tiny.BATCH_TOKENS
+# The warm-up would end at 500 times the rate of the tiny run; the loss leaps up around step 30. After going back, the
+# rate climbs so slowly that the rest of the run is safe.
+KEYS = {
+    "training__total_tokens": 64 * STEP,
+    "schedule__peak_rate": 5.0,
+    "schedule__warmup_tokens": 100 * STEP,
+    "spikes__window_tokens": 16 * STEP,
+    "spikes__patience_tokens": 6 * STEP,
+    "spikes__confirm_steps": 3,
+    "spikes__loss_z": 3.0,
+    "spikes__minimum_rise_nats": 0.3,
+    "spikes__attempts": 2,
+    "spikes__warmup_tokens": 800 * STEP,
+    "preview__windows": (2,),
+}
+
+
+def config(workspace, **changes):
+    return tiny.config(workspace, **(KEYS | changes))
+
+
+@pytest.fixture(scope="module")
+def recovered(workspace):
+    """The run that fell over and went back, to its horizon. To be read, not changed."""
+    return train(config(workspace), workspace / "recovered")
+
+
+def event_of(run):
+    (event,) = recovery.events(run)
+    return event
+
+
+def losses(records):
+    return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
+
+
+def aside(run, number=1):
+    return checkpoint.read_records(run.path / "spikes" / str(number) / "metrics.jsonl")
+
+
+def assert_same_run(actual, expected):
+    """Every number, snapshot, state and event of two runs is bitwise the same."""
+    assert tiny.numbers(actual) == tiny.numbers(expected)
+    assert recovery.events(actual) == recovery.events(expected)
+    for kind in expected.config.checkpoint.kinds:
+        for a, e in zip(actual.of_kind(kind), expected.of_kind(kind), strict=True):
+            assert (a.step, a.tokens, a.loss) == (e.step, e.tokens, e.loss)
+            tiny.assert_equal(tiny.read(a), tiny.read(e))
+    assert [s.step for s in actual.states] == [s.step for s in expected.states]
+    abstract = abstract_state(expected.config, make_mesh(expected.config.mesh))
+    tiny.assert_equal(
+        checkpoint.restore_state(actual.states[-1], abstract), checkpoint.restore_state(expected.states[-1], abstract)
+    )
+
+
+# --- What a recovery does ---------------------------------------------------------------------------------------------
+
+
+def test_the_run_goes_back_to_the_merge_from_before_the_spike_and_ends_recovered(recovered):
+    event = event_of(recovered)
+    spike = event["spike"]
+    assert spike["verdict"] == "irrecoverable" and spike["loss"] > spike["median_loss"] + 0.3
+    before = [s for s in recovered.snapshots if s.tokens < spike["onset_tokens"]]
+    assert [m["step"] for m in event["merged"]] == [s.step for s in before[-3:]]
+    assert event["coefficients"] == [1 / 3] * 3
+    assert (event["tokens"], event["step"]) == (before[-1].tokens, before[-1].step)
+    assert event["tokens"] < spike["onset_tokens"] <= spike["tokens"]
+    trained = losses(recovered.metrics)
+    assert sorted(trained) == list(range(1, 65)), "one record a step, none twice"
+    last = [trained[step] for step in range(60, 65)]
+    assert np.median(last) < spike["median_loss"], "below what it was before the spike"
+    assert [s.step for s in recovered.snapshots] == list(range(4, 65, 4))
+    assert [r for r in recovered.metrics if r["kind"] == "recovery"] == [{"kind": "recovery"} | event]
+
+
+def test_what_came_after_the_spike_is_set_aside_and_never_merged(recovered):
+    event, folder = event_of(recovered), recovered.path / "spikes" / "1"
+    doomed = losses(aside(recovered))
+    assert sorted(doomed) == list(range(event["step"] + 1, event["spike"]["step"] + 1))
+    assert doomed[event["spike"]["step"]] == event["spike"]["loss"]
+    assert [r["verdict"] for r in aside(recovered) if r["kind"] == "spike"] == ["irrecoverable"]
+    moved = [checkpoint.read_snapshot(p) for p in sorted((folder / "snapshots").iterdir())]
+    assert [s.step for s in moved] == event["aside"]["snapshots"] != []
+    for snapshot in moved:
+        kept = next(s for s in recovered.snapshots if s.step == snapshot.step)
+        assert kept.loss != snapshot.loss
+    assert {s.path.parent.name for s in checkpoint.find_snapshots([recovered.path])} == {"snapshots"}
+
+
+def test_the_restarted_state_is_the_mean_with_a_fresh_optimizer_and_the_window_of_before(workspace, recovered):
+    run = train(
+        config(workspace, checkpoint__keep_states=9, checkpoint__state_interval_tokens=4 * STEP),
+        run_at(recovered, "all"),
+    )
+    event = event_of(run)
+    restarted = next(s for s in run.states if s.step == event["step"])
+    assert (restarted.tokens, restarted.position) == (event["tokens"], 8 * event["step"])
+    abstract = abstract_state(run.config, make_mesh(run.config.mesh))
+    state = checkpoint.restore_state(restarted, abstract)
+    merged = [tiny.named(tiny.read(s)) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
+    for name, leaf in tiny.named(state.params).items():
+        np.testing.assert_allclose(
+            leaf, np.mean([m[name] for m in merged], axis=0, dtype=np.float64), rtol=1e-6, atol=1e-7
+        )
+    assert all(not leaf.any() for leaf in tiny.named(state.optimizer).values())
+    assert state.step == event["step"] and state.detector.onset == 0
+    losses_before = np.asarray(state.detector.recent_losses)
+    seen = losses(run.metrics) | losses(aside(run))
+    calm = [
+        seen[step] for step in range(event["spike"]["onset_step"] - 30, event["spike"]["onset_step"] + 2) if step > 0
+    ]
+    assert set(losses_before.tolist()) <= set(np.float32(calm).tolist())
+
+
+def run_at(recovered, name):
+    return Path(recovered.path).parent / name
+
+
+def test_the_rate_warms_up_again(recovered):
+    event, schedule = event_of(recovered), recovered.config.schedule
+    for record in recovered.metrics:
+        if record["kind"] == "train":
+            rate = learning_rate(schedule, recovered.config.training.total_tokens, record["tokens"])
+            since = record["tokens"] - event["tokens"]
+            share = since / (800 * STEP) if since > 0 else 1
+            assert record["learning_rate"] == pytest.approx(rate * share)
+
+
+def test_the_steps_after_going_back_are_those_of_the_restarted_state(recovered):
+    """The loop's numbers, computed without it."""
+    event, run = event_of(recovered), recovered.config
+    with jax.set_mesh(make_mesh(run.mesh)):
+        state = restart_by_hand(recovered, event)
+        step = make_train_step(run, graph_definition(run.model))
+        stream = batches.train_batches(shards.prepare(run.data), run.training, position=8 * event["step"])
+        for record in [r for r in recovered.metrics if r["kind"] == "train" and r["step"] > event["step"]][:6]:
+            state, metrics = step(state, on_mesh(make_mesh(run.mesh), next(stream)), record["learning_rate"])
+            assert record["loss"] == float(metrics["loss"])
+
+
+def restart_by_hand(run, event):
+    merged = [s for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
+    params = average(merged, np.full(len(merged), 1 / len(merged)), make_mesh(run.config.mesh))
+    return dataclasses.replace(make_state(run.config), params=params)
+
+
+def test_the_data_is_passed_over_where_the_configuration_says_so(recovered, workspace, tmp_path):
+    run = train(config(workspace, spikes__skip_data=True), tmp_path / "run")
+    event = event_of(run)
+    assert event["position_there"] == 8 * event["step"]
+    assert event["position"] == 8 * event["spike"]["step"]
+    ahead = event["spike"]["step"] - event["step"]
+    assert run.states[-1].position == 8 * (64 + ahead)
+    assert losses(run.metrics)[event["step"]] == losses(recovered.metrics)[event["step"]]
+    assert losses(run.metrics)[event["step"] + 1] != losses(recovered.metrics)[event["step"] + 1]
+
+
+@pytest.mark.parametrize("optimizer", ["keep", "restore"])
+def test_the_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, optimizer):
+    keys = {"spikes__optimizer": optimizer, "checkpoint__keep_states": 99}
+    run = train(config(workspace, **keys), tmp_path / "run")
+    event = event_of(run)
+    assert event["optimizer"] == optimizer
+    abstract = abstract_state(run.config, make_mesh(run.config.mesh))
+    restarted = checkpoint.restore_state(next(s for s in run.states if s.step == event["step"]), abstract)
+    if optimizer == "keep":
+        expected = checkpoint.restore_part(run.path / "spikes" / "1" / "held", "optimizer", abstract.optimizer)
+    else:
+        marks = range(8, event["spike"]["onset_step"], 8)
+        assert event["optimizer_step"] == min(marks, key=lambda step: abs(step - event["step"]))
+        nearest = [s for s in [*states_aside(run), *run.states] if s.step == event["optimizer_step"]]
+        expected = checkpoint.restore_state(nearest[0], abstract).optimizer
+    tiny.assert_equal(restarted.optimizer, expected)
+
+
+def states_aside(run):
+    return dataclasses.replace(run, path=run.path / "spikes" / "1").states
+
+
+# --- Told, and bounded ------------------------------------------------------------------------------------------------
+
+
+def test_without_attempts_a_spike_is_told_and_training_goes_on(recovered, workspace, tmp_path):
+    run = train(config(workspace, spikes__attempts=0), tmp_path / "run")
+    told = [r for r in run.metrics if r["kind"] == "spike"]
+    spike = event_of(recovered)["spike"]
+    assert told[0] == spike
+    assert recovery.events(run) == [] and not (run.path / "spikes").exists()
+    assert losses(run.metrics) | losses(aside(recovered)) == losses(run.metrics), "the same run up to there"
+
+
+def test_the_attempts_are_bounded_and_each_goes_further_back(workspace, tmp_path):
+    # No warm-up after going back: the rate is the one that throws it off.
+    keys = config(workspace, spikes__warmup_tokens=0, training__total_tokens=96 * STEP)
+    with pytest.raises(ValueError, match="after 2 times of going back") as refused:
+        train(keys, tmp_path / "run")
+    assert "lower schedule.peak_rate" in str(refused.value)
+    run = open_run(tmp_path / "run")
+    first, second = recovery.events(run)
+    assert (first["attempt"], second["attempt"]) == (1, 2)
+    assert second["tokens"] < second["spike"]["onset_tokens"] - 4 * STEP, "the newest from before it is left out"
+    with pytest.raises(ValueError, match="after 2 times of going back"):
+        train(keys, tmp_path / "run")
+
+
+def test_a_spike_before_the_first_snapshot_is_told(workspace, tmp_path):
+    keys = config(workspace, checkpoint__interval_tokens=40 * STEP)
+    with pytest.raises(ValueError, match="no snapshot from before it"):
+        train(keys, tmp_path / "run")
+
+
+def test_a_recipe_that_does_not_fit_is_refused_before_training(workspace, tmp_path):
+    with pytest.raises(ValueError, match="weights"):
+        train(config(workspace, spikes__recipe="weights:0.5,0.5"), tmp_path / "run")
+    assert not checkpoint.is_run(tmp_path / "run")
+
+
+# --- Resuming ---------------------------------------------------------------------------------------------------------
+
+KILLED = """
+import itertools, os, signal, sys
+from pma_jax import checkpoint, cli
+from pma_jax.training import loop, recovery
+module, name, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
+home = {"checkpoint": checkpoint, "loop": loop, "recovery": recovery}[module]
+real, calls = getattr(home, name), itertools.count(1)
+def or_die(*args, **kwargs):
+    if next(calls) > last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+setattr(home, name, or_die)
+sys.exit(cli.main(sys.argv[4:]))
+"""
+# Where the process dies: before a batch of the spike and after it; before the window is held, the event is written,
+# files are moved, the metrics are rewritten, the merged state is saved, the event is done.
+DEATHS = [
+    ("loop", "on_mesh", 43),
+    ("checkpoint", "write_parts", 0),
+    ("recovery", "_write_event", 0),
+    ("recovery", "_set_aside", 0),
+    ("recovery", "_restarted", 0),
+    ("recovery", "_rewrite_metrics", 0),
+    ("recovery", "_write_event", 1),
+    ("loop", "on_mesh", 52),
+]
+
+
+QUICK = (2, 3, 6)  # the others are slow
+
+
+@pytest.mark.parametrize(
+    "death",
+    [pytest.param(d, marks=() if i in QUICK else pytest.mark.slow) for i, d in enumerate(DEATHS)],
+    ids=lambda death: f"{death[1]}-{death[2]}",
+)
+def test_a_kill_anywhere_in_a_recovery_resumes_bitwise(recovered, workspace, tmp_path, death):
+    file = tiny.write_config(tmp_path / "config.py", workspace, **KEYS)
+    words = ["train", "--config", file, "--workdir", str(tmp_path / "run")]
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, *map(str, death), *words], capture_output=True, env=os.environ, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    run = train(recovered.config, tmp_path / "run")
+    assert_same_run(run, recovered)
+    assert [p.name for p in run.path.glob("spikes/1/*/*") if not p.name.isdigit() and "held" not in str(p)] == []
+
+
+def test_moves_that_were_interrupted_half_way_are_finished(recovered, workspace, tmp_path, monkeypatch):
+    rename, moved = type(recovered.path).rename, []
+
+    class Killed(BaseException):
+        pass
+
+    def one_then_die(path, target):
+        if moved:
+            raise Killed
+        moved.append(path.name)
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(type(recovered.path), "rename", one_then_die)
+        train(recovered.config, tmp_path / "run")
+    assert_same_run(train(recovered.config, tmp_path / "run"), recovered)
+
+
+def test_a_state_saved_while_the_spike_is_open_resumes_to_the_same_event(recovered, workspace, tmp_path):
+    shutil.copytree(recovered.path, tmp_path / "whole")
+    keys = config(workspace, checkpoint__state_interval_tokens=STEP, checkpoint__keep_states=99)
+    run = train(keys, tmp_path / "run")
+    event = event_of(run)
+    inside = [s for s in states_aside(run) if s.step == event["spike"]["onset_step"] + 2]
+    assert inside, "a state of the open spike"
+    again = tmp_path / "again"
+    shutil.copytree(run.path, again)
+    # The run as it lay on disk at that state: nothing had been declared.
+    for path in [*(again / "snapshots").iterdir(), *(again / "states").iterdir()]:
+        if int(path.name) >= event["step"]:
+            shutil.rmtree(path)
+    for name in ("snapshots", "states"):
+        for path in (again / "spikes" / "1" / name).iterdir():
+            if int(path.name) <= inside[0].step:
+                shutil.move(str(path), again / name / path.name)
+    kept = [r for r in run.metrics if r["tokens"] <= event["tokens"] and r["kind"] != "recovery"]
+    kept += [r for r in aside(run) if r["tokens"] <= inside[0].tokens]
+    (again / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
+    shutil.rmtree(again / "spikes")
+    assert_same_run(train(keys, again), run)
+
+
+# --- Skipping updates -------------------------------------------------------------------------------------------------
+
+
+def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(workspace):
+    keys = config(workspace, spikes__skip_gradient_z=6.0, optimizer__clip_norm=0.0)
+    mesh = make_mesh(keys.mesh)
+    with jax.set_mesh(mesh):
+        state, step = make_state(keys), make_train_step(keys, graph_definition(keys.model))
+        stream = batches.train_batches(shards.prepare(keys.data), keys.training, position=0)
+        for _ in range(20):
+            state, metrics = step(state, on_mesh(mesh, next(stream)), 1e-3)
+            assert not metrics["spike"].skipped
+            # A head a thousand times as large: the gradient is far out.
+            blown = jax.tree.map(lambda p: p, state.params)
+        blown["unembedding_DxV"] = blown["unembedding_DxV"] * 1000
+        expected = jax.tree.map(np.asarray, (blown, state.optimizer))
+        state, metrics = step(dataclasses.replace(state, params=blown), on_mesh(mesh, next(stream)), 1e-3)
+        assert metrics["spike"].skipped and metrics["spike"].skips == 1
+        tiny.assert_equal((state.params, state.optimizer), expected)
+        assert state.step == 21
+
+
+def test_skipping_is_a_part_of_the_run_and_resumes_exactly(workspace, tmp_path):
+    keys = tiny.config(
+        workspace,
+        spikes__window_tokens=16 * STEP,
+        spikes__skip_gradient_z=1.0,
+        training__total_tokens=32 * STEP,
+    )
+    whole = train(keys, tmp_path / "whole")
+    trained = [r for r in whole.metrics if r["kind"] == "train"]
+    assert trained[-1]["skipped_updates"] > 0 and trained[15]["skipped_updates"] == 0
+    shutil.copytree(whole.path, tmp_path / "cut")
+    for saved in [*open_run(tmp_path / "cut").snapshots, *open_run(tmp_path / "cut").states]:
+        if saved.step > 24:
+            saved.path.rmtree()
+    assert_same_run(train(keys, tmp_path / "cut"), whole)
+
+
+def test_a_fork_begins_a_detector_where_its_parent_had_none_or_another(finished, workspace):
+    abstract = abstract_state(config(workspace), make_mesh(config(workspace).mesh))
+    state = checkpoint.restore_state(finished.states[-1], abstract)
+    assert state.detector.recent_losses.shape == (16,) and state.detector.losses == 0
+    without = tiny.config(workspace, spikes__detect=False)
+    assert (
+        checkpoint.restore_state(finished.states[-1], abstract_state(without, make_mesh(without.mesh))).detector is None
+    )
+
+
+def test_detection_changes_no_number_of_training(finished, workspace, tmp_path):
+    run = train(tiny.config(workspace, spikes__detect=False), tmp_path / "run")
+    for a, e in zip(tiny.numbers(run), tiny.numbers(finished), strict=True):
+        assert a["loss"] == pytest.approx(e["loss"], rel=1e-5)
+
+
+def test_the_loop_and_the_detector_agree_on_the_codes():
+    assert (spikes.CALM, spikes.OPEN, spikes.RECOVERED, spikes.IRRECOVERABLE) == (0, 1, 2, 3)
+    assert loop.train is train
