@@ -20,6 +20,7 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> arg
     verb.add_argument("--config", required=True, help="a .py file with get_config(), or a shipped name such as demo")
     verb.add_argument("--workdir", required=True, help="the run's directory; a run that is there is resumed")
     _takes_config(verb)
+    _takes_hosts(verb)
 
     verb = _verb(
         verbs,
@@ -32,6 +33,7 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> arg
     verb.add_argument("--at-tokens", required=True, type=_tokens, help="where RUN saved a full state")
     verb.add_argument("--workdir", required=True, help="the new run's directory; the same fork is resumed")
     _takes_config(verb)
+    _takes_hosts(verb)
 
     _merge_options(
         _verb(verbs, functions, "merge", "pma merge runs/demo --last 10 --recipe sma --out runs/demo/merged/sma-10")
@@ -44,6 +46,7 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> arg
     verb.add_argument("--intervals", default="1", type=_windows, metavar="I,I", help="every I-th snapshot (default 1)")
     verb.add_argument("--kind", choices=SNAPSHOT_KINDS, default="point", help="of snapshots (default point)")
     _takes_json(verb)
+    _takes_hosts(verb)
 
     verb = _verb(verbs, functions, "watch", "pma watch runs/demo --recipe wma --windows 6,10")
     verb.add_argument("run", help="a run that is being trained, or was; previews are added to RUN/watch.jsonl")
@@ -54,6 +57,7 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> arg
     )
     verb.add_argument("--poll-seconds", default=5.0, type=_seconds, help="between looks at the run (default 5)")
     verb.add_argument("--once", action="store_true", help="preview what is there, and end")
+    _takes_hosts(verb)
 
     verb = _verb(
         verbs, functions, "evaluate", "pma evaluate runs/demo runs/demo/merged/sma-10 --config.evaluation.tokens=131072"
@@ -61,19 +65,22 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> arg
     verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
     _takes_config(verb)
     _takes_json(verb)
+    _takes_hosts(verb)
 
     verb = _verb(verbs, functions, "inspect", "pma inspect runs/demo")
     verb.add_argument("target", help="a run, a snapshot, or a checkpoint in any format that `pma merge` reads")
     verb.add_argument("--subtree", help="where an Orbax tree holds the parameters")
-    verb.add_argument("--verify", action="store_true", help="recompute the digests of a merge, and compare")
-    verb.add_argument("--with-sources", action="store_true", help="the same, of what it was made from too")
+    verb.add_argument("--verify", action="store_true", help="read everything again, and compare it with its digests")
+    verb.add_argument("--with-sources", action="store_true", help="the same, of what a merge was made from too")
     _takes_json(verb)
 
     verb = _verb(
         verbs, functions, "plan", "pma plan --config demo --topology v5e:2x2 --config.training.batch_size_sequences=64"
     )
     verb.add_argument("--config", required=True, help="a .py file with get_config(), or a shipped name such as demo")
-    verb.add_argument("--topology", required=True, metavar="CHIP:SHAPE", help="a slice of TPUs, such as v5p:4x4x8")
+    verb.add_argument(
+        "--topology", required=True, metavar="CHIP:SHAPE", help="TPUs, such as v5p:4x4x8; 2*v5e:4x4 is two slices"
+    )
     verb.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     verb.add_argument(
         "--storage-bandwidth",
@@ -139,6 +146,7 @@ def _merge_options(verb: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print what would be read, summed and written; write nothing"
     )
     _takes_json(verb)
+    _takes_hosts(verb)
 
 
 def _verb(
@@ -163,6 +171,19 @@ def _takes_config(verb: argparse.ArgumentParser) -> None:
 
 def _takes_json(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
+
+
+def _takes_hosts(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--distributed", action="store_true", help="one of several processes of the same command (docs/hosts.md)"
+    )
+    verb.add_argument(
+        "--heartbeat-seconds",
+        type=_positive,
+        default=100,
+        metavar="S",
+        help="stop when another process was not heard of for so long (100)",
+    )
 
 
 def _tokens(text: str) -> int:

@@ -7,13 +7,17 @@
     RUN/states/<step>/         parameters, optimizer, block mean and data position: what resuming and forking need
     RUN/metrics.jsonl          one record a line, by the process that trains
     RUN/watch.jsonl            previews of the same form, by `pma watch`: files that two processes add to would race
+    RUN/lock                   who trains here (run_lock.py)
+    RUN/damaged/               what resuming passed over (training/resuming.py)
 
-All are written asynchronously and published whole: a step without its commit mark does not exist. A snapshot
-carries its configuration, so one that was copied or merged elsewhere still says what it is.
+All are written asynchronously and published whole: a step without its commit mark does not exist (steps.py). A
+snapshot carries its configuration, so one that was copied or merged elsewhere still says what it is. All carry the
+digests of their arrays, which are checked whenever these are read.
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -25,14 +29,15 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
+from pma_jax import digests, integrity, steps
+from pma_jax.buckets import check_bucket, is_bucket
 from pma_jax.config import FOLDERS, Config
 from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import init_params
-from pma_jax.retention import KeepStates, KeepWindows
+from pma_jax.retention import kept_snapshots, kept_states
+from pma_jax.steps import COMMIT_MARK, StepWriter
 
 STATES = "states"
-COMMIT_MARK = "commit_success.txt"
-Checkpointer = ocp.training.Checkpointer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,33 +77,50 @@ class Run:
 
     def of_kind(self, kind: str) -> list[Snapshot]:
         """Published snapshots of one kind, "point" or "block_mean", by tokens."""
-        return sorted((read_snapshot(p) for p in _published(self.path / FOLDERS[kind])), key=lambda s: s.tokens)
+        found = (read_snapshot(p) for p in steps.published(self.path / FOLDERS[kind]))
+        return sorted(found, key=lambda s: s.tokens)
 
     @property
     def states(self) -> list[SavedState]:
-        """Published states, by tokens."""
-        return sorted((_read_state(p) for p in _published(self.path / STATES)), key=lambda s: s.tokens)
+        """Published states, by tokens; one whose metadata is damaged is none."""
+        found = []
+        for path in steps.published(self.path / STATES):
+            with contextlib.suppress(ValueError):
+                found.append(read_state(path))
+        return sorted(found, key=lambda s: s.tokens)
 
     @property
     def newest_state(self) -> SavedState | None:
-        """The newest state whose snapshots of every kind are there: a kill may have published a state before them.
+        """The first of `resumable_states`."""
+        return next(iter(self.resumable_states), None)
 
-        Where there is no such state, the snapshots were taken away on purpose: the newest of all.
+    @property
+    def resumable_states(self) -> list[SavedState]:
+        """States to resume from, newest first, whose snapshots are there: a kill may have published a state before.
+
+        Where there is no such state, the snapshots were taken away on purpose: all states.
         """
         origin = self.facts.get("forked_from", {"tokens": 0})["tokens"]
-        published = min(max((s.tokens for s in self.of_kind(kind)), default=0) for kind in self.config.checkpoint.kinds)
+        published = min(self._newest_tokens(kind) for kind in self.config.checkpoint.kinds)
 
-        def is_whole(state: SavedState) -> bool:
-            steps = range(state.tokens, origin, -self.config.batch_tokens)
-            return published >= next((t for t in steps if self.config.is_snapshot(t)), 0)
+        def is_covered(state: SavedState) -> bool:
+            ends = range(state.tokens, origin, -self.config.batch_tokens)
+            return published >= next((t for t in ends if self.config.is_snapshot(t)), 0)
 
-        states = self.states
-        return next(filter(is_whole, reversed(states)), states[-1] if states else None)
+        states = self.states[::-1]
+        return list(filter(is_covered, states)) or states
+
+    def _newest_tokens(self, kind: str) -> int:
+        newest = 0
+        for path in steps.published(self.path / FOLDERS[kind]):
+            with contextlib.suppress(ValueError):  # a damaged one is told where it is read
+                newest = max(newest, read_snapshot(path).tokens)
+        return newest
 
     @property
     def facts(self) -> dict[str, Any]:
         """What run.json holds: the corpus digest, versions, and what the run was forked from."""
-        return json.loads((self.path / "run.json").read_text())
+        return read_json(self.path / "run.json")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -111,16 +133,40 @@ class Run:
 
 
 def read_records(path: epath.Path) -> list[dict[str, Any]]:
-    """One record a line; a last line that is still being written is left out, and no file is no records."""
+    """One record a line; a last line that is still being written is left out, and no file is no records.
+
+    Raises ValueError that names the line when one is damaged.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            if type(record["tokens"]) is not int or not isinstance(record["kind"], str):
+                raise TypeError("a record has kind and tokens")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged in line {number}: remove that line ({error})") from error
+        records.append(record)
+    return records
+
+
+def read_json(path: epath.Path) -> dict[str, Any]:
+    """A small file of a run. Raises ValueError that names it when it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise TypeError(f"it holds a {type(found).__name__}")
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    return found
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
     """The path that Orbax wants: absolute, `~` expanded; a bucket's address stays as it is."""
+    check_bucket(path)
     given = epath.Path(path)
-    return given if "://" in str(given) else given.expanduser().resolve()
+    return given if is_bucket(given) else given.expanduser().resolve()
 
 
 def is_run(path: epath.PathLike) -> bool:
@@ -135,9 +181,10 @@ def open_run(path: epath.PathLike) -> Run:
         raise ValueError(
             f"{path} is not a run directory (run.json and config.json): give the --workdir of a `pma train`"
         )
+    raw = read_json(folder / "config.json")
     try:
-        return Run(folder, configuration.from_json((folder / "config.json").read_text()))
-    except (OSError, ValueError) as error:
+        return Run(folder, configuration.resolve(raw))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from error
 
 
@@ -161,10 +208,16 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     folder = absolute(path)
     if not is_snapshot(folder):
         raise ValueError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
-    facts = _custom_metadata(folder, ("step", "tokens", "loss", "config", "kind"))
+    facts = steps.facts(folder, ("step", "tokens", "loss", "config", "kind"))
     config = configuration.resolve(facts["config"])
     merge = _merge_facts(folder)
     return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, merge, facts["kind"])
+
+
+def read_state(path: epath.Path) -> SavedState:
+    """What a state says of itself; reads no array. Raises ValueError when it is damaged."""
+    facts = steps.facts(path, ("step", "tokens", "position"))
+    return SavedState(path, facts["step"], facts["tokens"], facts["position"])
 
 
 def find_snapshots(paths: Sequence[epath.PathLike], kind: str | None = None) -> list[Snapshot]:
@@ -201,27 +254,22 @@ def _of_run(run: Run, kind: str | None) -> list[Snapshot]:
     return run.snapshots if kind is None else run.of_kind(kind)
 
 
-def snapshot_writer(run: Run, kind: str) -> Checkpointer:
+def snapshot_writer(run: Run, kind: str) -> StepWriter:
     """Open the root of one kind of snapshots for writing, under the retention of the run's configuration."""
-    return _writer(run.path / FOLDERS[kind], KeepWindows(run.config))
+    return _writer(run.path / FOLDERS[kind], functools.partial(kept_snapshots, run.config))
 
 
-def state_writer(run: Run) -> Checkpointer:
+def state_writer(run: Run) -> StepWriter:
     """Open RUN/states for writing, under the retention of the run's configuration."""
-    return _writer(run.path / STATES, KeepStates(run.config))
+    return _writer(run.path / STATES, functools.partial(kept_states, run.config))
 
 
-def save_snapshot(writer: Checkpointer, params: Any, snapshot: Snapshot) -> None:
-    """Start writing `params` as `snapshot`; returns when the arrays may be donated. A step that exists is kept."""
-    if snapshot.step in {c.step for c in writer.checkpoints}:
-        return
-    with _plain():
-        writer.save_checkpointables_async(
-            snapshot.step,
-            {"params": params},
-            metrics={"tokens": snapshot.tokens},
-            custom_metadata=_facts(snapshot),
-        )
+def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
+    """Start writing `params` as `snapshot`; returns when the arrays may be donated. A step that exists is kept.
+
+    Raises ValueError when a leaf is not finite (naming it), or the last step could not be written.
+    """
+    writer.save(snapshot.step, {"params": params}, _facts(snapshot, params))
 
 
 def write_snapshot(params: Any, snapshot: Snapshot) -> None:
@@ -229,23 +277,20 @@ def write_snapshot(params: Any, snapshot: Snapshot) -> None:
     if snapshot.path.exists():
         raise ValueError(f"{snapshot.path} exists already: choose another --out, or remove it")
     snapshot.path.parent.mkdir(parents=True, exist_ok=True)
-    with _plain():
-        ocp.save_checkpointables(snapshot.path, {"params": params}, custom_metadata=_facts(snapshot))
+    facts = digests.sealed(_facts(snapshot, params))
+    with steps.plain_arrays(), steps.writing(snapshot.path):
+        ocp.save_checkpointables(snapshot.path, {"params": params}, custom_metadata=facts)
 
 
-def save_state(writer: Checkpointer, state: Any, step: int, tokens: int, position: int) -> None:
-    """Start writing a full state; returns when the arrays may be donated. A step that exists is kept."""
-    if step in {c.step for c in writer.checkpoints}:
-        return
+def save_state(writer: StepWriter, state: Any, step: int, tokens: int, position: int) -> None:
+    """Start writing a full state; returns when the arrays may be donated. A step that exists is kept.
+
+    Raises as `save_snapshot` does.
+    """
+    _refuse_non_finite(state.params, step, tokens)
     # The block mean lies beside the rest, so that a fork can leave it, or begin one that its parent did not have.
-    block = {} if state.block is None else {"block": state.block}
-    with _plain():
-        writer.save_checkpointables_async(
-            step,
-            {"state": dataclasses.replace(state, block=None), **block},
-            metrics={"tokens": tokens},
-            custom_metadata={"step": step, "tokens": tokens, "position": position},
-        )
+    items = {"state": dataclasses.replace(state, block=None)} | ({} if state.block is None else {"block": state.block})
+    writer.save(step, items, {"step": step, "tokens": tokens, "position": position} | _digests(items))
 
 
 def abstract_params(config: Config, mesh: jax.sharding.Mesh) -> Any:
@@ -258,7 +303,7 @@ def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
     stored = _stored(path)["params"]
     leaves = jax.tree_util.tree_flatten_with_path(stored)[0]
     return {
-        jax.tree_util.keystr(key, simple=True, separator="/"): {
+        _text(key): {
             "shape": list(leaf.shape),
             "dtype": str(leaf.dtype),
             "size": math.prod(leaf.shape),
@@ -270,22 +315,33 @@ def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
 def copy_state(saved: SavedState, folder: epath.Path) -> None:
     """Copy a state's files into the run directory `folder`, published whole; one that is there is kept."""
     target = folder / STATES / saved.path.name
-    if target.exists():
+    if (target / COMMIT_MARK if is_bucket(target) else target).exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
+    if is_bucket(target):
+        _copy_tree(saved.path, target, last=COMMIT_MARK)
+        return
     temporary = target.parent / f".{saved.path.name}.copying"
     if temporary.exists():
         temporary.rmtree()
     _copy_tree(saved.path, temporary)
+    if not (saved.path / COMMIT_MARK).exists():
+        temporary.rmtree()
+        raise ValueError(f"{saved.path} was taken away while it was copied: fork from another state")
     temporary.rename(target)
 
 
 def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     """A snapshot's parameters with the shapes, dtypes and shardings of `abstract`.
 
-    Raises ValueError that names every leaf (the first ten, and a count) that is missing, unknown or of another shape.
+    Raises ValueError that names every leaf (the first ten, and a count) that is missing, unknown, of another shape,
+    not what was written (by its digest), or not finite.
     """
-    return _restore(snapshot.path, "params", abstract)
+    params = _restore(snapshot.path, "params", abstract, prefix="")
+    bad = integrity.non_finite_leaves(params)
+    if bad:
+        raise ValueError(f"{snapshot.path} has weights that are not finite, and is not used: {', '.join(bad[:10])}")
+    return params
 
 
 def restore_state(saved: SavedState, abstract: Any) -> Any:
@@ -294,44 +350,41 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
     The block mean is restored where `abstract` has one. Where the state on disk has none, because a run that keeps
     none was forked, it begins empty: the first one is of the steps since the fork.
     """
-    state = _restore(saved.path, "state", dataclasses.replace(abstract, block=None))
+    state = _restore(saved.path, "state", dataclasses.replace(abstract, block=None), "state.")
     if abstract.block is None:
         return state
     if "block" in _stored(saved.path):
-        return dataclasses.replace(state, block=_restore(saved.path, "block", abstract.block))
+        return dataclasses.replace(state, block=_restore(saved.path, "block", abstract.block, "block."))
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), abstract.block)
     return dataclasses.replace(state, block=zeros)
 
 
-def _writer(folder: epath.Path, preservation: Any) -> Checkpointer:
-    # The loop decides when to save; the writer saves what it is given.
-    every: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
-    return Checkpointer(
-        folder, save_decision_policy=every, preservation_policy=preservation, cleanup_tmp_directories=True
-    )
+def _writer(folder: epath.Path, kept: Any) -> StepWriter:
+    return StepWriter(folder, kept, removes=jax.process_index() == 0)
 
 
-def _plain() -> ocp.Context:
-    # Weights hardly compress, and zstd decodes at a tenth of the rate of a plain read, which is all that merging does.
-    context = ocp.Context()
-    context.array.saving.use_compression = False
-    return context
-
-
-def _facts(snapshot: Snapshot) -> dict[str, Any]:
+def _facts(snapshot: Snapshot, params: Any) -> dict[str, Any]:
+    _refuse_non_finite(params, snapshot.step, snapshot.tokens)
     return {
         "step": snapshot.step,
         "tokens": snapshot.tokens,
         "loss": snapshot.loss,
         "kind": snapshot.kind,
         "config": json.loads(configuration.to_json(snapshot.config)),
-    }
+    } | _digests(params)
 
 
-def _published(folder: epath.Path) -> list[epath.Path]:
-    if not folder.exists():
-        return []
-    return [p for p in folder.iterdir() if p.name.isdigit() and (p / COMMIT_MARK).exists()]
+def _digests(tree: Any) -> dict[str, Any]:
+    return {"checksum": integrity.CHECKSUM, "leaves": integrity.tree_digests(tree)}
+
+
+def _refuse_non_finite(params: Any, step: int, tokens: int) -> None:
+    bad = integrity.non_finite_leaves(params)
+    if bad:
+        raise ValueError(
+            f"step {step:,} ({tokens:,} tokens): {len(bad)} leaves of the weights are not finite and are not saved: "
+            f"{', '.join(bad[:10])}"
+        )
 
 
 def _merge_facts(folder: epath.Path) -> dict[str, Any] | None:
@@ -347,14 +400,6 @@ def _merge_facts(folder: epath.Path) -> dict[str, Any] | None:
         return short | {"sources": sources, "accumulation_dtype": dtypes}
 
 
-def _custom_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
-    with _readable(path):
-        facts = ocp.checkpointables_metadata(path).custom_metadata
-    if not isinstance(facts, dict) or not facts.keys() >= set(keys):
-        raise ValueError(f"{path} has none of pma_jax's metadata: it is damaged, or not of this version")
-    return facts
-
-
 @contextlib.contextmanager
 def _readable(path: epath.Path) -> Iterator[None]:
     """What Orbax and TensorStore raise over broken files, of many types and pages long, as one error."""
@@ -366,12 +411,7 @@ def _readable(path: epath.Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged or incomplete: {type(error).__name__}: {said}") from error
 
 
-def _read_state(path: epath.Path) -> SavedState:
-    facts = _custom_metadata(path, ("step", "tokens", "position"))
-    return SavedState(path, facts["step"], facts["tokens"], facts["position"])
-
-
-def _restore(path: epath.Path, name: str, abstract: Any) -> Any:
+def _restore(path: epath.Path, name: str, abstract: Any, prefix: str) -> Any:
     stored = _shapes(_stored(path)[name])
     if not stored:
         raise ValueError(f"{path} is damaged or incomplete: it lists no arrays")
@@ -379,8 +419,28 @@ def _restore(path: epath.Path, name: str, abstract: Any) -> Any:
     if differences:
         listed = "; ".join(differences[:10])
         raise ValueError(f"{path} does not fit the model: {len(differences)} leaves differ: {listed}")
+    # As stored, so that the digests are of what is there; then as wanted.
+    dtypes = _dtypes(_stored(path)[name])
+    as_stored = jax.tree_util.tree_map_with_path(
+        lambda key, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[_text(key)], sharding=leaf.sharding), abstract
+    )
     with _readable(path):
-        return ocp.load_checkpointables(path, {name: abstract})[name]
+        restored = jax.block_until_ready(ocp.load_checkpointables(path, {name: as_stored})[name])
+    changed = integrity.changed_leaves(restored, stored_digests(path), prefix)
+    if changed:
+        raise ValueError(
+            f"{path} is damaged: {len(changed)} leaves are not what was written: {', '.join(changed[:10])}"
+        )
+    return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), restored, abstract)
+
+
+def stored_digests(path: epath.Path) -> dict[str, str]:
+    """Leaf -> digest, of a snapshot, a merge or a state; empty where an earlier version wrote it, without digests."""
+    digests_of = steps.facts(path, ()).get("leaves")
+    if digests_of is None and (path / "provenance.json").exists():
+        facts = read_json(path / "provenance.json")
+        digests_of = facts.get("leaves") if facts.get("checksum") == integrity.CHECKSUM else None
+    return digests_of if isinstance(digests_of, dict) else {}
 
 
 def _stored(path: epath.Path) -> dict[str, Any]:
@@ -391,8 +451,15 @@ def _stored(path: epath.Path) -> dict[str, Any]:
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     # Orbax's metadata of a dataclass is a dict: compare names as text, whatever the kind of key.
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
+    return {_text(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _dtypes(tree: Any) -> dict[str, Any]:
+    return {_text(path): leaf.dtype for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _text(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _leaf_differences(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
@@ -402,13 +469,13 @@ def _leaf_differences(stored: dict[str, tuple[int, ...]], wanted: dict[str, tupl
     return found + [f"{name} is {stored[name]}, not {wanted[name]}" for name in both]
 
 
-def _copy_tree(source: epath.Path, target: epath.Path) -> None:
-    target.mkdir()
-    for item in source.iterdir():
+def _copy_tree(source: epath.Path, target: epath.Path, last: str = "") -> None:
+    target.mkdir(exist_ok=bool(last))
+    for item in sorted(source.iterdir(), key=lambda item: item.name == last):
         if item.is_dir():
-            _copy_tree(item, target / item.name)
+            _copy_tree(item, target / item.name, last)
         else:
-            item.copy(target / item.name)
+            item.copy(target / item.name, overwrite=bool(last))
 
 
 def write_text(path: epath.Path, text: str) -> None:

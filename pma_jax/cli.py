@@ -9,14 +9,29 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pma_jax import stopping
 from pma_jax.arguments import parser
+from pma_jax.buckets import is_bucket, locate
 
 CONFIG_PREFIX = "--config."
-WHOLE = ("import", "export")  # verbs that begin anew after an interruption
+NOTHING = "nothing was written"
+# Verb -> what is left when a signal stops it.
+AFTER_STOP = {
+    "train": "the same command goes on from the last saved state",
+    "fork": "the same command goes on from the last saved state",
+    "merge": "nothing was published; the same command goes on where this one stopped",
+    "sweep": "nothing of this grid was written",
+    "watch": "the same command goes on from the last preview",
+    "report": "what was written is whole; the same command writes the rest",
+    **dict.fromkeys(("evaluate", "inspect", "plan", "import", "export"), NOTHING),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; exit status 0: done, 1: could not (one line says why), 2: called wrongly."""
+    """Run one verb; exit status 0: done, 1: could not (one line says why), 2: called wrongly.
+
+    130 and 143: stopped by SIGINT (Ctrl-C) or SIGTERM; one line says what is left.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     overrides = [word.removeprefix(CONFIG_PREFIX) for word in words if word.startswith(CONFIG_PREFIX)]
     options = parser(VERBS).parse_args([word for word in words if not word.startswith(CONFIG_PREFIX)])
@@ -26,15 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.overrides, options.words = overrides, words
     _quiet()
     try:
-        options.function(options)
+        with stopping.noticed(interrupts=True), _together(options):
+            options.function(options)
     except (ValueError, OSError) as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        done = {"watch": "preview"}.get(options.verb, "saved state")
-        goes_on = f"the same command goes on from the last {done}"
-        print(f"stopped: {'nothing was written' if options.verb in WHOLE else goes_on}", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        print(str(stop) or f"stopped: {AFTER_STOP[options.verb]}", file=sys.stderr)
+        return getattr(stop, "status", 130)
     return 0
 
 
@@ -43,13 +57,13 @@ def train(options: argparse.Namespace) -> None:
     from pma_jax.host_memory import keep_freed_memory
 
     keep_freed_memory()
+    _join(options)
     from pma_jax import config as configuration
     from pma_jax.training import loop
 
     raw = configuration.load(options.config)
     configuration.override(raw, options.overrides)
-    run = loop.train(configuration.resolve(raw), options.workdir)
-    _say_done(run)
+    _say_done(loop.train(configuration.resolve(raw), options.workdir))
 
 
 def fork(options: argparse.Namespace) -> None:
@@ -57,6 +71,7 @@ def fork(options: argparse.Namespace) -> None:
     from pma_jax.host_memory import keep_freed_memory
 
     keep_freed_memory()
+    _join(options)
     from pma_jax import checkpoint
     from pma_jax.training import forking, loop
 
@@ -68,6 +83,7 @@ def fork(options: argparse.Namespace) -> None:
 
 def merge(options: argparse.Namespace) -> None:
     """Average checkpoints of any trainer, from storage to storage."""
+    _join(options)
     from pma_jax.merging import engine, gather, storage
 
     gathered = gather.choose(
@@ -91,12 +107,16 @@ def merge(options: argparse.Namespace) -> None:
     )
     outs = storage.outputs(options.out, recipes)
     description = storage.describe(plan, gathered, outs)
+    (process, processes), meet = _share(options)
     if options.dry_run:
         engine.check_outputs(plan, outs)
     else:
-        with _progress() as progress:
-            merged = engine.merge(plan, outs, command=" ".join(["pma", *options.words]), progress=progress)
+        with _progress(process == 0) as progress:
+            command = " ".join(["pma", *options.words])
+            merged = engine.merge(plan, outs, command=command, progress=progress, share=(process, processes), meet=meet)
         description |= {"notes": [*gathered.notes, *merged.notes], "seconds": merged.seconds}
+    if process > 0:
+        return
     for note in dict.fromkeys(description["notes"]):
         print(f"note: {note}", file=sys.stderr)
     if options.json:
@@ -109,11 +129,14 @@ def merge(options: argparse.Namespace) -> None:
 
 def sweep(options: argparse.Namespace) -> None:
     """Evaluate a grid of merges of a run's newest snapshots."""
-    from pma_jax import checkpoint
+    _join(options)
+    from pma_jax import checkpoint, hosts
     from pma_jax.evaluation import sweep as sweeping
 
     run = checkpoint.open_run(options.run)
     result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind)
+    if not hosts.is_first():
+        return
     from pma_jax.reporting import heat_map
 
     _table(options, result, [["merge", "loss"], *([r["text"], f"{r['loss']:.4f}"] for r in result["rows"])])
@@ -129,21 +152,27 @@ def sweep(options: argparse.Namespace) -> None:
 
 def watch(options: argparse.Namespace) -> None:
     """Preview the merged models of a run that another process is training."""
-    from pma_jax import checkpoint
+    _join(options)
+    from pma_jax import checkpoint, hosts
     from pma_jax.evaluation import watch as watching
 
     run = checkpoint.open_run(options.run)
     for line in watching.watch(
         run, options.recipe, options.windows, options.kind, poll_seconds=options.poll_seconds, once=options.once
     ):
-        print(line, flush=True)
+        if hosts.is_first():
+            print(line, flush=True)
 
 
 def evaluate(options: argparse.Namespace) -> None:
     """Held-out loss of runs and snapshots."""
+    _join(options)
+    from pma_jax import hosts
     from pma_jax.evaluation import targets
 
     rows = targets.evaluate_targets(options.target, options.overrides)
+    if not hosts.is_first():
+        return
     header = ["target", "tokens", "loss", "perplexity", "bits/byte"]
     cells = [
         [r["target"], f"{r['tokens']:,}", f"{r['loss']:.4f}", f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"]
@@ -154,13 +183,13 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def inspect(options: argparse.Namespace) -> None:
     """What a run or a checkpoint of any format holds."""
-    from pma_jax import inspection
+    from pma_jax import inspection, verification
 
     if options.verify or options.with_sources:
-        problems = inspection.verify(options.target, options.with_sources)
+        problems = verification.verify(options.target, options.with_sources)
         if problems:
             raise ValueError(f"{options.target} is not what was written: {'; '.join(problems[:10])} ({len(problems)})")
-        print(f"{options.target}: every digest is as {inspection.PROVENANCE} says")
+        print(f"{options.target}: every digest is that of what was written")
         return
     facts = inspection.inspect(options.target, options.subtree)
     if options.json:
@@ -175,7 +204,9 @@ def plan(options: argparse.Namespace) -> None:
     from pma_jax.planning import aot
     from pma_jax.planning import plan as planning
 
-    if options.out and not Path(options.out).parent.is_dir():  # said before minutes of compiling, not after
+    if (
+        options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir()
+    ):  # said before minutes of compiling, not after
         raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: make it first")
     raw = configuration.load(options.config)
     configuration.override(raw, options.overrides)
@@ -187,7 +218,7 @@ def plan(options: argparse.Namespace) -> None:
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.out:
-        Path(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
+        locate(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
     print(json.dumps(numbers, indent=2) if options.json else planning.as_text(numbers))
     refused = planning.refusals(numbers)
     if refused:
@@ -195,7 +226,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def import_(options: argparse.Namespace) -> None:
-    """Turn a Hugging Face model (Llama, Qwen3) into a snapshot."""
+    """Turn a Hugging Face model (Llama, Qwen3, Qwen3-MoE) into a snapshot."""
     from pma_jax.interop import hf
 
     with _progress() as progress:
@@ -253,9 +284,9 @@ def _table(options: argparse.Namespace, data: Any, rows: list[list[str]]) -> Non
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
+def _progress(is_shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
     """A bar with bytes and rate on a terminal; nothing in a log."""
-    if not sys.stderr.isatty():
+    if not is_shown or not sys.stderr.isatty():
         yield None
         return
     from rich import progress as bars
@@ -278,18 +309,56 @@ def _say_converted(options: argparse.Namespace, made: dict[str, Any]) -> None:
     print(f"written to {made['out']}")
 
 
+@contextlib.contextmanager
+def _together(options: argparse.Namespace) -> Iterator[None]:
+    """With --distributed, an error of this process ends it with its line at once: the others may wait for it."""
+    if not getattr(options, "distributed", False):
+        yield
+        return
+    from pma_jax import hosts
+
+    with hosts.no_farewell():
+        yield
+
+
+def _join(options: argparse.Namespace) -> None:
+    if not options.distributed:
+        return
+    from pma_jax import hosts
+
+    # JAX's collectives on CPU (gloo) chat on standard output, which is for tables and JSON.
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    with Path(os.devnull).open("w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    hosts.join(options.heartbeat_seconds)
+
+
+def _share(options: argparse.Namespace) -> tuple[tuple[int, int], Callable[[Exception | None], None] | None]:
+    """((this process, number of processes), how they meet); alone, without importing JAX."""
+    if not options.distributed:
+        return (0, 1), None
+    from pma_jax import hosts
+
+    return hosts.place(), hosts.agree
+
+
 def _say_done(run: Any) -> None:
+    from pma_jax import hosts
+
+    if not hosts.is_first():
+        return
     newest = run.snapshots[-1]
     loss = "" if newest.loss is None else f", held-out loss {newest.loss:.4f}"
     print(f"{run.path}: {newest.tokens:,} tokens, {len(run.snapshots)} snapshots{loss}")
 
 
 def _quiet() -> None:
-    """Warnings of the libraries' own housekeeping stay out of a user's terminal; errors do not."""
+    """What the libraries log of their own housekeeping stays out of a user's terminal: errors come as exceptions."""
     import logging
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax logs a write that fails four times, with the traceback of every thread; main says it in one line.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     # A read that fails leaves others behind in Orbax's event loop; main says what failed, in one line.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     show = sys.unraisablehook

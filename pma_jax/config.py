@@ -150,7 +150,7 @@ class PreviewConfig:
 class MeshConfig:
     """Devices along each mesh axis; one of them may be -1: all that are left."""
 
-    data: int = -1  # batch is split, parameters are replicated
+    data: int = -1  # replicas: batch is split, each part has whole parameters; goes across slices of TPUs
     fsdp: int = 1  # batch and parameters are split
     tensor: int = 1  # heads, hidden and vocabulary are split
     expert: int = 1  # batch and experts are split; tokens travel to their experts and back

@@ -6,10 +6,7 @@ from etils import epath
 
 from pma_jax import checkpoint
 from pma_jax.checkpoint import Run
-from pma_jax.merging import provenance
 from pma_jax.merging.sources import open_source, summary
-
-PROVENANCE = provenance.FILE_NAME
 
 
 def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
@@ -70,14 +67,6 @@ def as_text(facts: dict[str, Any]) -> str:
         for source, c in zip(merge["sources"], merge["coefficients"], strict=True):
             lines.append(f"  {c:+.6f}  {source['tokens']:,} tokens  {source['path']}")
     return "\n".join(lines + _leaf_lines(facts))
-
-
-def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
-    """Recompute the digests of a merge, and of its sources where asked: every difference, one line each.
-
-    Raises ValueError when no merge made it, or a source is gone.
-    """
-    return provenance.verify(str(path), with_sources)
 
 
 def _leaf_lines(facts: dict[str, Any]) -> list[str]:

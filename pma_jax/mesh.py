@@ -11,12 +11,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import P
 from jax.experimental import mesh_utils
 
 from pma_jax.config import Config, MeshConfig
 
 AXES = ("data", "fsdp", "tensor", "expert")
+
+
+def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that split one dim: an entry of a partition."""
+    return (part,) if isinstance(part, str) else part or ()
+
+
+def _partition(dims: Sequence[tuple[str, ...]]) -> P:
+    return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in dims))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +48,12 @@ class Rules:
         """
         gone = jax.sharding.get_abstract_mesh().manual_axes
         named = [getattr(self, dim) if dim else None for dim in dims]
-        split = [
-            tuple(a for a in ((axis,) if isinstance(axis, str) else axis or ()) if a not in gone) for axis in named
-        ]
+        split = [tuple(a for a in axes_of(axis) if a not in gone) for axis in named]
         flat = [a for axes in split for a in axes]
         for axis in flat:
             if flat.count(axis) > 1:
                 raise ValueError(f"dims {dims} are both split by mesh axis {axis!r}: change one of the sharding rules")
-        return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in split))
+        return _partition(split)
 
 
 RULES = Rules()
@@ -65,7 +73,9 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
 def mesh_over(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.Mesh:
     """An explicit mesh over `devices`, which need not be this machine's.
 
-    Raises ValueError when the sizes do not multiply to the number of devices.
+    Of several slices of TPUs each holds whole replicas: the axis `data` goes across them, and all others, which
+    exchange much more, stay inside one. Raises ValueError when the sizes do not multiply to the number of devices, or
+    a replica does not fit in a slice.
     """
     shape = [sizes.data, sizes.fsdp, sizes.tensor, sizes.expert]
     count = len(devices)
@@ -78,11 +88,35 @@ def mesh_over(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.
         raise ValueError(
             f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, and {count} are here"
         )
+    slices = _slices(devices)
+    if shape[0] % len(slices):
+        raise ValueError(
+            f"mesh.data is {shape[0]}, and {len(slices)} slices of {len(slices[0])} devices share the replicas: make "
+            f"mesh.data a multiple of {len(slices)}, and the other axes what one slice has devices for"
+        )
+    inside = (shape[0] // len(slices), *shape[1:])
+    parts = [_slice_mesh(of_slice, inside) for of_slice in slices]
+    return jax.sharding.Mesh(np.concatenate(parts), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
+
+
+def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each slice of TPUs, which are joined by the data center's network; else all in one."""
+    found: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        # The devices of a single slice do not say which one it is; GPUs use the word for a host.
+        index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+        found.setdefault(index, []).append(device)
+    sizes = {len(of_slice) for of_slice in found.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"slices of {sorted(sizes)} devices: a mesh goes over slices of one size")
+    return [found[index] for index in sorted(found)]
+
+
+def _slice_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     try:
-        return jax.make_mesh(tuple(shape), AXES, devices=devices)
+        return jax.make_mesh(shape, AXES, devices=devices).devices
     except NotImplementedError:  # an axis of the mesh is only a part of one of the TPU's torus
-        split = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return jax.sharding.Mesh(split, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def platform_of(mesh: jax.sharding.Mesh) -> str:
@@ -126,9 +160,28 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
             raise ValueError(f"{key} is {size}, and {' x '.join(axes)} splits it in {parts}: change it or the mesh")
 
 
+def rows_here(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray:
+    """The rows of a batch that this process's devices hold, increasing: what it has to read.
+
+    All of them on one process. Where a mesh axis that does not split the batch goes across processes, several hold the
+    same rows.
+    """
+    sharding = jax.NamedSharding(mesh, RULES.spec("batch"))
+    shares = sharding.addressable_devices_indices_map((batch_size_sequences,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size_sequences)[rows] for rows in shares]))
+
+
 def local_mesh() -> jax.sharding.Mesh:
     """All devices along `data`: what evaluation and merging use when no mesh is named."""
     return make_mesh(MeshConfig())
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    """`x` whole along the mesh axes that split the batch: what parameters are, where they meet the batch."""
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.empty:
+        return x
+    return jax.reshard(x, _partition([tuple(a for a in axes_of(p) if a not in RULES.batch) for p in sharding.spec]))
 
 
 def placed_as(like: jax.Array, x: jax.Array) -> jax.Array:

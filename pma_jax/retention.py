@@ -1,41 +1,24 @@
-"""Which checkpoints a run keeps: two rules, of snapshots and of states, as Orbax's preservation policies."""
+"""Which checkpoints a run keeps: two rules, of snapshots and of states."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from pma_jax.config import Config
 
 
-@dataclasses.dataclass(frozen=True)
-class KeepWindows:
-    """Orbax preservation: the newest `keep_windows` times N snapshots, and those at the archive's token marks."""
-
-    config: Config
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """One decision a checkpoint, oldest first."""
-        del context
-        keep = self.config.checkpoint
-        newest = keep.keep_windows * keep.window if keep.keep_windows else len(checkpoints)
-        archive = keep.archive_interval_tokens
-        return [
-            i >= len(checkpoints) - newest or bool(archive and self.config.is_mark(c.metrics["tokens"], archive))
-            for i, c in enumerate(checkpoints)
-        ]
+def kept_snapshots(config: Config, tokens: Sequence[int]) -> list[bool]:
+    """Whether each snapshot is kept, by its tokens, in ascending order: the newest windows, and the archive's."""
+    keep = config.checkpoint
+    newest = keep.keep_windows * keep.window if keep.keep_windows else len(tokens)
+    archive = keep.archive_interval_tokens
+    return [i >= len(tokens) - newest or bool(archive and config.is_mark(at, archive)) for i, at in enumerate(tokens)]
 
 
-@dataclasses.dataclass(frozen=True)
-class KeepStates:
-    """Orbax preservation: the newest `keep_states` states, and those that the configuration names."""
+def kept_states(config: Config, tokens: Sequence[int]) -> list[bool]:
+    """Whether each state is kept, given by tokens in ascending order: the newest `keep_states`, and those named.
 
-    config: Config
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """One decision a checkpoint, oldest first."""
-        del context
-        newest = self.config.checkpoint.keep_states
-        return [
-            i >= len(checkpoints) - newest or self.config.is_named_state(c.metrics["tokens"])
-            for i, c in enumerate(checkpoints)
-        ]
+    A state that a preemption saved between the marks is kept while it is the newest, and counts as none: the others
+    are those of a run that was never stopped.
+    """
+    regular = [at for at in tokens if config.is_state(at)]
+    newest = {*regular[-config.checkpoint.keep_states :], *tokens[-1:]}
+    return [at in newest or config.is_named_state(at) for at in tokens]

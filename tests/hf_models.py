@@ -1,4 +1,4 @@
-"""Small random models of both kinds, and the Hugging Face layout once more, a head and a row at a time.
+"""Small random models of every kind, and the Hugging Face layout once more, a head and a row at a time.
 
 Every parameter is random, the norms' scales too: a wrong home shows.
 """
@@ -14,11 +14,18 @@ from safetensors.numpy import save_file
 
 from pma_jax import checkpoint
 from pma_jax import config as configuration
-from pma_jax.config import Config, ModelConfig
-from pma_jax.mesh import local_mesh
+from pma_jax.config import Config, MeshConfig, ModelConfig
+from pma_jax.mesh import local_mesh, make_mesh
 from pma_jax.model.decoder import apply, graph_definition
 
 SIZES = {"vocabulary_size": 256, "width": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 24}
+MIXTURE = {
+    "qk_norm": True,
+    "experts": 4,
+    "experts_per_token": 2,
+    "expert_hidden": 12,
+    "router_bias": False,
+}
 KINDS = {
     "llama": {},
     "llama tied": {"tie_embeddings": True, "rope_theta": 500.0},
@@ -26,7 +33,11 @@ KINDS = {
     "qwen3": {"qk_norm": True, "rope_theta": 1e6, "norm_epsilon": 1e-5},
     "qwen3, a window": {"qk_norm": True, "attention_window_tokens": 5},
     "qwen3 tied": {"qk_norm": True, "tie_embeddings": True, "head_dim": 6},
+    "mixture": MIXTURE,
+    "mixture tied": MIXTURE | {"tie_embeddings": True, "router_normalized": False, "experts_per_token": 3},
+    "mixture, a window": MIXTURE | {"attention_window_tokens": 5, "experts_per_token": 1, "rope_theta": 1e6},
 }
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 TOKENS = np.random.default_rng(1).integers(0, SIZES["vocabulary_size"], (8, 12)).astype(np.int32)
 
 
@@ -51,10 +62,13 @@ def random_tree(abstract, seed: int = 0):
     return jax.tree.map(lambda leaf: fill(np.empty(leaf.shape)), abstract)
 
 
-def write_ours(path: Path, made: Config, seed: int = 0, tokens: int = 4096, kind: str = "point"):
-    """A snapshot of random parameters; returns them."""
-    abstract = checkpoint.abstract_params(made, local_mesh())
+def write_ours(
+    path: Path, made: Config, seed: int = 0, tokens: int = 4096, kind: str = "point", change=lambda params: None
+):
+    """A snapshot of random parameters, as the configuration's mesh writes it; returns them. `change` may alter them."""
+    abstract = checkpoint.abstract_params(made, local_mesh() if made.mesh == MeshConfig() else make_mesh(made.mesh))
     params = random_tree(abstract, seed)
+    change(params)
     placed = jax.tree.map(lambda values, leaf: jax.device_put(values, leaf.sharding), params, abstract)
     snapshot = checkpoint.Snapshot(checkpoint.absolute(path), tokens // 512, tokens, None, made, kind=kind)
     checkpoint.write_snapshot(placed, snapshot)
@@ -74,7 +88,7 @@ def our_logits(path: Path, tokens_BxL: np.ndarray = TOKENS) -> np.ndarray:
 
 def shapes(made: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor that transformers has for such a model."""
-    D, F, V = made.width, made.hidden, made.vocabulary_size
+    D, F, V = made.width, made.expert_hidden if made.experts else made.hidden, made.vocabulary_size
     queries, keys = made.heads * made.head_dim, made.kv_heads * made.head_dim
     block = {
         "input_layernorm": (D,),
@@ -83,10 +97,12 @@ def shapes(made: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (keys, D),
         "self_attn.v_proj": (keys, D),
         "self_attn.o_proj": (D, queries),
-        "mlp.gate_proj": (F, D),
-        "mlp.up_proj": (F, D),
-        "mlp.down_proj": (D, F),
     }
+    mlp = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    for start in [f"mlp.experts.{e}" for e in range(made.experts)] or ["mlp"]:
+        block |= {f"{start}.{name}": shape for name, shape in mlp.items()}
+    if made.experts:
+        block["mlp.gate"] = (made.experts, D)
     if made.qk_norm:
         block |= {"self_attn.q_norm": (made.head_dim,), "self_attn.k_norm": (made.head_dim,)}
     found = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
@@ -110,12 +126,17 @@ def write_theirs(
     return tensors
 
 
+def model_type(made: ModelConfig) -> str:
+    """What transformers calls such a model."""
+    return "qwen3_moe" if made.experts else "qwen3" if made.qk_norm else "llama"
+
+
 def write_directory(path: Path, made: ModelConfig, tensors: dict[str, np.ndarray], shards: int = 1, **fields) -> None:
     """A Hugging Face directory of these tensors; `fields` change config.json, and None takes one away."""
     path.mkdir(parents=True)
     described = {
-        "architectures": ["Qwen3ForCausalLM" if made.qk_norm else "LlamaForCausalLM"],
-        "model_type": "qwen3" if made.qk_norm else "llama",
+        "architectures": [ARCHITECTURES[model_type(made)]],
+        "model_type": model_type(made),
         "vocab_size": made.vocabulary_size,
         "hidden_size": made.width,
         "intermediate_size": made.hidden,
@@ -131,6 +152,13 @@ def write_directory(path: Path, made: ModelConfig, tensors: dict[str, np.ndarray
     if made.attention_window_tokens:
         described |= {"use_sliding_window": True, "sliding_window": made.attention_window_tokens}
         described |= {"layer_types": ["sliding_attention"] * made.layers}
+    if made.experts:
+        described |= {
+            "num_experts": made.experts,
+            "num_experts_per_tok": made.experts_per_token,
+            "moe_intermediate_size": made.expert_hidden,
+            "norm_topk_prob": made.router_normalized,
+        }
     described |= fields
     described = {name: value for name, value in described.items() if value is not None}
     (path / "config.json").write_text(json.dumps(described))
@@ -175,10 +203,15 @@ def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
             "value_DxKxH": columns(f"{start}.self_attn.v_proj.weight", made.kv_heads),
             "output_NxHxD": np.stack([out[:, n * H : (n + 1) * H].T for n in range(made.heads)]),
             "mlp_norm_D": wide[f"{start}.post_attention_layernorm.weight"],
-            "gate_DxF": wide[f"{start}.mlp.gate_proj.weight"].T,
-            "up_DxF": wide[f"{start}.mlp.up_proj.weight"].T,
-            "down_FxD": wide[f"{start}.mlp.down_proj.weight"].T,
         }
+        if made.experts:
+            found["moe"] = {"router_DxE": np.stack([*wide[f"{start}.mlp.gate.weight"]], axis=-1)}
+            for name, ours in (("gate", "gate_ExDxF"), ("up", "up_ExDxF"), ("down", "down_ExFxD")):
+                experts = (wide[f"{start}.mlp.experts.{e}.{name}_proj.weight"].T for e in range(made.experts))
+                found["moe"][f"expert_{ours}"] = np.stack(list(experts))
+        else:
+            for name, ours in (("gate", "gate_DxF"), ("up", "up_DxF"), ("down", "down_FxD")):
+                found[ours] = wide[f"{start}.mlp.{name}_proj.weight"].T
         if made.qk_norm:
             found["query_norm_H"] = wide[f"{start}.self_attn.q_norm.weight"]
             found["key_norm_H"] = wide[f"{start}.self_attn.k_norm.weight"]
@@ -187,7 +220,7 @@ def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
     blocks = [block(layer) for layer in range(made.layers)]
     made_of = {
         "embedding_VxD": wide["model.embed_tokens.weight"],
-        "blocks": {name: np.stack([leaves[name] for leaves in blocks]) for name in blocks[0]},
+        "blocks": jax.tree.map(lambda *layers: np.stack(layers), *blocks),
         "final_norm_D": wide["model.norm.weight"],
     }
     if not made.tie_embeddings:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hf_models
 import numpy as np
+import processes
 import pytest
 import tiny
 import tokenizers
@@ -126,9 +127,9 @@ def test_the_page_on_merging_does_what_it_says(tmp_path, monkeypatch, capfd):
 
 
 def write_models(finished, folder: Path) -> None:
-    """What docs/huggingface.md finds: two models with their tokenizer, a run, and texts."""
-    for name in ("llama", "other"):
-        hf_models.write_theirs(folder / "models" / name, hf_models.model("llama"))
+    """What docs/huggingface.md finds: three models with their tokenizer, a run, and texts."""
+    for name, kind in (("llama", "llama"), ("other", "llama"), ("mixture", "mixture")):
+        hf_models.write_theirs(folder / "models" / name, hf_models.model(kind))
         bytes_tokenizer().save(folder / "models" / name / "tokenizer.json")
     shutil.copytree(finished.path, folder / "runs" / "demo")
     tiny.write_corpus(folder / "texts")
@@ -146,7 +147,7 @@ def test_the_page_on_hugging_face_does_what_it_says(finished, tmp_path, monkeypa
     for words in commands("pma", ROOT / "docs" / "huggingface.md"):
         assert main(on_a_small_model(words, tmp_path)) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
     made = sorted(path.parent.name for path in Path("models").rglob("generation_config.json"))
-    assert made == ["newest", "sma-5", "soup"]
+    assert made == ["mixture-again", "newest", "sma-5", "soup"]
 
 
 def test_the_python_of_the_page_on_hugging_face_runs(finished, tmp_path, monkeypatch, capfd):
@@ -164,6 +165,14 @@ def test_the_python_of_the_page_on_hugging_face_runs(finished, tmp_path, monkeyp
     assert "def main" in capfd.readouterr().out
 
 
+def test_the_page_on_safety_does_what_it_says(finished, tmp_path, monkeypatch, capfd):
+    shutil.copytree(finished.path, tmp_path / "runs" / "demo")
+    monkeypatch.chdir(tmp_path)
+    for words in commands("pma", ROOT / "docs" / "safety.md"):
+        assert main(words) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+    assert capfd.readouterr().out.count("every digest is that of what was written") == 4
+
+
 @pytest.mark.parametrize(
     ("page", "verb"),
     [
@@ -172,6 +181,7 @@ def test_the_python_of_the_page_on_hugging_face_runs(finished, tmp_path, monkeyp
         ("huggingface", "import"),
         ("huggingface", "export"),
         ("planning", "plan"),
+        ("hosts", "train"),
     ],
 )
 def test_every_option_of_a_verb_is_on_its_page(page, verb, capsys):
@@ -189,6 +199,18 @@ def test_the_page_on_planning_does_what_it_says(tmp_path, monkeypatch, capfd):
     for words in commands("pma", ROOT / "docs" / "planning.md"):
         assert main([small if word == "demo" else word for word in words]) == 0, capfd.readouterr().err
     assert json.loads(Path("plan.json").read_text())["topology"]["chips"] == 4
+
+
+@pytest.mark.slow
+def test_the_page_on_hosts_does_what_it_says(tmp_path, monkeypatch):
+    small, page = write_small_demo(tmp_path), ROOT / "docs" / "hosts.md"
+    monkeypatch.chdir(tmp_path)
+    for words in commands("pma", page):
+        assert words.pop() == "--distributed"
+        processes.pma([small if word == "demo" else word for word in words], 2).check()
+    assert configuration.from_json(Path("runs/demo/config.json").read_text()).mesh.data == -1
+    made = ["runs/demo/sweep.json", "runs/demo/watch.jsonl", "runs/demo/merged/wma-10", "runs/annealed/metrics.jsonl"]
+    assert all(Path(path).exists() for path in made)
 
 
 @pytest.mark.slow

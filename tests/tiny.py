@@ -149,6 +149,11 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-c", "import sys; from pma_jax.cli import main; sys.exit(main())", *map(str, words)]
 
 
+def python(code: str, *words: object) -> list[str]:
+    """The running Python with this code and these words."""
+    return [sys.executable, "-c", code, *map(str, words)]
+
+
 def environment(devices: int = 8) -> dict[str, str]:
     """This environment with so many simulated devices."""
     return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}

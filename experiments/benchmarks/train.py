@@ -1,21 +1,25 @@
-"""Training throughput on CPU against PyTorch: `python experiments/benchmarks/train.py`.
+"""Training throughput on CPU against PyTorch and transformers: `python experiments/benchmarks/train.py`.
 
 A whole optimizer step (forward, backward, clipping, AdamW with decay on matrices, update) of the same decoder in
 float32, on the same tokens, two threads each:
-  pma_jax           `make_train_step` on a device a core (`mesh.cpu_devices=2`), as `pma train --config demo` runs it
-  torch             eager: nn.Linear, nn.RMSNorm, F.scaled_dot_product_attention, AdamW(fused=True), clip_grad_norm_
-  torch, compiled   the same under torch.compile
-Every contender is a process of its own; they take turns, a few steps each, and a busy neighbour meets all of them.
-Steps follow each other as in the training loop: metrics are fetched one step late, and a turn ends when all is
-computed. The contenders first compute the loss of the same weights on the same tokens, which must agree to 1e-4.
-Printed: the median step in milliseconds, tokens a second, the ratio to the faster torch, CPU milliseconds a step (all
-threads), and the floor: 6 FLOPs a parameter (embedding left out) and token at the rate of this machine's matrix
-products (by JAX). Bar: pma_jax >= 1.0x the faster torch. Needs `pip install torch` (the `torch` extra), and a C++
-compiler for compiling.
+  pma_jax                    `make_train_step` on a device a core (`mesh.cpu_devices=2`), as `pma train` runs it
+  torch                      a decoder as one writes it (nn.Linear, F.scaled_dot_product_attention); dense only
+  transformers               LlamaForCausalLM, or Qwen3MoeForCausalLM with its grouped product of experts
+  transformers, loop         Qwen3MoeForCausalLM with its loop over experts
+  …, compiled                the same under torch.compile
+All of PyTorch use AdamW(fused=True) and clip_grad_norm_. Every contender is a process of its own; they take turns, a
+few steps each, and a busy neighbour meets all of them. Steps follow each other as in the training loop: metrics are
+fetched one step late, and a turn ends when all is computed. The contenders first compute the loss of the same weights
+on the same tokens, which must agree to 1e-4.
+Printed: the median step in milliseconds, tokens a second, the ratio to the fastest peer, CPU milliseconds a step (all
+threads), and the floor: the FLOPs that training needs (`planning.cost.training_flops`) at the rate of this machine's
+matrix products (by JAX, at the sizes of the MLP's).
+Bar: pma_jax >= 1.0x the fastest peer. Needs `pip install -e '.[torch]'`, and a C++ compiler for compiling.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -28,13 +32,29 @@ import numpy as np
 
 from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.host_memory import keep_freed_memory
+from pma_jax.planning.cost import training_flops
+
+QWEN3_MOE = {"scan_layers": False, "qk_norm": True, "router_bias": False}  # what its experts and heads compute
 
 SHAPES = {  # name: model, sequences a step; few blocks, so unrolled, as in the demo's config
     "default": (ModelConfig(scan_layers=False), 16),
     "demo": (ModelConfig(width=96, layers=3, heads=3, kv_heads=3, hidden=256, scan_layers=False), 16),
     "small": (ModelConfig(width=64, layers=3, head_dim=16, hidden=192, scan_layers=False), 32),
+    "wide": (
+        ModelConfig(8192, width=384, layers=4, heads=6, kv_heads=6, head_dim=64, hidden=1024, scan_layers=False),
+        8,
+    ),
+    "moe": (  # tiny_moe's shape
+        ModelConfig(width=96, layers=3, heads=3, kv_heads=3, experts=8, experts_per_token=2, **QWEN3_MOE),
+        16,
+    ),
+    "moe_wide": (
+        ModelConfig(width=256, heads=8, kv_heads=2, experts=32, experts_per_token=4, expert_hidden=256, **QWEN3_MOE),
+        16,
+    ),
 }
-CONTENDERS = ("pma_jax", "torch", "torch, compiled")
+DENSE = ("pma_jax", "torch", "torch, compiled", "transformers", "transformers, compiled")
+MIXTURE = ("pma_jax", "transformers", "transformers, loop", "transformers, compiled")
 LENGTH = 128  # tokens a sequence
 RATE = 1e-3
 
@@ -46,6 +66,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=7, help="turns that each contender takes")
     parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
     parser.add_argument("--threads", type=int, default=2, help="cores of each contender")
+    parser.add_argument(
+        "--axis", default="data", choices=("data", "fsdp", "expert"), help="of the mesh, pma_jax's cores"
+    )
     parser.add_argument("--system-malloc", action="store_true", help="leave glibc's malloc at its defaults")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="model keys, such as remat=dots")
     parser.add_argument("--json", action="store_true", help="a JSON object a line instead of a table")
@@ -72,13 +95,14 @@ def row_text(row):
 
 def measure(shape, args):
     """A row a contender, and the floor's."""
-    tokens = SHAPES[shape][1] * LENGTH
-    workers = {name: start(name, shape, args) for name in CONTENDERS}
+    model, sequences = SHAPES[shape]
+    tokens = sequences * LENGTH
+    workers = {name: start(name, shape, args) for name in (MIXTURE if model.experts else DENSE)}
     first = {name: answer(worker) for name, worker in workers.items()}
-    losses = {name: first[name]["loss"] for name in CONTENDERS}
+    losses = {name: report["loss"] for name, report in first.items()}
     if max(losses.values()) - min(losses.values()) > 1e-4:
         raise SystemExit(f"error: the contenders compute different losses: {losses}")
-    timings = {name: [] for name in CONTENDERS}
+    timings = {name: [] for name in workers}
     for _ in range(args.rounds):
         for name, worker in workers.items():
             print(args.steps, file=worker.stdin, flush=True)
@@ -86,8 +110,8 @@ def measure(shape, args):
     for worker in workers.values():
         worker.communicate()
     seconds = {name: statistics.median(wall for wall, _ in taken) for name, taken in timings.items()}
-    seconds["floor"] = 6 * first["pma_jax"]["matrix_parameters"] * tokens / first["pma_jax"]["flops_per_second"]
-    peer = min(seconds["torch"], seconds["torch, compiled"])
+    peer = min(taken for name, taken in seconds.items() if name != "pma_jax")
+    seconds["floor"] = training_flops(model, LENGTH) * tokens / first["pma_jax"]["flops_per_second"]
     for name, taken in seconds.items():
         cpu = statistics.median(cpu for _, cpu in timings[name]) if name in timings else float("nan")
         row = {"shape": shape, "contender": name, "ms": taken * 1e3, "tokens_per_second": tokens / taken}
@@ -101,7 +125,8 @@ def start(name, shape, args):
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": str(args.threads),
     }
-    command = [sys.executable, __file__, "--work", name, shape, "--threads", str(args.threads), "--set", *args.set]
+    command = [sys.executable, __file__, "--work", name, shape, "--threads", str(args.threads), "--axis", args.axis]
+    command += ["--set", *args.set]
     if args.system_malloc:
         command.append("--system-malloc")
     return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -128,8 +153,8 @@ def work(name, shape, args):
     }
     model = dataclasses.replace(model, **typed)
     tokens_BxM = np.random.default_rng(0).integers(0, model.vocabulary_size, (batch, LENGTH + 1)).astype(np.int32)
-    build = jax_step if name == "pma_jax" else torch_step
-    step, finish, report = build(model, shared_weights(model), tokens_BxM, name.endswith("compiled"))
+    build = functools.partial(jax_step, axis=args.axis) if name == "pma_jax" else torch_step
+    step, finish, report = build(name, model, shared_weights(model), tokens_BxM)
     for _ in range(3):
         step()
     finish()
@@ -145,39 +170,48 @@ def work(name, shape, args):
 def shared_weights(model):
     """Leaf name -> float32 array in pma_jax's layout, from numpy, so that every contender has the same."""
     rng = np.random.default_rng(1)
-    T, V, D, N, K, H, F = (
-        getattr(model, key) for key in ("layers", "vocabulary_size", "width", "heads", "kv_heads", "head_dim", "hidden")
+    T, V, D, N, K, H, F, E = (
+        getattr(model, key)
+        for key in ("layers", "vocabulary_size", "width", "heads", "kv_heads", "head_dim", "hidden", "experts")
     )
-    shapes = {
-        "query_DxNxH": (T, D, N, H),
-        "key_DxKxH": (T, D, K, H),
-        "value_DxKxH": (T, D, K, H),
-        "output_NxHxD": (T, N, H, D),
-        "gate_DxF": (T, D, F),
-        "up_DxF": (T, D, F),
-        "down_FxD": (T, F, D),
+    normal = lambda *shape: (rng.standard_normal(shape) * D**-0.5).astype(np.float32)  # noqa: E731
+    blocks = {
+        "query_DxNxH": normal(T, D, N, H),
+        "key_DxKxH": normal(T, D, K, H),
+        "value_DxKxH": normal(T, D, K, H),
+        "output_NxHxD": normal(T, N, H, D),
     }
-    normal = lambda shape: (rng.standard_normal(shape) * D**-0.5).astype(np.float32)  # noqa: E731
-    blocks = {name: normal(shape) for name, shape in shapes.items()}
     blocks |= {name: np.ones((T, D), np.float32) for name in ("attention_norm_D", "mlp_norm_D")}
-    ends = {"embedding_VxD": normal((V, D)), "unembedding_DxV": normal((D, V)), "final_norm_D": np.ones(D, np.float32)}
+    if model.qk_norm:
+        blocks |= {name: np.ones((T, H), np.float32) for name in ("query_norm_H", "key_norm_H")}
+    if E:
+        F = model.expert_hidden
+        blocks["moe"] = {
+            "router_DxE": normal(T, D, E),
+            "expert_gate_ExDxF": normal(T, E, D, F),
+            "expert_up_ExDxF": normal(T, E, D, F),
+            "expert_down_ExFxD": normal(T, E, F, D),
+        }
+    else:
+        blocks |= {"gate_DxF": normal(T, D, F), "up_DxF": normal(T, D, F), "down_FxD": normal(T, F, D)}
+    ends = {"embedding_VxD": normal(V, D), "unembedding_DxV": normal(D, V), "final_norm_D": np.ones(D, np.float32)}
     return ends | {"blocks": blocks}
 
 
-def jax_step(model, weights, tokens_BxM, _compiled):
+def jax_step(_name, model, weights, tokens_BxM, axis="data"):
     """pma_jax's own step, as the training loop calls it."""
     import jax
 
     from pma_jax.evaluation.loss import evaluate, on_mesh
     from pma_jax.mesh import make_mesh
-    from pma_jax.model.decoder import graph_definition, parameter_count
+    from pma_jax.model.decoder import graph_definition
     from pma_jax.training.state import make_state
     from pma_jax.training.step import make_train_step
 
     config = Config(
         model=model,
         training=TrainingConfig(batch_size_sequences=len(tokens_BxM)),
-        mesh=MeshConfig(cpu_devices=len(os.sched_getaffinity(0))),
+        mesh=MeshConfig(**{"data": 1, axis: -1}, cpu_devices=len(os.sched_getaffinity(0))),
     )
     mesh = make_mesh(config.mesh)
     jax.set_mesh(mesh)
@@ -186,8 +220,12 @@ def jax_step(model, weights, tokens_BxM, _compiled):
     tokens_BxM = on_mesh(mesh, tokens_BxM)
     report = {
         "loss": evaluate(graph, params, [tokens_BxM]),
-        "matrix_parameters": parameter_count(params) - model.vocabulary_size * model.width,
-        "flops_per_second": matrix_product_rate(tokens_BxM.size // (LENGTH + 1) * LENGTH, model.width, model.hidden),
+        "flops_per_second": matrix_product_rate(
+            tokens_BxM.size // (LENGTH + 1) * LENGTH,
+            model.width,
+            model.expert_hidden if model.experts else model.hidden,
+            axis,
+        ),
     }
     train_step = make_train_step(config, graph)
     held: list = [dataclasses.replace(state, params=params), None]
@@ -200,13 +238,13 @@ def jax_step(model, weights, tokens_BxM, _compiled):
     return step, lambda: jax.block_until_ready(held), report
 
 
-def matrix_product_rate(rows, inner, columns):
+def matrix_product_rate(rows, inner, columns, axis):
     """FLOPs a second of the MLP's product, its rows over all devices: the best of twenty."""
     import jax
     import jax.numpy as jnp
     from jax import P
 
-    a, b = jnp.ones((rows, inner), out_sharding=P("data")), jnp.ones((inner, columns))
+    a, b = jnp.ones((rows, inner), out_sharding=P(axis)), jnp.ones((inner, columns))
     product = jax.jit(jnp.matmul)
     seconds = []
     for _ in range(20):
@@ -216,13 +254,19 @@ def matrix_product_rate(rows, inner, columns):
     return 2 * rows * inner * columns / min(seconds)
 
 
-def torch_step(model, weights, tokens_BxM, compiled):
-    """The peer: a decoder as a PyTorch user would write it."""
+def torch_step(name, model, weights, tokens_BxM):
+    """A peer: see CONTENDERS."""
     import torch
     from torch.nn.functional import cross_entropy
+    from torch_models import own_decoder, transformers_decoder
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    decoder = torch_decoder(model, weights)
+    if name.startswith("transformers"):
+        loop = "loop" in name
+        decoder = transformers_decoder(model, weights, LENGTH, "eager" if loop else "grouped_mm")
+    else:
+        decoder = own_decoder(model, weights, LENGTH)
+    decoder.train()
     matrices = [p for p in decoder.parameters() if p.ndim > 1]
     scales = [p for p in decoder.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}]
@@ -234,7 +278,7 @@ def torch_step(model, weights, tokens_BxM, compiled):
         return cross_entropy(decoder(inputs).flatten(0, 1), targets)
 
     report = {"loss": loss_of(inputs, targets).item()}
-    if compiled:
+    if name.endswith("compiled"):
         loss_of = torch.compile(loss_of)
 
     def step():
@@ -244,65 +288,6 @@ def torch_step(model, weights, tokens_BxM, compiled):
         optimizer.step()
 
     return step, lambda: None, report
-
-
-def torch_decoder(model, weights):
-    """A torch module that holds `weights`."""
-    import torch
-    from torch import nn
-    from torch.nn import functional
-
-    def linear(matrix):
-        layer = nn.Linear(*matrix.shape, bias=False)
-        layer.weight.data = torch.from_numpy(matrix.T.copy())
-        return layer
-
-    class Block(nn.Module):
-        def __init__(self, w):
-            super().__init__()
-            D, N, H = w["query_DxNxH"].shape
-            self.heads = (N, H)
-            self.attention_norm, self.mlp_norm = (nn.RMSNorm(D, eps=model.norm_epsilon) for _ in range(2))
-            names = ("query_DxNxH", "key_DxKxH", "value_DxKxH")
-            self.query, self.key, self.value = (linear(w[name].reshape(D, -1)) for name in names)
-            self.output = linear(w["output_NxHxD"].reshape(N * H, D))
-            self.gate, self.up, self.down = (linear(w[name]) for name in ("gate_DxF", "up_DxF", "down_FxD"))
-
-        def forward(self, x, cos, sin):
-            h = self.attention_norm(x)
-            q, k, v = (f(h).unflatten(-1, self.heads).transpose(1, 2) for f in (self.query, self.key, self.value))
-            y = functional.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
-            x = x + self.output(y.transpose(1, 2).flatten(2))
-            h = self.mlp_norm(x)
-            return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-    def turn(x, cos, sin):
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            blocks = weights["blocks"]
-            self.embedding = nn.Embedding.from_pretrained(
-                torch.from_numpy(weights["embedding_VxD"].copy()), freeze=False
-            )
-            self.blocks = nn.ModuleList(Block({name: w[i] for name, w in blocks.items()}) for i in range(model.layers))
-            self.norm = nn.RMSNorm(model.width, eps=model.norm_epsilon)
-            self.unembedding = linear(weights["unembedding_DxV"])
-            angle = torch.outer(
-                torch.arange(LENGTH), model.rope_theta ** (-torch.arange(0, model.head_dim, 2) / model.head_dim)
-            )
-            self.register_buffer("cos", angle.cos())
-            self.register_buffer("sin", angle.sin())
-
-        def forward(self, tokens):
-            x = self.embedding(tokens)
-            for block in self.blocks:
-                x = block(x, self.cos, self.sin)
-            return self.unembedding(self.norm(x))
-
-    return Decoder()
 
 
 if __name__ == "__main__":

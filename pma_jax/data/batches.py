@@ -4,10 +4,11 @@ Window i of the train stream is its tokens [i*L, i*L + L + 1): inputs and target
 every token is predicted once an epoch. Each epoch visits all windows in an order of its own, and the order depends on
 the seed only: not on the number of processes, nor on where a run was interrupted.
 
-Shapes: B sequences a step over all processes, b = B / processes, L sequence length in tokens.
+Shapes: B sequences a step over all processes, b those that one process reads, L sequence length in tokens.
 """
 
 import hashlib
+import sys
 from collections.abc import Iterator
 
 import grain
@@ -35,35 +36,33 @@ def train_batches(
     training: config.TrainingConfig,
     *,
     position: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
-    """One process's rows of each global batch, from `position` on, without end: int32 [b, L+1].
+    """Rows of each global batch, from `position` on, without end: int32 [b, L+1].
 
     Args:
         tokens: The prepared corpus.
         training: Batch size, sequence length, seed.
         position: Sequences consumed before, over all processes: steps * B. Any value; nothing is replayed.
-        process_index: Process p reads rows [p*b, (p+1)*b) of every global batch.
-        process_count: Processes that read together; divides B.
+        rows: Which rows of every global batch, integers [b]; all of them by default.
 
     Raises:
-        ValueError: The train split is shorter than one window, or `process_count` does not divide the batch.
+        ValueError: The train split is shorter than one window.
     """
     assert position >= 0, position
     length = training.sequence_length_tokens
-    rows = _rows_per_process(training.batch_size_sequences, process_index, process_count)
+    B = training.batch_size_sequences
+    rows_b = np.arange(B) if rows is None else rows
     windows = windows_per_epoch(tokens, length)
+    order = grain.MapDataset.range(windows).shuffle(seed=_order_seed(training.seed)).repeat(None)
 
-    def gather(windows_b: np.ndarray) -> np.ndarray:
+    # One call gathers a batch, a third of the cost of a Grain source of windows; and of its own rows only, as looking
+    # up the order is what costs.
+    def gather(step: int) -> np.ndarray:
+        windows_b = np.array([order[position + step * B + row] for row in rows_b.tolist()])
         return read_windows(tokens.train, windows_b * length, length + 1)
 
-    # Indices are shuffled and batched, then one call gathers a batch: a third of the cost of a Grain source of windows.
-    order = grain.MapDataset.range(windows).shuffle(seed=_order_seed(training.seed)).repeat(None)
-    # Dropping the remainder of an endless order drops nothing, but keeps Grain's length an exact integer.
-    batches = order[position:].batch(rows, drop_remainder=True, batch_fn=np.asarray)
-    # Every process_count-th batch of b rows: consecutive rows of each global batch.
-    return iter(batches[process_index::process_count].map(gather).to_iter_dataset(_READ))
+    return iter(grain.MapDataset.range(sys.maxsize).map(gather).to_iter_dataset(_READ))
 
 
 def validation_batches(
@@ -72,17 +71,17 @@ def validation_batches(
     sequence_length_tokens: int,
     tokens_wanted: int,
     batch_size_sequences: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The first `tokens_wanted` predictions of the held-out stream: int32 [b, L+1] and a bool mask [b, L] of targets.
 
-    Always the same tokens in the same order. The masks of all processes together select exactly `tokens_wanted`
-    targets; every process gets as many batches, of one shape. For bits per byte, a target stands for
-    `tokens.validation.bytes_per_token` bytes: exact for the bytes tokenizer, the split's average for others.
+    Always the same tokens in the same order: of each batch those in `rows` (integers [b]), by default all. The masks of
+    all rows together select exactly `tokens_wanted` targets; whatever the rows, there are as many batches, of one
+    shape. For bits per byte, a target stands for `tokens.validation.bytes_per_token` bytes: exact for the bytes
+    tokenizer, the split's average for others.
 
     Raises:
-        ValueError: There are fewer held-out tokens, or `process_count` does not divide the batch.
+        ValueError: There are fewer held-out tokens.
     """
     available = tokens.validation.tokens - 1
     if not 0 < tokens_wanted <= available:
@@ -90,13 +89,12 @@ def validation_batches(
             f"evaluation.tokens is {tokens_wanted} but the held-out split can predict {available}: lower it, or raise "
             "data.held_out_percent"
         )
-    rows = _rows_per_process(batch_size_sequences, process_index, process_count)
+    rows_b = np.arange(batch_size_sequences) if rows is None else rows
     batches = -(-tokens_wanted // (sequence_length_tokens * batch_size_sequences))
 
     def read() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for batch in range(batches):
-            first = batch * batch_size_sequences + process_index * rows
-            starts_b = np.arange(first, first + rows) * sequence_length_tokens
+            starts_b = (batch * batch_size_sequences + rows_b) * sequence_length_tokens
             targets_bxL = starts_b[:, None] + np.arange(sequence_length_tokens)
             yield read_windows(tokens.validation, starts_b, sequence_length_tokens + 1), targets_bxL < tokens_wanted
 
@@ -118,13 +116,6 @@ def read_windows(split: shards.Split, starts_b: np.ndarray, window_tokens: int) 
             filled += part_W.size
             index += 1
     return windows_bxW
-
-
-def _rows_per_process(batch_size_sequences: int, process_index: int, process_count: int) -> int:
-    assert 0 <= process_index < process_count, (process_index, process_count)
-    if batch_size_sequences % process_count:
-        raise ValueError(f"a batch of {batch_size_sequences} sequences does not divide over {process_count} processes")
-    return batch_size_sequences // process_count
 
 
 def _order_seed(seed: int) -> int:

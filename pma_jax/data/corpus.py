@@ -17,10 +17,11 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pma_jax import config
+from pma_jax.buckets import find, is_bucket, locate
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -186,7 +187,7 @@ def _match_files(patterns: tuple[str, ...]) -> list[_File]:
 
 
 def _match(pattern: str) -> list[_File]:
-    expanded = Path(pattern).expanduser()
+    expanded = locate(pattern) if is_bucket(pattern) else Path(pattern).expanduser()
     if expanded.is_dir():
         raise ValueError(f"data.files: {pattern} is a folder: write a glob such as {expanded / '**' / '*.txt'}")
     if expanded.exists():
@@ -194,13 +195,20 @@ def _match(pattern: str) -> list[_File]:
     if not glob.has_magic(pattern):
         raise ValueError(f"data.files: no file {pattern}: check the path")
     fixed = next(index for index, part in enumerate(expanded.parts) if glob.has_magic(part))
-    root = Path(*expanded.parts[:fixed])
+    root = type(expanded)(*expanded.parts[:fixed])
     # Not Path.glob: it takes hidden files, such as an editor's copies, for documents.
-    paths = sorted(Path(path) for path in glob.glob(str(expanded), recursive=True))  # noqa: PTH207
+    if is_bucket(pattern):
+        paths = [path for path in find(pattern) if not _is_hidden(path.relative_to(root))]
+    else:
+        paths = [Path(path) for path in glob.glob(str(expanded), recursive=True)]  # noqa: PTH207
     files = [_File(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     if not files:
         raise ValueError(f"data.files: {pattern} matches no file: check the glob")
     return sorted(files, key=lambda file: file.name)
+
+
+def _is_hidden(path: PurePath) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _read_files(files: list[_File], field: str) -> Iterator[Document]:
@@ -252,7 +260,7 @@ def _read_parquet(file: _File, field: str) -> Iterator[Document]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file.path) as table:
+        with file.path.open("rb") as stream, pq.ParquetFile(stream) as table:
             _check_column(table.schema_arrow, str(file.path), field)
             row = 0
             for block in table.iter_batches(batch_size=_ROWS_READ, columns=[field]):

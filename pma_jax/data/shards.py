@@ -30,6 +30,7 @@ import rich.console
 import rich.progress
 
 from pma_jax import config
+from pma_jax.buckets import is_bucket
 from pma_jax.data import corpus
 from pma_jax.data import tokenizer as tokenizing
 
@@ -86,6 +87,8 @@ def prepare(data: config.DataConfig, *, progress: bool = True, shard_bytes: int 
     Raises:
         ValueError: The corpus or the tokenizer cannot be read, a split has no document, the cache cannot be written.
     """
+    if is_bucket(data.cache_dir):
+        raise ValueError(f"data.cache_dir: {data.cache_dir}: tokens are mapped into memory, so they lie on a disk")
     source = corpus.open_corpus(data)
     key = _key(data, source.digest)
     cache = Path(data.cache_dir).expanduser()

@@ -18,6 +18,8 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
+from pma_jax.buckets import locate
+
 END_OF_DOCUMENT = "<|endoftext|>"
 END_NAMES = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")  # the first that a tokenizer.json has
 _BYTE_VALUES = 256
@@ -99,11 +101,11 @@ def load(path: str | Path) -> Tokenizer:
 
     Raises ValueError when there is no such file, it is not a tokenizer, or it has none of `END_NAMES`.
     """
-    path = Path(path).expanduser()
+    path = locate(path).expanduser()
     if not path.is_file():
         raise ValueError(f"no tokenizer file {path}: data.tokenizer is bytes, bpe, or a path to a tokenizer.json")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the package raises bare Exception
         raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {str(error).splitlines()[0]}") from error
     loaded = _wrap(path.name, backend)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
-from pma_jax.mesh import RULES, placed_as
+from pma_jax.mesh import RULES, axes_of, placed_as
 from pma_jax.model.product import transposed
 
 
@@ -29,7 +29,8 @@ def cross_entropy(
 
     Args:
         x_BxLxD: the last hidden states, split along the batch axes.
-        head_DxV: the output projection in the dtype of `x_BxLxD`, split along the vocabulary's axis.
+        head_DxV: the output projection in the dtype of `x_BxLxD`, split as its parameter is: gathered along the width
+            here, and its gradient is summed and split in one go.
         targets_BxL: int32; below 0: not counted.
         z_loss_weight: see above.
         chunk_tokens: see above; 1 or more.
@@ -66,7 +67,7 @@ def _summed(
     with_gradients: bool,
 ) -> tuple[jax.Array, ...]:
     """The two sums, and with gradients those by `x` and `head`; each device works on its own positions and words."""
-    x, head, rows = RULES.spec("batch", None, None), RULES.spec(None, "vocabulary"), RULES.spec("batch", None)
+    x, head, rows = RULES.spec("batch", None, None), RULES.spec("width", "vocabulary"), RULES.spec("batch", None)
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     split = any(mesh.shape[axis] > 1 for axis in axes)
@@ -75,8 +76,9 @@ def _summed(
         z_loss_weight=z_loss_weight,
         chunk_tokens=chunk_tokens,
         with_gradients=with_gradients,
-        batch_axes=_axes(x[0]) if split else (),
-        vocabulary_axes=_axes(head[1]) if split else (),
+        batch_axes=axes_of(x[0]) if split else (),
+        width_axes=axes_of(head[0]) if split else (),
+        vocabulary_axes=axes_of(head[1]) if split else (),
     )
     if not split:  # XLA on CPU would keep sums over one device, each of which waits
         whole = (jax.reshard(array, P(*[None] * array.ndim)) for array in (x_BxLxD, head_DxV, targets_BxL))
@@ -90,10 +92,6 @@ def _summed(
     )(jax.reshard(x_BxLxD, x), jax.reshard(head_DxV, head), jax.reshard(targets_BxL, rows))
 
 
-def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (part,) if isinstance(part, str) else part or ()
-
-
 def _own_share(
     x_BxLxD: jax.Array,
     head_DxV: jax.Array,
@@ -103,8 +101,11 @@ def _own_share(
     chunk_tokens: int,
     with_gradients: bool,
     batch_axes: tuple[str, ...],
+    width_axes: tuple[str, ...],
     vocabulary_axes: tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
+    if width_axes:
+        head_DxV = jax.lax.all_gather(head_DxV, width_axes, axis=0, tiled=True)
     S, (D, V) = math.prod(targets_BxL.shape), head_DxV.shape
     count = -(-S // chunk_tokens)
     C = -(-S // count)
@@ -140,11 +141,15 @@ def _own_share(
         sums, d_x = add_chunk(sums, (x_NxCxD[0], targets_NxC[0]))
     else:
         sums, d_x = jax.lax.scan(add_chunk, sums, (x_NxCxD, targets_NxC))
-    sums = _over(jax.lax.psum, batch_axes, sums)
+    objective, nats, *gradient = sums
+    numbers = _over(jax.lax.psum, batch_axes, (objective, nats))
     if d_x is None:
-        return sums
+        return numbers
+    d_head_DxV = _over(jax.lax.psum, tuple(axis for axis in batch_axes if axis not in width_axes), gradient[0])
+    if width_axes:
+        d_head_DxV = jax.lax.psum_scatter(d_head_DxV, width_axes, scatter_dimension=0, tiled=True)
     d_x_BxLxD = jnp.reshape(d_x, (-1, D))[:S].reshape(x_BxLxD.shape)
-    return *sums[:2], _over(jax.lax.psum, vocabulary_axes, d_x_BxLxD), sums[2].astype(head_DxV.dtype)
+    return *numbers, _over(jax.lax.psum, vocabulary_axes, d_x_BxLxD), d_head_DxV.astype(head_DxV.dtype)
 
 
 def _over(collective: Callable[[Any, tuple[str, ...]], Any], axes: tuple[str, ...], x: Any) -> Any:

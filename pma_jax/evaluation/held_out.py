@@ -7,22 +7,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from pma_jax import hosts
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
 from pma_jax.evaluation.loss import PADDING, evaluate, on_mesh
+from pma_jax.mesh import rows_here
 from pma_jax.model.decoder import graph_definition
 
 
 def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:
     """The first `evaluation.tokens` held-out predictions: int32 [B, L + 1] each, split along the batch axes."""
-    windows = _windows(tokens, config, jax.process_index(), jax.process_count())
-    return [on_mesh(mesh, tokens_BxM) for tokens_BxM in windows]
+    rows_b = rows_here(mesh, config.evaluation.batch_size_sequences)
+    return [on_mesh(mesh, tokens_bxM) for tokens_bxM in _windows(tokens, config, rows_b)]
 
 
 def evaluation_digest(tokens: shards.TokenSet, config: Config) -> str:
     """SHA-256 (16 hex digits) of the held-out windows: equal digests, comparable losses."""
     digest = hashlib.sha256()
-    for tokens_BxM in _windows(tokens, config, 0, 1):
+    for tokens_BxM in _windows(tokens, config):
         digest.update(tokens_BxM.tobytes())
     return digest.hexdigest()[:16]
 
@@ -33,7 +35,7 @@ def evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Sequence[Any
     The text is read once, here. Raises ValueError when it cannot be read, or its tokens are past the model's
     vocabulary.
     """
-    tokens = shards.prepare(config.data)
+    tokens = shards.prepare(config.data, progress=hosts.is_first())
     shards.check_tokens(tokens, config.model)
     with jax.set_mesh(mesh):
         graph = graph_definition(config.model)
@@ -54,14 +56,13 @@ def evaluate_all(config: Config, trees: Iterable[Any], mesh: jax.sharding.Mesh) 
         yield losses([params])[0]
 
 
-def _windows(tokens: shards.TokenSet, config: Config, process_index: int, process_count: int) -> Iterator[np.ndarray]:
+def _windows(tokens: shards.TokenSet, config: Config, rows_b: np.ndarray | None = None) -> Iterator[np.ndarray]:
     windows = batches.validation_batches(
         tokens,
         sequence_length_tokens=config.training.sequence_length_tokens,
         tokens_wanted=config.evaluation.tokens,
         batch_size_sequences=config.evaluation.batch_size_sequences,
-        process_index=process_index,
-        process_count=process_count,
+        rows=rows_b,
     )
     for tokens_BxM, counted_BxL in windows:
         targets_BxL = np.where(counted_BxL, tokens_BxM[:, 1:], PADDING)

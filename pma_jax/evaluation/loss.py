@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from pma_jax.evaluation.cross_entropy import cross_entropy
-from pma_jax.mesh import RULES
+from pma_jax.mesh import RULES, rows_here
 from pma_jax.model.decoder import Params, decoder_of
 
 PADDING = -1
@@ -58,10 +58,20 @@ def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) 
     return float(nats / count)
 
 
-def on_mesh(mesh: jax.sharding.Mesh, tokens_BxM: np.ndarray) -> jax.Array:
-    """This process's rows of a batch as one array split along the batch axes."""
+def on_mesh(mesh: jax.sharding.Mesh, tokens_bxM: np.ndarray) -> jax.Array:
+    """A batch as one array split along the batch axes, of which this process has the rows that `rows_here` names."""
+    shares = math.prod(mesh.shape[axis] for axis in RULES.batch)
+    B = len(tokens_bxM) * shares // len(rows_here(mesh, shares))
+    rows_b = rows_here(mesh, B)
+
+    def share(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        first, stop, _ = index[0].indices(B)
+        begin = np.searchsorted(rows_b, first)
+        return tokens_bxM[begin : begin + stop - first]
+
     sharding = jax.NamedSharding(mesh, RULES.spec("batch", None))
-    return jax.make_array_from_process_local_data(sharding, tokens_BxM)
+    return jax.make_array_from_callback((B, tokens_bxM.shape[1]), sharding, share)
 
 
 def perplexity(nats_per_token: float) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, hosts
 from pma_jax.checkpoint import Run, Snapshot
 from pma_jax.evaluation.held_out import evaluator
 from pma_jax.merging import recipes
@@ -108,7 +108,7 @@ def sweep(
     result = stored | {"left_out": left_out}
     if new:
         result |= _computed(run, snapshots, {cell: weights[cell] for cell in new}, stored, began, memory_bytes)
-    if result != stored:
+    if result != stored and hosts.is_first():
         checkpoint.write_text(run.path / "sweep.json", json.dumps(result, indent=2) + "\n")
     return result
 
@@ -147,7 +147,8 @@ def _computed(
         rows_RxK = np.vstack([np.eye(len(snapshots))[-1:], rows_RxK])
     mesh = make_mesh(run.config.mesh)
     abstract = checkpoint.abstract_params(run.config, mesh)
-    at_once = _merges_that_fit(abstract, _free_bytes(mesh) if memory_bytes is None else memory_bytes)
+    fitting = _merges_that_fit(abstract, _free_bytes(mesh) if memory_bytes is None else memory_bytes)
+    at_once = min(map(int, hosts.gather(str(fitting))))
     passes = math.ceil(len(rows_RxK) / at_once)
     seconds = {"read": 0.0, "evaluate": 0.0}
     timed_read = _timed(checkpoint.restore_params, seconds, "read")

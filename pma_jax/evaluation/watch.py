@@ -4,6 +4,7 @@ The trainer alone writes RUN/metrics.jsonl (it rewrites the file when it resumes
 RUN/watch.jsonl, in records of the same form; `Run.metrics` reads both.
 """
 
+import contextlib
 import itertools
 import json
 import time
@@ -14,11 +15,12 @@ import jax
 import numpy as np
 from etils import epath
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, hosts
 from pma_jax.checkpoint import FOLDERS, Run, Snapshot
 from pma_jax.config import Config
 from pma_jax.evaluation.held_out import evaluator
 from pma_jax.evaluation.sweep import row_text
+from pma_jax.line_file import LineFile
 from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
 from pma_jax.mesh import make_mesh
@@ -38,7 +40,8 @@ def watch(
     A preview is what the trainer's is: `recipe` over the newest N snapshots from `preview.start_tokens` on. Only
     published snapshots are read. One that cannot be read (retention took it away meanwhile, or it is damaged) is told,
     and no merge reaches over it, nor over one that was gone before it was seen. What watch.jsonl has already is not
-    computed again. Host memory holds the largest window's models; the devices hold them while they are averaged.
+    computed again. Host memory holds the largest window's models; the devices hold them while they are averaged. Of
+    several processes, the first looks at the directory and writes, and all go by what it sees.
 
     Args:
       run: the run.
@@ -57,9 +60,9 @@ def watch(
     for n in windows:
         recipes.coefficients(recipe, np.arange(1, n + 1))
     log = run.path / "watch.jsonl"
-    _drop_unfinished_line(log)
-    done = {(record["recipe"], record["tokens"]) for record in checkpoint.read_records(log)}
-    published, newest, losses_of = _Published(run, kind), _Newest(config, windows[-1]), None
+    newest = _Newest(config, windows[-1])  # first: with several processes, what follows starts the devices
+    done = hosts.first_then_all(lambda: _done(log))
+    published, losses_of = _Published(run, kind), None
     handled = -1
     while True:
         yield from published.look()
@@ -82,8 +85,9 @@ def watch(
                 assert losses_of is not None
                 record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
                 record |= {"recipe": row_text(recipe, n, kind=kind), "loss": losses_of([merged])[0]}
-                with log.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+                if hosts.is_first():
+                    with contextlib.closing(LineFile(log)) as file:
+                        file.write(json.dumps(record) + "\n")
                 yield f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {record['recipe']} {record['loss']:.4f}"
             handled = snapshot.tokens
         else:
@@ -93,10 +97,14 @@ def watch(
 
 
 class _Published:
-    """A run's published snapshots of one kind from `preview.start_tokens` on; what each says of itself is read once."""
+    """A run's published snapshots of one kind from `preview.start_tokens` on; what each says of itself is read once.
+
+    Process 0 reads it, and tells the others.
+    """
 
     def __init__(self, run: Run, kind: str):
-        self._folder, self._start_tokens = run.path / FOLDERS[kind], run.config.preview.start_tokens
+        self._folder, self._kind, self._config = run.path / FOLDERS[kind], kind, run.config
+        self._start_tokens = run.config.preview.start_tokens
         self._known: dict[str, Snapshot | None] = {}  # None: it cannot be read
 
     @property
@@ -107,15 +115,28 @@ class _Published:
 
     def look(self) -> Iterator[str]:
         """See what is there now; yields a line a snapshot that cannot be read."""
+        there, new, lines = json.loads(hosts.told_by_first(self._look))
+        self._known = {name: snapshot for name, snapshot in self._known.items() if name in there}
+        for name, facts in new.items():
+            self._known[name] = facts and self._snapshot(name, *facts)
+        yield from lines
+
+    def _look(self) -> str:
+        """JSON: names of what is there, (step, tokens, loss) of what was not known, a line for what cannot be read."""
         folders = self._folder.iterdir() if self._folder.exists() else ()
         there = {p.name: p for p in folders if p.name.isdigit() and checkpoint.is_snapshot(p)}
-        self._known = {name: snapshot for name, snapshot in self._known.items() if name in there}
+        new, lines = {}, []
         for name in there.keys() - self._known.keys():
-            self._known[name] = None
+            new[name] = None
             try:
-                self._known[name] = checkpoint.read_snapshot(there[name])
+                found = checkpoint.read_snapshot(there[name])
+                new[name] = (found.step, found.tokens, found.loss)
             except ValueError as error:
-                yield f"skipped: {error}"
+                lines.append(f"skipped: {error}")
+        return json.dumps([list(there), new, lines])
+
+    def _snapshot(self, name: str, step: int, tokens: int, loss: float | None) -> Snapshot:
+        return Snapshot(self._folder / name, step, tokens, loss, self._config, kind=self._kind)
 
     def drop(self, snapshot: Snapshot, error: ValueError) -> str:
         """Never list this one again; returns the line that says so."""
@@ -148,19 +169,25 @@ class _Newest:
         for snapshot in snapshots:
             if not self._tokens or snapshot.tokens > self._tokens[-1]:
                 try:
-                    self.window.add(snapshot.tokens, _read_whole(snapshot, self._abstract))
+                    params = _read_whole(snapshot, self._abstract)
                 except ValueError as error:
                     return snapshot, error
+                self.window.add(snapshot.tokens, params)
                 self._tokens = [*self._tokens, snapshot.tokens][-self._size :]
         return None
 
 
 def _read_whole(snapshot: Snapshot, abstract: Any) -> Any:
     """The parameters; ValueError when files went meanwhile: an array whose file is missing may be read as zeros."""
-    before = _files(snapshot.path)
-    params = jax.block_until_ready(checkpoint.restore_params(snapshot, abstract))
-    if not checkpoint.is_snapshot(snapshot.path) or _files(snapshot.path) != before:
-        raise ValueError(f"{snapshot.path} was taken away while it was read")
+    params, problem = None, None
+    try:
+        before = _files(snapshot.path)
+        params = jax.block_until_ready(checkpoint.restore_params(snapshot, abstract))
+        if not checkpoint.is_snapshot(snapshot.path) or _files(snapshot.path) != before:
+            raise ValueError(f"{snapshot.path} was taken away while it was read")
+    except ValueError as error:
+        problem = error
+    hosts.agree(problem)
     return params
 
 
@@ -171,8 +198,10 @@ def _files(folder: epath.Path) -> set[str]:
         return set()
 
 
-def _drop_unfinished_line(path: epath.Path) -> None:
+def _done(log: epath.Path) -> set[tuple[str, int]]:
+    """(recipe, tokens) of the previews that watch.jsonl has; drops its last line where that is unfinished."""
     # A watcher that was killed while it wrote: the next record would be glued to what it left.
-    text = path.read_text() if path.exists() else ""
+    text = log.read_text() if log.exists() else ""
     if not text.endswith("\n") and text:
-        checkpoint.write_text(path, text[: text.rfind("\n") + 1])
+        checkpoint.write_text(log, text[: text.rfind("\n") + 1])
+    return {(record["recipe"], record["tokens"]) for record in checkpoint.read_records(log)}

@@ -14,13 +14,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pma_jax import config as configuration
+from pma_jax.buckets import locate
 from pma_jax.config import Config
 from pma_jax.interop import hf_config, hf_tokenizer
-from pma_jax.interop.hf_weights import Home, check_leaves, homes
-from pma_jax.merging import journal, sinks
+from pma_jax.interop.hf_weights import ROUTER_BIAS, Home, check_leaves, homes
+from pma_jax.merging import journal, publishing, sinks
 from pma_jax.merging.gather import gather, snapshot_facts
-from pma_jax.merging.leaves import Extent, LeafInfo, Source, numpy_dtype
+from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo, Source, numpy_dtype
 from pma_jax.merging.orbax_layout import orbax_files
 from pma_jax.merging.runs import opened, write_run
 from pma_jax.merging.safetensors_file import INDEX_LIMIT_BYTES, parse_json
@@ -29,9 +32,13 @@ from pma_jax.merging.sources import open_source, read_bytes, read_leaf
 Progress = Callable[[int, int], None]
 # How an imported model is evaluated unless the user says otherwise: the logits of such a batch fit into most memories.
 _LONGEST_SEQUENCE_TOKENS, _BATCH_SEQUENCES = 1024, 8
+# What an interrupted import or export left in a bucket is not whole, of whatever model: any other goes over it.
+_DIGEST = "model"
 _PACKED = "transformers lets packed documents see each other (model.separator_token): give it one a sequence"
-# Of config.json, besides what the decoder's own configuration says.
-_KEPT_FIELDS = ("max_position_embeddings", *hf_config.TOKEN_IDS)
+# Of config.json, besides what the decoder's own configuration says: those that leave again as they came.
+_KEPT_FIELDS = (*hf_config.TOKEN_IDS, "router_aux_loss_coef")
+# What storage decodes together is read once, up to so much of it.
+_TOGETHER_BYTES = 4 * 2**30
 
 
 def import_model(address: str | Path, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -56,9 +63,10 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
         raise ValueError(f"{address}: holds no config.json with safetensors: give a Hugging Face model's directory")
     with _about(f"{source.origin}: config.json"):
         model, notes = hf_config.from_hf(fields)
-    if model.layers > len(source.leaves):
+    if model.layers * max(model.experts, 1) > len(source.leaves):
+        experts = f" of {model.experts} experts" if model.experts else ""
         raise ValueError(
-            f"{address}: config.json says {model.layers} layers, and {len(source.leaves)} tensors are here"
+            f"{address}: config.json says {model.layers} layers{experts}, and {len(source.leaves)} tensors are here"
         )
     leaves, surplus = _without_surplus(source, model)
     found = homes(model)
@@ -66,7 +74,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     check_leaves(source.origin, leaves, wanted, hf_config.architecture_of(model))
 
     carried = hf_tokenizer.carried(source.files)
-    target = Path(out).absolute()
+    target = locate(out).absolute()
     if hf_tokenizer.FILE_NAME not in carried:
         notes += (f"no {hf_tokenizer.FILE_NAME} came along: `pma evaluate` needs --config.data.tokenizer=FILE",)
     config = _imported_config(model, fields, target / hf_tokenizer.FOLDER / hf_tokenizer.FILE_NAME)
@@ -109,16 +117,19 @@ def export_snapshot(
         What was done, ready for JSON; its "notes" are for the user, one line each.
 
     Raises:
-        ValueError: it is no snapshot of ours, a leaf is missing, unknown or of another shape, or the output exists;
-            one line, and nothing is written.
+        ValueError: it is no snapshot of ours, transformers has no such model, a leaf is missing, unknown or of another
+            shape, or the output exists; one line, and nothing is written.
     """
     source = gather([snapshot]).sources[-1]
     facts = snapshot_facts(source)
     if facts is None:
         raise ValueError(f"{snapshot} is not a snapshot of pma_jax: give RUN, RUN/snapshots/STEP or a merge's --out")
     config = configuration.resolve(facts["config"])
+    with _about(source.origin):
+        hf_config.check_expressible(config.model)
+        leaves, without = _without_bias(source, config.model)
     found = homes(config.model)
-    check_leaves(source.origin, source.leaves, {home.leaf: home.leaf_shape for home in found}, "the model")
+    check_leaves(source.origin, leaves, {home.leaf: home.leaf_shape for home in found}, "the model")
     if dtype not in ("keep", "float32", "bfloat16"):
         raise ValueError(f"the dtype {dtype!r} is not one of keep, float32, bfloat16")
     kept = {home.leaf: source.leaves[home.leaf].dtype if dtype == "keep" else dtype for home in found}
@@ -131,7 +142,7 @@ def export_snapshot(
         files = hf_tokenizer.find(source, config, bool(imported), None if tokenizer is None else Path(tokenizer))
         texts = _config_texts(config, imported, files, sorted(set(kept.values())))
     layout = replace(layout, texts={**layout.texts, **texts, **files.texts}, copies=files.copies)
-    target = Path(out).absolute()
+    target = locate(out).absolute()
     with _published(layout, target) as placed:
         _export_leaves(source, found, theirs, placed, progress)
     return {
@@ -143,7 +154,7 @@ def export_snapshot(
         "dtypes": sorted(set(kept.values())),
         "files": sorted([*layout.sizes, *layout.texts, *layout.copies]),
         "tokenizer": sorted([*files.copies, *(name for name in files.texts if name.startswith("tokenizer"))]),
-        "notes": [*source.notes, *files.notes, *([_PACKED] if config.model.separator_token >= 0 else [])],
+        "notes": [*source.notes, *files.notes, *without, *([_PACKED] if config.model.separator_token >= 0 else [])],
     }
 
 
@@ -173,18 +184,48 @@ def _export_leaves(
     progress: Progress | None,
 ) -> None:
     done = 0
+    total = sum(source.leaves[home.leaf].nbytes for home in found)
     for home in found:
-        leaf = source.leaves[home.leaf]
-        elements = leaf.elements // len(home.tensors)
-        for number, name in enumerate(home.tensors):
-            data = read_bytes(source, home.leaf, number * elements, (number + 1) * elements)
-            item = data.view(numpy_dtype(leaf.dtype)).reshape(home.shape)
+        for name, item in zip(home.tensors, _items(source, home), strict=True):
             tensor = home.to_tensor(item, numpy_dtype(theirs[name].dtype))
             with opened([extent.path for extent in placed[name]], os.O_WRONLY) as descriptors:
                 write_run(descriptors, placed[name], 0, tensor.reshape(-1).view("uint8"))
-            done += data.nbytes
+            done += item.nbytes
             if progress is not None:
-                progress(done, source.nbytes)
+                progress(done, total)
+
+
+def _items(source: Source, home: Home) -> Iterator[np.ndarray]:
+    """The items of one of our leaves, in order.
+
+    One is read at a time where any range can be. A snapshot that several devices wrote is cut across the layers: all of
+    a leaf, or as much as is read together, is held then.
+    """
+    leaf, count = source.leaves[home.leaf], len(home.tensors)
+    elements = leaf.elements // count
+    together = max(1, min(leaf.granule, _TOGETHER_BYTES // ITEM_BYTES[leaf.dtype]) // elements)
+    for start in range(0, count, together):
+        data = read_bytes(source, home.leaf, start * elements, min(start + together, count) * elements)
+        yield from data.view(numpy_dtype(leaf.dtype)).reshape(-1, *home.shape)
+
+
+def _without_bias(source: Source, model: configuration.ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
+    """The leaves without a router's bias, which Qwen3-MoE has not, and a note that says so.
+
+    Raises:
+        ValueError: the bias is not zero: without it other experts would be chosen.
+    """
+    leaves = dict(source.leaves)
+    if not (model.experts and model.router_bias) or ROUTER_BIAS not in leaves:
+        return leaves, []
+    largest = np.abs(read_leaf(source, ROUTER_BIAS).astype("float32")).max()
+    if largest != 0:  # or is not a number
+        raise ValueError(
+            f"{ROUTER_BIAS} is up to {largest:.2g}, and {hf_config.QWEN3_MOE} has none: without it other experts would "
+            "be chosen; train what is to go out with --config.model.router_bias=False"
+        )
+    del leaves[ROUTER_BIAS]
+    return leaves, ["the router's bias, which Qwen3-MoE does not have, is zero: nothing is lost"]
 
 
 def _in_their_order(leaves: Mapping[str, LeafInfo]) -> dict[str, LeafInfo]:
@@ -266,7 +307,7 @@ def _imported_facts(source: Source, fields: Mapping[str, Any], config: Config) -
         "imported": {
             "source": source.origin,
             "architecture": hf_config.architecture_of(config.model),
-            "fields": {name: fields[name] for name in _KEPT_FIELDS if name in fields},
+            "fields": {name: fields[name] for name in (*_KEPT_FIELDS, "max_position_embeddings") if name in fields},
             "generation_config": _read_json(source, "generation_config.json"),
         },
     }
@@ -279,21 +320,21 @@ def _config_texts(
     fields = imported.get("fields") or {}
     if imported:
         # What was absent stays so: transformers then takes its own default, as it did before.
-        token_ids = {name: fields[name] for name in hf_config.TOKEN_IDS if name in fields}
+        others = {name: fields[name] for name in _KEPT_FIELDS if name in fields}
     else:
         end = files.end_of_document
-        token_ids = {"bos_token_id": hf_tokenizer.begin(config, end), "eos_token_id": end, "pad_token_id": None}
+        others = {"bos_token_id": hf_tokenizer.begin(config, end), "eos_token_id": end, "pad_token_id": None}
     described = hf_config.to_hf(
         config.model,
         dtype=dtypes[0] if len(dtypes) == 1 else "float32",
         max_position_embeddings=fields.get("max_position_embeddings") or config.training.sequence_length_tokens,
-        token_ids=token_ids,
+        others=others,
     )
     generation = imported.get("generation_config")
     if generation is None:
         # Batches are padded with what ends a document; in config.json that would keep its embedding from being trained.
-        ids = token_ids if imported else token_ids | {"pad_token_id": token_ids["eos_token_id"]}
-        generation = {name: value for name, value in ids.items() if value is not None}
+        ids = others if imported else others | {"pad_token_id": others["eos_token_id"]}
+        generation = {name: ids[name] for name in hf_config.TOKEN_IDS if ids.get(name) is not None}
     return {"config.json": _json(described), "generation_config.json": _json(generation)}
 
 
@@ -330,7 +371,7 @@ def _about(what: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _published(layout: sinks.Layout, target: Path) -> Iterator[Mapping[str, tuple[Extent, ...]]]:
     """The places of the leaves in a directory beside `target`, which becomes `target` when the block ends well."""
-    work = target.parent / f".{target.name}.partial"
+    work = publishing.work_place(target, "")
     directory = work / "checkpoint"
     _refuse_existing(target)
     work.mkdir(parents=True, exist_ok=True)
@@ -340,14 +381,12 @@ def _published(layout: sinks.Layout, target: Path) -> Iterator[Mapping[str, tupl
                 shutil.rmtree(directory)
             sinks.create(layout, directory)
             yield sinks.places_in(layout, directory)
-            sinks.sync(directory)
             _refuse_existing(target)
-            directory.rename(target)
-            sinks.sync_entry(target.parent)
+            publishing.publish(directory, target, list(layout.sizes), _DIGEST)
         finally:
             shutil.rmtree(work)
 
 
 def _refuse_existing(target: Path) -> None:
-    if target.exists() or target.is_symlink():
+    if (target.exists() or target.is_symlink()) and not publishing.is_under_way(target, _DIGEST):
         raise ValueError(f"{target}: exists already, and is never overwritten: choose another --out, or remove it")

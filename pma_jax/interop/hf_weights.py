@@ -1,10 +1,10 @@
 """Which Hugging Face tensor is which part of which leaf of ours, and how its dims lie.
 
-Legend: T layers, D width, N query heads, K key and value heads, H head dim, F hidden, V vocabulary.
+Legend: T layers, D width, N query heads, K key and value heads, H head dim, F hidden, E experts, V vocabulary.
 
-Ours are stacked over layers and map inputs to outputs (`query_DxNxH`); theirs are one a layer and torch's way round,
-outputs by inputs (`q_proj.weight`, [N * H, D]). Heads and the rotary halves of H are in the same order in both: no
-row is permuted.
+Ours are stacked over layers (and experts) and map inputs to outputs (`query_DxNxH`); theirs are one a layer (and
+expert) and torch's way round, outputs by inputs (`q_proj.weight`, [N * H, D]). Heads and the rotary halves of H are in
+the same order in both: no row is permuted.
 """
 
 import itertools
@@ -19,7 +19,9 @@ from pma_jax.merging.leaves import LeafInfo
 
 # What either side may store: our snapshots are float32, merged ones may be bfloat16.
 DTYPES = ("float32", "bfloat16", "float16")
-_MOST_NAMED = 10
+_MOST_NAMED = 4  # of each kind of difference
+# The one leaf of ours without a home: it is no part of a Qwen3-MoE, and must be zero.
+ROUTER_BIAS = "blocks.moe.router_bias_E"
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Home:
         name: theirs, with a `{}` for each dim of `stack`.
         shape: of one item of the leaf: what one tensor holds.
         inputs: how many leading dims of `shape` are the matrix's inputs; 0 where the tensor is no transposed matrix.
-        stack: leading dims of the leaf, over its items: (T,), or () where the leaf is one tensor.
+        stack: leading dims of the leaf, over its items: (T,), of experts (T, E), or () where the leaf is one tensor.
     """
 
     leaf: str
@@ -98,9 +100,14 @@ def _attention_homes(model: ModelConfig) -> list[Home]:
 
 
 def _mlp_homes(model: ModelConfig) -> list[Home]:
-    # A mixture of experts has its own list here: a router [D, E], and experts with the stack (T, E), whose tensors are
-    # named `model.layers.{}.mlp.experts.{}.gate_proj.weight`.
-    D, F = model.width, model.hidden
+    D, E, F = model.width, model.experts, model.expert_hidden if model.experts else model.hidden
+    if E:
+        return [
+            _block(model, "moe.router_DxE", "mlp.gate", (D, E), inputs=1),
+            _block(model, "moe.expert_gate_ExDxF", "mlp.experts.{}.gate_proj", (D, F), inputs=1, each=(E,)),
+            _block(model, "moe.expert_up_ExDxF", "mlp.experts.{}.up_proj", (D, F), inputs=1, each=(E,)),
+            _block(model, "moe.expert_down_ExFxD", "mlp.experts.{}.down_proj", (F, D), inputs=1, each=(E,)),
+        ]
     return [
         _block(model, "gate_DxF", "mlp.gate_proj", (D, F), inputs=1),
         _block(model, "up_DxF", "mlp.up_proj", (D, F), inputs=1),
@@ -114,20 +121,25 @@ def _unembedding_homes(model: ModelConfig) -> list[Home]:
     return [Home("unembedding_DxV", "lm_head.weight", (model.width, model.vocabulary_size), inputs=1)]
 
 
-def _block(model: ModelConfig, leaf: str, module: str, shape: tuple[int, ...], inputs: int = 0) -> Home:
-    return Home(f"blocks.{leaf}", f"model.layers.{{}}.{module}.weight", shape, inputs, (model.layers,))
+def _block(
+    model: ModelConfig, leaf: str, module: str, shape: tuple[int, ...], inputs: int = 0, each: tuple[int, ...] = ()
+) -> Home:
+    return Home(f"blocks.{leaf}", f"model.layers.{{}}.{module}.weight", shape, inputs, (model.layers, *each))
 
 
 def check_leaves(origin: str, have: Mapping[str, LeafInfo], wanted: Mapping[str, tuple[int, ...]], whose: str) -> None:
     """Checks that `have` is exactly `wanted`, in a dtype that can be converted exactly or as asked.
 
     Raises:
-        ValueError: leaves that are missing, unknown, or of another shape or dtype; the first ten are named.
+        ValueError: leaves that are missing, unknown, or of another shape or dtype; the first of each kind are named.
     """
-    wrong = [f"{name} is missing" for name in wanted if name not in have]
-    wrong += [f"{name[:80]} has no home in {whose}" for name in have if name not in wanted]
     both = [(name, leaf) for name, leaf in have.items() if name in wanted]
-    wrong += [f"{name} is {leaf.shape}, not {wanted[name]}" for name, leaf in both if leaf.shape != wanted[name]]
-    wrong += [f"{name} is {leaf.dtype}, not {', '.join(DTYPES)}" for name, leaf in both if leaf.dtype not in DTYPES]
-    if wrong:
-        raise ValueError(f"{origin} does not fit {whose}: {len(wrong)} differ: {'; '.join(wrong[:_MOST_NAMED])}")
+    wrong = [
+        [f"{name} is missing" for name in wanted if name not in have],
+        [f"{name[:80]} has no home in {whose}" for name in have if name not in wanted],
+        [f"{name} is {leaf.shape}, not {wanted[name]}" for name, leaf in both if leaf.shape != wanted[name]],
+        [f"{name} is {leaf.dtype}, not {', '.join(DTYPES)}" for name, leaf in both if leaf.dtype not in DTYPES],
+    ]
+    count, named = sum(map(len, wrong)), [text for kind in wrong for text in kind[:_MOST_NAMED]]
+    if count:
+        raise ValueError(f"{origin} does not fit {whose}: {count} differ: {'; '.join(named)}")

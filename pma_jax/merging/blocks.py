@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pma_jax.digests import SegmentHasher
 from pma_jax.merging import kernels
-from pma_jax.merging.digests import SegmentHasher
 from pma_jax.merging.journal import Record
 from pma_jax.merging.leaves import ITEM_BYTES, Extent, Source
 from pma_jax.merging.plan import Plan, Unit
@@ -47,8 +47,8 @@ def merge_plain(run: Run, number: int, unit: Unit, scratch: kernels.Scratch) -> 
     plan, leaf = run.plan, run.plan.sources[0].leaves[unit.name]
     width = ITEM_BYTES[leaf.dtype]
     outs = [place[unit.name] for place in run.places]
-    read = [SegmentHasher(leaf.dtype, plan.checksum) for _ in plan.sources]
-    written = [SegmentHasher(plan.leaves[unit.name].dtype, plan.checksum) for _ in plan.recipes]
+    read = [SegmentHasher(ITEM_BYTES[leaf.dtype], plan.checksum) for _ in plan.sources]
+    written = [SegmentHasher(ITEM_BYTES[plan.leaves[unit.name].dtype], plan.checksum) for _ in plan.recipes]
     squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
     with ExitStack() as stack:
         targets = stack.enter_context(opened([extent.path for runs in outs for extent in runs], os.O_WRONLY))
@@ -190,8 +190,8 @@ def _merge_regions(
     run: Run, number: int, unit: Unit, regions: Iterator[np.ndarray], scratch: kernels.Scratch, sums: np.ndarray
 ) -> Record:
     plan, leaf, out = run.plan, run.plan.sources[0].leaves[unit.name], run.plan.leaves[unit.name]
-    read = [SegmentHasher(leaf.dtype, plan.checksum) for _ in plan.sources]
-    written = [SegmentHasher(out.dtype, plan.checksum) for _ in plan.recipes]
+    read = [SegmentHasher(ITEM_BYTES[leaf.dtype], plan.checksum) for _ in plan.sources]
+    written = [SegmentHasher(ITEM_BYTES[out.dtype], plan.checksum) for _ in plan.recipes]
     squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
     width = ITEM_BYTES[leaf.dtype]
     for start, stop in _regions(plan, unit):

@@ -3,19 +3,22 @@
     merged = merge(plan([open_source(path) for path in paths], coefficients), [out])
 
 A merge never holds a model. It works beside its target in `.NAME.partial-…`, notes what it has done, and publishes by
-one rename; killed at any moment, the same call goes on where it stopped.
+one rename; killed at any moment, the same call goes on where it stopped. For a bucket it works in the machine's
+directory for temporary files, and uploads what is finished (see publishing.py).
 """
 
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pma_jax.merging import journal, kernels, provenance, sinks
+from pma_jax.buckets import is_bucket, locate
+from pma_jax.merging import journal, kernels, provenance, publishing, sinks
 from pma_jax.merging.blocks import Run, merge_decoded, merge_plain
 from pma_jax.merging.journal import Record
 from pma_jax.merging.leaves import ITEM_BYTES
@@ -23,6 +26,7 @@ from pma_jax.merging.plan import BLOCK_ELEMENTS, Plan, Unit, check_room
 from pma_jax.merging.sources import read_bytes
 
 Progress = Callable[[int, int], None]
+Meet = Callable[[Exception | None], None]
 # Outputs of this size are flushed while they grow; many small files are cheaper to commit together.
 _FLUSHED_BYTES = 2**24
 _FLUSH_SECONDS = 0.1
@@ -52,7 +56,7 @@ def merge(
     progress: Progress | None = None,
     command: str = "",
     share: tuple[int, int] = (0, 1),
-    barrier: Callable[[], None] | None = None,
+    meet: Meet | None = None,
 ) -> Merged:
     """Runs a plan, or goes on with it; publishes one directory a recipe.
 
@@ -62,7 +66,8 @@ def merge(
         progress: called with (bytes read so far, bytes to read) from the plan, a few times a second at most.
         command: what the user typed, for the provenance.
         share: (this process, number of processes); each does its part of the units, into the same file system.
-        barrier: waits until all processes have come here; needed, and called twice, when there are several.
+        meet: waits until all processes have come here, each with its error or None, and raises in all of them if there
+            is one (`hosts.agree`); needed when there are several.
 
     Raises:
         ValueError: an output exists, a value is not finite, integer leaves differ, or a source is damaged; one line.
@@ -70,24 +75,63 @@ def merge(
     """
     started = time.perf_counter()
     process, processes = share
-    if not 0 <= process < processes or (processes > 1 and barrier is None):
-        raise ValueError(f"the share {share} is not (process, processes), or several processes have no barrier")
+    if not 0 <= process < processes or (processes > 1 and meet is None):
+        raise ValueError(f"the share {share} is not (process, processes), or several processes cannot meet")
     targets, works = _places(plan, outs)
-    published = _published(plan, targets, works)
-    for work, is_published in zip(works, published, strict=True):
-        work.mkdir(parents=True, exist_ok=True)
-        if not is_published:
-            sinks.create(plan.layout, work / "checkpoint")
-    with journal.locked(works[0], process):
-        read_bytes_here = _merge_units(plan, works, published, share, progress)
-    if barrier is not None:
-        barrier()
+    if processes > 1 and any(map(is_bucket, targets)):
+        raise ValueError(
+            f"{targets[0]}: several processes merge onto a disk that all see; to a bucket, use one process"
+        )
+    _published(plan, targets, works)
     notes = list(plan.notes)
-    if process == 0:
-        notes += _publish(plan, targets, works, published, command)
-    if barrier is not None:
-        barrier()
+    published: list[bool] = []
+    read_bytes_here = 0
+
+    def merge_own() -> None:
+        nonlocal read_bytes_here
+        # Again: the same merge may have ended in another process since.
+        published.extend(_published(plan, targets, works))
+        for work, is_published in zip(works, published, strict=True):
+            work.mkdir(parents=True, exist_ok=True)
+            if not is_published:
+                sinks.create(plan.layout, work / "checkpoint")
+        read_bytes_here = _merge_units(plan, works, published, share, progress)
+
+    def publish() -> None:
+        if process == 0:
+            notes.extend(_publish(plan, targets, works, published, command))
+
+    with journal.locked(works[0], process), _cleared_if_refused(works, process):
+        _then_meet(merge_own, meet)
+        _then_meet(publish, meet)
     return Merged(tuple(targets), tuple(notes), read_bytes_here, time.perf_counter() - started)
+
+
+def _then_meet(work: Callable[[], None], meet: Meet | None) -> None:
+    if meet is None:
+        work()
+        return
+    problem = None
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        problem = error
+    meet(problem)
+
+
+@contextmanager
+def _cleared_if_refused(works: list[Path], process: int) -> Iterator[None]:
+    """Remove the work of a merge that is refused: it will be refused again, and there is nothing to resume.
+
+    Of several processes the first does, once all have met: whoever refused it.
+    """
+    try:
+        yield
+    except ValueError:
+        if process == 0:
+            for work in works:
+                shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def check_outputs(plan: Plan, outs: Sequence[str | Path]) -> None:
@@ -101,25 +145,28 @@ def check_outputs(plan: Plan, outs: Sequence[str | Path]) -> None:
 
 def _places(plan: Plan, outs: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
     """The directories to publish, and those to work in beside them."""
-    targets = [Path(out).absolute() for out in outs]
-    return targets, [target.parent / f".{target.name}.partial-{plan.digest[:16]}" for target in targets]
+    targets = [locate(out).absolute() for out in outs]
+    return targets, [publishing.work_place(target, f"-{plan.digest[:16]}") for target in targets]
 
 
 def _published(plan: Plan, targets: list[Path], works: list[Path]) -> list[bool]:
     """Which targets an interrupted run of this merge has already published; any other existing target is refused."""
     published = []
     for target, work in zip(targets, works, strict=True):
-        if not target.exists() and not target.is_symlink():
+        if (not target.exists() and not target.is_symlink()) or publishing.is_under_way(target, plan.digest):
             published.append(False)
         elif work.exists() and provenance.plan_digest(target) == plan.digest:
             published.append(True)
         else:
-            raise ValueError(
-                f"{target}: exists already, and a merge never overwrites: choose another --out, or remove it"
-            )
+            raise ValueError(_exists(target))
     if not any(work.exists() for work in works):
-        check_room(plan, targets)
+        # What goes to a bucket needs its room where it is made.
+        check_room(plan, [work if is_bucket(out) else out for out, work in zip(targets, works, strict=True)])
     return published
+
+
+def _exists(target: Path) -> str:
+    return f"{target}: exists already, and a merge never overwrites: choose another --out, or remove it"
 
 
 def _merge_units(
@@ -149,15 +196,8 @@ def _merge_units(
                     progress(read, total)
 
         run = Run(plan, kernels.weights_of(plan.coefficients), places, note, threading.Event())
-        try:
-            _check_equal_leaves(plan)
-            _run_units(run, todo)
-        except ValueError:
-            # Data that was refused will be refused again: there is nothing to resume.
-            if processes == 1:
-                for work in works:
-                    shutil.rmtree(work)
-            raise
+        _check_equal_leaves(plan)
+        _run_units(run, todo)
     return read
 
 
@@ -240,21 +280,26 @@ def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list
     units = sum(1 for _ in plan.units())
     if len(records) < units:
         raise ValueError(
-            f"{works[0]}: {units - len(records)} of {units} units are missing; a process did not finish its share"
+            f"{works[0]}: {units - len(records)} of {units} units are missing; a process did not finish its share, or "
+            "writes to another disk: --out must be where all processes see it"
         )
     notes = []
     # The first target goes last: its neighbour holds the journal that a crash between two renames needs.
     for row in reversed(range(len(targets))):
         facts = provenance.describe(plan, records, row, command)
+        provenance.refuse_changed(plan, facts)
         note = provenance.rounding_note(plan, facts, row)
         notes += [note] if note else []
         if published[row]:
             continue
         directory = works[row] / "checkpoint"
         provenance.write(directory, facts)
-        sinks.sync(directory)
-        directory.rename(targets[row])
-        sinks.sync_entry(targets[row].parent)
+        try:
+            publishing.publish(directory, targets[row], list(plan.layout.sizes), plan.digest)
+        except OSError as error:
+            if is_bucket(targets[row]) or not targets[row].exists():
+                raise
+            raise ValueError(_exists(targets[row])) from error
     for work in works:
         shutil.rmtree(work)
     return notes[::-1]

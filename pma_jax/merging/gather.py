@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.buckets import locate
 from pma_jax.merging import hub, selection
 from pma_jax.merging.leaves import Source
 from pma_jax.merging.sources import open_source
@@ -158,7 +159,7 @@ def _expand(address: str, kind: str | None) -> tuple[list[tuple[str, str | None]
     if address.startswith("hf://"):
         places, notes = hub.expand(address)
         return [(place, hub.stage(place) if len(places) > 1 else None) for place in places], notes
-    path = Path(address)
+    path = locate(address)
     if (path / "run.json").is_file() and (path / "config.json").is_file():
         return _of_run(path, kind), []
     if kind is not None:
@@ -176,7 +177,11 @@ def _of_run(run: Path, kind: str | None) -> list[tuple[str, str | None]]:
     """A run's published snapshots: those that have their commit mark."""
     from pma_jax import config as configuration  # the dictionaries of its files cost more to import than a small merge
 
-    kind = kind or configuration.from_json((run / "config.json").read_text()).checkpoint.kinds[0]
+    path = run / "config.json"
+    try:
+        kind = kind or configuration.from_json(path.read_text()).checkpoint.kinds[0]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     steps = [step for step in (run / configuration.FOLDERS[kind]).glob("*") if step.name.isdigit()]
     published = [step for step in steps if (step / "commit_success.txt").is_file()]
     if not published:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from pma_jax.merging.digests import SegmentHasher
+from pma_jax.digests import SegmentHasher
 from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo
 from pma_jax.merging.plan import Plan, Unit
 from pma_jax.merging.runs import opened, read_run
@@ -93,7 +94,7 @@ def still_written(
 
 def segment_digests(leaf: LeafInfo, extents: Sequence[Extent], unit: Unit, checksum: str) -> list[str]:
     """The checksum of each segment of a unit as it lies on the disk."""
-    hasher, width = SegmentHasher(leaf.dtype, checksum), ITEM_BYTES[leaf.dtype]
+    hasher, width = SegmentHasher(ITEM_BYTES[leaf.dtype], checksum), ITEM_BYTES[leaf.dtype]
     buffer = np.empty(2**20, np.uint8)
     with opened([extent.path for extent in extents], os.O_RDONLY) as descriptors:
         for start in range(unit.start * width, unit.stop * width, len(buffer)):
@@ -107,12 +108,31 @@ def segment_digests(leaf: LeafInfo, extents: Sequence[Extent], unit: Unit, check
 def locked(work: Path, process: int) -> Iterator[None]:
     """Keeps a second process from doing the same work at the same time; the lock ends with the process.
 
+    The directory is made. Whoever ends removes it with the lock in it: the lock is ours if its file is still there.
+
     Raises:
         ValueError: another process holds it.
     """
-    with (work / f"lock.{process}").open("w") as file:
+    path = work / f"lock.{process}"
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{work}: another process is writing this; wait for it") from None
-        yield
+            file = path.open("w")
+        except FileNotFoundError:
+            continue
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{work}: another process is writing this; wait for it") from None
+            if not _is_still(file, path):
+                continue
+            yield
+            return
+
+
+def _is_still(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.digests import SEAL, check_seal
 from pma_jax.merging.leaves import ITEM_BYTES, Source
 from pma_jax.merging.safetensors_file import INDEX_LIMIT_BYTES, parse_json
 from pma_jax.merging.sources import progress_from_name
@@ -65,6 +66,10 @@ def open_tree(path: Path, subtree: str | None = None) -> Source:
     chosen, note = _choose_subtree(directory, paths, wanted)
     arrays = {name: read_array(store, name) for name in paths if _keys(paths[name])[: len(chosen)] == chosen}
     custom = (_read_json(path / _CHECKPOINT) or {}).get("custom_metadata") or {}
+    if isinstance(custom, dict):
+        check_seal(custom, path / _CHECKPOINT)
+        if SEAL in custom and not tree:
+            raise ValueError(f"{directory / _TREE}: is missing; the checkpoint is damaged")
     sharding = _read_json(directory / "_sharding") or {}
     encoded = {_base64(name) for name in arrays}
     metadata = {

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.buckets import RangeReader, is_bucket
+from pma_jax.digests import CHECKSUMS, SEGMENT_ELEMENTS
 from pma_jax.merging import kernels, sinks
-from pma_jax.merging.digests import CHECKSUMS, SEGMENT_ELEMENTS
 from pma_jax.merging.leaves import ITEM_BYTES, LeafInfo, Source, differences
 from pma_jax.merging.zstd_frames import DECODER_BYTES
 
@@ -149,6 +150,7 @@ def plan(
     streamed = frozenset(name for name in leaves if name not in decoded and not all(name in s.extents for s in sources))
     if streamed:
         each += len(sources) * DECODER_BYTES
+    each += sum(is_bucket(source.path) for source in sources) * RangeReader.AHEAD_BYTES
     threads = _plan_threads(each, threads, memory_limit_bytes - _BASE_BYTES - decode_bytes)
     notes = [note for source in sources for note in source.notes]
     if len({source.kind for source in sources}) > 1:

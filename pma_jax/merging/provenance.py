@@ -1,5 +1,6 @@
 """What a merged checkpoint is made of, written beside it, and checking that it still is."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 
 import pma_jax
+from pma_jax.buckets import locate
+from pma_jax.digests import CHECKSUMS, SEAL, SegmentHasher, checkpoint_digest, file_digest, leaf_digest
 from pma_jax.merging import kernels
-from pma_jax.merging.digests import CHECKSUMS, SegmentHasher, checkpoint_digest, file_digest, leaf_digest
 from pma_jax.merging.journal import Record, segment_digests
-from pma_jax.merging.leaves import LeafInfo, Source
+from pma_jax.merging.leaves import ITEM_BYTES, LeafInfo, Source
 from pma_jax.merging.plan import Plan, Unit
 from pma_jax.merging.safetensors_file import INDEX_LIMIT_BYTES, parse_json
 from pma_jax.merging.sources import open_source, read_bytes
@@ -89,6 +91,44 @@ def _versions() -> dict[str, str]:
     return versions | ({"ml-dtypes": sys.modules["ml_dtypes"].__version__} if "ml_dtypes" in sys.modules else {})
 
 
+def refuse_changed(plan: Plan, facts: Mapping[str, Any]) -> None:
+    """Compare what a merge read of its sources with the digests that these carry, if they do; costs no read.
+
+    Raises:
+        ValueError: a source is not what was written; names the source, the leaf and the files that hold it.
+    """
+    for source, entry in zip(plan.sources, facts["sources"], strict=True):
+        wanted = stored_digests(source, plan.checksum)
+        changed = [name for name, digest in entry["leaves"].items() if wanted.get(name, digest) != digest]
+        if changed:
+            raise ValueError(
+                f"{source.origin} is damaged: {len(changed)} leaves are not what was written: "
+                f"{', '.join(f'{name} ({files_of(source, name)})' for name in changed[:5])}"
+            )
+
+
+def stored_digests(source: Source, checksum: str) -> dict[str, str]:
+    """Leaf -> digest as a checkpoint carries them: a snapshot of ours in its metadata, a merge in its provenance.
+
+    Empty where it has none that this version knows, or of another checksum.
+    """
+    facts, item = source.metadata.get("custom", {}), source.metadata.get("item", "")
+    if SEAL not in facts:
+        facts, item = {}, ""
+        with contextlib.suppress(ValueError):
+            facts = read(source.path)
+    if facts.get("checksum") != checksum:
+        return {}
+    # A state has the leaves of its items, by the items' names.
+    return {name.removeprefix(f"{item}."): digest for name, digest in facts["leaves"].items()}
+
+
+def files_of(source: Source, name: str) -> str:
+    """The files that hold a leaf, for a message."""
+    paths = list(dict.fromkeys(str(extent.path) for extent in source.extents.get(name, ())))
+    return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "") or str(source.path)
+
+
 def rounding_note(plan: Plan, facts: Mapping[str, Any], row: int) -> str | None:
     """A warning, if rounding to the output's dtype loses more than merging gains."""
     ratio = facts["rounding_over_moved"]
@@ -136,16 +176,17 @@ def plan_digest(directory: Path) -> str | None:
 
 def content_digests(source: Source, checksum: str) -> dict[str, str]:
     """The digest of every leaf of a checkpoint; reads all of it."""
-    digests = {}
-    for name, leaf in source.leaves.items():
-        if name in source.extents:
-            segments = segment_digests(leaf, source.extents[name], Unit(name, 0, leaf.elements), checksum)
-        else:
-            hasher = SegmentHasher(leaf.dtype, checksum)
-            hasher.update(read_bytes(source, name, 0, leaf.elements))
-            segments = hasher.hexdigests()
-        digests[name] = leaf_digest(segments)
-    return digests
+    return {name: leaf_content_digest(source, name, checksum) for name in source.leaves}
+
+
+def leaf_content_digest(source: Source, name: str, checksum: str) -> str:
+    """The digest of one leaf of a checkpoint; reads all of it."""
+    leaf = source.leaves[name]
+    if name in source.extents:
+        return leaf_digest(segment_digests(leaf, source.extents[name], Unit(name, 0, leaf.elements), checksum))
+    hasher = SegmentHasher(ITEM_BYTES[leaf.dtype], checksum)
+    hasher.update(read_bytes(source, name, 0, leaf.elements))
+    return leaf_digest(hasher.hexdigests())
 
 
 def verify(directory: str | Path, with_sources: bool = False) -> list[str]:
@@ -158,7 +199,7 @@ def verify(directory: str | Path, with_sources: bool = False) -> list[str]:
     Raises:
         ValueError: the directory has no provenance, or is no checkpoint any more.
     """
-    directory = Path(directory)
+    directory = locate(directory)
     facts = read(directory)
     problems = _compare(directory.name, open_source(directory), facts)
     for name, digest in facts["files"].items():

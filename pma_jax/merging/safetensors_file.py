@@ -5,7 +5,6 @@ data. Nothing here imports more than numpy's neighbours: a merge of safetensors 
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -81,7 +80,7 @@ def read_header(path: Path) -> Header:
         ValueError: the file is not a safetensors file that the specification allows; one line.
     """
     with path.open("rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
+        file_bytes = path.stat().st_size
         prefix = file.read(8)
         if len(prefix) < 8:
             raise ValueError(f"{path}: {file_bytes} bytes is too short for a safetensors file; fetch it again")

@@ -166,7 +166,8 @@ def create(plan: Layout, directory: Path) -> None:
     for name, text in plan.texts.items():
         (directory / name).write_bytes(text)
     for name, path in plan.copies.items():
-        shutil.copyfile(path, directory / name)
+        with path.open("rb") as source, (directory / name).open("wb") as target:
+            shutil.copyfileobj(source, target)
 
 
 def places_in(plan: Layout, directory: Path) -> dict[str, tuple[Extent, ...]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.buckets import locate
 from pma_jax.merging import safetensors_file
 from pma_jax.merging.leaves import ITEM_BYTES, Source, numpy_dtype
 from pma_jax.merging.runs import opened, read_run
@@ -37,7 +38,7 @@ def open_source(address: str | Path, subtree: str | None = None) -> Source:
         from pma_jax.merging import hub
 
         return hub.open_revision(text, subtree)
-    path = Path(address)
+    path = locate(address)
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory")
     # Absolute, so that a plan means the same files wherever its process is.

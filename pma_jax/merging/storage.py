@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pma_jax.buckets import locate
+from pma_jax.digests import without_digests
 from pma_jax.merging import engine, recipes
 from pma_jax.merging.gather import Gathered, refuse_mixed_kinds, snapshot_facts, used
 from pma_jax.merging.leaves import Source
@@ -73,8 +75,8 @@ def merge_one(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Pa
 def outputs(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:
     """The directory of each merge: `out`, or one below it for each of several recipes."""
     if len(recipe_texts) == 1:
-        return [Path(out)]
-    return [Path(out) / text.replace(":", "-").replace("/", "-") for text in recipe_texts]
+        return [locate(out)]
+    return [locate(out) / text.replace(":", "-").replace("/", "-") for text in recipe_texts]
 
 
 def describe(made: Plan, gathered: Gathered, outs: Sequence[Path]) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def _merged_facts(sources: Sequence[Source]) -> dict[str, Any] | None:
     """What the merge says of itself where every input is a snapshot of ours: it is one too; None otherwise."""
     facts = [snapshot_facts(source) for source in sources]
     newest = facts[-1]
-    return newest | {"loss": None} if newest is not None and all(facts) else None
+    return without_digests(newest) | {"loss": None} if newest is not None and all(facts) else None
 
 
 def _bytes(count: int) -> str:

@@ -7,10 +7,11 @@ any file. What is compressed, or cut across rows, tensorstore decodes.
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pma_jax.buckets import is_bucket
 from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo
 from pma_jax.merging.safetensors_file import are_counts, parse_json
 from pma_jax.merging.zstd_frames import Frames, is_available
@@ -46,12 +47,22 @@ class Store:
         is_ocdbt: in an OCDBT database rather than in files.
         values: key -> (its place, None) or (None, its inline value), for an OCDBT database; empty for files.
         fills_missing: an absent chunk means zeros; otherwise it means damage.
+        sizes: what is known of the sizes of objects in a bucket.
     """
 
     directory: Path
     is_ocdbt: bool
     values: Mapping[str, tuple[Extent | None, bytes | None]]
     fills_missing: bool
+    sizes: dict[Path, int | None] = field(default_factory=dict)
+
+    def _size(self, path: Path) -> int | None:
+        """The size of a file in bytes, None if there is none; asked once of a bucket, as each answer takes a while."""
+        if not is_bucket(path):
+            return path.stat().st_size if path.is_file() else None
+        if path not in self.sizes:
+            self.sizes[path] = path.stat().st_size if path.is_file() else None
+        return self.sizes[path]
 
     def array_names(self) -> list[str]:
         """The names under which arrays are kept: those of their metadata, without its file name."""
@@ -66,11 +77,12 @@ class Store:
         """A small value, or None if there is none."""
         if not self.is_ocdbt:
             path = self.directory / key
-            return path.read_bytes() if path.is_file() and path.stat().st_size < 2**20 else None
+            size = self._size(path)
+            return path.read_bytes() if size is not None and size < 2**20 else None
         place, inline = self.values.get(key, (None, None))
         if place is None:
             return inline
-        if place.nbytes >= 2**20 or not place.path.is_file():
+        if place.nbytes >= 2**20 or self._size(place.path) is None:
             return None
         with place.path.open("rb") as file:
             file.seek(place.offset)
@@ -80,10 +92,12 @@ class Store:
         """Where a chunk lies, or None if it is absent, inline or shorter in the file than it should be."""
         if self.is_ocdbt:
             place = self.values.get(key, (None, None))[0]
-            is_there = place is not None and place.path.is_file()
-            return place if is_there and place.path.stat().st_size >= place.offset + place.nbytes else None
+            size = None if place is None else self._size(place.path)
+            is_there = place is not None and size is not None and size >= place.offset + place.nbytes
+            return place if is_there else None
         path = self.directory / key
-        return Extent(path, 0, path.stat().st_size) if path.is_file() else None
+        size = self._size(path)
+        return None if size is None else Extent(path, 0, size)
 
 
 @dataclass(frozen=True)
@@ -236,10 +250,16 @@ def _inner_nbytes(shard: Extent) -> int | None:
 
 
 def _kvstore(store: Store, name: str) -> dict[str, Any]:
-    base = f"file://{store.directory}/"
     if store.is_ocdbt:
-        return {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        return {"driver": "ocdbt", "base": _url(store.directory), "path": f"{name}/"}
+    if is_bucket(store.directory):
+        bucket, _, below = str(store.directory).partition("://")[2].partition("/")
+        return {"driver": "gcs", "bucket": bucket, "path": f"{below}/{name}/"}
     return {"driver": "file", "path": f"{store.directory}/{name}/"}
+
+
+def _url(directory: Path) -> str:
+    return f"{directory}/" if is_bucket(directory) else f"file://{directory}/"
 
 
 def open_store(directory: Path, fills_missing: bool) -> Store:
@@ -254,7 +274,7 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
 
     values: dict[str, tuple[Extent | None, bytes | None]] = {}
     try:
-        base = ts.KvStore.open(f"file://{directory}/").result()
+        base = ts.KvStore.open(_url(directory)).result()
         versions = ts.ocdbt.dump(base).result()["versions"]
         nodes = [versions[-1]["root"]["location"]] if versions else []
         while nodes:

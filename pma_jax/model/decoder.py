@@ -11,15 +11,15 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
 
 from pma_jax.config import ModelConfig
-from pma_jax.mesh import RULES
+from pma_jax.mesh import RULES, gathered
 from pma_jax.model.attention import attention, rotary_tables, rotate
+from pma_jax.model.embedding import embedded
 from pma_jax.model.experts import gated
 from pma_jax.model.initial import normal, ones
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
-from pma_jax.model.product import product
+from pma_jax.model.product import PRODUCT, product
 
 Params = dict  # nested: name -> array; the plain pytree that is trained, saved and merged
 
@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """int32 [B, L] -> float32 logits [B, L, V]. A loss takes `hidden` and `head`, and never holds all logits."""
-        (x_BxLxD, _), head_DxV = self.hidden(tokens_BxL), self.head()
+        (x_BxLxD, _), head_DxV = self.hidden(tokens_BxL), gathered(self.head())
         spec = RULES.spec("batch", None, "vocabulary")
         return jnp.einsum("bld,dv->blv", x_BxLxD, head_DxV, out_sharding=spec, preferred_element_type=jnp.float32)
 
@@ -117,17 +117,15 @@ class Decoder(nnx.Module):
         And what each layer's router sums up, stacked over T; no entries where the model is dense.
         """
         c = self.config
-        # The gather wants its table whole; rows that are not used cost no arithmetic.
-        table_VxD = jax.reshard(self.embedding_VxD[...], P(None, None)).astype(jnp.dtype(c.compute_dtype))
-        x_BxLxD = table_VxD.at[tokens_BxL].get(out_sharding=RULES.spec("batch", None, None))
+        x_BxLxD = embedded(self.embedding_VxD[...], tokens_BxL, jnp.dtype(c.compute_dtype))
         documents_BxL = None if c.separator_token < 0 else documents(tokens_BxL, c.separator_token)
         x_BxLxD, router = _through_blocks(self.blocks, x_BxLxD, documents_BxL, c)
         return rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon), router
 
     def head(self) -> jax.Array:
-        """The output projection [D, V] in the compute dtype, split along the vocabulary."""
+        """The output projection [D, V] in the compute dtype, split as its parameter is."""
         head_DxV = self.embedding_VxD[...].T if self.config.tie_embeddings else self.unembedding_DxV[...]
-        return _gathered(head_DxV, jnp.dtype(self.config.compute_dtype), 1, "vocabulary")
+        return head_DxV.astype(jnp.dtype(self.config.compute_dtype))
 
 
 @functools.partial(jax.checkpoint, static_argnums=2)  # keeps its inputs for the gradient, not their float32 forms
@@ -193,7 +191,7 @@ def _through_blocks(
     policies = {
         "none": step,
         "full": jax.checkpoint(step),
-        "dots": jax.checkpoint(step, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+        "dots": jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(PRODUCT)),
     }
     step = policies[config.remat]
     if config.scan_layers:
@@ -208,7 +206,7 @@ def _through_blocks(
 def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
     """[B, L, D] times [D, E …] -> [B, L, E …], the first dim of E split along the tensor axis."""
     B, L, D = x_BxLxD.shape
-    matrix_DxE = _gathered(matrix, x_BxLxD.dtype, 1, split).reshape(D, -1)
+    matrix_DxE = jnp.reshape(matrix.astype(x_BxLxD.dtype), (D, -1), out_sharding=RULES.spec("width", split))
     # Two flat dims: with three, XLA on CPU transposes the gradient before the product that makes the weight's.
     y_SxE = product(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", split))
     sharding = RULES.spec("batch", None, split, *[None] * (matrix.ndim - 2))
@@ -218,17 +216,10 @@ def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
 def _narrow(x_BxLxE: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
     """[B, L, E …] times [E …, D] -> [B, L, D]: sums over dims whose first is split along the tensor axis."""
     B, L, D = *x_BxLxE.shape[:2], matrix.shape[-1]
-    matrix_ExD = _gathered(matrix, x_BxLxE.dtype, 0, split).reshape(-1, D)
+    matrix_ExD = jnp.reshape(matrix.astype(x_BxLxE.dtype), (-1, D), out_sharding=RULES.spec(split, "width"))
     x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", split))
     y_SxD = product(x_SxE, matrix_ExD, RULES.spec("batch", None))
     return jnp.reshape(y_SxD, (B, L, D), out_sharding=RULES.spec("batch", None, None))
-
-
-def _gathered(matrix: jax.Array, dtype: jnp.dtype, split_dim: int, split: str) -> jax.Array:
-    """The matrix in the compute dtype, whole along `fsdp`; still split along the tensor axis at `split_dim`."""
-    dims: list[str | None] = [None] * matrix.ndim
-    dims[split_dim] = split
-    return jax.reshard(matrix.astype(dtype), RULES.spec(*dims))
 
 
 def _check_divides(config: ModelConfig) -> None:

@@ -11,8 +11,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pma_jax.model.grouped_product import grouped_product
+from pma_jax.model.product import PRODUCT
 
 AXIS = "expert"  # the mesh axis that splits the experts
 ROUND_SLACK = 1.25  # a round of the exchange holds so many times an even share; what is over waits for the next round
@@ -52,9 +54,7 @@ def _exchanged(
     """
     S, K = chosen_SxK.shape
     A, experts_here = S * K, matrices[0].shape[0]
-    # At most so many of a token's choices live on one device, as they are distinct.
-    most = S * min(K, experts_here)
-    C = min(_whole_tiles(math.ceil(ROUND_SLACK * A / parts)), most)
+    most, C = _most_rows(S, K, experts_here), round_rows(S, K, experts_here, parts)
     P = parts * C
     order_A, place_A, sizes_E = _sorted(chosen_SxK.reshape(-1), experts_here * parts)
     count_X = jnp.sum(sizes_E.reshape(parts, experts_here), axis=1)
@@ -94,6 +94,17 @@ def _exchanged(
     return jax.lax.cond(needed > 1, others, lambda done: done, done)
 
 
+def round_rows(tokens: int, experts_per_token: int, experts_here: int, parts: int) -> int:
+    """Rows that a device of the expert axis has room for in a round, to each other one: C."""
+    even = math.ceil(ROUND_SLACK * tokens * experts_per_token / parts)
+    return min(_whole_tiles(even), _most_rows(tokens, experts_per_token, experts_here))
+
+
+def _most_rows(tokens: int, experts_per_token: int, experts_here: int) -> int:
+    # At most so many of a token's choices live on one device, as they are distinct.
+    return tokens * min(experts_per_token, experts_here)
+
+
 def _whole_tiles(rows: int) -> int:
     # Grouped products on TPU pad rows to a multiple of this, with a copy.
     return -(-rows // 128) * 128 if rows > 128 else rows
@@ -101,9 +112,9 @@ def _whole_tiles(rows: int) -> int:
 
 def _gated_mlp(rows_PxD: jax.Array, sizes_e: jax.Array, matrices: Matrices) -> jax.Array:
     gate_exDxF, up_exDxF, down_exFxD = matrices
-    gate_PxF = grouped_product(rows_PxD, gate_exDxF, sizes_e)
-    up_PxF = grouped_product(rows_PxD, up_exDxF, sizes_e)
-    return grouped_product(gated(gate_PxF, up_PxF), down_exFxD, sizes_e)
+    gate_PxF = checkpoint_name(grouped_product(rows_PxD, gate_exDxF, sizes_e), PRODUCT)
+    up_PxF = checkpoint_name(grouped_product(rows_PxD, up_exDxF, sizes_e), PRODUCT)
+    return checkpoint_name(grouped_product(gated(gate_PxF, up_PxF), down_exFxD, sizes_e), PRODUCT)
 
 
 @jax.checkpoint  # keeps its two inputs for the gradient, and none of the three arrays between them

@@ -1,10 +1,11 @@
 """The product of rows, sorted by group, with one matrix a group: what a dropless mixture of experts computes.
 
-Legend: R rows, E groups, D the dim that is summed over, F the matrices' other dim, t rows of a block.
+Legend: R rows, E groups, D the dim that is summed over, F the matrices' other dim, t rows of a block, N blocks.
 
-On TPU it is Megablox (grouped matrix products in Pallas, after MegaBlocks, arXiv 2211.15841). Elsewhere it is a loop
-over the blocks of rows that there are, and a group without rows is never visited: `jax.lax.ragged_dot` lowers on CPU to
-a dense product over all groups, E times the arithmetic.
+On TPU it is Megablox (grouped matrix products in Pallas, after MegaBlocks, arXiv 2211.15841). Elsewhere rows are cut
+into blocks of one group each, and a group without rows is never visited: `jax.lax.ragged_dot` lowers on CPU and GPU to
+a dense product over all groups, E times the arithmetic. On NVIDIA's GPUs all blocks are one batched product; on other
+platforms a loop over the blocks that there are.
 """
 
 import functools
@@ -31,7 +32,12 @@ def _forward(
     rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     y_RxF = jax.lax.platform_dependent(
-        rows_RxD, matrices_ExDxF, sizes_E, tpu=_product_by_megablox, default=_product_by_blocks
+        rows_RxD,
+        matrices_ExDxF,
+        sizes_E,
+        tpu=_product_by_megablox,
+        cuda=_product_by_batch,
+        default=_product_by_blocks,
     )
     return y_RxF, (rows_RxD, matrices_ExDxF, sizes_E)
 
@@ -43,16 +49,19 @@ def _backward(saved: tuple[jax.Array, ...], g_RxF: jax.Array) -> tuple[jax.Array
         matrices_ExDxF,
         sizes_E,
         tpu=functools.partial(_product_by_megablox, transposed=True),
+        cuda=functools.partial(_product_by_batch, transposed=True),
         default=functools.partial(_product_by_blocks, transposed=True),
     )
-    d_matrices = jax.lax.platform_dependent(rows_RxD, g_RxF, sizes_E, tpu=_outer_by_megablox, default=_outer_by_blocks)
+    d_matrices = jax.lax.platform_dependent(
+        rows_RxD, g_RxF, sizes_E, tpu=_outer_by_megablox, cuda=_outer_by_batch, default=_outer_by_blocks
+    )
     return d_rows, d_matrices, None
 
 
 grouped_product.defvjp(_forward, _backward)
 
 
-# --- Blocks: any platform ---------------------------------------------------------------------------------------------
+# --- A loop over blocks: any platform ---------------------------------------------------------------------------------
 
 
 def _product_by_blocks(
@@ -114,6 +123,50 @@ def _blocks(
 
 def _padded(rows_RxD: jax.Array, extra: int) -> jax.Array:
     return jnp.pad(rows_RxD, ((0, extra), (0, 0)))
+
+
+# --- One batched product of all blocks: GPU ---------------------------------------------------------------------------
+
+# A loop would wait in every round for the host, which on a GPU takes as long as the block's product, and a block alone
+# does not fill the chip. The price: each block has a copy of its group's matrix, and up to E blocks are empty.
+
+
+def _product_by_batch(
+    rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array, transposed: bool = False
+) -> jax.Array:
+    index_Nxt, group_N, slot_R = _batch(rows_RxD.shape[0], sizes_E)
+    rows_NxtxD = rows_RxD.at[index_Nxt].get(mode="fill", fill_value=0)
+    product = "ntf,ndf->ntd" if transposed else "ntd,ndf->ntf"
+    y_NxtxF = jnp.einsum(product, rows_NxtxD, matrices_ExDxF[group_N], preferred_element_type=jnp.float32)
+    y_NxtxF = y_NxtxF.astype(rows_RxD.dtype)
+    return y_NxtxF.reshape(-1, y_NxtxF.shape[-1])[slot_R]
+
+
+def _outer_by_batch(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    index_Nxt, group_N, _ = _batch(rows_RxD.shape[0], sizes_E)
+    rows_NxtxD, g_NxtxF = (x.at[index_Nxt].get(mode="fill", fill_value=0) for x in (rows_RxD, g_RxF))
+    d_NxDxF = jnp.einsum("ntd,ntf->ndf", rows_NxtxD, g_NxtxF, preferred_element_type=jnp.float32)
+    # Summed by a product: a scatter would add atomically, in another order each time. Empty blocks add zeros.
+    of_group_ExN = (jnp.arange(sizes_E.shape[0])[:, None] == group_N).astype(jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if rows_RxD.dtype == jnp.float32 else None
+    return jnp.einsum("en,ndf->edf", of_group_ExN, d_NxDxF, precision=precision).astype(rows_RxD.dtype)
+
+
+def _batch(rows: int, sizes_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The rows of each block [N, t] (past the last row where it has fewer), its group [N], and each row's place [R]."""
+    E = sizes_E.shape[0]
+    # A quarter of an even share, in whole tiles, as of those the empty blocks cost a quarter of the arithmetic.
+    t = min(-(-rows // (4 * E * 128)) * 128, rows)
+    blocks_E = -(-sizes_E // t)
+    end_E, end_row_E = jnp.cumsum(blocks_E), jnp.cumsum(sizes_E)
+    first_E, first_row_E = end_E - blocks_E, end_row_E - sizes_E
+    block_N = jnp.arange(-(-rows // t) + E)
+    group_N = jnp.minimum(jnp.searchsorted(end_E, block_N, side="right", method="compare_all"), E - 1)
+    within_Nxt = (block_N - first_E[group_N])[:, None] * t + jnp.arange(t)
+    index_Nxt = jnp.where(within_Nxt < sizes_E[group_N][:, None], first_row_E[group_N][:, None] + within_Nxt, rows)
+    row_R = jnp.arange(rows)
+    group_R = jnp.minimum(jnp.searchsorted(end_row_E, row_R, side="right", method="compare_all"), E - 1)
+    return index_Nxt, group_N, first_E[group_R] * t + row_R - first_row_E[group_R]
 
 
 # --- Megablox: TPU ----------------------------------------------------------------------------------------------------

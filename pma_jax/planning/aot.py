@@ -29,15 +29,16 @@ from pma_jax.training.step import make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The devices of one slice of TPUs, to compile for."""
+    """The devices of a slice of TPUs, or of several, to compile for."""
 
-    name: str  # such as v5p:4x4x8
+    name: str  # such as v5p:4x4x8, or 2*v5p:4x4x8
     chip: Chip
     devices: tuple[jax.Device, ...]
+    slices: int = 1
 
     @property
     def chips(self) -> int:
-        """Chips of the slice; some have two devices."""
+        """Chips of all slices; some have two devices."""
         return len(self.devices) // self.chip.devices
 
 
@@ -56,7 +57,7 @@ class Report:
     program: hlo.Program | None = dataclasses.field(default=None, repr=False)
     compiler_flops: float | None = None  # its cost analysis, where the body of a loop counts once
     compiler_bytes: float | None = None  # the same, bytes read and written anywhere
-    kernel_flops: float = 0.0  # of the attention's kernels, which declare none: what the model needs of them
+    kernel_flops: float = 0.0  # what the model needs of its hand-written kernels
 
     @property
     def bytes(self) -> int:
@@ -66,14 +67,18 @@ class Report:
 
 
 def tpu_topology(name: str) -> Topology:
-    """The devices of a slice such as `v5p:4x4x8`; nothing is started.
+    """The devices of a slice such as `v5p:4x4x8`, or of two as `2*v5p:4x4x8`; nothing is started.
 
     Raises ValueError where libtpu is not installed, and for a name that it does not know.
     """
-    chip = CHIPS.get(name.partition(":")[0])
-    shape = re.fullmatch(r"[^:]+:([1-9]\d*(?:x[1-9]\d*){1,2})", name)
-    if chip is None or shape is None:
-        raise ValueError(f"unknown topology {name!r}: give a chip and a shape, one of {known_topologies()}")
+    parts = re.fullmatch(r"(?:([1-9]\d*)\*)?([^:*]+):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
+    chip = CHIPS.get(parts[2]) if parts else None
+    if parts is None or chip is None:
+        raise ValueError(
+            f"unknown topology {name!r}: give a chip and a shape, one of {known_topologies()}; of several slices how "
+            "many first, such as 2*v5e:4x4"
+        )
+    slices, one_slice = int(parts[1] or 1), f"{parts[2]}:{parts[3]}"
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise ValueError("compiling for TPU needs its compiler, which is not installed: pip install 'pma-jax[plan]'")
     # No TPU is looked for, none is claimed, and another process may do the same.
@@ -85,14 +90,16 @@ def tpu_topology(name: str) -> Topology:
     options: dict[str, Any] = {}
     if chip.config:
         options["chip_config_name"] = chip.config
-    if all(size == "1" for size in shape[1].split("x")):
+    if slices > 1:
+        options["num_slices"] = slices
+    if all(size == "1" for size in parts[3].split("x")):
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        found = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **options)
     except Exception as error:
-        known = known_topologies(name.partition(":")[0])
+        known = known_topologies(parts[2])
         raise ValueError(f"libtpu knows no topology {name!r} ({_first_line(error)}): give one of {known}") from error
-    return Topology(name, chip, tuple(found.devices))
+    return Topology(name, chip, tuple(found.devices), slices)
 
 
 def programs(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], jax.stages.Lowered]]:

@@ -1,6 +1,7 @@
 """What chips can do, what a decoder needs, and the time that the one takes for the other at the very least."""
 
 import dataclasses
+import math
 
 from pma_jax.config import ModelConfig
 from pma_jax.planning import counts, hlo
@@ -17,6 +18,9 @@ class Chip:
     memory_bytes: int  # HBM
     memory_bytes_per_second: float
     network_bytes_per_second: float  # ICI: what a chip can send over all its links at once
+    slice_network_bytes_per_second: (
+        float | None
+    )  # a chip's share of its hosts' network, between slices; None: not known
     devices: int  # that JAX sees in a chip; memory and links are shared out among them
     shapes: tuple[str, ...]  # of slices that Google Cloud names; others may compile too
     source: str
@@ -26,28 +30,52 @@ class Chip:
 # ICI is published as what one direction carries (1600 Gbit/s) or both together (400 GB/s): the same links.
 CHIPS = {
     "v4": Chip(
-        275e12, 32 * 2**30, 1.2e12, 300e9, 1, _TORUS, "cloud.google.com/tpu/docs/v4: 2400 Gbit/s of ICI", "megacore"
+        275e12,
+        32 * 2**30,
+        1.2e12,
+        300e9,
+        None,
+        1,
+        _TORUS,
+        "cloud.google.com/tpu/docs/v4: 2400 Gbit/s of ICI",
+        "megacore",
     ),
     "v5e": Chip(
-        197e12, 16 * 2**30, 819e9, 200e9, 1, _FLAT, "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s in both directions"
+        197e12,
+        16 * 2**30,
+        819e9,
+        200e9,
+        6.4e12 / 8 / 256,
+        1,
+        _FLAT,
+        "cloud.google.com/tpu/docs/v5e: ICI 400 GB/s in both directions, 6.4 Tbit/s to the data center from 256 chips",
     ),
     "v5p": Chip(
         459e12,
         95 * 2**30,
         2765e9,
         600e9,
+        None,
         1,
         (*_TORUS, "16x16x16", "16x16x24"),
         "cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s in both directions",
     ),
     "v6e": Chip(
-        918e12, 32 * 2**30, 1638e9, 400e9, 1, _FLAT, "cloud.google.com/tpu/docs/v6e: ICI 800 GB/s in both directions"
+        918e12,
+        32 * 2**30,
+        1638e9,
+        400e9,
+        25.6e12 / 8 / 256,
+        1,
+        _FLAT,
+        "cloud.google.com/tpu/docs/v6e: ICI 800 GB/s in both directions, 25.6 Tbit/s to the data center from 256 chips",
     ),
     "tpu7x": Chip(
         2307e12,
         192 * 2**30,
         7380e9,
         600e9,
+        None,
         2,
         _TORUS,
         "cloud.google.com/tpu/docs/tpu7x: ICI 1200 GB/s in both directions",
@@ -100,27 +128,30 @@ class Roofline:
 
     compute_seconds: float
     memory_seconds: float
-    network_seconds: float
+    network_seconds: float  # inside a slice
+    slice_network_seconds: float  # between slices; 0 where a chip's figure is not known
 
     @property
     def seconds(self) -> float:
-        """The program is not quicker: everything overlaps, and the slowest of the three goes at its peak."""
+        """The program is not quicker: everything overlaps, and the slowest of them goes at its peak."""
         return max(dataclasses.astuple(self))
 
     @property
     def limit(self) -> str:
-        """Which of the three that is."""
-        return max(("compute", "memory", "network"), key=lambda name: getattr(self, f"{name}_seconds"))
+        """Which of them that is."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return max(names, key=lambda name: getattr(self, name)).removesuffix("_seconds").replace("_", " ")
 
 
 def roofline(program: hlo.Program, chip: Chip, kernel_flops: float = 0.0) -> Roofline:
     """The least time on one device of `chip`: its compiled products, memory traffic and collectives (as rings).
 
-    `kernel_flops` are those of kernels that declare none.
+    `kernel_flops` are those of its hand-written kernels.
     """
     sent = sum(c.times * c.sent_bytes for c in counts.collectives(program))
     return Roofline(
         (counts.product_flops(program) + kernel_flops) / (chip.flops_per_second / chip.devices),
         counts.bytes_moved(program) / (chip.memory_bytes_per_second / chip.devices),
         sent / (chip.network_bytes_per_second / chip.devices),
+        counts.slice_bytes(program) * chip.devices / (chip.slice_network_bytes_per_second or math.inf),
     )

@@ -1,7 +1,7 @@
 """What one device does in a compiled program: collectives, matrix products, memory traffic.
 
 XLA's own cost analysis counts the body of a loop once, however often it runs; a scanned decoder is one loop. Here every
-instruction counts as often as the loops around it run.
+instruction counts as often as the loops around it run, and of a condition the shortest branch.
 """
 
 import dataclasses
@@ -65,14 +65,25 @@ def collectives(program: Program) -> list[Collective]:
         group = _group_devices(instruction, program.devices)
         if kind == "all-reduce" and computation != home and _only_slices(inside, instruction.name):
             kind = "reduce-scatter"  # XLA for TPU writes it as a sum of which each device keeps its slice
-        found.append(Collective(kind, given * group if kind == "all-gather" else given, group, times))
+        if times:
+            found.append(Collective(kind, given * group if kind == "all-gather" else given, group, times))
     missed = [name for name in program.computations.keys() - reached if _has_collective(program.computations[name])]
     assert not missed, f"collectives in computations that nothing seems to run: {missed}"
     return found
 
 
+def slice_bytes(program: Program) -> int:
+    """Bytes that a device sends to other slices: XLA for TPU hands them to the hosts, which add up and bring back."""
+    total = 0
+    for _, computation, instruction, times in executed(program):
+        if instruction.opcode == "send" and "megascale" in instruction.attributes:
+            inside = program.computations[computation]
+            total += times * sum(array.bytes for array in arrays_of(inside, instruction.operands[0]))
+    return total
+
+
 def product_flops(program: Program) -> int:
-    """FLOPs of all matrix products, 2 a multiply-add, of kernels as they declare them; no element-wise work."""
+    """FLOPs of all matrix products outside of hand-written kernels, 2 a multiply-add; no element-wise work."""
     total = 0
     for _, computation, instruction, times in executed(program):
         inside = program.computations[computation]
@@ -82,15 +93,26 @@ def product_flops(program: Program) -> int:
             total += times * 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[d] for d in dims)
         elif instruction.opcode == "convolution":
             total += times * _convolution_flops(inside, instruction)
-        elif instruction.opcode == "custom-call":
-            total += times * (_declared_flops(instruction) or 0)
     return total
 
 
-def kernels_without_flops(program: Program) -> int:
-    """Hand-written kernels that run and do not declare their FLOPs: `product_flops` is too low by theirs."""
-    kernels = [i for _, _, i, _ in executed(program) if '="tpu_custom_call"' in i.attributes]
-    return sum(_declared_flops(kernel) is None for kernel in kernels)
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The hand-written kernels that a program runs."""
+
+    declared_flops: int  # of those that declare them, by the shapes of their buffers
+    silent: int  # how many declare none
+
+
+def kernels(program: Program) -> Kernels:
+    """What the program's kernels say of themselves."""
+    declared, silent = 0, 0
+    for _, _, instruction, times in executed(program):
+        if instruction.opcode == "custom-call" and times:
+            flops = _declared_flops(instruction)
+            declared += times * (flops or 0)
+            silent += flops is None and '="tpu_custom_call"' in instruction.attributes
+    return Kernels(declared, silent)
 
 
 def bytes_moved(program: Program) -> int:

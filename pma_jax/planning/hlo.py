@@ -84,7 +84,7 @@ def parse(text: str) -> Program:
 
 def loops(program: Program) -> list[int | None]:
     """The trips of every loop that runs, outer ones first; None where the text does not tell."""
-    whiles = [(home, i) for home, _, i, _ in executed(program) if i.opcode == "while"]
+    whiles = [(home, i) for home, _, i, times in executed(program) if i.opcode == "while" and times]
     return [_trips(program, home, instruction) for home, instruction in whiles]
 
 
@@ -138,9 +138,10 @@ def arrays_of(computation: dict[str, Instruction], name: str) -> tuple[Array, ..
 def executed(
     program: Program, name: str | None = None, times: int = 1, home: str | None = None
 ) -> Iterator[tuple[str, str, Instruction, int]]:
-    """(computation that is not a fusion's, computation, instruction, times) of all that runs.
+    """(computation that is not a fusion's, computation, instruction, times) of all that can run.
 
-    Of a condition every branch counts: an upper bound.
+    Of a condition the shortest branch runs, and what is in the others runs 0 times: what is counted is the least that
+    the program does. The exchange of experts has its further rounds behind one, which a balanced router does not need.
     """
     name = name or program.entry
     home = home or name
@@ -155,8 +156,15 @@ def executed(
             listed = instruction.attribute("branch_computations") or ""
             keys = ("to_apply", "calls", "true_computation", "false_computation")
             named = [*listed.split(","), *[instruction.attribute(key) or "" for key in keys]]
-            for callee in filter(None, map(called_name, named)):
-                yield from executed(program, callee, times)
+            called = [callee for callee in map(called_name, named) if callee]
+            shortest = min(called, key=lambda callee: _length(program, callee)) if len(called) > 1 else None
+            for callee in called:
+                yield from executed(program, callee, times if shortest in (None, callee) else 0)
+
+
+def _length(program: Program, name: str) -> int:
+    """Instructions that a computation runs."""
+    return sum(times for _, _, _, times in executed(program, name))
 
 
 def called_name(name: str | None) -> str:
@@ -165,7 +173,7 @@ def called_name(name: str | None) -> str:
 
 
 def _trips(program: Program, home: str, loop: Instruction) -> int | None:
-    """How often a loop runs: as XLA notes it, or from a condition `i < constant` of an `i` that goes up by ones."""
+    """How often a loop runs: as XLA notes it, or from `i < constant` of an `i` that goes up by a constant."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if noted:
         return int(noted[1])
@@ -180,8 +188,11 @@ def _trips(program: Program, home: str, loop: Instruction) -> int | None:
     body = program.computations[called_name(loop.attribute("body"))]
     first = _constant(before, _element(before.get(loop.operands[0]), index))
     after = body.get(_element(next(i for i in body.values() if i.is_root), index))
-    goes_up = after is not None and after.opcode == "add" and 1 in [_constant(body, name) for name in after.operands]
-    return limit - first if first is not None and goes_up else None
+    if first is None or after is None or after.opcode != "add":
+        return None
+    steps = [step for step in (_constant(body, name) for name in after.operands) if step is not None]
+    # XLA for TPU unrolls the loops that it turns a product and its collective into: they go up by twos.
+    return max(-(-(limit - first) // steps[0]), 0) if len(steps) == 1 and steps[0] > 0 else None
 
 
 def _element(made: Instruction | None, index: int) -> str:

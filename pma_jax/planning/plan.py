@@ -7,10 +7,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from pma_jax import config as configuration
-from pma_jax.config import Config
+from pma_jax.config import Config, ModelConfig
 from pma_jax.mesh import mesh_over
-from pma_jax.model.decoder import parameter_count
+from pma_jax.model import experts
+from pma_jax.model.decoder import activated_count, parameter_count
 from pma_jax.planning import aot, cost, counts, hlo, storage
 from pma_jax.training.state import abstract_state
 
@@ -46,13 +49,14 @@ def plan(
     for name, lower in aot.programs(config, mesh).items():
         say(f"compiling the {name.replace('_', ' ')} for {topology.name}")
         report = aot.compile_program(lower, mesh)
-        reports[name] = dataclasses.replace(report, kernel_flops=_kernel_flops(config, topology, name, report))
+        reports[name] = dataclasses.replace(report, kernel_flops=_kernel_flops(config, mesh, name, report))
     stored = storage.storage(config, state)
     return {
         "config_digest": configuration.digest(config),
-        "versions": _versions(),
+        "versions": versions(),
         "topology": {
             "name": topology.name,
+            "slices": topology.slices,
             "chips": topology.chips,
             "devices": len(topology.devices),
             "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices,
@@ -64,6 +68,9 @@ def plan(
         },
         "mesh": dict(mesh.shape),
         "parameters": parameter_count(state.params),
+        "activated_parameters": activated_count(state.params, config.model),
+        "parameter_leaves": len(jax.tree.leaves(state.params)),
+        "largest_leaf_bytes_per_device": max(map(storage.device_bytes, jax.tree.leaves(state.params))),
         "programs": {name: _program(report, topology.chip) for name, report in reports.items()},
         "training": _training(config, topology, reports["train_step"]),
         "storage": stored,
@@ -72,17 +79,32 @@ def plan(
     }
 
 
-def _kernel_flops(config: Config, topology: aot.Topology, name: str, report: aot.Report) -> float:
-    """What a device's attention needs, where its kernels do not declare it; what they recompute is left out."""
-    if report.program is None or not counts.kernels_without_flops(report.program):
+def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, report: aot.Report) -> float:
+    """What a device needs of its hand-written kernels.
+
+    Attention's declare nothing: what the model needs, without what they recompute. Those of experts declare the product
+    of all rows that their buffers hold: of these, what the rows of a balanced router fill.
+    """
+    if report.program is None or name == "merge":
         return 0.0
-    length = config.training.sequence_length_tokens
-    passes, sequences = {
-        "train_step": (3, config.training.batch_size_sequences),
-        "evaluation_step": (1, config.evaluation.batch_size_sequences),
+    length, devices = config.training.sequence_length_tokens, mesh.size
+    passes, sequences, microbatches = {
+        "train_step": (3, config.training.batch_size_sequences, config.training.accumulation_steps),
+        "evaluation_step": (1, config.evaluation.batch_size_sequences, 1),
     }[name]
-    attention = cost.forward_flops(config.model, length)["attention"]
-    return passes * attention * sequences * length / len(topology.devices)
+    kernels = counts.kernels(report.program)
+    attention = cost.forward_flops(config.model, length)["attention"] if kernels.silent else 0.0
+    tokens = sequences // microbatches * length * mesh.shape["tensor"] // devices
+    filled = _filled_share(config.model, tokens, mesh.shape["expert"])
+    return passes * attention * sequences * length / devices + kernels.declared_flops * filled
+
+
+def _filled_share(model: ModelConfig, tokens: int, parts: int) -> float:
+    """Of the rows of an exchange between `parts` devices, the share that `tokens` on each of them fill."""
+    if not model.experts or parts == 1:
+        return 1.0
+    even = tokens * model.experts_per_token / parts
+    return even / experts.round_rows(tokens, model.experts_per_token, model.experts // parts, parts)
 
 
 def refusals(numbers: dict[str, Any]) -> list[str]:
@@ -91,7 +113,8 @@ def refusals(numbers: dict[str, Any]) -> list[str]:
     return [f"the {name.replace('_', ' ')}: {p['refusal']}" for name, p in programs if not p["compiled"]]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what a plan depends on."""
     names = ["pma-jax", "jax", "jaxlib", *(["libtpu"] if importlib.util.find_spec("libtpu") else [])]
     return {name: importlib.metadata.version(name) for name in names}
 
@@ -123,13 +146,14 @@ def _program(report: aot.Report, chip: cost.Chip) -> dict[str, Any]:
     return found | {
         "memory": memory,
         "product_flops": counts.product_flops(report.program),
-        "kernels_without_flops": counts.kernels_without_flops(report.program),
+        "kernels": dataclasses.asdict(counts.kernels(report.program)),
         "kernel_flops": report.kernel_flops,
         "bytes_moved": counts.bytes_moved(report.program),
         "cost_analysis_loops_once": {"flops": report.compiler_flops, "bytes_accessed": report.compiler_bytes},
         "loop_trips": hlo.loops(report.program),
         "aliased_outputs": report.program.aliased_outputs,
         "collectives": kinds,
+        "slice_bytes": counts.slice_bytes(report.program),
         "roofline": dataclasses.asdict(bound) | {"seconds": bound.seconds, "limit": bound.limit},
     }
 
@@ -184,7 +208,7 @@ def as_text(numbers: dict[str, Any]) -> str:
     where, programs = numbers["topology"], numbers["programs"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in numbers["mesh"].items())
     title = (
-        f"{_count(numbers['parameters'])} parameters on {where['name']}: {where['chips']} chips, "
+        f"{_parameters(numbers)} on {where['name']}: {where['chips']} chips, "
         f"{where['devices']} devices with {_memory(where['device_memory_bytes'])} each, mesh {mesh}"
     )
     rows = [["a device's share of", *[name.replace("_", " ") for name in programs]]]
@@ -205,10 +229,15 @@ _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
     "outputs": lambda p: _memory(p["memory"]["output_bytes"]),
     "  of them in place": lambda p: _memory(p["memory"]["aliased_bytes"]),
     "memory, with code": lambda p: f"{_memory(p['memory']['bytes'])} ({p['memory']['share_of_memory']:.0%})",
-    "products": lambda p: f"{_count(p['product_flops'])} FLOP",
+    "products": lambda p: f"{_count(p['product_flops'] + p['kernel_flops'])} FLOP",
     "memory traffic": lambda p: _bytes(p["bytes_moved"]),
     "roofline": lambda p: f"{_seconds(p['roofline']['seconds'])} ({p['roofline']['limit']})",
 }
+
+
+def _parameters(numbers: dict[str, Any]) -> str:
+    total, activated = numbers["parameters"], numbers["activated_parameters"]
+    return f"{_count(total)} parameters" + (f", {_count(activated)} a token," if activated < total else "")
 
 
 def _run_lines(numbers: dict[str, Any]) -> list[str]:
@@ -226,17 +255,26 @@ def _notes(programs: dict[str, Any]) -> list[str]:
         name = name.replace("_", " ")
         if None in program.get("loop_trips", []):
             notes.append(f"note: a loop of the {name} counts once: its text does not tell how often it runs")
-        if program.get("kernels_without_flops"):
-            kernels = f"{program['kernels_without_flops']} kernels of the {name}"
+        if program.get("slice_bytes") and not program["roofline"]["slice_network_seconds"]:
+            notes.append(f"note: how fast slices of this chip talk is not known: no bound of the {name} has it")
+        kernels = program.get("kernels", {"silent": 0, "declared_flops": 0})
+        if kernels["silent"]:
             notes.append(
-                f"note: {kernels} do not say how many FLOPs they are: its roofline counts what attention needs"
+                f"note: {kernels['silent']} kernels of the {name} do not say how many FLOPs they are: "
+                "what attention needs counts"
+            )
+        if kernels["declared_flops"]:
+            notes.append(
+                f"note: the experts' kernels of the {name} declare {_count(kernels['declared_flops'])} FLOP for their "
+                "buffers: what a balanced router fills counts, and one round of exchange"
             )
     return notes
 
 
 def _collectives_line(name: str, program: dict[str, Any]) -> str:
     kinds = [f"{of['count']} {kind} of {_bytes(of['payload_bytes'])}" for kind, of in program["collectives"].items()]
-    return f"collectives of the {name.replace('_', ' ')}: {', '.join(kinds) or 'none'}"
+    between = f"; {_bytes(program['slice_bytes'])} to other slices" if program["slice_bytes"] else ""
+    return f"collectives of the {name.replace('_', ' ')}: {', '.join(kinds) or 'none'}{between}"
 
 
 def _training_lines(run: dict[str, Any]) -> list[str]:

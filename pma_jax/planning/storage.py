@@ -1,12 +1,11 @@
 """What a run leaves on disk, and the time to write and to merge it."""
 
 import math
-import types
 
 import jax
 
 from pma_jax.config import Config
-from pma_jax.retention import KeepStates, KeepWindows
+from pma_jax.retention import kept_snapshots, kept_states
 from pma_jax.training.state import TrainState
 
 
@@ -41,12 +40,12 @@ def storage(config: Config, state: TrainState) -> dict[str, object]:
     """
     keep = config.checkpoint
     snapshots, states = snapshot_marks(config), state_marks(config)
-    kept = _preserved(KeepWindows(config), snapshots)
-    kept_states = _preserved(KeepStates(config), states)
+    kept = sum(kept_snapshots(config, snapshots))
+    states_kept = sum(kept_states(config, states))
     snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)
     # The old one goes when the new one is there.
-    beside = len(keep.kinds) * (kept < len(snapshots)) * snapshot_bytes + (kept_states < len(states)) * state_bytes
-    at_end = len(keep.kinds) * kept * snapshot_bytes + kept_states * state_bytes
+    beside = len(keep.kinds) * (kept < len(snapshots)) * snapshot_bytes + (states_kept < len(states)) * state_bytes
+    at_end = len(keep.kinds) * kept * snapshot_bytes + states_kept * state_bytes
     return {
         "snapshot_bytes": snapshot_bytes,
         "state_bytes": state_bytes,
@@ -57,7 +56,7 @@ def storage(config: Config, state: TrainState) -> dict[str, object]:
         "snapshots_saved_of_each_kind": len(snapshots),
         "snapshots_kept_of_each_kind": kept,
         "states_saved": len(states),
-        "states_kept": kept_states,
+        "states_kept": states_kept,
         "bytes_at_the_end": at_end,
         "bytes_at_most": at_end + beside,
         "block_mean_bytes_per_device": 0 if state.block is None else device_bytes(state.block),
@@ -87,8 +86,3 @@ def _horizon(config: Config) -> int:
 def _step_end(config: Config, tokens: int) -> int:
     """Tokens at the end of the step that reaches `tokens`."""
     return -(-tokens // config.batch_tokens) * config.batch_tokens
-
-
-def _preserved(rule: KeepWindows | KeepStates, marks: list[int]) -> int:
-    saved = [types.SimpleNamespace(metrics={"tokens": tokens}) for tokens in marks]
-    return sum(rule.should_preserve(saved, context=None))

@@ -1,11 +1,12 @@
 """A new run from another run's full state: to anneal, to change the data, to try another rate."""
 
+import contextlib
 import json
 from collections.abc import Iterable
 
 from etils import epath
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, hosts, run_lock
 from pma_jax import config as configuration
 from pma_jax.checkpoint import Run, SavedState
 from pma_jax.config import Config
@@ -31,19 +32,28 @@ def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -
     """
     check_mesh(config, make_mesh(config.mesh))  # first: listing states starts JAX, and the devices are then settled
     saved = _state_at(source, at_tokens)
-    origin = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
-    if checkpoint.is_run(workdir):
-        run = checkpoint.open_run(workdir)
-        if run.facts.get("forked_from") != origin:
-            raise ValueError(f"{workdir} holds another run: choose a --workdir that does not exist")
-        return run
-    if config.is_horizon(saved.tokens):
+    folder = checkpoint.absolute(workdir)
+    if config.is_horizon(saved.tokens) and not checkpoint.is_run(folder):
         raise ValueError(
             f"nothing is left to train at {saved.tokens:,} of {config.training.total_tokens:,} tokens: fork from an "
             "earlier state, or raise training.total_tokens"
         )
+    return hosts.first_then_all(lambda: _locked_fork(source, saved, config, folder))
+
+
+def _locked_fork(source: Run, saved: SavedState, config: Config, folder: epath.Path) -> Run:
+    with run_lock.held(folder) if hosts.is_first() else contextlib.nullcontext():
+        return _fork(source, saved, config, folder)
+
+
+def _fork(source: Run, saved: SavedState, config: Config, folder: epath.Path) -> Run:
+    origin = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
+    if checkpoint.is_run(folder):
+        run = checkpoint.open_run(folder)
+        if run.facts.get("forked_from") != origin:
+            raise ValueError(f"{folder} holds another run: choose a --workdir that does not exist")
+        return run
     facts = run_facts(shards.prepare(config.data), config)
-    folder = checkpoint.absolute(workdir)
     checkpoint.copy_state(saved, folder)
     return checkpoint.create_run(folder, config, facts | {"forked_from": origin})
 

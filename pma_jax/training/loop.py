@@ -11,21 +11,22 @@ import jax
 import numpy as np
 from etils import epath
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, hosts, run_lock
 from pma_jax import config as configuration
+from pma_jax.buckets import check_bucket
 from pma_jax.checkpoint import Run, Snapshot
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
 from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
 from pma_jax.evaluation.loss import evaluate, on_mesh
 from pma_jax.merging import preview
-from pma_jax.mesh import check_mesh, make_mesh
+from pma_jax.mesh import check_mesh, make_mesh, rows_here
 from pma_jax.model.decoder import graph_definition, parameter_count
-from pma_jax.training import block_mean
+from pma_jax.training import block_mean, finite, preemption, resuming
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.starting import check_start, starting_state
-from pma_jax.training.state import abstract_state
+from pma_jax.training.state import TrainState, abstract_state
 from pma_jax.training.step import make_train_step
 
 RECORDS = {"point": "evaluation", "block_mean": "block_mean"}  # kind of snapshot -> kind of its record in the metrics
@@ -37,32 +38,44 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     Raises ValueError when `workdir` holds a run of another configuration (naming the keys that differ), or the data
     cannot be read.
     """
-    # --- Data, prepared once and cached by digest; devices; the run -----------------------------------------------
-    tokens = shards.prepare(config.data)
+    check_bucket(workdir)  # before the hours that data may take
+    # --- Data, prepared once and cached by digest; devices; the run, which no other process may train ---------------
+    tokens = shards.prepare(config.data, progress=hosts.is_first())
     shards.check_tokens(tokens, config.model)
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     check_start(config, workdir)
-    run = open_or_create(config, workdir, run_facts(tokens, config))
-    resumed = run.newest_state
-    if resumed and config.is_horizon(resumed.tokens):
-        return run
-
-    # --- Model, and the newest state, or a fresh one --------------------------------------------------------------
-    abstract = abstract_state(config, mesh)
     with contextlib.ExitStack() as stack:
+        notice = stack.enter_context(preemption.watched())
+        taken_over = hosts.first_enters(stack, lambda: run_lock.held(checkpoint.absolute(workdir)))
+        run = hosts.first_then_all(lambda: open_or_create(config, workdir, run_facts(tokens, config)))
+        newest = run.newest_state
+        if newest and config.is_horizon(newest.tokens):
+            return run
+
+        # --- Model, and the newest whole state, or a fresh one ----------------------------------------------------
         stack.enter_context(jax.set_mesh(mesh))
+        abstract = abstract_state(config, mesh)
         graph = graph_definition(config.model)
-        state = checkpoint.restore_state(resumed, abstract) if resumed else starting_state(config, abstract)
+        told = [taken_over] if taken_over else []
+        resuming.clear_away(run, told.append)
+        resumed, state = resuming.newest_whole_state(run, abstract, told.append)
+        if resumed is None:
+            state = starting_state(config, abstract)
         step, seen, position = (resumed.step, resumed.tokens, resumed.position) if resumed else (0, 0, 0)
+        for kind in config.checkpoint.kinds:
+            resuming.whole_snapshots(run, kind, seen, abstract.params, told.append)
 
         # --- Where things go --------------------------------------------------------------------------------------
-        log = MetricsLog(run, seen, writes=jax.process_index() == 0)
+        log = MetricsLog(run, seen, writes=hosts.is_first())
         stack.callback(log.close)
+        for line in told:
+            log.say(line)
         snapshot_writers = {
             kind: stack.enter_context(checkpoint.snapshot_writer(run, kind)) for kind in config.checkpoint.kinds
         }
         state_writer = stack.enter_context(checkpoint.state_writer(run))
+        stack.enter_context(hosts.no_farewell())
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"
         log.say(f"{size:.3f}M parameters on {devices}, {begins} {config.training.total_tokens:,} tokens")
@@ -71,8 +84,9 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         held_out = held_out_batches(tokens, config, mesh)
         window = preview.Window(max(config.preview.windows, default=0))
         settled = [s for s in run.snapshots if config.preview.start_tokens <= s.tokens <= seen]
-        for old in settled[max(len(settled) - window.size, 0) :]:
-            window.add(old.tokens, checkpoint.restore_params(old, abstract.params))
+        newest_few = settled[max(len(settled) - window.size, 0) :]
+        for at, params in resuming.newest_unbroken(run, newest_few, abstract.params, log.say):
+            window.add(at, params)
 
         # --- The loop: a step is dispatched before the metrics of the last one are fetched ------------------------
         train_step = make_train_step(config, graph)
@@ -80,12 +94,17 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             tokens,
             config.training,
             position=position,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            rows=rows_here(mesh, config.training.batch_size_sequences),
         )
-        clock = Clock(seen)
+        clock, began = Clock(seen), step
         pending: tuple[dict[str, Any], dict[str, jax.Array]] | None = None
         while not config.is_horizon(seen):
+            if preemption.asked(notice, step):
+                if step > began:
+                    _write_train_record(log, config, clock, pending, state)
+                    log.sync()
+                    checkpoint.save_state(state_writer, state, step, seen, position)
+                raise preemption.stopped(notice, step, seen, is_saved=step > began)
             rate = learning_rate(config.schedule, config.training.total_tokens, seen + config.batch_tokens)
             state, metrics = train_step(state, on_mesh(mesh, next(stream)), rate)
             step, seen, position = (
@@ -96,9 +115,12 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             if state.block is not None and config.is_block_add(seen):
                 state = dataclasses.replace(state, block=block_mean.add(state.block, state.params))
             last, pending = pending, ({"kind": "train", "tokens": seen, "step": step, "learning_rate": rate}, metrics)
-            _write_train_record(log, config, clock, last)
+            _write_train_record(log, config, clock, last, state)
 
             if config.is_snapshot(seen):
+                # Before anything is saved: was the last step finite too?
+                _write_train_record(log, config, clock, pending, state)
+                pending = None
                 with clock.paused():
                     weights = {"point": state.params}  # kind -> parameters; points are evaluated even if not saved
                     if state.block is not None:
@@ -107,6 +129,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
                         state = dataclasses.replace(state, block=block_mean.restarted(block))
                     for kind, params in weights.items():
                         loss = evaluate(graph, params, held_out)
+                        finite.check_loss(loss, kind, step, seen)
                         log.write({"kind": RECORDS[kind], "tokens": seen, "step": step, "loss": loss})
                         if kind in snapshot_writers:
                             snapshot = Snapshot(run.path, step, seen, loss, config, kind=kind)
@@ -120,11 +143,12 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
                         )
             if config.is_state(seen):
                 # A state vouches for every record up to it: resuming from it does not write them again.
-                _write_train_record(log, config, clock, pending)
+                _write_train_record(log, config, clock, pending, state)
                 pending = None
+                log.sync()
                 with clock.paused():
                     checkpoint.save_state(state_writer, state, step, seen, position)
-        _write_train_record(log, config, clock, pending)
+        _write_train_record(log, config, clock, pending, state)
     return run
 
 
@@ -181,13 +205,18 @@ class Clock:
 
 
 def _write_train_record(
-    log: MetricsLog, config: Config, clock: Clock, pending: tuple[dict[str, Any], dict[str, jax.Array]] | None
+    log: MetricsLog,
+    config: Config,
+    clock: Clock,
+    pending: tuple[dict[str, Any], dict[str, jax.Array]] | None,
+    state: TrainState,
 ) -> None:
     if pending is None:
         return
     record, metrics = pending
     # Fetching waits for that step, and so keeps at most two in flight.
     numbers = {name: np.asarray(value).item() for name, value in metrics.items() if name != "count"}
+    finite.check_record(record, numbers, state.params)
     if config.is_mark(record["tokens"], config.training.log_interval_tokens) or config.is_horizon(record["tokens"]):
         speed = clock.lap(record["tokens"])
         timing = {"tokens_per_second": speed, "seconds": clock.seconds()}

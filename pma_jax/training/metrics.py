@@ -1,17 +1,25 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard, and the terminal."""
 
 import json
+import os
 import sys
+import time
 from typing import Any
 
 import rich.console
 import rich.progress
 from etils import epath
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
 
 from pma_jax.checkpoint import Run, read_records
 from pma_jax.config import Config
+from pma_jax.line_file import LineFile
+from pma_jax.steps import writing
 
+_Event: Any = vars(event_pb2)["Event"]  # protobuf makes it when it is imported: no type checker sees it
+_START = 1  # SessionLog.START: TensorBoard drops what an earlier process drew from there on
 Record = dict[str, Any]  # always: kind (train | evaluation | block_mean | preview), tokens
 
 
@@ -30,8 +38,8 @@ class MetricsLog:
         temporary = run.path / ".metrics.jsonl.writing"
         temporary.write_text("".join(_line(r) for r in kept))
         temporary.replace(path)
-        self._file = path.open("a")
-        self._board = SummaryWriter(_tensorboard_folder(run.path), purge_step=tokens + 1)
+        self._path, self._file = path, LineFile(path)
+        self._board = _Curves(run.path / "tensorboard", tokens + 1)
         self._console = rich.console.Console(stderr=True)
         self._bar = _progress_bar(self._console, run.config, tokens)
         self._bar.start()
@@ -40,10 +48,9 @@ class MetricsLog:
         """Append one record. Numbers are Python's, so that the JSON holds every digit."""
         if not self._writes:
             return
-        self._file.write(_line(record))
-        self._file.flush()
-        for tag, value in _scalars(record):
-            self._board.add_scalar(tag, value, record["tokens"])
+        with writing(self._path):
+            self._file.write(_line(record))
+            self._board.add(_scalars(record), record["tokens"])
         shown = _shown(record)
         self._bar.update(self._task, completed=record["tokens"], description=shown)
         if not self._console.is_terminal:
@@ -58,12 +65,38 @@ class MetricsLog:
         if self._writes:
             self._console.print(line, highlight=False, soft_wrap=True)
 
+    def sync(self) -> None:
+        """Every record is where a process that resumes finds it: before a state that vouches for them."""
+        if self._writes:
+            with writing(self._path):
+                self._file.sync()
+
     def close(self) -> None:
         """Flush and close everything."""
         if self._writes:
             self._bar.stop()
-            self._board.close()
-            self._file.close()
+            with writing(self._path):
+                self._file.close()
+                self._board.close()
+
+
+class _Curves:
+    """TensorBoard's events, written by the thread that trains.
+
+    tensorboardX's own writer has a thread: on a full disk that dies, and training waits for it for ever.
+    """
+
+    def __init__(self, folder: epath.Path, begins: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
+        self._writer.write_event(_Event(step=begins, session_log={"status": _START}))
+
+    def add(self, scalars: list[tuple[str, float]], step: int) -> None:
+        for tag, value in scalars:
+            self._writer.write_event(_Event(wall_time=time.time(), step=step, summary=summary.scalar(tag, value)))
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def _line(record: Record) -> str:
@@ -98,7 +131,3 @@ def _progress_bar(console: rich.console.Console, config: Config, tokens: int) ->
     )
     bar.add_task("starting", total=config.training.total_tokens, completed=tokens)
     return bar
-
-
-def _tensorboard_folder(run: epath.Path) -> str:
-    return str(run / "tensorboard")

@@ -1,4 +1,9 @@
-"""What a new run begins with: random weights, or those of a snapshot, such as an imported model."""
+"""What a new run begins with: random weights, or those of a snapshot, such as an imported model.
+
+A router's bias is no weight (`model.moe`). Where the snapshot has one, the run must keep one, and begins with it:
+without it other experts would be chosen. Where the snapshot has none, as models of Hugging Face have none, a run that
+keeps one begins it at zero, which chooses as none does.
+"""
 
 import dataclasses
 
@@ -6,11 +11,18 @@ from etils import epath
 
 from pma_jax import checkpoint
 from pma_jax.checkpoint import Snapshot
-from pma_jax.config import Config
+from pma_jax.config import Config, ModelConfig
+from pma_jax.model.decoder import Params
+from pma_jax.model.moe import BIAS
 from pma_jax.training.state import TrainState, make_state
 
 # Keys of the model that may differ from the snapshot's: the weights mean the same.
 _FREE = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
+# Keys that only one kind of model reads.
+_DENSE = frozenset({"hidden"})
+_MIXTURE = frozenset(
+    {"experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized", "router_bias"}
+)
 
 
 def check_start(config: Config, workdir: epath.PathLike) -> None:
@@ -30,16 +42,33 @@ def starting_state(config: Config, abstract: TrainState) -> TrainState:
     state = make_state(config)
     if not config.training.start_from:
         return state
-    return dataclasses.replace(state, params=checkpoint.restore_params(_snapshot(config), abstract.params))
+    snapshot = _snapshot(config)
+    if not _has_bias(config.model) or _has_bias(snapshot.config.model):
+        return dataclasses.replace(state, params=checkpoint.restore_params(snapshot, abstract.params))
+    params = checkpoint.restore_params(snapshot, _without_bias(abstract.params))
+    params["blocks"]["moe"][BIAS] = state.params["blocks"]["moe"][BIAS]  # zero
+    return dataclasses.replace(state, params=params)
 
 
 def _snapshot(config: Config) -> Snapshot:
     path = config.training.start_from
     snapshot = checkpoint.find_snapshots([path])[-1]
     ours, theirs = dataclasses.asdict(config.model), dataclasses.asdict(snapshot.config.model)
+    free = _FREE | (_DENSE if snapshot.config.model.experts else _MIXTURE)
+    if _has_bias(config.model) and not _has_bias(snapshot.config.model):
+        free |= {"router_bias"}
     differing = [
-        f"--config.model.{key}={value}" for key, value in theirs.items() if value != ours[key] and key not in _FREE
+        f"--config.model.{key}={value}" for key, value in theirs.items() if value != ours[key] and key not in free
     ]
     if differing:
         raise ValueError(f"training.start_from: {path} is another model: give {' '.join(differing)}")
     return snapshot
+
+
+def _has_bias(model: ModelConfig) -> bool:
+    return model.experts > 0 and model.router_bias
+
+
+def _without_bias(params: Params) -> Params:
+    moe = {name: leaf for name, leaf in params["blocks"]["moe"].items() if name != BIAS}
+    return params | {"blocks": params["blocks"] | {"moe": moe}}

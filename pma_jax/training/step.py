@@ -93,7 +93,11 @@ def accumulate(
         tokens_AxbxM = jnp.moveaxis(tokens_bxAxM, 1, 0)
 
         def add(total, tokens_bxM):
-            return jax.tree.map(jnp.add, total, gradient(params, tokens_bxM)), None
+            # XLA for TPU would take sums over devices out of the loop, and fails at those that are split on the way.
+            found = jax.lax.platform_dependent(
+                gradient(params, tokens_bxM), tpu=jax.lax.optimization_barrier, default=lambda found: found
+            )
+            return jax.tree.map(jnp.add, total, found), None
 
         shapes = jax.eval_shape(gradient, params, tokens_AxbxM[0])
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes)

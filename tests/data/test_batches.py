@@ -72,9 +72,15 @@ def test_starting_at_a_position_is_skipping_that_many_sequences(position):
 @pytest.mark.parametrize("position", [0, 13 * B])
 def test_processes_together_read_what_one_reads(count, position):
     alone = take(20, position=position)
-    parts = [take(20, position=position, process_index=p, process_count=count) for p in range(count)]
+    parts = [take(20, position=position, rows=rows) for rows in np.split(np.arange(B), count)]
     for step in range(20):
         assert (np.concatenate([part[step] for part in parts]) == alone[step]).all()
+
+
+def test_rows_need_not_lie_beside_each_other():
+    rows = np.array([1, 2, 6])
+    for part, whole in zip(take(20, position=13, rows=rows), take(20, position=13), strict=True):
+        assert (part == whole[rows]).all()
 
 
 def test_a_fork_with_another_batch_size_goes_on_with_unseen_windows():
@@ -99,19 +105,18 @@ def test_windows_are_slices_of_the_concatenated_stream(data):
 @pytest.mark.parametrize("wanted", [1, L, L * B, L * B + 1, 700, 999])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_validation_reads_exactly_the_first_tokens_in_order(wanted, count):
-    def read(process):
+    def read(rows):
         return list(
             batches.validation_batches(
                 TOKENS,
                 sequence_length_tokens=L,
                 tokens_wanted=wanted,
                 batch_size_sequences=B,
-                process_index=process,
-                process_count=count,
+                rows=rows,
             )
         )
 
-    parts = [read(process) for process in range(count)]
+    parts = [read(rows) for rows in (np.split(np.arange(B), count) if count > 1 else [None])]
     assert len({len(part) for part in parts}) == 1
     targets = []
     for step in range(len(parts[0])):
@@ -124,14 +129,9 @@ def test_validation_reads_exactly_the_first_tokens_in_order(wanted, count):
 
 
 def test_impossible_requests_are_one_clear_line():
-    def validation(wanted=10, size=B, count=1):
+    def validation(wanted):
         return batches.validation_batches(
-            TOKENS,
-            sequence_length_tokens=L,
-            tokens_wanted=wanted,
-            batch_size_sequences=size,
-            process_index=0,
-            process_count=count,
+            TOKENS, sequence_length_tokens=L, tokens_wanted=wanted, batch_size_sequences=B
         )
 
     short = tokens_of(np.arange(L))
@@ -139,10 +139,6 @@ def test_impossible_requests_are_one_clear_line():
         take(1, tokens=short)
     with pytest.raises(ValueError, match=r"evaluation\.tokens is 1000 but the held-out split can predict 999"):
         validation(wanted=1000)
-    with pytest.raises(ValueError, match="a batch of 8 sequences does not divide over 3 processes"):
-        take(1, process_index=0, process_count=3)
-    with pytest.raises(ValueError, match="does not divide over 3"):
-        validation(count=3)
     assert len(take(1, tokens=tokens_of(np.arange(L + 1)))) == 1, "one window is enough"
 
 

@@ -1,14 +1,21 @@
 """The chunked loss: float64 numpy's sums and gradients on any mesh, and never all logits at once."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pma_jax.config import Config, ModelConfig, TrainingConfig
 from pma_jax.evaluation.cross_entropy import cross_entropy
 from pma_jax.mesh import AXES, RULES
+from pma_jax.model.decoder import graph_definition
+from pma_jax.training.state import abstract_state
+from pma_jax.training.step import make_train_step
 
-B, L, D, V, WEIGHT = 8, 7, 6, 16, 0.05
+B, L, D, V, WEIGHT = 8, 7, 8, 16, 0.05
 RNG = np.random.default_rng(0)
 X, HEAD = RNG.standard_normal((B, L, D)).astype(np.float32), RNG.standard_normal((D, V)).astype(np.float32)
 TARGETS = RNG.integers(-1, V, (B, L)).astype(np.int32)
@@ -33,7 +40,7 @@ def test_sums_and_gradients_are_numpys(sizes, chunk_tokens):
     mesh = jax.make_mesh((*sizes, 1), AXES, devices=jax.devices()[: int(np.prod(sizes))])
     with jax.set_mesh(mesh):
         x = jax.device_put(X, RULES.spec("batch", None, None))
-        head = jax.device_put(HEAD, RULES.spec(None, "vocabulary"))
+        head = jax.device_put(HEAD, RULES.spec("width", "vocabulary"))
         targets = jax.device_put(TARGETS, RULES.spec("batch", None))
 
         @jax.jit
@@ -71,3 +78,25 @@ def test_memory_is_that_of_a_chunk(dtype):
     every_logit = 4 * rows * 256 * vocabulary
     assert temporaries(rows * 256) >= every_logit
     assert temporaries(chunk) < every_logit / 8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+def test_no_array_of_a_compiled_train_step_holds_all_logits(sizes, tied):
+    """Neither they, nor their gradient, in any dtype: nothing has as many numbers as a device's share of them."""
+    model = ModelConfig(512, width=16, layers=1, heads=2, kv_heads=2, head_dim=8, hidden=32, logits_chunk_tokens=64)
+    config = Config(
+        model=dataclasses.replace(model, tie_embeddings=tied),
+        training=TrainingConfig(sequence_length_tokens=64, batch_size_sequences=16),
+    )
+    devices = int(np.prod(sizes))
+    mesh = jax.make_mesh((*sizes, 1), AXES, devices=jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        step = make_train_step(config, graph_definition(config.model))
+        sharding = jax.NamedSharding(mesh, RULES.spec("batch", None))
+        tokens = jax.ShapeDtypeStruct((16, 65), np.int32, sharding=sharding)
+        text = step.lower(abstract_state(config, mesh), tokens, 1e-3).compile().as_text()
+    shapes = re.findall(r"\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]", text)
+    largest = max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
+    assert 64 * 512 / sizes[2] <= largest < 16 * 64 * 512 / devices, "a chunk's logits are there, and no more"

@@ -27,9 +27,10 @@ from hf_models import (
     write_theirs,
 )
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, digests
 from pma_jax import config as configuration
 from pma_jax.cli import main
+from pma_jax.config import MeshConfig
 from pma_jax.data import shards
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.interop import hf, hf_weights
@@ -147,12 +148,13 @@ def test_a_merge_in_bfloat16_is_kept_so(tmp_path):
     assert wide["bytes"] == 2 * made["bytes"]
 
 
-def test_every_verb_takes_an_imported_model(tmp_path, workspace, capsys):
-    tensors = write_theirs(tmp_path / "theirs", QWEN3)
+@pytest.mark.parametrize("kind", ["qwen3", "mixture"])
+def test_every_verb_takes_an_imported_model(tmp_path, workspace, capsys, kind):
+    tensors = write_theirs(tmp_path / "theirs", hf_models.model(kind))
     tokenizing.bytes_tokenizer().save(tmp_path / "theirs" / "tokenizer.json")
     for name in ("one", "two"):
         assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / name)]) == 0
-    assert "Qwen3ForCausalLM, " in capsys.readouterr().out
+    assert f"{hf_models.ARCHITECTURES[hf_models.model_type(hf_models.model(kind))]}, " in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "one"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == sum(values.size for values in tensors.values())
     assert main(["merge", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "merged")]) == 0
@@ -189,20 +191,26 @@ def test_a_revision_of_the_hub_comes_in_with_its_step_and_tokens(tmp_path, monke
     assert_same(read_theirs(tmp_path / "theirs"), tensors)
 
 
-def test_an_export_is_cut_into_shards_that_hold_whole_layers(tmp_path):
-    write_ours(tmp_path / "ours", config("llama"))
+@pytest.mark.parametrize(("kind", "last"), [("llama", "mlp.up_proj"), ("mixture", "mlp.experts.3.down_proj")])
+def test_an_export_is_cut_into_shards_that_hold_whole_layers(tmp_path, kind, last):
+    write_ours(tmp_path / "ours", config(kind))
     made = hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs", shard_bytes=20_000)
     index = json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == made["bytes"]
-    assert index["weight_map"].keys() == shapes(hf_models.model("llama")).keys()
-    files = [index["weight_map"][f"model.layers.{layer}.mlp.up_proj.weight"] for layer in range(3)]
+    assert index["weight_map"].keys() == shapes(hf_models.model(kind)).keys()
+    files = [index["weight_map"][f"model.layers.{layer}.{last}.weight"] for layer in range(3)]
     assert files == sorted(files) and len(set(index["weight_map"].values())) > 2
     for file in set(index["weight_map"].values()):
         assert (tmp_path / "theirs" / file).stat().st_size < 25_000
 
 
-def test_a_leaf_is_held_at_a_time_not_the_model(tmp_path):
-    made = configuration.resolve({"model": hf_models.SIZES | {"width": 128, "hidden": 512, "layers": 24}})
+@pytest.mark.parametrize(
+    "sizes",
+    [{"layers": 24, "hidden": 512}, hf_models.MIXTURE | {"layers": 6, "experts": 4, "expert_hidden": 512}],
+    ids=["dense", "mixture"],
+)
+def test_a_tensor_is_held_at_a_time_not_the_model(tmp_path, sizes):
+    made = configuration.resolve({"model": hf_models.SIZES | {"width": 128} | sizes})
     params = write_ours(tmp_path / "ours", made)
     model_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     tensor_bytes = 4 * 128 * 512
@@ -224,6 +232,69 @@ def test_neither_way_needs_jax(tmp_path):
     words = [sys.executable, "-c", code, str(tmp_path)]
     ended = subprocess.run(words, capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_snapshot_of_a_mesh_that_splits_its_experts_goes_out_with_few_reads(tmp_path, monkeypatch):
+    made = config("mixture")
+    params = write_ours(tmp_path / "whole", made)
+    mesh = dataclasses.replace(made, mesh=MeshConfig(data=1, fsdp=2, expert=4))
+    write_ours(tmp_path / "split", mesh)
+    reads, read_bytes = [], hf.read_bytes
+    monkeypatch.setattr(hf, "read_bytes", lambda *args: reads.append(args) or read_bytes(*args))
+    hf.export_snapshot(tmp_path / "split", tmp_path / "from-split")
+    # Each leaf once: its chunks hold all layers.
+    assert len(reads) == len(jax.tree.leaves(params))
+    # Cut into bounded pieces, the same.
+    monkeypatch.setattr(hf, "_TOGETHER_BYTES", 4 * 3 * 16 * 12)
+    hf.export_snapshot(tmp_path / "split", tmp_path / "in-pieces")
+    hf.export_snapshot(tmp_path / "whole", tmp_path / "from-whole")
+    for name in ("from-split", "in-pieces"):
+        assert_same(read_theirs(tmp_path / name), read_theirs(tmp_path / "from-whole"))
+
+
+# --- The bias of a router ---------------------------------------------------------------------------------------------
+
+
+def with_bias(tmp_path: Path, value: float) -> Path:
+    """A snapshot of the mixture with a router's bias that is zero but for one number."""
+    made = configuration.resolve({"model": hf_models.SIZES | hf_models.MIXTURE | {"router_bias": True}})
+
+    def zeroed(params):
+        bias = np.zeros_like(params["blocks"]["moe"]["router_bias_E"])
+        bias[1, 2] = value
+        params["blocks"]["moe"]["router_bias_E"] = bias
+
+    write_ours(tmp_path / "ours", made, change=zeroed)
+    return tmp_path / "ours"
+
+
+def test_a_bias_that_is_zero_is_left_out_and_told(tmp_path):
+    ours = with_bias(tmp_path, 0.0)
+    said = hf.export_snapshot(ours, tmp_path / "theirs")
+    assert any("router's bias" in note for note in said["notes"])
+    hf.import_model(tmp_path / "theirs", tmp_path / "again")
+    assert not checkpoint.read_snapshot(tmp_path / "again").config.model.router_bias
+    assert_logits(our_logits(tmp_path / "again"), our_logits(ours), 1e-6)
+
+
+@pytest.mark.parametrize("value", [1e-3, -1e-3, float("nan")])
+def test_a_bias_that_chooses_is_refused(tmp_path, value):
+    ours = with_bias(tmp_path, value)
+    assert_refused(tmp_path / "theirs", "blocks.moe.router_bias_E is up to", hf.export_snapshot, ours)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"router_scores": "sigmoid"}, "model.router_scores is 'sigmoid'"),
+        ({"shared_experts": 1}, "model.shared_experts is 1"),
+        ({"qk_norm": False}, "model.qk_norm is False"),
+    ],
+)
+def test_a_mixture_of_another_kind_is_refused(tmp_path, model, says):
+    made = configuration.resolve({"model": hf_models.SIZES | hf_models.MIXTURE | model})
+    write_ours(tmp_path / "ours", made)
+    assert_refused(tmp_path / "theirs", says, hf.export_snapshot, tmp_path / "ours")
 
 
 # --- What is refused, and leaves nothing ------------------------------------------------------------------------------
@@ -260,6 +331,55 @@ def test_an_import_with_a_leaf_that_does_not_fit_names_it(tmp_path, how):
     assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / "theirs")
 
 
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop(EXPERT), f"1 differ: {EXPERT} is missing"),
+        (lambda t: t.update({EXPERT.replace(".3.", ".4."): t[EXPERT]}), "experts.4.up_proj.weight has no home"),
+        (lambda t: t.update({EXPERT: t[EXPERT].T.copy()}), f"{EXPERT} is (16, 12), not (12, 16)"),
+        (lambda t: t.pop("model.layers.2.mlp.gate.weight"), "model.layers.2.mlp.gate.weight is missing"),
+        (lambda t: t.update({"model.layers.2.mlp.gate.weight": np.zeros((5, 16), np.float32)}), "is (5, 16), not"),
+        (
+            lambda t: t.update({"model.layers.0.mlp.gate.e_score_correction_bias": np.zeros(4, np.float32)}),
+            "model.layers.0.mlp.gate.e_score_correction_bias has no home in Qwen3MoeForCausalLM",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.shared_expert.up_proj.weight": t[EXPERT]}),
+            "mlp.shared_expert.up_proj.weight has no home",
+        ),
+    ],
+)
+def test_an_import_of_a_mixture_with_a_leaf_that_does_not_fit_names_it(tmp_path, change, says):
+    made = hf_models.model("mixture")
+    tensors = write_theirs(tmp_path / "whole", made)
+    change(tensors)
+    write_directory(tmp_path / "theirs", made, tensors)
+    assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / "theirs")
+
+
+def test_fused_experts_are_named_beside_what_is_missing(tmp_path):
+    made = hf_models.model("mixture")
+    tensors = write_theirs(tmp_path / "whole", made)
+    left = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for layer in range(made.layers):
+        left[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.zeros((4, 24, 16), np.float32)
+        left[f"model.layers.{layer}.mlp.experts.down_proj"] = np.zeros((4, 16, 12), np.float32)
+    write_directory(tmp_path / "theirs", made, left)
+    for says in ("experts.0.gate_proj.weight is missing", "experts.gate_up_proj has no home"):
+        assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / "theirs")
+
+
+def test_a_number_of_experts_that_is_not_there_is_named(tmp_path):
+    for count, says in ((3, "experts.3.gate_proj.weight has no home"), (5, "experts.4.gate_proj.weight is missing")):
+        write_theirs(tmp_path / str(count), hf_models.model("mixture"), num_experts=count)
+        assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / str(count))
+    write_theirs(tmp_path / "many", hf_models.model("mixture"), num_experts=10**11)
+    assert_refused(tmp_path / "ours", "3 layers of 100000000000 experts", hf.import_model, tmp_path / "many")
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -272,8 +392,9 @@ def test_an_export_with_a_leaf_that_does_not_fit_names_it(tmp_path, model, says)
     write_ours(tmp_path / "ours", config("llama"))
     path = tmp_path / "ours" / "_CHECKPOINT_METADATA"
     facts = json.loads(path.read_text())
-    facts["custom_metadata"]["config"]["model"] |= model
-    path.write_text(json.dumps(facts))
+    custom = digests.without_digests(facts["custom_metadata"])  # what is edited does not keep its seal
+    custom["config"]["model"] |= model
+    path.write_text(json.dumps(facts | {"custom_metadata": custom}))
     assert_refused(tmp_path / "theirs", says, hf.export_snapshot, tmp_path / "ours")
 
 
@@ -281,7 +402,7 @@ def test_an_export_with_a_leaf_that_does_not_fit_names_it(tmp_path, model, says)
     ("fields", "says"),
     [
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "config.json: rope_scaling is of the type 'llama3'"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "a mixture of experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "model_type is 'llama', and architectures says Qwen3Moe"),
         ({"num_hidden_layers": 9000}, "9000 layers"),
         ({"hidden_size": 8}, "model.embed_tokens.weight is (256, 16), not (256, 8)"),
     ],
@@ -333,6 +454,16 @@ def test_one_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch, capsys, e
     err = capsys.readouterr().err
     assert status == (130 if isinstance(error, KeyboardInterrupt) else 1) and len(err.splitlines()) == 1
     assert not list((tmp_path / "deep").iterdir())
+
+
+def test_what_a_mixture_was_trained_with_leaves_as_it_came(tmp_path):
+    for name, fields in {"said": {"router_aux_loss_coef": 0.0}, "silent": {}}.items():
+        write_theirs(tmp_path / name, hf_models.model("mixture"), **fields, num_experts=None, num_local_experts=4)
+        hf.import_model(tmp_path / name, tmp_path / f"{name}-ours")
+        hf.export_snapshot(tmp_path / f"{name}-ours", tmp_path / f"{name}-out")
+        described = json.loads((tmp_path / f"{name}-out" / "config.json").read_text())
+        assert {key: described[key] for key in described if key == "router_aux_loss_coef"} == fields
+        assert described["num_experts"] == 4 and described["architectures"] == ["Qwen3MoeForCausalLM"]
 
 
 # --- Copies of what the configuration says ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ LLAMA = {
     "num_key_value_heads": 2,
 }
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
+MIXTURE = QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 12}
 OURS = ModelConfig(vocabulary_size=128, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=48, rope_theta=5e5)
 
 
@@ -26,7 +27,7 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
         OURS, qk_norm=qk_norm, tie_embeddings=tie, norm_epsilon=3e-5, attention_window_tokens=window
     )
     fields = to_hf(
-        model, dtype="bfloat16", max_position_embeddings=64, token_ids={"eos_token_id": 3, "bos_token_id": None}
+        model, dtype="bfloat16", max_position_embeddings=64, others={"eos_token_id": 3, "bos_token_id": None}
     )
     assert from_hf(fields) == (model, ())
     assert fields["eos_token_id"] == 3 and fields["bos_token_id"] is None
@@ -57,7 +58,11 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM, a mixture of experts"),
+        ({"model_type": "mixtral"}, "model_type is 'mixtral', and architectures says"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size is 512"),
+        ({"qkv_bias": True}, "qkv_bias is True"),
         ({"architectures": [["x"]]}, "[['x']], not one class"),
         ({"architectures": None}, "architectures is []"),
         ({"architectures": ["LlamaForCausalLM", "x"]}, "not one class"),
@@ -73,11 +78,107 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
         ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
     ],
 )
-@pytest.mark.parametrize("base", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("base", [LLAMA, QWEN3, MIXTURE], ids=["llama", "qwen3", "mixture"])
 def test_what_the_decoder_does_not_have_is_named(base, fields, says):
     with pytest.raises(ValueError) as raised:
         from_hf(base | fields)
     assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_experts": 4, "num_local_experts": 8}, "num_experts is 4 and num_local_experts is 8"),
+        ({"num_experts_per_tok": 9}, "experts_per_token (9) is more than the 8"),
+        ({"num_experts_per_tok": 2.0}, "num_experts_per_tok is 2.0"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers is 1"),
+        ({"use_qk_norm": False}, "use_qk_norm is False"),
+        ({"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers is 2: versions of transformers"),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, "the decoder has one for all"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
+    ],
+)
+def test_what_is_wrong_with_a_mixture_is_named(fields, says):
+    with pytest.raises(ValueError) as raised:
+        from_hf(MIXTURE | fields)
+    assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("window", [0, 9])
+def test_a_mixture_there_and_back_is_the_same(normalized, window):
+    model = dataclasses.replace(
+        OURS,
+        qk_norm=True,
+        experts=6,
+        experts_per_token=3,
+        expert_hidden=20,
+        router_normalized=normalized,
+        router_bias=False,
+        attention_window_tokens=window,
+    )
+    fields = to_hf(
+        model, dtype="float32", max_position_embeddings=64, others={"eos_token_id": 3, "router_aux_loss_coef": 0.0}
+    )
+    assert from_hf(fields) == (model, ())
+    assert fields["model_type"] == "qwen3_moe" and fields["router_aux_loss_coef"] == 0
+
+
+def test_the_fields_of_the_models_on_the_hub_are_known():
+    """All that the config.json of two mixtures on the hub have: the one of 30B-A3B, and what Coder has besides."""
+    base = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    model, notes = from_hf(base)
+    assert notes == ()
+    assert (model.experts, model.experts_per_token, model.expert_hidden, model.layers) == (128, 8, 768, 48)
+    assert model.router_normalized and not model.router_bias and not model.shared_experts and model.qk_norm
+    coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    assert from_hf(base | coder) == (model, ())
+
+
+def test_all_that_keeps_a_mixture_from_going_out_is_named():
+    other = dataclasses.replace(OURS, experts=4, shared_experts=1, router_scores="sigmoid")
+    with pytest.raises(ValueError) as raised:
+        to_hf(other, dtype="float32", max_position_embeddings=64, others={})
+    for says in ("model.qk_norm is False", "model.router_scores is 'sigmoid'", "model.shared_experts is 1"):
+        assert says in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +201,11 @@ def test_what_is_absent_is_what_transformers_takes_it_to_be():
     assert not llama.tie_embeddings and not llama.qk_norm
     qwen3 = from_hf({name: value for name, value in QWEN3.items() if name != "head_dim"})[0]
     assert qwen3.head_dim == 128 and qwen3.qk_norm
+    few = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    mixture = from_hf({name: MIXTURE[name] for name in few} | {"num_attention_heads": 8})[0]
+    assert (mixture.experts, mixture.experts_per_token, mixture.expert_hidden) == (128, 8, 768)
+    assert (mixture.head_dim, mixture.kv_heads, mixture.router_normalized) == (4, 4, False)
+    assert from_hf(MIXTURE | {"num_experts": None, "num_local_experts": 16})[0].experts == 16
 
 
 @pytest.mark.parametrize(
@@ -110,11 +216,25 @@ def test_what_is_absent_is_what_transformers_takes_it_to_be():
         ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, 0),
         ({"use_sliding_window": True, "sliding_window": 4096}, 0),
         ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}, 4096),
+        ({"use_sliding_window": True, "max_window_layers": 0}, 4096),
         ({"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["sliding_attention"] * 2}, 4096),
     ],
 )
 def test_a_window_is_that_of_the_layers_which_use_it(fields, window):
     assert from_hf(QWEN3 | fields) == (dataclasses.replace(from_hf(QWEN3)[0], attention_window_tokens=window), ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"sliding_window": 9, "max_window_layers": 2}, 0),
+        ({"use_sliding_window": True, "sliding_window": None}, 0),
+        ({"use_sliding_window": True}, 4096),
+        ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, 9),
+    ],
+)
+def test_the_window_of_a_mixture_is_that_of_all_layers(fields, window):
+    assert from_hf(MIXTURE | fields)[0].attention_window_tokens == window
 
 
 @pytest.mark.parametrize(
@@ -135,6 +255,8 @@ def test_a_window_of_some_layers_or_where_there_is_none_is_named(base, fields, s
 def test_fields_that_nothing_reads_are_told():
     (note,) = from_hf(LLAMA | {"unsloth_version": "1", "_name_or_path": "x", "use_cache": True})[1]
     assert "unsloth_version" in note and "name_or_path" not in note and "use_cache" not in note
+    (note,) = from_hf(QWEN3 | {"num_experts": 4, "router_aux_loss_coef": 0.1})[1]
+    assert "num_experts, router_aux_loss_coef" in note and "Qwen3ForCausalLM has no such" in note
 
 
 def test_a_llama_with_a_window_is_not_written():
@@ -143,12 +265,12 @@ def test_a_llama_with_a_window_is_not_written():
             dataclasses.replace(OURS, attention_window_tokens=7),
             dtype="float32",
             max_position_embeddings=64,
-            token_ids={},
+            others={},
         )
 
 
 def test_a_shape_that_transformers_refuses_is_not_written():
     odd = dataclasses.replace(OURS, width=30)
     with pytest.raises(ValueError, match=r"model.width \(30\)"):
-        to_hf(odd, dtype="float32", max_position_embeddings=64, token_ids={})
-    assert to_hf(dataclasses.replace(odd, qk_norm=True), dtype="float32", max_position_embeddings=64, token_ids={})
+        to_hf(odd, dtype="float32", max_position_embeddings=64, others={})
+    assert to_hf(dataclasses.replace(odd, qk_norm=True), dtype="float32", max_position_embeddings=64, others={})

@@ -265,8 +265,10 @@ def test_many_recipes_in_one_pass():
     for row, result in zip(C, results, strict=True):
         assert_close(result, expected(plain, row))
         assert_placed(result, abstract_on(mesh, jnp.float32))
-    again = averager.average_many([on_mesh(p, mesh) for p in plain], C, dtype="float32", out=results)
-    assert all(x.is_deleted() for tree in results for x in tree.values())
+    # A result that NumPy has not looked at: since 0.11, JAX on CPU leaves those as they are.
+    out = averager.average_many([on_mesh(p, mesh) for p in plain], C, dtype="float32")
+    again = averager.average_many([on_mesh(p, mesh) for p in plain], C, dtype="float32", out=out)
+    assert all(x.is_deleted() for tree in out for x in tree.values())
     for row, result in zip(C, again, strict=True):
         assert_close(result, expected(plain, row))
     with pytest.raises(ValueError, match="one weight each"):

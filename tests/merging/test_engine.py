@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pma_jax.merging import digests
+from pma_jax import digests
 from pma_jax.merging.engine import merge
 from pma_jax.merging.plan import plan
 from pma_jax.merging.provenance import read, verify
@@ -230,17 +230,22 @@ def test_nothing_is_overwritten(paths, tmp_path):
     assert list(out.iterdir()) == []
 
 
+def pass_on(problem):
+    if problem is not None:
+        raise problem
+
+
 def test_two_processes_share_the_work(paths, tmp_path):
     """One after the other here; each leaves its part, and the first publishes what both wrote."""
     run(paths, [0.2, 0.3, 0.5], tmp_path / "alone")
     made = plan([open_source(path) for path in paths], np.array([0.2, 0.3, 0.5]))
-    merge(made, [tmp_path / "out"], share=(1, 2), barrier=lambda: None)
+    merge(made, [tmp_path / "out"], share=(1, 2), meet=pass_on)
     assert not (tmp_path / "out").exists()
-    merge(made, [tmp_path / "out"], share=(0, 2), barrier=lambda: None)
+    merge(made, [tmp_path / "out"], share=(0, 2), meet=pass_on)
     for file in (tmp_path / "alone").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
     with pytest.raises(ValueError, match="units are missing"):
-        merge(made, [tmp_path / "half"], share=(0, 2), barrier=lambda: None)
+        merge(made, [tmp_path / "half"], share=(0, 2), meet=pass_on)
 
 
 CHILD = """

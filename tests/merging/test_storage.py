@@ -215,7 +215,9 @@ def test_verify_names_what_changed(pma, fails, finished, tmp_path):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     assert "has changed" in fails("inspect", tmp_path / "out", "--verify")
-    assert "not made by pma merge" in fails("inspect", finished.snapshots[0].path, "--verify")
+    assert pma("inspect", finished.snapshots[0].path, "--verify")[0] == 0
+    (tmp_path / "out" / "provenance.json").unlink()
+    assert "has no digests" in fails("inspect", tmp_path / "out", "--verify")
 
 
 def test_what_was_found_is_told(suite):

@@ -137,6 +137,31 @@ def test_remat_and_unrolling_change_no_number(changes):
     assert_close(loss_and_gradients(dataclasses.replace(TINY, **changes), fresh(TINY), TOKENS), expected)
 
 
+@pytest.mark.parametrize(
+    ("changes", "again"),
+    [({}, 6), ({"experts": 4, "expert_hidden": 8}, 7)],
+    ids=["dense", "experts"],
+)
+def test_dots_recomputes_no_product_and_full_every_one_that_a_gradient_needs(changes, again):
+    """Query, key, value, output, gate and up; down too where the routers' weights multiply what it gives."""
+
+    def products(remat):
+        config = dataclasses.replace(TINY, remat=remat, **changes)
+        graph = decoder.graph_definition(config)
+        params = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))
+
+        def gradient(params, tokens):
+            return jax.grad(lambda params: jnp.sum(decoder.decoder_of(graph, params).hidden(tokens)[0]))(params)
+
+        # Lowered for a GPU, where the experts' products are products and not loops; one trace of the scanned layer.
+        exported = jax.export.export(jax.jit(gradient), platforms=["cuda"])(params, np.zeros((2, 4), np.int32))
+        return exported.mlir_module().count("stablehlo.dot_general")
+
+    none, dots, full = (products(remat) for remat in ("none", "dots", "full"))
+    assert full - dots == again
+    assert 0 < dots - none <= 5, "attention's own two products of two blocks, and the router's small one"
+
+
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_a_fresh_model_knows_nothing(tie_embeddings):
     config = ModelConfig(width=64, layers=1, heads=2, kv_heads=2, hidden=96, tie_embeddings=tie_embeddings)

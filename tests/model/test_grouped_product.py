@@ -39,6 +39,42 @@ def test_product_and_gradients_are_numpys(sizes):
         np.testing.assert_allclose(d_matrices[e], x[end - n : end].T @ g[end - n : end], **close)
 
 
+@pytest.mark.parametrize("rows", [32, 1500])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_batch_of_blocks_that_gpus_run_is_the_same_function(sizes, rows):
+    sizes = np.array(sizes) * rows // 32
+    x, matrices, g = arrays(rows=rows)
+    total, ends = sizes.sum(), np.cumsum(sizes)
+    matrices[sizes == 0] = np.nan  # never visited
+    args = (np.float32(x), np.float32(matrices), np.float32(g), np.int32(sizes))
+
+    @jax.jit
+    def run(x, matrices, g, sizes):
+        return (
+            grouped._product_by_batch(x, matrices, sizes),
+            grouped._product_by_batch(g, matrices, sizes, transposed=True),
+            grouped._outer_by_batch(x, g, sizes),
+        )
+
+    y, d_x, d_matrices = run(*args)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    np.testing.assert_allclose(y[:total], by_groups(sizes, x, matrices), **close)
+    np.testing.assert_allclose(d_x[:total], by_groups(sizes, g, matrices.swapaxes(1, 2)), **close)
+    for e, (n, end) in enumerate(zip(sizes, ends, strict=True)):
+        np.testing.assert_allclose(d_matrices[e], x[end - n : end].T @ g[end - n : end], **close)
+
+
+def test_a_gpu_makes_one_batch_of_each_product():
+    def objective(x, matrices, sizes):
+        return jnp.sum(grouped_product(x, matrices, sizes) ** 2)
+
+    shapes = [((1024, 256), jnp.bfloat16), ((E, 256, 128), jnp.bfloat16), ((E,), jnp.int32)]
+    abstract = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    text = jax.export.export(jax.jit(jax.grad(objective, (0, 1))), platforms=["cuda"])(*abstract).mlir_module()
+    # Forward, both gradients, and the sum of the blocks' gradients; each group has an eighth of the rows and more.
+    assert text.count("stablehlo.dot_general") == 4 and "while" not in text and "ragged_dot" not in text
+
+
 def test_a_group_without_rows_is_not_visited():
     x, matrices, _ = arrays()
     matrices[1] = np.nan  # zero times it would be nan

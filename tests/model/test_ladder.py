@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from pathlib import Path
 
 import jax
@@ -91,3 +92,21 @@ def test_a_size_divides_over_a_mesh_that_it_would_run_on(name):
     shape = {"data": 1, "fsdp": 4, "tensor": tensor, "expert": expert}
     mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
     check_mesh(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, cpu_devices=0)), mesh)
+
+
+def test_the_documented_table_is_what_the_configurations_say():
+    page = (Path(__file__).parents[2] / "docs" / "ladder.md").read_text()
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")
+    ]
+    units = {"M": 1e6, "B": 1e9}
+    assert [row[0] for row in rows] == list(ladder.SIZES)
+    for name, *numbers, window, source in rows:
+        activated, total, interval = (float(number[:-1]) * units[number[-1]] for number in numbers)
+        config, size = configuration.resolve(configuration.load(name)), ladder.SIZES[name]
+        assert (activated, total) == pytest.approx((size.activated, size.total))
+        assert (interval, int(window)) == pytest.approx((config.checkpoint.interval_tokens, config.checkpoint.window))
+        assert source == ("paper" if name in PAPER else "interpolation")
+    for call, interval, window in re.findall(r"recommend_interval\((.*?)\)  # .*?([\d.]+)B tokens, (\d+)", page):
+        size, _, mixture = call.partition(", mixture=")
+        assert ladder.recommend_interval(float(size), mixture == "True") == (float(interval) * 1e9, int(window))

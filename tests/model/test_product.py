@@ -24,12 +24,15 @@ def arrays():
         ((8, 1, 1), P(None, None), P("data", None)),
         ((2, 2, 2), P(None, "tensor"), P(("data", "fsdp"), "tensor")),
         ((1, 1, 8), P(None, "tensor"), P(None, "tensor")),
+        ((2, 2, 2), P("fsdp", "tensor"), P(("data", "fsdp"), "tensor")),
+        ((1, 8, 1), P("fsdp", None), P("fsdp", None)),
+        ((1, 4, 2), P("tensor", "fsdp"), P("fsdp", None)),
     ],
 )
 def test_gradients_are_numpys_on_any_mesh(sizes, matrix_spec, spec):
     x, matrix, g = arrays()
     with jax.set_mesh(make_mesh(MeshConfig(*sizes))):
-        rows = P(spec[0], None)
+        rows = P(spec[0], "tensor" if matrix_spec[0] == "tensor" else None)
         placed = jax.device_put(x, rows), jax.device_put(matrix, matrix_spec), jax.device_put(g, spec)
 
         @jax.jit

@@ -90,7 +90,10 @@ ENTRY %main (a: bf16[1024,1024]) -> bf16[1024,1024] {
     # Read a twice and write b; read b and write c.
     assert found.memory_seconds == pytest.approx(5 * 2 * 1024**2 / (7380e9 / 2))
     assert found.network_seconds == pytest.approx(2 * 3 / 4 * 2 * 1024**2 / (600e9 / 2))
+    assert found.slice_network_seconds == 0
     assert (found.seconds, found.limit) == (found.network_seconds, "network")
+    slower = dataclasses.replace(found, slice_network_seconds=1.0)
+    assert (slower.seconds, slower.limit) == (1.0, "slice network")
 
 
 def test_every_chip_says_where_its_figures_are_from():

@@ -146,7 +146,6 @@ def test_the_bytes_of_a_collective(line, kind, payload):
     [
         ("%r = f32[8,6]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", 2 * 8 * 4 * 6),
         ("%r = f32[8,6]{1,0} convolution(%a, %b), dim_labels=bf_io->bf", 2 * 8 * 4 * 6),
-        ('%r = f32[8,6]{1,0} custom-call(%a), backend_config={"cost_estimate":{"flops":"77"}}', 77),
         ("%r = f32[8,6]{1,0} multiply(%a, %a)", 0),
     ],
 )
@@ -154,10 +153,11 @@ def test_the_flops_of_an_instruction(line, count):
     assert counts.product_flops(one_instruction(line)) == count
 
 
-@pytest.mark.parametrize(("config", "silent"), [('{"cost_estimate":{"flops":"77"}}', 0), ("{}", 1)])
-def test_a_kernel_that_does_not_declare_its_flops_is_told_of(config, silent):
+@pytest.mark.parametrize(("config", "says"), [('{"cost_estimate":{"flops":"77"}}', (77, 0)), ("{}", (0, 1))])
+def test_what_a_kernel_declares_is_told_apart_and_that_it_is_silent_too(config, says):
     line = f'%r = f32[8,6]{{1,0}} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={config}'
-    assert counts.kernels_without_flops(one_instruction(line)) == silent
+    program = one_instruction(line)
+    assert counts.kernels(program) == counts.Kernels(*says) and counts.product_flops(program) == 0
 
 
 def test_the_flops_of_a_batched_product_that_is_written_as_a_dilated_convolution():
@@ -274,7 +274,9 @@ ENTRY %main (a: f32[4,4], n: s32[]) -> (s32[], f32[4,4]) {
     ("changes", "trips"),
     [
         ({"STEP": "1", "DIRECTION": "LT", "FIRST": "first"}, 7),
-        ({"STEP": "2", "DIRECTION": "LT", "FIRST": "first"}, None),
+        ({"STEP": "2", "DIRECTION": "LT", "FIRST": "first"}, 4),
+        ({"STEP": "0", "DIRECTION": "LT", "FIRST": "first"}, None),
+        ({"STEP": "-1", "DIRECTION": "LT", "FIRST": "first"}, None),
         ({"STEP": "1", "DIRECTION": "GT", "FIRST": "first"}, None),
         ({"STEP": "1", "DIRECTION": "LT", "FIRST": "n"}, None),
     ],
@@ -286,3 +288,32 @@ def test_a_loop_whose_length_the_text_does_not_tell_is_not_guessed(changes, trip
     program = hlo.parse(text)
     assert hlo.loops(program) == [trips]
     assert counts.product_flops(program) == (trips or 1) * 2 * 4**3
+
+
+CONDITION = """HloModule condition, num_partitions=2
+
+%much (a.1: f32[4,4]) -> f32[4,4] {
+  %a.1 = f32[4,4] parameter(0)
+  %y.1 = f32[4,4] dot(%a.1, %a.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %k.1 = f32[4,4] custom-call(%y.1), custom_call_target="tpu_custom_call", backend_config={}
+  ROOT %s.1 = f32[4,4] all-reduce(%k.1), replica_groups=[1,2]<=[2], to_apply=%add
+}
+
+%little (a.2: f32[4,4]) -> f32[4,4] {
+  %a.2 = f32[4,4] parameter(0)
+  ROOT %y.2 = f32[4,4] dot(%a.2, %a.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (p: s32[], a: f32[4,4]) -> f32[4,4] {
+  %p = s32[] parameter(0)
+  %a = f32[4,4] parameter(1)
+  ROOT %r = f32[4,4] conditional(%p, %a, %a), branch_computations={%much, %little}
+}
+"""
+
+
+def test_of_a_condition_the_shortest_branch_counts():
+    program = hlo.parse(CONDITION)
+    assert counts.product_flops(program) == 2 * 4**3
+    assert counts.collectives(program) == [] and counts.kernels(program) == counts.Kernels(0, 0)
+    assert counts.bytes_moved(program) == 3 * 4**2 * 4

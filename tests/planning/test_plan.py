@@ -5,6 +5,7 @@ import jax
 import pytest
 import tiny
 
+from pma_jax import config as configuration
 from pma_jax.cli import main
 from pma_jax.planning import aot, cost, plan
 
@@ -80,6 +81,51 @@ def test_a_program_that_does_not_fit_is_never_said_to(workspace, monkeypatch):
     text = plan.as_text(numbers)
     assert text.count("no: does not fit") == 2 and text.count("yes, ") == 1 and "MFU" not in text
     assert "FLOP" in text.splitlines()[-1] and "chip hours" not in text
+
+
+def mixture(**changes):
+    raw = configuration.load("tiny_moe")
+    sizes = {"model.layers": 1, "mesh.data": 1, "mesh.cpu_devices": 0} | changes
+    configuration.override(raw, [f"{key}={value}" for key, value in sizes.items()])
+    return configuration.resolve(raw)
+
+
+def test_a_mixtures_plan_has_the_exchange_of_its_experts_and_merges_its_bias():
+    numbers = planned(mixture(**{"mesh.fsdp": 2, "mesh.expert": 4}))
+    # Embedding and output, attention, router and bias, experts (8 of which a token meets 2), norms.
+    D, shared = 96, 2 * 256 * 96 + 4 * 96 * 96 + 96 * 8 + 8 + 3 * 96
+    expert = 3 * D * 128
+    assert numbers["parameters"] == shared + 8 * expert
+    assert numbers["activated_parameters"] == shared + 2 * expert
+    assert numbers["storage"]["snapshot_bytes"] == 4 * numbers["parameters"]
+    token = 2 * (4 * D * D + D * 8 + 2 * expert) + 2 * 256 * D + 4 * D * (128 + 1) / 2
+    assert numbers["training"]["training_flops_per_token"] == 3 * token
+    step, evaluation, merge = numbers["programs"].values()
+    # Indices and rows there, rows back; in the backward pass rows there and back.
+    assert [p["collectives"]["all-to-all"]["count"] for p in (step, evaluation)] == [5, 3]
+    assert merge["collectives"] == {} and merge["memory"]["temporary_bytes"] == 0
+    assert merge["aliased_outputs"] == 14  # leaves, the bias among them
+    assert " parameters, " in plan.as_text(numbers).splitlines()[0]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_a_mixture_on_tpu_multiplies_what_its_tokens_need():
+    numbers = plan.plan(
+        mixture(**{"mesh.expert": 4, "training.batch_size_sequences": 64}),
+        aot.tpu_topology("v5e:2x2"),
+        storage_bytes_per_second=1e9,
+        annealing_share=0.2,
+    )
+    step, evaluation, merge = numbers["programs"].values()
+    forward = numbers["training"]["forward_flops_per_token"]
+    for program, passes, sequences in ((step, 3, 64), (evaluation, 1, 64)):
+        needed = passes * sum(forward.values()) * sequences * 128 / 4
+        seen_twice = passes * forward["attention"] * sequences * 128 / 4  # the whole square, by XLA
+        found = program["product_flops"] + program["kernel_flops"]
+        assert needed <= found <= (needed + 4 / 3 * seen_twice) * 1.01
+        assert program["kernels"]["silent"] == 0
+        assert program["collectives"]["all-to-all"]["payload_bytes"] > 0
+    assert merge["collectives"] == {} and merge["aliased_outputs"] == 14
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")

@@ -1,3 +1,4 @@
+import hf_models
 import jax
 import numpy as np
 import pytest
@@ -5,7 +6,10 @@ import tiny
 
 from pma_jax import checkpoint
 from pma_jax.interop import hf
+from pma_jax.mesh import make_mesh
 from pma_jax.training.loop import train
+from pma_jax.training.starting import check_start, starting_state
+from pma_jax.training.state import abstract_state
 
 
 def test_a_run_begins_with_the_weights_of_a_model_that_came_in(finished, workspace, tmp_path):
@@ -46,3 +50,95 @@ def test_another_model_is_refused_with_the_keys_to_give(finished, workspace, tmp
     with pytest.raises(ValueError, match="neither a run nor a snapshot"):
         train(nothing, tmp_path / "run")
     assert not checkpoint.is_run(tmp_path / "run")
+
+
+# --- Mixtures of experts ----------------------------------------------------------------------------------------------
+
+BIAS = "blocks/moe/router_bias_E"
+in_a_hurry = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+
+def mixture(workspace, start_from, **changes):
+    """The tiny run with the mixture's model."""
+    model = {f"model__{key}": value for key, value in (hf_models.SIZES | hf_models.MIXTURE).items()}
+    return tiny.config(workspace, training__start_from=str(start_from), **model | changes)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A mixture of Hugging Face's that came in."""
+    folder = tmp_path_factory.mktemp("imported")
+    hf_models.write_theirs(folder / "theirs", hf_models.model("mixture"))
+    hf.import_model(folder / "theirs", folder / "ours")
+    return checkpoint.read_snapshot(folder / "ours")
+
+
+def begun(config):
+    """The parameters that a run of this configuration begins with, as numpy arrays."""
+    mesh = make_mesh(config.mesh)
+    check_start(config, "nowhere")
+    with jax.set_mesh(mesh):
+        state = starting_state(config, abstract_state(config, mesh))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh).params)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state.params) == shardings
+    assert not any(leaf.any() for leaf in jax.tree.leaves(state.optimizer))
+    return tiny.named(jax.tree.map(np.asarray, state.params))
+
+
+@in_a_hurry
+def test_a_mixture_that_came_in_begins_as_it_is_and_with_a_bias_of_zero(imported, workspace):
+    expected = tiny.named(tiny.read(imported))
+    without = begun(mixture(workspace, imported.path, mesh__data=4, mesh__fsdp=2))
+    tiny.assert_equal(without, expected)
+    with_bias = begun(mixture(workspace, imported.path, model__router_bias=True, mesh__data=2, mesh__expert=4))
+    assert BIAS not in expected and not with_bias.pop(BIAS).any()
+    tiny.assert_equal(with_bias, expected)
+
+
+@in_a_hurry
+def test_a_mixture_that_came_in_trains_and_goes_out_and_on_from_another_mesh(imported, workspace, tmp_path):
+    learning = {"training__total_tokens": 2048, "training__balance_loss_weight": 0.01, "preview__windows": ()}
+    split = mixture(workspace, imported.path, mesh__data=2, mesh__expert=4, **learning)
+    run = train(split, tmp_path / "run")
+    assert run.snapshots[-1].loss < run.snapshots[0].loss
+    learnt = tiny.read(run.snapshots[-1])
+    hf.export_snapshot(run.path, tmp_path / "theirs")
+    hf.import_model(tmp_path / "theirs", tmp_path / "again")
+    tiny.assert_equal(tiny.read(checkpoint.read_snapshot(tmp_path / "again")), learnt)
+    tiny.assert_equal(begun(mixture(workspace, run.path, mesh__data=1, mesh__fsdp=4, mesh__expert=2)), learnt)
+
+
+@in_a_hurry
+def test_a_bias_goes_along_and_is_never_dropped(workspace, tmp_path):
+    model = {"model__router_bias": True, "model__shared_experts": 1, "model__router_scores": "sigmoid"}
+    written = mixture(workspace, "", **model, mesh__data=2, mesh__expert=4)
+    params = tiny.named(hf_models.write_ours(tmp_path / "ours", written))
+    assert params[BIAS].any()
+    tiny.assert_equal(begun(mixture(workspace, tmp_path / "ours", **model, mesh__fsdp=2, mesh__expert=4)), params)
+    without = mixture(workspace, tmp_path / "ours", **model | {"model__router_bias": False})
+    with pytest.raises(ValueError, match=r"is another model: give --config.model.router_bias=True$"):
+        train(without, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"experts": 8}, "experts=4"),
+        ({"expert_hidden": 16}, "expert_hidden=12"),
+        ({"experts_per_token": 1}, "experts_per_token=2"),
+        ({"router_normalized": False}, "router_normalized=True"),
+        ({"experts": 0}, "experts=4"),
+    ],
+)
+def test_a_mixture_of_other_experts_is_refused(imported, workspace, tmp_path, changes, says):
+    other = mixture(workspace, imported.path, **{f"model__{key}": value for key, value in changes.items()})
+    with pytest.raises(ValueError, match=rf"is another model: give --config.model.{says}$"):
+        train(other, tmp_path / "run")
+
+
+def test_keys_that_a_model_does_not_read_may_differ(imported, finished, workspace, tmp_path):
+    check_start(mixture(workspace, imported.path, model__hidden=7), tmp_path / "run")
+    dense = tiny.config(
+        workspace, training__start_from=str(finished.path), model__router_bias=False, model__expert_hidden=7
+    )
+    check_start(dense, tmp_path / "run")

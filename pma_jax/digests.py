@@ -17,11 +17,11 @@ from typing import Any
 
 import xxhash
 
-from pma_jax.merging.leaves import ITEM_BYTES, LeafInfo
-
 CHECKSUMS = ("xxh3_128", "sha256")
 # Also the unit that threads and processes share the work by, and that a resumed merge does not repeat.
 SEGMENT_ELEMENTS = 2**21
+SEAL = "facts_digest"  # the key of a digest of all other facts of a checkpoint
+_KEYS = ("checksum", "leaves", SEAL)
 
 
 def new_checksum(kind: str) -> Any:
@@ -32,9 +32,9 @@ def new_checksum(kind: str) -> Any:
 class SegmentHasher:
     """Sums up a leaf's bytes, given in order in pieces of any size, as one checksum (hex) a segment."""
 
-    def __init__(self, dtype: str, kind: str):
+    def __init__(self, item_bytes: int, kind: str):
         self._kind = kind
-        self._segment_bytes = SEGMENT_ELEMENTS * ITEM_BYTES[dtype]
+        self._segment_bytes = SEGMENT_ELEMENTS * item_bytes
         self._filled = 0
         self._current = new_checksum(kind)
         self._done: list[str] = []
@@ -66,8 +66,11 @@ def leaf_digest(segments: Iterable[str]) -> str:
     return hashlib.sha256(b"".join(bytes.fromhex(segment) for segment in segments)).hexdigest()
 
 
-def checkpoint_digest(leaves: Mapping[str, LeafInfo], leaf_digests: Mapping[str, str]) -> str:
-    """A checkpoint's sha256 (hex): over one JSON line [name, dtype, shape, digest] a leaf, sorted by name."""
+def checkpoint_digest(leaves: Mapping[str, Any], leaf_digests: Mapping[str, str]) -> str:
+    """A checkpoint's sha256 (hex): over one JSON line [name, dtype, shape, digest] a leaf, sorted by name.
+
+    `leaves` has the `dtype` (its numpy name) and `shape` of each.
+    """
     total = hashlib.sha256()
     for name in sorted(leaves):
         leaf = leaves[name]
@@ -79,3 +82,28 @@ def file_digest(path: Path) -> str:
     """The plain sha256 (hex) of a small file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts with a digest of their own."""
+    return {**facts, SEAL: _facts_digest(facts)}
+
+
+def check_seal(facts: Mapping[str, Any], file: object) -> None:
+    """Raise ValueError when the facts, read from `file`, are not as they were when they were sealed.
+
+    Facts without digests are of a merge, whose provenance has them, of an earlier version, or not ours.
+    """
+    unsealed = {key: value for key, value in facts.items() if key != SEAL}
+    is_ours = SEAL in facts or {"checksum", "leaves"} <= facts.keys()
+    if is_ours and facts.get(SEAL) != _facts_digest(unsealed):
+        raise ValueError(f"{file} is damaged: it is not what was written")
+
+
+def without_digests(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts for another checkpoint, whose arrays are others."""
+    return {key: value for key, value in facts.items() if key not in _KEYS}
+
+
+def _facts_digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,245 @@
+"""Plan every size of the ladder on a slice of TPUs where it fits, without a TPU: `README.md` has the table.
+
+Command:   python experiments/plan_ladder/plan_ladder.py                 (all; what is planned already is kept)
+           python experiments/plan_ladder/plan_ladder.py dense_8b --again
+           python experiments/plan_ladder/plan_ladder.py --table-only     (README.md from the results, nothing compiled)
+
+Each size is `pma plan` in a fresh process, one after the other; its numbers go to `results/SIZE.json` as soon as they
+are there. A size is planned again when its configuration, its slice or a version (pma-jax, jax, libtpu) has changed.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pma_jax import config as configuration
+from pma_jax.model import ladder
+from pma_jax.planning.plan import versions
+
+HERE = Path(__file__).parent
+RESULTS, README = HERE / "results", HERE / "README.md"
+START, END = "<!-- the table: written by plan_ladder.py -->", "<!-- end of the table -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Where a size is planned: a topology, its mesh, and the microbatches that make the step fit."""
+
+    topology: str
+    fsdp: int
+    tensor: int = 1
+    expert: int = 1
+    accumulation_steps: int = 1
+
+    def overrides(self) -> list[str]:
+        """What differs from the size's configuration, as words for `pma plan`."""
+        batch_parts = self.fsdp * self.expert
+        keys = {
+            "mesh.fsdp": self.fsdp,
+            "mesh.tensor": self.tensor,
+            "mesh.expert": self.expert,
+            "training.accumulation_steps": self.accumulation_steps,
+            "evaluation.batch_size_sequences": max(64, batch_parts),  # a sequence a device at least
+        }
+        return [f"{key}={value}" for key, value in keys.items()]
+
+
+# Parameters, moments and gradients take 16 bytes a parameter, split over all devices. A microbatch is of 16 to 64
+# thousand tokens a device: what a block keeps for its backward pass (2 bytes a token and width) then fits.
+SLICES = {
+    "dense_125m": Slice("v5e:2x2", fsdp=4, accumulation_steps=4),
+    "dense_411m": Slice("v5e:4x4", fsdp=16, accumulation_steps=4),
+    "dense_1b": Slice("v6e:4x4", fsdp=16, accumulation_steps=4),
+    "dense_2b": Slice("v6e:4x4", fsdp=16, accumulation_steps=8),
+    "dense_8b": Slice("v5p:4x4x4", fsdp=64, accumulation_steps=2),
+    "dense_70b": Slice("v5p:4x4x8", fsdp=32, tensor=4, accumulation_steps=64),
+    "moe_125m_650m": Slice("v5e:4x4", fsdp=4, expert=4, accumulation_steps=4),
+    "moe_330m_3b": Slice("v5e:4x4", fsdp=4, expert=4, accumulation_steps=8),
+    "moe_1b_5b": Slice("v5e:4x4", fsdp=4, expert=4, accumulation_steps=16),
+    "moe_700m_7b": Slice("v6e:4x4", fsdp=4, expert=4, accumulation_steps=8),
+    "moe_1b3_13b": Slice("v6e:4x8", fsdp=4, expert=8, accumulation_steps=8),
+    "moe_3b_30b": Slice("v5p:4x4x4", fsdp=8, expert=8, accumulation_steps=4),
+    "moe_10b_100b": Slice("v5p:4x4x8", fsdp=16, expert=8, accumulation_steps=8),
+    "moe_15b_150b": Slice("v5p:4x8x8", fsdp=16, expert=16, accumulation_steps=8),
+    "moe_20b_200b": Slice("v5p:8x8x8", fsdp=32, expert=16, accumulation_steps=4),
+}
+
+
+def planned_config(name: str) -> configuration.Config:
+    """The configuration of a size as it is planned."""
+    raw = configuration.load(name)
+    configuration.override(raw, SLICES[name].overrides())
+    return configuration.resolve(raw)
+
+
+def identity(name: str) -> dict[str, Any]:
+    """What a result is of: planned again when it differs."""
+    config = planned_config(name)
+    return {
+        "config_digest": configuration.digest(config),
+        "topology": SLICES[name].topology,
+        "overrides": SLICES[name].overrides(),
+        "versions": versions(),
+    }
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """What is there, by size, in the ladder's order."""
+    found = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
+    return {name: found[name] for name in SLICES if name in found}
+
+
+def plan_size(name: str, limit_minutes: float) -> dict[str, Any]:
+    """One size by `pma plan`: its numbers, or why there are none."""
+    words = ["--config", name, "--topology", SLICES[name].topology]
+    words += [f"--config.{override}" for override in SLICES[name].overrides()]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "plan.json"
+        start, before = time.perf_counter(), os.times()
+        command = [sys.executable, "-m", "pma_jax.cli", "plan", *words, "--out", str(out)]
+        try:
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60 * limit_minutes)
+            said = f"pma plan ended with status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            said = f"not compiled within {limit_minutes:g} minutes"
+        after = os.times()
+        numbers = json.loads(out.read_text()) if out.exists() else None
+    return {
+        "identity": identity(name),
+        "command": " ".join(["pma", "plan", *words]),
+        "wall_seconds": time.perf_counter() - start,
+        "cpu_seconds": sum(after[2:4]) - sum(before[2:4]),  # user and system, of the children
+        "failed": None if numbers else said,
+        "plan": numbers,
+    }
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+HEADINGS = (
+    "size",
+    "parameters",
+    "a token meets",
+    "context",
+    "slice",
+    "mesh",
+    "microbatches",
+    "memory of the step, of HBM",
+    "step at least",
+    "limited by",
+    "MFU at most",
+    "tokens a day at most",
+    "collectives of a step and device",
+    "snapshot",
+    "state",
+    "V x N",
+    "merge of N",
+    "merge: collectives, temporaries, in place",
+    "compiled in (CPU time)",
+)
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The table of all sizes as Markdown: a row a size, of those without a result too."""
+    rows = [list(HEADINGS), ["---"] * len(HEADINGS)]
+    rows += [_row(name, results.get(name)) for name in SLICES]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(name: str, result: dict[str, Any] | None) -> list[str]:
+    size = ladder.SIZES[name]
+    head = [f"`{name}`"]
+    if result is None or result["plan"] is None:
+        why = "not planned yet" if result is None else result["failed"]
+        return [*head, why, *[""] * (len(HEADINGS) - 2)]
+    plan, run = result["plan"], result["plan"]["training"]
+    step, merge, stored = plan["programs"]["train_step"], plan["programs"]["merge"], plan["storage"]
+    mesh = " x ".join(f"{axis} {count}" for axis, count in plan["mesh"].items() if count > 1)
+    head += [_short(plan["parameters"]), _short(plan["activated_parameters"]), f"{size.sequence_length_tokens}"]
+    head += [plan["topology"]["name"], mesh, f"{SLICES[name].accumulation_steps}"]
+    refused = [key for key, program in plan["programs"].items() if not program["compiled"]]
+    if refused:
+        said = f"does not fit: the {', '.join(refused).replace('_', ' ')}"
+        return [*head, said, *[""] * (len(HEADINGS) - len(head) - 1)]
+    fits = f"{step['memory']['bytes'] / 2**30:.1f} of {plan['topology']['device_memory_bytes'] / 2**30:.0f} GiB"
+    sent = sum(kind["payload_bytes"] for kind in step["collectives"].values())
+    alone = sum(kind["count"] for kind in merge["collectives"].values())
+    temporary = merge["memory"]["temporary_bytes"]
+    return [
+        *head,
+        f"{fits} ({step['memory']['share_of_memory']:.0%})",
+        _seconds(run["step_seconds_at_least"]),
+        step["roofline"]["limit"],
+        f"{run['model_flops_utilization_at_most']:.0%}",
+        _short(run["tokens_per_day_at_most"]),
+        f"{_bytes(sent)} ({', '.join(sorted(step['collectives']))})",
+        _bytes(stored["snapshot_bytes"]),
+        _bytes(stored["state_bytes"]),
+        f"{_short(stored['interval_tokens'])} x {stored['window']}",
+        _seconds(plan["storage_times"]["merge_window_seconds"]),
+        f"{alone}, {temporary} B, {merge['aliased_outputs']} of {plan['parameter_leaves']} leaves",
+        f"{result['wall_seconds']:.0f} s ({result['cpu_seconds']:.0f} s)",
+    ]
+
+
+def _short(number: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g} B"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 3600:
+        return f"{seconds / 3600:.2g} h"
+    return f"{seconds / 60:.2g} min" if seconds >= 60 else f"{seconds:.2g} s"
+
+
+def write_table() -> None:
+    """Put the table of the results into README.md."""
+    before, _, rest = README.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{START}\n{table(read_results())}\n{END}{after}")
+
+
+def main() -> None:
+    """Plan what is not planned yet, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("sizes", nargs="*", default=list(SLICES), help="such as dense_8b (default: all)")
+    parser.add_argument("--again", action="store_true", help="plan a size that has a result too")
+    parser.add_argument("--limit-minutes", type=float, default=20.0, help="give a size up after this (default 20)")
+    parser.add_argument("--table-only", action="store_true", help="compile nothing")
+    options = parser.parse_args()
+    unknown = [name for name in options.sizes if name not in SLICES]
+    if unknown:
+        parser.error(f"no size {', '.join(unknown)}: there are {', '.join(SLICES)}")
+    RESULTS.mkdir(exist_ok=True)
+    for name in [] if options.table_only else options.sizes:
+        old = read_results().get(name)
+        if old and old["plan"] and old["identity"] == identity(name) and not options.again:
+            print(f"{name}: planned already", flush=True)
+            continue
+        print(f"{name} on {SLICES[name].topology}", flush=True)
+        result = plan_size(name, options.limit_minutes)
+        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        print(f"{name}: {result['failed'] or 'planned'} in {result['wall_seconds']:.0f} s", flush=True)
+        write_table()
+    write_table()
+
+
+if __name__ == "__main__":
+    main()

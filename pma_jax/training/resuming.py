@@ -1,0 +1,107 @@
+"""What a run goes on from: its newest whole state. Damage is found before anything is trained, told, and set aside.
+
+    RUN/damaged/<folder>-<step>      what was passed over; nothing reads it, delete it when you have seen it
+
+A step is whole when its metadata carry their seal and every leaf has the digest that it was saved with. Steps that were
+never published (a kill while one was written or removed) are cleared away: they were not there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from etils import epath
+from jax.experimental import multihost_utils
+
+from pma_jax import checkpoint, steps
+from pma_jax.checkpoint import Run, SavedState, Snapshot
+from pma_jax.config import FOLDERS
+
+DAMAGED = "damaged"
+Say = Callable[[str], None]
+
+
+def clear_away(run: Run, say: Say) -> None:
+    """Remove what was never published, and set aside steps whose metadata are damaged; process 0 does."""
+    if jax.process_index() == 0:
+        for name in (*FOLDERS.values(), checkpoint.STATES):
+            for path in steps.unpublished(run.path / name):
+                path.rmtree()
+            read = checkpoint.read_state if name == checkpoint.STATES else checkpoint.read_snapshot
+            for path in steps.published(run.path / name):
+                try:
+                    read(path)
+                except ValueError as error:
+                    _set_aside(run, path, error, say)
+    _wait_for_all("clear_away")
+
+
+def newest_whole_state(run: Run, abstract: Any, say: Say) -> tuple[SavedState | None, Any]:
+    """The newest state that is what was saved, and its arrays as `abstract` has them; (None, None) where none is there.
+
+    Raises ValueError when there are states and all are damaged: to begin anew is not for us to decide.
+    """
+    passed: list[tuple[SavedState, ValueError]] = []
+    for saved in run.resumable_states:
+        try:
+            state = checkpoint.restore_state(saved, abstract)
+        except ValueError as error:
+            passed.append((saved, error))
+            continue
+        _wait_for_all("newest_whole_state")  # no process still reads what is moved
+        for damaged, why in passed:
+            _set_aside(run, damaged.path, why, say)
+        return saved, state
+    lost = [p.name for p in (run.path / DAMAGED).iterdir()] if (run.path / DAMAGED).exists() else []
+    if passed or "forked_from" in run.facts or any(name.startswith(checkpoint.STATES) for name in lost):
+        why = f" ({passed[0][1]})" if passed else ""
+        raise ValueError(
+            f"no state of {run.path} is whole{why}: bring one back to {run.path / checkpoint.STATES}, or remove the "
+            "run to begin anew"
+        )
+    return None, None
+
+
+def whole_snapshots(run: Run, kind: str, above_tokens: int, abstract: Any, say: Say) -> None:
+    """Set aside the damaged snapshots above `above_tokens`: the run passes these marks again and saves them anew."""
+    for snapshot in run.of_kind(kind):
+        if snapshot.tokens > above_tokens:
+            _read(run, snapshot, abstract, say)
+
+
+def newest_unbroken(run: Run, snapshots: list[Snapshot], abstract: Any, say: Say) -> list[tuple[int, Any]]:
+    """(tokens, parameters) of the newest snapshots, oldest first, back to a damaged one: no preview reaches over it."""
+    found: list[tuple[int, Any]] = []
+    for snapshot in reversed(snapshots):
+        params = _read(run, snapshot, abstract, say)
+        if params is None:
+            break
+        found.append((snapshot.tokens, params))
+    return found[::-1]
+
+
+def _read(run: Run, snapshot: Snapshot, abstract: Any, say: Say) -> Any:
+    try:
+        return checkpoint.restore_params(snapshot, abstract)
+    except ValueError as error:
+        _wait_for_all("damaged_snapshot")
+        _set_aside(run, snapshot.path, error, say)
+        return None
+
+
+def _set_aside(run: Run, path: epath.Path, why: ValueError, say: Say) -> None:
+    """Move a damaged step out of the way, so that it is written anew; process 0 does."""
+    say(f"passed over: {why}")
+    if jax.process_index() != 0:
+        return
+    folder = run.path / DAMAGED
+    folder.mkdir(exist_ok=True)
+    name = f"{path.parent.name}-{path.name}"
+    taken = {p.name for p in folder.iterdir()}
+    number = next(n for n in range(len(taken) + 1) if f"{name}.{n}" not in taken)
+    path.rename(folder / f"{name}.{number}")
+
+
+def _wait_for_all(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"pma_jax.resuming.{name}")

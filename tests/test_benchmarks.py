@@ -1,0 +1,62 @@
+"""The benchmark of the accelerator does all it says at a tiny size, on CPU, and goes on when a part fails."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "experiments" / "benchmarks"
+
+
+def gpu(out: Path, *options: str) -> tuple[subprocess.CompletedProcess, dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--config", "tiny", "--out", str(out), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False, env=environment)
+    assert out.exists(), done.stderr
+    return done, json.loads(out.read_text())["parts"]
+
+
+def numbers(tree) -> list[float]:
+    if isinstance(tree, dict):
+        return [x for value in tree.values() for x in numbers(value)]
+    if isinstance(tree, list):
+        return [x for value in tree for x in numbers(value)]
+    return [tree] if isinstance(tree, float) else []
+
+
+def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path):
+    done, parts = gpu(tmp_path / "out.json", "--parts", "moe_2k,rates", "--set", "model.kv_heads=7")
+    assert done.returncode == 1
+    assert "7" in parts["moe_2k"]["error"] and "FAILED" in done.stdout
+    assert parts["rates"]["stream_add_bytes_per_second"] > 0
+
+
+def test_parts_that_have_no_time_left_are_noted(tmp_path):
+    done, parts = gpu(tmp_path / "out.json", "--parts", "rates,merge", "--limit-seconds", "0.5")
+    assert done.returncode == 1
+    assert parts["rates"]["error"].startswith("took longer than") and parts["merge"] == {"error": "no time was left"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_every_part_measures(tmp_path):
+    done, parts = gpu(tmp_path / "out.json", "--limit-seconds", "1500")
+    assert done.returncode == 0, done.stdout
+    assert set(parts) == {"rates", "dense_2k", "dense_8k", "moe_2k", "grouped_product", "merge", "training"}
+    assert all(math.isfinite(x) for x in numbers(parts))
+    for name in ("dense_2k", "dense_8k", "moe_2k"):
+        part = parts[name]
+        assert part["mfu"] is None, "no peak is known of a CPU"
+        assert part["memory_over_floor"] > 1, "the floor is one"
+        assert part["costs"]["top"][0]["share"] >= part["costs"]["top"][1]["share"] > 0
+        assert sum(part["costs"]["kinds"].values()) == pytest.approx(1)
+        assert part["tokens_per_second"] == pytest.approx(part["batch_tokens"] / part["step_seconds"])
+    ways = parts["grouped_product"]
+    assert {"ours", "batch", "loop", "ragged_dot"} < set(ways)
+    assert all(ways[way]["difference_from_ours"] < 0.02 for way in ("batch", "loop", "ragged_dot"))
+    assert parts["merge"]["float32_share_of_stream"] > 0
+    assert parts["training"]["step_seconds"] > 0

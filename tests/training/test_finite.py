@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+import tiny
+
+from pma_jax import checkpoint
+from pma_jax.checkpoint import open_run
+from pma_jax.training import finite, loop
+from pma_jax.training.loop import train
+
+
+def test_a_run_that_diverges_stops_at_the_step_and_saves_nothing_of_it(workspace, tmp_path):
+    config = tiny.config(workspace, schedule__peak_rate=1e30)
+    with pytest.raises(ValueError, match=r"^step \d+ \([0-9,]+ tokens\): .*is (nan|inf)") as refused:
+        train(config, tmp_path / "run")
+    assert "leaves are not finite: " in str(refused.value) and "\n" not in str(refused.value)
+    run = open_run(tmp_path / "run")
+    assert all(np.isfinite(leaf).all() for s in run.snapshots for leaf in tiny.named(tiny.read(s)).values())
+    assert "NaN" not in (run.path / "metrics.jsonl").read_text()
+    # The same command comes to the same step, and says so again.
+    with pytest.raises(ValueError, match=r"is (nan|inf)"):
+        train(config, tmp_path / "run")
+
+
+def test_a_step_right_before_a_snapshot_is_seen_before_it_is_saved(workspace, tmp_path, monkeypatch):
+    steps = loop.make_train_step
+
+    def poisoned(*arguments):
+        step = steps(*arguments)
+
+        def poisoned_step(state, batch, rate):
+            state, metrics = step(state, batch, rate)
+            return state, metrics | ({"gradient_norm": np.float32("inf")} if int(state.step) == 8 else {})
+
+        return poisoned_step
+
+    monkeypatch.setattr(loop, "make_train_step", poisoned)
+    with pytest.raises(ValueError, match=r"step 8 \(2,048 tokens\): gradient_norm is inf") as refused:
+        train(tiny.config(workspace), tmp_path / "run")
+    assert "leaves" not in str(refused.value), "the weights themselves are finite"
+    run = open_run(tmp_path / "run")
+    assert [s.step for s in run.snapshots] == [4] and run.states == []
+    monkeypatch.undo()
+    assert [s.step for s in train(tiny.config(workspace), run.path).snapshots] == tiny.SNAPSHOTS
+
+
+def test_a_loss_that_is_not_finite_is_not_recorded_with_a_snapshot():
+    finite.check_loss(1.0, "point", 4, 1024)
+    with pytest.raises(ValueError, match=r"step 4 \(1,024 tokens\): the held-out loss of the point is inf"):
+        finite.check_loss(float("inf"), "point", 4, 1024)
+
+
+def test_a_state_of_weights_that_are_not_finite_is_not_saved(finished, tmp_path):
+    params = {"w": np.array([1.0, np.nan], np.float32)}
+    with checkpoint.state_writer(checkpoint.Run(checkpoint.absolute(tmp_path), finished.config)) as writer:
+        state = type("State", (), {"params": params})()
+        with pytest.raises(ValueError, match=r"step 3 \(768 tokens\): 1 leaves of the weights are not finite .*: w"):
+            checkpoint.save_state(writer, state, 3, 768, 24)

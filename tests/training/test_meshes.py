@@ -1,0 +1,106 @@
+"""The same run on every mesh: 1, 2, 4 and 8 devices along any of the config's axes, alone, in pairs and in triples."""
+
+import functools
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from pma_jax import config as configuration
+from pma_jax.checkpoint import open_run
+from pma_jax.evaluation.loss import on_mesh
+from pma_jax.mesh import AXES, check_mesh
+from pma_jax.model.decoder import graph_definition
+from pma_jax.training.schedule import learning_rate
+from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.step import make_train_step
+
+STEPS = 4
+SHAPES = [
+    shape
+    for devices in (1, 2, 4, 8)
+    for shape in itertools.product((1, 2, 4, 8), repeat=len(AXES))
+    if math.prod(shape) == devices
+]
+# What no quick test of a train step has besides; all 68 take minutes.
+QUICK = [("tiny", (2, 1, 2, 2)), ("tiny_moe", (2, 2, 1, 2)), ("tiny_moe", (2, 1, 2, 2))]
+CASES = [(name, shape) for name in ("tiny", "tiny_moe") for shape in SHAPES[1:]]
+
+
+@functools.cache
+def shipped(name):
+    """The shipped configuration, but for its heads, so that the tensor axis can split them in 8, and a hotter start."""
+    raw = configuration.load(name)
+    changes = ["model.heads=8", "model.kv_heads=8", "model.head_dim=16", "schedule.warmup_tokens=2048"]
+    configuration.override(raw, [*changes, "mesh.cpu_devices=0", "model.scan_layers=True"])
+    return configuration.resolve(raw)
+
+
+def batch(config, seed):
+    """Text that can be learned: each token is one of two that may follow the last."""
+    rng = np.random.default_rng(seed)
+    rows, length, V = config.training.batch_size_sequences, config.training.sequence_length_tokens + 1, 256
+    steps = rng.integers(0, 2, (rows, length)) * 6 + 1
+    return (np.cumsum(steps, axis=1) % V).astype(np.int32)
+
+
+def submesh(shape):
+    return jax.make_mesh(shape, AXES, devices=jax.devices()[: math.prod(shape)])
+
+
+@functools.cache
+def fresh_state(name):
+    with jax.set_mesh(submesh((1,) * len(AXES))):
+        return jax.tree.map(np.asarray, make_state(shipped(name)))
+
+
+@functools.cache
+def losses(name, shape):
+    """The loss of each step, the last one after three updates."""
+    config, mesh = shipped(name), submesh(shape)
+    check_mesh(config, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
+    with jax.set_mesh(mesh):
+        state = jax.device_put(fresh_state(name), shardings)
+        step = make_train_step(config, graph_definition(config.model))
+        found = []
+        for i in range(STEPS):
+            rate = learning_rate(config.schedule, config.training.total_tokens, (i + 1) * config.batch_tokens)
+            state, metrics = step(state, on_mesh(mesh, batch(config, i)), rate)
+            found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+    ids=str,
+)
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+def test_losses_are_those_of_one_device(name, shape):
+    expected = losses(name, SHAPES[0])
+    assert expected[-1] < expected[0] - 0.3, "it learns, so a wrong gradient would show in the losses"
+    np.testing.assert_allclose(losses(name, shape), expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)  # four processes, each with a limit of its own
+@pytest.mark.parametrize("experts", [0, 4])
+def test_runs_on_1_2_4_and_8_devices_have_the_same_losses(experts, tmp_path):
+    """Whole runs, each in a process that has so many devices."""
+    changes = {"model__experts": experts, "model__expert_hidden": 16}
+    config = tiny.write_config(tmp_path / "run.py", tmp_path, **changes)
+    found = {}
+    for devices in (1, 2, 4, 8):
+        done = tiny.pma("train", "--config", config, "--workdir", tmp_path / str(devices), devices=devices)
+        assert done.returncode == 0, done.stderr
+        records = open_run(tmp_path / str(devices)).metrics
+        found[devices] = [(r["kind"], r["tokens"], r["loss"]) for r in records]
+    assert len(found[1]) > 24
+    for devices in (2, 4, 8):
+        for (*what, loss), (*wanted, expected) in zip(found[devices], found[1], strict=True):
+            assert what == wanted
+            assert loss == pytest.approx(expected, rel=1e-4), (devices, *what)

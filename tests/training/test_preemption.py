@@ -1,0 +1,159 @@
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+import tiny
+from test_loop import assert_same_run
+
+from pma_jax import cli, stopping
+from pma_jax.checkpoint import open_run
+from pma_jax.config import resolve
+from pma_jax.merging import engine
+from pma_jax.retention import kept_states
+from pma_jax.training import loop
+from pma_jax.training.forking import fork
+from pma_jax.training.loop import train
+
+
+def signalled(monkeypatch, number, step):
+    """Send this process a signal while the batch of `step` is placed."""
+    place, calls = loop.on_mesh, iter(range(10**6))
+
+    def place_and_signal(mesh, batch):
+        if next(calls) == step:
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)  # the thread that watches must see it before the boundary
+        return place(mesh, batch)
+
+    monkeypatch.setattr(loop, "on_mesh", place_and_signal)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_a_state_at_the_next_boundary_and_no_step_is_lost(
+    finished, tmp_path, monkeypatch, number, status
+):
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped) as stopped:
+        signalled(patch, number, 17)
+        train(finished.config, tmp_path / "run")
+    assert stopped.value.status == status
+    name = signal.Signals(number).name
+    assert re.fullmatch(
+        rf"stopped by {name}: the state at step 18 \(4,608 tokens\) is saved; the same command .*", str(stopped.value)
+    )
+    run = open_run(tmp_path / "run")
+    assert [s.step for s in run.states] == [8, 16, 18]
+    assert run.newest_state.step == 18
+    assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 19)), "every step has its record"
+    # It resumes at step 18, bit for bit, and what is left in the end is as if nothing had happened.
+    assert_same_run(train(run.config, run.path), finished)
+
+
+def test_stopped_again_and_again_retention_is_undisturbed(finished, workspace, tmp_path, monkeypatch):
+    config = tiny.config(workspace, checkpoint__keep_states=1)
+    for step in (2, 8, 1, 4):
+        with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
+            signalled(patch, signal.SIGTERM, step)
+            train(config, tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    # Steps 3, 12, 14 and 19: the newest regular state is still there, and of the others the newest alone.
+    assert [s.step for s in run.states] == [16, 19]
+    run = train(config, run.path)
+    assert [s.step for s in run.states] == [24]
+    assert tiny.numbers(run) == tiny.numbers(finished)
+    tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
+
+
+def test_a_fork_may_begin_where_a_run_was_stopped(finished, workspace, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
+        signalled(patch, signal.SIGTERM, 9)
+        train(finished.config, tmp_path / "run")
+    run = open_run(tmp_path / "run")
+    forked = fork(run, 10 * tiny.BATCH_TOKENS, finished.config, tmp_path / "fork")
+    assert [s.step for s in forked.states] == [10]
+    tiny.assert_equal(tiny.read(train(forked.config, forked.path).snapshots[-1]), tiny.read(finished.snapshots[-1]))
+
+
+def test_before_the_first_step_nothing_is_saved(finished, tmp_path, monkeypatch):
+    run_of = loop.open_or_create
+
+    def signal_and_open(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        return run_of(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped, match="no step was done"):
+        patch.setattr(loop, "open_or_create", signal_and_open)
+        train(finished.config, tmp_path / "run")
+    assert open_run(tmp_path / "run").states == []
+
+
+def test_handlers_are_given_back(finished, tmp_path):
+    before = [signal.getsignal(number) for number in stopping.SIGNALS]
+    with stopping.noticed(interrupts=True), stopping.noticed(interrupts=False) as inner:
+        assert inner.signal is None and inner.name == ""
+    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+
+
+TWICE = """
+import sys, time
+from pma_jax import cli, stopping
+with stopping.noticed(interrupts=False):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    process = subprocess.Popen(tiny.python(TWICE), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "stopped at once: what was published before is whole\n")
+
+
+def test_states_between_marks_count_as_none():
+    config = resolve(
+        {
+            "training": {"sequence_length_tokens": 32, "batch_size_sequences": 8, "total_tokens": 25600},
+            "checkpoint": {"state_interval_tokens": 2560, "keep_states": 2, "keep_states_at_tokens": (2560,)},
+        }
+    )
+    assert kept_states(config, [2560, 2816, 5120, 7680, 7936]) == [True, False, True, True, True]
+    assert kept_states(config, [2560, 2816, 5120, 7680, 7936, 10240]) == [True, False, False, True, False, True]
+
+
+@pytest.mark.slow
+def test_the_command_says_so_in_one_line_and_exits_with_its_status(finished, workspace, tmp_path):
+    file = tiny.write_config(tmp_path / "config.py", workspace, training__total_tokens=10**6)
+    words = ["train", "--config", file, "--workdir", tmp_path / "run"]
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        process = subprocess.Popen(tiny.command(*words), stderr=subprocess.PIPE, text=True, env=tiny.environment())
+        for line in process.stderr:
+            if "loss" in line:
+                break
+        process.send_signal(number)
+        last = process.stderr.read().splitlines()[-1]
+        assert process.wait(60) == status
+        assert last.startswith(f"stopped by {signal.Signals(number).name}: the state at step ")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_other_verbs_stop_where_they_are_with_one_line(finished, tmp_path, monkeypatch, capsys, number, status):
+    def interrupted(*arguments, **options):
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+
+    monkeypatch.setattr(engine, "merge", interrupted)
+    words = ["merge", str(finished.path), "--last", "2", "--out", str(tmp_path / "merged")]
+    assert cli.main(words) == status
+    assert capsys.readouterr().err == (
+        "stopped: nothing was published; the same command goes on where this one stopped\n"
+    )
+    monkeypatch.undo()
+    assert cli.main(words) == 0
