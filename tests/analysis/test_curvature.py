@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
 
 from pma_jax.analysis import curvature
+from pma_jax.analysis.inner import inner
+from pma_jax.analysis.text_loss import text_loss, text_outputs
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches
-from pma_jax.evaluation.loss import mean_loss
 from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition, init_params
 
@@ -118,7 +119,7 @@ def test_products_of_the_decoder_agree_with_differences_of_its_gradient(finished
     config, mesh = finished.config, make_mesh(finished.config.mesh)
     with jax.set_mesh(mesh):
         held_out = held_out_batches(shards.prepare(config.data, progress=False), config, mesh)
-        loss = mean_loss(graph_definition(config.model), held_out)
+        loss = text_loss(graph_definition(config.model), held_out)
         params = init_params(config.model, jax.random.key(0))
         vector = init_params(config.model, jax.random.key(1))
         found = curvature.hessian_product(loss, params)(vector)
@@ -128,8 +129,11 @@ def test_products_of_the_decoder_agree_with_differences_of_its_gradient(finished
         behind = gradient(jax.tree.map(lambda p, v: p - step * v, params, vector))
         values, vectors = curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 1)
         curved = curvature.hessian_product(loss, params)(vectors[0])
+        gauss_newton = curvature.gauss_newton_product(text_outputs(graph_definition(config.model), held_out[0]), params)
+        spread = float(inner(vector, gauss_newton(vector)))
     expected = jax.tree.map(lambda a, b: (np.asarray(a) - np.asarray(b)) / (2 * step), ahead, behind)
     assert distance(found, expected) < 2e-2
+    assert spread > 0  # positive semi-definite, where the Hessian need not be
     assert distance(curved, jax.tree.map(lambda v: values[0] * np.asarray(v), vectors[0])) < 5e-2
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from pma_jax import checkpoint
 from pma_jax.analysis.learned import learn_weights
+from pma_jax.analysis.text_loss import text_loss
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import evaluator, held_out_batches
-from pma_jax.evaluation.loss import mean_loss
 from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition
 
@@ -62,7 +62,7 @@ def test_learned_weights_beat_the_mean_on_the_text_they_were_learned_on(finished
     params_K = [checkpoint.restore_params(s, abstract) for s in finished.snapshots[-4:]]
     with jax.set_mesh(mesh):
         held_out = held_out_batches(shards.prepare(config.data, progress=False), config, mesh)
-        loss = mean_loss(graph_definition(config.model), held_out)
+        loss = text_loss(graph_definition(config.model), held_out)
         alone = float(jax.jit(loss)(params_K[-1]))
         learned = learn_weights(loss, params_K, steps=30)
         mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *params_K)
