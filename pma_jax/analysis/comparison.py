@@ -1,0 +1,69 @@
+"""Comparing methods over seeds, rankings of hyper-parameters, and what merging saves."""
+
+import dataclasses
+
+import numpy as np
+import scipy.stats
+from numpy.typing import ArrayLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The mean of paired differences, with its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.low > 0 or self.high < 0
+
+
+def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = 0.95) -> Difference:
+    """Mean of first - second over pairs (seeds), with Student's t interval.
+
+    Raises ValueError for fewer than 2 pairs, or different lengths.
+    """
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if a.shape != b.shape or a.ndim != 1:
+        raise ValueError(f"give pairs: the shapes are {a.shape} and {b.shape}")
+    if len(a) < 2:
+        raise ValueError("one pair has no interval: repeat with other seeds")
+    apart = a - b
+    error = apart.std(ddof=1) / np.sqrt(len(apart))
+    reach = error * scipy.stats.t.ppf((1 + confidence) / 2, len(apart) - 1)
+    return Difference(float(apart.mean()), float(apart.mean() - reach), float(apart.mean() + reach), len(apart))
+
+
+def kendall_tau(forecast: ArrayLike, truth: ArrayLike) -> float:
+    """How well one ranking agrees with another: 1 the same, 0 unrelated, -1 reversed (tau-b: ties count half).
+
+    Raises ValueError where all values of one side are the same: they rank nothing.
+    """
+    tau = scipy.stats.kendalltau(forecast, truth).statistic
+    if not np.isfinite(tau):
+        raise ValueError("all values are the same: they rank nothing")
+    return float(tau)
+
+
+def regret(forecast: ArrayLike, truth: ArrayLike) -> float:
+    """The true loss of what the forecast puts first, over the best true loss: 0 where it picks the best."""
+    picked = int(np.argmin(np.asarray(forecast, np.float64)))
+    truth = np.asarray(truth, np.float64)
+    return float(truth[picked] - truth.min())
+
+
+def tokens_to_reach(tokens_n: ArrayLike, loss_n: ArrayLike, loss: float) -> float | None:
+    """Tokens at which a curve first comes down to `loss`, a straight line between measurements; None: it never does."""
+    tokens, losses = np.asarray(tokens_n, np.float64), np.asarray(loss_n, np.float64)
+    below = np.flatnonzero(losses <= loss)
+    if not len(below):
+        return None
+    i = int(below[0])
+    if i == 0:
+        return float(tokens[0])
+    share = (losses[i - 1] - loss) / (losses[i - 1] - losses[i])
+    return float(tokens[i - 1] + share * (tokens[i] - tokens[i - 1]))

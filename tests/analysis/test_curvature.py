@@ -1,0 +1,142 @@
+"""Hessian and Gauss-Newton products against the matrices that jax.hessian gives, and the algebra of merging."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.flatten_util import ravel_pytree
+
+from pma_jax.analysis import curvature
+from pma_jax.analysis.inner import inner
+from pma_jax.analysis.text_loss import text_loss, text_outputs
+from pma_jax.data import shards
+from pma_jax.evaluation.held_out import held_out_batches
+from pma_jax.mesh import make_mesh
+from pma_jax.model.decoder import graph_definition, init_params
+
+TARGETS = jnp.asarray([0, 2, 1, 1])
+WEIGHTS = jnp.asarray([1.0, 1.0, 0.0, 1.0])
+INPUTS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
+
+
+@pytest.fixture
+def params():
+    rng = np.random.default_rng(1)
+    return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in {"in": (3, 4), "out": (4, 3)}.items()}
+
+
+def outputs(params):
+    return jnp.tanh(INPUTS @ params["in"]) @ params["out"], WEIGHTS
+
+
+def loss(params):
+    logits, weights = outputs(params)
+    nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), TARGETS[:, None], 1)[:, 0]
+    return jnp.sum(nats * weights) / jnp.sum(weights)
+
+
+def dense(function, params):
+    flat, unflatten = ravel_pytree(params)
+    return np.asarray(jax.hessian(lambda v: function(unflatten(v)))(flat), np.float64)
+
+
+def applied(product, params):
+    """The matrix of a product, column by column."""
+    flat, unflatten = ravel_pytree(params)
+    columns = [ravel_pytree(product(unflatten(column)))[0] for column in jnp.eye(flat.size)]
+    return np.stack([np.asarray(c, np.float64) for c in columns], axis=1)
+
+
+def test_hessian_products_are_those_of_the_matrix(params):
+    product = curvature.hessian_product(loss, params)
+    np.testing.assert_allclose(applied(product, params), dense(loss, params), atol=1e-5)
+
+
+def test_gauss_newton_is_the_hessian_of_the_outputs_seen_through_the_jacobian(params):
+    flat, unflatten = ravel_pytree(params)
+    logits = outputs(params)[0]
+    jacobian = np.asarray(jax.jacobian(lambda v: outputs(unflatten(v))[0])(flat), np.float64).reshape(4, 3, -1)
+    p = np.asarray(jax.nn.softmax(logits), np.float64)
+    expected = sum(
+        w / 3 * jacobian[i].T @ (np.diag(p[i]) - np.outer(p[i], p[i])) @ jacobian[i]
+        for i, w in enumerate(np.asarray(WEIGHTS))
+    )
+    found = applied(curvature.gauss_newton_product(outputs, params), params)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.linalg.eigvalsh((found + found.T) / 2).min() > -1e-5
+
+
+def test_the_top_of_the_spectrum_is_that_of_the_matrix(params):
+    values, vectors = curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 3)
+    exact = np.linalg.eigvalsh(dense(loss, params))[::-1][:3]
+    np.testing.assert_allclose(values, exact, rtol=1e-2, atol=1e-4)
+    flat = np.asarray(ravel_pytree(vectors[0])[0], np.float64)
+    assert np.linalg.norm(flat) == pytest.approx(1, abs=1e-4)
+    np.testing.assert_allclose(dense(loss, params) @ flat, values[0] * flat, atol=2e-2 * values[0])
+    with pytest.raises(ValueError, match="24 parameters"):
+        curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 24)
+
+
+@given(st.integers(2, 6), st.integers(0, 2**31))
+def test_the_gains_are_differences_of_a_quadratic(count, seed):
+    rng = np.random.default_rng(seed)
+    root = rng.normal(size=(8, 8))
+    hessian, slope = root @ root.T, rng.normal(size=8)
+    deltas_K = rng.normal(size=(count, 8))
+    weights = rng.normal(size=count)
+    weights /= weights.sum() if abs(weights.sum()) > 0.1 else 1.0
+    weights[-1] += 1 - weights.sum()
+    matrix = deltas_K @ hessian @ deltas_K.T
+
+    def quadratic(delta):
+        return slope @ delta + delta @ hessian @ delta / 2
+
+    merged = quadratic(weights @ deltas_K)
+    each = np.array([quadratic(d) for d in deltas_K])
+    scale = 1 + np.abs(each).max() * np.abs(weights).max() ** 2 * count
+    assert curvature.merging_gain(matrix, weights) == pytest.approx(weights @ each - merged, abs=1e-9 * scale)
+    over_last = curvature.merging_gain_over_last(matrix, weights, deltas_K @ slope)
+    assert over_last == pytest.approx(each[-1] - merged, abs=1e-9 * scale)
+
+
+def test_pairs_are_products_of_the_deltas(params):
+    keys = jax.random.split(jax.random.key(0), 3)
+    deltas = [jax.tree.map(lambda x, k=key: jax.random.normal(k, x.shape), params) for key in keys]
+    flat = np.stack([np.asarray(ravel_pytree(d)[0], np.float64) for d in deltas])
+    expected = flat @ dense(loss, params) @ flat.T
+    found = curvature.pairwise(curvature.hessian_product(loss, params), deltas)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
+def test_off_diagonal_share_at_its_three_landmarks(rows, share):
+    assert curvature.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
+
+
+def test_products_of_the_decoder_agree_with_differences_of_its_gradient(finished):
+    config, mesh = finished.config, make_mesh(finished.config.mesh)
+    with jax.set_mesh(mesh):
+        held_out = held_out_batches(shards.prepare(config.data, progress=False), config, mesh)
+        loss = text_loss(graph_definition(config.model), held_out)
+        params = init_params(config.model, jax.random.key(0))
+        vector = init_params(config.model, jax.random.key(1))
+        found = curvature.hessian_product(loss, params)(vector)
+        gradient = jax.jit(jax.grad(loss))
+        step = 1e-2
+        ahead = gradient(jax.tree.map(lambda p, v: p + step * v, params, vector))
+        behind = gradient(jax.tree.map(lambda p, v: p - step * v, params, vector))
+        values, vectors = curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 1)
+        curved = curvature.hessian_product(loss, params)(vectors[0])
+        gauss_newton = curvature.gauss_newton_product(text_outputs(graph_definition(config.model), held_out[0]), params)
+        spread = float(inner(vector, gauss_newton(vector)))
+    expected = jax.tree.map(lambda a, b: (np.asarray(a) - np.asarray(b)) / (2 * step), ahead, behind)
+    assert distance(found, expected) < 2e-2
+    assert spread > 0  # positive semi-definite, where the Hessian need not be
+    assert distance(curved, jax.tree.map(lambda v: values[0] * np.asarray(v), vectors[0])) < 5e-2
+
+
+def distance(found, expected):
+    found, expected = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (found, expected))
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)

@@ -1,0 +1,87 @@
+"""Planes through models: geometry against float64 numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pma_jax.analysis import landscape
+
+
+def model(values):
+    return {"a": jnp.asarray(values[:3], jnp.float32), "b": jnp.asarray(values[3:], jnp.float32).reshape(2, 2)}
+
+
+def flat(params):
+    return np.concatenate([np.asarray(params["a"]).ravel(), np.asarray(params["b"]).ravel()]).astype(np.float64)
+
+
+@pytest.fixture
+def points():
+    return np.random.default_rng(0).normal(size=(5, 7))
+
+
+def test_a_plane_goes_through_its_three_models(points):
+    one, two, three = (model(p) for p in points[:3])
+    plane = landscape.plane_through(one, two, three)
+    for params in (one, two, three):
+        x, y, distance = plane.coordinates(params)
+        assert distance < 1e-5
+        np.testing.assert_allclose(flat(plane.at(x, y)), flat(params), atol=1e-5)
+    assert plane.coordinates(one)[:2] == (0, 0)
+    assert plane.coordinates(two)[0] == pytest.approx(np.linalg.norm(points[1] - points[0]), rel=1e-5)
+    assert abs(plane.coordinates(two)[1]) < 1e-5
+    assert abs(flat(plane.first) @ flat(plane.second)) < 1e-6
+
+
+def test_a_model_beside_the_plane_has_its_distance(points):
+    plane = landscape.plane_through(*(model(p) for p in points[:3]))
+    basis, _ = np.linalg.qr((points[1:3] - points[0]).T)
+    offset = points[3] - points[0]
+    expected = np.linalg.norm(offset - basis @ (basis.T @ offset))
+    assert plane.coordinates(model(points[3]))[2] == pytest.approx(expected, rel=1e-5)
+
+
+def test_models_on_a_line_span_no_plane(points):
+    one, two = points[:2]
+    with pytest.raises(ValueError, match="one line"):
+        landscape.plane_through(model(one), model(two), model(one + 3 * (two - one)))
+    with pytest.raises(ValueError, match="equal"):
+        landscape.plane_through(model(one), model(one), model(two))
+    with pytest.raises(ValueError, match="one line"):
+        landscape.principal_plane([model(one), model(two), model((one + two) / 2)])
+
+
+def test_the_principal_plane_is_that_of_the_singular_vectors(points):
+    plane = landscape.principal_plane([model(p) for p in points])
+    apart = points - points.mean(axis=0)
+    _, _, rows = np.linalg.svd(apart)
+    for axis, row in zip((plane.first, plane.second), rows, strict=False):
+        assert abs(flat(axis) @ row) == pytest.approx(1, abs=1e-4)
+    np.testing.assert_allclose(flat(plane.origin), points.mean(axis=0), atol=1e-6)
+
+
+def test_the_grid_holds_the_loss_at_each_point(points):
+    plane = landscape.plane_through(*(model(p) for p in points[:3]))
+    xs, ys = [-1.0, 0.0, 2.0], [0.5, 1.5]
+    grid = landscape.loss_over(lambda p: jnp.sum(p["a"] ** 2) + jnp.sum(p["b"] ** 3), plane, xs, ys)
+    assert grid.shape == (2, 3)
+    for j, y in enumerate(ys):
+        for i, x in enumerate(xs):
+            at = flat(plane.origin) + x * flat(plane.first) + y * flat(plane.second)
+            assert grid[j, i] == pytest.approx(np.sum(at[:3] ** 2) + np.sum(at[3:] ** 3), rel=1e-4)
+
+
+def test_a_plane_over_two_weights_moves_nothing_else(points):
+    params = model(points[0])
+    plane = landscape.plane_of_two_weights(params, "b", (0, 1), (1, 0))
+    moved = flat(plane.at(2.0, -3.0)) - flat(params)
+    np.testing.assert_allclose(moved, [0, 0, 0, 0, 2, -3, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "first", "second", "says"),
+    [("c", (0,), (1,), "one of a, b"), ("a", (0,), (3,), "not an index"), ("a", (1,), (1,), "name two")],
+)
+def test_weights_that_are_not_there_are_refused(points, leaf, first, second, says):
+    with pytest.raises(ValueError, match=says):
+        landscape.plane_of_two_weights(model(points[0]), leaf, first, second)

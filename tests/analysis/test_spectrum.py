@@ -1,0 +1,56 @@
+"""Recipes as filters, against what a filter does to a sine, and spectra of known series."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pma_jax.analysis import spectrum
+from pma_jax.merging import recipes
+
+
+@given(st.integers(2, 20), st.floats(0, 0.5))
+def test_a_recipe_answers_a_wave_as_its_response_says(count, frequency):
+    weights = recipes.wma(count)
+    wave = np.exp(2j * np.pi * frequency * np.arange(count))
+    response = spectrum.frequency_response(weights, [frequency])[0]
+    np.testing.assert_allclose(weights @ wave, response * wave[-1], atol=1e-12)
+
+
+@pytest.mark.parametrize("text", ["sma", "wma", "ema:alpha=0.2", "lagfree", "lagfree:lag=0.5", "decay:shape=linear"])
+def test_what_does_not_move_passes_and_the_slope_at_zero_is_the_mean_age(text):
+    weights = recipes.coefficients(text, np.arange(8) * 100)
+    assert spectrum.frequency_response(weights, [0.0])[0] == pytest.approx(1)
+    small = 1e-6
+    slope = spectrum.frequency_response(weights, [small])[0].imag / small
+    assert -slope / (2 * np.pi) == pytest.approx(weights @ np.arange(7, -1, -1), abs=1e-6)
+
+
+def test_positions_may_be_uneven():
+    weights, positions = np.array([0.2, 0.3, 0.5]), np.array([0.0, 5.0, 6.0])
+    wave = np.exp(2j * np.pi * 0.07 * positions)
+    response = spectrum.frequency_response(weights, [0.07], positions)[0]
+    np.testing.assert_allclose(weights @ wave, response * wave[-1], atol=1e-12)
+
+
+def test_a_wave_stands_at_its_frequency_and_a_drift_nowhere():
+    k = np.arange(64)
+    series = np.stack([np.sin(2 * np.pi * 8 / 64 * k), 3.0 + 0.5 * k], axis=1)
+    frequencies, power = spectrum.power_spectrum(series, interval=2.0)
+    assert power.shape == (33, 2)
+    assert frequencies[np.argmax(power[:, 0])] == pytest.approx(8 / 64 / 2)
+    assert power[:, 1].max() < 1e-20
+    with pytest.raises(ValueError, match="4 or more"):
+        spectrum.power_spectrum(np.zeros((3, 1)))
+
+
+def test_projections_are_inner_products_and_directions_have_length_one():
+    rng = np.random.default_rng(0)
+    flat = rng.normal(size=(3, 40))
+    models = [{"a": jnp.asarray(v[:10], jnp.float32), "b": jnp.asarray(v[10:], jnp.float32)} for v in flat]
+    directions = spectrum.random_directions(models[0], 2, seed=1)
+    rows = np.stack([np.concatenate([np.asarray(d["a"]), np.asarray(d["b"])]) for d in directions]).astype(np.float64)
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
+    found = spectrum.projections(iter(models), directions, models[0])
+    np.testing.assert_allclose(found, (flat - flat[0]) @ rows.T, atol=1e-4)
