@@ -21,7 +21,7 @@ def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Pa
 
     def loss(params: Params) -> jax.Array:
         sums = [_sums(apply(graph, params, jnp.maximum(b[:, :-1], 0)), b[:, 1:]) for b in batches]
-        nats, count = (sum(part) for part in zip(*sums, strict=True))
+        nats, count = jnp.sum(jnp.stack([jnp.stack(pair) for pair in sums]), axis=0)
         return nats / count
 
     return loss
