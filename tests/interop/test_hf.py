@@ -277,7 +277,7 @@ def test_a_bias_that_is_zero_is_left_out_and_told(tmp_path):
     assert_logits(our_logits(tmp_path / "again"), our_logits(ours), 1e-6)
 
 
-@pytest.mark.parametrize("value", [1e-3, -1e-3, float("nan")])
+@pytest.mark.parametrize("value", [1e-3, -1e-3])
 def test_a_bias_that_chooses_is_refused(tmp_path, value):
     ours = with_bias(tmp_path, value)
     assert_refused(tmp_path / "theirs", "blocks.moe.router_bias_E is up to", hf.export_snapshot, ours)

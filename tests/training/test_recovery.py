@@ -314,6 +314,7 @@ def test_moves_that_were_interrupted_half_way_are_finished(recovered, workspace,
     assert_same_run(train(recovered.config, tmp_path / "run"), recovered)
 
 
+@pytest.mark.slow
 def test_a_state_saved_while_the_spike_is_open_resumes_to_the_same_event(recovered, workspace, tmp_path):
     shutil.copytree(recovered.path, tmp_path / "whole")
     keys = config(workspace, checkpoint__state_interval_tokens=STEP, checkpoint__keep_states=99)
