@@ -188,7 +188,11 @@ def test_the_data_is_passed_over_where_the_configuration_says_so(recovered, work
 @pytest.mark.parametrize("optimizer", ["keep", "restore"])
 def test_the_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, optimizer):
     # States at every mark of the snapshots: one between the marks goes when the next is saved.
-    keys = {"spikes__optimizer": optimizer, "checkpoint__keep_states": 99, "checkpoint__state_interval_tokens": 4 * STEP}
+    keys = {
+        "spikes__optimizer": optimizer,
+        "checkpoint__keep_states": 99,
+        "checkpoint__state_interval_tokens": 4 * STEP,
+    }
     run = train(config(workspace, **keys), tmp_path / "run")
     event = event_of(run)
     assert event["optimizer"] == optimizer
