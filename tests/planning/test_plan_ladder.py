@@ -59,8 +59,10 @@ def test_the_readme_has_exactly_the_table_of_the_results():
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_result_is_of_the_configuration_and_fits_by_the_compilers_word(name):
     result, plan = RESULTS[name], RESULTS[name]["plan"]
-    # The versions are those that it was made with; running the command again makes it anew with today's.
-    now = plan_ladder.identity(name) | {"versions": result["identity"]["versions"]}
+    # Versions and digest are those that it was made with: a new key changes the digest of every configuration, and
+    # running the command again makes the plan anew with today's.
+    made_with = {key: result["identity"][key] for key in ("versions", "config_digest")}
+    now = plan_ladder.identity(name) | made_with
     assert result["identity"] == now
     assert plan["topology"]["name"] == plan_ladder.SLICES[name].topology
     size = ladder.SIZES[name]
