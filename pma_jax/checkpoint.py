@@ -359,7 +359,9 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
         part = getattr(abstract, name)
         if part is None:
             continue
-        if name in stored and _shapes(stored[name]) == _shapes(part):
+        if stored.get(name) is None and any(leaf.startswith(f"{name}.") for leaf in stored_digests(saved.path)):
+            raise ValueError(f"{saved.path} is damaged or incomplete: its {name} is gone")
+        if stored.get(name) is not None and _shapes(stored[name]) == _shapes(part):
             part = _restore(saved.path, name, part, f"{name}.")
         else:
             part = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), part)
