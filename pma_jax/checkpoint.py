@@ -20,17 +20,16 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from etils import epath
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
-from pma_jax import digests, integrity, steps
+from pma_jax import digests, hosts, integrity, steps
 from pma_jax.buckets import check_bucket, is_bucket
 from pma_jax.config import FOLDERS, Config
 from pma_jax.mesh import abstract_on
@@ -151,6 +150,11 @@ def read_records(path: epath.Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path} is damaged in line {number}: remove that line ({error})") from error
         records.append(record)
     return records
+
+
+def record_lines(records: Iterable[dict[str, Any]]) -> str:
+    """What `read_records` reads: one record a line."""
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def read_json(path: epath.Path) -> dict[str, Any]:
@@ -371,9 +375,9 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
 
 def write_parts(path: epath.Path, parts: dict[str, Any]) -> None:
     """Write named pytrees at `path`, in place of what is there."""
-    if path.exists() and jax.process_index() == 0:
+    if path.exists() and hosts.is_first():
         path.rmtree()
-    multihost_utils.sync_global_devices(f"{path} is free")
+    hosts.meet("checkpoint.write_parts")
     with steps.plain_arrays(), steps.writing(path):
         ocp.save_checkpointables(path, parts, custom_metadata=digests.sealed(_digests(parts)))
 
@@ -384,7 +388,7 @@ def restore_part(path: epath.Path, name: str, abstract: Any) -> Any:
 
 
 def _writer(folder: epath.Path, kept: Any) -> StepWriter:
-    return StepWriter(folder, kept, removes=jax.process_index() == 0)
+    return StepWriter(folder, kept, removes=hosts.is_first())
 
 
 def _facts(snapshot: Snapshot, params: Any) -> dict[str, Any]:

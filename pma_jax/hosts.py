@@ -104,6 +104,12 @@ def first_then_all(work: Callable[[], T]) -> T:
     return made[0] if made else work()
 
 
+def meet(name: str) -> None:
+    """Wait until all processes have come here, which `name` says, the same in all."""
+    if global_state.num_processes > 1:
+        multihost_utils.sync_global_devices(f"pma_jax.{name}")
+
+
 def agree(error: Exception | None) -> None:
     """Wait for all processes; raise ValueError in all of them where one has an error, naming the first that has."""
     said = gather("" if error is None else _one_line(error))

@@ -87,7 +87,7 @@ def watch(
                 record |= {"recipe": row_text(recipe, n, kind=kind), "loss": losses_of([merged])[0]}
                 if hosts.is_first():
                     with contextlib.closing(LineFile(log)) as file:
-                        file.write(json.dumps(record) + "\n")
+                        file.write(checkpoint.record_lines([record]))
                 yield f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {record['recipe']} {record['loss']:.4f}"
             handled = snapshot.tokens
         else:

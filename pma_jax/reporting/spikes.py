@@ -1,5 +1,6 @@
 """A run's loss spikes, for its report: those that passed, and those from which the run went back."""
 
+import math
 from typing import Any
 
 from pma_jax import checkpoint
@@ -26,12 +27,8 @@ def rows(run: Run) -> list[dict[str, Any]]:
             "passes_over_data": event["position"] != event["position_there"],
             "attempt": event["attempt"],
             "set_aside": [
-                [r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation" and _finite(r["loss"])
+                [r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation" and math.isfinite(r["loss"])
             ],
         }
         told.append({key: event["spike"][key] for key in SHOWN} | {"went_back": went_back})
     return sorted(told, key=lambda row: (row["onset_tokens"], row["tokens"]))
-
-
-def _finite(loss: float) -> bool:
-    return loss - loss == 0.0

@@ -1,6 +1,5 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard, and the terminal."""
 
-import json
 import os
 import sys
 import time
@@ -13,7 +12,7 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
-from pma_jax.checkpoint import Run, read_records
+from pma_jax.checkpoint import Run, read_records, record_lines, write_text
 from pma_jax.config import Config
 from pma_jax.line_file import LineFile
 from pma_jax.steps import writing
@@ -35,9 +34,7 @@ class MetricsLog:
             return
         path = run.path / "metrics.jsonl"
         kept = [r for r in read_records(path) if r["tokens"] <= tokens]
-        temporary = run.path / ".metrics.jsonl.writing"
-        temporary.write_text("".join(_line(r) for r in kept))
-        temporary.replace(path)
+        write_text(path, record_lines(kept))
         self._path, self._file = path, LineFile(path)
         self._board = _Curves(run.path / "tensorboard", tokens + 1)
         self._console = rich.console.Console(stderr=True)
@@ -49,7 +46,7 @@ class MetricsLog:
         if not self._writes:
             return
         with writing(self._path):
-            self._file.write(_line(record))
+            self._file.write(record_lines([record]))
             self._board.add(_scalars(record), record["tokens"])
         shown = _shown(record)
         self._bar.update(self._task, completed=record["tokens"], description=shown)
@@ -97,10 +94,6 @@ class _Curves:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _line(record: Record) -> str:
-    return json.dumps(record) + "\n"
 
 
 def _scalars(record: Record) -> list[tuple[str, float]]:

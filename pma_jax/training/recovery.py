@@ -20,9 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from etils import epath
-from jax.experimental import multihost_utils
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, hosts, integrity
 from pma_jax.checkpoint import Run
 from pma_jax.config import FOLDERS, Config
 from pma_jax.merging.recipes import coefficients
@@ -114,9 +113,9 @@ def decide(run: Run, spike: dict[str, Any], state: TrainState, step: int, positi
         held["optimizer"] = state.optimizer
     number = past[-1]["number"] + 1 if past else 1
     folder = run.path / FOLDER / str(number)
-    if jax.process_index() == 0:
+    if hosts.is_first():
         folder.mkdir(parents=True, exist_ok=True)
-    multihost_utils.sync_global_devices("the spike's folder is there")
+    hosts.meet("recovery.folder")
     checkpoint.write_parts(folder / HELD, held)
     event = {
         "number": number,
@@ -148,12 +147,12 @@ def finish(run: Run, abstract: TrainState, mesh: jax.sharding.Mesh) -> Event | N
     if event is None or event["done"]:
         return None
     folder = run.path / FOLDER / str(event["number"])
-    if jax.process_index() == 0:
+    if hosts.is_first():
         _set_aside(run, event, folder)
-    multihost_utils.sync_global_devices("what came after the spike is set aside")
+    hosts.meet("recovery.set_aside")
     state, optimizer = _restarted(run, event, folder, abstract, mesh)
     done = event | {"optimizer": optimizer, "done": True}
-    if jax.process_index() == 0:
+    if hosts.is_first():
         _rewrite_metrics(run, done)
     with checkpoint.state_writer(run) as writer:
         checkpoint.save_state(writer, state, event["step"], event["tokens"], event["position"])
@@ -202,17 +201,17 @@ def _set_aside(run: Run, event: Event, folder: epath.Path) -> None:
         records = checkpoint.read_records(run.path / name)
         later = [r for r in records if r["tokens"] > event["tokens"]]
         if later and not (folder / name).exists():
-            checkpoint.write_text(folder / name, _lines(later))
+            checkpoint.write_text(folder / name, checkpoint.record_lines(later))
     # A watcher takes what it finds there for done.
     if (run.path / "watch.jsonl").exists():
         kept = [r for r in checkpoint.read_records(run.path / "watch.jsonl") if r["tokens"] <= event["tokens"]]
-        checkpoint.write_text(run.path / "watch.jsonl", _lines(kept))
+        checkpoint.write_text(run.path / "watch.jsonl", checkpoint.record_lines(kept))
 
 
 def _rewrite_metrics(run: Run, event: Event) -> None:
     records = [r for r in checkpoint.read_records(run.path / "metrics.jsonl") if r["tokens"] <= event["tokens"]]
     records = [r for r in records if r["kind"] != "recovery" or r["number"] != event["number"]]
-    checkpoint.write_text(run.path / "metrics.jsonl", _lines([*records, {"kind": "recovery"} | event]))
+    checkpoint.write_text(run.path / "metrics.jsonl", checkpoint.record_lines([*records, {"kind": "recovery"} | event]))
 
 
 def _restarted(
@@ -224,7 +223,7 @@ def _restarted(
     optimizer, said = fresh.optimizer, "reset"
     if event["optimizer"] == "keep":
         kept = checkpoint.restore_part(folder / HELD, "optimizer", abstract.optimizer)
-        if _all_finite(kept):
+        if not integrity.non_finite_leaves(kept):
             optimizer, said = kept, "keep"
     if event["optimizer"] == "restore" and event["optimizer_step"] is not None:
         aside = dataclasses.replace(run, path=folder)
@@ -255,19 +254,11 @@ def _later(run: Run, name: str, step: int) -> list[int]:
     return [s for s in steps if s > step or (s == step and name == checkpoint.STATES)]
 
 
-def _all_finite(tree: Any) -> bool:
-    return bool(jax.jit(lambda t: jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(t)])))(tree))
-
-
 def _write_event(run: Run, event: Event) -> None:
-    if jax.process_index() == 0:
+    if hosts.is_first():
         path = run.path / FOLDER / str(event["number"]) / EVENT
         checkpoint.write_text(path, json.dumps(event, indent=2) + "\n")
-    multihost_utils.sync_global_devices("the spike's event is written")
-
-
-def _lines(records: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(r) + "\n" for r in records)
+    hosts.meet("recovery.event")
 
 
 def _number(value: Any) -> float | None:

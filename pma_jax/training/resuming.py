@@ -9,11 +9,9 @@ never published (a kill while one was written or removed) are cleared away: they
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from etils import epath
-from jax.experimental import multihost_utils
 
-from pma_jax import checkpoint, steps
+from pma_jax import checkpoint, hosts, steps
 from pma_jax.checkpoint import Run, SavedState, Snapshot
 from pma_jax.config import FOLDERS
 
@@ -23,7 +21,7 @@ Say = Callable[[str], None]
 
 def clear_away(run: Run, say: Say) -> None:
     """Remove what was never published, and set aside steps whose metadata are damaged; process 0 does."""
-    if jax.process_index() == 0:
+    if hosts.is_first():
         for name in (*FOLDERS.values(), checkpoint.STATES):
             for path in steps.unpublished(run.path / name):
                 path.rmtree()
@@ -33,7 +31,7 @@ def clear_away(run: Run, say: Say) -> None:
                     read(path)
                 except ValueError as error:
                     _set_aside(run, path, error, say)
-    _wait_for_all("clear_away")
+    hosts.meet("resuming.clear_away")
 
 
 def newest_whole_state(run: Run, abstract: Any, say: Say) -> tuple[SavedState | None, Any]:
@@ -48,7 +46,7 @@ def newest_whole_state(run: Run, abstract: Any, say: Say) -> tuple[SavedState | 
         except ValueError as error:
             passed.append((saved, error))
             continue
-        _wait_for_all("newest_whole_state")  # no process still reads what is moved
+        hosts.meet("resuming.newest_whole_state")  # no process still reads what is moved
         for damaged, why in passed:
             _set_aside(run, damaged.path, why, say)
         return saved, state
@@ -84,7 +82,7 @@ def _read(run: Run, snapshot: Snapshot, abstract: Any, say: Say) -> Any:
     try:
         return checkpoint.restore_params(snapshot, abstract)
     except ValueError as error:
-        _wait_for_all("damaged_snapshot")
+        hosts.meet("resuming.damaged_snapshot")
         _set_aside(run, snapshot.path, error, say)
         return None
 
@@ -92,7 +90,7 @@ def _read(run: Run, snapshot: Snapshot, abstract: Any, say: Say) -> Any:
 def _set_aside(run: Run, path: epath.Path, why: ValueError, say: Say) -> None:
     """Move a damaged step out of the way, so that it is written anew; process 0 does."""
     say(f"passed over: {why}")
-    if jax.process_index() != 0:
+    if not hosts.is_first():
         return
     folder = run.path / DAMAGED
     folder.mkdir(exist_ok=True)
@@ -100,8 +98,3 @@ def _set_aside(run: Run, path: epath.Path, why: ValueError, say: Say) -> None:
     taken = {p.name for p in folder.iterdir()}
     number = next(n for n in range(len(taken) + 1) if f"{name}.{n}" not in taken)
     path.rename(folder / f"{name}.{number}")
-
-
-def _wait_for_all(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"pma_jax.resuming.{name}")
