@@ -25,16 +25,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def held(folder: epath.Path) -> Iterator[str | None]:
+def held(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
     """Hold the lock of the run directory `folder`, which is made; yields what the user should know, if anything.
 
-    Raises ValueError that names the holder when another process has it.
+    When another process has it, raises ValueError that names the holder, or with `waits` waits until it is free.
     """
     if "://" in str(folder):
         yield None
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(Path(folder) / FILE_NAME) as (file, is_locked):
+    with _locked(Path(folder) / FILE_NAME, waits) as (file, is_locked):
         note = None if is_locked else f"{folder}: this file system has no locks; see that no second process trains here"
         left = _holder(file)
         if left and is_locked:
@@ -51,11 +51,11 @@ def held(folder: epath.Path) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[tuple[IO[str], bool]]:
+def _locked(path: Path, waits: bool) -> Iterator[tuple[IO[str], bool]]:
     while True:
         with path.open("a+", errors="replace") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
                 is_locked = True
             except BlockingIOError:
                 who = _holder(file) or "another process"

@@ -84,7 +84,19 @@ def _panel(
 
 def figure(sweep: dict[str, Any]) -> Figure:
     """All panels of a sweep on one scale of colours."""
-    drawn_panels = panels(sweep["rows"])
+    raw = "" if sweep["raw_loss"] is None else f"; the raw model has {sweep['raw_loss']:.4f}"
+    return draw(panels(sweep["rows"]), f"Held-out loss of merges at {sweep['tokens'] / 1e6:.2f}M tokens{raw}")
+
+
+def png(drawn_panels: Sequence[Panel], title: str) -> bytes:
+    """`draw` as PNG; the same panels give the same bytes."""
+    buffer = io.BytesIO()
+    draw(drawn_panels, title).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def draw(drawn_panels: Sequence[Panel], title: str) -> Figure:
+    """Panels on one scale of colours, three beside each other; the lowest cell of all is framed."""
     columns = min(COLUMNS, len(drawn_panels))
     grid = [drawn_panels[i : i + columns] for i in range(0, len(drawn_panels), columns)]
     left = 0.25 + CHARACTER_INCHES * max(len(name) for panel in drawn_panels for name in panel.rows)
@@ -105,11 +117,10 @@ def figure(sweep: dict[str, Any]) -> Figure:
             axes = drawn.add_axes((x / size[0], y / size[1], wide / size[0], tall / size[1]))
             _draw(axes, panel, Normalize(low, high if high > low else low + 1e-6), low)
         top -= height
-    raw = "" if sweep["raw_loss"] is None else f"; the raw model has {sweep['raw_loss']:.4f}"
     drawn.text(
         0.25 / size[0],
         1 - 0.28 / size[1],
-        f"Held-out loss of merges at {sweep['tokens'] / 1e6:.2f}M tokens{raw}",
+        title,
         color=LIGHT.ink,
         fontsize=11,
         fontweight="bold",

@@ -25,7 +25,7 @@ from pma_jax.stopping import Notice
 from pma_jax.training import block_mean, finite, preemption, recovery, resuming
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
-from pma_jax.training.starting import check_start, starting_state
+from pma_jax.training.starting import check_start, forked_state, starting_state
 from pma_jax.training.state import TrainState, abstract_state
 from pma_jax.training.step import make_train_step
 
@@ -73,8 +73,7 @@ def _train_on(
         went_back, restarts = recovery.finish(run, abstract, mesh), recovery.events(run)
         graph = graph_definition(config.model)
         resumed, state = resuming.newest_whole_state(run, abstract, told.append)
-        if resumed is None:
-            state = starting_state(config, abstract)
+        state = forked_state(run, resumed, state, abstract) if resumed else starting_state(config, abstract)
         step, seen, position = (resumed.step, resumed.tokens, resumed.position) if resumed else (0, 0, 0)
         for kind in config.checkpoint.kinds:
             resuming.whole_snapshots(run, kind, seen, abstract.params, told.append)
