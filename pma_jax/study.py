@@ -23,18 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax import config as configuration
-from pma_jax.checkpoint import Run, Snapshot
+from pma_jax.checkpoint import Run, Snapshot, abstract_params
 from pma_jax.config import Config, EvaluationConfig
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW, losses_along
 from pma_jax.host_memory import keep_freed_memory
+from pma_jax.mesh import make_mesh
+from pma_jax.model.decoder import activated_count, parameter_count
 from pma_jax.reporting import pages
 from pma_jax.reporting.pages import Row
 from pma_jax.training import run_cache
 
 SIZES = ("science_small", "science_large", "science_moe")
 RECORD_TOKENS = 4096  # held-out tokens of a trunk's own records; the study evaluates on its own, larger text
-LENGTHS = (16, 8, 4, 2)  # an annealed branch takes one over so many of the tokens at its end
+LENGTHS = (32, 16, 8, 4, 2)  # an annealed branch takes one over so many of the tokens at its end
 # `--tiny`: a model that is trained in seconds, to see that a script runs. Its numbers say nothing.
 TINY = (
     "model.width=16",
@@ -102,7 +104,7 @@ class Study:
         return sorted(starts | {self.units // 4, self.units // 2, 3 * self.units // 4})
 
     def branch_units(self, end: int) -> list[int]:
-        """Lengths of the annealed branches that end at `end`: a 16th, an 8th, a quarter and half of it."""
+        """Lengths of the annealed branches that end at `end`: from a 32nd to half of it, in whole units."""
         return [end // share for share in LENGTHS if end // share]
 
     def trunk(self, size: str, seed: int, changes: Iterable[str] = ()) -> Run:
@@ -139,6 +141,30 @@ class Study:
         """Held-out loss of one merge, by default of the run's last weights. Raises KeyError where it cannot be made."""
         end = run.config.training.total_tokens // self.unit_tokens(run) if end is None else end
         return self.losses(run, [cell], [end])[cell, end]
+
+    def over_seeds(
+        self, run_of: Callable[[int], Run], cells: Iterable[Cell], ends: Sequence[int]
+    ) -> dict[str, dict[str, list[float]]]:
+        """`losses` of the runs of all seeds, for results.json: merge -> end, in units -> a loss for each seed."""
+        cells = list(cells)
+        each = [self.losses(run_of(seed), cells, ends) for seed in self.seeds]
+        found: dict[str, dict[str, list[float]]] = {}
+        for cell in cells:
+            at = {str(end): [losses[cell, end] for losses in each] for end in ends if (cell, end) in each[0]}
+            found |= {cell.text: at} if at else {}
+        return found
+
+    def facts(self, size: str) -> dict[str, Any]:
+        """What tables say of a size: its parameters (active: that a token meets), and a trunk's tokens and rate."""
+        config = self.trunk_config(size, self.seeds[0])
+        shapes = abstract_params(config, make_mesh(config.mesh))
+        return {
+            "parameters": parameter_count(shapes),
+            "active_parameters": activated_count(shapes, config.model),
+            "unit_tokens": config.checkpoint.interval_tokens,
+            "tokens": config.training.total_tokens,
+            "peak_rate": config.schedule.peak_rate,
+        }
 
     def evaluation(self, run: Run) -> EvaluationConfig:
         """The held-out text of the study: the same for every run."""

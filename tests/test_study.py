@@ -48,17 +48,17 @@ def test_a_trunk_is_cut_into_equal_units_of_whole_steps(size):
 
 
 def test_overrides_go_to_every_run_and_stand_over_the_studys_own_marks():
-    given = ("training.total_tokens=1e6", "training.batch_size_sequences=32", "evaluation.tokens=2048")
+    given = ("training.total_tokens=2e6", "training.batch_size_sequences=32", "evaluation.tokens=2048")
     study = Study(Path("runs"), overrides=given)
     config = study.trunk_config("science_small", 0, ["schedule.peak_rate=0.5"])
-    unit = 1_000_000 // (4096 * 64) * 4096
+    unit = 2_000_000 // (4096 * 64) * 4096
     assert config.checkpoint.interval_tokens == unit and config.training.total_tokens == 64 * unit
     assert config.evaluation.tokens == 2048 and config.schedule.peak_rate == 0.5
 
 
 def test_branches_of_every_length_can_end_at_a_quarter_half_and_the_end():
     study = Study(Path("runs"))
-    assert study.branch_units(64) == [4, 8, 16, 32] and study.branch_units(16) == [1, 2, 4, 8]
+    assert study.branch_units(64) == [2, 4, 8, 16, 32] and study.branch_units(16) == [1, 2, 4, 8]
     for end in (16, 32, 64):
         assert {end - length for length in study.branch_units(end)} <= set(study.fork_units())
     assert Study(Path("runs"), units=16).branch_units(4) == [1, 2]

@@ -88,16 +88,16 @@ def figure(sweep: dict[str, Any]) -> Figure:
     return draw(panels(sweep["rows"]), f"Held-out loss of merges at {sweep['tokens'] / 1e6:.2f}M tokens{raw}")
 
 
-def png(drawn_panels: Sequence[Panel], title: str) -> bytes:
+def png(drawn_panels: Sequence[Panel], title: str, columns: int = COLUMNS) -> bytes:
     """`draw` as PNG; the same panels give the same bytes."""
     buffer = io.BytesIO()
-    draw(drawn_panels, title).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    draw(drawn_panels, title, columns).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     return buffer.getvalue()
 
 
-def draw(drawn_panels: Sequence[Panel], title: str) -> Figure:
-    """Panels on one scale of colours, three beside each other; the lowest cell of all is framed."""
-    columns = min(COLUMNS, len(drawn_panels))
+def draw(drawn_panels: Sequence[Panel], title: str, columns: int = COLUMNS) -> Figure:
+    """Panels on one scale of colours, `columns` beside each other; the lowest cell of all is framed."""
+    columns = min(columns, len(drawn_panels))
     grid = [drawn_panels[i : i + columns] for i in range(0, len(drawn_panels), columns)]
     left = 0.25 + CHARACTER_INCHES * max(len(name) for panel in drawn_panels for name in panel.rows)
     wide = max(max(CELL_INCHES[0] * len(p.columns), TITLE_CHARACTER_INCHES * len(p.title)) for p in drawn_panels)

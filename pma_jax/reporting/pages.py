@@ -42,6 +42,12 @@ def paired(first: Sequence[float], second: Sequence[float], digits: int = 4) -> 
     return interval(paired_difference(first, second), digits)
 
 
+def percent(shares: Sequence[float]) -> str:
+    """The mean of shares over seeds, with its interval: `85% [81%, 89%]`."""
+    d = paired_difference(shares, [0.0] * len(shares))
+    return f"{d.mean:.0%} [{d.low:.0%}, {d.high:.0%}]"
+
+
 def with_results(page: str, report: str) -> str:
     """`page` with `report` between its marks. Raises ValueError when it does not have each mark once."""
     if page.count(BEGIN) != 1 or page.count(END) != 1:

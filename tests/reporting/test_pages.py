@@ -21,6 +21,7 @@ def test_an_interval_is_its_mean_and_ends_with_signs():
     assert pages.interval(Difference(85.0, 84.0, 86.0, 3), digits=0, unit="%") == "+85% [+84%, +86%]"
     # Student's t of 2 degrees of freedom: 4.303 times 0.1 over sqrt(3).
     assert pages.paired([1.1, 1.2, 1.3], [1.0, 1.0, 1.0], 3) == "+0.200 [-0.048, +0.448]"
+    assert pages.percent([0.8, 0.85, 0.9]) == "85% [73%, 97%]"
 
 
 def test_only_what_stands_between_the_marks_is_replaced():

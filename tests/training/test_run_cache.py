@@ -67,7 +67,7 @@ def test_a_fork_is_known_by_its_parent_its_place_and_its_changes(cache, workspac
     assert run_cache.spent(fork)["tokens"] == tiny.HORIZON - FORK
     assert run_cache.forked(cache, source, FORK, ANNEAL).path == fork.path and len(trained) == 1
     paths = {fork.path, run_cache.forked(cache, source, FORK // 2, ANNEAL).path}
-    paths.add(run_cache.forked(cache, source, FORK, ANNEAL[:1]).path)
+    paths.add(run_cache.forked(cache, source, FORK, ["schedule.peak_rate=0.005"]).path)
     paths.add(run_cache.forked(cache, fork, tiny.HORIZON, ["training.total_tokens=6400"]).path)
     other = run_cache.trained(cache, tiny.config(workspace, training__seed=1))
     paths.add(run_cache.forked(cache, other, FORK, ANNEAL).path)
