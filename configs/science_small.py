@@ -23,4 +23,5 @@ def get_config() -> ml_collections.ConfigDict:
     c.schedule.warmup_tokens = 131_072
     c.checkpoint.interval_tokens = 65_536
     c.checkpoint.keep_states_at_tokens = ()
+    c.evaluation.batch_size_sequences = 32  # the 4096 tokens of a run's own records are one batch
     return c

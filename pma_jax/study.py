@@ -52,7 +52,7 @@ TINY = (
     "schedule.warmup_tokens=256",
     "checkpoint.block_every_steps=1",
 )
-TINY_OPTIONS = {"seeds": (0, 1), "units": 16, "evaluation_tokens": 512}
+TINY_OPTIONS = {"sizes": (SIZES[0], SIZES[-1]), "seeds": (0, 1), "units": 16, "evaluation_tokens": 512}
 
 
 @dataclasses.dataclass(frozen=True)

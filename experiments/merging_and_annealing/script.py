@@ -19,7 +19,8 @@ from pma_jax.reporting.pages import Row
 from pma_jax.study import Study
 
 SHAPES = ("linear", "cosine", "minus_sqrt")
-WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of points
+BLOCK_WINDOWS = (2, 4, 8, 16, 32)  # of block means
 INSIDE_WINDOWS = (2, 3, 6)
 Branch = dict[str, Any]
 
@@ -43,11 +44,12 @@ def merges(length: int) -> dict[str, list[Cell]]:
 
     The first block mean after the fork is of weights since the fork, so block means are of the same tokens too.
     """
-    windows = [w for w in (*WINDOWS, length) if w <= length]
-    points = [Cell("sma", w) for w in windows]
-    blocks = [Cell(recipe, w, kind="block_mean") for recipe in ("sma", "wma", "lagfree:lag=0.5") for w in windows]
-    lag_free = [Cell("lagfree", w, kind="block_mean") for w in windows if w > 2]
-    every = [*points, *blocks, *lag_free]
+    points, blocks = (
+        list(dict.fromkeys(w for w in (*windows, length) if w <= length)) for windows in (WINDOWS, BLOCK_WINDOWS)
+    )
+    every = [Cell("sma", w) for w in points]
+    for recipe in ("sma", "wma", "lagfree:lag=0.5", "lagfree"):
+        every += [Cell(recipe, w, kind="block_mean") for w in blocks if w > 2 or recipe in ("sma", "wma")]
     if length == 1:
         every = [RAW, Cell("sma", 1, kind="block_mean")]
     return {"mean": [Cell("sma", length)], "block_mean": [Cell("sma", length, kind="block_mean")], "any": every}
@@ -55,14 +57,20 @@ def merges(length: int) -> dict[str, list[Cell]]:
 
 def answer(question: Study) -> dict[str, Any]:
     """Losses of every branch, of the merges of its trunk at the same end, and of merges inside two branches."""
+    wanted = list(branches(question))
+    trunks: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
+    for size, end in dict.fromkeys((size, end) for size, end, _, _ in wanted):
+        # The merges of all lengths together, so that each snapshot is read once.
+        lengths = {length for one, at, length, _ in wanted if (one, at) == (size, end)}
+        cells = list(dict.fromkeys([RAW, *(c for n in sorted(lengths) for group in merges(n).values() for c in group)]))
+        trunks[size, end] = question.over_seeds(lambda seed, size=size: question.trunk(size, seed), cells, [end])
     found = []
-    for size, end, length, shape in branches(question):
+    for size, end, length, shape in wanted:
         annealed = [
             question.loss(question.annealed(question.trunk(size, seed), end - length, end, shape))
             for seed in question.seeds
         ]
-        cells = list(dict.fromkeys([RAW, *(c for group in merges(length).values() for c in group)]))
-        losses = question.over_seeds(lambda seed, size=size: question.trunk(size, seed), cells, [end])
+        texts = dict.fromkeys([RAW.text, *(c.text for group in merges(length).values() for c in group)])
         found.append(
             {
                 "size": size,
@@ -70,7 +78,7 @@ def answer(question: Study) -> dict[str, Any]:
                 "length": length,
                 "shape": shape,
                 "annealed": annealed,
-                "trunk": {text: at[str(end)] for text, at in losses.items()},
+                "trunk": {text: trunks[size, end][text][str(end)] for text in texts},
             }
         )
     sizes = {size: question.facts(size) for size in question.sizes}

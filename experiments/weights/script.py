@@ -45,10 +45,11 @@ RECIPES = (
     "lagfree",
     "lagfree:order=2",
 )
-WINDOWS = (4, 6, 8, 10, 12, 16, 24, 32)
+WINDOWS = (4, 8, 12, 16, 24, 32)
 POWER = ("power:sigma_rel=0.05", "power:sigma_rel=0.1", "power:sigma_rel=0.15")  # over all snapshots: from token 0
-LEARNED = (("point", 4), ("block_mean", 4), ("block_mean", 2))  # kind, and the share of the units that is merged
-FITTED_TOKENS, FITTED_STEPS = 16_384, 40  # of the text that weights are learned on, after the one they are judged by
+LEARNED = (("point", 4), ("block_mean", 4))  # kind, and the share of the units that is merged
+LEARNED_WIDE = ("block_mean", 2)  # besides, of the first size
+FITTED_TOKENS, FITTED_STEPS = 16_384, 20  # of the text that weights are learned on, after the one they are judged by
 BASELINE = "sma"
 SHORT_SHARES = (32, 16)  # a short anneal takes one over so many of the tokens
 SHORT_WINDOW = 8  # of the merge that it begins with
@@ -75,8 +76,7 @@ def answer(question: Study) -> dict[str, Any]:
             "losses": {text: at[str(end)] for text, at in losses.items()},
             "learned": [
                 learned(question, list(trunks.values()), kind, end // share)
-                for kind, share in dict.fromkeys(LEARNED)
-                if end // share > 1
+                for kind, share in (*LEARNED, *([LEARNED_WIDE] if i == 0 else []))
             ],
             "short": [short for share in SHORT_SHARES for short in shorts(question, trunks, share)]
             if i < SHORT_SIZES
@@ -90,15 +90,16 @@ def learned(question: Study, trunks: list[Run], kind: str, window: int) -> dict[
     rows, losses, starts = [], [], []
     for trunk in trunks:
         config = dataclasses.replace(trunk.config, evaluation=question.evaluation(trunk))
-        longer = dataclasses.replace(config.evaluation, tokens=question.evaluation_tokens + fitted_tokens(question))
+        # What is judged by comes first; the batch that holds its last token is left out too.
+        batch_tokens = config.evaluation.batch_size_sequences * config.training.sequence_length_tokens
+        judging = -(-question.evaluation_tokens // batch_tokens)
+        longer = dataclasses.replace(config.evaluation, tokens=judging * batch_tokens + fitted_tokens(question))
         mesh, snapshots = make_mesh(config.mesh), trunk.of_kind(kind)[-window:]
         abstract = checkpoint.abstract_params(config, mesh)
         with jax.set_mesh(mesh):
             text = shards.prepare(config.data, progress=False)
             batches = held_out_batches(text, dataclasses.replace(config, evaluation=longer), mesh)
-            batch_tokens = config.evaluation.batch_size_sequences * config.training.sequence_length_tokens
-            # What is judged by comes first: the batch that holds its last token is left out too.
-            fitting = batches[-(-question.evaluation_tokens // batch_tokens) :]
+            fitting = batches[judging:]
             params = [checkpoint.restore_params(s, abstract) for s in snapshots]
             fit = learn_weights(text_loss(graph_definition(config.model), fitting), params, steps=FITTED_STEPS)
         rows.append(fit.weights.tolist())
