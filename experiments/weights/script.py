@@ -46,6 +46,8 @@ RECIPES = (
     "lagfree:order=2",
 )
 WINDOWS = (4, 8, 12, 16, 24, 32)
+FOLLOWED = (("sma", "point"), ("sma", "block_mean"), ("wma", "block_mean"))  # through the length of training
+FOLLOWED += (("lagfree:lag=0.5", "block_mean"), ("lagfree", "block_mean"), ("lagfree", "point"))
 POWER = ("power:sigma_rel=0.05", "power:sigma_rel=0.1", "power:sigma_rel=0.15")  # over all snapshots: from token 0
 LEARNED = (("point", 4), ("block_mean", 4))  # kind, and the share of the units that is merged
 LEARNED_WIDE = ("block_mean", 2)  # besides, of the first size
@@ -69,11 +71,18 @@ def answer(question: Study) -> dict[str, Any]:
     end, found = question.units, {}
     for i, size in enumerate(question.sizes):
         trunks = {seed: question.trunk(size, seed) for seed in question.seeds}
-        annealed = [question.loss(question.annealed(trunk, end - end // 4, end)) for trunk in trunks.values()]
-        losses = question.over_seeds(trunks.__getitem__, cells(question), [end])
+        ends = [end // 4, end // 2, end] if i == 0 else [end]
+        at = {}
+        losses = question.over_seeds(trunks.__getitem__, cells(question), ends)
+        for one in ends:
+            at[one] = {
+                "annealed": [question.loss(question.annealed(t, one - one // 4, one)) for t in trunks.values()],
+                "losses": {text: there[str(one)] for text, there in losses.items() if str(one) in there},
+            }
+        last = at.pop(end)
         found[size] = question.facts(size) | {
-            "annealed": annealed,
-            "losses": {text: at[str(end)] for text, at in losses.items()},
+            **last,
+            "earlier": {str(one): there for one, there in at.items()},
             "learned": [
                 learned(question, list(trunks.values()), kind, end // share)
                 for kind, share in (*LEARNED, *([LEARNED_WIDE] if i == 0 else []))
@@ -172,17 +181,40 @@ def report(results: dict[str, Any]) -> str:
         f"{', '.join(map(str, WINDOWS))} on the text that it is reported on (power: all snapshots). Learned weights "
         "were fitted to other held-out text, the K numbers alone, and sum to 1."
     )
+    parts += [lengths_table(results), short_table(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def lengths_table(results: dict[str, Any]) -> str:
+    """How the best window and its share of the gain move with the length of training, at the first size."""
+    name, size = next(iter(results["sizes"].items()))
+    rows = []
+    for end, at in [*size["earlier"].items(), (results["units"], size)]:
+        cells = []
+        for recipe, kind in FOLLOWED:
+            text = best(at, recipe, kind)
+            cells.append(
+                f"{pages.percent(shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}" if text else "–"
+            )
+        rows.append([f"{int(end) * size['unit_tokens'] / 1e6:.2f}M", *cells])
+    header = [f"{shown(recipe)} of {KIND_NAMES[kind]}" for recipe, kind in FOLLOWED]
+    says = (
+        f"**Earlier in training** ({name}): share of the gain of annealing over the last quarter, at the best window."
+    )
+    return f"{says}\n\n{pages.table(['tokens', *header], rows)}"
+
+
+def short_table(results: dict[str, Any]) -> str:
+    """What short anneals reach, from the raw model and from a merge."""
     rows = []
     for name, size in results["sizes"].items():
         for short in size["short"]:
             share, above = pages.percent(shares(size, short["losses"])), pages.paired(short["losses"], size["annealed"])
             length = f"1/{results['units'] // short['length']}"
             rows.append([name, short["from"], f"{short['rate']:g}", length, share, above])
-    if rows:
-        parts.append("**A short anneal, from the raw model or from a merge**, over the last tokens:")
-        gains = ["share of the long anneal's gain", "loss above the long anneal's"]
-        parts.append(pages.table(["size", "begins with", "share of the rate", "share of the tokens", *gains], rows))
-    return "\n\n".join(parts)
+    gains = ["share of the long anneal's gain", "loss above the long anneal's"]
+    table = pages.table(["size", "begins with", "share of the rate", "share of the tokens", *gains], rows)
+    return f"**A short anneal, from the raw model or from a merge**, over the last tokens:\n\n{table}"
 
 
 def recipe_rows(size: dict[str, Any]) -> list[list[Any]]:
