@@ -1,4 +1,4 @@
-"""A run directory's snapshots and states: save, list, restore. Orbax lives here.
+"""A run directory's snapshots and states: save, list, restore.
 
     RUN/config.json            the resolved configuration
     RUN/run.json               corpus digest, versions, what it was forked from
@@ -19,8 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
-from pma_jax import digests, hosts, integrity, steps
+from pma_jax import digests, hosts, integrity, steps, stored_arrays
 from pma_jax.buckets import check_bucket, is_bucket
 from pma_jax.config import FOLDERS, Config
 from pma_jax.mesh import abstract_on
@@ -112,11 +111,10 @@ class Run:
         return list(filter(is_covered, states)) or states
 
     def _newest_tokens(self, kind: str) -> int:
-        newest = 0
-        for path in steps.published(self.path / FOLDERS[kind]):
+        for path in reversed(steps.published(self.path / FOLDERS[kind])):
             with contextlib.suppress(ValueError):  # a damaged one is told where it is read
-                newest = max(newest, read_snapshot(path).tokens)
-        return newest
+                return read_snapshot(path).tokens
+        return 0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -305,20 +303,6 @@ def abstract_params(config: Config, mesh: jax.sharding.Mesh) -> Any:
     return abstract_on(mesh, lambda: init_params(config.model, jax.random.key(0)))
 
 
-def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
-    """Name -> shape, dtype and number of elements of each stored parameter; reads no array."""
-    stored = _stored(path)["params"]
-    leaves = jax.tree_util.tree_flatten_with_path(stored)[0]
-    return {
-        _text(key): {
-            "shape": list(leaf.shape),
-            "dtype": str(leaf.dtype),
-            "size": math.prod(leaf.shape),
-        }
-        for key, leaf in leaves
-    }
-
-
 def copy_state(saved: SavedState, folder: epath.Path) -> None:
     """Copy a state's files into the run directory `folder`, published whole; one that is there is kept."""
     target = folder / STATES / saved.path.name
@@ -344,7 +328,7 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     Raises ValueError that names every leaf (the first ten, and a count) that is missing, unknown, of another shape,
     not what was written (by its digest), or not finite.
     """
-    params = _restore(snapshot.path, "params", abstract, prefix="")
+    params = stored_arrays.restore(snapshot.path, "params", abstract)
     bad = integrity.non_finite_leaves(params)
     if bad:
         raise ValueError(f"{snapshot.path} has weights that are not finite, and is not used: {', '.join(bad[:10])}")
@@ -357,16 +341,16 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
     The block mean and the detector of spikes are restored where `abstract` has them. Where the state on disk has none,
     because a run that keeps none was forked, or a detector of another window, they begin empty.
     """
-    state = _restore(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(OPTIONAL)), "state.")
-    stored = _stored(saved.path)
+    state = stored_arrays.restore(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(OPTIONAL)))
+    stored, digests_of = stored_arrays.stored(saved.path), stored_arrays.stored_digests(saved.path)
     for name in OPTIONAL:
         part = getattr(abstract, name)
         if part is None:
             continue
-        if stored.get(name) is None and any(leaf.startswith(f"{name}.") for leaf in stored_digests(saved.path)):
+        if stored.get(name) is None and any(leaf.startswith(f"{name}.") for leaf in digests_of):
             raise ValueError(f"{saved.path} is damaged or incomplete: its {name} is gone")
-        if stored.get(name) is not None and _shapes(stored[name]) == _shapes(part):
-            part = _restore(saved.path, name, part, f"{name}.")
+        if stored.get(name) is not None and stored_arrays.shapes(stored[name]) == stored_arrays.shapes(part):
+            part = stored_arrays.restore(saved.path, name, part)
         else:
             part = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), part)
         state = dataclasses.replace(state, **{name: part})
@@ -384,7 +368,7 @@ def write_parts(path: epath.Path, parts: dict[str, Any]) -> None:
 
 def restore_part(path: epath.Path, name: str, abstract: Any) -> Any:
     """One of the pytrees that `write_parts` wrote; raises as `restore_params` does."""
-    return _restore(path, name, abstract, f"{name}.")
+    return stored_arrays.restore(path, name, abstract)
 
 
 def _writer(folder: epath.Path, kept: Any) -> StepWriter:
@@ -420,81 +404,12 @@ def _merge_facts(folder: epath.Path) -> dict[str, Any] | None:
     path = folder / "provenance.json"
     if not path.exists():
         return None
-    with _readable(path):
+    with stored_arrays.readable(path):
         facts = json.loads(path.read_text())
         sources = [{"path": s["source"], "step": s["step"], "tokens": s["tokens"]} for s in facts["sources"]]
         dtypes = ", ".join(facts["accumulation_dtypes"])
         short = {key: facts[key] for key in ("recipe", "coefficients")}
         return short | {"sources": sources, "accumulation_dtype": dtypes}
-
-
-@contextlib.contextmanager
-def _readable(path: epath.Path) -> Iterator[None]:
-    """What Orbax and TensorStore raise over broken files, of many types and pages long, as one error."""
-    try:
-        yield
-    except Exception as error:
-        said = " ".join(str(error).split())
-        said = said if len(said) <= 300 else f"{said[:300]} ..."
-        raise ValueError(f"{path} is damaged or incomplete: {type(error).__name__}: {said}") from error
-
-
-def _restore(path: epath.Path, name: str, abstract: Any, prefix: str) -> Any:
-    stored = _shapes(_stored(path)[name])
-    if not stored:
-        raise ValueError(f"{path} is damaged or incomplete: it lists no arrays")
-    differences = _leaf_differences(stored, _shapes(abstract))
-    if differences:
-        listed = "; ".join(differences[:10])
-        raise ValueError(f"{path} does not fit the model: {len(differences)} leaves differ: {listed}")
-    # As stored, so that the digests are of what is there; then as wanted.
-    dtypes = _dtypes(_stored(path)[name])
-    as_stored = jax.tree_util.tree_map_with_path(
-        lambda key, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[_text(key)], sharding=leaf.sharding), abstract
-    )
-    with _readable(path):
-        restored = jax.block_until_ready(ocp.load_checkpointables(path, {name: as_stored})[name])
-    changed = integrity.changed_leaves(restored, stored_digests(path), prefix)
-    if changed:
-        raise ValueError(
-            f"{path} is damaged: {len(changed)} leaves are not what was written: {', '.join(changed[:10])}"
-        )
-    return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), restored, abstract)
-
-
-def stored_digests(path: epath.Path) -> dict[str, str]:
-    """Leaf -> digest, of a snapshot, a merge or a state; empty where an earlier version wrote it, without digests."""
-    digests_of = steps.facts(path, ()).get("leaves")
-    if digests_of is None and (path / "provenance.json").exists():
-        facts = read_json(path / "provenance.json")
-        digests_of = facts.get("leaves") if facts.get("checksum") == integrity.CHECKSUM else None
-    return digests_of if isinstance(digests_of, dict) else {}
-
-
-def _stored(path: epath.Path) -> dict[str, Any]:
-    # What lies there, by name (params; state, block), with the shape and dtype of every leaf.
-    with _readable(path):
-        return ocp.checkpointables_metadata(path).metadata
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    # Orbax's metadata of a dataclass is a dict: compare names as text, whatever the kind of key.
-    return {_text(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-
-
-def _dtypes(tree: Any) -> dict[str, Any]:
-    return {_text(path): leaf.dtype for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-
-
-def _text(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _leaf_differences(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
-    found = [f"{name} is missing" for name in wanted if name not in stored]
-    found += [f"{name} is unknown" for name in stored if name not in wanted]
-    both = [name for name in wanted if name in stored and stored[name] != wanted[name]]
-    return found + [f"{name} is {stored[name]}, not {wanted[name]}" for name in both]
 
 
 def _copy_tree(source: epath.Path, target: epath.Path, last: str = "") -> None:

@@ -204,9 +204,8 @@ def plan(options: argparse.Namespace) -> None:
     from pma_jax.planning import aot
     from pma_jax.planning import plan as planning
 
-    if (
-        options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir()
-    ):  # said before minutes of compiling, not after
+    # Said before minutes of compiling, not after.
+    if options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: make it first")
     raw = configuration.load(options.config)
     configuration.override(raw, options.overrides)

@@ -4,7 +4,7 @@ from typing import Any
 
 from etils import epath
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, stored_arrays
 from pma_jax.checkpoint import Run
 from pma_jax.merging.sources import open_source, summary
 
@@ -28,7 +28,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
         source = open_source(str(path), subtree)
         return summary(source) | {"parameters": sum(leaf.elements for leaf in source.leaves.values())}
     snapshot = checkpoint.read_snapshot(path)
-    leaves = checkpoint.stored_leaves(snapshot.path)
+    leaves = stored_arrays.stored_leaves(snapshot.path)
     return {
         "kind": ("merged " if snapshot.merge else "") + ("snapshot" if snapshot.kind == "point" else "block mean"),
         "path": str(snapshot.path),

@@ -8,8 +8,6 @@ local file systems, and on shared ones whose locks reach over hosts (NFS, and Lu
 
 import contextlib
 import datetime
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -20,8 +18,9 @@ from typing import IO
 
 from etils import epath
 
+from pma_jax import file_lock
+
 FILE_NAME = "lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
@@ -33,8 +32,8 @@ def held(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
     if "://" in str(folder):
         yield None
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(Path(folder) / FILE_NAME, waits) as (file, is_locked):
+    refusal = None if waits else lambda file: _refusal(folder, file)
+    with file_lock.locked(Path(folder) / FILE_NAME, refusal) as (file, is_locked):
         note = None if is_locked else f"{folder}: this file system has no locks; see that no second process trains here"
         left = _holder(file)
         if left and is_locked:
@@ -50,33 +49,9 @@ def held(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
             file.truncate()
 
 
-@contextlib.contextmanager
-def _locked(path: Path, waits: bool) -> Iterator[tuple[IO[str], bool]]:
-    while True:
-        with path.open("a+", errors="replace") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-                is_locked = True
-            except BlockingIOError:
-                who = _holder(file) or "another process"
-                raise ValueError(
-                    f"{path.parent} is being trained by {who}: wait until it ends, stop it, or choose another --workdir"
-                ) from None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                is_locked = False
-            if is_locked and not _is_still(file, path):
-                continue  # somebody removed the file between opening and locking it
-            yield file, is_locked
-            return
-
-
-def _is_still(file: IO[str], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+def _refusal(folder: epath.Path, file: IO[str]) -> str:
+    who = _holder(file) or "another process"
+    return f"{folder} is being trained by {who}: wait until it ends, stop it, or choose another --workdir"
 
 
 def _ourselves() -> dict[str, object]:

@@ -23,7 +23,7 @@ FACTS_FILE = "_CHECKPOINT_METADATA"
 
 
 def published(folder: epath.Path) -> list[epath.Path]:
-    """The steps in `folder`, in no order."""
+    """The steps in `folder`, oldest first."""
     return [path for path in _numbered(folder) if (path / COMMIT_MARK).exists()]
 
 
@@ -143,4 +143,5 @@ class StepWriter:
 
 
 def _numbered(folder: epath.Path) -> list[epath.Path]:
-    return [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
+    found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
+    return sorted(found, key=lambda path: int(path.name))

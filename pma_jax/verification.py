@@ -38,7 +38,7 @@ def _run(run: checkpoint.Run) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     for name in (*FOLDERS.values(), checkpoint.STATES):
-        for path in sorted(steps.published(run.path / name), key=lambda p: int(p.name)):
+        for path in steps.published(run.path / name):
             try:
                 has_digests = SEAL in steps.facts(path, ())
             except ValueError as error:

@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 import pma_jax as pma
-from pma_jax import checkpoint, cli, digests, integrity
+from pma_jax import checkpoint, cli, digests, integrity, stored_arrays
 from pma_jax.checkpoint import open_run
 from pma_jax.merging.sources import open_source
 from pma_jax.mesh import make_mesh
@@ -186,7 +186,7 @@ def test_every_bit_of_the_arrays_counts(finished, tmp_path):
 
 def test_digests_are_those_of_merging_whatever_the_mesh(finished, workspace):
     snapshot = finished.snapshots[0]
-    stored = checkpoint.stored_digests(snapshot.path)
+    stored = stored_arrays.stored_digests(snapshot.path)
     for axes in ({}, {"mesh__data": 1, "mesh__fsdp": 4, "mesh__tensor": 2}):
         config = tiny.config(workspace, **axes)
         params = checkpoint.restore_params(snapshot, checkpoint.abstract_params(config, make_mesh(config.mesh)))

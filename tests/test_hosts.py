@@ -1,5 +1,6 @@
 import json
 import shutil
+import signal
 import time
 
 import jax
@@ -18,7 +19,9 @@ from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
 from pma_jax.merging import provenance
 from pma_jax.mesh import local_mesh
+from pma_jax.training import recovery
 from pma_jax.training.loop import train
+from pma_jax.training.state import abstract_state
 
 B = tiny.BATCH_TOKENS
 
@@ -226,12 +229,17 @@ except Stop:
 """
 
 
-def kill_one(job, index, is_time, seconds=300.0):
-    """Kill one process when `is_time` says so; the others stop in time. Prints how long it took, and their statuses."""
+def wait_until(job, is_time, seconds=300.0):
+    """Wait until `is_time` says so, while all processes live."""
     end = time.monotonic() + seconds
     while not is_time() and time.monotonic() < end:
-        assert all(p.poll() is None for p in job.processes), job.error(index)[-3000:]
+        assert all(p.poll() is None for p in job.processes), [job.error(p)[-3000:] for p in range(len(job.processes))]
         time.sleep(0.05)
+
+
+def kill_one(job, index, is_time, seconds=300.0):
+    """Kill one process when `is_time` says so; the others stop in time. Prints how long it took, and their statuses."""
+    wait_until(job, is_time, seconds)
     job.processes[index].kill()
     start = time.monotonic()
     statuses = job.wait(seconds)
@@ -260,6 +268,66 @@ def test_when_one_is_killed_the_others_stop_and_the_restart_is_exact(workspace, 
     assert tiny.numbers(again) == tiny.numbers(whole)
     for one, other in zip(again.snapshots, whole.snapshots, strict=True):
         tiny.assert_equal(read(one), read(other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [[0], [1], [0, 1]], ids=["the first", "the second", "both"])
+def test_a_preemption_notice_to_any_process_stops_all_at_one_step_with_a_state(workspace, tmp_path, told):
+    file = tiny.write_config(
+        tmp_path / "config.py", workspace, training__total_tokens=400 * B, preview__windows=(), mesh__fsdp=4
+    )
+    words = ["train", "--config", file, "--workdir", tmp_path / "run"]
+    job = processes.pma(words, 2)
+    wait_until(job, lambda: len(read_records(checkpoint.absolute(tmp_path / "run" / "metrics.jsonl"))) > 20)
+    for index in told:
+        job.processes[index].send_signal(signal.SIGTERM)
+    assert job.wait() == [143, 143]
+    stopped = open_run(tmp_path / "run")
+    step = stopped.newest_state.step
+    assert [r["step"] for r in stopped.metrics if r["kind"] == "train"] == list(range(1, step + 1)), "no step is lost"
+    for index in (0, 1):
+        said = job.error(index).splitlines()[-1]
+        assert f"stopped by a preemption: the state at step {step:,} " in said
+    processes.pma(words, 2).check(600)
+    whole = tmp_path / "whole"
+    processes.pma([*words[:-1], whole], 2).check(600)
+    assert tiny.numbers(open_run(tmp_path / "run")) == tiny.numbers(open_run(whole))
+
+
+@pytest.mark.slow
+def test_processes_go_back_from_a_spike_together(workspace, tmp_path):
+    """What one process does is test_recovery.py's; a run that falls over is too chaotic to compare number by number."""
+    spike = {
+        "training__total_tokens": 64 * B,
+        "schedule__peak_rate": 5.0,
+        "schedule__warmup_tokens": 100 * B,
+        "spikes__window_tokens": 16 * B,
+        "spikes__patience_tokens": 6 * B,
+        "spikes__confirm_steps": 3,
+        "spikes__loss_z": 3.0,
+        "spikes__minimum_rise_nats": 0.3,
+        "spikes__attempts": 2,
+        "spikes__warmup_tokens": 800 * B,
+        "checkpoint__state_interval_tokens": 4 * B,
+        "checkpoint__keep_states": 20,
+        "preview__windows": (),
+        "mesh__data": 2,
+        "mesh__fsdp": 2,
+    }
+    (file,) = write_configs(tmp_path, config=tiny.config(workspace, **spike))
+    processes.script(TRAIN, [file, tmp_path / "run"], 2).check(600)
+    run = open_run(tmp_path / "run")
+    (event,) = recovery.events(run)
+    assert event["done"] and event["spike"]["verdict"] == "irrecoverable"
+    assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 65)), "one record a step"
+    merged = [tiny.named(read(s)) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
+    restarted = next(s for s in run.states if s.step == event["step"])
+    state = checkpoint.restore_state(restarted, abstract_state(run.config, local_mesh()))
+    for name, leaf in tiny.named(state.params).items():
+        np.testing.assert_allclose(leaf, np.mean([m[name] for m in merged], axis=0), rtol=1e-5, atol=1e-7)
+    assert all(not leaf.any() for leaf in tiny.named(state.optimizer).values())
+    processes.script(TRAIN, [file, tmp_path / "again"], 2).check(600)
+    assert tiny.numbers(open_run(tmp_path / "again")) == tiny.numbers(run)
 
 
 def merge_files(path):
@@ -310,7 +378,7 @@ from pma_jax.merging.plan import plan
 from pma_jax.merging.sources import open_source
 finish, delay = kernels.finish, float(sys.argv[1])
 kernels.finish = lambda *arguments: time.sleep(delay) or finish(*arguments)
-made = plan([open_source(path) for path in sys.argv[3:]], np.array([0.2, 0.3, 0.5]), threads=1)
+made = plan([open_source(path) for path in sys.argv[3:]], np.array([0.2, 0.3, 0.5]), cores=1)
 with hosts.no_farewell():
     merge(made, [sys.argv[2]], share=hosts.place(), meet=hosts.agree)
 """

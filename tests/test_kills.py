@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from pma_jax import checkpoint, steps
+from pma_jax import checkpoint, steps, stored_arrays
 from pma_jax.checkpoint import open_run
 from pma_jax.data import shards
 from pma_jax.verification import verify
@@ -139,7 +139,9 @@ def assert_published_is(path: Path, whole) -> None:
     assert verify(run.path) == []
     for folder in ("snapshots", "states"):
         for step in steps.published(run.path / folder):
-            assert checkpoint.stored_digests(step) == checkpoint.stored_digests(whole.path / folder / step.name), step
+            assert stored_arrays.stored_digests(step) == stored_arrays.stored_digests(
+                whole.path / folder / step.name
+            ), step
     numbers = tiny.numbers(run)
     assert numbers == tiny.numbers(whole)[: len(numbers)]
 
@@ -209,7 +211,7 @@ def test_forking(whole, tmp_path, kills, seed):
     for moment in copying if seed else copying[:1]:
         kills["fork"] += killed(words, moment, path, rng.choice([0.0, rng.uniform(0, 0.01)]))
         for step in steps.published(checkpoint.absolute(path) / "states"):
-            assert checkpoint.stored_digests(step) == checkpoint.stored_digests(whole.path / "states" / step.name)
+            assert stored_arrays.stored_digests(step) == stored_arrays.stored_digests(whole.path / "states" / step.name)
     done = pma(*words)
     assert done.returncode == 0, done.stderr
     run = open_run(path)

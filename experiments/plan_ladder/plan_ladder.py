@@ -21,6 +21,7 @@ from typing import Any
 
 from pma_jax import config as configuration
 from pma_jax.model import ladder
+from pma_jax.planning import units
 from pma_jax.planning.plan import versions
 
 HERE = Path(__file__).parent
@@ -162,7 +163,11 @@ def _row(name: str, result: dict[str, Any] | None) -> list[str]:
     plan, run = result["plan"], result["plan"]["training"]
     step, merge, stored = plan["programs"]["train_step"], plan["programs"]["merge"], plan["storage"]
     mesh = " x ".join(f"{axis} {count}" for axis, count in plan["mesh"].items() if count > 1)
-    head += [_short(plan["parameters"]), _short(plan["activated_parameters"]), f"{size.sequence_length_tokens}"]
+    head += [
+        units.count(plan["parameters"], digits=3),
+        units.count(plan["activated_parameters"], digits=3),
+        f"{size.sequence_length_tokens}",
+    ]
     head += [plan["topology"]["name"], mesh, f"{SLICES[name].accumulation_steps}"]
     refused = [key for key, program in plan["programs"].items() if not program["compiled"]]
     if refused:
@@ -175,38 +180,18 @@ def _row(name: str, result: dict[str, Any] | None) -> list[str]:
     return [
         *head,
         f"{fits} ({step['memory']['share_of_memory']:.0%})",
-        _seconds(run["step_seconds_at_least"]),
+        units.duration(run["step_seconds_at_least"], digits=2),
         step["roofline"]["limit"],
         f"{run['model_flops_utilization_at_most']:.0%}",
-        _short(run["tokens_per_day_at_most"]),
-        f"{_bytes(sent)} ({', '.join(sorted(step['collectives']))})",
-        _bytes(stored["snapshot_bytes"]),
-        _bytes(stored["state_bytes"]),
-        f"{_short(stored['interval_tokens'])} x {stored['window']}",
-        _seconds(plan["storage_times"]["merge_window_seconds"]),
+        units.count(run["tokens_per_day_at_most"], digits=3),
+        f"{units.data(sent, digits=3)} ({', '.join(sorted(step['collectives']))})",
+        units.data(stored["snapshot_bytes"], digits=3),
+        units.data(stored["state_bytes"], digits=3),
+        f"{units.count(stored['interval_tokens'], digits=3)} x {stored['window']}",
+        units.duration(plan["storage_times"]["merge_window_seconds"], digits=2),
         f"{alone}, {temporary} B, {merge['aliased_outputs']} of {plan['parameter_leaves']} leaves",
         f"{result['wall_seconds']:.0f} s ({result['cpu_seconds']:.0f} s)",
     ]
-
-
-def _short(number: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def _bytes(number: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g} B"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 3600:
-        return f"{seconds / 3600:.2g} h"
-    return f"{seconds / 60:.2g} min" if seconds >= 60 else f"{seconds:.2g} s"
 
 
 def write_table() -> None:

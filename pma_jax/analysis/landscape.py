@@ -14,6 +14,7 @@ import optax
 from numpy.typing import ArrayLike
 
 from pma_jax.analysis.inner import inner
+from pma_jax.merging.averager import average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def principal_plane(params_K: Sequence[Any]) -> Plane:
     """
     if len(params_K) < 3:
         raise ValueError(f"{len(params_K)} models do not span a plane: give 3 or more")
-    mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *params_K)
+    mean = average(params_K, np.full(len(params_K), 1 / len(params_K)))
     apart_K = [optax.tree.sub(params, mean) for params in params_K]
     gram_KxK = np.array([[float(inner(a, b)) for b in apart_K] for a in apart_K])
     values_K, vectors_KxK = np.linalg.eigh(gram_KxK)
@@ -69,9 +70,7 @@ def principal_plane(params_K: Sequence[Any]) -> Plane:
         raise ValueError("the models lie on one line: there is no plane that they lie nearest to")
     axes = []
     for place in (-1, -2):
-        weights_K = vectors_KxK[:, place] / np.sqrt(values_K[place])
-        scaled = [optax.tree.scale(float(w), tree) for w, tree in zip(weights_K, apart_K, strict=True)]
-        axes.append(jax.tree.map(lambda *leaves: sum(leaves), *scaled))
+        axes.append(average(apart_K, vectors_KxK[:, place] / np.sqrt(values_K[place])))
     return Plane(mean, *axes)
 
 

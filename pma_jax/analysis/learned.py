@@ -15,6 +15,8 @@ import scipy.linalg
 import scipy.optimize
 from numpy.typing import ArrayLike
 
+from pma_jax.merging.averager import average
+
 
 @dataclasses.dataclass(frozen=True)
 class LearnedWeights:
@@ -50,7 +52,7 @@ def learn_weights(
     if begin.shape != (count,) or abs(begin.sum() - 1) > 1e-6:
         raise ValueError(f"start must be {count} weights that sum to 1, not {begin.tolist()}")
     # Differences from the mean: a weight's gradient would else drown in what all checkpoints share.
-    mean = jax.tree.map(lambda *leaves: sum(leaves) / count, *params_K)
+    mean = average(params_K, np.full(count, 1 / count))
     apart_K = [optax.tree.sub(params, mean) for params in params_K]
     free_KxD = np.asarray(scipy.linalg.null_space(np.ones((1, count))))
 

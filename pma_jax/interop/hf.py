@@ -6,7 +6,6 @@ One tensor is held at a time, never a model. The result is written beside its pl
 """
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +22,10 @@ from pma_jax.interop import hf_config, hf_tokenizer
 from pma_jax.interop.hf_weights import ROUTER_BIAS, Home, check_leaves, homes
 from pma_jax.merging import journal, publishing, sinks
 from pma_jax.merging.gather import gather, snapshot_facts
+from pma_jax.merging.json_files import json_bytes, read_object
 from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo, Source, numpy_dtype
 from pma_jax.merging.orbax_layout import orbax_files
 from pma_jax.merging.runs import opened, write_run
-from pma_jax.merging.safetensors_file import INDEX_LIMIT_BYTES, parse_json
 from pma_jax.merging.sources import open_source, read_bytes, read_leaf
 
 Progress = Callable[[int, int], None]
@@ -335,7 +334,7 @@ def _config_texts(
         # Batches are padded with what ends a document; in config.json that would keep its embedding from being trained.
         ids = others if imported else others | {"pad_token_id": others["eos_token_id"]}
         generation = {name: ids[name] for name in hf_config.TOKEN_IDS if ids.get(name) is not None}
-    return {"config.json": _json(described), "generation_config.json": _json(generation)}
+    return {"config.json": json_bytes(described), "generation_config.json": json_bytes(generation)}
 
 
 def _as_ours(source: Source, leaves: Mapping[str, LeafInfo]) -> Source:
@@ -346,18 +345,7 @@ def _as_ours(source: Source, leaves: Mapping[str, LeafInfo]) -> Source:
 
 def _read_json(source: Source, name: str) -> dict[str, Any] | None:
     path = next((file for file in source.files if file.name == name), None)
-    if path is None:
-        return None
-    if path.stat().st_size > INDEX_LIMIT_BYTES:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes is too large for a configuration")
-    value = parse_json(path.read_bytes(), str(path))
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: is not a JSON object")
-    return value
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return None if path is None else read_object(path)
 
 
 @contextlib.contextmanager

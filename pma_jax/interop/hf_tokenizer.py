@@ -13,21 +13,11 @@ from typing import Any
 
 from pma_jax.config import Config
 from pma_jax.merging import provenance
+from pma_jax.merging.json_files import json_bytes
 from pma_jax.merging.leaves import Source
+from pma_jax.merging.sinks import TOKENIZER_PATTERNS, is_carried
 
 FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
-PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece*.model",
-    "chat_template*",
-    "tokenization_*.py",
-)
-_LIMIT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -49,11 +39,7 @@ class Files:
 
 def carried(files: Iterable[Path]) -> dict[str, Path]:
     """Those of the files beside a model that make up its tokenizer, by name."""
-    return {
-        path.name: path
-        for path in files
-        if any(path.match(pattern) for pattern in PATTERNS) and path.stat().st_size <= _LIMIT_BYTES
-    }
+    return {path.name: path for path in files if is_carried(path, TOKENIZER_PATTERNS)}
 
 
 def begin(config: Config, end: Any) -> Any:
@@ -126,7 +112,7 @@ def _described(tokenizer: Any, config: Config) -> Files:
     }
     texts = {
         FILE_NAME: (tokenizer.backend.to_str(pretty=True) + "\n").encode(),
-        "tokenizer_config.json": (json.dumps(described, indent=2, ensure_ascii=False) + "\n").encode(),
+        "tokenizer_config.json": json_bytes(described),
     }
     return Files({}, texts, tokenizer.end_of_document)
 

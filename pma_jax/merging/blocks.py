@@ -1,7 +1,6 @@
 """Merging one unit of work: blocks that stay in cache, every source's in turn, each byte digested as it goes by."""
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,21 +24,17 @@ _SAMPLE_ELEMENTS = 2**12
 
 @dataclass(frozen=True)
 class Run:
-    """What every worker of a merge shares.
+    """What every thread and process of a merge shares.
 
     Attributes:
         plan: the merge.
         weights: its coefficients, as the kernels use them.
         places: for each recipe, where its leaves are written.
-        note: called with a finished unit's number and record.
-        stop: set when the work shall end early.
     """
 
     plan: Plan
     weights: kernels.Weights
     places: Sequence[Mapping[str, Sequence[Extent]]]
-    note: Callable[[int, Record], None]
-    stop: threading.Event
 
 
 def merge_plain(run: Run, number: int, unit: Unit, scratch: kernels.Scratch) -> Record:
@@ -144,8 +139,8 @@ def _not_finite(plan: Plan, name: str, start: int, stop: int) -> str:
     return f"{name}: the weighted sum overflows {plan.leaves[name].dtype} between elements {start} and {stop}"
 
 
-def merge_decoded(run: Run, todo: Sequence[tuple[int, Unit]]) -> None:
-    """Merges leaves that tensorstore decodes; the next regions are read while one is added."""
+def merge_decoded(run: Run, todo: Sequence[tuple[int, Unit]], note: Callable[[int, Record], None]) -> None:
+    """Merges leaves that tensorstore decodes, and notes each; the next regions are read while one is added."""
     if not todo:
         return
     plan = run.plan
@@ -156,7 +151,7 @@ def merge_decoded(run: Run, todo: Sequence[tuple[int, Unit]]) -> None:
         # One region is being added while the others are in flight.
         regions = _ahead(pool, plan, todo, plan.reads_ahead)
         for number, unit in todo:
-            run.note(number, _merge_regions(run, number, unit, regions, scratch, sums))
+            note(number, _merge_regions(run, number, unit, regions, scratch, sums))
 
 
 def _regions(plan: Plan, unit: Unit) -> Iterator[tuple[int, int]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pma_jax.buckets import is_bucket, locate
-from pma_jax.merging import journal, kernels, provenance, publishing, sinks
+from pma_jax.merging import helpers, journal, kernels, provenance, publishing, sinks
 from pma_jax.merging.blocks import Run, merge_decoded, merge_plain
 from pma_jax.merging.journal import Record
 from pma_jax.merging.leaves import ITEM_BYTES
@@ -195,9 +195,8 @@ def _merge_units(
                 if progress is not None:
                     progress(read, total)
 
-        run = Run(plan, kernels.weights_of(plan.coefficients), places, note, threading.Event())
         _check_equal_leaves(plan)
-        _run_units(run, todo)
+        _run_units(Run(plan, kernels.weights_of(plan.coefficients), places), todo, note)
     return read
 
 
@@ -228,37 +227,47 @@ def _check_equal_leaves(plan: Plan) -> None:
         )
 
 
-def _run_units(run: Run, todo: list[tuple[int, Unit]]) -> None:
-    """Merges the units: plain runs of bytes by a pool of threads, decoded leaves one after the other."""
+def _run_units(run: Run, todo: list[tuple[int, Unit]], note: Callable[[int, Record], None]) -> None:
+    """Merges the units: plain runs of bytes by threads or processes, decoded leaves one after the other."""
     plain: queue.SimpleQueue[tuple[int, Unit]] = queue.SimpleQueue()
     for item in todo:
         if item[1].name not in run.plan.decoded:
             plain.put(item)
 
-    def drain() -> None:
-        scratch = kernels.new_scratch(len(run.plan.recipes), len(run.plan.sources), run.plan.block_elements)
+    stop = threading.Event()
+
+    def drain(work: Callable[[int, Unit], Record]) -> None:
         try:
-            while not run.stop.is_set():
+            while not stop.is_set():
                 number, unit = plain.get_nowait()
-                run.note(number, merge_plain(run, number, unit, scratch))
+                note(number, work(number, unit))
         except queue.Empty:
             return
         except BaseException:
-            run.stop.set()
+            stop.set()
             raise
 
-    with ThreadPoolExecutor(run.plan.threads + 1) as pool:
-        workers = [pool.submit(drain) for _ in range(min(run.plan.threads, plain.qsize()))]
+    def drain_here() -> None:
+        scratch = kernels.new_scratch(len(run.plan.recipes), len(run.plan.sources), run.plan.block_elements)
+        drain(lambda number, unit: merge_plain(run, number, unit, scratch))
+
+    def drain_there() -> None:
+        with helpers.helper(run) as work:
+            drain(work)
+
+    drains = ([drain_here] * run.plan.threads + [drain_there] * (run.plan.processes - 1))[: plain.qsize()]
+    with ThreadPoolExecutor(len(drains) + 1) as pool:
+        workers = [pool.submit(work) for work in drains]
         over = threading.Event()
         flusher = pool.submit(_flush, run, over)
         try:
             for worker in workers:
                 worker.result()
         finally:
-            run.stop.set()
+            stop.set()
             over.set()
         flusher.result()
-    merge_decoded(run, [item for item in todo if item[1].name in run.plan.decoded])
+    merge_decoded(run, [item for item in todo if item[1].name in run.plan.decoded], note)
 
 
 def _flush(run: Run, over: threading.Event) -> None:

@@ -1,6 +1,5 @@
 """What a merge has finished, so that it can go on after a crash; one line of JSON a unit, appended as it is written."""
 
-import fcntl
 import json
 import os
 import threading
@@ -8,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
+from pma_jax import file_lock
 from pma_jax.digests import SegmentHasher
 from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo
 from pma_jax.merging.plan import Plan, Unit
@@ -108,31 +107,14 @@ def segment_digests(leaf: LeafInfo, extents: Sequence[Extent], unit: Unit, check
 def locked(work: Path, process: int) -> Iterator[None]:
     """Keeps a second process from doing the same work at the same time; the lock ends with the process.
 
-    The directory is made. Whoever ends removes it with the lock in it: the lock is ours if its file is still there.
+    The directory is made. Whoever ends removes it with the lock in it.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process holds it, or the file system has no locks.
     """
-    path = work / f"lock.{process}"
-    while True:
-        work.mkdir(parents=True, exist_ok=True)
-        try:
-            file = path.open("w")
-        except FileNotFoundError:
-            continue
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"{work}: another process is writing this; wait for it") from None
-            if not _is_still(file, path):
-                continue
-            yield
-            return
-
-
-def _is_still(file: IO[str], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    with file_lock.locked(
+        work / f"lock.{process}", lambda _: f"{work}: another process is writing this; wait for it"
+    ) as (_, is_locked):
+        if not is_locked:
+            raise ValueError(f"{work}: this file system has no locks; write to another one")
+        yield

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from pma_jax.digests import SEAL, check_seal
+from pma_jax.merging.json_files import read_object
 from pma_jax.merging.leaves import ITEM_BYTES, Source
-from pma_jax.merging.safetensors_file import INDEX_LIMIT_BYTES, parse_json
 from pma_jax.merging.sources import progress_from_name
 from pma_jax.merging.zarr_arrays import Array, open_store, read_array
 
@@ -56,7 +56,7 @@ def open_tree(path: Path, subtree: str | None = None) -> Source:
         raise ValueError(f"{path}: is still being written, or its writing was interrupted; take a finished one")
     wanted = [part for part in (subtree or "").split("/") if part]
     directory, item, notes = _choose_item(path, wanted)
-    tree = _read_json(directory / _TREE) or {}
+    tree = _object_if_there(directory / _TREE)
     store = open_store(directory, fills_missing=tree.get("store_array_data_equal_to_fill_value") is not True)
     paths = (
         _tree_keys(directory, tree) if "tree_metadata" in tree else {key: _split(key) for key in store.array_names()}
@@ -65,12 +65,12 @@ def open_tree(path: Path, subtree: str | None = None) -> Source:
         raise ValueError(f"{directory}: holds no arrays; it is empty, or parts of it are missing")
     chosen, note = _choose_subtree(directory, paths, wanted)
     arrays = {name: read_array(store, name) for name in paths if _keys(paths[name])[: len(chosen)] == chosen}
-    custom = (_read_json(path / _CHECKPOINT) or {}).get("custom_metadata") or {}
+    custom = _object_if_there(path / _CHECKPOINT).get("custom_metadata") or {}
     if isinstance(custom, dict):
         check_seal(custom, path / _CHECKPOINT)
         if SEAL in custom and not tree:
             raise ValueError(f"{directory / _TREE}: is missing; the checkpoint is damaged")
-    sharding = _read_json(directory / "_sharding") or {}
+    sharding = _object_if_there(directory / "_sharding")
     encoded = {_base64(name) for name in arrays}
     metadata = {
         "item": item,
@@ -105,15 +105,8 @@ def _source(path: Path, arrays: Mapping[str, Array], metadata: dict[str, Any], n
     )
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    if path.stat().st_size > INDEX_LIMIT_BYTES:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes is too large for metadata")
-    value = parse_json(path.read_bytes(), str(path))
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: is not a JSON object; it is damaged")
-    return value
+def _object_if_there(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}
 
 
 def _choose_item(path: Path, wanted: list[str]) -> tuple[Path, str, list[str]]:

@@ -23,6 +23,10 @@ BLOCK_ELEMENTS = 2**18
 LEAST_BLOCK_ELEMENTS = 2**12
 # What the interpreter, numpy and thread stacks take beside the buffers.
 _BASE_BYTES = 48 * 2**20
+# What a process must have to read before its start, a fifth of a second, is soon made good.
+HELPED_BYTES = 2**30
+# More only wait for each other, at the interpreter's lock.
+_MOST_THREADS = 2
 # tensorstore's own buffers: an array being decoded exists as its compressed bytes and as the result at once.
 _DECODE_FACTOR = 2
 _REGION_BYTES = 32 * 2**20
@@ -51,7 +55,8 @@ class Plan:
         layout: the files of each merged checkpoint (the same for every recipe).
         kind: "safetensors" or "orbax".
         block_elements: elements that are summed at a time.
-        threads: threads that merge leaves which lie in plain runs of bytes.
+        threads: threads of this process that merge leaves which lie in plain runs of bytes.
+        processes: processes that do so, this one and helpers.
         streamed: leaves that some source has as zstd frames, decoded block by block like a plain leaf is read.
         decoded: leaves that tensorstore decodes, name -> elements of one region.
         reads_ahead: decoded regions in flight at once.
@@ -70,6 +75,7 @@ class Plan:
     kind: str
     block_elements: int
     threads: int
+    processes: int
     streamed: frozenset[str]
     decoded: Mapping[str, int]
     reads_ahead: int
@@ -106,7 +112,7 @@ def plan(
     shard_bytes: int = 5 * 10**9,
     checksum: str = "xxh3_128",
     metadata: Mapping[str, Any] | None = None,
-    threads: int | None = None,
+    cores: int | None = None,
 ) -> Plan:
     """Checks that the sources fit together and lays the merge out; writes nothing.
 
@@ -120,7 +126,7 @@ def plan(
         shard_bytes: the most bytes in one safetensors file.
         checksum: "xxh3_128" or "sha256": what the provenance's digests are made from; see `digests`.
         metadata: custom metadata of a merged Orbax checkpoint; tokens and step of the newest source, if None.
-        threads: threads to read and add with; the cores this process may use, if None.
+        cores: cores to read and add with; those that this process may use, if None.
 
     Raises:
         ValueError: the sources differ, the coefficients do not fit, or the memory does not suffice; one line.
@@ -151,7 +157,8 @@ def plan(
     if streamed:
         each += len(sources) * DECODER_BYTES
     each += sum(is_bucket(source.path) for source in sources) * RangeReader.AHEAD_BYTES
-    threads = _plan_threads(each, threads, memory_limit_bytes - _BASE_BYTES - decode_bytes)
+    plain_bytes = sum(leaf.nbytes for s in sources for name, leaf in s.leaves.items() if name not in decoded)
+    threads, processes = _plan_work(each, cores, plain_bytes, memory_limit_bytes - _BASE_BYTES - decode_bytes)
     notes = [note for source in sources for note in source.notes]
     if len({source.kind for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")
@@ -166,10 +173,11 @@ def plan(
         kind,
         block_elements,
         threads,
+        processes,
         streamed,
         decoded,
         reads_ahead,
-        _BASE_BYTES + decode_bytes + threads * each,
+        decode_bytes + processes * (_BASE_BYTES + threads * each),
         "",
         (*dict.fromkeys(notes), *layout.notes),
     )
@@ -202,13 +210,17 @@ def _merged_leaf(leaf: LeafInfo, dtype: str) -> LeafInfo:
     return LeafInfo(leaf.shape, dtype if dtype != "keep" and leaf.is_summed else leaf.dtype)
 
 
-def _plan_threads(each_bytes: int, threads: int | None, budget_bytes: int) -> int:
-    """As many threads as asked for, or as there are cores, if their buffers fit into the budget."""
-    count = min(threads or len(os.sched_getaffinity(0)), max(0, budget_bytes) // each_bytes)
-    if count < 1:
+def _plan_work(each_bytes: int, cores: int | None, plain_bytes: int, budget_bytes: int) -> tuple[int, int]:
+    """(threads of each process, processes): processes of one thread where each has enough to do, else threads here."""
+    cores = cores or len(os.sched_getaffinity(0))
+    if budget_bytes < each_bytes:
         short = (each_bytes - budget_bytes) // 2**20 + 1
         raise ValueError(f"{short} MiB more memory are needed; raise the limit or merge fewer recipes at once")
-    return count
+    room = (budget_bytes + _BASE_BYTES) // (each_bytes + _BASE_BYTES)
+    processes = min(cores, plain_bytes // HELPED_BYTES, room)
+    if processes > 1:
+        return 1, processes
+    return min(cores, _MOST_THREADS, budget_bytes // each_bytes), 1
 
 
 def _plan_decoding(sources: Sequence[Source], rows: int, limit_bytes: int) -> tuple[dict[str, int], int, int]:

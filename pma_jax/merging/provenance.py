@@ -17,9 +17,9 @@ from pma_jax.buckets import locate
 from pma_jax.digests import CHECKSUMS, SEAL, SegmentHasher, checkpoint_digest, file_digest, leaf_digest
 from pma_jax.merging import kernels
 from pma_jax.merging.journal import Record, segment_digests
+from pma_jax.merging.json_files import read_object
 from pma_jax.merging.leaves import ITEM_BYTES, LeafInfo, Source
 from pma_jax.merging.plan import Plan, Unit
-from pma_jax.merging.safetensors_file import INDEX_LIMIT_BYTES, parse_json
 from pma_jax.merging.sources import open_source, read_bytes
 
 FILE_NAME = "provenance.json"
@@ -155,11 +155,9 @@ def read(directory: Path) -> dict[str, Any]:
     path = directory / FILE_NAME
     if not path.is_file():
         raise ValueError(f"{directory}: has no {FILE_NAME}; it was not made by pma merge")
-    if path.stat().st_size > INDEX_LIMIT_BYTES:
-        raise ValueError(f"{path}: is too large to be a provenance")
-    facts = parse_json(path.read_bytes(), str(path))
+    facts = read_object(path)
     wanted = {"leaves": dict, "files": dict, "sources": list, "digest": str, "plan": str}
-    if not isinstance(facts, dict) or not all(isinstance(facts.get(key), kind) for key, kind in wanted.items()):
+    if not all(isinstance(facts.get(key), kind) for key, kind in wanted.items()):
         raise ValueError(f"{path}: is not a provenance that this version wrote")
     if facts.get("checksum") not in CHECKSUMS:
         raise ValueError(f"{path}: has checksums that this version does not know; it knows {', '.join(CHECKSUMS)}")

@@ -5,12 +5,12 @@ data. Nothing here imports more than numpy's neighbours: a merge of safetensors 
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
+from pma_jax.merging.json_files import json_bytes, parse_json, read_object
 from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo
 
 DTYPE_OF_CODE = {
@@ -34,7 +34,6 @@ DTYPE_OF_CODE = {
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 # The reference implementation's own limit.
 HEADER_LIMIT_BYTES = 100_000_000
-INDEX_LIMIT_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64
 
 
@@ -45,32 +44,6 @@ class Header:
     leaves: Mapping[str, LeafInfo]
     extents: Mapping[str, tuple[Extent, ...]]
     metadata: Mapping[str, str]
-
-
-def parse_json(data: bytes, what: str) -> Any:
-    """JSON as data from a stranger: UTF-8, no duplicate keys, no NaN, no depth that breaks the parser.
-
-    Raises:
-        ValueError: one line that names `what` and the reason.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            twice, count = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"the name {twice[:80]!r} appears {count} times")
-        return made
-
-    def refuse(constant: str) -> float:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-    except RecursionError:
-        raise ValueError(f"{what}: nested too deeply; the file is damaged or hostile") from None
-    except ValueError as error:
-        reason = str(error).splitlines()[0][:200]
-        raise ValueError(f"{what}: not readable as JSON: {reason}; fetch the file again") from None
 
 
 def read_header(path: Path) -> Header:
@@ -148,10 +121,7 @@ def read_index(path: Path) -> dict[str, list[str]]:
     Raises:
         ValueError: the index is not one, or names a file outside its own directory.
     """
-    if path.stat().st_size > INDEX_LIMIT_BYTES:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes is too large for an index")
-    index = parse_json(path.read_bytes(), str(path))
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: has no weight_map; it is not an index of safetensors shards")
     shards: dict[str, list[str]] = {}
@@ -238,4 +208,4 @@ def index_bytes(shards: Mapping[str, Iterable[str]], leaves: Mapping[str, LeafIn
         },
         "weight_map": dict(sorted(weight_map.items())),
     }
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    return json_bytes(index)

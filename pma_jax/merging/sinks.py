@@ -4,36 +4,40 @@ Both formats are laid out as plain runs of bytes at known offsets, so any thread
 time, a crash loses nothing that was written, and the same inputs give the same files.
 """
 
-import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pma_jax.merging import safetensors_file
+from pma_jax.merging.json_files import json_bytes, read_object
 from pma_jax.merging.leaves import Extent, LeafInfo, Source
 from pma_jax.merging.orbax_layout import orbax_files
 
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template*",
+    "tokenization_*.py",
+)
 # Files beside the weights without which the merged model does not load or does not tokenize.
 CARRIED_PATTERNS = (
     "config.json",
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    *TOKENIZER_PATTERNS,
     "vocab*",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece*.model",
-    "chat_template*",
     "configuration_*.py",
     "modeling_*.py",
-    "tokenization_*.py",
 )
 _CARRIED_LIMIT_BYTES = 256 * 2**20
 
@@ -123,8 +127,7 @@ def _carried(sources: list[Source], dtype: str) -> tuple[dict[str, Path], dict[s
     newest = sources[-1]
     copies, texts, left = {}, {}, []
     for path in newest.files:
-        is_carried = any(path.match(pattern) for pattern in CARRIED_PATTERNS)
-        if is_carried and path.stat().st_size <= _CARRIED_LIMIT_BYTES:
+        if is_carried(path, CARRIED_PATTERNS):
             copies[path.name] = path
         else:
             left.append(path.name)
@@ -138,14 +141,17 @@ def _carried(sources: list[Source], dtype: str) -> tuple[dict[str, Path], dict[s
         if others:
             notes.append(f"{name} differs between {others[0].origin} and {newest.origin}; the latter's is kept")
     if dtype != "keep" and "config.json" in copies:
-        config = safetensors_file.parse_json(copies["config.json"].read_bytes(), str(copies["config.json"]))
-        named = [key for key in ("dtype", "torch_dtype") if isinstance(config, dict) and key in config]
+        config = read_object(copies["config.json"])
+        named = [key for key in ("dtype", "torch_dtype") if key in config]
         if named:
             del copies["config.json"]
-            texts["config.json"] = (
-                json.dumps(config | dict.fromkeys(named, dtype), indent=2, ensure_ascii=False) + "\n"
-            ).encode()
+            texts["config.json"] = json_bytes(config | dict.fromkeys(named, dtype))
     return copies, texts, tuple(notes)
+
+
+def is_carried(path: Path, patterns: Sequence[str]) -> bool:
+    """Whether a file's name is one of `patterns`, and it is of a size that such a file has."""
+    return any(path.match(pattern) for pattern in patterns) and path.stat().st_size <= _CARRIED_LIMIT_BYTES
 
 
 def _is_same(one: Path, other: Path) -> bool:

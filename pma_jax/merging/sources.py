@@ -9,6 +9,7 @@ import numpy as np
 
 from pma_jax.buckets import locate
 from pma_jax.merging import safetensors_file
+from pma_jax.merging.json_files import read_object
 from pma_jax.merging.leaves import ITEM_BYTES, Source, numpy_dtype
 from pma_jax.merging.runs import opened, read_run
 
@@ -112,10 +113,7 @@ def _safetensors_source(path: Path, header: safetensors_file.Header, subtree: st
 
 def _tokens_from_provenance(directory: Path) -> int | None:
     path = directory / "provenance.json"
-    if not path.is_file() or path.stat().st_size > safetensors_file.INDEX_LIMIT_BYTES:
-        return None
-    provenance = safetensors_file.parse_json(path.read_bytes(), str(path))
-    tokens = provenance.get("tokens") if isinstance(provenance, dict) else None
+    tokens = read_object(path).get("tokens") if path.is_file() else None
     return tokens if type(tokens) is int else None
 
 

@@ -102,7 +102,7 @@ def describe(made: Plan, gathered: Gathered, outs: Sequence[Path]) -> dict[str, 
         "read_bytes": made.read_bytes,
         "write_bytes": made.write_bytes,
         "memory_bytes": made.memory_bytes,
-        "threads": made.threads,
+        "cores": made.threads * made.processes,
         "notes": [*gathered.notes, *made.notes],
     }
 
@@ -118,7 +118,7 @@ def as_text(description: Mapping[str, Any]) -> str:
     lines.append(
         f"{description['leaves']} leaves; reads {_bytes(description['read_bytes'])}, "
         f"writes {_bytes(description['write_bytes'])} of {description['format']} (dtype {description['dtype']}), "
-        f"at most {_bytes(description['memory_bytes'])} of memory, {description['threads']} threads"
+        f"at most {_bytes(description['memory_bytes'])} of memory, {description['cores']} cores"
     )
     lines += [f"would write {out}" for out in description["outs"]]
     return "\n".join(lines)

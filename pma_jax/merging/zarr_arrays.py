@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.buckets import is_bucket
+from pma_jax.merging.json_files import parse_json
 from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo
-from pma_jax.merging.safetensors_file import are_counts, parse_json
+from pma_jax.merging.safetensors_file import are_counts
 from pma_jax.merging.zstd_frames import Frames, is_available
 
 # More chunks than this in one array are read through tensorstore, which does not list them.

@@ -14,7 +14,7 @@ from pma_jax.config import Config, ModelConfig
 from pma_jax.mesh import mesh_over
 from pma_jax.model import experts
 from pma_jax.model.decoder import activated_count, parameter_count
-from pma_jax.planning import aot, cost, counts, hlo, storage
+from pma_jax.planning import aot, cost, counts, hlo, storage, units
 from pma_jax.training.state import abstract_state
 
 DAY = 86_400  # seconds
@@ -209,7 +209,7 @@ def as_text(numbers: dict[str, Any]) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in numbers["mesh"].items())
     title = (
         f"{_parameters(numbers)} on {where['name']}: {where['chips']} chips, "
-        f"{where['devices']} devices with {_memory(where['device_memory_bytes'])} each, mesh {mesh}"
+        f"{where['devices']} devices with {units.memory(where['device_memory_bytes'])} each, mesh {mesh}"
     )
     rows = [["a device's share of", *[name.replace("_", " ") for name in programs]]]
     for label, cell in _CELLS.items():
@@ -224,20 +224,20 @@ def as_text(numbers: dict[str, Any]) -> str:
 
 _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compiled": lambda p: f"yes, {p['compile_seconds']:.1f} s" if p["compiled"] else "no: does not fit",
-    "arguments": lambda p: _memory(p["memory"]["argument_bytes"]),
-    "temporaries": lambda p: _memory(p["memory"]["temporary_bytes"]),
-    "outputs": lambda p: _memory(p["memory"]["output_bytes"]),
-    "  of them in place": lambda p: _memory(p["memory"]["aliased_bytes"]),
-    "memory, with code": lambda p: f"{_memory(p['memory']['bytes'])} ({p['memory']['share_of_memory']:.0%})",
-    "products": lambda p: f"{_count(p['product_flops'] + p['kernel_flops'])} FLOP",
-    "memory traffic": lambda p: _bytes(p["bytes_moved"]),
-    "roofline": lambda p: f"{_seconds(p['roofline']['seconds'])} ({p['roofline']['limit']})",
+    "arguments": lambda p: units.memory(p["memory"]["argument_bytes"]),
+    "temporaries": lambda p: units.memory(p["memory"]["temporary_bytes"]),
+    "outputs": lambda p: units.memory(p["memory"]["output_bytes"]),
+    "  of them in place": lambda p: units.memory(p["memory"]["aliased_bytes"]),
+    "memory, with code": lambda p: f"{units.memory(p['memory']['bytes'])} ({p['memory']['share_of_memory']:.0%})",
+    "products": lambda p: f"{units.count(p['product_flops'] + p['kernel_flops'])} FLOP",
+    "memory traffic": lambda p: units.data(p["bytes_moved"]),
+    "roofline": lambda p: f"{units.duration(p['roofline']['seconds'])} ({p['roofline']['limit']})",
 }
 
 
 def _parameters(numbers: dict[str, Any]) -> str:
     total, activated = numbers["parameters"], numbers["activated_parameters"]
-    return f"{_count(total)} parameters" + (f", {_count(activated)} a token," if activated < total else "")
+    return f"{units.count(total)} parameters" + (f", {units.count(activated)} a token," if activated < total else "")
 
 
 def _run_lines(numbers: dict[str, Any]) -> list[str]:
@@ -265,30 +265,32 @@ def _notes(programs: dict[str, Any]) -> list[str]:
             )
         if kernels["declared_flops"]:
             notes.append(
-                f"note: the experts' kernels of the {name} declare {_count(kernels['declared_flops'])} FLOP for their "
-                "buffers: what a balanced router fills counts, and one round of exchange"
+                f"note: the experts' kernels of the {name} declare {units.count(kernels['declared_flops'])} FLOP for "
+                "their buffers: what a balanced router fills counts, and one round of exchange"
             )
     return notes
 
 
 def _collectives_line(name: str, program: dict[str, Any]) -> str:
-    kinds = [f"{of['count']} {kind} of {_bytes(of['payload_bytes'])}" for kind, of in program["collectives"].items()]
-    between = f"; {_bytes(program['slice_bytes'])} to other slices" if program["slice_bytes"] else ""
+    kinds = [
+        f"{of['count']} {kind} of {units.data(of['payload_bytes'])}" for kind, of in program["collectives"].items()
+    ]
+    between = f"; {units.data(program['slice_bytes'])} to other slices" if program["slice_bytes"] else ""
     return f"collectives of the {name.replace('_', ' ')}: {', '.join(kinds) or 'none'}{between}"
 
 
 def _training_lines(run: dict[str, Any]) -> list[str]:
     parts = run["forward_flops_per_token"].items()
-    listed = ", ".join(f"{name.replace('_', ' ')} {_count(3 * flops)}" for name, flops in parts)
+    listed = ", ".join(f"{name.replace('_', ' ')} {units.count(3 * flops)}" for name, flops in parts)
     lines = [
-        f"training needs {_count(run['training_flops_per_token'])} FLOP a token ({listed}), "
-        f"{_count(run['step_flops_per_device'])} FLOP a step and device"
+        f"training needs {units.count(run['training_flops_per_token'])} FLOP a token ({listed}), "
+        f"{units.count(run['step_flops_per_device'])} FLOP a step and device"
     ]
     if "step_seconds_at_least" in run:
         lines.append(
-            f"a step of {run['batch_tokens']:,} tokens takes at least {_seconds(run['step_seconds_at_least'])}: "
+            f"a step of {run['batch_tokens']:,} tokens takes at least {units.duration(run['step_seconds_at_least'])}: "
             f"MFU at most {run['model_flops_utilization_at_most']:.1%}, "
-            f"at most {_count(run['tokens_per_day_at_most'])} tokens a day"
+            f"at most {units.count(run['tokens_per_day_at_most'])} tokens a day"
         )
     return lines
 
@@ -296,63 +298,27 @@ def _training_lines(run: dict[str, Any]) -> list[str]:
 def _storage_lines(numbers: dict[str, Any]) -> list[str]:
     stored, took = numbers["storage"], numbers["storage_times"]
     lines = [
-        f"a snapshot is {_bytes(stored['snapshot_bytes'])}, a state {_bytes(stored['state_bytes'])}; "
-        f"a window of N = {stored['window']} snapshots {_bytes(stored['window_bytes'])}",
-        f"one of {' and '.join(stored['kinds'])} every V = {_count(stored['interval_tokens'])} tokens: "
+        f"a snapshot is {units.data(stored['snapshot_bytes'])}, a state {units.data(stored['state_bytes'])}; "
+        f"a window of N = {stored['window']} snapshots {units.data(stored['window_bytes'])}",
+        f"one of {' and '.join(stored['kinds'])} every V = {units.count(stored['interval_tokens'])} tokens: "
         f"{stored['snapshots_saved_of_each_kind']} saved, {stored['snapshots_kept_of_each_kind']} kept of each kind, "
         f"and {stored['states_kept']} of {stored['states_saved']} states: "
-        f"{_bytes(stored['bytes_at_the_end'])} at the end, {_bytes(stored['bytes_at_most'])} at most",
-        f"at {_bytes(took['bytes_per_second'])}/s of storage: {_seconds(took['write_snapshot_seconds'])} to write "
-        f"a snapshot, {_seconds(took['write_state_seconds'])} a state, "
-        f"{_seconds(took['merge_window_seconds'])} to merge a window",
+        f"{units.data(stored['bytes_at_the_end'])} at the end, {units.data(stored['bytes_at_most'])} at most",
+        f"at {units.data(took['bytes_per_second'])}/s of storage: {units.duration(took['write_snapshot_seconds'])} to "
+        f"write a snapshot, {units.duration(took['write_state_seconds'])} a state, "
+        f"{units.duration(took['merge_window_seconds'])} to merge a window",
     ]
     if stored["block_mean_bytes_per_device"]:
-        lines.append(f"block means take {_memory(stored['block_mean_bytes_per_device'])} of each device's arguments")
+        lines.append(
+            f"block means take {units.memory(stored['block_mean_bytes_per_device'])} of each device's arguments"
+        )
     return lines
 
 
 def _annealing_line(annealing: dict[str, Any]) -> str:
-    what = f"an annealing over {annealing['share_of_tokens']:.0%} of the tokens ({_count(annealing['tokens'])})"
-    price = f"{_count(annealing['flops'])} FLOP"
+    what = f"an annealing over {annealing['share_of_tokens']:.0%} of the tokens ({units.count(annealing['tokens'])})"
+    price = f"{units.count(annealing['flops'])} FLOP"
     if "chip_hours_at_least" in annealing:
         hours = f"{annealing['hours_at_least']:.4g} hours of this slice"
         price = f"at least {annealing['chip_hours_at_least']:.4g} chip hours ({hours}, {price})"
     return f"{what}, which merging replaces, costs {price}"
-
-
-def _count(number: float) -> str:
-    for unit, size in (
-        ("Y", 1e24),
-        ("Z", 1e21),
-        ("E", 1e18),
-        ("P", 1e15),
-        ("T", 1e12),
-        ("B", 1e9),
-        ("M", 1e6),
-        ("k", 1e3),
-    ):
-        if number >= size:
-            return f"{number / size:.4g}{unit}"
-    return f"{number:.4g}"
-
-
-def _memory(count: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count:.4g} B"
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count:.4g} B"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 3600:
-        return f"{seconds / 3600:.3g} h"
-    if seconds >= 60:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

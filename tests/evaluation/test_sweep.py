@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax import checkpoint
+from pma_jax import checkpoint, stored_arrays
 from pma_jax.checkpoint import open_run
 from pma_jax.evaluation import merges
 from pma_jax.evaluation.sweep import row_text, sweep
@@ -117,7 +117,7 @@ def test_a_sweep_without_a_merge_changes_nothing(copy, reads):
 
 
 def model_bytes(run):
-    return sum(4 * math.prod(leaf["shape"]) for leaf in checkpoint.stored_leaves(run.snapshots[0].path).values())
+    return sum(4 * math.prod(leaf["shape"]) for leaf in stored_arrays.stored_leaves(run.snapshots[0].path).values())
 
 
 def test_merges_that_do_not_fit_are_made_in_several_passes(copy, reads, monkeypatch):

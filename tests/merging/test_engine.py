@@ -119,8 +119,8 @@ def test_dtype_float32_keeps_what_bfloat16_rounds_away(paths, tmp_path):
 
 
 def test_the_same_inputs_give_the_same_bytes(paths, tmp_path):
-    for out, threads in (("a", 1), ("b", 2)):
-        run(paths, [0.2, 0.3, 0.5], tmp_path / out, threads=threads)
+    for out, cores in (("a", 1), ("b", 2)):
+        run(paths, [0.2, 0.3, 0.5], tmp_path / out, cores=cores)
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
 
@@ -261,7 +261,7 @@ def slow(*arguments):
     return finish(*arguments)
 kernels.finish = slow
 rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
-made = plan([open_source(path) for path in sys.argv[3:]], rows, recipes=["a", "b"], threads=1)
+made = plan([open_source(path) for path in sys.argv[3:]], rows, recipes=["a", "b"], cores=1)
 merge(made, sys.argv[1:3], progress=lambda done, total: print(done, flush=True))
 """
 
@@ -285,7 +285,7 @@ def test_a_killed_merge_goes_on_where_it_stopped(tmp_path, monkeypatch):
         file.seek(-40, os.SEEK_END)
         file.write(bytes(40))
     rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
-    made = plan([open_source(path) for path in paths], rows, recipes=["a", "b"], threads=1)
+    made = plan([open_source(path) for path in paths], rows, recipes=["a", "b"], cores=1)
     merged = merge(made, outs)
     assert 0 < merged.read_bytes < made.read_bytes
     assert not list(tmp_path.glob(".*partial*"))
@@ -343,7 +343,7 @@ from pma_jax.merging.plan import plan
 from pma_jax.merging.sources import open_source, read_leaf
 before = peak_kib()
 sources = [open_source(path) for path in sys.argv[2:]]
-merge(plan(sources, np.full(len(sources), 1 / len(sources)), threads=2), [sys.argv[1]])
+merge(plan(sources, np.full(len(sources), 1 / len(sources)), cores=2), [sys.argv[1]])
 heavy = {"jax", "orbax", "tensorstore", "torch"} & set(sys.modules)
 assert not heavy, heavy
 print(before, peak_kib())

@@ -92,7 +92,7 @@ def test_short_files(tmp_path):
         ({"weight_map": {"b": "x.safetensors"}}, "disagree"),
         ({"weight_map": {}}, "weight_map"),
         ({}, "weight_map"),
-        ([], "weight_map"),
+        ([], "not a JSON object"),
     ],
 )
 def test_damaged_indexes_are_one_line(tmp_path, index, match):

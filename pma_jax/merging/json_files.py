@@ -1,0 +1,54 @@
+"""Small JSON files that come with checkpoints: read as data from a stranger, written the same every time."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LIMIT_BYTES = 100_000_000
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds, of at most `LIMIT_BYTES`.
+
+    Raises:
+        ValueError: one line that names the file and the reason.
+    """
+    if path.stat().st_size > LIMIT_BYTES:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes is too large for metadata")
+    value = parse_json(path.read_bytes(), str(path))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: is not a JSON object; it is damaged")
+    return value
+
+
+def parse_json(data: bytes, what: str) -> Any:
+    """JSON as data from a stranger: UTF-8, no duplicate keys, no NaN, no depth that breaks the parser.
+
+    Raises:
+        ValueError: one line that names `what` and the reason.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            twice, count = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"the name {twice[:80]!r} appears {count} times")
+        return made
+
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError(f"{what}: nested too deeply; the file is damaged or hostile") from None
+    except ValueError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise ValueError(f"{what}: not readable as JSON: {reason}; fetch the file again") from None
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """The text of a file that people read too."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

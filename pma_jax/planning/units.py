@@ -1,0 +1,31 @@
+"""Numbers as people read them: counts, bytes, times, to so many digits."""
+
+_COUNTS = (("Y", 1e24), ("Z", 1e21), ("E", 1e18), ("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+_POWERS_OF_2 = ((" GiB", 2**30), (" MiB", 2**20), (" KiB", 2**10))
+_POWERS_OF_10 = ((" TB", 1e12), (" GB", 1e9), (" MB", 1e6), (" kB", 1e3))
+_TIMES = ((" h", 3.6e6), (" min", 6e4), (" s", 1e3))
+
+
+def count(number: float, digits: int = 4) -> str:
+    """1.5B, 2M, 3k: parameters, tokens, FLOPs."""
+    return _scaled(number, digits, _COUNTS, "")
+
+
+def memory(number_bytes: float, digits: int = 4) -> str:
+    """Bytes as chips' memory is given, in powers of 2."""
+    return _scaled(number_bytes, digits, _POWERS_OF_2, " B")
+
+
+def data(number_bytes: float, digits: int = 4) -> str:
+    """Bytes as storage and networks are given, in powers of 10."""
+    return _scaled(number_bytes, digits, _POWERS_OF_10, " B")
+
+
+def duration(seconds: float, digits: int = 3) -> str:
+    """1.5 h, 2 min, 3 s, 4 ms."""
+    return _scaled(seconds * 1e3, digits, _TIMES, " ms")
+
+
+def _scaled(number: float, digits: int, units: tuple[tuple[str, float], ...], smallest: str) -> str:
+    unit, size = next(((unit, size) for unit, size in units if number >= size), (smallest, 1))
+    return f"{number / size:.{digits}g}{unit}"
