@@ -10,6 +10,7 @@ The key of a run is the digest of its configuration; that of a fork is of its pa
 weights that it begins with and its own configuration. So a cache may move to another machine, and grow on several.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -81,10 +82,16 @@ def merged_at(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     row_K = cell.row(np.array([s.tokens for s in until]))
     folder = run.path.parent / "merged"
     target = folder / f"{cell.text.replace('/', '-').replace(':', '-')}-{until[-1].tokens}"
-    with run_lock.held(folder, waits=True):
-        if not checkpoint.is_snapshot(target):
-            used = np.flatnonzero(row_K)
-            merge([until[k] for k in used], row_K[used], target, cell.recipe)
+
+    def write() -> None:
+        used = np.flatnonzero(row_K)
+        with run_lock.held(folder, waits=True):
+            if not checkpoint.is_snapshot(target):
+                merge([until[k] for k in used], row_K[used], target, cell.recipe)
+
+    if hosts.is_first():
+        write()
+    hosts.meet("run_cache.merged_at")
     return checkpoint.read_snapshot(target)
 
 
@@ -108,11 +115,13 @@ def _finished(entry: epath.Path, config: Config, start: Callable[[epath.Path], A
     _share_programs(entry.parent)
     make_mesh(config.mesh)  # before states are listed, which starts JAX: the devices are then settled
     folder = entry / "run"
-    with run_lock.held(entry, waits=True):
-        if start and not checkpoint.is_run(folder):
+    with contextlib.ExitStack() as stack:
+        hosts.first_enters(stack, lambda: run_lock.held(entry, waits=True))
+        is_there = hosts.told_by_first(lambda: str(checkpoint.is_run(folder))) == str(True)
+        if start and not is_there:
             start(folder)
         began = time.perf_counter()
-        had_to_train = not (checkpoint.is_run(folder) and _is_done(checkpoint.open_run(folder)))
+        had_to_train = not (is_there and _is_done(checkpoint.open_run(folder)))
         run = train(config, folder)
         if had_to_train and hosts.is_first():
             seconds = spent(run)["seconds"] + time.perf_counter() - began
