@@ -17,14 +17,14 @@ from pma_jax.reporting.pages import Row
 from pma_jax.study import Study
 
 INTERVALS = (1, 2, 4, 8)  # of the trunk's snapshots
-WINDOWS = (2, 3, 4, 6, 8, 10, 12, 15, 20, 25, 32)
+WINDOWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 20, 25, 32)  # 1 is the raw model, whatever the interval
 ENDS = (4, 2, 1)  # the trunk's tokens over the tokens trained
 
 
 def answer(question: Study) -> dict[str, Any]:
     """The loss of every mean of N points, V apart, at a quarter, half and the end of each trunk."""
     ends = [question.units // share for share in ENDS]
-    cells = [RAW, *(Cell("sma", w, i) for i in INTERVALS for w in WINDOWS)]
+    cells = [RAW, *(Cell("sma", w, i) for i in INTERVALS for w in WINDOWS if w > 1)]
     sizes = {}
     for size in question.sizes:
         losses = question.over_seeds(lambda seed, size=size: question.trunk(size, seed), cells, ends)
@@ -155,16 +155,17 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
     """Mean loss over seeds, less raw, of every cell: a row of panels for each size, a panel for each length."""
     found = {}
     for name, size in results["sizes"].items():
-        panels = []
+        panels, lowest = [], 0.0
         for end in results["ends"]:
             raw = np.mean(size["losses"][RAW.text][str(end)])
             cells = grid(size, end)
             table = np.array([[np.mean(cells.get((i, w), np.nan)) - raw for w in WINDOWS] for i in INTERVALS])
             intervals = [f"V = {i * size['unit_tokens'] / 1e3:.0f}k" for i in INTERVALS]
             title = f"{end * size['unit_tokens'] / 1e6:.2f}M tokens (raw {raw:.4f})"
+            lowest = min(lowest, np.nanmin(table))
             panels.append(heat_map.Panel(title, intervals, [str(w) for w in WINDOWS], "snapshots merged, N", table))
         title = f"{name}: held-out loss of means of N points, less raw (nats, below 0 better)"
-        found[f"{name}.png"] = heat_map.png(panels, title, columns=1)
+        found[f"{name}.png"] = heat_map.png(panels, title, columns=1, highest=max(-lowest, 0.01))
     return found
 
 

@@ -1,5 +1,6 @@
 import io
 
+import numpy as np
 import pytest
 from matplotlib import image
 from matplotlib.patches import Rectangle
@@ -80,3 +81,9 @@ def test_panels_below_each_other_are_taller_and_their_bytes_repeat():
     beside, below = (image.imread(io.BytesIO(heat_map.png(panels, "title", columns=n))).shape for n in (len(panels), 1))
     assert below[0] > beside[0] and below[1] < beside[1]
     assert heat_map.png(panels, "title") == heat_map.png(panels, "title")
+
+
+def test_cells_above_the_end_of_the_scale_have_its_last_colour():
+    panel = heat_map.Panel("one", ["a"], ["1", "2", "3"], "N", np.array([[0.0, 1.0, 100.0]]))
+    wide, narrow = (heat_map.draw([panel], "t", highest=h).axes[0].images[0] for h in (None, 1.0))
+    assert narrow.get_clim() == (0.0, 1.0) and wide.get_clim() == (0.0, 100.0)
