@@ -178,10 +178,8 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
                 lines.append(
                     Line(cell.text, list(gain), [d.mean for d in ds], [d.low for d in ds], [d.high for d in ds])
                 )
-        tokens = at * results["facts"]["unit_tokens"] / 1e6
-        panels.append(
-            LinePanel(f"raw − merged at {tokens:.2f}M tokens, nats", "peak rate", lines, zero=True, log_x=True)
-        )
+        title = f"raw − merged at {at * results['facts']['unit_tokens'] / 1e6:.2f}M tokens, nats"
+        panels += [LinePanel(title, "peak rate", lines, zero=True, log_x=True)] if lines else []
     return {"figure.png": line_panels.png(panels, columns=2)}
 
 

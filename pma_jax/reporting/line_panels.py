@@ -11,11 +11,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pma_jax.reporting.figures import DASHES, LIGHT, MARKERS, SMALL_POINTS, TEXT_POINTS
 
 COLUMN_INCHES, ROW_INCHES, LEGEND_LINE_INCHES, DPI = 4.2, 3.3, 0.22, 130
 LEGEND_COLUMNS = 4
+MOST_TICKS = 8  # where fewer x were measured, the ticks are these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +105,14 @@ def _draw(axes: Axes, panel: LinePanel, names: Sequence[str]) -> None:
         )
     if panel.zero:
         axes.axhline(0, color=LIGHT.ink, linewidth=0.8)
+    measured = sorted({x for line in panel.lines for x in line.x})
     if panel.log_x:
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    if len(measured) <= MOST_TICKS:
+        axes.set_xticks(measured, [f"{x:.3g}" for x in measured])
+        axes.minorticks_off()
+    elif all(float(x).is_integer() for x in measured):
+        axes.xaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True))
     if panel.percent:
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
     if panel.limits:

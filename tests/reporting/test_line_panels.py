@@ -11,6 +11,8 @@ from pma_jax.reporting.line_panels import Line, LinePanel
 A = Line("merged", [1, 2, 4], [0.3, 0.2, 0.1], [0.2, 0.1, 0.0], [0.4, 0.3, 0.2])
 B = Line("raw", [1, 2, 4], [0.5, 0.4, 0.3], dashed=True)
 
+LONG = Line("raw", range(-15, 1), [0.1] * 16)
+
 
 def test_a_name_has_one_colour_and_one_entry():
     drawn = line_panels.figure([LinePanel("left", "tokens", [A, B], zero=True), LinePanel("right", "tokens", [B])])
@@ -26,6 +28,13 @@ def test_bars_reach_from_low_to_high():
     (bars,) = drawn.axes[0].containers[0][2]
     ends = np.array([segment[:, 1] for segment in bars.get_segments()])
     np.testing.assert_allclose(ends, np.stack([A.low, A.high], axis=1), atol=1e-12)
+
+
+def test_ticks_are_where_it_was_measured_and_whole_where_that_is():
+    drawn = line_panels.figure([LinePanel("one", "tokens", [A], log_x=True), LinePanel("two", "snapshots", [LONG])])
+    few, many = drawn.axes
+    assert [t.get_text() for t in few.get_xticklabels()] == ["1", "2", "4"]
+    assert all(float(x).is_integer() for x in many.get_xticks())
 
 
 def test_more_panels_than_columns_go_on_in_the_next_row_and_bytes_repeat():
