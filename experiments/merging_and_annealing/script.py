@@ -216,7 +216,7 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
         tokens = end * results["sizes"][size]["unit_tokens"] / 1e6
         panels.append(
             LinePanel(
-                f"{size}, end at {tokens:.2f}M: share of linear annealing's gain",
+                f"end at {tokens:.2f}M: share of annealing's gain",
                 "length of the branch, share of the tokens",
                 lines,
                 zero=True,
