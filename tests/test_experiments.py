@@ -18,7 +18,7 @@ from pma_jax.reporting import pages
 FOLDER = Path(__file__).parent.parent / "experiments"
 QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "study.main(" in path.read_text())
 NAMES = [folder.name for folder in QUESTIONS]
-SLOW = ("merging_and_annealing", "weights")  # dozens of runs
+SLOW = ("merging_and_annealing", "weights", "forecasts", "pma_init")  # dozens of runs
 SCRIPTS = [
     pytest.param(folder, id=folder.name, marks=[pytest.mark.slow] if folder.name in SLOW else [])
     for folder in QUESTIONS
@@ -33,8 +33,8 @@ def loaded(path):
 
 
 def data_words(workspace):
-    data = tiny.keys(workspace)["data"]
-    words = {"data.source": "files", "data.files": data["files"][0], "data.cache_dir": data["cache_dir"]}
+    text, cache = tiny.write_functions(workspace / "functions"), workspace / "cache"
+    words = {"data.source": "files", "data.files": text, "data.cache_dir": cache}
     words |= {"data.held_out_percent": 20, "mesh.cpu_devices": 0}
     return [f"--config.{key}={value}" for key, value in words.items()]
 
