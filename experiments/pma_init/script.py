@@ -37,6 +37,7 @@ TASKS = {
         "changes": ["data.task=functions", "data.pair_bytes=512", "model.separator_token=0"],
     },
 }
+TEXT_TOKENS = 16_384  # held-out text that these runs are judged by; the functions' own is 31,000 long
 EARLY = 100  # steps whose gradient norms are compared
 MARKS = 8  # snapshots of each of these runs
 
@@ -84,7 +85,8 @@ def trained(question: Study, trunk: Run, begin: Snapshot, keys: dict[str, Any], 
 
 def measured(question: Study, run: Run, begin: Snapshot) -> dict[str, Any]:
     """Loss before the first step and at every mark, on the run's own held-out text; gradient norms of its beginning."""
-    config = dataclasses.replace(run.config, evaluation=question.evaluation(run))
+    evaluation = dataclasses.replace(run.config.evaluation, tokens=min(question.evaluation_tokens, TEXT_TOKENS))
+    config = dataclasses.replace(run.config, evaluation=evaluation)
     snapshots = [begin, *run.snapshots]
     losses = evaluate_merges(config, snapshots, np.eye(len(snapshots))).losses
     norms = [r["gradient_norm"] for r in run.metrics if r["kind"] == "train"]
@@ -127,8 +129,9 @@ def report(results: dict[str, Any]) -> str:
         parts.append(f"**{task.capitalize()}.**\n\n{pages.table(['rate', 'begun from', *MEASURES], rows)}")
     note = (
         f"{results['size']}. Of `last`: the mean over seeds; of the others: less that of `last`, with the interval. "
-        "Losses are on held-out text of the task itself, of bodies alone in fine-tuning. Roughness is the root mean "
-        f"square change of the log of the gradient norm from step to step; the first steps are {EARLY}."
+        f"Losses are on {TEXT_TOKENS:,} held-out tokens of the task itself, in fine-tuning of bodies alone. Roughness "
+        "is the root mean square change of the log of the gradient norm from step to step; the first steps are "
+        f"{EARLY}."
     )
     return "\n\n".join([*parts, note])
 
