@@ -42,9 +42,9 @@ def of_seed(question: Study, seed: int) -> dict[str, Any]:
         changes = ["optimizer.name=schedule_free_adamw", f"schedule.peak_rate={rate * factor}"]
         runs[f"schedule-free, rate x{factor:g}"] = question.trunk(size, seed, changes)
     for units in HALF_LIVES:
-        # The weights are the trunk's: the average alone is added, from half of the run on.
+        # The weights are the trunk's: the average alone is added, over the last quarter of the run.
         half_life = f"optimizer.ema_half_life_tokens={units * question.unit_tokens(trunk)}"
-        runs[f"EMA, half-life {units}"] = question.forked(trunk, end // 2, end, [half_life])
+        runs[f"EMA, half-life {units}"] = question.forked(trunk, end * 3 // 4, end, [half_life])
     methods = {name: losses(question, run, "point") for name, run in runs.items()}
     methods[BLOCKS] = losses(question, trunk, "block_mean")
     return {"annealed": question.loss(question.annealed(trunk, end * 3 // 4, end)), "methods": methods}
@@ -52,7 +52,7 @@ def of_seed(question: Study, seed: int) -> dict[str, Any]:
 
 def losses(question: Study, run: Run, kind: str) -> dict[str, float]:
     """Window -> loss at the end; of 1, the loss of the newest snapshot."""
-    windows = [w for w in WINDOWS if w <= question.units // 2]
+    windows = [w for w in WINDOWS if w <= question.units // 4]
     merges = {1: RAW if kind == "point" else Cell("sma", 1, kind=kind)}
     merges |= {w: Cell("sma", w, kind=kind) for w in windows}
     found = question.losses(run, merges.values(), [question.units])
