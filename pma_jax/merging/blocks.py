@@ -121,7 +121,7 @@ def _finish(
         return scratch.rounded[: elements * ITEM_BYTES[leaf.dtype]]
     is_sampled = squares is not None and ITEM_BYTES[out.dtype] < 4
     sample = min(elements, _SAMPLE_ELEMENTS)
-    exact = kernels.merged_values(scratch, leaf.dtype, elements, run.weights, row)[:sample] if is_sampled else None
+    exact = kernels.merged_values(scratch, leaf.dtype, elements, run.weights, row, sample) if is_sampled else None
     data = kernels.finish(scratch, leaf.dtype, out.dtype, elements, run.weights, row)
     if data is None:
         raise ValueError(_not_finite(run.plan, unit.name, start, start + elements))
@@ -132,7 +132,8 @@ def _finish(
 
 def _not_finite(plan: Plan, name: str, start: int, stop: int) -> str:
     for source in plan.sources:
-        values = read_leaf(source, name, start, stop).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            values = read_leaf(source, name, start, stop).astype(np.float64)
         bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
             return f"{source.origin}: {name} has {values[bad[0]]} at element {start + bad[0]}; only finite values merge"

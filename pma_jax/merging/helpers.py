@@ -34,7 +34,8 @@ def helper(run: Run) -> Iterator[Callable[[int, Unit], Record]]:
         [sys.executable, "-P", "-c", _CODE, str(theirs)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,  # what some installation prints at its start is no answer
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        # A pool of BLAS's own would only spin: each process does its part on one core.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
         pass_fds=(theirs,),
         process_group=0,  # Ctrl-C is for the process that merges
     )

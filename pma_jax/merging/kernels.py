@@ -201,6 +201,12 @@ def finish(
     if weights.divisors[row] != 1:
         np.divide(sums, sums.dtype.type(weights.divisors[row]), out=sums)
     out = scratch.rounded[: ITEM_BYTES[out_dtype] * elements]
+    if dtype == out_dtype == "bfloat16":
+        # A NaN of bfloat16 has nothing in its lower half that rounding could carry over: what is not finite stays so.
+        _round_to_bf16(sums, scratch)
+        bits = scratch.wide.reshape(-1)[: out.nbytes].view(np.uint16)
+        np.bitwise_and(out.view(np.uint16), np.uint16(_MAGNITUDE >> 16), out=bits)
+        return None if bits.size and bits.max() >= _INFINITY >> 16 else out
     if sums.dtype == np.float32 and out_dtype in {"float32", "bfloat16"}:
         bits = scratch.wide.reshape(-1)[: 4 * sums.shape[1]].view(np.uint32)
         for half in sums:
@@ -261,7 +267,7 @@ def squares(scratch: Scratch, dtype: str, out_dtype: str, elements: int, merged:
     return float(np.sum((rounded - exact) ** 2)), float(np.sum((newest - exact) ** 2))
 
 
-def merged_values(scratch: Scratch, dtype: str, elements: int, weights: Weights, row: int) -> np.ndarray:
-    """A copy of a row's exact result, before `finish` overwrites it: accumulation dtype [elements]."""
-    sums = _sums(scratch, dtype, elements)[row]
-    return (sums / sums.dtype.type(weights.divisors[row])).T.reshape(-1)[:elements]
+def merged_values(scratch: Scratch, dtype: str, elements: int, weights: Weights, row: int, sample: int) -> np.ndarray:
+    """A copy of the first of a row's exact values, before `finish` overwrites them: accumulation dtype [sample]."""
+    sums = _sums(scratch, dtype, elements)[row][:, :sample]
+    return (sums / sums.dtype.type(weights.divisors[row])).T.reshape(-1)[:sample]

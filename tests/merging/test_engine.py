@@ -191,19 +191,23 @@ def test_integers_that_differ_are_named(paths, tmp_path):
     refused(r"1 integer or boolean leaves.*counts \(int64\) in .*other", [*paths, other], tmp_path)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_refused(paths, tmp_path, bad):
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7F81, 0x7FC0, 0x7FFF, 0xFFFF])
+@pytest.mark.parametrize("place", [4998, 4999])
+@pytest.mark.parametrize("coefficients", [[0.5, 0.5], [0.3, 0.7]])
+def test_values_that_are_not_finite_are_refused(tmp_path, bits, place, coefficients):
+    """Infinities, and NaNs of every kind: rounding adds to the bits."""
     leaf = np.ones(5000, BF16)
     other = make(tmp_path / "other", 9, extra=leaf)
-    more = [
-        make(tmp_path / f"more{k}", k, extra=np.where(np.arange(5000) == 4999, bad, leaf).astype(BF16)) for k in (0,)
-    ]
-    refused(r"more0: extra has .* at element 4999", [other, *more], tmp_path)
+    bad = leaf.copy()
+    bad.view(np.uint16)[place] = bits
+    more = make(tmp_path / "more", 0, extra=bad)
+    refused(rf"more: extra has .* at element {place}", [other, more], tmp_path, coefficients=coefficients)
 
 
-def test_a_sum_that_overflows_is_refused(tmp_path):
-    paths = [make(tmp_path / str(k), k, np.float32, huge=np.full(9, 3e38, np.float32)) for k in range(2)]
-    refused("huge: the weighted sum overflows float32", paths, tmp_path, coefficients=[1.5, 1.5])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_a_sum_that_overflows_is_refused(tmp_path, dtype):
+    paths = [make(tmp_path / str(k), k, dtype, huge=np.full(9, 3e38, dtype)) for k in range(2)]
+    refused(f"huge: the weighted sum overflows {np.dtype(dtype)}", paths, tmp_path, coefficients=[1.5, 1.5])
 
 
 @pytest.mark.parametrize(
