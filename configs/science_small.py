@@ -1,4 +1,4 @@
-"""The smaller dense size of the experiments: 0.19M parameters, 4.2M tokens at a constant rate.
+"""The smaller dense size of the experiments: 0.19M parameters, 3.1M tokens at a constant rate.
 
 Here are the shape, the rate and the horizon; marks, seeds and held-out text of the experiments come from
 `pma_jax.study`.
@@ -18,10 +18,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.heads = 2
     c.model.kv_heads = 2
     c.model.hidden = 192
-    c.training.total_tokens = 4_194_304
+    c.training.total_tokens = 3_145_728
     c.schedule.peak_rate = 4e-3
-    c.schedule.warmup_tokens = 131_072
-    c.checkpoint.interval_tokens = 65_536
+    c.schedule.warmup_tokens = 98_304
+    c.checkpoint.interval_tokens = 49_152
     c.checkpoint.keep_states_at_tokens = ()
     c.evaluation.batch_size_sequences = 32  # the 4096 tokens of a run's own records are one batch
     return c
