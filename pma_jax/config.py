@@ -345,7 +345,7 @@ def _to_config_dict(config: Config) -> ml_collections.ConfigDict:
 
 def _find(name: str) -> Path:
     path = Path(name)
-    if path.suffix == ".py" or path.exists():
+    if path.suffix == ".py" or path.is_file():  # a folder of that name, such as a run's, is not meant
         if path.is_file():
             return path
         raise ValueError(f"no configuration file {name}: check the path, or name a shipped one")
