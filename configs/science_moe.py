@@ -1,4 +1,4 @@
-"""The mixture of experts of the experiments: 0.53M parameters, 2.1M tokens at a constant rate.
+"""The mixture of experts of the experiments: 0.53M parameters, 3.1M tokens at a constant rate.
 
 Each token goes to 2 of 8 experts.
 
@@ -16,6 +16,4 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.experts_per_token = 2
     c.model.expert_hidden = 96
     c.model.router_scores = "sigmoid"
-    c.training.total_tokens = 2_097_152
-    c.checkpoint.interval_tokens = 32_768
     return c
