@@ -32,6 +32,7 @@ def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> arg
     verb.add_argument("run", help="the run to start from")
     verb.add_argument("--at-tokens", required=True, type=_tokens, help="where RUN saved a full state")
     verb.add_argument("--workdir", required=True, help="the new run's directory; the same fork is resumed")
+    verb.add_argument("--weights", metavar="SNAPSHOT", help="begin with these instead, such as a merge (PMA-init)")
     _takes_config(verb)
     _takes_hosts(verb)
 

@@ -37,7 +37,7 @@ from pma_jax.retention import kept_snapshots, kept_states
 from pma_jax.steps import COMMIT_MARK, StepWriter
 
 STATES = "states"
-OPTIONAL = ("block", "detector")  # parts of a train state that may be missing
+OPTIONAL = ("block", "detector", "ema")  # parts of a train state that may be missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,8 +338,8 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
 def restore_state(saved: SavedState, abstract: Any) -> Any:
     """A full state with the shapes, dtypes and shardings of `abstract`; raises as `restore_params` does.
 
-    The block mean and the detector of spikes are restored where `abstract` has them. Where the state on disk has none,
-    because a run that keeps none was forked, or a detector of another window, they begin empty.
+    The block mean, the detector of spikes and the moving average are restored where `abstract` has them. Where the
+    state on disk has none, because a run that keeps none was forked, or a detector of another window, they begin empty.
     """
     state = stored_arrays.restore(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(OPTIONAL)))
     stored, digests_of = stored_arrays.stored(saved.path), stored_arrays.stored_digests(saved.path)

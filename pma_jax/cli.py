@@ -77,7 +77,7 @@ def fork(options: argparse.Namespace) -> None:
 
     source = checkpoint.open_run(options.run)
     config = forking.fork_config(source, options.overrides)
-    forking.fork(source, options.at_tokens, config, options.workdir)
+    forking.fork(source, options.at_tokens, config, options.workdir, options.weights)
     _say_done(loop.train(config, options.workdir))
 
 

@@ -28,12 +28,15 @@ FOLDERS = {"point": "snapshots", "block_mean": "block_means"}  # kind of snapsho
 class DataConfig:
     """Where text comes from and how it becomes tokens."""
 
-    source: str = "packaged"  # packaged (Python's standard library) | files (globs) | hub (a Hugging Face dataset)
+    source: str = "packaged"  # packaged (Python sources that are here) | files (globs) | hub (a Hugging Face dataset)
+    package: str = ""  # for `packaged`: an installed package, such as scipy; empty: Python's standard library
     files: tuple[str, ...] = ()  # globs of .txt, .jsonl or .parquet files, for `files`
     text_field: str = "text"  # the field (JSONL) or column (Parquet, hub) that holds a document
     hub_name: str = ""  # dataset name or local path, for `hub`
     hub_subset: str = ""  # dataset configuration; empty: the default one
     hub_split: str = "train"  # dataset split
+    task: str = "text"  # text (all is learned) | functions (of Python sources: signature and docstring -> body)
+    pair_bytes: int = 1024  # for `functions`: a signature, docstring and body that are longer together are left out
     tokenizer: str = "bytes"  # bytes | bpe (trained on the corpus) | a path to a Hugging Face tokenizer.json
     bpe_vocabulary_size: int = 4096  # entries, for `bpe`
     held_out_percent: float = 2.0  # share of documents held out for evaluation, chosen by a hash of their name
@@ -77,13 +80,15 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW; weight decay on matrices only."""
+    """AdamW, with weight decay on matrices only; and averaging while training, which snapshots and evaluation see."""
 
-    b1: float = 0.9
+    name: str = "adamw"  # adamw | schedule_free_adamw (arXiv 2405.15682): the model is the average of its iterates
+    b1: float = 0.9  # of schedule-free: how far gradients are taken towards the average
     b2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1  # times the learning rate, on leaves with two or more dims
     clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
+    ema_half_life_tokens: int = 0  # the model is a moving average over all steps, half of it so recent; 0: the weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,7 +345,7 @@ def _to_config_dict(config: Config) -> ml_collections.ConfigDict:
 
 def _find(name: str) -> Path:
     path = Path(name)
-    if path.suffix == ".py" or path.exists():
+    if path.suffix == ".py" or path.is_file():  # a folder of that name, such as a run's, is not meant
         if path.is_file():
             return path
         raise ValueError(f"no configuration file {name}: check the path, or name a shipped one")

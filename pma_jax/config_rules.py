@@ -6,6 +6,8 @@ if TYPE_CHECKING:
     from pma_jax.config import Config
 
 SOURCES = ("packaged", "files", "hub")
+TASKS = ("text", "functions")
+OPTIMIZERS = ("adamw", "schedule_free_adamw")
 DECAYS = ("none", "cosine", "linear", "minus_sqrt")
 ROUTER_SCORES = ("softmax", "sigmoid")
 REMAT_POLICIES = ("none", "full", "dots")
@@ -15,6 +17,7 @@ OPTIMIZERS_AFTER_SPIKE = ("reset", "keep", "restore")
 MOST_CONFIRM_STEPS = 30  # the detector keeps a bit a step
 LEAST_SPIKE_WINDOW_STEPS = 16  # a median and a spread of fewer steps say little
 _POSITIVE = {
+    "data": ("pair_bytes",),
     "model": (
         "vocabulary_size",
         "width",
@@ -45,6 +48,8 @@ def validate(config: "Config") -> None:
     """Raise ValueError, one line that names the keys, where `config` breaks a rule."""
     model, training, checkpoint = config.model, config.training, config.checkpoint
     _one_of("data.source", config.data.source, SOURCES)
+    _one_of("data.task", config.data.task, TASKS)
+    _one_of("optimizer.name", config.optimizer.name, OPTIMIZERS)
     _one_of("schedule.decay", config.schedule.decay, DECAYS)
     _one_of("model.remat", model.remat, REMAT_POLICIES)
     _one_of("model.compute_dtype", model.compute_dtype, DTYPES)
@@ -61,6 +66,7 @@ def validate(config: "Config") -> None:
         "training.batch_size_sequences",
         training.batch_size_sequences,
     )
+    _validate_optimizer(config)
     _validate_experts(config)
     _validate_spikes(config)
     if model.head_dim % 2:
@@ -93,6 +99,27 @@ def validate(config: "Config") -> None:
         raise ValueError(
             f"schedule.decay_start_tokens ({schedule.decay_start_tokens}) must lie between the end of the warm-up "
             f"({schedule.warmup_tokens}) and training.total_tokens ({training.total_tokens})"
+        )
+
+
+def _validate_optimizer(config: "Config") -> None:
+    optimizer = config.optimizer
+    if optimizer.ema_half_life_tokens < 0:
+        raise ValueError(f"optimizer.ema_half_life_tokens must be 0 or more, not {optimizer.ema_half_life_tokens}")
+    if optimizer.name != "schedule_free_adamw":
+        return
+    if not 0 < optimizer.b1 < 1:
+        raise ValueError(f"optimizer.b1 must lie between 0 and 1 for schedule_free_adamw, not {optimizer.b1}")
+    if optimizer.ema_half_life_tokens:
+        raise ValueError("optimizer.ema_half_life_tokens and schedule_free_adamw both average: choose one of them")
+    if config.model.experts and config.model.router_bias:
+        raise ValueError(
+            "schedule_free_adamw takes what moves a router's bias for a gradient step: set model.router_bias=false"
+        )
+    if config.spikes.attempts and config.spikes.optimizer != "reset":
+        raise ValueError(
+            f"spikes.optimizer={config.spikes.optimizer} would keep the iterates of schedule_free_adamw that a merge "
+            "replaces: set spikes.optimizer=reset"
         )
 
 

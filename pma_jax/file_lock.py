@@ -12,10 +12,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def locked(path: Path, refusal: Callable[[IO[str]], str]) -> Iterator[tuple[IO[str], bool]]:
+def locked(path: Path, refusal: Callable[[IO[str]], str] | None) -> Iterator[tuple[IO[str], bool]]:
     """Hold the lock on `path`, which is made with its folder; yields the open file, and False where there are no locks.
 
-    Whoever ends may remove the file: the lock is ours if the file that we locked is still the one at `path`.
+    Without a `refusal`, waits until it is free. Whoever ends may remove the file: the lock is ours if the file that we
+    locked is still the one at `path`.
 
     Raises:
         ValueError: another process holds it; says `refusal` of the open file.
@@ -34,10 +35,11 @@ def locked(path: Path, refusal: Callable[[IO[str]], str]) -> Iterator[tuple[IO[s
             return
 
 
-def _lock(file: IO[str], refusal: Callable[[IO[str]], str]) -> bool:
+def _lock(file: IO[str], refusal: Callable[[IO[str]], str] | None) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
     except BlockingIOError:
+        assert refusal
         raise ValueError(refusal(file)) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

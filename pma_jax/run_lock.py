@@ -24,15 +24,16 @@ FILE_NAME = "lock"
 
 
 @contextlib.contextmanager
-def held(folder: epath.Path) -> Iterator[str | None]:
+def held(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
     """Hold the lock of the run directory `folder`, which is made; yields what the user should know, if anything.
 
-    Raises ValueError that names the holder when another process has it.
+    When another process has it, raises ValueError that names the holder, or with `waits` waits until it is free.
     """
     if "://" in str(folder):
         yield None
         return
-    with file_lock.locked(Path(folder) / FILE_NAME, lambda file: _refusal(folder, file)) as (file, is_locked):
+    refusal = None if waits else lambda file: _refusal(folder, file)
+    with file_lock.locked(Path(folder) / FILE_NAME, refusal) as (file, is_locked):
         note = None if is_locked else f"{folder}: this file system has no locks; see that no second process trains here"
         left = _holder(file)
         if left and is_locked:

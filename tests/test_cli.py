@@ -326,6 +326,10 @@ def test_fork_trains_to_the_horizon(pma, finished, tmp_path):
     before = tiny.contents(tmp_path / "fork")
     assert pma(*words)[0] == 0
     assert tiny.contents(tmp_path / "fork") == before, "the same command again changes nothing"
+    words[words.index("--workdir") + 1] = tmp_path / "other"
+    assert pma(*words, "--weights", finished.snapshots[1].path)[0] == 0
+    first, other = (next(r for r in open_run(tmp_path / f).metrics if r["kind"] == "train") for f in ("fork", "other"))
+    assert first["tokens"] == other["tokens"] and first["loss"] != other["loss"]
 
 
 RECIPES = {

@@ -169,6 +169,12 @@ def test_a_wrong_file_is_refused_by_its_path(tmp_path, text, says):
     assert says in str(refused.value) and str(file) in str(refused.value)
 
 
+def test_a_folder_of_a_shipped_name_is_not_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    config.resolve(config.load("demo"))
+
+
 def test_an_unknown_name_lists_the_shipped_ones():
     with pytest.raises(ValueError, match="demo"):
         config.load("dmo")

@@ -44,6 +44,12 @@ def test_the_second_process_is_refused_and_told_who_the_first_is(tmp_path):
         assert note is None, "given back in good order"
 
 
+def test_one_who_waits_gets_the_lock_when_it_is_free(tmp_path):
+    folder = epath.Path(tmp_path / "run")
+    with holder(folder, seconds=0.5) as first, run_lock.held(folder, waits=True) as note:
+        assert first.wait(timeout=60) == 0 and note is None
+
+
 def test_a_process_that_got_the_dead_ones_number_is_not_taken_for_it(tmp_path):
     # Our own process lives, and the text says that it holds the lock; the kernel knows better.
     left = {"host": socket.gethostname(), "process": os.getpid(), "since": "2026-01-01T00:00:00+00:00"}

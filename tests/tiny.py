@@ -12,12 +12,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from pma_jax import checkpoint
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.mesh import make_mesh
+from pma_jax.training import loop
+from pma_jax.training.loop import train
 
 BATCH_TOKENS = 256  # 8 sequences of 32
 HORIZON = 24 * BATCH_TOKENS
@@ -32,6 +35,15 @@ def write_corpus(folder: Path, documents: int = 200, seed: int = 0) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(documents):
         (folder / f"{i:04d}.txt").write_text(f"{i} " + " ".join(rng.choices(words, k=40)) + ".\n")
+    return str(folder / "*.txt")
+
+
+def write_functions(folder: Path, documents: int = 200) -> str:
+    """Write reproducible Python functions with docstrings to `folder`; returns the glob that finds them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(documents):
+        body = "\n".join(f"    x = x + {(i * 7 + j) % 10}" for j in range(4))
+        (folder / f"{i:04d}.txt").write_text(f'def f{i}(x):\n    """Adds {i}."""\n{body}\n    return x\n')
     return str(folder / "*.txt")
 
 
@@ -78,6 +90,26 @@ def write_config(path: Path, folder: Path, **changes) -> str:
         f"    c.update(json.loads({resolved!r}))\n    return c\n"
     )
     return str(path)
+
+
+def train_and_watch(config, workdir):
+    """The run, and the parameters after each of its steps, by step."""
+    weights = {}
+
+    def watched(*arguments):
+        train_step = make_train_step(*arguments)
+
+        def step(*inputs):
+            state, metrics = train_step(*inputs)
+            weights[int(state.step)] = jax.tree.map(np.array, state.params)  # copies: the next step donates these
+            return state, metrics
+
+        return step
+
+    make_train_step = loop.make_train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_train_step", watched)
+        return train(config, workdir), weights
 
 
 def read(snapshot: checkpoint.Snapshot):

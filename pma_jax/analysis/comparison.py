@@ -1,4 +1,4 @@
-"""Comparing methods over seeds, rankings of hyper-parameters, and what merging saves."""
+"""Comparing methods over seeds, rankings of hyper-parameters, how smooth a series is, and what merging saves."""
 
 import dataclasses
 
@@ -67,3 +67,15 @@ def tokens_to_reach(tokens_n: ArrayLike, loss_n: ArrayLike, loss: float) -> floa
         return float(tokens[0])
     share = (losses[i - 1] - loss) / (losses[i - 1] - losses[i])
     return float(tokens[i - 1] + share * (tokens[i] - tokens[i - 1]))
+
+
+def roughness(series_n: ArrayLike) -> float:
+    """Root mean square change of the logarithm from one value to the next: 0 is constant, 0.1 about a tenth a step.
+
+    For gradient norms: a trend over the whole series hardly counts. Raises ValueError for fewer than 2 values, or where
+    one is not above 0.
+    """
+    series = np.asarray(series_n, np.float64)
+    if len(series) < 2 or not (series > 0).all():
+        raise ValueError("roughness is of 2 or more values above 0")
+    return float(np.sqrt(np.mean(np.diff(np.log(series)) ** 2)))

@@ -57,6 +57,12 @@ def pairwise(product: Product, deltas_K: Sequence[Any]) -> np.ndarray:
     return (matrix_KxK + matrix_KxK.T) / 2
 
 
+def slopes(loss: Callable[[Any], jax.Array], params: Any, deltas_K: Sequence[Any]) -> np.ndarray:
+    """gradient' delta_k of `loss` at `params`: float64 [K], from one gradient. Call under `jax.set_mesh`."""
+    gradient = jax.jit(jax.grad(loss))(params)
+    return np.array([float(inner(gradient, delta)) for delta in deltas_K])
+
+
 def merging_gain(matrix_KxK: ArrayLike, weights_K: ArrayLike) -> float:
     """What a quadratic says merging gains over the weighted mean of the losses: 1/2 (sum_k w_k M_kk - w' M w), nats.
 

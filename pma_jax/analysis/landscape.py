@@ -99,7 +99,10 @@ def plane_of_two_weights(params: Any, leaf: str, first: tuple[int, ...], second:
     def unit(index: tuple[int, ...]) -> Any:
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.zeros_like, params))
         place = names.index(leaf)
-        leaves[place] = leaves[place].at[index].set(1)
+        one = np.zeros(shape, leaves[place].dtype)
+        one[index] = 1
+        # Placed as the leaf is: a scatter into a leaf that is split would need to be told where it goes.
+        leaves[place] = jax.device_put(one, leaves[place].sharding)
         return jax.tree.unflatten(structure, leaves)
 
     return Plane(params, unit(first), unit(second))

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import glob
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from pma_jax import config
 from pma_jax.buckets import find, is_bucket, locate
+from pma_jax.data.pairs import function_pairs
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,17 +35,23 @@ _ROWS_READ = 1024  # rows of a Parquet file or a hub dataset held at once
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text and the name that decides its split."""
+    """One text and the name that decides its split: several may have the same name, and go to the same split."""
 
     name: str
     text: str
+    prompt: str = ""  # what comes before the text, and is not learned
+
+    @property
+    def whole(self) -> str:
+        """The prompt and the text."""
+        return self.prompt + self.text
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """An opened source. `read()` starts a new pass over the documents, always in the same order."""
 
-    digest: str  # SHA-256 (hex) of every name and content: a changed source file changes it
+    digest: str  # SHA-256 (hex) of every name and content of the source: a changed file changes it
     read: Callable[[], Iterator[Document]]
 
 
@@ -66,8 +74,9 @@ def open_corpus(data: config.DataConfig) -> Corpus:
     """Find the documents of `data` and digest their content (about a second a gigabyte).
 
     NUL characters are dropped from texts (byte 0 ends a document), and so are documents that are then empty; a null
-    field counts as an empty document. Raises ValueError when the source is missing or cannot be read; a bad row raises
-    ValueError when `read` reaches it.
+    field counts as an empty document. With `data.task` functions, each pair of a document is one document, named as
+    its source is. Raises ValueError when the source is missing or cannot be read; a bad row raises ValueError when
+    `read` reaches it.
     """
     if data.source == "hub":
         table = _load_hub(data)
@@ -77,8 +86,10 @@ def open_corpus(data: config.DataConfig) -> Corpus:
         digest, read = _digest_files(files), lambda: _read_files(files, data.text_field)
     else:
         assert data.source == "packaged", data.source
-        files = _packaged_files()
+        files = _packaged_files(data.package)
         digest, read = _digest_files(files), lambda: _read_packaged(files)
+    if data.task == "functions":
+        return Corpus(digest, lambda: _functions(_cleaned(read()), data.pair_bytes))
     return Corpus(digest, lambda: _cleaned(read()))
 
 
@@ -96,7 +107,7 @@ def survey(corpus: Corpus, held_out_percent: float, advance: Callable[[int], Non
     documents = utf8_bytes = 0
     held_out = set()
     for document in corpus.read():
-        text_bytes = document.text.encode()
+        text_bytes = document.whole.encode()
         documents += 1
         utf8_bytes += len(text_bytes)
         advance(len(text_bytes))
@@ -105,13 +116,13 @@ def survey(corpus: Corpus, held_out_percent: float, advance: Callable[[int], Non
     return Survey(documents, utf8_bytes, frozenset(held_out))
 
 
-def split_documents(corpus: Corpus, held_out_percent: float, found: Survey) -> Iterator[tuple[str, str]]:
-    """(split, text) of every document, without training documents that repeat a held-out text."""
+def split_documents(corpus: Corpus, held_out_percent: float, found: Survey) -> Iterator[tuple[str, Document]]:
+    """(split, document) of every document, without training documents that repeat a held-out text."""
     for document in corpus.read():
         if is_held_out(document.name, held_out_percent):
-            yield VALIDATION, document.text
-        elif hashlib.sha256(document.text.encode()).digest() not in found.held_out_texts:
-            yield TRAIN, document.text
+            yield VALIDATION, document
+        elif hashlib.sha256(document.whole.encode()).digest() not in found.held_out_texts:
+            yield TRAIN, document
 
 
 def _cleaned(documents: Iterator[Document]) -> Iterator[Document]:
@@ -119,6 +130,12 @@ def _cleaned(documents: Iterator[Document]) -> Iterator[Document]:
         text = document.text.replace("\0", "")
         if text:
             yield Document(document.name, text)
+
+
+def _functions(documents: Iterator[Document], limit_bytes: int) -> Iterator[Document]:
+    for document in documents:
+        for prompt, body in function_pairs(document.text, limit_bytes):
+            yield Document(document.name, body, prompt)
 
 
 def _digest_files(files: list[_File]) -> str:
@@ -144,11 +161,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-# Packaged: Python's standard library.
+# Packaged: Python's standard library, or the sources of an installed package.
 
 
-def _packaged_files() -> list[_File]:
-    root = Path(sysconfig.get_path("stdlib"))
+def _packaged_files(package: str) -> list[_File]:
+    root = _package_folder(package) if package else Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in ("site-packages", "dist-packages", "__pycache__")]
@@ -157,6 +174,16 @@ def _packaged_files() -> list[_File]:
     if not files:
         raise ValueError(f"no .py files in {root}: this Python has no library to train on; set data.source=files")
     return sorted(files, key=lambda file: file.name)
+
+
+def _package_folder(package: str) -> Path:
+    # A dotted name would import its parent.
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"data.package: no package {package!r} is installed in this Python: install it or name another"
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _read_packaged(files: list[_File]) -> Iterator[Document]:

@@ -5,10 +5,11 @@
                      train-00000.bin ...    ids, little-endian, of bounded size
                      validation-00000.bin ...
 
-Each document's ids are followed by the tokenizer's end-of-document id. A folder appears complete or not at all: it is
-written under a temporary name, synced and renamed.
+Each document's ids are followed by the tokenizer's end-of-document id. Where prompts come before what is learned, ids
+are signed, and a prompt's id t lies there as -t - 1: as a target it does not count (evaluation/loss.py). A folder
+appears complete or not at all: it is written under a temporary name, synced and renamed.
 
-Shapes: T tokens.
+Shapes: T tokens, P those of a prompt.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ class Split:
     documents: int
     tokens: int  # T: with one end-of-document token a document
     utf8_bytes: int  # of the text, and one more a document for its end
-    shards: tuple[np.ndarray, ...]  # uint8, uint16 or uint32 [T of the shard], memory-mapped, read-only
+    shards: tuple[np.ndarray, ...]  # uint8, uint16 or uint32, signed with prompts, [T of the shard], mapped, read-only
 
     @property
     def bytes_per_token(self) -> float:
@@ -164,6 +165,8 @@ def _key(data: config.DataConfig, corpus_digest: str) -> str:
 def _digest(data: config.DataConfig, corpus_digest: str, tokenizer: str) -> str:
     field = "" if data.source == "packaged" else data.text_field
     parts = (FORMAT, data.source, corpus_digest, field, data.held_out_percent, tokenizer)
+    if data.task != "text":
+        parts += (data.task, data.pair_bytes)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -225,14 +228,15 @@ def _write_tokens(
     tokenizer.save(folder / "tokenizer.json")
     _sync(folder / "tokenizer.json")
 
-    dtype = _dtype(tokenizer.vocabulary_size)
+    dtype = _dtype(tokenizer.vocabulary_size, signed=data.task != "text")
     writers = {name: _ShardWriter(folder, name, dtype, shard_bytes) for name in (corpus.TRAIN, corpus.VALIDATION)}
     encoding = bar.add_task("tokenising", total=found.utf8_bytes)
     for block in _blocks(corpus.split_documents(source, data.held_out_percent, found)):
-        ids = tokenizer.encode_many([text for _, text in block])
-        for (split, text), ids_T in zip(block, ids, strict=True):
-            size = len(text.encode())
-            writers[split].write(np.append(ids_T, tokenizer.end_of_document), size + 1)
+        prompts = tokenizer.encode_many([document.prompt for _, document in block])
+        ids = tokenizer.encode_many([document.text for _, document in block])
+        for (split, document), prompt_P, ids_T in zip(block, prompts, ids, strict=True):
+            size = len(document.whole.encode())
+            writers[split].write(np.concatenate([~prompt_P, ids_T, [tokenizer.end_of_document]]), size + 1)
             bar.advance(encoding, size)
     splits = {name: writer.close() for name, writer in writers.items()}
     for name, split in splits.items():
@@ -263,20 +267,20 @@ def _tokenizer(
     task = bar.add_task("training a tokenizer", total=found.utf8_bytes)
 
     def train_texts() -> Iterator[str]:
-        for split, text in corpus.split_documents(source, data.held_out_percent, found):
+        for split, document in corpus.split_documents(source, data.held_out_percent, found):
             if split == corpus.TRAIN:
-                bar.advance(task, len(text.encode()))
-                yield text
+                bar.advance(task, len(document.whole.encode()))
+                yield document.whole
 
     return tokenizing.train_bpe(train_texts(), data.bpe_vocabulary_size)
 
 
-def _blocks(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+def _blocks(documents: Iterator[tuple[str, corpus.Document]]) -> Iterator[list[tuple[str, corpus.Document]]]:
     """Group documents until a block holds `_ENCODE_CHARACTERS`."""
     block, characters = [], 0
     for document in documents:
         block.append(document)
-        characters += len(document[1])
+        characters += len(document[1].whole)
         if characters >= _ENCODE_CHARACTERS:
             yield block
             block, characters = [], 0
@@ -284,9 +288,10 @@ def _blocks(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, st
         yield block
 
 
-def _dtype(vocabulary_size: int) -> np.dtype:
-    bits = 8 if vocabulary_size <= 2**8 else 16 if vocabulary_size <= 2**16 else 32
-    return np.dtype(f"<u{bits // 8}")
+def _dtype(vocabulary_size: int, signed: bool = False) -> np.dtype:
+    ids = 2 * vocabulary_size if signed else vocabulary_size
+    bits = 8 if ids <= 2**8 else 16 if ids <= 2**16 else 32
+    return np.dtype(f"<{'i' if signed else 'u'}{bits // 8}")
 
 
 class _ShardWriter:

@@ -1,6 +1,7 @@
 """Held-out loss: nats a token, and what follows from it.
 
-Legend: B batch, L positions, M = L + 1 tokens of a window, D width. A token id below 0 is padding: not counted.
+Legend: B batch, L positions, M = L + 1 tokens of a window, D width. An id t below 0 is not counted as a target; as an
+input it stands for -t - 1, so that what is not learned (a prompt) is still seen. Padding, -1, is seen as id 0.
 """
 
 import functools
@@ -34,7 +35,7 @@ def loss_sums(
     """
     inputs_BxL, targets_BxL = tokens_BxM[:, :-1], tokens_BxM[:, 1:]
     model = decoder_of(graph, params)
-    x_BxLxD, router = model.hidden(jnp.maximum(inputs_BxL, 0))
+    x_BxLxD, router = model.hidden(seen(inputs_BxL))
     chunk_tokens = model.config.logits_chunk_tokens
     objective, nats = cross_entropy(x_BxLxD, model.head(), targets_BxL, z_loss_weight, chunk_tokens)
     sums = {"nats": nats, "count": jnp.sum((targets_BxL >= 0).astype(jnp.float32))}
@@ -42,6 +43,11 @@ def loss_sums(
         objective += balance_loss_weight * jnp.sum(router["balance"]) + router_z_loss_weight * jnp.sum(router["z"])
         sums["load_TxE"] = router["load_E"]
     return objective, sums
+
+
+def seen(inputs_BxL: jax.Array) -> jax.Array:
+    """The ids that the model reads: t, and -t - 1 where t is below 0."""
+    return jnp.where(inputs_BxL < 0, ~inputs_BxL, inputs_BxL)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -6,25 +6,17 @@ Legend: R merges, K snapshots.
 import dataclasses
 import itertools
 import json
-import math
-import os
-import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from pma_jax import checkpoint, hosts
 from pma_jax.checkpoint import Run, Snapshot
-from pma_jax.evaluation.held_out import evaluator
+from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
-from pma_jax.merging.averager import average_many_stream
-from pma_jax.mesh import make_mesh
 
-MEMORY_SHARE = 0.5  # of what is free: the rest is for evaluating
-BESIDE_MERGES = 2  # models in memory besides the merges: the snapshot that is being added and the one being read
 KIND_PREFIXES = {"point": "", "block_mean": "block/"}
 
 
@@ -42,12 +34,22 @@ class Cell:
         """How tables, figures and sweep.json call it."""
         return row_text(self.recipe, self.window, self.interval, self.kind)
 
+    @property
+    def needed(self) -> int:
+        """How many snapshots must be there, those that it passes over included."""
+        return (self.window - 1) * self.interval + 1
+
     def chosen(self, count: int) -> list[int]:
         """Positions of its snapshots among `count`, oldest first. Raises ValueError when there are too few."""
-        needed = (self.window - 1) * self.interval + 1
-        if count < needed:
-            raise ValueError(f"there are {count} snapshots, and it needs {needed}")
-        return list(range(count - needed, count, self.interval))
+        if count < self.needed:
+            raise ValueError(f"there are {count} snapshots, and it needs {self.needed}")
+        return list(range(count - self.needed, count, self.interval))
+
+    def row(self, tokens_K: np.ndarray) -> np.ndarray:
+        """Its weights over snapshots at these positions, oldest first: float64 [K]. Raises ValueError as `chosen`."""
+        row_K, chosen = np.zeros(len(tokens_K)), self.chosen(len(tokens_K))
+        row_K[chosen] = recipes.coefficients(self.recipe, tokens_K[chosen])
+        return row_K
 
 
 def row_text(recipe: str, window: int, interval: int = 1, kind: str = "point") -> str:
@@ -118,14 +120,10 @@ def _weights(grid: Sequence[Cell], snapshots: Sequence[Snapshot]) -> tuple[dict[
     tokens = np.array([s.tokens for s in snapshots])
     weights, left_out = {}, {}
     for cell in grid:
-        row = np.zeros(len(snapshots))
         try:
-            chosen = cell.chosen(len(snapshots))
-            row[chosen] = recipes.coefficients(cell.recipe, tokens[chosen])
+            weights[cell] = cell.row(tokens)
         except ValueError as error:
             left_out[cell.text] = str(error)
-        else:
-            weights[cell] = row
     return weights, left_out
 
 
@@ -145,22 +143,8 @@ def _computed(
         if raw is not snapshots[-1]:
             snapshots, rows_RxK = [*snapshots, raw], np.pad(rows_RxK, ((0, 0), (0, 1)))
         rows_RxK = np.vstack([np.eye(len(snapshots))[-1:], rows_RxK])
-    mesh = make_mesh(run.config.mesh)
-    abstract = checkpoint.abstract_params(run.config, mesh)
-    fitting = _merges_that_fit(abstract, _free_bytes(mesh) if memory_bytes is None else memory_bytes)
-    at_once = min(map(int, hosts.gather(str(fitting))))
-    passes = math.ceil(len(rows_RxK) / at_once)
-    seconds = {"read": 0.0, "evaluate": 0.0}
-    timed_read = _timed(checkpoint.restore_params, seconds, "read")
-    losses_of = _timed(evaluator(run.config, mesh), seconds, "evaluate")
-    losses: list[float] = []
-    for group_RxK in np.array_split(rows_RxK, passes):
-        used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
-        loads: Iterator[Any] = (timed_read(snapshots[k], abstract) for k in used)
-        with jax.set_mesh(mesh):
-            merged = average_many_stream(loads, group_RxK[:, used])
-        losses += losses_of(merged)
-        del merged
+    evaluated = evaluate_merges(run.config, snapshots, rows_RxK, memory_bytes)
+    losses = evaluated.losses
     raw_loss = stored["raw_loss"]
     if len(losses) > len(weights):
         raw_loss, *losses = losses
@@ -168,8 +152,8 @@ def _computed(
         {**dataclasses.asdict(cell), "text": cell.text, "loss": loss}
         for cell, loss in zip(weights, losses, strict=True)
     ]
-    seconds["all"] = time.perf_counter() - began
-    return {"raw_loss": raw_loss, "rows": [*stored["rows"], *rows], "passes": passes, "seconds": seconds}
+    seconds = evaluated.seconds | {"all": time.perf_counter() - began}
+    return {"raw_loss": raw_loss, "rows": [*stored["rows"], *rows], "passes": evaluated.passes, "seconds": seconds}
 
 
 def _newest_point(run: Run, tokens: int) -> Snapshot | None:
@@ -182,36 +166,3 @@ def _stored(run: Run, tokens: int) -> dict[str, Any]:
     path = run.path / "sweep.json"
     found = empty | json.loads(path.read_text()) if path.exists() else empty
     return found if found["tokens"] == tokens else empty
-
-
-def _timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
-    def timed(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        result = function(*arguments)
-        seconds[name] += time.perf_counter() - start
-        return result
-
-    return timed
-
-
-def _merges_that_fit(abstract: Any, memory_bytes: float) -> int:
-    """How many merges a device's memory holds beside what is being read; at least 1. Merges are summed in float32."""
-    leaves = jax.tree.leaves(abstract)
-    model_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * max(x.dtype.itemsize, 4) for x in leaves)
-    return max(int(memory_bytes // model_bytes) - BESIDE_MERGES, 1)
-
-
-def _free_bytes(mesh: jax.sharding.Mesh) -> float:
-    """The share of a device's free memory that merges may take; CPU devices share the host's."""
-    stats = mesh.local_devices[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
-    return MEMORY_SHARE * _free_host_bytes() / len(mesh.local_devices)
-
-
-def _free_host_bytes() -> int:
-    # What the kernel's cache of files holds counts as free; where the kernel does not say, all memory does.
-    meminfo = pathlib.Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return available[0] if available else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -84,8 +84,23 @@ def _panel(
 
 def figure(sweep: dict[str, Any]) -> Figure:
     """All panels of a sweep on one scale of colours."""
-    drawn_panels = panels(sweep["rows"])
-    columns = min(COLUMNS, len(drawn_panels))
+    raw = "" if sweep["raw_loss"] is None else f"; the raw model has {sweep['raw_loss']:.4f}"
+    return draw(panels(sweep["rows"]), f"Held-out loss of merges at {sweep['tokens'] / 1e6:.2f}M tokens{raw}")
+
+
+def png(drawn_panels: Sequence[Panel], title: str, columns: int = COLUMNS, highest: float | None = None) -> bytes:
+    """`draw` as PNG; the same panels give the same bytes."""
+    buffer = io.BytesIO()
+    draw(drawn_panels, title, columns, highest).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def draw(drawn_panels: Sequence[Panel], title: str, columns: int = COLUMNS, highest: float | None = None) -> Figure:
+    """Panels on one scale of colours, `columns` beside each other; the lowest cell of all is framed.
+
+    Where a few cells are far above the rest, `highest` ends the scale: whatever is above has its last colour.
+    """
+    columns = min(columns, len(drawn_panels))
     grid = [drawn_panels[i : i + columns] for i in range(0, len(drawn_panels), columns)]
     left = 0.25 + CHARACTER_INCHES * max(len(name) for panel in drawn_panels for name in panel.rows)
     wide = max(max(CELL_INCHES[0] * len(p.columns), TITLE_CHARACTER_INCHES * len(p.title)) for p in drawn_panels)
@@ -97,6 +112,7 @@ def figure(sweep: dict[str, Any]) -> Figure:
     losses = np.concatenate([p.losses.ravel() for p in drawn_panels])
     finite = losses[np.isfinite(losses)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
+    high = high if highest is None else min(high, highest)
     top = size[1] - TITLE_INCHES
     for row, height in zip(grid, heights, strict=True):
         for i, panel in enumerate(row):
@@ -105,11 +121,10 @@ def figure(sweep: dict[str, Any]) -> Figure:
             axes = drawn.add_axes((x / size[0], y / size[1], wide / size[0], tall / size[1]))
             _draw(axes, panel, Normalize(low, high if high > low else low + 1e-6), low)
         top -= height
-    raw = "" if sweep["raw_loss"] is None else f"; the raw model has {sweep['raw_loss']:.4f}"
     drawn.text(
         0.25 / size[0],
         1 - 0.28 / size[1],
-        f"Held-out loss of merges at {sweep['tokens'] / 1e6:.2f}M tokens{raw}",
+        title,
         color=LIGHT.ink,
         fontsize=11,
         fontweight="bold",

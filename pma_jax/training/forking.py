@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from etils import epath
 
@@ -12,6 +13,7 @@ from pma_jax.checkpoint import Run, SavedState
 from pma_jax.config import Config
 from pma_jax.data import shards
 from pma_jax.mesh import check_mesh, make_mesh
+from pma_jax.training import starting
 from pma_jax.training.loop import run_facts
 
 
@@ -23,31 +25,39 @@ def fork_config(source: Run, overrides: Iterable[str]) -> Config:
     return configuration.resolve(raw)
 
 
-def fork(source: Run, at_tokens: int, config: Config, workdir: epath.PathLike) -> Run:
+def fork(
+    source: Run, at_tokens: int, config: Config, workdir: epath.PathLike, weights: epath.PathLike | None = None
+) -> Run:
     """Make a run in `workdir` that begins with the full state of `source` at `at_tokens`.
 
-    The state carries parameters, optimizer moments and data position; `config` decides the rest. The same fork that is
-    there already is left as it is. Raises ValueError when `source` has no state there (naming those it has), or
+    The state carries parameters, optimizer moments and data position; `config` decides the rest. With `weights`, a
+    snapshot or a merge (PMA-init), its parameters take the place of the state's when training begins: it must be there
+    until the new run has saved a state of its own. The same fork that is there already is left as it is. Raises
+    ValueError when `source` has no state there (naming those it has), `weights` is no snapshot of this model, or
     `workdir` holds anything else.
     """
     check_mesh(config, make_mesh(config.mesh))  # first: listing states starts JAX, and the devices are then settled
-    saved = _state_at(source, at_tokens)
+    saved = state_at(source, at_tokens)
+    if weights is not None:
+        starting.check_weights(config, weights)
     folder = checkpoint.absolute(workdir)
     if config.is_horizon(saved.tokens) and not checkpoint.is_run(folder):
         raise ValueError(
             f"nothing is left to train at {saved.tokens:,} of {config.training.total_tokens:,} tokens: fork from an "
             "earlier state, or raise training.total_tokens"
         )
-    return hosts.first_then_all(lambda: _locked_fork(source, saved, config, folder))
+    origin: dict[str, Any] = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
+    if weights is not None:
+        origin["weights"] = str(checkpoint.absolute(weights))
+    return hosts.first_then_all(lambda: _locked_fork(origin, saved, config, folder))
 
 
-def _locked_fork(source: Run, saved: SavedState, config: Config, folder: epath.Path) -> Run:
+def _locked_fork(origin: dict[str, Any], saved: SavedState, config: Config, folder: epath.Path) -> Run:
     with run_lock.held(folder) if hosts.is_first() else contextlib.nullcontext():
-        return _fork(source, saved, config, folder)
+        return _fork(origin, saved, config, folder)
 
 
-def _fork(source: Run, saved: SavedState, config: Config, folder: epath.Path) -> Run:
-    origin = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
+def _fork(origin: dict[str, Any], saved: SavedState, config: Config, folder: epath.Path) -> Run:
     if checkpoint.is_run(folder):
         run = checkpoint.open_run(folder)
         if run.facts.get("forked_from") != origin:
@@ -58,7 +68,8 @@ def _fork(source: Run, saved: SavedState, config: Config, folder: epath.Path) ->
     return checkpoint.create_run(folder, config, facts | {"forked_from": origin})
 
 
-def _state_at(source: Run, at_tokens: int) -> SavedState:
+def state_at(source: Run, at_tokens: int) -> SavedState:
+    """The full state of `source` at the mark `at_tokens`. Raises ValueError that names those it has."""
     states = source.states
     batch = source.config.batch_tokens
     # The step that reached `at_tokens` ended at most one batch past it.

@@ -25,8 +25,8 @@ from pma_jax.stopping import Notice
 from pma_jax.training import block_mean, finite, preemption, recovery, resuming
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
-from pma_jax.training.starting import check_start, starting_state
-from pma_jax.training.state import TrainState, abstract_state
+from pma_jax.training.starting import check_start, forked_state, starting_state
+from pma_jax.training.state import TrainState, abstract_state, model_of
 from pma_jax.training.step import make_train_step
 
 RECORDS = {"point": "evaluation", "block_mean": "block_mean"}  # kind of snapshot -> kind of its record in the metrics
@@ -73,8 +73,7 @@ def _train_on(
         went_back, restarts = recovery.finish(run, abstract, mesh), recovery.events(run)
         graph = graph_definition(config.model)
         resumed, state = resuming.newest_whole_state(run, abstract, told.append)
-        if resumed is None:
-            state = starting_state(config, abstract)
+        state = forked_state(run, resumed, state, abstract) if resumed else starting_state(config, abstract)
         step, seen, position = (resumed.step, resumed.tokens, resumed.position) if resumed else (0, 0, 0)
         for kind in config.checkpoint.kinds:
             resuming.whole_snapshots(run, kind, seen, abstract.params, told.append)
@@ -131,7 +130,7 @@ def _train_on(
                 position + config.training.batch_size_sequences,
             )
             if state.block is not None and config.is_block_add(seen):
-                state = dataclasses.replace(state, block=block_mean.add(state.block, state.params))
+                state = dataclasses.replace(state, block=block_mean.add(state.block, model_of(config, state)))
             last, pending = pending, ({"kind": "train", "tokens": seen, "step": step, "learning_rate": rate}, metrics)
             spike = _write_train_record(log, config, clock, last, state)
             if not spike and (config.is_snapshot(seen) or config.is_state(seen)):
@@ -143,9 +142,10 @@ def _train_on(
 
             if config.is_snapshot(seen):
                 with clock.paused():
-                    weights = {"point": state.params}  # kind -> parameters; points are evaluated even if not saved
+                    model = model_of(config, state)
+                    weights = {"point": model}  # kind -> parameters; points are evaluated even if not saved
                     if state.block is not None:
-                        block = block_mean.at_mark(state.block, state.params)
+                        block = block_mean.at_mark(state.block, model)
                         weights["block_mean"] = block.mean
                         state = dataclasses.replace(state, block=block_mean.restarted(block))
                     for kind, params in weights.items():

@@ -28,7 +28,7 @@ from pma_jax.merging.recipes import coefficients
 from pma_jax.merging.snapshots import average
 from pma_jax.training import spikes
 from pma_jax.training.spikes import IRRECOVERABLE, RECOVERED, Reading
-from pma_jax.training.state import TrainState, make_state
+from pma_jax.training.state import TrainState, begun_from, make_state
 
 FOLDER, EVENT, HELD = "spikes", "event.json", "held"
 Event = dict[str, Any]
@@ -219,7 +219,7 @@ def _restarted(
 ) -> tuple[TrainState, str]:
     """The state from which the run goes on, and what became of the optimizer."""
     snapshots = [checkpoint.read_snapshot(run.path / m["path"]) for m in event["merged"]]
-    fresh = make_state(run.config)
+    fresh = begun_from(run.config, make_state(run.config), average(snapshots, event["coefficients"], mesh))
     optimizer, said = fresh.optimizer, "reset"
     if event["optimizer"] == "keep":
         kept = checkpoint.restore_part(folder / HELD, "optimizer", abstract.optimizer)
@@ -233,7 +233,6 @@ def _restarted(
     state = dataclasses.replace(
         fresh,
         step=jnp.full_like(fresh.step, event["step"]),
-        params=average(snapshots, event["coefficients"], mesh),
         optimizer=optimizer,
         detector=spikes.settled(detector),
     )

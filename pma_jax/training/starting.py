@@ -10,11 +10,11 @@ import dataclasses
 from etils import epath
 
 from pma_jax import checkpoint
-from pma_jax.checkpoint import Snapshot
+from pma_jax.checkpoint import Run, SavedState, Snapshot
 from pma_jax.config import Config, ModelConfig
 from pma_jax.model.decoder import Params
 from pma_jax.model.moe import BIAS
-from pma_jax.training.state import TrainState, make_state
+from pma_jax.training.state import TrainState, begun_from, make_state
 
 # Keys of the model that may differ from the snapshot's: the weights mean the same.
 _FREE = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
@@ -31,7 +31,7 @@ def check_start(config: Config, workdir: epath.PathLike) -> None:
     Raises ValueError when it is no snapshot, or one of another model, naming the keys to change.
     """
     if config.training.start_from and not checkpoint.is_run(workdir):
-        _snapshot(config)
+        _snapshot(config, config.training.start_from, "training.start_from")
 
 
 def starting_state(config: Config, abstract: TrainState) -> TrainState:
@@ -42,16 +42,34 @@ def starting_state(config: Config, abstract: TrainState) -> TrainState:
     state = make_state(config)
     if not config.training.start_from:
         return state
-    snapshot = _snapshot(config)
+    return _with_weights(state, _snapshot(config, config.training.start_from, "training.start_from"), config, abstract)
+
+
+def check_weights(config: Config, weights: epath.PathLike) -> None:
+    """Raise ValueError when `weights` is no snapshot, or one of another model than `config`'s."""
+    _snapshot(config, weights, "weights")
+
+
+def forked_state(run: Run, resumed: SavedState, state: TrainState, abstract: TrainState) -> TrainState:
+    """`state`, restored from `resumed`; where a fork begins with weights of its own, with those.
+
+    Optimizer, data position and counters stay the parent's. Raises ValueError when the weights are no longer there.
+    """
+    origin = run.facts.get("forked_from", {})
+    if "weights" not in origin or resumed.tokens != origin["tokens"]:
+        return state
+    return _with_weights(state, _snapshot(run.config, origin["weights"], "weights"), run.config, abstract)
+
+
+def _with_weights(state: TrainState, snapshot: Snapshot, config: Config, abstract: TrainState) -> TrainState:
     if not _has_bias(config.model) or _has_bias(snapshot.config.model):
-        return dataclasses.replace(state, params=checkpoint.restore_params(snapshot, abstract.params))
+        return begun_from(config, state, checkpoint.restore_params(snapshot, abstract.params))
     params = checkpoint.restore_params(snapshot, _without_bias(abstract.params))
-    params["blocks"]["moe"][BIAS] = state.params["blocks"]["moe"][BIAS]  # zero
-    return dataclasses.replace(state, params=params)
+    params["blocks"]["moe"][BIAS] = state.params["blocks"]["moe"][BIAS]
+    return begun_from(config, state, params)
 
 
-def _snapshot(config: Config) -> Snapshot:
-    path = config.training.start_from
+def _snapshot(config: Config, path: epath.PathLike, given_as: str) -> Snapshot:
     snapshot = checkpoint.find_snapshots([path])[-1]
     ours, theirs = dataclasses.asdict(config.model), dataclasses.asdict(snapshot.config.model)
     free = _FREE | (_DENSE if snapshot.config.model.experts else _MIXTURE)
@@ -61,7 +79,7 @@ def _snapshot(config: Config) -> Snapshot:
         f"--config.model.{key}={value}" for key, value in theirs.items() if value != ours[key] and key not in free
     ]
     if differing:
-        raise ValueError(f"training.start_from: {path} is another model: give {' '.join(differing)}")
+        raise ValueError(f"{given_as}: {path} is another model: give {' '.join(differing)}")
     return snapshot
 
 

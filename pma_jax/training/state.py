@@ -9,9 +9,10 @@ import optax
 from pma_jax.config import Config
 from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import Params, init_params
-from pma_jax.training import block_mean, spikes
+from pma_jax.training import block_mean, ema, spikes
 from pma_jax.training.block_mean import Block
-from pma_jax.training.optimizer import make_optimizer
+from pma_jax.training.ema import Ema
+from pma_jax.training.optimizer import averaged, initial_moments, moved
 from pma_jax.training.spikes import Detector
 
 
@@ -20,7 +21,8 @@ from pma_jax.training.spikes import Detector
 class TrainState:
     """Parameters and optimizer moments (float32), the optimizer steps done (int32 scalar), and what is optional.
 
-    The running block mean and the detector of spikes are None, and cost nothing, where the configuration has none.
+    The running block mean, the detector of spikes and the moving average are None, and cost nothing, where the
+    configuration has none.
     """
 
     step: jax.Array
@@ -28,6 +30,7 @@ class TrainState:
     optimizer: optax.OptState
     block: Block | None = None
     detector: Detector | None = None
+    ema: Ema | None = None
 
 
 def init_state(config: Config, key: jax.Array) -> TrainState:
@@ -35,12 +38,29 @@ def init_state(config: Config, key: jax.Array) -> TrainState:
     params = init_params(config.model, key)
     block = block_mean.empty(params) if "block_mean" in config.checkpoint.kinds else None
     detector = spikes.empty(config.steps(config.spikes.window_tokens)) if config.spikes.detect else None
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config.optimizer).init(params), block, detector)
+    mean = ema.empty(params) if config.optimizer.ema_half_life_tokens else None
+    moments = initial_moments(config.optimizer, params)
+    return TrainState(jnp.zeros((), jnp.int32), params, moments, block, detector, mean)
 
 
 def make_state(config: Config) -> TrainState:
     """A fresh state from `training.seed`, made on the devices of the mesh that is set."""
     return jax.jit(lambda key: init_state(config, key))(jax.random.key(config.training.seed))
+
+
+def model_of(config: Config, state: TrainState) -> Params:
+    """The weights that snapshots hold and evaluation sees: the optimizer's model, or the moving average of it.
+
+    Arrays of the state itself, which the next step takes over, or new ones.
+    """
+    return averaged(config.optimizer, state.params, state.optimizer) if state.ema is None else state.ema.mean
+
+
+def begun_from(config: Config, state: TrainState, params: Params) -> TrainState:
+    """`state` with these weights in place of its own. Averages of the old ones are forgotten, moments are not."""
+    mean = state.ema and dataclasses.replace(state.ema, count=jnp.zeros_like(state.ema.count))
+    moments = moved(config.optimizer, state.optimizer, params)
+    return dataclasses.replace(state, params=params, optimizer=moments, ema=mean)
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:

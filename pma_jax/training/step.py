@@ -17,8 +17,8 @@ from pma_jax.evaluation.loss import loss_sums
 from pma_jax.mesh import RULES, platform_of
 from pma_jax.model import moe
 from pma_jax.model.decoder import Params
-from pma_jax.training import spikes
-from pma_jax.training.optimizer import make_optimizer
+from pma_jax.training import ema, spikes
+from pma_jax.training.optimizer import updated
 from pma_jax.training.state import TrainState
 
 Metrics = dict[str, Any]  # arrays, and a spikes.Reading of arrays
@@ -33,8 +33,9 @@ def make_train_step(
     `spikes.Reading`, where the state has a detector.
     Call under `jax.set_mesh`: it is compiled for the platform of that mesh.
     """
-    optimizer = make_optimizer(config.optimizer)
     training, limits = config.training, spikes.Limits.of(config)
+    half_life_tokens = config.optimizer.ema_half_life_tokens
+    ema_decay = ema.decay_of(half_life_tokens, config.batch_tokens) if half_life_tokens else 0.0
 
     def objective(params: Params, tokens_bxM: jax.Array) -> tuple[jax.Array, Metrics]:
         weights = (training.z_loss_weight, training.balance_loss_weight, training.router_z_loss_weight)
@@ -42,11 +43,11 @@ def make_train_step(
 
     def train_step(state: TrainState, tokens_BxM: jax.Array, rate: jax.Array) -> tuple[TrainState, Metrics]:
         gradients, sums = accumulate(objective, state.params, tokens_BxM, config.training.accumulation_steps)
-        gradients = jax.tree.map(lambda g: g / sums["count"], gradients)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        counted = jnp.maximum(sums["count"], 1)  # a batch may be all prompts, of which nothing is learned
+        gradients = jax.tree.map(lambda g: g / counted, gradients)
+        params, moments = updated(config.optimizer, gradients, state.optimizer, state.params, rate)
         metrics = {
-            "loss": sums["nats"] / sums["count"],
+            "loss": sums["nats"] / counted,
             "gradient_norm": optax.tree.norm(gradients),
             "count": sums["count"],
         }
@@ -66,7 +67,8 @@ def make_train_step(
                 # A choice of each element, in the loop that computes the update: nothing more is read.
                 before, after = (state.params, state.optimizer), (params, moments)
                 params, moments = jax.tree.map(lambda old, new: jnp.where(reading.skipped, old, new), before, after)
-        return TrainState(state.step + 1, params, moments, state.block, detector), metrics
+        mean = None if state.ema is None else ema.add(state.ema, params, ema_decay)
+        return TrainState(state.step + 1, params, moments, state.block, detector, mean), metrics
 
     options = compiler_options(platform_of(jax.sharding.get_mesh()))
     return jax.jit(train_step, donate_argnums=0, compiler_options=options)

@@ -54,6 +54,13 @@ def test_hessian_products_are_those_of_the_matrix(params):
     np.testing.assert_allclose(applied(product, params), dense(loss, params), atol=1e-5)
 
 
+def test_slopes_are_products_with_the_gradient(params):
+    deltas = [jax.tree.map(lambda p, k=k: jnp.full_like(p, k) * p**2, params) for k in (1.0, -2.0)]
+    gradient = np.asarray(ravel_pytree(jax.grad(loss)(params))[0], np.float64)
+    expected = [gradient @ np.asarray(ravel_pytree(delta)[0], np.float64) for delta in deltas]
+    np.testing.assert_allclose(curvature.slopes(loss, params, deltas), expected, rtol=1e-5)
+
+
 def test_gauss_newton_is_the_hessian_of_the_outputs_seen_through_the_jacobian(params):
     flat, unflatten = ravel_pytree(params)
     logits = outputs(params)[0]

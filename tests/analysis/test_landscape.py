@@ -1,10 +1,13 @@
 """Planes through models: geometry against float64 numpy."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pma_jax.analysis import landscape
+from pma_jax.config import MeshConfig
+from pma_jax.mesh import make_mesh
 
 
 def model(values):
@@ -76,6 +79,18 @@ def test_a_plane_over_two_weights_moves_nothing_else(points):
     plane = landscape.plane_of_two_weights(params, "b", (0, 1), (1, 0))
     moved = flat(plane.at(2.0, -3.0)) - flat(params)
     np.testing.assert_allclose(moved, [0, 0, 0, 0, 2, -3, 0], atol=1e-6)
+
+
+def test_two_weights_of_a_leaf_that_is_split_over_devices():
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(jnp.ones((4, 6)), jax.NamedSharding(mesh, jax.P("fsdp", "tensor")))
+        plane = landscape.plane_of_two_weights({"w": split}, "w", (1, 2), (3, 5))
+        moved = plane.at(2.0, -3.0)["w"]
+    expected = np.ones((4, 6))
+    expected[1, 2], expected[3, 5] = 3, -2
+    np.testing.assert_array_equal(moved, expected)
+    assert moved.sharding.is_equivalent_to(split.sharding, 2)
 
 
 @pytest.mark.parametrize(

@@ -69,3 +69,13 @@ def test_tokens_to_reach_lie_on_the_straight_line_between():
     assert comparison.tokens_to_reach(tokens, loss, 2.5) == 250
     assert comparison.tokens_to_reach(tokens, loss, 4.5) == 100
     assert comparison.tokens_to_reach(tokens, loss, 1.0) is None
+
+
+def test_roughness_is_of_steps_not_of_a_trend():
+    assert comparison.roughness([2.0, 2.0, 2.0]) == 0
+    assert comparison.roughness([1.0, 2.0, 1.0, 2.0]) == pytest.approx(np.log(2))
+    noise = np.exp(0.1 * np.random.default_rng(0).normal(size=4000))
+    trend = np.linspace(3, 1, 4000)
+    assert comparison.roughness(noise * trend) == pytest.approx(0.1 * np.sqrt(2), rel=0.05)
+    with pytest.raises(ValueError, match="above 0"):
+        comparison.roughness([1.0, 0.0])

@@ -88,8 +88,8 @@ def test_a_held_out_text_never_trains_even_under_another_name(tmp_path):
     opened = corpus.open_corpus(files(write_jsonl(tmp_path / "a.jsonl", rows)))
     found = corpus.survey(opened, 5)
     splits = list(corpus.split_documents(opened, 5, found))
-    train = {text for split, text in splits if split == "train"}
-    validation = {text for split, text in splits if split == "validation"}
+    train = {document.text for split, document in splits if split == "train"}
+    validation = {document.text for split, document in splits if split == "validation"}
     assert train and validation and not train & validation
     assert train | validation == {row["text"] for row in rows}
     assert found.documents == 400 and found.utf8_bytes == sum(len(row["text"]) for row in rows)

@@ -86,6 +86,11 @@ def test_padding_is_not_counted():
     assert float(sums["count"]) == count == 8 * 6 - 4 - 6
 
 
+def test_what_is_not_counted_is_seen_all_the_same():
+    tokens = np.array([[3, ~5, ~0, 7, -1]], np.int32)
+    np.testing.assert_array_equal(loss.seen(jnp.asarray(tokens)), [[3, 5, 0, 7, 0]])
+
+
 def test_padding_has_no_gradient():
     padded = TOKENS.copy()
     padded[1, 4:] = loss.PADDING

@@ -10,7 +10,7 @@ import tiny
 
 from pma_jax import checkpoint, stored_arrays
 from pma_jax.checkpoint import open_run
-from pma_jax.evaluation import sweep as sweeping
+from pma_jax.evaluation import merges
 from pma_jax.evaluation.sweep import row_text, sweep
 from pma_jax.merging import recipes
 
@@ -126,9 +126,9 @@ def test_merges_that_do_not_fit_are_made_in_several_passes(copy, reads, monkeypa
     (copy.path / "sweep.json").unlink()
     reads.clear()
     groups = []
-    average = sweeping.average_many_stream
+    average = merges.average_many_stream
     monkeypatch.setattr(
-        sweeping, "average_many_stream", lambda loads, rows: groups.append(len(rows)) or average(loads, rows)
+        merges, "average_many_stream", lambda loads, rows: groups.append(len(rows)) or average(loads, rows)
     )
     # The raw model and ten merges, four at a time beside the two that are read.
     result = sweep(copy, RECIPES, [2, 3], memory_bytes=6.5 * model_bytes(copy))

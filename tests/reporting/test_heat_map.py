@@ -1,5 +1,6 @@
 import io
 
+import numpy as np
 import pytest
 from matplotlib import image
 from matplotlib.patches import Rectangle
@@ -72,3 +73,17 @@ def test_losses_that_are_not_finite_and_a_single_one_can_be_drawn(tmp_path):
     found["rows"][0]["loss"] = float("nan")
     assert [t.get_text() for t in heat_map.figure(found).axes[0].texts] == ["–"]
     assert [p.name for p in tmp_path.iterdir()] == ["sweep.png"]
+
+
+def test_panels_below_each_other_are_taller_and_their_bytes_repeat():
+    panels = heat_map.panels(sweep(intervals=(1, 2))["rows"])
+    assert len(panels) > 1
+    beside, below = (image.imread(io.BytesIO(heat_map.png(panels, "title", columns=n))).shape for n in (len(panels), 1))
+    assert below[0] > beside[0] and below[1] < beside[1]
+    assert heat_map.png(panels, "title") == heat_map.png(panels, "title")
+
+
+def test_cells_above_the_end_of_the_scale_have_its_last_colour():
+    panel = heat_map.Panel("one", ["a"], ["1", "2", "3"], "N", np.array([[0.0, 1.0, 100.0]]))
+    wide, narrow = (heat_map.draw([panel], "t", highest=h).axes[0].images[0] for h in (None, 1.0))
+    assert narrow.get_clim() == (0.0, 1.0) and wide.get_clim() == (0.0, 100.0)

@@ -24,7 +24,7 @@ from pma_jax.config import MeshConfig
 from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.inspection import as_text, inspect
 from pma_jax.mesh import make_mesh
-from pma_jax.training import block_mean, loop
+from pma_jax.training import block_mean
 from pma_jax.training.block_mean import Block
 from pma_jax.training.forking import fork, fork_config
 from pma_jax.training.loop import train
@@ -41,26 +41,6 @@ DENSE = {
     "checkpoint__keep_states": 10,
     "preview__windows": (2,),
 }
-
-
-def train_and_watch(config, workdir):
-    """The run, and the parameters after each of its steps, by step."""
-    weights = {}
-
-    def watched(*arguments):
-        train_step = make_train_step(*arguments)
-
-        def step(*inputs):
-            state, metrics = train_step(*inputs)
-            weights[int(state.step)] = jax.tree.map(np.array, state.params)  # copies: the next step donates these
-            return state, metrics
-
-        return step
-
-    make_train_step = loop.make_train_step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_train_step", watched)
-        return train(config, workdir), weights
 
 
 def mean64(weights, steps):
@@ -99,7 +79,7 @@ def interrupt(run, step):
 
 @pytest.fixture(scope="module")
 def watched(workspace, tmp_path_factory):
-    return train_and_watch(tiny.config(workspace, **DENSE), tmp_path_factory.mktemp("dense") / "run")
+    return tiny.train_and_watch(tiny.config(workspace, **DENSE), tmp_path_factory.mktemp("dense") / "run")
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +278,7 @@ def test_which_steps_are_added(workspace, tmp_path, interval, every, total, adde
     keys = {"interval_tokens": interval, "block_every_steps": every, "state_interval_tokens": 100 * STEP}
     changes = {f"checkpoint__{key}": value for key, value in keys.items()}
     config = tiny.config(workspace, **DENSE | changes | {"training__total_tokens": total, "preview__windows": ()})
-    run, weights = train_and_watch(config, tmp_path / "run")
+    run, weights = tiny.train_and_watch(config, tmp_path / "run")
     assert [s.step for s in run.of_kind("block_mean")] == list(added)
     for snapshot in run.of_kind("block_mean"):
         assert_mean(snapshot, weights, added[snapshot.step])

@@ -1,3 +1,4 @@
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -137,3 +138,34 @@ def test_overrides_are_checked(finished):
     with pytest.raises(ValueError, match=r"'schedule\.decay'"):
         fork_config(finished, ["schedule.decai=linear"])
     assert fork_config(finished, []) == finished.config
+
+
+def test_a_fork_may_begin_with_other_weights_and_keeps_the_parents_optimizer_and_data(finished, annealed, tmp_path):
+    weights = finished.snapshots[1]
+    config = fork_config(finished, ANNEAL)
+    run = fork(finished, FORK, config, tmp_path / "fork", weights.path)
+    assert run.facts["forked_from"]["weights"] == str(weights.path)
+    run = train(config, run.path)
+    # By hand: the parent's state with these parameters.
+    by_hand = fork(finished, FORK, config, tmp_path / "hand")
+    abstract = abstract_state(config, make_mesh(config.mesh))
+    changed = dataclasses.replace(state(finished, 16), params=checkpoint.restore_params(weights, abstract.params))
+    shutil.rmtree(by_hand.path / "states" / "16")
+    with checkpoint.state_writer(by_hand) as writer:
+        checkpoint.save_state(writer, changed, 16, FORK, 16 * 8)
+    assert tiny.numbers(run) == tiny.numbers(train(config, by_hand.path))
+    assert tiny.numbers(run)[0] != tiny.numbers(annealed)[0]
+    tiny.assert_equal(state(run, 24), state(by_hand, 24))
+    for saved in [*run.snapshots, *(s for s in run.states if s.step == 24)]:
+        shutil.rmtree(saved.path)
+    again = fork(finished, FORK, config, run.path, weights.path)
+    tiny.assert_equal(state(train(config, again.path), 24), state(by_hand, 24))
+    with pytest.raises(ValueError, match="another run"):
+        fork(finished, FORK, config, run.path)
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_written(finished, tmp_path):
+    config = fork_config(finished, ["model.layers=1"])
+    with pytest.raises(ValueError, match=r"weights: .* is another model: give --config.model.layers=2"):
+        fork(finished, FORK, config, tmp_path / "fork", finished.snapshots[1].path)
+    assert not (tmp_path / "fork").exists()

@@ -1,0 +1,19 @@
+"""The mixture of experts of the experiments: 0.53M parameters, 3.1M tokens at a constant rate.
+
+Each token goes to 2 of 8 experts.
+
+Command:   python experiments/stable_phase/script.py --runs runs/science   (or: pma train --config science_moe ...)
+"""
+
+import ml_collections
+
+from pma_jax import config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = config.load("science_small")
+    c.model.experts = 8
+    c.model.experts_per_token = 2
+    c.model.expert_hidden = 96
+    c.model.router_scores = "sigmoid"
+    return c

@@ -1,0 +1,27 @@
+"""The smaller dense size of the experiments: 0.19M parameters, 3.1M tokens at a constant rate.
+
+Here are the shape, the rate and the horizon; marks, seeds and held-out text of the experiments come from
+`pma_jax.study`.
+
+Command:   python experiments/stable_phase/script.py --runs runs/science   (or: pma train --config science_small ...)
+"""
+
+import ml_collections
+
+from pma_jax import config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = config.load("demo")
+    c.model.width = 64
+    c.model.layers = 3
+    c.model.heads = 2
+    c.model.kv_heads = 2
+    c.model.hidden = 192
+    c.training.total_tokens = 3_145_728
+    c.schedule.peak_rate = 4e-3
+    c.schedule.warmup_tokens = 98_304
+    c.checkpoint.interval_tokens = 49_152
+    c.checkpoint.keep_states_at_tokens = ()
+    c.evaluation.batch_size_sequences = 32  # the 4096 tokens of a run's own records are one batch
+    return c

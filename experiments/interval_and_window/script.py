@@ -1,0 +1,173 @@
+"""Which interval V and window N? The grid at several lengths of training, and how the best span scales. (PMA, Figure 5)
+
+Command:   python experiments/interval_and_window/script.py --runs runs/science
+"""
+
+from typing import Any
+
+import numpy as np
+
+from pma_jax import study
+from pma_jax.analysis.comparison import Difference, paired_difference
+from pma_jax.evaluation.sweep import Cell
+from pma_jax.evaluation.trajectory import RAW
+from pma_jax.model.ladder import recommend_interval
+from pma_jax.reporting import heat_map, pages
+from pma_jax.reporting.pages import Row
+from pma_jax.study import Study
+
+INTERVALS = (1, 2, 4, 8)  # of the trunk's snapshots
+WINDOWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 20, 25, 32)  # 1 is the raw model, whatever the interval
+ENDS = (4, 2, 1)  # the trunk's tokens over the tokens trained
+
+
+def answer(question: Study) -> dict[str, Any]:
+    """The loss of every mean of N points, V apart, at a quarter, half and the end of each trunk."""
+    ends = [question.units // share for share in ENDS]
+    cells = [RAW, *(Cell("sma", w, i) for i in INTERVALS for w in WINDOWS if w > 1)]
+    sizes = {}
+    for size in question.sizes:
+        losses = question.over_seeds(lambda seed, size=size: question.trunk(size, seed), cells, ends)
+        facts = question.facts(size)
+        is_mixture = question.trunk_config(size, question.seeds[0]).model.experts > 0
+        interval, window = recommend_interval(facts["active_parameters"], is_mixture)
+        sizes[size] = facts | {"losses": losses, "rule": {"interval_tokens": interval, "window": window}}
+    return {"ends": ends, "sizes": sizes}
+
+
+def grid(size: dict[str, Any], end: int) -> dict[tuple[int, int], list[float]]:
+    """(interval, window) -> the loss of each seed, of those that could be made."""
+    found = {}
+    for interval in INTERVALS:
+        for window in WINDOWS:
+            losses = size["losses"].get(Cell("sma", window, interval).text, {}).get(str(end))
+            if losses:
+                found[interval, window] = losses
+    return found
+
+
+def best(size: dict[str, Any], end: int, interval: int | None = None) -> tuple[int, int]:
+    """(interval, window) of lowest mean loss, of one interval or of all."""
+    cells = {key: losses for key, losses in grid(size, end).items() if interval in (None, key[0])}
+    return min(cells, key=lambda key: sum(cells[key]))
+
+
+def best_span(size: dict[str, Any], end: int) -> Difference:
+    """N V as a share of the tokens trained, of each seed's own best window at the finest interval; over seeds."""
+    cells = {window: losses for (interval, window), losses in grid(size, end).items() if interval == 1}
+    windows = [min(cells, key=lambda w: cells[w][i]) for i in range(len(next(iter(cells.values()))))]
+    return paired_difference([w / end for w in windows], [0.0] * len(windows))
+
+
+def report(results: dict[str, Any]) -> str:
+    """The best cells and spans, what a coarser interval loses, and what the paper's rule would say."""
+    rows, coarse = [], []
+    for name, size in results["sizes"].items():
+        unit = size["unit_tokens"]
+        for end in results["ends"]:
+            cells, raw = grid(size, end), size["losses"][RAW.text][str(end)]
+            interval, window = best(size, end)
+            span = best_span(size, end)
+            rows.append(
+                [
+                    name,
+                    f"{end * unit / 1e6:.2f}M",
+                    f"N = {window}, V = {interval * unit / 1e3:.0f}k",
+                    pages.paired(raw, cells[interval, window]),
+                    f"{span.mean:.0%} [{span.low:.0%}, {span.high:.0%}]",
+                    f"{span.mean * end * unit / size['active_parameters']:.2f}",
+                ]
+            )
+            at = {i: best(size, end, i) for i in INTERVALS if any(key[0] == i for key in cells)}
+            lost = [
+                f"{pages.paired(cells[at[i]], cells[at[1]])} (N = {at[i][1]})" if i in at else "–"
+                for i in INTERVALS[1:]
+            ]
+            coarse.append([name, f"{end * unit / 1e6:.2f}M", *lost])
+    spans = ["best span N V, share of the tokens", "span, tokens a parameter"]
+    lines = [pages.table(["size", "tokens", "best of the grid", "raw − best", *spans], rows)]
+    lines.append(
+        "Plain means of N points, V tokens apart; mean over seeds and 95% interval. The span is of each seed's best N "
+        "at the finest V. The last column is over activated parameters. PMA's rule of thumb, extrapolated to these "
+        f"sizes, asks for {'; '.join(ruled(name, size) for name, size in results['sizes'].items())}."
+    )
+    lines.append("What a coarser interval loses, each at its best N, against the finest one (nats, above 0 worse):")
+    lines.append(pages.table(["size", "tokens", *(f"V × {i}" for i in INTERVALS[1:])], coarse))
+    lines.append(scaling(results))
+    return "\n\n".join(lines)
+
+
+def ruled(name: str, size: dict[str, Any]) -> str:
+    """The span that `recommend_interval` names, N times V."""
+    span = size["rule"]["window"] * size["rule"]["interval_tokens"]
+    return f"{span / 1e6:.1f}M tokens ({name}, {span / size['active_parameters']:.0f} a parameter)"
+
+
+def scaling(results: dict[str, Any]) -> str:
+    """How the best span moves with the length of training and with the size."""
+    lines = []
+    for name, size in results["sizes"].items():
+        spans = [best_span(size, end) for end in results["ends"]]
+        tokens = [span.mean * end * size["unit_tokens"] for span, end in zip(spans, results["ends"], strict=True)]
+        x = np.log([end * size["unit_tokens"] for end in results["ends"]])
+        slope = np.polyfit(x, np.log(tokens), 1)[0]
+        first, last = tokens[0] / 1e6, tokens[-1] / 1e6
+        lines.append(f"{name}: the best span grows as tokens^{slope:.2f}, from {first:.2f}M to {last:.2f}M.")
+    return "Over the lengths of training, " + " ".join(lines)
+
+
+def same_tokens(results: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """(size, tokens, best span in tokens) of each size at the longest training that all sizes reached, or nearest."""
+    common = min(size["tokens"] for size in results["sizes"].values())
+    found = []
+    for name, size in results["sizes"].items():
+        end = min(results["ends"], key=lambda end: abs(end * size["unit_tokens"] - common))
+        tokens = end * size["unit_tokens"]
+        found.append((name, float(tokens), best_span(size, end).mean * tokens))
+    return found
+
+
+def row(results: dict[str, Any]) -> Row:
+    """The best span of each size at the end, and at the same tokens."""
+    last = results["ends"][-1]
+    spans = []
+    for name, size in results["sizes"].items():
+        span = best_span(size, last)
+        spans.append(f"{name}: {span.mean:.0%} [{span.low:.0%}, {span.high:.0%}]")
+    at = "; ".join(f"{name}: {span / 1e6:.2f}M of {tokens / 1e6:.1f}M" for name, tokens, span in same_tokens(results))
+    early = results["ends"][0]
+    worse = []
+    for name, size in results["sizes"].items():
+        cells, raw = grid(size, early), size["losses"][RAW.text][str(early)]
+        widest = max(window for interval, window in cells if interval == 1)
+        d = paired_difference(cells[1, widest], raw)
+        worse.append(f"{name}: {pages.interval(d)}")
+    return Row(
+        4,
+        "Which interval and window?",
+        "PMA, Fig. 5: wide windows hurt early and help late; the interval should grow with the size",
+        f"best span at the same tokens: {at}; the widest mean at the first position, less raw: {'; '.join(worse)}",
+        f"best span at the end, share of the tokens: {'; '.join(spans)}",
+    )
+
+
+def figures(results: dict[str, Any]) -> dict[str, bytes]:
+    """Mean loss over seeds, less raw, of every cell: a row of panels for each size, a panel for each length."""
+    found = {}
+    for name, size in results["sizes"].items():
+        panels, lowest = [], 0.0
+        for end in results["ends"]:
+            raw = np.mean(size["losses"][RAW.text][str(end)])
+            cells = grid(size, end)
+            table = np.array([[np.mean(cells.get((i, w), np.nan)) - raw for w in WINDOWS] for i in INTERVALS])
+            intervals = [f"V = {i * size['unit_tokens'] / 1e3:.0f}k" for i in INTERVALS]
+            title = f"{end * size['unit_tokens'] / 1e6:.2f}M tokens (raw {raw:.4f})"
+            lowest = min(lowest, np.nanmin(table))
+            panels.append(heat_map.Panel(title, intervals, [str(w) for w in WINDOWS], "snapshots merged, N", table))
+        title = f"{name}: held-out loss of means of N points, less raw (nats, below 0 better)"
+        found[f"{name}.png"] = heat_map.png(panels, title, columns=1, highest=max(-lowest, 0.01))
+    return found
+
+
+if __name__ == "__main__":
+    study.main(__file__, answer, report, row, figures)

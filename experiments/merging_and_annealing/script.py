@@ -1,0 +1,250 @@
+"""How far, and over which horizon, does merging replace annealing? (PMA, Figures 2 and 3)
+
+Command:   python experiments/merging_and_annealing/script.py --runs runs/science
+
+A branch leaves a trunk and its rate decays to 0 at the end; the trunk goes on at a constant rate to the same end, and
+its snapshots since the fork are merged. Both have seen the same tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pma_jax import study
+from pma_jax.analysis.comparison import paired_difference
+from pma_jax.evaluation.sweep import Cell
+from pma_jax.evaluation.trajectory import RAW
+from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.pages import Row
+from pma_jax.study import Study
+
+SHAPES = ("linear", "cosine", "minus_sqrt")
+WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of points
+BLOCK_WINDOWS = (2, 4, 8, 16, 32)  # of block means
+INSIDE_WINDOWS = (2, 3, 6)
+Branch = dict[str, Any]
+
+
+def branches(question: Study) -> Iterator[tuple[str, int, int, str]]:
+    """(size, end, length, shape) of every annealed branch, in units: most of the first size, few of the others."""
+    units = question.units
+    first, *others = question.sizes
+    for end in (units // 4, units // 2, units):
+        for length in question.branch_units(end):
+            yield first, end, length, "linear"
+    for end in (units // 2, units):
+        for length in (end // 8, end // 4):
+            yield from ((first, end, length, shape) for shape in SHAPES[1:])
+    for size in others:
+        yield from ((size, units, length, "linear") for length in (units // 8, units // 4))
+
+
+def merges(length: int) -> dict[str, list[Cell]]:
+    """What is merged of the snapshots since the fork: `mean` of all of them, and `any`, of which the best counts.
+
+    The first block mean after the fork is of weights since the fork, so block means are of the same tokens too.
+    """
+    points, blocks = (
+        list(dict.fromkeys(w for w in (*windows, length) if w <= length)) for windows in (WINDOWS, BLOCK_WINDOWS)
+    )
+    every = [Cell("sma", w) for w in points]
+    for recipe in ("sma", "wma", "lagfree:lag=0.5", "lagfree"):
+        every += [Cell(recipe, w, kind="block_mean") for w in blocks if w > 2 or recipe in ("sma", "wma")]
+    if length == 1:
+        every = [RAW, Cell("sma", 1, kind="block_mean")]
+    return {"mean": [Cell("sma", length)], "block_mean": [Cell("sma", length, kind="block_mean")], "any": every}
+
+
+def answer(question: Study) -> dict[str, Any]:
+    """Losses of every branch, of the merges of its trunk at the same end, and of merges inside two branches."""
+    wanted = list(branches(question))
+    trunks: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
+    for size, end in dict.fromkeys((size, end) for size, end, _, _ in wanted):
+        # The merges of all lengths together, so that each snapshot is read once.
+        lengths = {length for one, at, length, _ in wanted if (one, at) == (size, end)}
+        cells = list(dict.fromkeys([RAW, *(c for n in sorted(lengths) for group in merges(n).values() for c in group)]))
+        trunks[size, end] = question.over_seeds(lambda seed, size=size: question.trunk(size, seed), cells, [end])
+    found = []
+    for size, end, length, shape in wanted:
+        annealed = [
+            question.loss(question.annealed(question.trunk(size, seed), end - length, end, shape))
+            for seed in question.seeds
+        ]
+        texts = dict.fromkeys([RAW.text, *(c.text for group in merges(length).values() for c in group)])
+        found.append(
+            {
+                "size": size,
+                "end": end,
+                "length": length,
+                "shape": shape,
+                "annealed": annealed,
+                "trunk": {text: trunks[size, end][text][str(end)] for text in texts},
+            }
+        )
+    sizes = {size: question.facts(size) for size in question.sizes}
+    return {"units": question.units, "sizes": sizes, "branches": found, "inside": inside(question)}
+
+
+def inside(question: Study) -> dict[str, Any]:
+    """Merges of the snapshots of an annealed branch itself, at each quarter of it, and of all there is at its end."""
+    size, end = question.sizes[0], question.units
+    length = end // 4
+    ends = [end - length + length * quarter // 4 for quarter in (1, 2, 3, 4)]
+    found = {}
+    for shape in ("linear", "cosine"):
+        cells = [RAW, *(Cell("sma", w) for w in (*INSIDE_WINDOWS, length) if w <= length)]
+        found[shape] = question.over_seeds(
+            lambda seed, shape=shape: question.annealed(question.trunk(size, seed), end - length, end, shape),
+            cells,
+            ends,
+        )
+    return {"size": size, "length": length, "ends": ends, "losses": found}
+
+
+def best(branch: Branch) -> str:
+    """The merge of lowest mean loss over seeds: chosen on the text that it is reported on, from a few dozen."""
+    texts = [cell.text for cell in merges(branch["length"])["any"] if cell.text in branch["trunk"]]
+    return min(texts, key=lambda text: sum(branch["trunk"][text]))
+
+
+def mean_of(branch: Branch, kind: str = "mean") -> str:
+    """The mean of all points, or block means, since the fork."""
+    return merges(branch["length"])[kind][0].text
+
+
+def share(branch: Branch, text: str) -> list[float]:
+    """Of the annealing's gain over raw, what a merge has, of each seed."""
+    raws = branch["trunk"][RAW.text]
+    return [
+        (raw - merged) / (raw - annealed)
+        for raw, merged, annealed in zip(raws, branch["trunk"][text], branch["annealed"], strict=True)
+    ]
+
+
+def rows_of(results: dict[str, Any], size: str, shape: str) -> list[Branch]:
+    """The branches of one size and shape, in order."""
+    return [b for b in results["branches"] if b["size"] == size and b["shape"] == shape]
+
+
+def report(results: dict[str, Any]) -> str:
+    """Two tables: merging against every branch, and merging inside the branches."""
+    header = [
+        "size",
+        "decay",
+        "end",
+        "length",
+        "annealing gains",
+        "SMA of all",
+        "block means of all",
+        "best merge",
+        "best − annealed",
+    ]
+    rows = []
+    for b in results["branches"]:
+        top = best(b)
+        unit = results["sizes"][b["size"]]["unit_tokens"] / 1e6
+        rows.append(
+            [
+                b["size"],
+                b["shape"],
+                f"{b['end'] * unit:.2f}M",
+                f"{b['length'] * unit:.2f}M ({b['length'] / b['end']:.0%})",
+                pages.paired(b["trunk"][RAW.text], b["annealed"]),
+                pages.percent(share(b, mean_of(b))),
+                pages.percent(share(b, mean_of(b, "block_mean"))),
+                f"{top}: {pages.percent(share(b, top))}",
+                pages.paired(b["trunk"][top], b["annealed"]),
+            ]
+        )
+    note = (
+        "A branch anneals over its length up to its end; merges are of the trunk's snapshots of the same tokens. "
+        "Percentages are of the annealing's gain (mean over seeds, 95% interval). The best merge was chosen, on the "
+        "text that it is reported on, from plain means of points, and plain, weighted and lag-free means of block "
+        "means. In the last column above 0 annealing is better, in nats."
+    )
+    within = results["inside"]
+    texts = list(dict.fromkeys(text for losses in within["losses"].values() for text in losses))
+    inner = []
+    for shape, losses in within["losses"].items():
+        final = losses[RAW.text][str(results["units"])]
+        for end in within["ends"]:
+            cells = [losses.get(text, {}).get(str(end)) for text in texts]
+            done = (end - (results["units"] - within["length"])) / within["length"]
+            inner.append([shape, f"{done:.0%}", *(pages.paired(c, final) if c else "–" for c in cells)])
+    names = ["raw" if text == RAW.text else text for text in texts]
+    last = (
+        f"Merging inside the annealing ({within['size']}, the last quarter of the tokens): each model's loss above the "
+        "annealed model's own at its end."
+    )
+    return "\n\n".join([pages.table(header, rows), note, last, pages.table(["decay", "of it done", *names], inner)])
+
+
+def row(results: dict[str, Any]) -> Row:
+    """For which lengths merging reached the annealed loss."""
+    size = next(iter(results["sizes"]))
+    ended = [b for b in rows_of(results, size, "linear") if b["end"] == results["units"]]
+    reached = [b for b in ended if paired_difference(b["trunk"][best(b)], b["annealed"]).low <= 0]
+    missed = [b for b in ended if b not in reached]
+    lengths = lambda group: ", ".join(f"{b['length'] / b['end']:.0%}" for b in group)  # noqa: E731
+    found = f"{size}, linear decay over a share of the tokens: "
+    found += f"the best merge is not clearly worse for {lengths(reached)}" if reached else "no merge reaches it"
+    found += f"; it is clearly worse for {lengths(missed)}" if missed else ""
+    shares = []
+    for b in ended:
+        mean, top = pages.percent(share(b, mean_of(b))), pages.percent(share(b, best(b)))
+        shares.append(f"{b['length'] / b['end']:.0%}: SMA {mean}, best {top}")
+    return Row(
+        2,
+        "Does merging replace annealing?",
+        "PMA, Fig. 3, and WSM: it does; Ajroldi et al. and Nemotron: over short horizons only",
+        found,
+        f"share of the annealing's gain, by its length: {'; '.join(shares)}",
+    )
+
+
+def figures(results: dict[str, Any]) -> dict[str, bytes]:
+    """Left: share of the gain by length of the branch; right: losses inside the annealing."""
+    size = next(iter(results["sizes"]))
+    panels = []
+    for end in sorted({b["end"] for b in rows_of(results, size, "linear")}):
+        group = [b for b in rows_of(results, size, "linear") if b["end"] == end]
+        lines = [
+            shares_line("SMA of points of the same tokens", group, [mean_of(b) for b in group]),
+            shares_line("block means of the same tokens", group, [mean_of(b, "block_mean") for b in group]),
+            shares_line("best merge of the same tokens", group, [best(b) for b in group]),
+        ]
+        tokens = end * results["sizes"][size]["unit_tokens"] / 1e6
+        panels.append(
+            LinePanel(
+                f"end at {tokens:.2f}M: share of annealing's gain",
+                "length of the branch, share of the tokens",
+                lines,
+                zero=True,
+                log_x=True,
+                percent=True,
+                limits=(-0.5, 1.2),
+            )
+        )
+    within = results["inside"]
+    for shape, losses in within["losses"].items():
+        lines = []
+        for text, at in losses.items():
+            x = [int(end) * results["sizes"][within["size"]]["unit_tokens"] / 1e6 for end in at]
+            y = [sum(seeds) / len(seeds) for seeds in at.values()]
+            lines.append(Line("annealing, raw" if text == RAW.text else f"annealing, {text}", x, y))
+        panels.append(LinePanel(f"inside {shape} annealing: held-out loss", "tokens, millions", lines))
+    return {"figure.png": line_panels.png(panels)}
+
+
+def shares_line(name: str, group: list[Branch], texts: list[str]) -> Line:
+    """The mean share of each branch, with its interval."""
+    differences = []
+    for b, text in zip(group, texts, strict=True):
+        shares = share(b, text)
+        differences.append(paired_difference(shares, [0.0] * len(shares)))
+    x = [b["length"] / b["end"] for b in group]
+    return Line(name, x, [d.mean for d in differences], [d.low for d in differences], [d.high for d in differences])
+
+
+if __name__ == "__main__":
+    study.main(__file__, answer, report, row, figures)

@@ -1,0 +1,140 @@
+"""What do averagers that work while training reach with the same tokens, and does merging add to them?
+
+Command:   python experiments/other_averagers/script.py --runs runs/science
+
+Schedule-free AdamW (arXiv 2405.15682) at several rates, and a moving average of the weights over every step at several
+half-lives, against a trunk's raw weights, its merges and its annealed branch.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from pma_jax import study
+from pma_jax.checkpoint import Run
+from pma_jax.evaluation.sweep import Cell
+from pma_jax.evaluation.trajectory import RAW
+from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.pages import Row
+from pma_jax.study import Study
+
+RATES = (1.0, 3.0)  # of schedule-free, times the size's own: its authors advise 1 to 10 times
+HALF_LIVES = (1, 4)  # of the moving average, in units
+WINDOWS = (2, 4, 8, 16)  # snapshots merged, of each
+TRUNK = "AdamW"
+BLOCKS = "AdamW, block means"
+
+
+def answer(question: Study) -> dict[str, Any]:
+    """Method -> the losses of its model and of merges of its snapshots, for each seed."""
+    found = {str(seed): of_seed(question, seed) for seed in question.seeds}
+    return {"size": question.sizes[0], "facts": question.facts(question.sizes[0]), "seeds": found}
+
+
+def of_seed(question: Study, seed: int) -> dict[str, Any]:
+    """The same of one seed, and the loss of the annealed branch."""
+    size, end = question.sizes[0], question.units
+    trunk = question.trunk(size, seed)
+    rate = trunk.config.schedule.peak_rate
+    runs = {TRUNK: trunk}
+    for factor in RATES:
+        changes = ["optimizer.name=schedule_free_adamw", f"schedule.peak_rate={rate * factor}"]
+        runs[f"schedule-free, rate x{factor:g}"] = question.trunk(size, seed, changes)
+    for units in HALF_LIVES:
+        # The weights are the trunk's: the average alone is added, over the last quarter of the run.
+        half_life = f"optimizer.ema_half_life_tokens={units * question.unit_tokens(trunk)}"
+        runs[f"EMA, half-life {units}"] = question.forked(trunk, end * 3 // 4, end, [half_life])
+    methods = {name: losses(question, run, "point") for name, run in runs.items()}
+    methods[BLOCKS] = losses(question, trunk, "block_mean")
+    return {"annealed": question.loss(question.annealed(trunk, end * 3 // 4, end)), "methods": methods}
+
+
+def losses(question: Study, run: Run, kind: str) -> dict[str, float]:
+    """Window -> loss at the end; of 1, the loss of the newest snapshot."""
+    windows = [w for w in WINDOWS if w <= question.units // 4]
+    merges = {1: RAW if kind == "point" else Cell("sma", 1, kind=kind)}
+    merges |= {w: Cell("sma", w, kind=kind) for w in windows}
+    found = question.losses(run, merges.values(), [question.units])
+    return {str(w): found[cell, question.units] for w, cell in merges.items()}
+
+
+# --- What the page shows ----------------------------------------------------------------------------------------------
+
+
+def of_method(results: dict[str, Any], name: str, window: str) -> list[float]:
+    """The loss of one merge of one method, of each seed."""
+    return [seed["methods"][name][window] for seed in results["seeds"].values()]
+
+
+def best_window(results: dict[str, Any], name: str) -> str:
+    """The window of the lowest mean loss over seeds."""
+    windows = next(iter(results["seeds"].values()))["methods"][name]
+    return min(windows, key=lambda window: np.mean(of_method(results, name, window)))
+
+
+def report(results: dict[str, Any]) -> str:
+    """One table: each method's model, its best merge, and what merging adds."""
+    annealed = [seed["annealed"] for seed in results["seeds"].values()]
+    raw = of_method(results, TRUNK, "1")
+    rows = []
+    for name in next(iter(results["seeds"].values()))["methods"]:
+        model, window = of_method(results, name, "1"), best_window(results, name)
+        merged = of_method(results, name, window)
+        rows.append(
+            [
+                name,
+                f"{np.mean(model):.4f}",
+                pages.paired(model, raw) if name != TRUNK else "",
+                f"{np.mean(merged):.4f} (N = {window})",
+                pages.paired(merged, model),
+                pages.paired(merged, annealed),
+            ]
+        )
+    rows.append(["AdamW, annealed over the last quarter", f"{np.mean(annealed):.4f}", pages.paired(annealed, raw)])
+    header = ["method", "its model", "less raw", "best merge of its snapshots", "less its model", "less annealed"]
+    unit = results["facts"]["unit_tokens"]
+    note = (
+        f"{results['size']}, {results['facts']['tokens'] / 1e6:.2f}M tokens, a snapshot every unit of {unit:,}. "
+        "Half-lives are in units. The window of the best merge was chosen on the same text, by its mean over seeds."
+    )
+    return f"{pages.table(header, [r + [''] * (len(header) - len(r)) for r in rows])}\n\n{note}"
+
+
+def row(results: dict[str, Any]) -> Row:
+    """The question's row on the page of all."""
+    names = list(next(iter(results["seeds"].values()))["methods"])
+    merged = of_method(results, TRUNK, best_window(results, TRUNK))
+    effects = []
+    for kind in ("schedule-free", "EMA"):
+        alike = [name for name in names if name.startswith(kind)]
+        best = min(alike, key=lambda name: np.mean(of_method(results, name, "1")))
+        added = pages.paired(of_method(results, best, best_window(results, best)), of_method(results, best, "1"))
+        against = pages.paired(of_method(results, best, "1"), merged)
+        effects.append((best, against, added))
+    found = "; ".join(
+        f"{name} is at {against} nats of the best merge of AdamW's snapshots" for name, against, _ in effects
+    )
+    return Row(
+        9,
+        "With other averagers: what is left to merge?",
+        "Tuned averages of one trajectory are alike (Ajroldi et al.); schedule-free needs no decay (Defazio et al.)",
+        found,
+        "merging adds " + "; ".join(f"to {name}: {added}" for name, _, added in effects),
+    )
+
+
+def figures(results: dict[str, Any]) -> dict[str, bytes]:
+    """Loss against window, of each method."""
+    lines = []
+    for name, windows in next(iter(results["seeds"].values()))["methods"].items():
+        means = [float(np.mean(of_method(results, name, window))) for window in windows]
+        lines.append(Line(name, [int(window) for window in windows], means))
+    annealed = float(np.mean([seed["annealed"] for seed in results["seeds"].values()]))
+    lines.append(Line("AdamW, annealed", [1, max(WINDOWS)], [annealed] * 2, dashed=True))
+    panel = LinePanel("held-out loss, nats a token", "snapshots merged, N", lines, log_x=True)
+    return {"figure.png": line_panels.png([panel])}
+
+
+if __name__ == "__main__":
+    study.main(__file__, answer, report, row, figures)

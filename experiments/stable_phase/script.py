@@ -1,0 +1,111 @@
+"""Is the merged model better than the raw one along the whole constant phase? (PMA, Figures 1 and 9)
+
+Command:   python experiments/stable_phase/script.py --runs runs/science
+"""
+
+from typing import Any
+
+from pma_jax import study
+from pma_jax.analysis.comparison import Difference, paired_difference
+from pma_jax.evaluation.sweep import Cell
+from pma_jax.evaluation.trajectory import RAW
+from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.pages import Row
+from pma_jax.study import Study
+
+WINDOWS = (3, 6, 10, 15)  # PMA's, Figure 5
+SHOWN = 10  # PMA's default
+MERGES = [Cell("sma", window) for window in WINDOWS]
+EIGHTHS = range(1, 9)  # positions along a trunk
+TABLED = (1, 2, 4, 6, 8)
+
+
+def answer(question: Study) -> dict[str, Any]:
+    """The loss of the raw and of the merged models at every eighth of every trunk."""
+    ends = [question.units * eighth // 8 for eighth in EIGHTHS]
+    sizes = {}
+    for size in question.sizes:
+        losses = question.over_seeds(lambda seed, size=size: question.trunk(size, seed), [RAW, *MERGES], ends)
+        sizes[size] = question.facts(size) | {"losses": losses}
+    return {"ends": ends, "sizes": sizes}
+
+
+def gain(size: dict[str, Any], text: str, end: int) -> Difference | None:
+    """What merging takes off the raw loss, over seeds; None where there are too few snapshots."""
+    merged = size["losses"].get(text, {}).get(str(end))
+    return merged and paired_difference(size["losses"][RAW.text][str(end)], merged)
+
+
+def report(results: dict[str, Any]) -> str:
+    """One table: what each window takes off the raw loss, at five positions of each size."""
+    rows = []
+    for name, size in results["sizes"].items():
+        for end in [results["ends"][eighth - 1] for eighth in TABLED]:
+            raw = size["losses"][RAW.text][str(end)]
+            gains = [gain(size, cell.text, end) for cell in MERGES]
+            shown = [pages.interval(g) if g else "too few snapshots" for g in gains]
+            tokens = f"{end * size['unit_tokens'] / 1e6:.2f}M"
+            rows.append([name, f"{size['parameters'] / 1e6:.2f}M", tokens, f"{sum(raw) / len(raw):.4f}", *shown])
+    header = ["size", "parameters", "tokens", "raw loss", *(f"raw − SMA of {w}" for w in WINDOWS)]
+    note = (
+        "Above 0 merging is better. Each cell is the mean over seeds and its 95% interval, in nats a token; there is a "
+        f"snapshot at every {results['ends'][-1]}th part of the horizon."
+    )
+    return f"{pages.table(header, rows)}\n\n{note}\n\n{found(results)}"
+
+
+def found(results: dict[str, Any]) -> str:
+    """How often merging helps, in a sentence for each window."""
+    lines = []
+    for cell in MERGES:
+        gains = [gain(size, cell.text, end) for size in results["sizes"].values() for end in results["ends"]]
+        there = [g for g in gains if g]
+        better, worse = sum(g.low > 0 for g in there), sum(g.high < 0 for g in there)
+        lines.append(
+            f"SMA of {cell.window}: clearly better than raw at {better} of {len(there)} positions, clearly worse at "
+            f"{worse}, not told apart at {len(there) - better - worse}."
+        )
+    return " ".join(lines)
+
+
+def row(results: dict[str, Any]) -> Row:
+    """The gain of PMA's default at the end of each trunk, and whether it is there from the beginning."""
+    effects, verdicts = [], []
+    for name, size in results["sizes"].items():
+        gains = {end: gain(size, f"sma:{SHOWN}", end) for end in results["ends"]}
+        last = gains[results["ends"][-1]]
+        effects.append(f"{name}: {pages.interval(last)} nats" if last else f"{name}: too few snapshots")
+        clear = [end for end, g in gains.items() if g and g.low > 0]
+        since = min((end for end in clear if all(e in clear for e in gains if e >= end)), default=None)
+        verdicts.append(
+            f"{name}: never to the end"
+            if since is None
+            else f"{name}: from {since * size['unit_tokens'] / 1e6:.2f}M on"
+        )
+    return Row(
+        1,
+        "Stable phase: is merged better than raw?",
+        "PMA, Figs. 1 and 9: yes, along the whole constant phase, dense and mixtures, at every size",
+        f"SMA of {SHOWN} is clearly better, and stays so: {'; '.join(verdicts)}",
+        f"raw − merged at the end: {'; '.join(effects)}",
+    )
+
+
+def figures(results: dict[str, Any]) -> dict[str, bytes]:
+    """What each window gains along each trunk."""
+    panels = []
+    for name, size in results["sizes"].items():
+        lines = []
+        for cell in MERGES:
+            at = {end: g for end in results["ends"] if (g := gain(size, cell.text, end))}
+            if at:
+                x = [end * size["unit_tokens"] / 1e6 for end in at]
+                means, lows, highs = zip(*((g.mean, g.low, g.high) for g in at.values()), strict=True)
+                lines.append(Line(f"SMA of {cell.window}", x, means, lows, highs))
+        panels.append(LinePanel(f"{name}: raw − merged, nats", "tokens, millions", lines, zero=True))
+    return {"figure.png": line_panels.png(panels)}
+
+
+if __name__ == "__main__":
+    study.main(__file__, answer, report, row, figures)

@@ -1,0 +1,305 @@
+"""Which weights? What merges of a constant-rate run gain, what the best could, what closes the rest. (PMA, Figure 4)
+
+Command:   python experiments/weights/script.py --runs runs/science
+
+At the end of each trunk: every recipe over every window, of points and of block means, beside linear annealing over the
+last quarter of the tokens; weights that were learned on other held-out text; and short anneals that begin with a merge.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pma_jax import checkpoint, study
+from pma_jax.analysis.comparison import paired_difference
+from pma_jax.analysis.learned import learn_weights
+from pma_jax.analysis.text_loss import text_loss
+from pma_jax.checkpoint import Run
+from pma_jax.data import shards
+from pma_jax.evaluation.held_out import held_out_batches
+from pma_jax.evaluation.merges import evaluate_merges
+from pma_jax.evaluation.sweep import KIND_PREFIXES, Cell
+from pma_jax.evaluation.trajectory import RAW
+from pma_jax.mesh import make_mesh
+from pma_jax.model.decoder import graph_definition
+from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting.figures import shown
+from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.pages import Row
+from pma_jax.study import Study
+
+KIND_NAMES = {"point": "points", "block_mean": "block means"}
+KINDS = tuple(KIND_NAMES)
+# `decay:shape=linear` is the plain mean, so `sma` stands for both. EMA in both forms: recursive, and closed.
+RECIPES = (
+    "sma",
+    "wma",
+    "ema:alpha=0.1",
+    "ema:alpha=0.2",
+    "ema_closed:alpha=0.1",
+    "ema_closed:alpha=0.2",
+    "decay:shape=cosine",
+    "decay:shape=minus_sqrt",
+    "lagfree:lag=0.5",
+    "lagfree",
+    "lagfree:order=2",
+)
+WINDOWS = (4, 8, 12, 16, 24, 32)
+FOLLOWED = (("sma", "point"), ("sma", "block_mean"), ("wma", "block_mean"))  # through the length of training
+FOLLOWED += (("lagfree:lag=0.5", "block_mean"), ("lagfree", "block_mean"), ("lagfree", "point"))
+POWER = ("power:sigma_rel=0.05", "power:sigma_rel=0.1", "power:sigma_rel=0.15")  # over all snapshots: from token 0
+LEARNED = (("point", 4), ("block_mean", 4))  # kind, and the share of the units that is merged
+LEARNED_WIDE = ("block_mean", 2)  # besides, of the first size
+FITTED_TOKENS, FITTED_STEPS = 16_384, 20  # of the text that weights are learned on, after the one they are judged by
+BASELINE = "sma"
+SHORT_SHARES = (32, 16)  # a short anneal takes one over so many of the tokens
+SHORT_WINDOW = 8  # of the merge that it begins with
+SHORT_RATES = (1.0, 0.3, 0.1)  # where it begins, as a share of the trunk's rate
+SHORT_SIZES = 2  # of the sizes
+
+
+def cells(question: Study) -> list[Cell]:
+    """Every merge of the table, and the raw model."""
+    windows = [w for w in WINDOWS if w <= question.units // 2]
+    grid = [Cell(recipe, w, kind=kind) for kind in KINDS for recipe in RECIPES for w in windows]
+    return [RAW, *grid, *(Cell(recipe, question.units, kind=kind) for kind in KINDS for recipe in POWER)]
+
+
+def answer(question: Study) -> dict[str, Any]:
+    """Losses at the end of each trunk, of its annealed branch, and of what goes beyond fixed weights."""
+    end, found = question.units, {}
+    for i, size in enumerate(question.sizes):
+        trunks = {seed: question.trunk(size, seed) for seed in question.seeds}
+        ends = [end // 4, end // 2, end] if i == 0 else [end]
+        at = {}
+        losses = question.over_seeds(trunks.__getitem__, cells(question), ends)
+        for one in ends:
+            at[one] = {
+                "annealed": [question.loss(question.annealed(t, one - one // 4, one)) for t in trunks.values()],
+                "losses": {text: there[str(one)] for text, there in losses.items() if str(one) in there},
+            }
+        last = at.pop(end)
+        found[size] = question.facts(size) | {
+            **last,
+            "earlier": {str(one): there for one, there in at.items()},
+            "learned": [
+                learned(question, list(trunks.values()), kind, end // share)
+                for kind, share in (*LEARNED, *([LEARNED_WIDE] if i == 0 else []))
+            ],
+            "short": [short for share in SHORT_SHARES for short in shorts(question, trunks, share)]
+            if i < SHORT_SIZES
+            else [],
+        }
+    return {"units": end, "sizes": found}
+
+
+def learned(question: Study, trunks: list[Run], kind: str, window: int) -> dict[str, Any]:
+    """Weights of the newest `window` snapshots fitted to held-out text, and their loss on the study's own, per seed."""
+    rows, losses, starts = [], [], []
+    for trunk in trunks:
+        config = dataclasses.replace(trunk.config, evaluation=question.evaluation(trunk))
+        # What is judged by comes first; the batch that holds its last token is left out too.
+        batch_tokens = config.evaluation.batch_size_sequences * config.training.sequence_length_tokens
+        judging = -(-question.evaluation_tokens // batch_tokens)
+        longer = dataclasses.replace(config.evaluation, tokens=judging * batch_tokens + fitted_tokens(question))
+        mesh, snapshots = make_mesh(config.mesh), trunk.of_kind(kind)[-window:]
+        abstract = checkpoint.abstract_params(config, mesh)
+        with jax.set_mesh(mesh):
+            text = shards.prepare(config.data, progress=False)
+            batches = held_out_batches(text, dataclasses.replace(config, evaluation=longer), mesh)
+            fitting = batches[judging:]
+            params = [checkpoint.restore_params(s, abstract) for s in snapshots]
+            fit = learn_weights(text_loss(graph_definition(config.model), fitting), params, steps=FITTED_STEPS)
+        rows.append(fit.weights.tolist())
+        losses += evaluate_merges(config, snapshots, [fit.weights]).losses
+        starts.append([fit.start_loss, fit.loss])
+    return {"kind": kind, "window": window, "losses": losses, "weights": rows, "fitted_from_to": starts}
+
+
+def fitted_tokens(question: Study) -> int:
+    """Tokens that weights are learned on: not more than half of what they are judged by."""
+    return min(FITTED_TOKENS, question.evaluation_tokens // 2)
+
+
+def shorts(question: Study, trunks: dict[int, Run], share: int) -> list[dict[str, Any]]:
+    """Short linear anneals over the last 1/share of the tokens: from the raw model, and from a merge at lower rates."""
+    end = question.units
+    length = end // share
+    if not length:
+        return []
+    found = [
+        {
+            "length": length,
+            "from": "raw",
+            "rate": 1.0,
+            "losses": [question.loss(question.annealed(t, end - length, end)) for t in trunks.values()],
+        }
+    ]
+    for rate in SHORT_RATES:
+        losses = []
+        for trunk in trunks.values():
+            merged = question.merged(trunk, Cell("sma", min(SHORT_WINDOW, end // 2)), end - length)
+            keys = [
+                f"schedule.peak_rate={rate * trunk.config.schedule.peak_rate}",
+                "schedule.decay=linear",
+                f"schedule.decay_start_tokens={(end - length) * question.unit_tokens(trunk)}",
+            ]
+            losses.append(question.loss(question.forked(trunk, end - length, end, keys, merged)))
+        found.append({"length": length, "from": f"SMA of {SHORT_WINDOW}", "rate": rate, "losses": losses})
+    return found
+
+
+def shares(size: dict[str, Any], losses: list[float]) -> list[float]:
+    """Of the annealing's gain over raw, what a model has, of each seed."""
+    raws = size["losses"][RAW.text]
+    return [(raw - x) / (raw - end) for raw, x, end in zip(raws, losses, size["annealed"], strict=True)]
+
+
+def best(size: dict[str, Any], recipe: str, kind: str) -> str | None:
+    """The recipe's window of lowest mean loss over seeds, as text; it is reported on the text that it was chosen on."""
+    return min(of_recipe(size, recipe, kind), key=lambda text: sum(size["losses"][text]), default=None)
+
+
+def of_recipe(size: dict[str, Any], recipe: str, kind: str) -> list[str]:
+    """The texts of a recipe's merges of one kind."""
+    return [t for t in size["losses"] if t.rpartition(":")[0] == KIND_PREFIXES[kind] + recipe and t != RAW.text]
+
+
+def report(results: dict[str, Any]) -> str:
+    """A table of recipes and learned weights for each size, and one of short anneals."""
+    parts = []
+    for name, size in results["sizes"].items():
+        gain = pages.paired(size["losses"][RAW.text], size["annealed"])
+        tokens = f"{size['parameters'] / 1e6:.2f}M parameters, {size['tokens'] / 1e6:.2f}M tokens"
+        parts.append(f"**{name}** ({tokens}; raw − annealed: {gain} nats)")
+        header = ["recipe", "of", "window", "share of annealing's gain", "better than the best SMA of points by"]
+        parts.append(pages.table(header, recipe_rows(size)))
+    parts.append(
+        "Shares are of what linear annealing over the last quarter of the tokens takes off the raw loss: mean over "
+        "seeds and 95% interval. The last column is in nats, above 0 better. A recipe's window is the best of "
+        f"{', '.join(map(str, WINDOWS))} on the text that it is reported on (power: all snapshots). Learned weights "
+        "were fitted to other held-out text, the K numbers alone, and sum to 1."
+    )
+    parts += [lengths_table(results), short_table(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def lengths_table(results: dict[str, Any]) -> str:
+    """How the best window and its share of the gain move with the length of training, at the first size."""
+    name, size = next(iter(results["sizes"].items()))
+    rows = []
+    for end, at in [*size["earlier"].items(), (results["units"], size)]:
+        cells = []
+        for recipe, kind in FOLLOWED:
+            text = best(at, recipe, kind)
+            cells.append(
+                f"{pages.percent(shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}" if text else "–"
+            )
+        rows.append([f"{int(end) * size['unit_tokens'] / 1e6:.2f}M", *cells])
+    header = [f"{shown(recipe)} of {KIND_NAMES[kind]}" for recipe, kind in FOLLOWED]
+    says = (
+        f"**Earlier in training** ({name}): share of the gain of annealing over the last quarter, at the best window."
+    )
+    return f"{says}\n\n{pages.table(['tokens', *header], rows)}"
+
+
+def short_table(results: dict[str, Any]) -> str:
+    """What short anneals reach, from the raw model and from a merge."""
+    rows = []
+    for name, size in results["sizes"].items():
+        for short in size["short"]:
+            share, above = pages.percent(shares(size, short["losses"])), pages.paired(short["losses"], size["annealed"])
+            length = f"1/{results['units'] // short['length']}"
+            rows.append([name, short["from"], f"{short['rate']:g}", length, share, above])
+    gains = ["share of the long anneal's gain", "loss above the long anneal's"]
+    table = pages.table(["size", "begins with", "share of the rate", "share of the tokens", *gains], rows)
+    return f"**A short anneal, from the raw model or from a merge**, over the last tokens:\n\n{table}"
+
+
+def recipe_rows(size: dict[str, Any]) -> list[list[Any]]:
+    """Every recipe at its best window, of points and of block means, and the learned weights."""
+    rows = []
+    for recipe in (*RECIPES, *POWER):
+        for kind in KINDS:
+            text = best(size, recipe, kind)
+            if text:
+                window = text.rpartition(":")[2]
+                rows.append([shown(recipe), KIND_NAMES[kind], window, *against(size, size["losses"][text])])
+    return rows + [
+        ["learned", KIND_NAMES[f["kind"]], f["window"], *against(size, f["losses"])] for f in size["learned"]
+    ]
+
+
+def against(size: dict[str, Any], losses: list[float]) -> list[str]:
+    """The share of annealing's gain, and the difference from the best plain mean of points."""
+    baseline = best(size, BASELINE, "point")
+    assert baseline is not None
+    return [pages.percent(shares(size, losses)), pages.paired(size["losses"][baseline], losses)]
+
+
+def row(results: dict[str, Any]) -> Row:
+    """SMA of points, the best fixed recipe, and the best learned weights of each size."""
+    effects, winners, clear = [], [], 0
+    for name, size in results["sizes"].items():
+        plain = best(size, BASELINE, "point")
+        texts = [t for t in (best(size, r, k) for r in (*RECIPES, *POWER) for k in KINDS) if t]
+        top = min(texts, key=lambda text: sum(size["losses"][text]))
+        assert plain is not None
+        clear += paired_difference(size["losses"][plain], size["losses"][top]).low > 0
+        best_learned = min((fit["losses"] for fit in size["learned"]), key=sum)
+        effects.append(
+            f"{name}: {plain} {pages.percent(shares(size, size['losses'][plain]))}, {top} "
+            f"{pages.percent(shares(size, size['losses'][top]))}, learned {pages.percent(shares(size, best_learned))}"
+        )
+        winners.append(f"{name}: {top}")
+    return Row(
+        3,
+        "Which weights?",
+        "PMA, Fig. 4: WMA best early, no difference later; WSM: 1 − sqrt and mean best, EMA worst",
+        f"best fixed weights: {'; '.join(winners)}; clearly better than the best SMA of points at {clear} of "
+        f"{len(results['sizes'])} sizes",
+        f"share of linear annealing's gain: {'; '.join(effects)}",
+    )
+
+
+def figures(results: dict[str, Any]) -> dict[str, bytes]:
+    """Share of the gain by window, points and block means; and the learned weights."""
+    panels = []
+    for name, size in results["sizes"].items():
+        for kind in KINDS:
+            lines = []
+            for recipe in RECIPES:
+                texts = {int(t.rpartition(":")[2]): t for t in of_recipe(size, recipe, kind)}
+                at = sorted(texts)
+                y = [sum(s := shares(size, size["losses"][texts[w]])) / len(s) for w in at]
+                lines.append(Line(shown(recipe), at, y, dashed=recipe.startswith("lagfree")))
+            fits = [f for f in size["learned"] if f["kind"] == kind]
+            if fits:
+                at = [f["window"] for f in sorted(fits, key=lambda f: f["window"])]
+                y = [sum(s := shares(size, f["losses"])) / len(s) for f in sorted(fits, key=lambda f: f["window"])]
+                lines.append(Line("learned", at, y, dashed=True))
+            panels.append(
+                LinePanel(
+                    f"{name}, {KIND_NAMES[kind]}: share of annealing's gain",
+                    "snapshots merged",
+                    lines,
+                    percent=True,
+                    limits=(0.3, 1.1),
+                )
+            )
+    panels += [learned_panel(name, size) for name, size in results["sizes"].items() if size["learned"]]
+    return {"figure.png": line_panels.png(panels, columns=2)}
+
+
+def learned_panel(name: str, size: dict[str, Any]) -> LinePanel:
+    """The learned weights, mean over seeds, against how far each snapshot is behind."""
+    lines = []
+    for fit in size["learned"]:
+        mean = [sum(column) / len(column) for column in zip(*fit["weights"], strict=True)]
+        lines.append(Line(f"learned, {KIND_NAMES[fit['kind']]}, {fit['window']}", range(1 - len(mean), 1), mean))
+    return LinePanel(f"{name}: learned weights", "snapshots before the newest", lines, zero=True)
+
+
+if __name__ == "__main__":
+    study.main(__file__, answer, report, row, figures)

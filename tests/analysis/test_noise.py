@@ -1,0 +1,31 @@
+import numpy as np
+import pytest
+
+from pma_jax.analysis.noise import fit_noise, subset_rows
+
+
+def test_rows_are_the_means_of_every_subset():
+    rows = subset_rows(4)
+    assert [len(rows[m]) for m in (1, 2, 3, 4)] == [4, 6, 4, 1]
+    for m, matrix in rows.items():
+        np.testing.assert_allclose(matrix.sum(axis=1), 1)
+        assert set(np.unique(matrix)) <= {0, 1 / m}
+        assert len({tuple(row) for row in matrix}) == len(matrix)
+        np.testing.assert_allclose(matrix.mean(axis=0), 1 / 4)
+
+
+def test_independent_noise_in_a_bowl_is_found():
+    rng = np.random.default_rng(0)
+    hessian, drift = np.diag(rng.uniform(0.1, 2, 200)), rng.normal(size=200)
+    replicas = drift + 0.3 * rng.normal(size=(7, 200))
+    found = {m: np.mean([x @ hessian @ x / 2 for x in rows @ replicas]) for m, rows in subset_rows(7).items()}
+    split = fit_noise(list(found), list(found.values()))
+    assert split.noise == pytest.approx(0.09 * np.trace(hessian) / 2, rel=0.2)
+    assert split.floor == pytest.approx(drift @ hessian @ drift / 2, rel=0.1)
+    # The mean over all subsets of a size is exactly linear in 1 / m.
+    np.testing.assert_allclose(list(found.values()), [split.floor + split.noise / m for m in found], rtol=1e-9)
+
+
+def test_one_number_of_replicas_says_nothing():
+    with pytest.raises(ValueError, match="two numbers of replicas"):
+        fit_noise([3, 3], [1.0, 1.1])

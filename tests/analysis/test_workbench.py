@@ -1,0 +1,36 @@
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from pma_jax.analysis import curvature
+from pma_jax.analysis.workbench import open_workbench
+from pma_jax.evaluation.held_out import evaluate_all
+from pma_jax.mesh import make_mesh
+
+
+@pytest.mark.parametrize("tokens", [0, 37, 300])
+def test_the_loss_of_a_workbench_is_the_evaluations(finished, workspace, tokens):
+    config = finished.config
+    bench = open_workbench(config, tokens)
+    models = bench.models(finished.snapshots[-2:])
+    with jax.set_mesh(bench.mesh):
+        found = [float(jax.jit(bench.loss)(params)) for params in models]
+    evaluated = tiny.config(workspace, evaluation__tokens=tokens or config.evaluation.tokens)
+    assert found == pytest.approx(list(evaluate_all(evaluated, models, make_mesh(config.mesh))), rel=1e-5)
+    assert bench.batch.shape[1] == 33 and bench.batch.shape[0] % jax.device_count() == 0
+
+
+def test_its_loss_and_outputs_have_curvature(finished):
+    bench = open_workbench(finished.config, 256)
+    first, last = bench.models([finished.snapshots[0], finished.snapshots[-1]])
+    delta = jax.tree.map(lambda a, b: a - b, last, first)
+    with jax.set_mesh(bench.mesh):
+        hessian = curvature.pairwise(curvature.hessian_product(bench.loss, last), [delta])
+        gauss_newton = curvature.pairwise(curvature.gauss_newton_product(bench.outputs, last), [delta])
+    assert np.isfinite(hessian).all() and gauss_newton[0, 0] > 0
+
+
+def test_more_text_than_there_is_is_refused(finished):
+    with pytest.raises(ValueError, match="held-out split"):
+        open_workbench(finished.config, 10**9)

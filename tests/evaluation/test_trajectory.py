@@ -1,0 +1,57 @@
+"""Losses along a run: each is that of numpy's merge of the snapshots that were there."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+import tiny
+
+from pma_jax.checkpoint import open_run
+from pma_jax.evaluation import trajectory
+from pma_jax.evaluation.sweep import Cell
+from pma_jax.evaluation.trajectory import RAW, losses_along
+from pma_jax.merging import recipes
+
+V = 4 * tiny.BATCH_TOKENS
+CELLS = [RAW, Cell("sma", 3), Cell("wma", 2, 2), Cell("lagfree", 4), Cell("sma", 2, kind="block_mean")]
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of the finished run, with block means."""
+    copied = open_run(shutil.copytree(finished.path, tmp_path / "run"))
+    tiny.write_block_means(copied)
+    return copied
+
+
+def test_each_loss_is_that_of_numpys_merge_of_what_was_there(run):
+    found = losses_along(run, CELLS, [3 * V, 6 * V])
+    assert set(found) == {(cell, end) for cell in CELLS for end in (3 * V, 6 * V)} - {(Cell("lagfree", 4), 3 * V)}
+    for (cell, end), loss in found.items():
+        there = [s for s in run.of_kind(cell.kind) if s.tokens <= end]
+        chosen = there[::-1][:: cell.interval][: cell.window][::-1]
+        weights = recipes.coefficients(cell.recipe, [s.tokens for s in chosen])
+        expected = tiny.loss_of_sum(run, [tiny.named(tiny.read(s)) for s in chosen], weights)
+        assert loss == pytest.approx(expected, rel=2e-6), (cell.text, end)
+    assert found[RAW, 3 * V] == pytest.approx(run.snapshots[2].loss, rel=1e-6)
+
+
+def test_what_is_known_is_not_computed_again(run, monkeypatch):
+    asked, evaluate = [], trajectory.evaluate_merges
+    monkeypatch.setattr(
+        trajectory, "evaluate_merges", lambda c, s, rows: asked.append(np.shape(rows)[0]) or evaluate(c, s, rows)
+    )
+    first = losses_along(run, [RAW, Cell("sma", 3)], [6 * V])
+    assert losses_along(run, [Cell("sma", 3)], [6 * V]) == {(Cell("sma", 3), 6 * V): first[Cell("sma", 3), 6 * V]}
+    both = losses_along(run, [RAW, Cell("sma", 3), Cell("sma", 99)], [5 * V, 6 * V])
+    losses_along(run, [Cell("sma", 99)], [5 * V, 6 * V])
+    assert asked == [2, 2] and both.items() >= first.items()
+    shorter = dataclasses.replace(run.config.evaluation, tokens=300)
+    other = losses_along(run, [RAW], [6 * V], shorter)
+    assert asked == [2, 2, 1] and other[RAW, 6 * V] != first[RAW, 6 * V], "another text is another loss"
+
+
+def test_an_end_without_a_snapshot_is_named(run):
+    with pytest.raises(ValueError, match=r"no snapshot at 1,500 tokens \(there are: 1,024, 2,048"):
+        losses_along(run, [RAW], [1500])
