@@ -18,9 +18,9 @@ from pma_jax.reporting import pages
 FOLDER = Path(__file__).parent.parent / "experiments"
 QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "study.main(" in path.read_text())
 NAMES = [folder.name for folder in QUESTIONS]
-SLOW = ("merging_and_annealing", "weights", "forecasts", "pma_init")  # dozens of runs
+QUICK = "stable_phase"  # the others are up to dozens of runs
 SCRIPTS = [
-    pytest.param(folder, id=folder.name, marks=[pytest.mark.slow] if folder.name in SLOW else [])
+    pytest.param(folder, id=folder.name, marks=[] if folder.name == QUICK else [pytest.mark.slow])
     for folder in QUESTIONS
 ]
 

@@ -46,7 +46,8 @@ def test_parameters_are_within_5_percent_of_the_name(name):
 
 
 def test_every_size_has_its_file_and_the_papers_sizes_are_there():
-    assert set(ladder.SIZES) | {"tiny", "tiny_moe", "demo"} == set(CONFIGS)
+    of_experiments = {name for name in CONFIGS if name.startswith("science_")}
+    assert set(ladder.SIZES) | {"tiny", "tiny_moe", "demo"} == set(CONFIGS) - of_experiments
     named = {(size.activated, size.total) for size in ladder.SIZES.values()}
     dense = {(n, n) for n in (411e6, 2e9, 8e9, 70e9)}
     mixtures = {(330e6, 3.3e9), (0.7e9, 7e9), (1.3e9, 13e9), (3e9, 30e9), (10e9, 100e9), (15e9, 150e9), (20e9, 200e9)}

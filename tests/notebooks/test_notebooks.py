@@ -68,7 +68,12 @@ def test_a_notebook_holds_no_outputs_and_installs_the_package_on_colab(path):
     nbformat.validate(nbformat.read(path, as_version=4))
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+QUICK = ("explore_a_run", "quickstart")
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else [pytest.mark.slow]) for p in NOTEBOOKS]
+)
 def test_a_notebook_runs_from_top_to_bottom(path, runs, tmp_path, monkeypatch):
     shutil.copytree(runs / "run", tmp_path / "run")  # a sweep adds its rows to it
     monkeypatch.setenv("PMA_RUN", str(tmp_path / "run"))
