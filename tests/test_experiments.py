@@ -20,7 +20,9 @@ QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "study.
 NAMES = [folder.name for folder in QUESTIONS]
 QUICK = "stable_phase"  # the others are up to dozens of runs
 SCRIPTS = [
-    pytest.param(folder, id=folder.name, marks=[] if folder.name == QUICK else [pytest.mark.slow])
+    pytest.param(
+        folder, id=folder.name, marks=[] if folder.name == QUICK else [pytest.mark.slow, pytest.mark.timeout(3600)]
+    )
     for folder in QUESTIONS
 ]
 
