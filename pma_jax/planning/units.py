@@ -28,4 +28,6 @@ def duration(seconds: float, digits: int = 3) -> str:
 
 def _scaled(number: float, digits: int, units: tuple[tuple[str, float], ...], smallest: str) -> str:
     unit, size = next(((unit, size) for unit, size in units if number >= size), (smallest, 1))
-    return f"{number / size:.{digits}g}{unit}"
+    value = number / size
+    # To fewer digits than the integer has, `g` would turn to powers of ten.
+    return f"{value:.0f}{unit}" if value >= 10**digits - 0.5 else f"{value:.{digits}g}{unit}"
