@@ -82,10 +82,11 @@ def test_what_is_no_lock_file_of_ours_does_no_harm(tmp_path):
 
 
 def test_a_run_that_is_trained_is_neither_trained_nor_forked_into(finished, tmp_path):
-    with holder(tmp_path / "run"):
+    with holder(tmp_path / "run") as first:
         with pytest.raises(ValueError, match="is being trained by process"):
             train(finished.config, tmp_path / "run")
         with pytest.raises(ValueError, match="is being trained by process"):
             fork(finished, 4096, finished.config, tmp_path / "run")
         assert [p.name for p in (tmp_path / "run").iterdir()] == [run_lock.FILE_NAME]
+        first.kill()
     assert fork(finished, 4096, finished.config, tmp_path / "run").path == open_run(tmp_path / "run").path

@@ -18,6 +18,7 @@ def script():
     return module
 
 
+@pytest.mark.slow
 def test_the_script_trains_judges_and_draws(script, workspace, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "BASE", [])
     monkeypatch.setattr(script, "WHOLE", {"clean": ["schedule.peak_rate=0.01"]})
