@@ -4,13 +4,12 @@ After PMA (arXiv 2505.12082), Figure 8. Drawn on its own canvas, as figures.py d
 """
 
 import dataclasses
-import io
 from collections.abc import Sequence
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pma_jax.reporting.figures import LIGHT, SMALL_POINTS, TEXT_POINTS
+from pma_jax.reporting.figures import LIGHT, SMALL_POINTS, TEXT_POINTS, png_bytes
 from pma_jax.reporting.heat_map import COLOURS
 
 PANEL_INCHES, DPI, LEVELS = (5.0, 4.0), 130, 18
@@ -40,9 +39,7 @@ class ContourPanel:
 
 def png(panels: Sequence[ContourPanel]) -> bytes:
     """The planes side by side as PNG; the same planes give the same bytes."""
-    buffer = io.BytesIO()
-    figure(panels).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()
+    return png_bytes(figure(panels), DPI)
 
 
 def figure(panels: Sequence[ContourPanel]) -> Figure:

@@ -49,9 +49,13 @@ DARK = Theme(
 
 def png(report: dict[str, Any], dark: bool = False) -> bytes:
     """The figure as PNG; the same report gives the same bytes."""
+    return png_bytes(figure(report, DARK if dark else LIGHT), DPI)
+
+
+def png_bytes(drawn: Figure, dpi: int) -> bytes:
+    """A figure as PNG, without the name and version of what drew it: the same figure gives the same bytes."""
     buffer = io.BytesIO()
-    drawn = figure(report, DARK if dark else LIGHT)
-    drawn.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    drawn.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     return buffer.getvalue()
 
 

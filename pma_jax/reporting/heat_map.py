@@ -4,7 +4,6 @@ Every cell has its number; the best of all is framed. Drawn on its own canvas, a
 """
 
 import dataclasses
-import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from pma_jax.reporting.figures import DPI, LIGHT, SMALL_POINTS, TEXT_POINTS, shown
+from pma_jax.reporting.figures import DPI, LIGHT, SMALL_POINTS, TEXT_POINTS, png_bytes, shown
 
 CELL_INCHES = (0.72, 0.36)  # width, height
 CHARACTER_INCHES, TITLE_CHARACTER_INCHES = 0.082, 0.092
@@ -41,10 +40,8 @@ class Panel:
 
 def write(sweep: dict[str, Any], folder: epath.Path) -> epath.Path:
     """Write FOLDER/sweep.png, whole or not at all; returns its path. `sweep` is what sweep.json holds."""
-    buffer = io.BytesIO()
-    figure(sweep).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     target, temporary = folder / "sweep.png", folder / ".sweep.png.writing"
-    temporary.write_bytes(buffer.getvalue())
+    temporary.write_bytes(png_bytes(figure(sweep), DPI))
     temporary.replace(target)
     return target
 
@@ -90,9 +87,7 @@ def figure(sweep: dict[str, Any]) -> Figure:
 
 def png(drawn_panels: Sequence[Panel], title: str, columns: int = COLUMNS, highest: float | None = None) -> bytes:
     """`draw` as PNG; the same panels give the same bytes."""
-    buffer = io.BytesIO()
-    draw(drawn_panels, title, columns, highest).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()
+    return png_bytes(draw(drawn_panels, title, columns, highest), DPI)
 
 
 def draw(drawn_panels: Sequence[Panel], title: str, columns: int = COLUMNS, highest: float | None = None) -> Figure:

@@ -4,7 +4,6 @@ Drawn on its own canvas, as figures.py does.
 """
 
 import dataclasses
-import io
 from collections.abc import Sequence
 
 import matplotlib
@@ -13,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pma_jax.reporting.figures import DASHES, LIGHT, MARKERS, SMALL_POINTS, TEXT_POINTS
+from pma_jax.reporting.figures import DASHES, LIGHT, MARKERS, SMALL_POINTS, TEXT_POINTS, png_bytes
 
 COLUMN_INCHES, ROW_INCHES, LEGEND_LINE_INCHES, DPI = 4.2, 3.3, 0.22, 130
 LEGEND_COLUMNS = 4
@@ -47,9 +46,7 @@ class LinePanel:
 
 def png(panels: Sequence[LinePanel], columns: int = 3) -> bytes:
     """The panels as PNG; the same panels give the same bytes."""
-    buffer = io.BytesIO()
-    figure(panels, columns).savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()
+    return png_bytes(figure(panels, columns), DPI)
 
 
 def figure(panels: Sequence[LinePanel], columns: int = 3) -> Figure:

@@ -3,14 +3,13 @@
 After PMA (arXiv 2505.12082), Figure 7.
 """
 
-import io
 from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pma_jax.reporting.figures import LIGHT, MARKERS, SMALL_POINTS, TEXT_POINTS
+from pma_jax.reporting.figures import LIGHT, MARKERS, SMALL_POINTS, TEXT_POINTS, png_bytes
 
 COLUMN_INCHES, HEIGHT_INCHES, LEGEND_INCHES, DPI = 4.4, 6.0, 0.9, 110
 BEFORE = 0.25  # of the panel's width lies before the spike
@@ -57,6 +56,4 @@ def png(seeds: dict[Any, dict[str, dict[str, Any]]]) -> bytes:
     handles, labels = axes[0][0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="lower center", ncols=3, fontsize=SMALL_POINTS, frameon=False)
     drawn.tight_layout(rect=(0, LEGEND_INCHES / (HEIGHT_INCHES + LEGEND_INCHES), 1, 1))
-    buffer = io.BytesIO()
-    drawn.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
-    return buffer.getvalue()
+    return png_bytes(drawn, DPI)
