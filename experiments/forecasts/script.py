@@ -191,7 +191,7 @@ def law_report(results: dict[str, Any]) -> str:
             errors.append(float(law(entries[:-1], kind).at(largest["parameters"], at)) - truth)
             fits.append(law(entries, kind))
         numbers = [f"{np.mean([getattr(fit, key) for fit in fits]):.3g}" for key in ("e", "a", "alpha", "b", "beta")]
-        rows.append([kind, *numbers, pages.paired(errors, [0.0] * len(errors))])
+        rows.append([kind, *numbers, pages.interval(comparison.mean_interval(errors))])
     sizes_shown = ", ".join(f"{entry['parameters']:,}" for entry in next(iter(results["sizes"].values())))
     header = ["fitted to", "E", "A", "alpha", "B", "beta", "largest size, forecast less annealed"]
     return (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax import study
-from pma_jax.analysis.comparison import Difference, paired_difference
+from pma_jax.analysis.comparison import Difference, mean_interval, paired_difference
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.model.ladder import recommend_interval
@@ -56,7 +56,7 @@ def best_span(size: dict[str, Any], end: int) -> Difference:
     """N V as a share of the tokens trained, of each seed's own best window at the finest interval; over seeds."""
     cells = {window: losses for (interval, window), losses in grid(size, end).items() if interval == 1}
     windows = [min(cells, key=lambda w: cells[w][i]) for i in range(len(next(iter(cells.values()))))]
-    return paired_difference([w / end for w in windows], [0.0] * len(windows))
+    return mean_interval([w / end for w in windows])
 
 
 def report(results: dict[str, Any]) -> str:
@@ -74,7 +74,7 @@ def report(results: dict[str, Any]) -> str:
                     f"{end * unit / 1e6:.2f}M",
                     f"N = {window}, V = {interval * unit / 1e3:.0f}k",
                     pages.paired(raw, cells[interval, window]),
-                    f"{span.mean:.0%} [{span.low:.0%}, {span.high:.0%}]",
+                    pages.percent_interval(span),
                     f"{span.mean * end * unit / size['active_parameters']:.2f}",
                 ]
             )
@@ -132,8 +132,7 @@ def row(results: dict[str, Any]) -> Row:
     last = results["ends"][-1]
     spans = []
     for name, size in results["sizes"].items():
-        span = best_span(size, last)
-        spans.append(f"{name}: {span.mean:.0%} [{span.low:.0%}, {span.high:.0%}]")
+        spans.append(f"{name}: {pages.percent_interval(best_span(size, last))}")
     at = "; ".join(f"{name}: {span / 1e6:.2f}M of {tokens / 1e6:.1f}M" for name, tokens, span in same_tokens(results))
     early = results["ends"][0]
     worse = []

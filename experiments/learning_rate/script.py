@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from pma_jax import study
-from pma_jax.analysis.comparison import Difference, paired_difference
+from pma_jax.analysis.comparison import Difference, mean_interval
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.reporting import line_panels, pages
-from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.line_panels import Line, LinePanel, interval_line
 from pma_jax.reporting.pages import Row
 from pma_jax.study import Study
 
@@ -67,7 +67,7 @@ def slope(gain: dict[float, list[float]]) -> Difference | None:
         return None
     x = np.log2(list(gain))
     each = [float(np.polyfit(x, seeds, 1)[0]) for seeds in zip(*gain.values(), strict=True)]
-    return paired_difference(each, [0.0] * len(each))
+    return mean_interval(each)
 
 
 def report(results: dict[str, Any]) -> str:
@@ -174,10 +174,7 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
         for cell in MERGES:
             gain = gains(results, cell.text, at)
             if gain:
-                ds = [paired_difference(seeds, [0.0] * len(seeds)) for seeds in gain.values()]
-                lines.append(
-                    Line(cell.text, list(gain), [d.mean for d in ds], [d.low for d in ds], [d.high for d in ds])
-                )
+                lines.append(interval_line(cell.text, list(gain), [mean_interval(seeds) for seeds in gain.values()]))
         title = f"raw − merged at {at * results['facts']['unit_tokens'] / 1e6:.2f}M tokens, nats"
         panels += [LinePanel(title, "peak rate", lines, zero=True, log_x=True)] if lines else []
     return {"figure.png": line_panels.png(panels, columns=2)}

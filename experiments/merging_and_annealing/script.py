@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from pma_jax import study
-from pma_jax.analysis.comparison import paired_difference
+from pma_jax.analysis.comparison import mean_interval, paired_difference
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.reporting import line_panels, pages
-from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.line_panels import Line, LinePanel, interval_line
 from pma_jax.reporting.pages import Row
 from pma_jax.study import Study
 
@@ -238,12 +238,8 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
 
 def shares_line(name: str, group: list[Branch], texts: list[str]) -> Line:
     """The mean share of each branch, with its interval."""
-    differences = []
-    for b, text in zip(group, texts, strict=True):
-        shares = share(b, text)
-        differences.append(paired_difference(shares, [0.0] * len(shares)))
-    x = [b["length"] / b["end"] for b in group]
-    return Line(name, x, [d.mean for d in differences], [d.low for d in differences], [d.high for d in differences])
+    intervals = [mean_interval(share(b, text)) for b, text in zip(group, texts, strict=True)]
+    return interval_line(name, [b["length"] / b["end"] for b in group], intervals)
 
 
 if __name__ == "__main__":

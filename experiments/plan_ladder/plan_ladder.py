@@ -23,6 +23,7 @@ from pma_jax import config as configuration
 from pma_jax.model import ladder
 from pma_jax.planning import units
 from pma_jax.planning.plan import versions
+from pma_jax.reporting import pages
 
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "results", HERE / "README.md"
@@ -149,9 +150,7 @@ HEADINGS = (
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The table of all sizes as Markdown: a row a size, of those without a result too."""
-    rows = [list(HEADINGS), ["---"] * len(HEADINGS)]
-    rows += [_row(name, results.get(name)) for name in SLICES]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return pages.table(HEADINGS, [_row(name, results.get(name)) for name in SLICES])
 
 
 def _row(name: str, result: dict[str, Any] | None) -> list[str]:

@@ -10,7 +10,7 @@ from pma_jax.analysis.comparison import Difference, paired_difference
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.reporting import line_panels, pages
-from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.line_panels import LinePanel, interval_line
 from pma_jax.reporting.pages import Row
 from pma_jax.study import Study
 
@@ -101,8 +101,7 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
             at = {end: g for end in results["ends"] if (g := gain(size, cell.text, end))}
             if at:
                 x = [end * size["unit_tokens"] / 1e6 for end in at]
-                means, lows, highs = zip(*((g.mean, g.low, g.high) for g in at.values()), strict=True)
-                lines.append(Line(f"SMA of {cell.window}", x, means, lows, highs))
+                lines.append(interval_line(f"SMA of {cell.window}", x, list(at.values())))
         panels.append(LinePanel(f"{name}: raw − merged, nats", "tokens, millions", lines, zero=True))
     return {"figure.png": line_panels.png(panels)}
 

@@ -15,6 +15,7 @@ import optax
 
 from pma_jax import study
 from pma_jax.analysis import curvature, landscape, noise, spectrum
+from pma_jax.analysis.comparison import mean_interval
 from pma_jax.analysis.workbench import Workbench, open_workbench
 from pma_jax.checkpoint import Run
 from pma_jax.evaluation.merges import evaluate_merges
@@ -180,7 +181,7 @@ def noise_and_drift(question: Study, run: Run, annealed: Run) -> dict[str, Any]:
 def mean_and_interval(results: dict[str, Any], of: Any, digits: int = 4) -> str:
     """`of` each seed's results, its mean with the interval over seeds."""
     values = [of(seed) for seed in results["seeds"].values()]
-    return pages.paired(values, [0.0] * len(values), digits)
+    return pages.interval(mean_interval(values), digits)
 
 
 def report(results: dict[str, Any]) -> str:

@@ -38,6 +38,11 @@ def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = 0
     return Difference(float(apart.mean()), float(apart.mean() - reach), float(apart.mean() + reach), len(apart))
 
 
+def mean_interval(values_n: ArrayLike, confidence: float = 0.95) -> Difference:
+    """The mean of values over seeds, with its interval: their `paired_difference` from 0, which raises as that does."""
+    return paired_difference(values_n, np.zeros(np.shape(values_n)), confidence)
+
+
 def kendall_tau(forecast: ArrayLike, truth: ArrayLike) -> float:
     """How well one ranking agrees with another: 1 the same, 0 unrelated, -1 reversed (tau-b: ties count half).
 

@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from pma_jax.analysis.comparison import Difference
 from pma_jax.reporting.figures import DASHES, LIGHT, MARKERS, SMALL_POINTS, TEXT_POINTS, png_bytes
 
 COLUMN_INCHES, ROW_INCHES, LEGEND_LINE_INCHES, DPI = 4.2, 3.3, 0.22, 130
@@ -42,6 +43,11 @@ class LinePanel:
     log_x: bool = False
     percent: bool = False  # y is a share
     limits: tuple[float, float] | None = None  # of y
+
+
+def interval_line(name: str, x: Sequence[float], intervals: Sequence[Difference]) -> Line:
+    """Means with their intervals as error bars."""
+    return Line(name, x, [d.mean for d in intervals], [d.low for d in intervals], [d.high for d in intervals])
 
 
 def png(panels: Sequence[LinePanel], columns: int = 3) -> bytes:

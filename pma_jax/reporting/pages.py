@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pma_jax.analysis.comparison import Difference, paired_difference
+from pma_jax.analysis.comparison import Difference, mean_interval, paired_difference
 
 BEGIN, END = "<!-- results: made by the script, not by hand -->", "<!-- end of results -->"
 INDEX_HEADER = ("question", "claim", "what we found", "effect (95% interval)")
@@ -44,23 +44,31 @@ def paired(first: Sequence[float], second: Sequence[float], digits: int = 4) -> 
 
 def percent(shares: Sequence[float]) -> str:
     """The mean of shares over seeds, with its interval: `85% [81%, 89%]`."""
-    d = paired_difference(shares, [0.0] * len(shares))
-    return f"{d.mean:.0%} [{d.low:.0%}, {d.high:.0%}]"
+    return percent_interval(mean_interval(shares))
+
+
+def percent_interval(difference: Difference) -> str:
+    """`interval` of shares: `85% [81%, 89%]`."""
+    return f"{difference.mean:.0%} [{difference.low:.0%}, {difference.high:.0%}]"
 
 
 def with_results(page: str, report: str) -> str:
     """`page` with `report` between its marks. Raises ValueError when it does not have each mark once."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"the page must hold {BEGIN!r} and {END!r}, once each")
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{report.strip()}\n\n{END}{rest.partition(END)[2]}"
+    before, _, after = _parts(page)
+    return f"{before}{BEGIN}\n\n{report.strip()}\n\n{END}{after}"
 
 
 def results_of(page: str) -> str:
     """What stands between the marks of `page`. Raises ValueError as `with_results`."""
+    return _parts(page)[1].strip()
+
+
+def _parts(page: str) -> tuple[str, str, str]:
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"the page must hold {BEGIN!r} and {END!r}, once each")
-    return page.partition(BEGIN)[2].partition(END)[0].strip()
+    before, _, rest = page.partition(BEGIN)
+    between, _, after = rest.partition(END)
+    return before, between, after
 
 
 def index(folder: Path) -> str:

@@ -54,6 +54,15 @@ def test_a_paired_difference_is_the_paired_t_interval():
         comparison.paired_difference([1.0], [2.0])
 
 
+def test_the_interval_of_a_mean_is_the_t_interval():
+    values = np.array([0.3, -0.1, 0.25])
+    found = comparison.mean_interval(values)
+    low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert (found.mean, found.low, found.high) == pytest.approx((values.mean(), low, high))
+    with pytest.raises(ValueError, match="other seeds"):
+        comparison.mean_interval([1.0])
+
+
 def test_rankings_and_what_a_wrong_one_costs():
     truth = [1.0, 2.0, 3.0, 4.0]
     assert comparison.kendall_tau([10, 20, 30, 40], truth) == pytest.approx(1)
