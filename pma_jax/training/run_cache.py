@@ -83,16 +83,14 @@ def merged_at(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     folder = run.path.parent / "merged"
     target = folder / f"{cell.text.replace('/', '-').replace(':', '-')}-{until[-1].tokens}"
 
-    def write() -> None:
+    def write() -> str:
         used = np.flatnonzero(row_K)
         with run_lock.held(folder, waits=True):
             if not checkpoint.is_snapshot(target):
                 merge([until[k] for k in used], row_K[used], target, cell.recipe)
+        return str(target)
 
-    if hosts.is_first():
-        write()
-    hosts.meet("run_cache.merged_at")
-    return checkpoint.read_snapshot(target)
+    return checkpoint.read_snapshot(hosts.told_by_first(write))
 
 
 def key(cache: epath.PathLike, run: Run) -> str:
