@@ -22,7 +22,7 @@ from pma_jax.merging import preview
 from pma_jax.mesh import check_mesh, make_mesh, rows_here
 from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.stopping import Notice
-from pma_jax.training import block_mean, finite, preemption, recovery, resuming
+from pma_jax.training import block_mean, finite, preemption, recovery, resuming, running_mean
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.starting import check_start, forked_state, starting_state
@@ -147,7 +147,7 @@ def _train_on(
                     if state.block is not None:
                         block = block_mean.at_mark(state.block, model)
                         weights["block_mean"] = block.mean
-                        state = dataclasses.replace(state, block=block_mean.restarted(block))
+                        state = dataclasses.replace(state, block=running_mean.restarted(block))
                     for kind, params in weights.items():
                         loss = evaluate(graph, params, held_out)
                         finite.check_loss(loss, kind, step, seen)

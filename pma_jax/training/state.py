@@ -9,10 +9,9 @@ import optax
 from pma_jax.config import Config
 from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import Params, init_params
-from pma_jax.training import block_mean, ema, spikes
-from pma_jax.training.block_mean import Block
-from pma_jax.training.ema import Ema
+from pma_jax.training import running_mean, spikes
 from pma_jax.training.optimizer import averaged, initial_moments, moved
+from pma_jax.training.running_mean import RunningMean
 from pma_jax.training.spikes import Detector
 
 
@@ -28,17 +27,17 @@ class TrainState:
     step: jax.Array
     params: Params
     optimizer: optax.OptState
-    block: Block | None = None
+    block: RunningMean | None = None
     detector: Detector | None = None
-    ema: Ema | None = None
+    ema: RunningMean | None = None
 
 
 def init_state(config: Config, key: jax.Array) -> TrainState:
     """A fresh state; traceable. Call under `jax.set_mesh`."""
     params = init_params(config.model, key)
-    block = block_mean.empty(params) if "block_mean" in config.checkpoint.kinds else None
+    block = running_mean.empty(params) if "block_mean" in config.checkpoint.kinds else None
     detector = spikes.empty(config.steps(config.spikes.window_tokens)) if config.spikes.detect else None
-    mean = ema.empty(params) if config.optimizer.ema_half_life_tokens else None
+    mean = running_mean.empty(params) if config.optimizer.ema_half_life_tokens else None
     moments = initial_moments(config.optimizer, params)
     return TrainState(jnp.zeros((), jnp.int32), params, moments, block, detector, mean)
 
@@ -58,7 +57,7 @@ def model_of(config: Config, state: TrainState) -> Params:
 
 def begun_from(config: Config, state: TrainState, params: Params) -> TrainState:
     """`state` with these weights in place of its own. Averages of the old ones are forgotten, moments are not."""
-    mean = state.ema and dataclasses.replace(state.ema, count=jnp.zeros_like(state.ema.count))
+    mean = state.ema and running_mean.restarted(state.ema)
     moments = moved(config.optimizer, state.optimizer, params)
     return dataclasses.replace(state, params=params, optimizer=moments, ema=mean)
 

@@ -24,10 +24,10 @@ from pma_jax.config import MeshConfig
 from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.inspection import as_text, inspect
 from pma_jax.mesh import make_mesh
-from pma_jax.training import block_mean
-from pma_jax.training.block_mean import Block
+from pma_jax.training import block_mean, running_mean
 from pma_jax.training.forking import fork, fork_config
 from pma_jax.training.loop import train
+from pma_jax.training.running_mean import RunningMean
 from pma_jax.training.state import abstract_state, make_state
 
 BOTH = ("point", "block_mean")
@@ -102,7 +102,7 @@ def copy(dense, tmp_path):
 
 
 def block_of(rows):
-    block = block_mean.empty({"w": jnp.zeros(rows.shape[1:])})
+    block = running_mean.empty({"w": jnp.zeros(rows.shape[1:])})
     for row in rows:
         block = block_mean.add(block, {"w": jnp.asarray(row)})
     return block
@@ -124,15 +124,15 @@ def test_equal_weights_average_to_themselves_exactly():
 
 
 def test_the_first_weights_after_a_mark_replace_whatever_was_there():
-    stale = Block({"w": jnp.array([jnp.nan, jnp.inf, 3.0])}, jnp.int32(5))
-    block = block_mean.add(block_mean.restarted(stale), {"w": jnp.array([0.1, 0.2, 0.3])})
+    stale = RunningMean({"w": jnp.array([jnp.nan, jnp.inf, 3.0])}, jnp.int32(5))
+    block = block_mean.add(running_mean.restarted(stale), {"w": jnp.array([0.1, 0.2, 0.3])})
     np.testing.assert_array_equal(block.mean["w"], np.float32([0.1, 0.2, 0.3]))
     assert int(block.count) == 1
 
 
 def test_a_block_of_nothing_is_of_the_weights_at_its_mark():
     params = {"w": jnp.array([0.1, 0.2])}
-    alone = block_mean.at_mark(block_mean.empty(params), params)
+    alone = block_mean.at_mark(running_mean.empty(params), params)
     np.testing.assert_array_equal(alone.mean["w"], params["w"])
     kept = block_mean.at_mark(block_of(np.float32([[1, 3], [3, 5]])), params)
     np.testing.assert_array_equal(kept.mean["w"], [2, 4])
@@ -185,7 +185,7 @@ def test_adds_marks_and_resuming_compile_once(workspace, dense):
         block_mean.add.clear_cache()
         fresh = make_state(config)
         block = block_mean.add(block_mean.add(fresh.block, fresh.params), fresh.params)
-        block_mean.add(block_mean.restarted(block), fresh.params)
+        block_mean.add(running_mean.restarted(block), fresh.params)
         block_mean.add(restored.block, restored.params)
     assert block_mean.add._cache_size() == 1
 

@@ -16,7 +16,7 @@ from pma_jax.checkpoint import open_run
 from pma_jax.config import OptimizerConfig
 from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.mesh import make_mesh
-from pma_jax.training import ema
+from pma_jax.training import ema, running_mean
 from pma_jax.training.forking import fork, fork_config
 from pma_jax.training.loop import train
 from pma_jax.training.optimizer import averaged, initial_moments, updated
@@ -82,7 +82,7 @@ def test_the_moving_average_is_optaxs_without_bias():
     rows = np.random.default_rng(0).standard_normal((50, 7)).astype(np.float32)
     peer = optax.ema(0.9, debias=True)
     kept = peer.init({"w": jnp.zeros(7)})
-    mean = ema.empty({"w": jnp.zeros(7)})
+    mean = running_mean.empty({"w": jnp.zeros(7)})
     for k, row in enumerate(rows, start=1):
         expected, kept = peer.update({"w": jnp.asarray(row)}, kept)
         mean = jax.jit(ema.add, static_argnums=2)(mean, {"w": jnp.asarray(row)}, 0.9)
