@@ -31,6 +31,7 @@ from pma_jax import config as configuration
 from pma_jax import digests, hosts, integrity, steps, stored_arrays
 from pma_jax.buckets import check_bucket, is_bucket
 from pma_jax.config import FOLDERS, Config
+from pma_jax.error_line import error_line
 from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import init_params
 from pma_jax.retention import kept_snapshots, kept_states
@@ -162,7 +163,7 @@ def read_json(path: epath.Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise TypeError(f"it holds a {type(found).__name__}")
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} cannot be read: {error_line(error)}") from error
     return found
 
 

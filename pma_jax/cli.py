@@ -12,6 +12,7 @@ from typing import Any
 from pma_jax import stopping
 from pma_jax.arguments import parser
 from pma_jax.buckets import is_bucket, locate
+from pma_jax.error_line import error_line
 
 CONFIG_PREFIX = "--config."
 NOTHING = "nothing was written"
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with stopping.noticed(interrupts=True), _together(options):
             options.function(options)
     except (ValueError, OSError) as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        print(f"error: {error_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         print(str(stop) or f"stopped: {AFTER_STOP[options.verb]}", file=sys.stderr)
@@ -367,10 +368,6 @@ def _quiet() -> None:
             show(unraisable)
 
     sys.unraisablehook = hook
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import numpy as np
 from jax._src.distributed import global_state  # jax.process_index() would start the devices, and with them settle them
 from jax.experimental import multihost_utils
 
+from pma_jax.error_line import error_line
+
 T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 100  # JAX's own default
@@ -50,7 +52,7 @@ def join(heartbeat_seconds: int = HEARTBEAT_SECONDS) -> None:
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
     except (ValueError, RuntimeError) as error:
-        said = " ".join(str(error).split())[:300]
+        said = error_line(error)[:300]
         raise ValueError(
             f"cannot join the processes of a job: {said}: --distributed is for Cloud TPU, SLURM, Open MPI, Kubernetes "
             f"with jax[k8s], or with {', '.join(VARIABLES)} set"
@@ -112,7 +114,7 @@ def meet(name: str) -> None:
 
 def agree(error: Exception | None) -> None:
     """Wait for all processes; raise ValueError in all of them where one has an error, naming the first that has."""
-    said = gather("" if error is None else _one_line(error))
+    said = gather("" if error is None else error_line(error))
     failed = [p for p, line in enumerate(said) if line]
     if error is not None:
         raise error
@@ -144,7 +146,7 @@ def _first(look: Callable[[], str]) -> tuple[str]:
         try:
             text = look()
         except (ValueError, OSError) as raised:
-            error = _one_line(raised)
+            error = error_line(raised)
     text, error = gather(text)[0], gather(error)[0]
     if error:
         raise ValueError(error)
@@ -170,7 +172,7 @@ def no_farewell() -> Iterator[None]:
 def leave(error: BaseException) -> None:
     """Say an error in one line, with the process that has it, and end this process now: status 1, 130 for Ctrl-C."""
     index, count = place()
-    line = _one_line(error)
+    line = error_line(error)
     if isinstance(error, KeyboardInterrupt):
         line = "stopped, and with it the others; the same command on all goes on from what is saved"
     elif isinstance(error, jax.errors.JaxRuntimeError):
@@ -182,7 +184,3 @@ def leave(error: BaseException) -> None:
     if index == 0:
         time.sleep(_LAST_WORDS_SECONDS)
     os._exit(getattr(error, "status", 130) if isinstance(error, KeyboardInterrupt) else 1)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

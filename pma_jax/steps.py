@@ -17,6 +17,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax.digests import check_seal, sealed
+from pma_jax.error_line import error_line
 
 COMMIT_MARK = "commit_success.txt"
 FACTS_FILE = "_CHECKPOINT_METADATA"
@@ -73,7 +74,7 @@ def writing(path: epath.PathLike) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
+        said = error_line(error)
         if "No space left on device" in said or "ENOSPC" in said or "Disk quota exceeded" in said:
             said = "no space is left on the device: make room"
         elif "Read-only file system" in said or "Permission denied" in said:

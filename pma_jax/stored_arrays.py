@@ -11,6 +11,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax import integrity, steps
+from pma_jax.error_line import error_line
 
 
 def restore(path: epath.Path, name: str, abstract: Any) -> Any:
@@ -78,7 +79,7 @@ def readable(path: epath.Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
+        said = error_line(error)
         said = said if len(said) <= 300 else f"{said[:300]} ..."
         raise ValueError(f"{path} is damaged or incomplete: {type(error).__name__}: {said}") from error
 

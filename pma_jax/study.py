@@ -14,17 +14,21 @@ size: `--sizes dense_1b --config.training.total_tokens=20e9` runs it on other mo
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from pma_jax import config as configuration
-from pma_jax.checkpoint import Run, Snapshot, abstract_params
+from pma_jax.checkpoint import Run, Snapshot, abstract_params, write_text
 from pma_jax.config import Config, EvaluationConfig
+from pma_jax.error_line import error_line
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW, losses_along
 from pma_jax.host_memory import keep_freed_memory
@@ -201,26 +205,36 @@ def main(
 ) -> dict[str, Any]:
     """Answer the question of `script`: writes results.json and the figures, and the README's results between its marks.
 
-    What was trained and evaluated before is read from --runs. Returns what results.json holds.
+    What was trained and evaluated before is read from --runs. Wrong words or files end it with one line and exit
+    status 1. Returns what results.json holds.
     """
     folder = Path(script).resolve().parent
     options, overrides = _parsed(folder, arguments)
-    page = options.out / "README.md"
-    if page.exists():
-        pages.results_of(page.read_text())  # before the hours that the answer takes
-    keep_freed_memory()
-    kept = options.out / "results.json"
-    results = json.loads(kept.read_text()) if options.redraw else _answered(answer, options, overrides)
-    results["row"] = dataclasses.asdict(row(results))
-    kept.write_text(json.dumps(results, indent=1) + "\n")
-    for name, png in figures(results).items():
-        (options.out / name).write_bytes(png)
-    if page.exists():
-        page.write_text(pages.with_results(page.read_text(), whole_report(report, results)))
-    if options.out == folder and (folder.parent / "README.md").exists():
-        pages.write_index(folder.parent)
-    print(whole_report(report, results))
-    return results
+    with _refusals_in_one_line():
+        page = options.out / "README.md"
+        if page.exists():
+            pages.results_of(page.read_text())  # before the hours that the answer takes
+        keep_freed_memory()
+        kept = options.out / "results.json"
+        results = json.loads(kept.read_text()) if options.redraw else _answered(answer, options, overrides)
+        results["row"] = dataclasses.asdict(row(results))
+        write_text(epath.Path(kept), json.dumps(results, indent=1) + "\n")
+        for name, png in figures(results).items():
+            (options.out / name).write_bytes(png)
+        if page.exists():
+            page.write_text(pages.with_results(page.read_text(), whole_report(report, results)))
+        if options.out == folder and (folder.parent / "README.md").exists():
+            pages.write_index(folder.parent)
+        print(whole_report(report, results))
+        return results
+
+
+@contextlib.contextmanager
+def _refusals_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error_line(error)}") from error
 
 
 def whole_report(report: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:

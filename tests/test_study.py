@@ -140,3 +140,14 @@ def test_what_a_script_does_not_know_is_refused(tmp_path, capsys):
                 str(tmp_path / "script.py"), dict, str, lambda r: Row(1, "", "", "", ""), dict, ["--runs", "x", *words]
             )
         assert said in capsys.readouterr().err
+
+
+def test_a_script_refuses_a_wrong_key_in_one_line(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = [sys.executable, str(tmp_path / "script.py"), "--runs", str(tmp_path / "runs"), "--tiny"]
+    done = subprocess.run(
+        [*words, "--config.model.widht=3"], capture_output=True, text=True, env=tiny.environment(), check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "error: unknown config key 'model.widht': did you mean 'model.width'?\n"
+    assert not (tmp_path / "results.json").exists()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax.buckets import locate
+from pma_jax.error_line import error_line
 from pma_jax.merging import hub, selection
 from pma_jax.merging.leaves import Source
 from pma_jax.merging.sources import open_source
@@ -181,7 +182,7 @@ def _of_run(run: Path, kind: str | None) -> list[tuple[str, str | None]]:
     try:
         kind = kind or configuration.from_json(path.read_text()).checkpoint.kinds[0]
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} cannot be read: {error_line(error)}") from error
     steps = [step for step in (run / configuration.FOLDERS[kind]).glob("*") if step.name.isdigit()]
     published = [step for step in steps if (step / "commit_success.txt").is_file()]
     if not published:
