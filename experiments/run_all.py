@@ -2,6 +2,8 @@
 
 Command:   python experiments/run_all.py --runs runs/science
 
+    --jobs 2                            two at a time, each on its own half of the cores: for small models, where
+                                        two cores do less than twice what one does
     --only stable_phase,learning_rate   these alone
     --tiny --out FOLDER                 the whole set in a minute or two, to see that it runs; its numbers say nothing
     --list                              what there is, and what has results
@@ -12,23 +14,27 @@ One that fails is told, and the others go on; the exit status is then 1.
 """
 
 import argparse
+import concurrent.futures
+import os
+import queue
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# In the order that trains soonest what others read.
+# In the order that trains soonest what others read; of two that run at once, few wait for the same run.
 QUESTIONS = (
     "stable_phase",
-    "merging_and_annealing",
-    "weights",
-    "interval_and_window",
-    "why_it_works",
-    "forecasts",
     "learning_rate",
-    "pma_init",
+    "merging_and_annealing",
     "other_averagers",
+    "weights",
+    "pma_init",
+    "interval_and_window",
+    "forecasts",
+    "why_it_works",
 )
 
 
@@ -38,6 +44,7 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, help="folder of the runs, shared by all")
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="Q,Q", help="these questions alone")
     parser.add_argument("--out", type=Path, help="write results to OUT/QUESTION instead of beside the scripts")
+    parser.add_argument("--jobs", type=int, default=1, help="questions at a time, each on its share of the cores (1)")
     parser.add_argument("--list", action="store_true", help="what there is, and what has results")
     options, rest = parser.parse_known_args()
     there = [name for name in QUESTIONS if (FOLDER / name / "script.py").exists()]
@@ -51,26 +58,50 @@ def main() -> int:
         return 0
     if not options.runs:
         parser.error("give --runs FOLDER")
-    failed, began = [], time.monotonic()
-    for number, name in enumerate(chosen, start=1):
-        print(f"[{number} of {len(chosen)}] {name}", file=sys.stderr, flush=True)
-        words = ["--runs", str(options.runs), *rest]
-        if options.out:
-            words += ["--out", str(options.out / name)]
-        since = time.monotonic()
-        status = subprocess.run([sys.executable, str(FOLDER / name / "script.py"), *words], check=False).returncode
-        if status:
-            failed.append(name)
-        verdict = f"failed with status {status}" if status else "done"
-        print(
-            f"[{number} of {len(chosen)}] {name}: {verdict} in {(time.monotonic() - since) / 60:.1f} minutes, "
-            f"{(time.monotonic() - began) / 60:.1f} in all",
-            file=sys.stderr,
-            flush=True,
-        )
+    if not 1 <= options.jobs <= (os.cpu_count() or 1):
+        parser.error(f"--jobs {options.jobs}: give 1 to {os.cpu_count()}, the cores that there are")
+    failed = run(chosen, options.runs, options.out, rest, options.jobs)
     if failed:
         print(f"error: {', '.join(failed)} failed: see above, and give the same command again", file=sys.stderr)
     return 1 if failed else 0
+
+
+def run(names: Sequence[str], runs: Path, out: Path | None, rest: Sequence[str], jobs: int) -> list[str]:
+    """Run the scripts, `jobs` at a time; returns those that failed, after all have ended."""
+    began = time.monotonic()
+    shares: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
+    for share in shares_of_cores(jobs):
+        shares.put(share)
+
+    def one(numbered: tuple[int, str]) -> bool:
+        number, name = numbered
+        place = f"[{number} of {len(names)}] {name}"
+        print(place, file=sys.stderr, flush=True)
+        words = ["--runs", str(runs), *rest, *(["--out", str(out / name)] if out else [])]
+        since = time.monotonic()
+        status = subprocess.run([sys.executable, str(FOLDER / name / "script.py"), *words], check=False).returncode
+        verdict = f"failed with status {status}" if status else "done"
+        minutes = [(time.monotonic() - t) / 60 for t in (since, began)]
+        print(f"{place}: {verdict} in {minutes[0]:.1f} minutes, {minutes[1]:.1f} in all", file=sys.stderr, flush=True)
+        return status == 0
+
+    with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: keep_to(shares.get())) as pool:
+        done = list(pool.map(one, enumerate(names, start=1)))
+    return [name for name, well in zip(names, done, strict=True) if not well]
+
+
+def shares_of_cores(jobs: int) -> list[set[int]]:
+    """The cores of this process in `jobs` shares; all of them for each where the system cannot bind to cores."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [set()] * jobs
+    cores = sorted(os.sched_getaffinity(0))
+    return [set(cores[job::jobs]) for job in range(jobs)]
+
+
+def keep_to(cores: set[int]) -> None:
+    """Bind this thread, and the processes that it starts, to these cores."""
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -102,9 +104,24 @@ def test_the_one_command_goes_on_after_a_failure_and_tells(workspace, runs, tmp_
     assert [line.split()[0] for line in listed.stdout.splitlines()].count("stable_phase") == 1
     words = [*command, "--runs", str(runs), "--out", str(tmp_path), "--tiny", "--only", "stable_phase,learning_rate"]
     done = subprocess.run(
-        [*words, "--config.data.source=nowhere"], capture_output=True, text=True, env=tiny.environment(), check=False
+        [*words, "--jobs", "2", "--config.data.source=nowhere"],
+        capture_output=True,
+        text=True,
+        env=tiny.environment(),
+        check=False,
     )
     assert done.returncode == 1
     assert "[1 of 2] stable_phase: failed" in done.stderr and "[2 of 2] learning_rate: failed" in done.stderr
     refused = subprocess.run([*command, "--only", "no_such"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "no question is called no_such" in refused.stderr
+    refused = subprocess.run([*command, "--runs", str(runs), "--jobs", "0"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "--jobs 0: give 1 to" in refused.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes to cores")
+def test_jobs_share_the_cores_without_one_in_common():
+    cores, run_all = os.sched_getaffinity(0), loaded(FOLDER / "run_all.py")
+    for jobs in range(1, len(cores) + 1):
+        shares = run_all.shares_of_cores(jobs)
+        assert sorted(itertools.chain(*shares)) == sorted(cores)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
