@@ -18,6 +18,9 @@ from pma_jax.mesh import RULES, rows_here
 from pma_jax.model.decoder import Params, decoder_of
 
 PADDING = -1
+# Batches that were begun and are not done. Where a CPU counts as several devices, XLA holds back programs beyond 32 a
+# device on the threads that the running ones need to meet in their collectives: then nothing ever ends.
+IN_FLIGHT = 8
 
 
 def loss_sums(
@@ -59,7 +62,11 @@ def evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) 
 
 def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) -> float:
     """Mean nats a token over `batches` of int32 [B, M]; call under `jax.set_mesh`."""
-    sums = [evaluation_step(graph, params, tokens_BxM) for tokens_BxM in batches]
+    sums = []
+    for tokens_BxM in batches:
+        sums.append(evaluation_step(graph, params, tokens_BxM))
+        if len(sums) > IN_FLIGHT:
+            jax.block_until_ready(sums[-1 - IN_FLIGHT])
     nats, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
     return float(nats / count)
 
