@@ -222,7 +222,7 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
                 zero=True,
                 log_x=True,
                 percent=True,
-                limits=(-0.5, 1.2),
+                limits=(0.0, 1.6),
             )
         )
     within = results["inside"]
