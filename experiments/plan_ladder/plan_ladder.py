@@ -64,7 +64,7 @@ SLICES = {
     "dense_70b": Slice("v5p:4x4x8", fsdp=32, tensor=4, accumulation_steps=64),
     "moe_125m_650m": Slice("v5e:4x4", fsdp=4, expert=4, accumulation_steps=4),
     "moe_330m_3b": Slice("v5e:4x4", fsdp=4, expert=4, accumulation_steps=8),
-    "moe_1b_5b": Slice("v5e:4x4", fsdp=4, expert=4, accumulation_steps=16),
+    "moe_1b_5b": Slice("v5e:4x8", fsdp=8, expert=4, accumulation_steps=16),
     "moe_700m_7b": Slice("v6e:4x4", fsdp=4, expert=4, accumulation_steps=8),
     "moe_1b3_13b": Slice("v6e:4x8", fsdp=4, expert=8, accumulation_steps=8),
     "moe_3b_30b": Slice("v5p:4x4x4", fsdp=8, expert=8, accumulation_steps=4),
