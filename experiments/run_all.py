@@ -58,8 +58,8 @@ def main() -> int:
         return 0
     if not options.runs:
         parser.error("give --runs FOLDER")
-    if not 1 <= options.jobs <= (os.cpu_count() or 1):
-        parser.error(f"--jobs {options.jobs}: give 1 to {os.cpu_count()}, the cores that there are")
+    if not 1 <= options.jobs <= len(cores_here()):
+        parser.error(f"--jobs {options.jobs}: give 1 to {len(cores_here())}, the cores that there are")
     failed = run(chosen, options.runs, options.out, rest, options.jobs)
     if failed:
         print(f"error: {', '.join(failed)} failed: see above, and give the same command again", file=sys.stderr)
@@ -90,17 +90,19 @@ def run(names: Sequence[str], runs: Path, out: Path | None, rest: Sequence[str],
     return [name for name, well in zip(names, done, strict=True) if not well]
 
 
+def cores_here() -> list[int]:
+    """The cores that this process may use; all of the machine where the system cannot bind processes to cores."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def shares_of_cores(jobs: int) -> list[set[int]]:
-    """The cores of this process in `jobs` shares; all of them for each where the system cannot bind to cores."""
-    if not hasattr(os, "sched_getaffinity"):
-        return [set()] * jobs
-    cores = sorted(os.sched_getaffinity(0))
-    return [set(cores[job::jobs]) for job in range(jobs)]
+    """The cores of this process in `jobs` shares."""
+    return [set(cores_here()[job::jobs]) for job in range(jobs)]
 
 
 def keep_to(cores: set[int]) -> None:
-    """Bind this thread, and the processes that it starts, to these cores."""
-    if cores:
+    """Bind this thread, and the processes that it starts, to these cores, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
