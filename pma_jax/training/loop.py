@@ -63,6 +63,7 @@ def _train_on(
     """Train to the horizon (True), or to a spike from which the run goes back when it is resumed (False)."""
     newest = run.newest_state
     if newest and config.is_horizon(newest.tokens) and not recovery.is_due(run):
+        resuming.finish_removing(run)
         return True
     spike = None
     with contextlib.ExitStack() as stack:
@@ -83,10 +84,11 @@ def _train_on(
         stack.callback(log.close)
         for line in told:
             log.say(line)
+        # Snapshots are closed first: the state before goes only once the last one's snapshots are published.
+        state_writer = stack.enter_context(checkpoint.state_writer(run))
         snapshot_writers = {
             kind: stack.enter_context(checkpoint.snapshot_writer(run, kind)) for kind in config.checkpoint.kinds
         }
-        state_writer = stack.enter_context(checkpoint.state_writer(run))
         stack.enter_context(hosts.no_farewell())
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"

@@ -6,6 +6,7 @@ A step is whole when its metadata carry their seal and every leaf has the digest
 never published (a kill while one was written or removed) are cleared away: they were not there.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from etils import epath
 from pma_jax import checkpoint, hosts, steps
 from pma_jax.checkpoint import Run, SavedState, Snapshot
 from pma_jax.config import FOLDERS
+from pma_jax.retention import kept_snapshots, kept_states
 
 DAMAGED = "damaged"
 Say = Callable[[str], None]
@@ -32,6 +34,27 @@ def clear_away(run: Run, say: Say) -> None:
                 except ValueError as error:
                     _set_aside(run, path, error, say)
     hosts.meet("resuming.clear_away")
+
+
+def finish_removing(run: Run) -> None:
+    """Take away what a run killed at its horizon had still to remove; process 0 does. What is damaged is left."""
+    if hosts.is_first():
+        for name in (*FOLDERS.values(), checkpoint.STATES):
+            is_state = name == checkpoint.STATES
+            read, rule = (
+                (checkpoint.read_state, kept_states) if is_state else (checkpoint.read_snapshot, kept_snapshots)
+            )
+            found: list[SavedState | Snapshot] = []
+            for path in steps.published(run.path / name):
+                with contextlib.suppress(ValueError):
+                    found.append(read(path))
+            found.sort(key=lambda saved: saved.tokens)
+            for saved, is_kept in zip(found, rule(run.config, [s.tokens for s in found]), strict=True):
+                if not is_kept:
+                    steps.remove(saved.path)
+            for path in steps.unpublished(run.path / name):
+                path.rmtree()
+    hosts.meet("resuming.finish_removing")
 
 
 def newest_whole_state(run: Run, abstract: Any, say: Say) -> tuple[SavedState | None, Any]:
