@@ -116,6 +116,19 @@ class Study:
         config = self.trunk_config(size, seed, changes)
         return self._asked(lambda: run_cache.trained(self.runs, config))
 
+    def at_rate(self, size: str, factor: float) -> tuple["Study", dict[int, Run]]:
+        """A study of half the tokens, and its trunks by seed at `factor` times the size's rate, trained.
+
+        At the size's own rate the first half of the trunk is the run.
+        """
+        half, whole = dataclasses.replace(self, units=self.units // 2), self.trunk_config(size, self.seeds[0])
+        changes = [
+            f"training.total_tokens={whole.training.total_tokens // 2}",
+            f"schedule.peak_rate={factor * whole.schedule.peak_rate}",
+        ]
+        own = factor == 1
+        return half, {seed: self.trunk(size, seed) if own else half.trunk(size, seed, changes) for seed in self.seeds}
+
     def forked(self, run: Run, at: int, end: int, changes: Iterable[str] = (), weights: Snapshot | None = None) -> Run:
         """The fork of a trunk from unit `at` to unit `end` under `changes`, trained; see `run_cache.forked`."""
         keys = [

@@ -3,7 +3,6 @@
 Command:   python experiments/learning_rate/script.py --runs runs/science
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,14 @@ PLAIN = Cell("sma", 10)  # PMA's default, the same at every rate
 
 def answer(question: Study) -> dict[str, Any]:
     """Raw, merged and annealed losses at each rate, over half of the tokens of the first size's trunk."""
-    size = question.sizes[0]
-    whole = question.trunk_config(size, question.seeds[0])
-    half = dataclasses.replace(question, units=question.units // 2)
-    tokens = f"training.total_tokens={whole.training.total_tokens // 2}"
-    ends = [half.units // 4, half.units // 2, half.units]
-    found = {}
+    size, found = question.sizes[0], {}
+    rate = question.facts(size)["peak_rate"]
     for factor in FACTORS:
-        changes = [tokens, f"schedule.peak_rate={factor * whole.schedule.peak_rate}"]
-        # At the size's own rate the first half of the trunk is the run.
-        trunks = {
-            seed: question.trunk(size, seed) if factor == 1 else half.trunk(size, seed, changes) for seed in half.seeds
-        }
+        half, trunks = question.at_rate(size, factor)
+        ends = [half.units // 4, half.units // 2, half.units]
         losses = half.over_seeds(trunks.__getitem__, [RAW, *MERGES], ends)
         annealed = [half.loss(half.annealed(t, half.units - half.units // 4, half.units)) for t in trunks.values()]
-        found[str(factor * whole.schedule.peak_rate)] = {"losses": losses, "annealed": annealed}
+        found[str(factor * rate)] = {"losses": losses, "annealed": annealed}
     return {"size": size, "facts": question.facts(size), "ends": ends, "rates": found}
 
 

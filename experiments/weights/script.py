@@ -48,6 +48,7 @@ RECIPES = (
 WINDOWS = (4, 8, 12, 16, 24, 32)
 FOLLOWED = (("sma", "point"), ("sma", "block_mean"), ("wma", "block_mean"))  # through the length of training
 FOLLOWED += (("lagfree:lag=0.5", "block_mean"), ("lagfree", "block_mean"), ("lagfree", "point"))
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the size's own: the higher, the more noise
 POWER = ("power:sigma_rel=0.05", "power:sigma_rel=0.1", "power:sigma_rel=0.15")  # over all snapshots: from token 0
 LEARNED = (("point", 4), ("block_mean", 4))  # kind, and the share of the units that is merged
 LEARNED_WIDE = ("block_mean", 2)  # besides, of the first size
@@ -91,7 +92,24 @@ def answer(question: Study) -> dict[str, Any]:
             if i < SHORT_SIZES
             else [],
         }
-    return {"units": end, "sizes": found}
+    return {"units": end, "sizes": found, "rates": by_rate(question)}
+
+
+def by_rate(question: Study) -> dict[str, Any]:
+    """The recipes that are followed, over half of the first size's tokens, at rates of more and of less noise."""
+    size, found = question.sizes[0], {}
+    for factor in RATES:
+        half, trunks = question.at_rate(size, factor)
+        windows = [w for w in WINDOWS if w <= half.units * 3 // 4]
+        grid = [RAW, *(Cell(recipe, w, kind=kind) for recipe, kind in FOLLOWED for w in windows)]
+        losses = half.over_seeds(trunks.__getitem__, grid, [half.units])
+        found[str(factor * question.facts(size)["peak_rate"])] = {
+            "annealed": [
+                half.loss(half.annealed(t, half.units - half.units // 4, half.units)) for t in trunks.values()
+            ],
+            "losses": {text: there[str(half.units)] for text, there in losses.items()},
+        }
+    return found
 
 
 def learned(question: Study, trunks: list[Run], kind: str, window: int) -> dict[str, Any]:
@@ -185,23 +203,33 @@ def report(results: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def lengths_table(results: dict[str, Any]) -> str:
-    """How the best window and its share of the gain move with the length of training, at the first size."""
-    name, size = next(iter(results["sizes"].items()))
-    rows = []
-    for end, at in [*size["earlier"].items(), (results["units"], size)]:
-        cells = []
-        for recipe, kind in FOLLOWED:
-            text = best(at, recipe, kind)
-            cells.append(
-                f"{pages.percent(shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}" if text else "–"
-            )
-        rows.append([f"{int(end) * size['unit_tokens'] / 1e6:.2f}M", *cells])
+def share_at_best(at: dict[str, Any], recipe: str, kind: str) -> str:
+    """A recipe's share of annealing's gain, and the window at which it is best; a dash where it cannot be made."""
+    text = best(at, recipe, kind)
+    return f"{pages.percent(shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}" if text else "–"
+
+
+def followed_table(first: str, rows: dict[str, dict[str, Any]]) -> str:
+    """The gain of annealing, and each recipe's share of it at its best window: a row for each of `rows`, by name."""
+    table = []
+    for name, at in rows.items():
+        found = [share_at_best(at, recipe, kind) for recipe, kind in FOLLOWED]
+        table.append([name, pages.paired(at["losses"][RAW.text], at["annealed"]), *found])
     header = [f"{shown(recipe)} of {KIND_NAMES[kind]}" for recipe, kind in FOLLOWED]
-    says = (
-        f"**Earlier in training** ({name}): share of the gain of annealing over the last quarter, at the best window."
+    return pages.table([first, "raw − annealed", *header], table)
+
+
+def lengths_table(results: dict[str, Any]) -> str:
+    """How the best window and its share of the gain move with the length of training, and with the rate."""
+    name, size = next(iter(results["sizes"].items()))
+    ends = {f"{int(end) * size['unit_tokens'] / 1e6:.2f}M": at for end, at in size["earlier"].items()}
+    ends[f"{results['units'] * size['unit_tokens'] / 1e6:.2f}M"] = size
+    rates = {f"{float(rate):g}": at for rate, at in results["rates"].items()}
+    share = "share of the gain of annealing over the last quarter, at the best window"
+    return (
+        f"**Earlier in training** ({name}): {share}.\n\n{followed_table('tokens', ends)}\n\n"
+        f"**At other rates** ({name}, half of the tokens): {share}.\n\n{followed_table('rate', rates)}"
     )
-    return f"{says}\n\n{pages.table(['tokens', *header], rows)}"
 
 
 def short_table(results: dict[str, Any]) -> str:
