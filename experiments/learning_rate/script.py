@@ -26,12 +26,12 @@ PLAIN = Cell("sma", 10)  # PMA's default, the same at every rate
 def answer(question: Study) -> dict[str, Any]:
     """Raw, merged and annealed losses at each rate, over half of the tokens of the first size's trunk."""
     size, found = question.sizes[0], {}
-    rate = question.facts(size)["peak_rate"]
+    rate, end = question.facts(size)["peak_rate"], question.units // 2
+    ends = [end // 4, end // 2, end]
     for factor in FACTORS:
         half, trunks = question.at_rate(size, factor)
-        ends = [half.units // 4, half.units // 2, half.units]
         losses = half.over_seeds(trunks.__getitem__, [RAW, *MERGES], ends)
-        annealed = [half.loss(half.annealed(t, half.units - half.units // 4, half.units)) for t in trunks.values()]
+        annealed = [half.loss(half.annealed(t, end - end // 4, end)) for t in trunks.values()]
         found[str(factor * rate)] = {"losses": losses, "annealed": annealed}
     return {"size": size, "facts": question.facts(size), "ends": ends, "rates": found}
 

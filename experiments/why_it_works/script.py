@@ -23,6 +23,7 @@ from pma_jax.merging import recipes
 from pma_jax.merging.averager import average
 from pma_jax.reporting import contours, line_panels, pages
 from pma_jax.reporting.contours import ContourPanel, Marked
+from pma_jax.reporting.figures import shown
 from pma_jax.reporting.line_panels import Line, LinePanel
 from pma_jax.reporting.pages import Row
 from pma_jax.study import Study
@@ -32,6 +33,8 @@ REPLICAS = 5  # besides the trunk
 RANDOM_DIRECTIONS, TOP_DIRECTIONS = 32, 4
 GRID = 17  # points along each axis of a contour plot
 TWO_WEIGHTS_OF = "blocks/query_DxNxH"
+RECIPES = ("sma", "wma", "ema:alpha=0.2", "decay:shape=cosine", "decay:shape=minus_sqrt", "lagfree:lag=0.5", "lagfree")
+DIRECTIONS = {"random": f"{RANDOM_DIRECTIONS} random", "top": f"{TOP_DIRECTIONS} most curved"}
 AROUND = {"merge": "the merged model", "annealed": "the annealed model"}
 
 
@@ -211,6 +214,11 @@ def quadratic_report(results: dict[str, Any]) -> str:
     return f"**A quadratic.** {text}:\n\n{pages.table(header, rows)}"
 
 
+def path_gain(results: dict[str, Any]) -> str:
+    """What averaging over time adds, in nats (below 0: it is better), to a mean over all replicas."""
+    return mean_and_interval(results, lambda s: s["noise"]["both"] - s["noise"]["path"][-1])
+
+
 def noise_report(results: dict[str, Any]) -> str:
     """Losses of means over replicas and over time, each less that of one run's last snapshot."""
     count = next(iter(results["seeds"].values()))["noise"]["replicas"]
@@ -230,10 +238,9 @@ def noise_report(results: dict[str, Any]) -> str:
         row("annealed over the last quarter", lambda n: n["annealed"]),
     ]
     header = ["model", "held-out loss", "less the last snapshot"]
-    drift = mean_and_interval(results, lambda s: s["noise"]["both"] - s["noise"]["path"][-1])
     text = (
         f"The last {results['window']} of {results['units']} units of a trunk, {count} times with other data. "
-        f"Averaging the replicas' common path over time, when their noise is mostly gone: {drift}."
+        f"Averaging the replicas' common path over time, when their noise is mostly gone: {path_gain(results)}."
     )
     return f"**Noise and drift.** {text}\n\n{pages.table(header, rows)}"
 
@@ -244,23 +251,47 @@ def fast_share(seed: dict[str, Any], directions: str, rate: str) -> float:
     return float(power[frequencies > 0.25].sum() / power.sum())
 
 
+def response(results: dict[str, Any], recipe: str, frequencies: Any) -> np.ndarray:
+    """|H(f)| of a recipe over the window: by how much it scales a wave of that frequency."""
+    weights = recipes.coefficients(recipe, range(1, results["window"] + 1))
+    return np.abs(spectrum.frequency_response(weights, frequencies))
+
+
+def passed(results: dict[str, Any], seed: dict[str, Any], directions: str, recipe: str) -> float:
+    """Share of the path's power at a constant rate that a recipe lets through."""
+    found = seed["spectrum"]
+    power, frequencies = np.array(found[directions]["constant"]), np.array(found["frequencies"])
+    return float((response(results, recipe, frequencies) ** 2 * power).sum() / power.sum())
+
+
 def spectrum_report(results: dict[str, Any]) -> str:
-    """How fast the weights move, and how much of it a decaying rate takes away."""
-    rows = []
-    for directions, name in (("random", f"{RANDOM_DIRECTIONS} random"), ("top", f"{TOP_DIRECTIONS} most curved")):
-        left = mean_and_interval(
-            results,
-            lambda s, d=directions: sum(s["spectrum"][d]["decaying"]) / sum(s["spectrum"][d]["constant"]),
-            2,
-        )
+    """How fast the weights move, and how much of it a decaying rate, or a recipe, takes away."""
+    speeds, left = [], []
+    for directions, name in DIRECTIONS.items():
         shares = [
             mean_and_interval(results, lambda s, d=directions, r=rate: fast_share(s, d, r), 2)
             for rate in ("constant", "decaying")
         ]
-        rows.append([name, *shares, left])
-    header = ["directions", "fast share, constant rate", "fast share, decaying rate", "power left by decay"]
+        speeds.append([name, *shares])
+    for recipe in RECIPES:
+        shares = [mean_and_interval(results, lambda s, d=d, r=recipe: passed(results, s, d, r), 2) for d in DIRECTIONS]
+        left.append([shown(recipe), *shares])
+    decays = [
+        mean_and_interval(
+            results, lambda s, d=d: sum(s["spectrum"][d]["decaying"]) / sum(s["spectrum"][d]["constant"]), 2
+        )
+        for d in DIRECTIONS
+    ]
+    left.append(["annealing over the last quarter", *decays])
     text = "Power of the path over the last quarter, straight lines taken out; fast: above a quarter of a cycle a unit."
-    return f"**The filter view.** {text}\n\n{pages.table(header, rows)}"
+    header = ["directions", "fast share, constant rate", "fast share, decaying rate"]
+    then = (
+        f"Share of that power that a recipe over {results['window']} snapshots lets through, and that annealing leaves:"
+    )
+    names = [f"along {name}" for name in DIRECTIONS.values()]
+    return (
+        f"**The filter view.** {text}\n\n{pages.table(header, speeds)}\n\n{then}\n\n{pages.table(['', *names], left)}"
+    )
 
 
 def row(results: dict[str, Any]) -> Row:
@@ -274,7 +305,8 @@ def row(results: dict[str, Any]) -> Row:
     found = (
         f"A quadratic at the merged model predicts {explained / measured:.0%} of the gain over the mean of the losses. "
         f"Averaging away, over replicas, the noise of the last {results['window']} units alone would gain {share:.0%} "
-        "of what averaging over them in time gains."
+        "of what averaging over them in time gains. Once it is mostly gone, averaging the path over time changes the "
+        f"loss by {path_gain(results)} nats."
     )
     return Row(
         5,
@@ -313,7 +345,10 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
         }
         spectral = [Line(f"{rate} rate", frequencies, values) for rate, values in power.items()]
         drawn.append(LinePanel(f"log10 of power, {name}", "cycles a unit", spectral))
-    return {"planes.png": contours.png(panels), "figure.png": line_panels.png(drawn)}
+    at = np.linspace(0, 0.5, 21)
+    answers = [Line(shown(recipe), at.tolist(), response(results, recipe, at).tolist()) for recipe in RECIPES]
+    drawn.append(LinePanel(f"response |H| of recipes over {results['window']}", "cycles a unit", answers, zero=True))
+    return {"planes.png": contours.png(panels), "figure.png": line_panels.png(drawn, columns=2)}
 
 
 if __name__ == "__main__":
