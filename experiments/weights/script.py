@@ -214,9 +214,17 @@ def followed_table(first: str, rows: dict[str, dict[str, Any]]) -> str:
     table = []
     for name, at in rows.items():
         found = [share_at_best(at, recipe, kind) for recipe, kind in FOLLOWED]
-        table.append([name, pages.paired(at["losses"][RAW.text], at["annealed"]), *found])
+        table.append([name, pages.paired(at["losses"][RAW.text], at["annealed"]), *found, gain_of_lagfree(at)])
     header = [f"{shown(recipe)} of {KIND_NAMES[kind]}" for recipe, kind in FOLLOWED]
-    return pages.table([first, "raw − annealed", *header], table)
+    return pages.table(
+        [first, "raw − annealed", *header, "lagfree of block means, better than sma of points by"], table
+    )
+
+
+def gain_of_lagfree(at: dict[str, Any]) -> str:
+    """Loss of the best plain mean of points less that of the best lag-free merge of block means."""
+    plain, other = best(at, BASELINE, "point"), best(at, "lagfree", "block_mean")
+    return pages.paired(at["losses"][plain], at["losses"][other]) if plain and other else "–"
 
 
 def lengths_table(results: dict[str, Any]) -> str:
