@@ -192,6 +192,7 @@ def test_every_option_of_a_verb_is_on_its_page(page, verb, capsys):
     assert not [option for option in sorted(options) if option not in page]
 
 
+@pytest.mark.slow
 def test_the_page_on_spikes_does_what_it_says(tmp_path, monkeypatch, capfd):
     small = write_small_demo(tmp_path)
     monkeypatch.chdir(tmp_path)

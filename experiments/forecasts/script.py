@@ -33,14 +33,17 @@ SWEEP_PART, SWEEP_UNITS = 4, 32  # the sweep's runs take one over so many of a t
 WIDTHS = (0.5, 1.5)  # of more models, times the first size's; they take half of its tokens
 ENDS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # where losses are taken along a trunk, 32nds of it
 FORECASTS = ("raw", "sma", "block/sma")
+LAWS = ("merged", "annealed")  # what L(N, D) is fitted to
 
 
 def answer(question: Study) -> dict[str, Any]:
-    """Every loss that the three parts need."""
+    """Every loss that the three parts need, and what is fitted to them."""
+    each = {str(seed): sizes(question, seed) for seed in question.seeds}
     return {
         "sweep": {str(seed): sweep(question, seed) for seed in question.seeds},
         "curves": {size: {str(s): curves(question, size, s) for s in question.seeds} for size in question.sizes[:2]},
-        "sizes": {str(seed): sizes(question, seed) for seed in question.seeds},
+        "sizes": each,
+        "laws": {seed: {kind: law(entries, kind) for kind in LAWS} for seed, entries in each.items()},
     }
 
 
@@ -80,6 +83,7 @@ def curves(question: Study, size: str, seed: int) -> dict[str, Any]:
         losses = question.losses(run, cells(window).values(), [end])
         for name, cell in cells(window).items():
             found[name].append([end * question.unit_tokens(run), losses[cell, end]])
+    found["forecasts"] = {name: {f"{share:g}": forecast(found[name], share) for share in SHARES} for name in FORECASTS}
     return found | {"annealed": question.loss(question.annealed(run, question.units * 3 // 4, question.units))}
 
 
@@ -112,6 +116,27 @@ def of_width(config: Config, share: float) -> list[str]:
     model = config.model
     keys = {"width": model.width, "heads": model.heads, "kv_heads": model.kv_heads, "hidden": model.hidden}
     return [f"model.{key}={max(int(size * share), 1)}" for key, size in keys.items()]
+
+
+def forecast(points: Sequence[Sequence[float]], share: float) -> float | None:
+    """The loss at the last point, by a power law through those of the first `share`, warm-up left out."""
+    at, losses = np.array(points).T
+    seen = (at <= share * at[-1]) & (at >= at[-1] / 8)
+    return float(fit_loss_curve(at[seen], losses[seen]).at(at[-1])) if seen.sum() >= 4 else None
+
+
+def law(entries: Sequence[dict[str, Any]], kind: str) -> dict[str, float]:
+    """L(N, D) through one kind of losses; and, fitted without the largest size, less its annealed loss: `error`."""
+    at, truth = entries[-1]["annealed"][-1]
+    without = float(fitted_law(entries[:-1], kind).at(entries[-1]["parameters"], at))
+    return dataclasses.asdict(fitted_law(entries, kind)) | {"error": without - truth}
+
+
+def fitted_law(entries: Sequence[dict[str, Any]], kind: str) -> ScalingLaw:
+    """L(N, D) through one kind of losses."""
+    points = [(entry["parameters"], at, loss) for entry in entries for at, loss in entry[kind]]
+    parameters_n, tokens_n, loss_n = zip(*points, strict=True)
+    return fit_scaling_law(parameters_n, tokens_n, loss_n)
 
 
 # --- What the page shows ----------------------------------------------------------------------------------------------
@@ -149,13 +174,6 @@ def ranking_report(results: dict[str, Any]) -> str:
     return f"**Rankings.** {text}\n\n{pages.table(header, rows)}"
 
 
-def forecast(points: Sequence[Sequence[float]], share: float) -> float | None:
-    """The loss at the last point, by a power law through those of the first `share`, warm-up left out."""
-    at, losses = np.array(points).T
-    seen = (at <= share * at[-1]) & (at >= at[-1] / 8)
-    return float(fit_loss_curve(at[seen], losses[seen]).at(at[-1])) if seen.sum() >= 4 else None
-
-
 def curve_report(results: dict[str, Any]) -> str:
     """How far forecasts of the annealed loss are off."""
     rows = []
@@ -164,7 +182,7 @@ def curve_report(results: dict[str, Any]) -> str:
         for name in FORECASTS:
             cells_of_row = []
             for share in (*SHARES, 1.0):
-                found = [forecast(s[name], share) if share < 1 else s[name][-1][1] for s in seeds.values()]
+                found = [s["forecasts"][name].get(f"{share:g}", s[name][-1][1]) for s in seeds.values()]
                 known = [value for value in found if value is not None]
                 cells_of_row.append(pages.paired(known, annealed) if len(known) == len(found) else "too few points")
             rows.append([size, name, *cells_of_row])
@@ -175,25 +193,13 @@ def curve_report(results: dict[str, Any]) -> str:
     )
 
 
-def law(entries: Sequence[dict[str, Any]], kind: str) -> ScalingLaw:
-    """L(N, D) through one kind of losses."""
-    points = [(entry["parameters"], at, loss) for entry in entries for at, loss in entry[kind]]
-    parameters_n, tokens_n, loss_n = zip(*points, strict=True)
-    return fit_scaling_law(parameters_n, tokens_n, loss_n)
-
-
 def law_report(results: dict[str, Any]) -> str:
     """L(N, D) from merges and from annealed branches, and how well each reaches the largest size."""
     rows = []
-    for kind in ("merged", "annealed"):
-        errors, fits = [], []
-        for entries in results["sizes"].values():
-            largest = entries[-1]
-            at, truth = largest["annealed"][-1]
-            errors.append(float(law(entries[:-1], kind).at(largest["parameters"], at)) - truth)
-            fits.append(law(entries, kind))
-        numbers = [f"{np.mean([getattr(fit, key) for fit in fits]):.3g}" for key in ("e", "a", "alpha", "b", "beta")]
-        rows.append([kind, *numbers, pages.interval(comparison.mean_interval(errors))])
+    for kind in LAWS:
+        fits = [laws[kind] for laws in results["laws"].values()]
+        numbers = [f"{np.mean([fit[key] for fit in fits]):.3g}" for key in ("e", "a", "alpha", "b", "beta")]
+        rows.append([kind, *numbers, pages.interval(comparison.mean_interval([fit["error"] for fit in fits]))])
     sizes_shown = ", ".join(f"{entry['parameters']:,}" for entry in next(iter(results["sizes"].values())))
     header = ["fitted to", "E", "A", "alpha", "B", "beta", "largest size, forecast less annealed"]
     extra = extra_share(results)
@@ -232,7 +238,7 @@ def row(results: dict[str, Any]) -> Row:
         name: [
             value - seed["annealed"]
             for seed in next(iter(results["curves"].values())).values()
-            if (value := forecast(seed[name], late)) is not None
+            if (value := seed["forecasts"][name][f"{late:g}"]) is not None
         ]
         for name in ("raw", "sma")
     }
