@@ -20,13 +20,9 @@ from pma_jax.reporting import pages
 FOLDER = Path(__file__).parent.parent / "experiments"
 QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "study.main(" in path.read_text())
 NAMES = [folder.name for folder in QUESTIONS]
-QUICK = "stable_phase"  # the others are up to dozens of runs
-SCRIPTS = [
-    pytest.param(
-        folder, id=folder.name, marks=[] if folder.name == QUICK else [pytest.mark.slow, pytest.mark.timeout(3600)]
-    )
-    for folder in QUESTIONS
-]
+# Up to dozens of runs each; .ci/run has that of stable_phase, and test_study.py a script of its own.
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+SCRIPTS = [pytest.param(folder, id=folder.name, marks=SLOW) for folder in QUESTIONS]
 
 
 def loaded(path):

@@ -193,6 +193,7 @@ def test_training_at_one_moment_again_and_again(whole, workspace, tmp_path, kill
     assert_ends_as(tmp_path / "run", whole, words)
 
 
+@pytest.mark.slow
 def test_what_a_run_killed_at_its_horizon_had_still_to_remove_goes_when_it_is_called_again(whole, workspace, tmp_path):
     file = tiny.write_config(tmp_path / "config.py", workspace, **OFTEN, **FEW)
     words = ["train", "--config", file, "--workdir", tmp_path / "run"]

@@ -170,7 +170,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "bias"), SHAPES, ids=str)
+QUICK = (1, 3, 5)  # the others are slow
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias"),
+    [pytest.param(*case, marks=() if i in QUICK else pytest.mark.slow) for i, case in enumerate(SHAPES)],
+    ids=str,
+)
 def test_a_mesh_changes_no_number(shape, bias):
     """Skewed: the same few experts for all tokens, so the exchange goes more than one round."""
     config = dataclasses.replace(TINY, remat="full" if shape[3] == 4 else "none")

@@ -287,7 +287,7 @@ def test_which_steps_are_added(workspace, tmp_path, interval, every, total, adde
 # --- Resuming and retention -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [4, 8, 12, 20])
+@pytest.mark.parametrize("step", [8, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 12, 20))])
 def test_resuming_is_bitwise_the_uninterrupted_run(dense, copy, step):
     interrupt(copy, step)
     count = {4: 2, 8: 1, 12: 0, 20: 1}[step]

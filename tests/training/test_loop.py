@@ -146,7 +146,9 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("steps", [[11], [16], pytest.param([3, 10, 8], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "steps", [[11], *(pytest.param(steps, marks=pytest.mark.slow) for steps in ([16], [3, 10, 8]))], ids=str
+)
 def test_a_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
     # 11: between marks. 16: while the snapshot and the state of step 16 are written. The last: killed again and again.
     file = tiny.write_config(tmp_path / "config.py", workspace)

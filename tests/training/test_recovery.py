@@ -174,6 +174,7 @@ def restart_by_hand(run, event):
     return dataclasses.replace(make_state(run.config), params=params)
 
 
+@pytest.mark.slow
 def test_the_data_is_passed_over_where_the_configuration_says_so(recovered, workspace, tmp_path):
     run = train(config(workspace, spikes__skip_data=True), tmp_path / "run")
     event = event_of(run)
@@ -185,7 +186,7 @@ def test_the_data_is_passed_over_where_the_configuration_says_so(recovered, work
     assert losses(run.metrics)[event["step"] + 1] != losses(recovered.metrics)[event["step"] + 1]
 
 
-@pytest.mark.parametrize("optimizer", ["keep", "restore"])
+@pytest.mark.parametrize("optimizer", [pytest.param("keep", marks=pytest.mark.slow), "restore"])
 def test_the_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, optimizer):
     # States at every mark of the snapshots: one between the marks goes when the next is saved.
     keys = {
@@ -215,6 +216,7 @@ def states_aside(run):
 # --- Told, and bounded ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_attempts_a_spike_is_told_and_training_goes_on(recovered, workspace, tmp_path):
     run = train(config(workspace, spikes__attempts=0), tmp_path / "run")
     told = [r for r in run.metrics if r["kind"] == "spike"]
@@ -300,6 +302,7 @@ def test_a_kill_anywhere_in_a_recovery_resumes_bitwise(recovered, workspace, tmp
     assert [p.name for p in run.path.glob("spikes/1/*/*") if not p.name.isdigit() and "held" not in str(p)] == []
 
 
+@pytest.mark.slow
 def test_moves_that_were_interrupted_half_way_are_finished(recovered, workspace, tmp_path, monkeypatch):
     rename, moved = type(recovered.path).rename, []
 
@@ -365,6 +368,7 @@ def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(workspace):
         assert state.step == 21
 
 
+@pytest.mark.slow
 def test_skipping_is_a_part_of_the_run_and_resumes_exactly(workspace, tmp_path):
     keys = tiny.config(
         workspace,
