@@ -1,7 +1,7 @@
 """The smaller dense size of the experiments: 0.19M parameters, 3.1M tokens at a constant rate.
 
 Here are the shape, the rate and the horizon; marks, seeds and held-out text of the experiments come from
-`pma_jax.study`.
+`pma_jax.studies.study`.
 
 Command:   python experiments/stable_phase/script.py --runs runs/science   (or: pma train --config science_small ...)
 """

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pma_jax.checkpoint import open_run, read_snapshot
     from pma_jax.merging import recipes
-    from pma_jax.merging.snapshots import average, merge
+    from pma_jax.merging.api import average, merge
+    from pma_jax.runs.checkpoint import open_run, read_snapshot
     from pma_jax.training.loop import train
 
 __all__ = ["average", "merge", "open_run", "read_snapshot", "recipes", "train"]
@@ -19,10 +19,10 @@ __all__ = ["average", "merge", "open_run", "read_snapshot", "recipes", "train"]
 __version__ = "0.1.0"
 
 _HOMES = {
-    "average": "pma_jax.merging.snapshots",
-    "merge": "pma_jax.merging.snapshots",
-    "open_run": "pma_jax.checkpoint",
-    "read_snapshot": "pma_jax.checkpoint",
+    "average": "pma_jax.merging.api",
+    "merge": "pma_jax.merging.api",
+    "open_run": "pma_jax.runs.checkpoint",
+    "read_snapshot": "pma_jax.runs.checkpoint",
     "train": "pma_jax.training.loop",
 }
 

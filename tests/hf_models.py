@@ -12,11 +12,11 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from pma_jax import checkpoint
 from pma_jax import config as configuration
 from pma_jax.config import Config, MeshConfig, ModelConfig
-from pma_jax.mesh import local_mesh, make_mesh
 from pma_jax.model.decoder import apply, graph_definition
+from pma_jax.runs import checkpoint
+from pma_jax.runtime.mesh import local_mesh, make_mesh
 
 SIZES = {"vocabulary_size": 256, "width": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 24}
 MIXTURE = {

@@ -84,5 +84,5 @@ def pma(words: list[str], count: int, devices: int = 2) -> Job:
 
 def script(text: str, words: list[str], count: int, devices: int = 2) -> Job:
     """Start `count` processes of a script that has joined the others."""
-    joined = f"from pma_jax import hosts\nhosts.join({HEARTBEAT_SECONDS})\n"
+    joined = f"from pma_jax.runtime import hosts\nhosts.join({HEARTBEAT_SECONDS})\n"
     return start(["-c", joined + text, *words], count, devices)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from pma_jax import study
-from pma_jax.reporting import pages
+from pma_jax.studies import pages, study
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "study.main(" in path.read_text())

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from pma_jax import checkpoint
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.evaluation.held_out import evaluate_all
-from pma_jax.mesh import make_mesh
+from pma_jax.runs import checkpoint
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import loop
 from pma_jax.training.loop import train
 

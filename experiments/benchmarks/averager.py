@@ -103,8 +103,8 @@ def programs_for(n, dtype, sharding):
     import jax.numpy as jnp
     import numpy as np
 
+    from pma_jax.merging.array_sums import fused_average, fused_average_many, fused_average_narrow
     from pma_jax.merging.averager import add_weighted
-    from pma_jax.merging.sums import fused_average, fused_average_many, fused_average_narrow
 
     def filled(value, size=n, dtype=jnp.float32):
         return jax.block_until_ready(jnp.full(size, value, dtype, device=sharding))

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from pma_jax import config as configuration
-from pma_jax.evaluation.loss import on_mesh
-from pma_jax.host_memory import keep_freed_memory
-from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition, parameter_count
+from pma_jax.model.loss import on_mesh
+from pma_jax.runtime.allocator import keep_freed_memory
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import block_mean, running_mean
 from pma_jax.training.state import make_state
 from pma_jax.training.step import make_train_step

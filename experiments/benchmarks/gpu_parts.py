@@ -126,10 +126,10 @@ def measured_step(config, sizes: Sizes) -> dict[str, Any]:
     from memory_floor import compiled_bytes, floor
     from profile_costs import top_costs
 
-    from pma_jax.evaluation.loss import on_mesh
-    from pma_jax.mesh import check_mesh, make_mesh
+    from pma_jax.model.loss import on_mesh
     from pma_jax.planning.aot import programs
     from pma_jax.planning.cost import forward_flops, training_flops
+    from pma_jax.runtime.mesh import check_mesh, make_mesh
     from pma_jax.training.state import make_state
 
     mesh, L = make_mesh(config.mesh), config.training.sequence_length_tokens
@@ -190,7 +190,7 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from pma_jax.model import grouped_product as grouped
+    from pma_jax.model.kernels import grouped_product as grouped
 
     name, batches, length = sizes.steps["moe_2k"]
     model = sized(name, batches[0], length, args).model
@@ -247,8 +247,8 @@ def merge(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
 
     from pma_jax.merging.averager import average
     from pma_jax.merging.recipes import sma
-    from pma_jax.mesh import make_mesh
     from pma_jax.model.decoder import init_params, parameter_count
+    from pma_jax.runtime.mesh import make_mesh
 
     config = sized(sizes.merge_config, 8, 64, args)
     found: dict[str, Any] = {"models": sizes.merge_models}

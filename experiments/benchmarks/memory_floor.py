@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
-from pma_jax.config_rules import REMAT_POLICIES
-from pma_jax.mesh import make_mesh
+from pma_jax.config.rules import REMAT_POLICIES
 from pma_jax.model.attention import QUERY_BLOCKS
 from pma_jax.model.decoder import parameter_count
 from pma_jax.planning.aot import programs
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.state import abstract_state
 
 

@@ -112,9 +112,9 @@ def ours(inputs: list[Path], out: Path, rows: int = 1, checksum: str = "xxh3_128
     """This package: the mean, or `rows` weighted sums in one pass."""
     import numpy as np
 
-    from pma_jax.merging.engine import merge
-    from pma_jax.merging.plan import plan
-    from pma_jax.merging.sources import open_source
+    from pma_jax.merging.engine.merge import merge
+    from pma_jax.merging.engine.plan import plan
+    from pma_jax.storage.formats.open import open_source
 
     count = len(inputs)
     coefficients = np.full((1, count), 1 / count)
@@ -192,7 +192,7 @@ def one_by_one(inputs: list[Path], out: Path) -> None:
 
 def imports(inputs: list[Path], out: Path) -> None:
     """Only imports what merging these inputs imports."""
-    __import__("pma_jax.merging.engine")
+    __import__("pma_jax.merging.engine.merge")
     if (inputs[0] / "state").exists():
         __import__("tensorstore")
 
@@ -353,7 +353,7 @@ def read_plainly(path: Path) -> None:
 
 def read_ours(path: Path) -> None:
     """Every leaf through the engine's reader, in 1 MiB blocks where it can."""
-    from pma_jax.merging.sources import open_source, read_bytes
+    from pma_jax.storage.formats.open import open_source, read_bytes
 
     source = open_source(path)
     for name, leaf in source.leaves.items():

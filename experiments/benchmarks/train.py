@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy as np
 
 from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
-from pma_jax.host_memory import keep_freed_memory
 from pma_jax.planning.cost import training_flops
+from pma_jax.runtime.allocator import keep_freed_memory
 
 QWEN3_MOE = {"scan_layers": False, "qk_norm": True, "router_bias": False}  # what its experts and heads compute
 
@@ -202,9 +202,9 @@ def jax_step(_name, model, weights, tokens_BxM, axis="data"):
     """pma_jax's own step, as the training loop calls it."""
     import jax
 
-    from pma_jax.evaluation.loss import evaluate, on_mesh
-    from pma_jax.mesh import make_mesh
     from pma_jax.model.decoder import graph_definition
+    from pma_jax.model.loss import evaluate, on_mesh
+    from pma_jax.runtime.mesh import make_mesh
     from pma_jax.training.state import make_state
     from pma_jax.training.step import make_train_step
 

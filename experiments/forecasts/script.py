@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax import study
 from pma_jax.analysis import comparison
 from pma_jax.analysis.scaling import ScalingLaw, fit_loss_curve, fit_scaling_law
-from pma_jax.checkpoint import abstract_params
 from pma_jax.config import Config
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import parameter_count
-from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting import line_panels
 from pma_jax.reporting.line_panels import Line, LinePanel
-from pma_jax.reporting.pages import Row
-from pma_jax.study import Study
+from pma_jax.runs.checkpoint import abstract_params
+from pma_jax.runtime.mesh import make_mesh
+from pma_jax.studies import pages, study
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
 
 SHARES = (0.25, 0.5, 0.75)  # of a run that a forecast sees
 # Settings of the sweep: one key at a time around the size's own. Rates are factors of its rate, batches of its batch.

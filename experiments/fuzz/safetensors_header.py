@@ -16,7 +16,7 @@ from pathlib import Path
 def open_all(data: bytes, folder: Path) -> str | None:
     """Opens one input and reads every leaf it claims to have; the refusal, None if it was a checkpoint."""
     # Imported here, so that the fuzzer can instrument it before.
-    from pma_jax.merging.sources import open_source, read_leaf
+    from pma_jax.storage.formats.open import open_source, read_leaf
 
     kind, body = data[:1], data[1:]
     path, index = folder / "x.safetensors", folder / "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def main() -> None:
     import atheris  # pyrefly: ignore
 
     with atheris.instrument_imports(include=["pma_jax", "json"]):
-        import pma_jax.merging.sources  # noqa: F401
+        import pma_jax.storage.formats.open  # noqa: F401
     folder = Path(tempfile.mkdtemp())
 
     def one_input(data: bytes) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax import study
 from pma_jax.analysis.comparison import Difference, mean_interval, paired_difference
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.model.ladder import recommend_interval
-from pma_jax.reporting import heat_map, pages
-from pma_jax.reporting.pages import Row
-from pma_jax.study import Study
+from pma_jax.reporting import heat_map
+from pma_jax.studies import pages, study
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
 
 INTERVALS = (1, 2, 4, 8)  # of the trunk's snapshots
 WINDOWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 20, 25, 32)  # 1 is the raw model, whatever the interval

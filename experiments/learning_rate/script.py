@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax import study
 from pma_jax.analysis.comparison import Difference, mean_interval
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting import line_panels
 from pma_jax.reporting.line_panels import Line, LinePanel, interval_line
-from pma_jax.reporting.pages import Row
-from pma_jax.study import Study
+from pma_jax.studies import pages, study
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the size's own rate
 WINDOWS = (3, 6, 10, 15)

@@ -9,14 +9,14 @@ its snapshots since the fork are merged. Both have seen the same tokens.
 from collections.abc import Iterator
 from typing import Any
 
-from pma_jax import study
 from pma_jax.analysis.comparison import mean_interval, paired_difference
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting import line_panels
 from pma_jax.reporting.line_panels import Line, LinePanel, interval_line
-from pma_jax.reporting.pages import Row
-from pma_jax.study import Study
+from pma_jax.studies import pages, study
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
 
 SHAPES = ("linear", "cosine", "minus_sqrt")
 WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of points

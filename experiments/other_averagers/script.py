@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax import study
-from pma_jax.checkpoint import Run
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting import line_panels
 from pma_jax.reporting.line_panels import Line, LinePanel
-from pma_jax.reporting.pages import Row
-from pma_jax.study import Study
+from pma_jax.runs.checkpoint import Run
+from pma_jax.studies import pages, study
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
 
 RATES = (1.0, 3.0)  # of schedule-free, times the size's own: its authors advise 1 to 10 times
 HALF_LIVES = (1, 4)  # of the moving average, in units

@@ -22,8 +22,8 @@ from typing import Any
 from pma_jax import config as configuration
 from pma_jax.model import ladder
 from pma_jax.planning import units
-from pma_jax.planning.plan import versions
-from pma_jax.reporting import pages
+from pma_jax.planning.run_plan import versions
+from pma_jax.studies import pages
 
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "results", HERE / "README.md"

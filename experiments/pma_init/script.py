@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax import study
 from pma_jax.analysis.comparison import roughness
-from pma_jax.checkpoint import Run, Snapshot
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting import line_panels
 from pma_jax.reporting.line_panels import Line, LinePanel
-from pma_jax.reporting.pages import Row
-from pma_jax.study import Study
+from pma_jax.runs.checkpoint import Run, Snapshot
+from pma_jax.studies import pages, study
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
 
 BEGINS = {"last": RAW, "sma:8": Cell("sma", 8)}
 TASKS = {

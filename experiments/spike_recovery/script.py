@@ -134,7 +134,7 @@ def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str
     said = path.with_suffix(".json")
     if said.exists():
         return json.loads(said.read_text())
-    from pma_jax.checkpoint import open_run
+    from pma_jax.runs.checkpoint import open_run
 
     begin, error = time.perf_counter(), None
     try:
@@ -164,7 +164,7 @@ def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str
 
 def before_spike(folder: Path, arm: str, seed: int, overrides: list[str], onset_tokens: int) -> None:
     """Begin an arm with what the collapsing run had before its spike: state, snapshots and records."""
-    from pma_jax import checkpoint
+    from pma_jax.runs import checkpoint
 
     path = folder / slug(arm)
     if path.with_suffix(".json").exists() or checkpoint.is_run(path):

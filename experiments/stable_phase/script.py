@@ -5,14 +5,14 @@ Command:   python experiments/stable_phase/script.py --runs runs/science
 
 from typing import Any
 
-from pma_jax import study
 from pma_jax.analysis.comparison import Difference, paired_difference
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting import line_panels
 from pma_jax.reporting.line_panels import LinePanel, interval_line
-from pma_jax.reporting.pages import Row
-from pma_jax.study import Study
+from pma_jax.studies import pages, study
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
 
 WINDOWS = (3, 6, 10, 15)  # PMA's, Figure 5
 SHOWN = 10  # PMA's default

@@ -11,23 +11,24 @@ from typing import Any
 
 import jax
 
-from pma_jax import checkpoint, study
 from pma_jax.analysis.comparison import paired_difference
 from pma_jax.analysis.learned import learn_weights
 from pma_jax.analysis.text_loss import text_loss
-from pma_jax.checkpoint import Run
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import KIND_PREFIXES, Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition
-from pma_jax.reporting import line_panels, pages
+from pma_jax.reporting import line_panels
 from pma_jax.reporting.figures import shown
 from pma_jax.reporting.line_panels import Line, LinePanel
-from pma_jax.reporting.pages import Row
-from pma_jax.study import Study
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import Run
+from pma_jax.runtime.mesh import make_mesh
+from pma_jax.studies import pages, study
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
 
 KIND_NAMES = {"point": "points", "block_mean": "block means"}
 KINDS = tuple(KIND_NAMES)

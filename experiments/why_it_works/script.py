@@ -13,20 +13,20 @@ import jax
 import numpy as np
 import optax
 
-from pma_jax import study
 from pma_jax.analysis import curvature, landscape, noise, spectrum
 from pma_jax.analysis.comparison import mean_interval
 from pma_jax.analysis.workbench import Workbench, open_workbench
-from pma_jax.checkpoint import Run
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
 from pma_jax.merging.averager import average
-from pma_jax.reporting import contours, line_panels, pages
+from pma_jax.reporting import contours, line_panels
 from pma_jax.reporting.contours import ContourPanel, Marked
 from pma_jax.reporting.figures import shown
 from pma_jax.reporting.line_panels import Line, LinePanel
-from pma_jax.reporting.pages import Row
-from pma_jax.study import Study
+from pma_jax.runs.checkpoint import Run
+from pma_jax.studies import pages, study
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
 
 TEXT_TOKENS = 8192  # held-out text of curvature and landscape
 REPLICAS = 5  # besides the trunk

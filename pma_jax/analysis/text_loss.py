@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pma_jax.evaluation.loss import seen
 from pma_jax.model.decoder import Params, apply
+from pma_jax.model.loss import seen
 
 
 def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Params], jax.Array]:

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 import jax
 from flax import nnx
 
-from pma_jax import checkpoint
 from pma_jax.analysis.text_loss import text_loss, text_outputs
-from pma_jax.checkpoint import Snapshot
 from pma_jax.config import Config
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches
-from pma_jax.mesh import RULES, make_mesh
 from pma_jax.model.decoder import Params, graph_definition
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import Snapshot
+from pma_jax.runtime.mesh import RULES, make_mesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,8 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pma_jax import config
-from pma_jax.buckets import find, is_bucket, locate
 from pma_jax.data.pairs import function_pairs
+from pma_jax.storage.paths import find, is_bucket, locate
 
 if TYPE_CHECKING:
     import pyarrow as pa

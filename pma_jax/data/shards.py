@@ -6,7 +6,7 @@
                      validation-00000.bin ...
 
 Each document's ids are followed by the tokenizer's end-of-document id. Where prompts come before what is learned, ids
-are signed, and a prompt's id t lies there as -t - 1: as a target it does not count (evaluation/loss.py). A folder
+are signed, and a prompt's id t lies there as -t - 1: as a target it does not count (model/loss.py). A folder
 appears complete or not at all: it is written under a temporary name, synced and renamed.
 
 Shapes: T tokens, P those of a prompt.
@@ -31,9 +31,9 @@ import rich.console
 import rich.progress
 
 from pma_jax import config
-from pma_jax.buckets import is_bucket
 from pma_jax.data import corpus
 from pma_jax.data import tokenizer as tokenizing
+from pma_jax.storage.paths import is_bucket
 
 FORMAT = 1
 SHARD_BYTES = 2**28

@@ -18,7 +18,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
-from pma_jax.buckets import locate
+from pma_jax.storage.paths import locate
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_NAMES = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")  # the first that a tokenizer.json has

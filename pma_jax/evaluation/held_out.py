@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from pma_jax import hosts
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
-from pma_jax.evaluation.loss import PADDING, evaluate, on_mesh
-from pma_jax.mesh import rows_here
 from pma_jax.model.decoder import graph_definition
+from pma_jax.model.loss import PADDING, evaluate, on_mesh
+from pma_jax.runtime import hosts
+from pma_jax.runtime.mesh import rows_here
 
 
 def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:

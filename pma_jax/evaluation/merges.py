@@ -15,12 +15,13 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pma_jax import checkpoint, hosts
-from pma_jax.checkpoint import Snapshot
 from pma_jax.config import Config
 from pma_jax.evaluation.held_out import evaluator
 from pma_jax.merging.averager import average_many_stream
-from pma_jax.mesh import make_mesh
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import Snapshot
+from pma_jax.runtime import hosts
+from pma_jax.runtime.mesh import make_mesh
 
 MEMORY_SHARE = 0.5  # of what is free: the rest is for evaluating
 BESIDE_MERGES = 2  # models in memory besides the merges: the snapshot that is being added and the one being read

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax import checkpoint, hosts
-from pma_jax.checkpoint import Run, Snapshot
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import Run, Snapshot
+from pma_jax.runtime import hosts
 
 KIND_PREFIXES = {"point": "", "block_mean": "block/"}
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from etils import epath
 
-from pma_jax import checkpoint
 from pma_jax import config as configuration
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import evaluate_all
-from pma_jax.evaluation.loss import bits_per_byte, perplexity
-from pma_jax.mesh import make_mesh
+from pma_jax.model.loss import bits_per_byte, perplexity
+from pma_jax.runs import checkpoint
+from pma_jax.runtime.mesh import make_mesh
 
 
 def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) -> list[dict[str, Any]]:

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pma_jax import checkpoint, hosts
-from pma_jax.checkpoint import Run, Snapshot
 from pma_jax.config import Config, EvaluationConfig
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import evaluation_digest
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import Cell
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import Run, Snapshot
+from pma_jax.runtime import hosts
 
 FILE_NAME = "losses.json"
 RAW = Cell("sma", 1)  # the newest point alone

@@ -15,15 +15,16 @@ import jax
 import numpy as np
 from etils import epath
 
-from pma_jax import checkpoint, hosts
-from pma_jax.checkpoint import FOLDERS, Run, Snapshot
 from pma_jax.config import Config
 from pma_jax.evaluation.held_out import evaluator
 from pma_jax.evaluation.sweep import row_text
-from pma_jax.line_file import LineFile
 from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
-from pma_jax.mesh import make_mesh
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import FOLDERS, Run, Snapshot
+from pma_jax.runtime import hosts
+from pma_jax.runtime.mesh import make_mesh
+from pma_jax.storage.lines import LineFile
 
 
 def watch(

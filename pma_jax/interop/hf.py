@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 
 from pma_jax import config as configuration
-from pma_jax.buckets import locate
 from pma_jax.config import Config
 from pma_jax.interop import hf_config, hf_tokenizer
 from pma_jax.interop.hf_weights import ROUTER_BIAS, Home, check_leaves, homes
-from pma_jax.merging import journal, publishing, sinks
+from pma_jax.merging.engine import journal
 from pma_jax.merging.gather import gather, snapshot_facts
-from pma_jax.merging.json_files import json_bytes, read_object
-from pma_jax.merging.leaves import ITEM_BYTES, Extent, LeafInfo, Source, numpy_dtype
-from pma_jax.merging.orbax_layout import orbax_files
-from pma_jax.merging.runs import opened, write_run
-from pma_jax.merging.sources import open_source, read_bytes, read_leaf
+from pma_jax.storage.formats import outputs, publish
+from pma_jax.storage.formats.byte_ranges import opened, write_run
+from pma_jax.storage.formats.leaves import ITEM_BYTES, Extent, LeafInfo, Source, numpy_dtype
+from pma_jax.storage.formats.open import open_source, read_bytes, read_leaf
+from pma_jax.storage.formats.orbax_write import orbax_files
+from pma_jax.storage.json_files import json_bytes, read_object
+from pma_jax.storage.paths import locate
 
 Progress = Callable[[int, int], None]
 # How an imported model is evaluated unless the user says otherwise: the logits of such a batch fit into most memories.
@@ -81,7 +82,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     ours = {home.leaf: LeafInfo(home.leaf_shape, "float32") for home in found}
     texts, sizes, places = orbax_files(ours, _as_ours(source, ours), facts)
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in carried.values()}
-    with _published(sinks.Layout(texts, copies, sizes, {}, places), target) as placed:
+    with _published(outputs.Layout(texts, copies, sizes, {}, places), target) as placed:
         _import_leaves(source, found, placed, progress)
     return {
         "out": str(target),
@@ -135,7 +136,7 @@ def export_snapshot(
     theirs = _in_their_order(
         {name: LeafInfo(home.tensor_shape, kept[home.leaf]) for home in found for name in home.tensors}
     )
-    layout = sinks.safetensors_files(theirs, shard_bytes, {"format": "pt"})
+    layout = outputs.safetensors_files(theirs, shard_bytes, {"format": "pt"})
     with _about(source.origin):
         imported = facts.get("imported") or {}
         files = hf_tokenizer.find(source, config, bool(imported), None if tokenizer is None else Path(tokenizer))
@@ -357,9 +358,9 @@ def _about(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _published(layout: sinks.Layout, target: Path) -> Iterator[Mapping[str, tuple[Extent, ...]]]:
+def _published(layout: outputs.Layout, target: Path) -> Iterator[Mapping[str, tuple[Extent, ...]]]:
     """The places of the leaves in a directory beside `target`, which becomes `target` when the block ends well."""
-    work = publishing.work_place(target, "")
+    work = publish.work_place(target, "")
     directory = work / "checkpoint"
     _refuse_existing(target)
     work.mkdir(parents=True, exist_ok=True)
@@ -367,14 +368,14 @@ def _published(layout: sinks.Layout, target: Path) -> Iterator[Mapping[str, tupl
         try:
             if directory.exists():  # of a process that was killed
                 shutil.rmtree(directory)
-            sinks.create(layout, directory)
-            yield sinks.places_in(layout, directory)
+            outputs.create(layout, directory)
+            yield outputs.places_in(layout, directory)
             _refuse_existing(target)
-            publishing.publish(directory, target, list(layout.sizes), _DIGEST)
+            publish.publish(directory, target, list(layout.sizes), _DIGEST)
         finally:
             shutil.rmtree(work)
 
 
 def _refuse_existing(target: Path) -> None:
-    if (target.exists() or target.is_symlink()) and not publishing.is_under_way(target, _DIGEST):
+    if (target.exists() or target.is_symlink()) and not publish.is_under_way(target, _DIGEST):
         raise ValueError(f"{target}: exists already, and is never overwritten: choose another --out, or remove it")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.config import Config
-from pma_jax.merging import provenance
-from pma_jax.merging.json_files import json_bytes
-from pma_jax.merging.leaves import Source
-from pma_jax.merging.sinks import TOKENIZER_PATTERNS, is_carried
+from pma_jax.merging.engine import provenance
+from pma_jax.storage.formats.leaves import Source
+from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_carried
+from pma_jax.storage.json_files import json_bytes
 
 FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
 

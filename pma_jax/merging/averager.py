@@ -33,7 +33,7 @@ from pma_jax.merging.agreement import (
     place,
     refuse_unequal,
 )
-from pma_jax.merging.sums import (
+from pma_jax.merging.array_sums import (
     SUMMATIONS,
     abstract_total,
     add_fused,

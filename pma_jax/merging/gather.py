@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.buckets import locate
-from pma_jax.error_line import error_line
-from pma_jax.merging import hub, selection
-from pma_jax.merging.leaves import Source
-from pma_jax.merging.sources import open_source
+from pma_jax.merging import selection
+from pma_jax.runtime.errors import error_line
+from pma_jax.storage.formats import hub
+from pma_jax.storage.formats.leaves import Source
+from pma_jax.storage.formats.open import open_source
+from pma_jax.storage.paths import locate
 
 _NUMBERS = re.compile(r"\d+")
 

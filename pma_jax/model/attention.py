@@ -11,8 +11,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pma_jax.mesh import RULES, placed_as
-from pma_jax.model.attention_kernels import cudnn_attention, cudnn_takes, splash_attention, splash_takes
+from pma_jax.model.kernels.flash_attention import cudnn_attention, cudnn_takes, splash_attention, splash_takes
+from pma_jax.runtime.mesh import RULES, placed_as
 
 QUERY_BLOCKS = 2  # a block of queries meets only the keys up to its end: 3/4 of the square; more gain little
 KERNELS = {"gpu": (cudnn_takes, cudnn_attention), "tpu": (splash_takes, splash_attention)}  # platform -> its own

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pma_jax.config import ModelConfig
-from pma_jax.mesh import RULES, gathered
 from pma_jax.model.attention import attention, rotary_tables, rotate
 from pma_jax.model.embedding import embedded
 from pma_jax.model.experts import gated
 from pma_jax.model.initial import normal, ones
+from pma_jax.model.kernels.product import PRODUCT, product
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
-from pma_jax.model.product import PRODUCT, product
+from pma_jax.runtime.mesh import RULES, gathered
 
 Params = dict  # nested: name -> array; the plain pytree that is trained, saved and merged
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
-from pma_jax.mesh import RULES, axes_of, placed_as
+from pma_jax.runtime.mesh import RULES, axes_of, placed_as
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

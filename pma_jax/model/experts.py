@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pma_jax.model.grouped_product import grouped_product
-from pma_jax.model.product import PRODUCT
+from pma_jax.model.kernels.grouped_product import grouped_product
+from pma_jax.model.kernels.product import PRODUCT
 
 AXIS = "expert"  # the mesh axis that splits the experts
 ROUND_SLACK = 1.25  # a round of the exchange holds so many times an even share; what is over waits for the next round

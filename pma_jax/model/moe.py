@@ -19,9 +19,9 @@ from flax import nnx
 from jax import P
 
 from pma_jax.config import ModelConfig
-from pma_jax.mesh import RULES
 from pma_jax.model.experts import through_experts
 from pma_jax.model.initial import normal
+from pma_jax.runtime.mesh import RULES
 
 BIAS = "router_bias_E"  # the one leaf of the tree that is not a parameter
 RouterSums = dict[str, jax.Array]  # load_E int32: rows of each expert; balance, z: float32 sums over all positions

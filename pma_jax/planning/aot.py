@@ -17,12 +17,12 @@ import numpy as np
 from jax.experimental import topologies
 
 from pma_jax.config import Config
-from pma_jax.evaluation.loss import evaluation_step
-from pma_jax.merging.sums import abstract_total, add_weighted
-from pma_jax.mesh import RULES, check_mesh
+from pma_jax.merging.array_sums import abstract_total, add_weighted
 from pma_jax.model.decoder import graph_definition
+from pma_jax.model.loss import evaluation_step
 from pma_jax.planning import hlo
 from pma_jax.planning.cost import CHIPS, Chip, known_topologies
+from pma_jax.runtime.mesh import RULES, check_mesh
 from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jinja2
 
-from pma_jax.evaluation.loss import bits_per_byte, perplexity
+from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting.figures import series
 
 

@@ -14,15 +14,15 @@ from typing import Any
 import jax
 from etils import epath
 
-from pma_jax import checkpoint
 from pma_jax import config as configuration
-from pma_jax.checkpoint import Run, absolute
-from pma_jax.evaluation.loss import bits_per_byte, perplexity
 from pma_jax.evaluation.sweep import KIND_PREFIXES
-from pma_jax.mesh import AXES
 from pma_jax.model.decoder import parameter_count
+from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting import figures, html, spikes
 from pma_jax.reporting.commands import reproduction
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import Run, absolute
+from pma_jax.runtime.mesh import AXES
 
 Report = dict[str, Any]
 Curve = list[list[float]]  # [tokens, loss] pairs, by tokens

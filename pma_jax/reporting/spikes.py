@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from pma_jax import checkpoint
-from pma_jax.checkpoint import Run
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import Run
 from pma_jax.training import recovery
 
 SHOWN = ("onset_tokens", "tokens", "verdict", "loss", "peak_loss", "median_loss", "spread_nats")

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from pma_jax import integrity
+from pma_jax.runs import integrity
 
 
 def check_record(record: dict[str, Any], numbers: dict[str, float], params: Any) -> None:

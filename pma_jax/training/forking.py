@@ -7,12 +7,13 @@ from typing import Any
 
 from etils import epath
 
-from pma_jax import checkpoint, hosts, run_lock
 from pma_jax import config as configuration
-from pma_jax.checkpoint import Run, SavedState
 from pma_jax.config import Config
 from pma_jax.data import shards
-from pma_jax.mesh import check_mesh, make_mesh
+from pma_jax.runs import checkpoint, lock
+from pma_jax.runs.checkpoint import Run, SavedState
+from pma_jax.runtime import hosts
+from pma_jax.runtime.mesh import check_mesh, make_mesh
 from pma_jax.training import starting
 from pma_jax.training.loop import run_facts
 
@@ -53,7 +54,7 @@ def fork(
 
 
 def _locked_fork(origin: dict[str, Any], saved: SavedState, config: Config, folder: epath.Path) -> Run:
-    with run_lock.held(folder) if hosts.is_first() else contextlib.nullcontext():
+    with lock.held(folder) if hosts.is_first() else contextlib.nullcontext():
         return _fork(origin, saved, config, folder)
 
 

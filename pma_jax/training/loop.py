@@ -10,18 +10,19 @@ from typing import Any
 import jax
 from etils import epath
 
-from pma_jax import checkpoint, hosts, run_lock
 from pma_jax import config as configuration
-from pma_jax.buckets import check_bucket
-from pma_jax.checkpoint import Run, Snapshot
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
 from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
-from pma_jax.evaluation.loss import evaluate, on_mesh
 from pma_jax.merging import preview
-from pma_jax.mesh import check_mesh, make_mesh, rows_here
 from pma_jax.model.decoder import graph_definition, parameter_count
-from pma_jax.stopping import Notice
+from pma_jax.model.loss import evaluate, on_mesh
+from pma_jax.runs import checkpoint, lock
+from pma_jax.runs.checkpoint import Run, Snapshot
+from pma_jax.runtime import hosts
+from pma_jax.runtime.mesh import check_mesh, make_mesh, rows_here
+from pma_jax.runtime.signals import Notice
+from pma_jax.storage.paths import check_bucket
 from pma_jax.training import block_mean, finite, preemption, recovery, resuming, running_mean
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
@@ -49,7 +50,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     check_start(config, workdir)
     with contextlib.ExitStack() as stack:
         notice = stack.enter_context(preemption.watched())
-        taken_over = hosts.first_enters(stack, lambda: run_lock.held(checkpoint.absolute(workdir)))
+        taken_over = hosts.first_enters(stack, lambda: lock.held(checkpoint.absolute(workdir)))
         run = hosts.first_then_all(lambda: open_or_create(config, workdir, run_facts(tokens, config)))
         told = [taken_over] if taken_over else []
         while not _train_on(config, run, tokens, mesh, notice, told):

@@ -12,10 +12,10 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
-from pma_jax.checkpoint import Run, read_records, record_lines, write_text
 from pma_jax.config import Config
-from pma_jax.line_file import LineFile
-from pma_jax.steps import writing
+from pma_jax.runs.checkpoint import Run, read_records, record_lines, write_text
+from pma_jax.runs.steps import writing
+from pma_jax.storage.lines import LineFile
 
 _Event: Any = vars(event_pb2)["Event"]  # protobuf makes it when it is imported: no type checker sees it
 _START = 1  # SessionLog.START: TensorBoard drops what an earlier process drew from there on

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 from jax.experimental import multihost_utils
 
-from pma_jax.stopping import Notice, Stopped, noticed
+from pma_jax.runtime.signals import Notice, Stopped, noticed
 
 
 @contextlib.contextmanager

@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from pma_jax import checkpoint, hosts, integrity
-from pma_jax.checkpoint import Run
 from pma_jax.config import FOLDERS, Config
+from pma_jax.merging.api import average
 from pma_jax.merging.recipes import coefficients
-from pma_jax.merging.snapshots import average
+from pma_jax.runs import checkpoint, integrity
+from pma_jax.runs.checkpoint import Run
+from pma_jax.runtime import hosts
 from pma_jax.training import spikes
 from pma_jax.training.spikes import IRRECOVERABLE, RECOVERED, Reading
 from pma_jax.training.state import TrainState, begun_from, make_state

@@ -12,10 +12,11 @@ from typing import Any
 
 from etils import epath
 
-from pma_jax import checkpoint, hosts, steps
-from pma_jax.checkpoint import Run, SavedState, Snapshot
 from pma_jax.config import FOLDERS
-from pma_jax.retention import kept_snapshots, kept_states
+from pma_jax.runs import checkpoint, steps
+from pma_jax.runs.checkpoint import Run, SavedState, Snapshot
+from pma_jax.runs.retention import kept_snapshots, kept_states
+from pma_jax.runtime import hosts
 
 DAMAGED = "damaged"
 Say = Callable[[str], None]

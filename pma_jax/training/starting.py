@@ -9,11 +9,11 @@ import dataclasses
 
 from etils import epath
 
-from pma_jax import checkpoint
-from pma_jax.checkpoint import Run, SavedState, Snapshot
 from pma_jax.config import Config, ModelConfig
 from pma_jax.model.decoder import Params
 from pma_jax.model.moe import BIAS
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import Run, SavedState, Snapshot
 from pma_jax.training.state import TrainState, begun_from, make_state
 
 # Keys of the model that may differ from the snapshot's: the weights mean the same.

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from pma_jax.config import Config
-from pma_jax.mesh import abstract_on
 from pma_jax.model.decoder import Params, init_params
+from pma_jax.runtime.mesh import abstract_on
 from pma_jax.training import running_mean, spikes
 from pma_jax.training.optimizer import averaged, initial_moments, moved
 from pma_jax.training.running_mean import RunningMean

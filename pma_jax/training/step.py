@@ -13,10 +13,10 @@ from flax import nnx
 from jax import P
 
 from pma_jax.config import Config
-from pma_jax.evaluation.loss import loss_sums
-from pma_jax.mesh import RULES, platform_of
 from pma_jax.model import moe
 from pma_jax.model.decoder import Params
+from pma_jax.model.loss import loss_sums
+from pma_jax.runtime.mesh import RULES, platform_of
 from pma_jax.training import ema, spikes
 from pma_jax.training.optimizer import updated
 from pma_jax.training.state import TrainState

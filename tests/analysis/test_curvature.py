@@ -13,8 +13,8 @@ from pma_jax.analysis.inner import inner
 from pma_jax.analysis.text_loss import text_loss, text_outputs
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches
-from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition, init_params
+from pma_jax.runtime.mesh import make_mesh
 
 TARGETS = jnp.asarray([0, 2, 1, 1])
 WEIGHTS = jnp.asarray([1.0, 1.0, 0.0, 1.0])

@@ -7,7 +7,7 @@ import pytest
 
 from pma_jax.analysis import landscape
 from pma_jax.config import MeshConfig
-from pma_jax.mesh import make_mesh
+from pma_jax.runtime.mesh import make_mesh
 
 
 def model(values):

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pma_jax import checkpoint
 from pma_jax.analysis.learned import learn_weights
 from pma_jax.analysis.text_loss import text_loss
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import evaluator, held_out_batches
-from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition
+from pma_jax.runs import checkpoint
+from pma_jax.runtime.mesh import make_mesh
 
 
 def models(count, size=12, seed=0):

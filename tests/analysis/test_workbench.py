@@ -6,7 +6,7 @@ import tiny
 from pma_jax.analysis import curvature
 from pma_jax.analysis.workbench import open_workbench
 from pma_jax.evaluation.held_out import evaluate_all
-from pma_jax.mesh import make_mesh
+from pma_jax.runtime.mesh import make_mesh
 
 
 @pytest.mark.parametrize("tokens", [0, 37, 300])

@@ -11,8 +11,8 @@ from pma_jax import config as configuration
 from pma_jax.data import corpus, shards
 from pma_jax.data.pairs import function_pairs
 from pma_jax.evaluation.held_out import evaluate_all, held_out_batches
-from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import apply, graph_definition
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.loop import train
 
 SOURCE = '''

@@ -8,8 +8,8 @@ import tiny
 EVALUATE = """
 import jax, numpy as np
 from pma_jax.config import MeshConfig, ModelConfig
-from pma_jax.evaluation.loss import evaluate, on_mesh
-from pma_jax.mesh import make_mesh
+from pma_jax.model.loss import evaluate, on_mesh
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition, init_params
 model = ModelConfig(vocabulary_size=32, width=32, layers=2, heads=2, kv_heads=2, head_dim=16, hidden=64)
 mesh = make_mesh(MeshConfig())

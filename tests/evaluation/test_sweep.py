@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax import checkpoint, stored_arrays
-from pma_jax.checkpoint import open_run
 from pma_jax.evaluation import merges
 from pma_jax.evaluation.sweep import row_text, sweep
 from pma_jax.merging import recipes
+from pma_jax.runs import checkpoint, restore
+from pma_jax.runs.checkpoint import open_run
 
 RECIPES = ["sma", "wma", "ema:alpha=0.2", "lagfree:lag=0.5", "lagfree"]
 
@@ -117,7 +117,7 @@ def test_a_sweep_without_a_merge_changes_nothing(copy, reads):
 
 
 def model_bytes(run):
-    return sum(4 * math.prod(leaf["shape"]) for leaf in stored_arrays.stored_leaves(run.snapshots[0].path).values())
+    return sum(4 * math.prod(leaf["shape"]) for leaf in restore.stored_leaves(run.snapshots[0].path).values())
 
 
 def test_merges_that_do_not_fit_are_made_in_several_passes(copy, reads, monkeypatch):

@@ -6,11 +6,11 @@ import time
 import pytest
 import tiny
 
-from pma_jax import checkpoint
-from pma_jax.checkpoint import open_run, read_records
 from pma_jax.evaluation import watch as watching
 from pma_jax.evaluation.watch import watch
 from pma_jax.merging import recipes
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run, read_records
 from pma_jax.training.metrics import MetricsLog
 
 

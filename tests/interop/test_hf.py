@@ -27,16 +27,17 @@ from hf_models import (
     write_theirs,
 )
 
-from pma_jax import checkpoint, digests
 from pma_jax import config as configuration
 from pma_jax.cli import main
 from pma_jax.config import MeshConfig
 from pma_jax.data import shards
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.interop import hf, hf_weights
-from pma_jax.merging import hub
-from pma_jax.merging.storage import merge_one
-from pma_jax.mesh import local_mesh
+from pma_jax.merging.from_storage import merge_one
+from pma_jax.runs import checkpoint
+from pma_jax.runtime.mesh import local_mesh
+from pma_jax.storage import digests
+from pma_jax.storage.formats import hub
 
 QWEN3 = hf_models.model("qwen3")
 

@@ -10,7 +10,7 @@ from hf_models import KINDS, TOKENS, assert_logits, config, our_logits, read_the
 from pma_jax.data.tokenizer import bytes_tokenizer
 from pma_jax.interop.hf import export_snapshot, import_model
 from pma_jax.interop.hf_config import from_hf
-from pma_jax.merging.storage import merge_one
+from pma_jax.merging.from_storage import merge_one
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

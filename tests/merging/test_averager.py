@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pma_jax.merging import averager, recipes, sums
+from pma_jax.merging import array_sums, averager, recipes
 
 SPECS = {
     "embed": jax.P("fsdp", "tensor"),
@@ -101,7 +101,7 @@ def test_every_float_dtype_is_summed_in_float32(dtype):
 def test_float64_is_summed_in_float64_where_jax_has_it():
     plain = make_checkpoints(7, np.float64)
     with jax.enable_x64(True):
-        for summation in sums.SUMMATIONS:
+        for summation in array_sums.SUMMATIONS:
             result = averager.average(plain, recipes.ema(7, 0.1), summation=summation)
             assert result["up"].dtype == np.float64
             assert_close(result, expected(plain, recipes.ema(7, 0.1)), rtol=1e-14)
@@ -127,10 +127,10 @@ def test_weights_of_whole_ratios_are_summed_as_whole_numbers():
         (np.array([2.0, 4.0]), [1, 2], 0.5),
         (np.array([0.0]), [0], 1),
     ):
-        got_ratio, got_divisor = sums.as_ratio(c)
+        got_ratio, got_divisor = array_sums.as_ratio(c)
         np.testing.assert_array_equal(got_ratio, ratio)
         assert got_divisor == divisor
-    got_ratio, got_divisor = sums.as_ratio(recipes.ema(5, 0.1))
+    got_ratio, got_divisor = array_sums.as_ratio(recipes.ema(5, 0.1))
     np.testing.assert_array_equal(got_ratio, recipes.ema(5, 0.1).astype(np.float32))
     assert got_divisor == 1
 
@@ -167,10 +167,10 @@ def test_averages_are_linear_in_the_weights(weights, factor, seed):
 def test_one_compile_serves_all_weights():
     params_K = make_checkpoints(6)
     averager.average(params_K, recipes.sma(6))
-    sizes = sums.fused_average._cache_size(), averager.add_weighted._cache_size()
+    sizes = array_sums.fused_average._cache_size(), averager.add_weighted._cache_size()
     for c in (recipes.wma(6), recipes.ema(6, 0.1), recipes.lagfree(6)):
         averager.average(params_K, c)
-    assert sums.fused_average._cache_size() == sizes[0]
+    assert array_sums.fused_average._cache_size() == sizes[0]
     params = jax.tree.map(jnp.asarray, params_K[0])
     total = averager.zeros_like_total(params)
     for weight in (0.1, 0.2, -3.0):
@@ -184,15 +184,17 @@ def compiled_forms(mesh, dtype=jnp.bfloat16):
     weight = np.float32(0.1)
     return {
         "add_weighted": averager.add_weighted.lower(total, abstract, weight),
-        "add_weighted_compensated": sums.add_weighted_compensated.lower(
+        "add_weighted_compensated": array_sums.add_weighted_compensated.lower(
             total["up"], total["up"], abstract["up"], weight
         ),
-        "add_fused": sums.add_fused.lower(total, [abstract] * 4, np.ones(4, np.float32)),
-        "fused_average": sums.fused_average.lower(total, [abstract] * 4, np.ones(4, np.float32), weight, f32, "plain"),
-        "fused_average_narrow": sums.fused_average_narrow.lower(
+        "add_fused": array_sums.add_fused.lower(total, [abstract] * 4, np.ones(4, np.float32)),
+        "fused_average": array_sums.fused_average.lower(
             total, [abstract] * 4, np.ones(4, np.float32), weight, f32, "plain"
         ),
-        "fused_average_many": sums.fused_average_many.lower(
+        "fused_average_narrow": array_sums.fused_average_narrow.lower(
+            total, [abstract] * 4, np.ones(4, np.float32), weight, f32, "plain"
+        ),
+        "fused_average_many": array_sums.fused_average_many.lower(
             (total,) * 3, [abstract] * 4, np.ones((3, 4), np.float32), f32
         ),
     }
@@ -226,7 +228,7 @@ def test_donated_totals_are_gone_and_their_memory_is_the_results():
     assert where == {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in again.items()}
 
 
-@pytest.mark.parametrize("summation", sums.SUMMATIONS)
+@pytest.mark.parametrize("summation", array_sums.SUMMATIONS)
 @pytest.mark.parametrize("count", [3, 16, 17, 40])
 def test_long_sums_in_chunks(summation, count):
     plain = make_checkpoints(count, jnp.bfloat16)
@@ -279,18 +281,18 @@ def test_many_recipes_in_one_pass():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
 def test_many_recipes_in_blocks(dtype, monkeypatch):
-    monkeypatch.setattr(sums, "BLOCK", 64)
+    monkeypatch.setattr(array_sums, "BLOCK", 64)
     rng = np.random.default_rng(0)
     params_K = [
         {"w": rng.normal(size=(3, 77)).astype(dtype), "n": np.arange(3), "empty": np.zeros((0,), dtype)}
         for _ in range(4)
     ]
     C = np.stack([recipes.sma(4), recipes.wma(4)])
-    sums.fused_average_many.clear_cache()
+    array_sums.fused_average_many.clear_cache()
     results = averager.average_many(
         params_K, C, dtype="float32", out=averager.average_many(params_K, C, dtype="float32")
     )
-    sums.fused_average_many.clear_cache()
+    array_sums.fused_average_many.clear_cache()
     for row, result in zip(C, results, strict=True):
         np.testing.assert_allclose(
             result["w"], expected([{"w": p["w"]} for p in params_K], row)["w"], rtol=1e-5, atol=1e-6

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pma_jax import digests
-from pma_jax.merging.engine import merge
-from pma_jax.merging.plan import plan
-from pma_jax.merging.provenance import read, verify
-from pma_jax.merging.sources import open_source, read_leaf
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.merging.engine.provenance import read, verify
+from pma_jax.storage import digests
+from pma_jax.storage.formats.open import open_source, read_leaf
 
 BF16 = ml_dtypes.bfloat16
 
@@ -255,15 +255,15 @@ def test_two_processes_share_the_work(paths, tmp_path):
 CHILD = """
 import sys, time
 import numpy as np
-from pma_jax.merging import blocks, kernels
-from pma_jax.merging.engine import merge
-from pma_jax.merging.plan import plan
-from pma_jax.merging.sources import open_source, read_leaf
-finish = kernels.finish
+from pma_jax.merging.engine import sums
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.storage.formats.open import open_source, read_leaf
+finish = sums.finish
 def slow(*arguments):
     time.sleep(0.02)
     return finish(*arguments)
-kernels.finish = slow
+sums.finish = slow
 rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
 made = plan([open_source(path) for path in sys.argv[3:]], rows, recipes=["a", "b"], cores=1)
 merge(made, sys.argv[1:3], progress=lambda done, total: print(done, flush=True))
@@ -342,9 +342,9 @@ import pathlib, sys
 import numpy as np
 def peak_kib():
     return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-from pma_jax.merging.engine import merge
-from pma_jax.merging.plan import plan
-from pma_jax.merging.sources import open_source, read_leaf
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.storage.formats.open import open_source, read_leaf
 before = peak_kib()
 sources = [open_source(path) for path in sys.argv[2:]]
 merge(plan(sources, np.full(len(sources), 1 / len(sources)), cores=2), [sys.argv[1]])

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from orbax.checkpoint import v1 as ocp
 
-from pma_jax.merging import zarr_arrays
-from pma_jax.merging.engine import merge
-from pma_jax.merging.plan import plan
-from pma_jax.merging.provenance import verify
-from pma_jax.merging.sources import open_source, read_leaf
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.merging.engine.provenance import verify
+from pma_jax.storage.formats import zarr
+from pma_jax.storage.formats.open import open_source, read_leaf
 
 ROW = np.array([0.2, 0.3, 0.5])
 
@@ -81,7 +81,7 @@ def test_every_layout_merges_and_orbax_reads_it_back(tmp_path, kind, decoder, mo
     if decoder == "zstandard":
         pytest.importorskip("zstandard")
     else:
-        monkeypatch.setattr(zarr_arrays, "is_available", lambda: False)
+        monkeypatch.setattr(zarr, "is_available", lambda: False)
     trees = [tree(seed) for seed in range(3)]
     for k, params in enumerate(trees):
         LAYOUTS[kind](tmp_path / str(k), params)
@@ -158,9 +158,9 @@ def test_a_database_with_several_levels(tmp_path):
 
 def test_regions_bound_the_memory(tmp_path, monkeypatch):
     """A leaf in many chunks is decoded a few rows at a time; the result is the same."""
-    from pma_jax.merging import plan as planning
+    from pma_jax.merging.engine import plan as planning
 
-    monkeypatch.setattr(zarr_arrays, "is_available", lambda: False)
+    monkeypatch.setattr(zarr, "is_available", lambda: False)
     for k in range(3):
         save_v1(tmp_path / str(k), {"w": tree(k)["emb"]}, chunk=512)
     sources = [open_source(tmp_path / str(k)) for k in range(3)]

@@ -5,8 +5,8 @@ import tiny
 
 from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.merging import preview
-from pma_jax.mesh import RULES, make_mesh
 from pma_jax.model.decoder import init_params
+from pma_jax.runtime.mesh import RULES, make_mesh
 
 WMA = {2: [1 / 3, 2 / 3], 3: [1 / 6, 2 / 6, 3 / 6]}
 
@@ -29,7 +29,7 @@ def test_previews_are_the_loss_of_numpys_average_of_the_stored_snapshots(finishe
 
 
 def on_mesh(params, run, mesh):
-    from pma_jax.checkpoint import abstract_params
+    from pma_jax.runs.checkpoint import abstract_params
 
     return jax.tree.map(
         lambda leaf, like: jax.device_put(leaf, like.sharding), params, abstract_params(run.config, mesh)

@@ -5,9 +5,9 @@ import pytest
 import reference
 
 from pma_jax.config import MeshConfig
-from pma_jax.mesh import RULES, make_mesh
 from pma_jax.model import attention as module
 from pma_jax.model.attention import rotary_tables, rotate
+from pma_jax.runtime.mesh import RULES, make_mesh
 
 attention = jax.jit(module.attention)
 

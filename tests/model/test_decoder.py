@@ -9,10 +9,10 @@ import pytest
 import reference
 from jax import P
 
-from pma_jax import mesh as meshes
 from pma_jax.config import ModelConfig
-from pma_jax.evaluation.loss import loss_sums, on_mesh
 from pma_jax.model import decoder
+from pma_jax.model.loss import loss_sums, on_mesh
+from pma_jax.runtime import mesh as meshes
 
 TINY = ModelConfig(vocabulary_size=32, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=24)
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 11)).astype(np.int32)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pma_jax.config import MeshConfig
-from pma_jax.mesh import RULES, make_mesh
 from pma_jax.model.embedding import embedded
+from pma_jax.runtime.mesh import RULES, make_mesh
 
 V, D, B, L = 16, 8, 8, 64
 

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pma_jax.model import grouped_product as grouped
-from pma_jax.model.grouped_product import grouped_product
+from pma_jax.model.kernels import grouped_product as grouped
+from pma_jax.model.kernels.grouped_product import grouped_product
 
 E, D, F = 4, 12, 20
 SIZES = [[5, 0, 11, 16], [32, 0, 0, 0], [0, 0, 0, 32], [8, 8, 8, 8], [0, 0, 0, 0], [3, 0, 9, 1]]  # the last leave rows

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from pma_jax import checkpoint
 from pma_jax import config as configuration
-from pma_jax.mesh import AXES, check_mesh
 from pma_jax.model import ladder
 from pma_jax.model.decoder import activated_count, parameter_count
+from pma_jax.runs import checkpoint
+from pma_jax.runtime.mesh import AXES, check_mesh
 
 CONFIGS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("[a-z]*.py"))
 PAPER = {  # size: interval in tokens and window, as the paper prints them

@@ -9,9 +9,9 @@ import reference
 from jax import P
 
 from pma_jax.config import ModelConfig
-from pma_jax.evaluation.loss import loss_sums, on_mesh
-from pma_jax.mesh import AXES
 from pma_jax.model import decoder, experts, moe
+from pma_jax.model.loss import loss_sums, on_mesh
+from pma_jax.runtime.mesh import AXES
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 

@@ -7,8 +7,8 @@ import pytest
 from jax import P
 
 from pma_jax.config import MeshConfig
-from pma_jax.mesh import make_mesh
-from pma_jax.model.product import product
+from pma_jax.model.kernels.product import product
+from pma_jax.runtime.mesh import make_mesh
 
 S, D, E = 16, 8, 24
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pma_jax.config import Config, EvaluationConfig, MeshConfig, ModelConfig, TrainingConfig
-from pma_jax.mesh import make_mesh, mesh_over, platform_of
-from pma_jax.planning import aot, cost, counts, hlo, storage
+from pma_jax.planning import aot, cost, counts, disk, hlo
+from pma_jax.runtime.mesh import make_mesh, mesh_over, platform_of
 from pma_jax.training.state import abstract_state
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
@@ -149,7 +149,7 @@ def test_between_slices_only_the_gradients_travel_once_a_step():
     training = dataclasses.replace(TRAINING, batch_size_sequences=16, accumulation_steps=2)
     config = Config(model=model, training=training)
     report = aot.compile_program(aot.programs(config, mesh)["train_step"], mesh)
-    gradients = storage.device_bytes(abstract_state(config, mesh).params)
+    gradients = disk.device_bytes(abstract_state(config, mesh).params)
     assert gradients <= counts.slice_bytes(report.program) <= 1.02 * gradients
     assert max(c.group_devices for c in counts.collectives(report.program)) == 4
     bound = cost.roofline(report.program, cost.CHIPS["v5e"])

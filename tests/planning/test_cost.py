@@ -4,9 +4,9 @@ import jax
 import pytest
 
 from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
-from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import init_params, parameter_count
 from pma_jax.planning import aot, cost, counts, hlo
+from pma_jax.runtime.mesh import make_mesh
 
 L, B = 256, 8
 MODEL = ModelConfig(vocabulary_size=512, width=64, layers=3, heads=4, kv_heads=2, head_dim=16, hidden=96)

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from pma_jax.config import MeshConfig
-from pma_jax.mesh import check_mesh, mesh_over
 from pma_jax.model import ladder
-from pma_jax.planning import aot, counts, storage
+from pma_jax.planning import aot, counts, disk
+from pma_jax.runtime.mesh import check_mesh, mesh_over
 from pma_jax.training.state import abstract_state
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "plan_ladder"
@@ -93,7 +93,7 @@ def test_the_merge_of_the_largest_sizes_adds_in_place_without_a_collective(name)
     assert report.refusal is None and report.program.devices == mesh.size
     for word in (*counts.COLLECTIVES, "send", "recv"):
         assert f" {word}(" not in report.text and f" {word}-start(" not in report.text
-    assert report.temporary_bytes <= max(map(storage.device_bytes, leaves))
+    assert report.temporary_bytes <= max(map(disk.device_bytes, leaves))
     assert report.program.aliased_outputs == len(leaves)
 
 

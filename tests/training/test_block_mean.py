@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from jax import P
 
 import pma_jax as pma
-from pma_jax import checkpoint
-from pma_jax.checkpoint import open_run
 from pma_jax.config import MeshConfig
 from pma_jax.evaluation.held_out import evaluate_all
-from pma_jax.inspection import as_text, inspect
-from pma_jax.mesh import make_mesh
+from pma_jax.merging.inspect import as_text, inspect
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import block_mean, running_mean
 from pma_jax.training.forking import fork, fork_config
 from pma_jax.training.loop import train

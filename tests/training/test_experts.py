@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax import checkpoint
-from pma_jax.checkpoint import open_run
 from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
-from pma_jax.evaluation.loss import on_mesh
-from pma_jax.mesh import AXES, make_mesh
 from pma_jax.model import moe
 from pma_jax.model.decoder import graph_definition
+from pma_jax.model.loss import on_mesh
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.runtime.mesh import AXES, make_mesh
 from pma_jax.training.loop import train
 from pma_jax.training.optimizer import decays
 from pma_jax.training.state import abstract_state, make_state

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax import checkpoint
-from pma_jax.checkpoint import open_run
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run
 from pma_jax.training import finite, loop
 from pma_jax.training.loop import train
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import tiny
 
-from pma_jax import checkpoint
-from pma_jax.checkpoint import open_run
-from pma_jax.mesh import make_mesh
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.forking import fork, fork_config
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state

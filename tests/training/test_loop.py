@@ -11,12 +11,12 @@ import pytest
 import tiny
 from etils import epath
 
-from pma_jax import checkpoint
-from pma_jax.checkpoint import open_run
 from pma_jax.data import batches, shards
-from pma_jax.evaluation.loss import on_mesh
-from pma_jax.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition
+from pma_jax.model.loss import on_mesh
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import loop
 from pma_jax.training.loop import train
 from pma_jax.training.schedule import learning_rate

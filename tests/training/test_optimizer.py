@@ -10,12 +10,12 @@ import optax
 import pytest
 import tiny
 
-from pma_jax import checkpoint
 from pma_jax import config as configuration
-from pma_jax.checkpoint import open_run
 from pma_jax.config import OptimizerConfig
 from pma_jax.evaluation.held_out import evaluate_all
-from pma_jax.mesh import make_mesh
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import ema, running_mean
 from pma_jax.training.forking import fork, fork_config
 from pma_jax.training.loop import train

@@ -8,11 +8,12 @@ import pytest
 import tiny
 from test_loop import assert_same_run
 
-from pma_jax import cli, stopping
-from pma_jax.checkpoint import open_run
+from pma_jax.cli import verbs
 from pma_jax.config import resolve
-from pma_jax.merging import engine
-from pma_jax.retention import kept_states
+from pma_jax.merging.engine import merge as engine
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs.retention import kept_states
+from pma_jax.runtime import signals
 from pma_jax.training import loop
 from pma_jax.training.forking import fork
 from pma_jax.training.loop import train
@@ -35,7 +36,7 @@ def signalled(monkeypatch, number, step):
 def test_a_signal_saves_a_state_at_the_next_boundary_and_no_step_is_lost(
     finished, tmp_path, monkeypatch, number, status
 ):
-    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped) as stopped:
+    with monkeypatch.context() as patch, pytest.raises(signals.Stopped) as stopped:
         signalled(patch, number, 17)
         train(finished.config, tmp_path / "run")
     assert stopped.value.status == status
@@ -54,7 +55,7 @@ def test_a_signal_saves_a_state_at_the_next_boundary_and_no_step_is_lost(
 def test_stopped_again_and_again_retention_is_undisturbed(finished, workspace, tmp_path, monkeypatch):
     config = tiny.config(workspace, checkpoint__keep_states=1)
     for step in (2, 8, 1, 4):
-        with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
+        with monkeypatch.context() as patch, pytest.raises(signals.Stopped):
             signalled(patch, signal.SIGTERM, step)
             train(config, tmp_path / "run")
     run = open_run(tmp_path / "run")
@@ -67,7 +68,7 @@ def test_stopped_again_and_again_retention_is_undisturbed(finished, workspace, t
 
 
 def test_a_fork_may_begin_where_a_run_was_stopped(finished, workspace, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
+    with monkeypatch.context() as patch, pytest.raises(signals.Stopped):
         signalled(patch, signal.SIGTERM, 9)
         train(finished.config, tmp_path / "run")
     run = open_run(tmp_path / "run")
@@ -84,23 +85,24 @@ def test_before_the_first_step_nothing_is_saved(finished, tmp_path, monkeypatch)
         time.sleep(0.05)
         return run_of(*arguments)
 
-    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped, match="no step was done"):
+    with monkeypatch.context() as patch, pytest.raises(signals.Stopped, match="no step was done"):
         patch.setattr(loop, "open_or_create", signal_and_open)
         train(finished.config, tmp_path / "run")
     assert open_run(tmp_path / "run").states == []
 
 
 def test_handlers_are_given_back(finished, tmp_path):
-    before = [signal.getsignal(number) for number in stopping.SIGNALS]
-    with stopping.noticed(interrupts=True), stopping.noticed(interrupts=False) as inner:
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    with signals.noticed(interrupts=True), signals.noticed(interrupts=False) as inner:
         assert inner.signal is None and inner.name == ""
-    assert [signal.getsignal(number) for number in stopping.SIGNALS] == before
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
 
 
 TWICE = """
 import sys, time
-from pma_jax import cli, stopping
-with stopping.noticed(interrupts=False):
+from pma_jax import cli
+from pma_jax.runtime import signals
+with signals.noticed(interrupts=False):
     print("ready", flush=True)
     time.sleep(60)
 """
@@ -151,9 +153,9 @@ def test_other_verbs_stop_where_they_are_with_one_line(finished, tmp_path, monke
 
     monkeypatch.setattr(engine, "merge", interrupted)
     words = ["merge", str(finished.path), "--last", "2", "--out", str(tmp_path / "merged")]
-    assert cli.main(words) == status
+    assert verbs.main(words) == status
     assert capsys.readouterr().err == (
         "stopped: nothing was published; the same command goes on where this one stopped\n"
     )
     monkeypatch.undo()
-    assert cli.main(words) == 0
+    assert verbs.main(words) == 0

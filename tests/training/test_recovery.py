@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax import checkpoint
-from pma_jax.checkpoint import open_run
 from pma_jax.data import batches, shards
-from pma_jax.evaluation.loss import on_mesh
-from pma_jax.merging.snapshots import average
-from pma_jax.mesh import make_mesh
+from pma_jax.merging.api import average
 from pma_jax.model.decoder import graph_definition
+from pma_jax.model.loss import on_mesh
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import loop, recovery, spikes
 from pma_jax.training.loop import train
 from pma_jax.training.schedule import learning_rate
@@ -256,7 +256,8 @@ def test_a_recipe_that_does_not_fit_is_refused_before_training(workspace, tmp_pa
 
 KILLED = """
 import itertools, os, signal, sys
-from pma_jax import checkpoint, cli
+from pma_jax import cli
+from pma_jax.runs import checkpoint
 from pma_jax.training import loop, recovery
 module, name, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
 home = {"checkpoint": checkpoint, "loop": loop, "recovery": recovery}[module]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax import checkpoint
 from pma_jax.interop import hf
-from pma_jax.mesh import make_mesh
+from pma_jax.runs import checkpoint
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.loop import train
 from pma_jax.training.starting import check_start, starting_state
 from pma_jax.training.state import abstract_state

@@ -10,9 +10,9 @@ import pytest
 import tiny
 
 from pma_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from pma_jax.evaluation.loss import on_mesh
-from pma_jax.mesh import AXES, make_mesh
 from pma_jax.model.decoder import apply, graph_definition
+from pma_jax.model.loss import on_mesh
+from pma_jax.runtime.mesh import AXES, make_mesh
 from pma_jax.training.optimizer import decays
 from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step

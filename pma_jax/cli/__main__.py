@@ -1,0 +1,7 @@
+"""`python -m pma_jax.cli`: the command line without an installed script."""
+
+import sys
+
+from pma_jax.cli.verbs import main
+
+sys.exit(main())

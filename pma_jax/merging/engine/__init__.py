@@ -1,0 +1,1 @@
+"""The merge engine: from storage to storage, out of core."""

@@ -1,0 +1,78 @@
+"""Whether what lies on disk is what was written: `pma inspect --verify`, for runs, snapshots, states and merges."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from etils import epath
+
+from pma_jax.config import FOLDERS
+from pma_jax.merging.engine import provenance
+from pma_jax.runs import checkpoint, steps
+from pma_jax.storage.digests import SEAL
+from pma_jax.storage.formats import orbax_read
+
+
+def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
+    """Read everything again and compare it with its digests; every difference, one line each.
+
+    Args:
+        path: a run (all its snapshots, block means, states and records), a snapshot, a state, or a merge.
+        with_sources: of a merge, read what it was made from too.
+
+    Raises:
+        ValueError: there is nothing to compare with: no digests, or a source is gone.
+    """
+    folder = checkpoint.absolute(path)
+    if checkpoint.is_run(folder):
+        return list(_run(checkpoint.open_run(folder)))
+    if (folder / provenance.FILE_NAME).exists() or not (folder / steps.FACTS_FILE).exists():
+        return provenance.verify(str(folder), with_sources)
+    if SEAL not in steps.facts(folder, ()):
+        raise ValueError(f"{folder} has no digests: it was imported, or written by an earlier version")
+    return list(_step(folder))
+
+
+def _run(run: checkpoint.Run) -> Iterator[str]:
+    for read in (lambda: run.facts, lambda: run.metrics):
+        try:
+            read()
+        except ValueError as error:
+            yield str(error)
+    for name in (*FOLDERS.values(), checkpoint.STATES):
+        for path in steps.published(run.path / name):
+            try:
+                has_digests = SEAL in steps.facts(path, ())
+            except ValueError as error:
+                yield str(error)
+                continue
+            if has_digests:
+                yield from _step(path)
+            else:
+                yield f"{path} has no digests: an earlier version wrote it"
+
+
+def _step(path: epath.Path) -> Iterator[str]:
+    facts = steps.facts(path, ())
+    names = facts["leaves"]
+    # Of a snapshot the leaves are those of its one item; of a state they begin with the item, and then a part of it.
+    of_state = "position" in facts
+    parts = {"/".join(name.split(".")[:2]) for name in names} if of_state else {"params"}
+    seen: set[str] = set()
+    for part in sorted(parts):
+        prefix = f"{part.split('/')[0]}." if of_state else ""
+        try:
+            source = orbax_read.open_tree(Path(path), part)
+        except (ValueError, OSError) as error:
+            yield f"{path}: {part} cannot be read: {error}"
+            seen |= {name for name in names if name.startswith(part.replace("/", "."))}
+            continue
+        for name in source.leaves:
+            seen.add(prefix + name)
+            try:
+                digest = provenance.leaf_content_digest(source, name, facts["checksum"])
+            except (ValueError, OSError) as error:
+                yield f"{path}: {name} cannot be read: {error}"
+                continue
+            if names.get(prefix + name) != digest:
+                yield f"{path}: {name} is not what was written ({provenance.files_of(source, name)})"
+    yield from (f"{path}: {name} is missing" for name in sorted(names.keys() - seen))

@@ -1,0 +1,156 @@
+"""Cross-entropy of hidden states, without ever holding the logits of all positions.
+
+Legend: B batch, L positions, S = B L, C positions of a chunk, D width, V vocabulary; inside `jax.shard_map` a device's
+own parts of them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P
+
+from pma_jax.model.kernels.product import transposed
+from pma_jax.runtime.mesh import RULES, axes_of, placed_as
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def cross_entropy(
+    x_BxLxD: jax.Array, head_DxV: jax.Array, targets_BxL: jax.Array, z_loss_weight: float, chunk_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """Two float32 sums over the positions whose target is 0 or more: the objective, and nats (which has no gradient).
+
+    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2 (PaLM, arXiv 2204.02311, Section 5). Logits are
+    float32, of at most `chunk_tokens` positions a device at a time, and the vocabulary may be split: each chunk's
+    gradient is taken while its logits are there, so nothing is computed twice. Call under `jax.set_mesh`.
+
+    Args:
+        x_BxLxD: the last hidden states, split along the batch axes.
+        head_DxV: the output projection in the dtype of `x_BxLxD`, split as its parameter is: gathered along the width
+            here, and its gradient is summed and split in one go.
+        targets_BxL: int32; below 0: not counted.
+        z_loss_weight: see above.
+        chunk_tokens: see above; 1 or more.
+    """
+    objective, nats = _summed(x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=False)
+    return objective, nats
+
+
+def _forward(
+    x_BxLxD: jax.Array, head_DxV: jax.Array, targets_BxL: jax.Array, z_loss_weight: float, chunk_tokens: int
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    objective, nats, d_x_BxLxD, d_head_DxV = _summed(
+        x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=True
+    )
+    return (objective, nats), (placed_as(x_BxLxD, d_x_BxLxD), placed_as(head_DxV, d_head_DxV))
+
+
+def _backward(
+    _weight: float, _chunk: int, gradients: tuple[jax.Array, jax.Array], g: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, None]:
+    d_x_BxLxD, d_head_DxV = gradients
+    return (d_x_BxLxD * g[0]).astype(d_x_BxLxD.dtype), (d_head_DxV * g[0]).astype(d_head_DxV.dtype), None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def _summed(
+    x_BxLxD: jax.Array,
+    head_DxV: jax.Array,
+    targets_BxL: jax.Array,
+    z_loss_weight: float,
+    chunk_tokens: int,
+    with_gradients: bool,
+) -> tuple[jax.Array, ...]:
+    """The two sums, and with gradients those by `x` and `head`; each device works on its own positions and words."""
+    x, head, rows = RULES.spec("batch", None, None), RULES.spec("width", "vocabulary"), RULES.spec("batch", None)
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+    split = any(mesh.shape[axis] > 1 for axis in axes)
+    own = functools.partial(
+        _own_share,
+        z_loss_weight=z_loss_weight,
+        chunk_tokens=chunk_tokens,
+        with_gradients=with_gradients,
+        batch_axes=axes_of(x[0]) if split else (),
+        width_axes=axes_of(head[0]) if split else (),
+        vocabulary_axes=axes_of(head[1]) if split else (),
+    )
+    if not split:  # XLA on CPU would keep sums over one device, each of which waits
+        whole = (jax.reshard(array, P(*[None] * array.ndim)) for array in (x_BxLxD, head_DxV, targets_BxL))
+        return own(*whole)
+    return jax.shard_map(
+        own,
+        in_specs=(x, head, rows),
+        out_specs=(P(), P(), x, head) if with_gradients else (P(), P()),
+        axis_names=set(axes),
+        check_vma=False,  # as around it: see `accumulate`
+    )(jax.reshard(x_BxLxD, x), jax.reshard(head_DxV, head), jax.reshard(targets_BxL, rows))
+
+
+def _own_share(
+    x_BxLxD: jax.Array,
+    head_DxV: jax.Array,
+    targets_BxL: jax.Array,
+    *,
+    z_loss_weight: float,
+    chunk_tokens: int,
+    with_gradients: bool,
+    batch_axes: tuple[str, ...],
+    width_axes: tuple[str, ...],
+    vocabulary_axes: tuple[str, ...],
+) -> tuple[jax.Array, ...]:
+    if width_axes:
+        head_DxV = jax.lax.all_gather(head_DxV, width_axes, axis=0, tiled=True)
+    S, (D, V) = math.prod(targets_BxL.shape), head_DxV.shape
+    count = -(-S // chunk_tokens)
+    C = -(-S // count)
+    padding = count * C - S
+    x_NxCxD = jnp.pad(x_BxLxD.reshape(S, D), ((0, padding), (0, 0))).reshape(count, C, D)
+    targets_NxC = jnp.pad(targets_BxL.reshape(S), (0, padding), constant_values=-1).reshape(count, C)
+    first = jax.lax.axis_index(vocabulary_axes) * V if vocabulary_axes else 0
+
+    def add_chunk(sums: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]):
+        x_CxD, targets_C = chunk
+        logits_CxV = jnp.einsum("cd,dv->cv", x_CxD, head_DxV, preferred_element_type=jnp.float32)
+        largest_C = _over(jax.lax.pmax, vocabulary_axes, jnp.max(logits_CxV, axis=1))
+        weights_CxV = jnp.exp(logits_CxV - largest_C[:, None])
+        # Not a gather: XLA fuses the comparison, and a target in another device's part of the vocabulary matches none.
+        hit_CxV = targets_C[:, None] - first == jnp.arange(V)
+        rows_2xC = jnp.stack([jnp.sum(weights_CxV, axis=1), jnp.sum(jnp.where(hit_CxV, logits_CxV, 0), axis=1)])
+        total_C, target_C = _over(jax.lax.psum, vocabulary_axes, rows_2xC)
+        log_z_C = largest_C + jnp.log(total_C)
+        counted_C = (targets_C >= 0).astype(jnp.float32)
+        nats = jnp.sum((log_z_C - target_C) * counted_C)
+        objective = nats + z_loss_weight * jnp.sum(jnp.square(log_z_C) * counted_C)
+        if not with_gradients:
+            return (sums[0] + objective, sums[1] + nats), None
+        scale_Cx1 = ((1 + 2 * z_loss_weight * log_z_C) / total_C * counted_C)[:, None]
+        d_logits_CxV = (weights_CxV * scale_Cx1 - hit_CxV * counted_C[:, None]).astype(x_CxD.dtype)
+        d_x_CxD = jnp.einsum("cv,dv->cd", d_logits_CxV, head_DxV, preferred_element_type=jnp.float32)
+        d_head_DxV = jnp.einsum("dc,cv->dv", transposed(x_CxD), d_logits_CxV, preferred_element_type=jnp.float32)
+        return (sums[0] + objective, sums[1] + nats, sums[2] + d_head_DxV), d_x_CxD.astype(x_CxD.dtype)
+
+    zero = jnp.zeros((), jnp.float32)
+    sums = (zero, zero, jnp.zeros((D, V), jnp.float32)) if with_gradients else (zero, zero)
+    if count == 1:
+        sums, d_x = add_chunk(sums, (x_NxCxD[0], targets_NxC[0]))
+    else:
+        sums, d_x = jax.lax.scan(add_chunk, sums, (x_NxCxD, targets_NxC))
+    objective, nats, *gradient = sums
+    numbers = _over(jax.lax.psum, batch_axes, (objective, nats))
+    if d_x is None:
+        return numbers
+    d_head_DxV = _over(jax.lax.psum, tuple(axis for axis in batch_axes if axis not in width_axes), gradient[0])
+    if width_axes:
+        d_head_DxV = jax.lax.psum_scatter(d_head_DxV, width_axes, scatter_dimension=0, tiled=True)
+    d_x_BxLxD = jnp.reshape(d_x, (-1, D))[:S].reshape(x_BxLxD.shape)
+    return *numbers, _over(jax.lax.psum, vocabulary_axes, d_x_BxLxD), d_head_DxV.astype(head_DxV.dtype)
+
+
+def _over(collective: Callable[[Any, tuple[str, ...]], Any], axes: tuple[str, ...], x: Any) -> Any:
+    return collective(x, axes) if axes else x

@@ -1,0 +1,1 @@
+"""Kernels: products and attention with an implementation per platform."""

@@ -1,0 +1,1 @@
+"""Run directories: snapshots and states, restoring, retention, the lock."""

@@ -1,0 +1,124 @@
+"""Whether arrays are what was saved: digests of every leaf, taken before they are written, checked when they are read.
+
+A leaf's digest is that of `storage/digests.py`: of its elements in C order, whatever the mesh and the files it is in.
+So the same digest is checked by the trainer that resumes on another mesh, and by a merge in the pass that it makes over
+the bytes anyway. It covers the way from the device through the file system and back, and so every bit of every file
+that holds array data; names, shapes and dtypes are compared with the model, the other facts have a seal of their own.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from pma_jax.storage.digests import SEGMENT_ELEMENTS, SegmentHasher, leaf_digest, new_checksum
+
+CHECKSUM = "xxh3_128"
+_SMALL_BYTES = 2**20  # less is summed up at once than a thread costs
+_WHOLE_BYTES = 2**24  # leaves up to this are gathered whole where several processes hold them
+
+
+def tree_digests(tree: Any) -> dict[str, str]:
+    """Name -> digest (hex) of every leaf. Where several processes hold the tree, all must call; all get the same."""
+    leaves = named_leaves(tree)
+    small = sum(leaf.nbytes for leaf in leaves.values()) <= _SMALL_BYTES
+    if small or not all(_is_here(leaf) for leaf in leaves.values()):
+        return {name: _digest(leaf) for name, leaf in leaves.items()}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(leaves, pool.map(_digest, leaves.values()), strict=True))
+
+
+def named_leaves(tree: Any) -> dict[str, jax.Array]:
+    """Name, as the merging engine calls it (keys joined by "."), -> leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def changed_leaves(tree: Any, stored: Mapping[str, str], prefix: str = "") -> list[str]:
+    """Names of the leaves whose digest is not the stored one, which has `prefix` before the name; none stored: none."""
+    if not stored:
+        return []
+    return [name for name, digest in tree_digests(tree).items() if stored.get(prefix + name) != digest]
+
+
+def non_finite_leaves(tree: Any) -> list[str]:
+    """Names of the floating-point leaves that hold a NaN or an infinity; waits for the device."""
+    leaves = {n: leaf for n, leaf in named_leaves(tree).items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    if not leaves:
+        return []
+    finite = np.asarray(_all_finite(tuple(leaves.values())))
+    return [name for name, is_finite in zip(leaves, finite, strict=True) if not is_finite]
+
+
+@jax.jit
+def _all_finite(leaves: tuple[jax.Array, ...]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
+
+
+def _is_here(leaf: jax.Array | np.ndarray) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
+
+
+def _digest(leaf: jax.Array | np.ndarray) -> str:
+    if isinstance(leaf, jax.Array) and not _is_here(leaf):
+        if leaf.nbytes > _WHOLE_BYTES:
+            return leaf_digest(segments_over_devices(leaf))
+        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+    elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = leaf.addressable_data(0)
+    host = np.ascontiguousarray(leaf)
+    hasher = SegmentHasher(host.dtype.itemsize, CHECKSUM)
+    hasher.update(host.reshape(-1).view(np.uint8))
+    return leaf_digest(hasher.hexdigests())
+
+
+def segments_over_devices(leaf: jax.Array) -> list[str]:
+    """The checksums (hex) of a leaf's segments, each summed up where it lies once they are dealt out to the devices.
+
+    For leaves that no process holds whole: every device takes its share of the segments, and no more.
+    """
+    assert isinstance(leaf.sharding, jax.sharding.NamedSharding), leaf.sharding
+    devices = leaf.sharding.mesh.devices.reshape(-1)
+    # A flat mesh of its own: what moves here is not the model's to say.
+    flat = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "all"), jax.sharding.PartitionSpec("all"))
+    count = -(-leaf.size // SEGMENT_ELEMENTS)
+    rows = _as_segments(leaf, leaf.sharding, -(-count // len(devices)) * len(devices), flat)
+    found = np.zeros((rows.shape[0], new_checksum(CHECKSUM).digest_size), np.uint8)
+    for shard in rows.addressable_shards:
+        first = shard.index[0].start or 0
+        for row, segment in enumerate(np.asarray(shard.data), start=first):
+            elements = min(SEGMENT_ELEMENTS, leaf.size - row * SEGMENT_ELEMENTS)
+            if elements > 0:
+                checksum = new_checksum(CHECKSUM)
+                checksum.update(np.ascontiguousarray(segment[:elements]).view(np.uint8))
+                found[row] = np.frombuffer(checksum.digest(), np.uint8)
+    if jax.process_count() > 1:
+        found = np.max(multihost_utils.process_allgather(found), axis=0)
+    return [row.tobytes().hex() for row in found[:count]]
+
+
+def _as_segments(
+    leaf: jax.Array, lies: jax.sharding.NamedSharding, rows: int, wanted: jax.sharding.NamedSharding
+) -> jax.Array:
+    auto = jax.sharding.Mesh(lies.mesh.devices, lies.mesh.axis_names)
+    placed = jax.sharding.NamedSharding(auto, lies.spec)
+    shards = [shard.data for shard in leaf.addressable_shards]
+    plain = jax.make_array_from_single_device_arrays(leaf.shape, placed, shards)
+    with jax.set_mesh(auto):
+        return _segment_rows(rows, wanted)(plain)
+
+
+@functools.cache
+def _segment_rows(rows: int, sharding: jax.sharding.NamedSharding) -> Any:
+    def cut(leaf: jax.Array) -> jax.Array:
+        padded = jnp.pad(leaf.reshape(-1), (0, rows * SEGMENT_ELEMENTS - math.prod(leaf.shape)))
+        return padded.reshape(rows, SEGMENT_ELEMENTS)
+
+    return jax.jit(cut, out_shardings=sharding)

@@ -1,0 +1,1 @@
+"""Storage: paths of a disk or a bucket, locks, digests, small files."""

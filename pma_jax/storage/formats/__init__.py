@@ -1,0 +1,1 @@
+"""Checkpoint formats: opening, reading and writing anybody's checkpoints; knows nothing of models or merging."""

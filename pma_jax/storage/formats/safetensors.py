@@ -1,0 +1,211 @@
+"""The safetensors format, read as untrusted bytes and written byte for byte the same every time.
+
+A file is: the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets), the
+data. Nothing here imports more than numpy's neighbours: a merge of safetensors starts in a tenth of a second.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeGuard
+
+from pma_jax.storage.formats.leaves import ITEM_BYTES, Extent, LeafInfo
+from pma_jax.storage.json_files import json_bytes, parse_json, read_object
+
+DTYPE_OF_CODE = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+# The reference implementation's own limit.
+HEADER_LIMIT_BYTES = 100_000_000
+_MAX_DIMENSIONS = 64
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors header says: where each leaf lies, in the order of the data."""
+
+    leaves: Mapping[str, LeafInfo]
+    extents: Mapping[str, tuple[Extent, ...]]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """Reads and checks one file's header; the data is not touched.
+
+    Raises:
+        ValueError: the file is not a safetensors file that the specification allows; one line.
+    """
+    with path.open("rb") as file:
+        file_bytes = path.stat().st_size
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise ValueError(f"{path}: {file_bytes} bytes is too short for a safetensors file; fetch it again")
+        header_bytes = int.from_bytes(prefix, "little")
+        if header_bytes > min(HEADER_LIMIT_BYTES, file_bytes - 8):
+            raise ValueError(
+                f"{path}: the header claims {header_bytes} bytes and the file has {file_bytes}; "
+                "it is cut short or not a safetensors file"
+            )
+        entries = parse_json(file.read(header_bytes), f"{path}: header")
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path}: the header is not a JSON object; it is not a safetensors file")
+    return _check_header(entries, path, data_start=8 + header_bytes, data_bytes=file_bytes - 8 - header_bytes)
+
+
+def _check_header(entries: dict[str, Any], path: Path, data_start: int, data_bytes: int) -> Header:
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path}: __metadata__ must map strings to strings")
+    runs = [(*_check_entry(name, entry, path), name) for name, entry in entries.items()]
+    runs.sort(key=lambda run: run[:2])
+    end_of_last, leaves, extents = 0, {}, {}
+    for start, end, leaf, name in runs:
+        if start != end_of_last:
+            how = "overlaps the one before it" if start < end_of_last else "leaves a hole before it"
+            raise ValueError(f"{path}: {name[:80]!r} at bytes {start}:{end} {how}; safetensors allows neither")
+        leaves[name] = leaf
+        extents[name] = (Extent(path, data_start + start, end - start),)
+        end_of_last = end
+    if end_of_last != data_bytes:
+        raise ValueError(f"{path}: the header describes {end_of_last} bytes of data and the file has {data_bytes}")
+    return Header(leaves, extents, metadata)
+
+
+def _check_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]:
+    what = f"{path}: {name[:80]!r}"
+    # A name is repeated in messages and becomes a file name: no line breaks, no half of a surrogate pair.
+    if not name.isprintable():
+        raise ValueError(f"{what} is not a printable Unicode name")
+    if not isinstance(entry, dict):
+        raise ValueError(f"{what} is not described by a JSON object")
+    code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(code, str) or code not in DTYPE_OF_CODE:
+        raise ValueError(f"{what} has the dtype {str(code)[:40]!r}; known are {', '.join(DTYPE_OF_CODE)}")
+    if not are_counts(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"{what} has no valid shape: {str(shape)[:80]}")
+    if not are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{what} has no valid data_offsets: {str(offsets)[:80]}")
+    leaf = LeafInfo(tuple(shape), DTYPE_OF_CODE[code])
+    start, end = offsets
+    if end - start != leaf.nbytes:
+        raise ValueError(f"{what} has {end - start} bytes, and its shape and dtype need {str(leaf.nbytes)[:40]}")
+    return start, end, leaf
+
+
+def are_counts(values: Any) -> TypeGuard[list[int]]:
+    """Whether this is a list of integers from 0 to 2^63 - 1."""
+    # bool is an int to Python, and a product of 64 dimensions of 2^64 is harmless only because each is bounded here.
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def read_index(path: Path) -> dict[str, list[str]]:
+    """Reads a shard index (`model.safetensors.index.json`) as {shard file name: leaf names it must hold}.
+
+    Raises:
+        ValueError: the index is not one, or names a file outside its own directory.
+    """
+    weight_map = read_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: has no weight_map; it is not an index of safetensors shards")
+    shards: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        if (
+            not isinstance(shard, str)
+            or "\0" in shard
+            or PurePosixPath(shard).name != shard
+            or shard in {"", ".", ".."}
+        ):
+            raise ValueError(f"{path}: {name[:80]!r} points to {str(shard)[:80]!r}; a shard must lie beside its index")
+        if not shard.endswith(".safetensors"):
+            raise ValueError(
+                f"{path}: {name[:80]!r} is in {shard[:80]!r}, which is not a safetensors file; convert it first"
+            )
+        shards.setdefault(shard, []).append(name)
+    return shards
+
+
+def read_sharded(index_path: Path) -> Header:
+    """Reads the headers of all shards of an index, checked against it.
+
+    Raises:
+        ValueError: a shard is missing, or holds other leaves than the index says.
+    """
+    leaves: dict[str, LeafInfo] = {}
+    extents: dict[str, tuple[Extent, ...]] = {}
+    metadata: dict[str, str] = {}
+    for shard, names in sorted(read_index(index_path).items()):
+        path = index_path.parent / shard
+        if not path.is_file():
+            raise ValueError(f"{index_path}: the shard {shard} is missing; fetch it")
+        header = read_header(path)
+        wrong = sorted(header.leaves.keys() ^ set(names))
+        if wrong:
+            raise ValueError(f"{path}: index and shard disagree about {wrong[0][:80]!r} ({len(wrong)} names in all)")
+        leaves |= header.leaves
+        extents |= header.extents
+        metadata |= header.metadata
+    return Header(leaves, extents, metadata)
+
+
+def header_bytes(leaves: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]) -> bytes:
+    """The length prefix and header of a file that holds `leaves` in this order; data starts 8-aligned."""
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    start = 0
+    for name, leaf in leaves:
+        end = start + leaf.nbytes
+        entries[name] = {"dtype": CODE_OF_DTYPE[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def split_into_shards(leaves: Mapping[str, LeafInfo], shard_bytes: int) -> list[list[str]]:
+    """Cuts the leaves, in order, into shards of at most `shard_bytes` (a larger leaf gets a shard of its own)."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, leaf in leaves.items():
+        if shards[-1] and filled + leaf.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += leaf.nbytes
+    # Wide items first, as the reference writer does, so that every tensor is aligned to its own item size.
+    return [sorted(shard, key=lambda name: -ITEM_BYTES[leaves[name].dtype]) for shard in shards]
+
+
+def shard_names(count: int) -> list[str]:
+    """The file names that transformers expects for `count` shards."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def index_bytes(shards: Mapping[str, Iterable[str]], leaves: Mapping[str, LeafInfo]) -> bytes:
+    """The text of `model.safetensors.index.json` for {file name: leaf names}."""
+    weight_map = {name: shard for shard, names in shards.items() for name in names}
+    index = {
+        "metadata": {
+            "total_parameters": sum(leaves[name].elements for name in weight_map),
+            "total_size": sum(leaves[name].nbytes for name in weight_map),
+        },
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json_bytes(index)

@@ -1,0 +1,1 @@
+"""Studies: what the experiments share."""

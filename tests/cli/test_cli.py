@@ -1,0 +1,454 @@
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tiny
+
+from pma_jax.cli import main
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.training import loop
+
+VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "plan", "import", "export", "report"]
+
+
+@pytest.fixture
+def pma(capsys):
+    """Run `pma` in this process: exit status, standard output, standard error."""
+
+    def run(*words):
+        capsys.readouterr()
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as left:  # argparse's way out
+            status = left.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def fails(pma):
+    """Assert that `pma` could not, and says why in one line; returns the line."""
+
+    def run(*words):
+        status, out, err = pma(*words)
+        assert status == 1, (status, out, err)
+        # The one line more that there may be says that the corpus was prepared.
+        line = err.splitlines()[-1]
+        assert out == "" and line.startswith("error: ") and err.count("error: ") == 1, err
+        assert len(err.splitlines()) == 1 + err.startswith("prepared "), err
+        return line
+
+    return run
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run, to change."""
+    return open_run(shutil.copytree(finished.path, tmp_path / "run"))
+
+
+# --- Help and wrong calls ---------------------------------------------------------------------------------------------
+
+
+def test_help_is_quick_and_does_not_import_jax():
+    code = "import sys; from pma_jax.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('jax', 'flax', 'orbax', 'numpy', 'tokenizers') if m in sys.modules])"
+    took = []
+    for _ in range(3):  # the quickest of three: the machine may be busy
+        start = time.perf_counter()
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        took.append(time.perf_counter() - start)
+    assert ended.stdout.splitlines()[-1] == "[]"
+    assert all(verb in ended.stdout for verb in VERBS)
+    assert min(took) < 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(pma, verb):
+    status, out, _ = pma(verb, "--help")
+    assert status == 0
+    assert f"example:\n  pma {verb} " in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["trian"],
+        ["train"],
+        ["train", "--config", "demo"],
+        ["train", "--config", "demo", "--workdir", "x", "--wrokdir", "y"],
+        ["fork", "run", "--workdir", "x"],
+        ["fork", "run", "--workdir", "x", "--at-tokens", "many"],
+        ["fork", "run", "--workdir", "x", "--at-tokens", "1.5"],
+        ["fork", "run", "--workdir", "x", "--at-tokens", "inf"],
+        ["fork", "run", "--workdir", "x", "--at-tokens", "nan"],
+        ["merge", "run"],
+        ["merge", "--out", "x"],
+        ["merge", "run", "--out", "x", "--last", "0"],
+        ["merge", "run", "--out", "x", "--last", "-3"],
+        ["merge", "run", "--out", "x", "--last", "²"],
+        ["merge", "run", "--out", "x", "--tokens", "1e6"],
+        ["merge", "run", "--out", "x", "--config.training.seed=1"],
+        ["merge", "run", "--out", "x", "--memory-limit", "2 bananas"],
+        ["merge", "run", "--out", "x", "--memory-limit", "0"],
+        ["merge", "run", "--out", "x", "--dtype", "int8"],
+        ["merge", "run", "--out", "x", "--every", "often"],
+        ["sweep", "run", "--windows", "3,x"],
+        ["sweep", "run", "--intervals", "1,0"],
+        ["sweep", "run", "--kind", "mean"],
+        ["watch"],
+        ["watch", "run", "--windows", "0"],
+        ["watch", "run", "--kind", "points"],
+        ["watch", "run", "--poll-seconds", "0"],
+        ["watch", "run", "--poll-seconds", "soon"],
+        ["evaluate"],
+        ["inspect", "a", "b"],
+        ["import", "model"],
+        ["import", "model", "--out", "x", "--config.training.seed=1"],
+        ["export", "snapshot"],
+        ["export", "snapshot", "--out", "x", "--dtype", "float16"],
+        ["export", "snapshot", "--out", "x", "--shard-size", "large"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_call_is_status_2(pma, words):
+    status, out, err = pma(*words)
+    assert status == 2
+    assert out == "" and "error: " in err and "Traceback" not in err
+
+
+# --- Mistakes: one line, status 1 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ("checkpoint.intervall_tokens=4e6", "checkpoint.interval_tokens"),
+        ("training.seed=one", "a whole number"),
+        ("data.source=web", "packaged, files, hub"),
+        ("data.files=nowhere/*.txt", "nowhere/*.txt"),
+        ("mesh.data=3", "needs 3 devices"),
+        ("mesh.cpu_devices=-1", "0 or more"),
+        ("training.accumulation_steps=2", "data x fsdp x expert splits it in 8"),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line(fails, workspace, tmp_path, assignment, says):
+    file = tiny.write_config(tmp_path / "config.py", workspace)
+    assert says in fails("train", "--config", file, "--workdir", tmp_path / "run", f"--config.{assignment}")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "no configuration file"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("x = 1", "get_config()"),
+        ("def get_config():\n    raise ValueError('two\\nlines')", "two lines"),
+        ("from pma_jax import config\ndef get_config():\n    c = config.defaults()\n    c.trainig = 3\n", "trainig"),
+    ],
+)
+def test_a_wrong_config_file_is_one_line(fails, tmp_path, text, says):
+    if text is not None:
+        (tmp_path / "config.py").write_text(text)
+    assert says in fails("train", "--config", tmp_path / "config.py", "--workdir", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "verb", ["evaluate", "inspect", "sweep", "watch", "report", "merge", "fork", "import", "export"]
+)
+@pytest.mark.parametrize("target", ["nothing", "empty", "file", "config"])
+def test_what_is_neither_run_nor_snapshot_is_one_line(fails, tmp_path, verb, target):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text('{"model": {"wid')
+    more = {verb: ["--out", tmp_path / "out"] for verb in ("merge", "import", "export")}
+    more |= {"fork": ["--at-tokens", "1e3", "--workdir", tmp_path / "out"]}
+    assert str(tmp_path / target) in fails(verb, tmp_path / target, *more.get(verb, []))
+    assert not (tmp_path / "out").exists()
+
+
+def damage(snapshot, how):
+    """Break a snapshot's files as a full disk or a partial copy would."""
+    arrays = [*snapshot.path.glob("params/d/*"), *snapshot.path.glob("params/*/d/*")]
+    if how == "no arrays":
+        (snapshot.path / "params").rmtree()
+    elif how == "no metadata":
+        for path in snapshot.path.glob("*"):
+            if path.is_file() and path.name != checkpoint.COMMIT_MARK:
+                path.unlink()
+    else:
+        assert arrays
+        for path in arrays:
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2] if how == "cut" else b"\0" * len(content))
+
+
+@pytest.mark.parametrize("how", ["cut", "zeros", "no arrays", "no metadata"])
+def test_a_damaged_snapshot_is_one_line(fails, copy, tmp_path, how):
+    first, *_, damaged = copy.snapshots
+    damage(damaged, how)
+    said = [fails("evaluate", damaged.path), fails("merge", first.path, damaged.path, "--out", tmp_path / "out")]
+    assert all(str(damaged.path) in line and len(line) < 1000 for line in said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_snapshot_is_one_line_in_a_terminal_too(copy):
+    # Threads and event loops of the libraries print on their own; only a process of its own shows it.
+    damaged = copy.snapshots[-1]
+    damage(damaged, "zeros")
+    ended = tiny.pma("evaluate", damaged.path)
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1 and "is damaged" in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--last", "7"], "7 checkpoints are asked for and 6 are there"),
+        (["--tokens", "1:2"], "no checkpoint lies in 1:2 tokens"),
+        (["--recipe", "smaa"], "'sma'"),
+        (["--recipe", "ema:alpha=2"], "alpha"),
+        (["--recipe", "ema:beta=0.2"], "alpha"),
+        (["--recipe", "weights:0.5,0.5"], "6"),
+        (["--recipe", ""], "sma"),
+    ],
+)
+def test_a_merge_that_cannot_be_is_one_line(fails, finished, tmp_path, words, says):
+    assert says in fails("merge", finished.path, "--out", tmp_path / "out", *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fork_where_no_state_is_lists_the_states(fails, finished, tmp_path):
+    line = fails("fork", finished.path, "--at-tokens", "5e3", "--workdir", tmp_path / "fork")
+    assert "2,048, 4,096, 6,144" in line and "keep_states_at_tokens=5000" in line
+
+
+def test_a_sweep_of_more_than_there_is_is_one_line(fails, finished):
+    line = fails("sweep", finished.path, "--windows", "15,20", "--recipes", "sma")
+    assert "sma:15: there are 6 snapshots, and it needs 15" in line and "sma:20" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["sweep", "--recipes", "smaa"], "did you mean 'sma'"),
+        (["sweep", "--kind", "block_mean"], "no snapshots of kind block_mean"),
+        (["watch", "--recipe", "smaa"], "did you mean 'sma'"),
+        (["watch", "--recipe", "weights:0.5,0.5", "--windows", "3"], "2 weights for 3"),
+    ],
+)
+def test_a_sweep_or_watch_that_cannot_be_is_one_line(fails, copy, words, says):
+    verb, *rest = words
+    before = tiny.contents(copy.path)
+    assert says in fails(verb, copy.path, *rest)
+    assert tiny.contents(copy.path) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--topology", "v9:2x2"], "unknown topology 'v9:2x2'"),
+        (["--topology", "v5e:2x2", "--out", "nowhere/plan.json"], "nowhere"),
+        (["--topology", "v5e:2x2", "--config.model.widht=3"], "model.width"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line(fails, words, says):
+    assert says in fails("plan", "--config", "demo", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--storage-bandwidth", "2GB"], "not a rate"),
+        (["--storage-bandwidth", "fast/s"], "not a size"),
+        (["--annealing-share", "20"], "not a share"),
+        ([], "--topology"),
+    ],
+)
+def test_a_plan_that_is_asked_for_wrongly_is_told_so(pma, words, says):
+    topology = ["--topology", "v5e:2x2"] if words else []
+    status, out, err = pma("plan", "--config", "demo", *topology, *words)
+    assert status == 2 and out == "" and says in err
+
+
+# --- What the verbs do ------------------------------------------------------------------------------------------------
+
+
+def test_train_and_resume_from_a_process_of_its_own(finished, workspace, tmp_path):
+    file = tiny.write_config(tmp_path / "config.py", workspace)
+    words = ["train", "--config", file, "--workdir", "runs/tiny"]
+    ended = tiny.pma(*words, "--config.training.total_tokens=2048", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip().endswith(f"2,048 tokens, 2 snapshots, held-out loss {finished.snapshots[1].loss:.4f}")
+    refused = tiny.pma(*words, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("error: runs/tiny holds a run with another configuration")
+    assert "training.total_tokens: 2048 -> 6144" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_an_interrupted_command_says_how_to_go_on(pma, workspace, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", interrupted)
+    file = tiny.write_config(tmp_path / "config.py", workspace)
+    status, _, err = pma("train", "--config", file, "--workdir", tmp_path / "run")
+    assert status == 130 and "same command" in err and "Traceback" not in err
+
+
+def test_an_interrupted_watch_is_one_line(pma, finished, monkeypatch):
+    from pma_jax.evaluation import watch
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(watch, "watch", interrupted)
+    assert pma("watch", finished.path) == (130, "", "stopped: the same command goes on from the last preview\n")
+
+
+def test_fork_trains_to_the_horizon(pma, finished, tmp_path):
+    words = ["fork", finished.path, "--at-tokens", "4096", "--workdir", tmp_path / "fork"]
+    words += ["--config.schedule.decay=linear", "--config.schedule.decay_start_tokens=4096"]
+    assert pma(*words)[0] == 0
+    run = open_run(tmp_path / "fork")
+    assert [s.step for s in run.snapshots] == [20, 24] and run.config.schedule.decay == "linear"
+    before = tiny.contents(tmp_path / "fork")
+    assert pma(*words)[0] == 0
+    assert tiny.contents(tmp_path / "fork") == before, "the same command again changes nothing"
+    words[words.index("--workdir") + 1] = tmp_path / "other"
+    assert pma(*words, "--weights", finished.snapshots[1].path)[0] == 0
+    first, other = (next(r for r in open_run(tmp_path / f).metrics if r["kind"] == "train") for f in ("fork", "other"))
+    assert first["tokens"] == other["tokens"] and first["loss"] != other["loss"]
+
+
+RECIPES = {
+    "sma": np.full(3, 1 / 3),
+    "wma": np.array([1, 2, 3]) / 6,
+    "ema:alpha=0.2": np.array([0.8 * 0.8, 0.2 * 0.8, 0.2]),
+    "weights:0.2,0.3,0.5": np.array([0.2, 0.3, 0.5]),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_merge_is_numpys_and_every_verb_takes_it(pma, finished, tmp_path, recipe):
+    out = tmp_path / "deep" / "merged"
+    status, said, _ = pma("merge", finished.path, "--last", "3", "--recipe", recipe, "--out", out)
+    assert status == 0
+    assert f"{recipe} of 3 checkpoints (4,096 to 6,144 tokens)" in said
+    merged = checkpoint.read_snapshot(out)
+    np.testing.assert_allclose(merged.merge["coefficients"], RECIPES[recipe], rtol=1e-12)
+    stored = [tiny.named(tiny.read(s)) for s in finished.snapshots[-3:]]
+    expected = {
+        name: sum(c * leaves[name].astype(np.float64) for c, leaves in zip(RECIPES[recipe], stored, strict=True))
+        for name in stored[0]
+    }
+    tiny.assert_close(tiny.read(merged), expected, rtol=1e-5, atol=1e-6)
+
+    (row,) = json.loads(pma("evaluate", out, "--json")[1])
+    if recipe == "sma":  # the run's own preview of the same merge
+        preview = [r for r in finished.metrics if r["kind"] == "preview"][-1]
+        assert row["loss"] == pytest.approx(preview["loss"], rel=1e-6)
+    facts = json.loads(pma("inspect", out, "--json")[1])
+    assert facts["kind"] == "merged snapshot" and facts["merge"]["recipe"] == recipe
+    assert pma("merge", out, finished.snapshots[0].path, "--out", tmp_path / "again")[0] == 0
+
+
+def test_merge_orders_by_tokens_and_takes_ranges(pma, finished, tmp_path):
+    paths = [finished.snapshots[i].path for i in (4, 0, 2)]
+    assert pma("merge", *paths, "--recipe", "wma", "--out", tmp_path / "a")[0] == 0
+    assert [s["tokens"] for s in checkpoint.read_snapshot(tmp_path / "a").merge["sources"]] == [1024, 3072, 5120]
+    assert pma("merge", finished.path, "--tokens", "2e3:4096", "--out", tmp_path / "b")[0] == 0
+    assert [s["step"] for s in checkpoint.read_snapshot(tmp_path / "b").merge["sources"]] == [8, 12, 16]
+
+
+def test_merge_never_overwrites(fails, pma, finished, tmp_path):
+    words = ["merge", finished.path, "--out", tmp_path / "out"]
+    assert pma(*words)[0] == 0
+    before = tiny.contents(tmp_path)
+    assert "exists already" in fails(*words, "--last", "2")
+    assert "exists already" in fails("merge", finished.path, "--out", finished.path)
+    assert tiny.contents(tmp_path) == before
+
+
+def test_evaluate_gives_the_losses_of_the_run(pma, finished):
+    paths = [finished.path, *[s.path for s in finished.snapshots[:2]]]
+    status, out, _ = pma("evaluate", *paths, "--json")
+    rows = json.loads(out)
+    assert status == 0 and [r["target"] for r in rows] == [str(p) for p in paths]
+    expected = [finished.snapshots[-1], *finished.snapshots[:2]]
+    for row, snapshot in zip(rows, expected, strict=True):
+        assert row["tokens"] == snapshot.tokens
+        assert row["loss"] == pytest.approx(snapshot.loss, rel=1e-6)
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+        assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2)), "a token of `bytes` is a byte"
+    table = pma("evaluate", finished.path)[1]
+    assert "6,144" in table and f"{finished.snapshots[-1].loss:.4f}" in table
+
+
+def test_evaluate_takes_configuration_keys(pma, fails, finished):
+    (row,) = json.loads(pma("evaluate", finished.path, "--config.evaluation.tokens=1500", "--json")[1])
+    assert row["loss"] != finished.snapshots[-1].loss
+    assert row["loss"] == pytest.approx(finished.snapshots[-1].loss, rel=0.2)
+    assert "evaluation.tokens" in fails("evaluate", finished.path, "--config.evaluation.token=15")
+    assert "evaluation.tokens" in fails("evaluate", finished.path, "--config.evaluation.tokens=1e9")
+
+
+def test_sweep_is_each_merge_evaluated(pma, copy):
+    words = ["sweep", copy.path, "--recipes", "sma,lagfree:lag=0.5,order=1,ema:alpha=0.2", "--windows", "3,5", "--json"]
+    status, out, _ = pma(*words)
+    found = json.loads(out)
+    assert status == 0 and found == json.loads((copy.path / "sweep.json").read_text())
+    assert found["tokens"] == tiny.HORIZON
+    assert found["raw_loss"] == pytest.approx(copy.snapshots[-1].loss, rel=1e-6)
+    grid = [(r["recipe"], r["window"]) for r in found["rows"]]
+    assert grid == [(r, n) for r in ("sma", "lagfree:lag=0.5,order=1", "ema:alpha=0.2") for n in (3, 5)]
+    rows = {r["text"]: r["loss"] for r in found["rows"]}
+    ema = [0.8**4, 0.2 * 0.8**3, 0.2 * 0.8**2, 0.2 * 0.8, 0.2]
+    stored = [tiny.named(tiny.read(s)) for s in copy.snapshots]
+    for text, weights in (("sma:3", [1 / 3] * 3), ("sma:5", [0.2] * 5), ("ema:alpha=0.2:5", ema)):
+        assert rows[text] == pytest.approx(tiny.loss_of_sum(copy, stored[-len(weights) :], weights), rel=1e-6)
+    assert pma(*words)[1] == out, "the same sweep again answers the same"
+    assert "sma:3" in pma(*words[:-1])[1]
+
+
+def test_sweep_takes_kinds_and_intervals_and_tells_what_it_leaves_out(pma, copy):
+    tiny.write_block_means(copy)
+    assert pma("sweep", copy.path, "--recipes", "sma", "--windows", "2,3", "--intervals", "1,3")[0] == 0
+    status, out, err = pma("sweep", copy.path, "--recipes", "wma", "--windows", "3,7", "--kind", "block_mean")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["merge", "sma:2", "sma:2@3", "sma:3", "block/wma:3"]
+    assert err.splitlines()[0] == "note: block/wma:7 is left out: there are 6 snapshots, and it needs 7"
+    assert (copy.path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_watch_prints_a_line_a_preview(pma, copy):
+    words = ["watch", copy.path, "--recipe", "wma", "--windows", "5", "--once"]
+    status, out, err = pma(*words)
+    records = [r for r in copy.metrics if r.get("by") == "watch"]
+    assert (status, err) == (0, "")
+    assert [line.split()[-2:] for line in out.splitlines()] == [["wma:5", f"{r['loss']:.4f}"] for r in records]
+    assert [r["tokens"] for r in records] == [5120, 6144]
+    assert pma(*words) == (0, "", "")
+
+
+def test_inspect_prints_text_and_json(pma, finished):
+    status, out, _ = pma("inspect", finished.path)
+    assert status == 0 and "6 snapshots" in out and "3 states" in out
+    facts = json.loads(pma("inspect", finished.snapshots[0].path, "--json")[1])
+    assert facts["kind"] == "snapshot" and facts["tokens"] == 1024
+
+
+def test_the_module_runs_as_the_command_does():
+    ended = subprocess.run([sys.executable, "-m", "pma_jax.cli", "--help"], capture_output=True, text=True, check=True)
+    assert "VERB" in ended.stdout

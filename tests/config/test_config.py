@@ -1,0 +1,308 @@
+import dataclasses
+import json
+import subprocess
+import sys
+
+import ml_collections
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pma_jax import config
+from pma_jax.config import Config, rules
+
+
+def with_keys(**sections):
+    return config.resolve(sections)
+
+
+# --- Defaults, resolving, overriding ----------------------------------------------------------------------------------
+
+
+def test_defaults_resolve_to_the_default_config():
+    assert config.resolve(config.defaults()) == Config()
+
+
+def test_a_config_file_that_assigns_an_unknown_key_fails():
+    with pytest.raises(AttributeError):
+        config.defaults().training.totl_tokens = 3
+
+
+def test_a_missing_section_or_key_takes_its_default():
+    resolved = with_keys(training={"seed": 7})
+    assert resolved == dataclasses.replace(Config(), training=dataclasses.replace(Config().training, seed=7))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "value"),
+    [
+        ("checkpoint.interval_tokens=4e6", 4_000_000),
+        ("checkpoint.interval_tokens=4_000_000", 4_000_000),
+        ("schedule.peak_rate=1", 1.0),
+        ("schedule.peak_rate=3e-4", 3e-4),
+        ("model.qk_norm=true", True),
+        ("model.qk_norm=False", False),
+        ("preview.windows=3,6", (3, 6)),
+        ("preview.windows=(3,)", (3,)),
+        ("preview.windows=", ()),
+        ("checkpoint.keep_states_at_tokens=4.9e6,6e6", (4_900_000, 6_000_000)),
+        ("checkpoint.kinds=block_mean,point", ("block_mean", "point")),
+        ("data.source=files", "files"),
+        ("data.files=a/*.txt,b/*.jsonl", ("a/*.txt", "b/*.jsonl")),
+        ("data.hub_name=a=b", "a=b"),
+    ],
+)
+def test_an_override_is_read_as_its_keys_type(assignment, value):
+    raw = config.defaults()
+    config.override(raw, [assignment])
+    section, key = assignment.partition("=")[0].split(".")
+    stored = raw[section][key]
+    assert stored == value and type(stored) is type(value)
+    if (section, key) != ("checkpoint", "interval_tokens"):
+        assert getattr(getattr(config.resolve(raw), section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ("checkpoint.intervall_tokens=1e6", "'checkpoint.interval_tokens'"),
+        ("trainig.seed=1", "'training.seed'"),
+        ("seed=1", "unknown config key 'seed'"),
+        ("training.seed", "no value"),
+        ("training.seed=1.5", "'training.seed' takes a whole number, not 1.5"),
+        ("training.seed=x", "a whole number, not 'x'"),
+        ("schedule.peak_rate=fast", "a number, not 'fast'"),
+        ("model.qk_norm=2", "true or false"),
+        ("preview.windows=3,x", "a whole number, not 'x'"),
+        ("training.total_tokens=inf", "a whole number"),
+        ("training.total_tokens=None", "a whole number"),
+        ("training.total_tokens=", "a whole number"),
+        ("training.a.b=3", "unknown config key 'training.a.b'"),
+    ],
+)
+def test_a_wrong_override_is_refused_with_what_would_be_right(assignment, says):
+    raw = config.defaults()
+    with pytest.raises(ValueError, match=r"config|override") as refused:
+        config.override(raw, [assignment])
+    assert says in str(refused.value)
+    assert raw.to_dict() == config.defaults().to_dict(), "a refused override changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"trainin": {}}, "'training'"),
+        ({"training": {"sed": 1}}, "training.sed"),
+        ({"training": {"seed": "1"}}, "a whole number"),
+        ({"training": {"seed": True}}, "a whole number"),
+        ({"model": {"qk_norm": 1}}, "true or false"),
+        ({"data": {"source": "web"}}, "packaged, files, hub"),
+        ({"schedule": {"decay": "step"}}, "minus_sqrt"),
+        ({"model": {"compute_dtype": "float16"}}, "bfloat16"),
+        ({"model": {"heads": 4, "kv_heads": 3}}, "divide"),
+        ({"model": {"head_dim": 7}}, "even"),
+        ({"model": {"experts": -1}}, "0 or more"),
+        ({"model": {"experts": 4, "experts_per_token": 5}}, "more than the 4 of model.experts"),
+        ({"model": {"experts_per_token": 0}}, "above 0"),
+        ({"model": {"router_scores": "tanh"}}, "softmax, sigmoid"),
+        ({"training": {"balance_loss_weight": -0.1}}, "0 or more"),
+        ({"mesh": {"expert": 2}}, "no experts"),
+        ({"training": {"batch_size_sequences": 16, "accumulation_steps": 3}}, "divide"),
+        ({"training": {"total_tokens": 0}}, "above 0"),
+        ({"checkpoint": {"interval_tokens": 100}}, "less than one step"),
+        ({"checkpoint": {"keep_states": 0}}, "above 0"),
+        ({"checkpoint": {"kinds": ("point", "mean")}}, "point, block_mean"),
+        ({"checkpoint": {"kinds": ()}}, "one kind or both"),
+        ({"checkpoint": {"kinds": ("point", "point")}}, "one kind or both"),
+        ({"checkpoint": {"kinds": ("block_mean",), "block_every_steps": 49}}, "more than the 48 steps"),
+        ({"spikes": {"optimizer": "forget"}}, "reset, keep, restore"),
+        ({"spikes": {"attempts": -1}}, "0 or more"),
+        ({"spikes": {"loss_z": 0}}, "above 0"),
+        ({"spikes": {"detect": False, "attempts": 1}}, "need spikes.detect=true"),
+        ({"spikes": {"attempts": 1, "window_tokens": 15 * 2048}}, "less than 16 steps"),
+        ({"spikes": {"attempts": 1}, "checkpoint": {"keep_windows": 1, "window": 5}}, "keeps 5 snapshots"),
+        ({"preview": {"windows": (0,)}}, "1 or more"),
+        ({"data": {"held_out_percent": 100}}, "between 0 and 100"),
+        ({"schedule": {"decay": "linear", "decay_start_tokens": 10}}, "warm-up"),
+        ({"schedule": {"decay": "linear", "decay_start_tokens": 6_000_000}}, "total_tokens"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key(sections, says):
+    with pytest.raises(ValueError) as refused:
+        config.resolve(sections)
+    assert says in str(refused.value)
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_and_a_shipped_name_load(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pma_jax import config\ndef get_config():\n    c = config.defaults()\n    c.training.seed = 3\n"
+    )
+    file.write_text(file.read_text() + "    return c\n")
+    assert config.resolve(config.load(str(file))).training.seed == 3
+    assert isinstance(config.load("demo"), ml_collections.ConfigDict)
+    config.resolve(config.load("demo"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "no configuration file"),
+        ("raise RuntimeError('broken today')", "broken today"),
+        ("def get_config(:", "does not run"),
+        ("import a_module_that_is_not_there", "a_module_that_is_not_there"),
+        ("x = 3", "no get_config()"),
+        ("def get_config():\n    return {}", "returned dict"),
+        ("def get_config():\n    raise KeyError('lost')", "lost"),
+        ("def get_config():\n    return None", "returned NoneType"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_its_path(tmp_path, text, says):
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError) as refused:
+        config.load(str(file))
+    assert says in str(refused.value) and str(file) in str(refused.value)
+
+
+def test_a_folder_of_a_shipped_name_is_not_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    config.resolve(config.load("demo"))
+
+
+def test_an_unknown_name_lists_the_shipped_ones():
+    with pytest.raises(ValueError, match="demo"):
+        config.load("dmo")
+
+
+# --- Text form, identity ----------------------------------------------------------------------------------------------
+
+counts = st.integers(1, 10**12)
+
+
+@st.composite
+def configs(draw):
+    batch, length = draw(st.integers(1, 512)), draw(st.integers(1, 4096))
+    return with_keys(
+        data={
+            "source": draw(st.sampled_from(rules.SOURCES)),
+            "files": tuple(draw(st.lists(st.text(max_size=5), max_size=3))),
+            "text_field": draw(st.text(max_size=8)),
+            "held_out_percent": draw(st.floats(0.001, 99.0)),
+            "cache_dir": draw(st.text(max_size=5)),
+        },
+        schedule={"peak_rate": draw(st.floats(1e-12, 1e3)), "warmup_tokens": draw(counts)},
+        training={
+            "total_tokens": draw(counts),
+            "sequence_length_tokens": length,
+            "batch_size_sequences": batch,
+            "seed": draw(st.integers(-(2**70), 2**70)),
+        },
+        checkpoint={
+            "interval_tokens": batch * length + draw(st.integers(0, 10**9)),
+            "keep_states_at_tokens": tuple(draw(st.lists(counts, max_size=4))),
+        },
+        preview={"windows": tuple(draw(st.lists(st.integers(1, 99), max_size=4)))},
+        mesh={"data": draw(st.integers(1, 8))},
+    )
+
+
+@given(configs())
+def test_json_is_a_round_trip(made):
+    text = config.to_json(made)
+    assert config.from_json(text) == made
+    assert config.to_json(config.from_json(text)) == text
+    assert config.digest(config.from_json(text)) == config.digest(made)
+    assert config.differences(made, config.from_json(text)) == []
+
+
+@given(configs(), configs())
+def test_digests_agree_exactly_when_nothing_differs(a, b):
+    assert (config.digest(a) == config.digest(b)) == (config.differences(a, b) == [])
+
+
+def test_the_digest_is_the_same_in_another_process():
+    code = "from pma_jax import config; print(config.digest(config.resolve(config.load('demo'))))"
+    found = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)  # each with its own hash seed
+    }
+    assert found == {config.digest(config.resolve(config.load("demo"))) + "\n"}
+
+
+def test_every_key_is_part_of_the_identity_but_where_the_run_lives():
+    base = Config()
+    changed = {"str": "other", "int": 77, "float": 0.77, "tuple": (77,), "bool": None}
+    for section in dataclasses.fields(base):
+        for key in dataclasses.fields(getattr(base, section.name)):
+            old = getattr(getattr(base, section.name), key.name)
+            new = (not old) if isinstance(old, bool) else changed[type(old).__name__]
+            other = dataclasses.replace(
+                base, **{section.name: dataclasses.replace(getattr(base, section.name), **{key.name: new})}
+            )
+            name = f"{section.name}.{key.name}"
+            lives_there = section.name == "mesh" or name == "data.cache_dir"
+            assert config.differences(base, other) == ([] if lives_there else [f"{name}: {old} -> {new}"])
+
+
+# --- Tokens to steps --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(0, 5000), st.integers(1, 400))
+def test_marks_never_drift(batch, length, extra, steps):
+    # However V and the batch divide: T tokens hold floor(T / V) marks, each in the step that reached it.
+    interval = batch * length + extra
+    made = with_keys(
+        training={"sequence_length_tokens": length, "batch_size_sequences": batch},
+        checkpoint={"interval_tokens": interval},
+    )
+    assert made.batch_tokens == batch * length
+    ends = range(made.batch_tokens, steps * made.batch_tokens + 1, made.batch_tokens)
+    marks = [t for t in ends if made.is_mark(t, interval)]
+    assert len(marks) == steps * made.batch_tokens // interval
+    for k, tokens in enumerate(marks, start=1):
+        assert 0 <= tokens - k * interval < made.batch_tokens
+
+
+@given(st.integers(1, 500), st.integers(0, 5000), st.integers(1, 20), st.integers(1, 200))
+def test_every_jth_step_since_the_mark_goes_into_a_block_mean(batch, extra, every, steps):
+    interval = batch * every + extra
+    training = {"sequence_length_tokens": batch, "batch_size_sequences": 1, "total_tokens": 10**9}
+    made = with_keys(
+        training=training,
+        checkpoint={"interval_tokens": interval, "kinds": ("block_mean",), "block_every_steps": every},
+    )
+    since_mark = 0
+    for tokens in range(batch, steps * batch + 1, batch):
+        since_mark += 1
+        assert made.is_block_add(tokens) == (since_mark % every == 0)
+        if made.is_snapshot(tokens):
+            assert since_mark >= every, "a block mean is never of nothing"
+            since_mark = 0
+    assert not any(with_keys(training=training).is_block_add(t) for t in range(batch, steps * batch + 1, batch))
+
+
+def test_a_run_of_points_may_leave_j_as_it_is():
+    made = with_keys(checkpoint={"interval_tokens": 2048, "block_every_steps": 4})
+    assert made.checkpoint.interval_tokens // made.batch_tokens < made.checkpoint.block_every_steps
+
+
+def test_snapshots_states_and_named_states_at_their_marks():
+    made = with_keys(
+        training={"sequence_length_tokens": 10, "batch_size_sequences": 10, "total_tokens": 1050},
+        checkpoint={"interval_tokens": 250, "state_interval_tokens": 400, "keep_states_at_tokens": (601, 700)},
+    )
+    ends = range(100, 1101, 100)
+    assert [t for t in ends if made.is_snapshot(t)] == [300, 500, 800, 1000, 1100]
+    assert [t for t in ends if made.is_state(t)] == [400, 700, 800, 1100]
+    assert [t for t in ends if made.is_named_state(t)] == [700]
+    assert [t for t in ends if made.is_horizon(t)] == [1100]
+
+
+def test_json_holds_every_key():
+    assert json.loads(config.to_json(Config())).keys() == dataclasses.asdict(Config()).keys()

@@ -1,0 +1,103 @@
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import pma_jax as pma
+from pma_jax.config import MeshConfig
+from pma_jax.runs import checkpoint
+from pma_jax.runtime.mesh import make_mesh
+
+
+def by_numpy(snapshots, weights):
+    """The weighted sum in float64 of what is stored."""
+    return jax.tree.map(
+        lambda *leaves: sum(w * leaf.astype(np.float64) for w, leaf in zip(weights, leaves, strict=True)),
+        *[tiny.read(s) for s in snapshots],
+    )
+
+
+@pytest.mark.parametrize("sizes", [None, MeshConfig(2, 2, 2), MeshConfig(1, 8, 1)], ids=str)
+@pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [-1.0, 0.5, 1.5]], ids=str)
+def test_average_is_numpys_on_any_mesh(finished, sizes, weights):
+    chosen = finished.snapshots[-3:]
+    mesh = make_mesh(sizes) if sizes else None
+    merged = pma.average(chosen, weights, mesh=mesh)
+    # float32 sums of 3: an error of a few units in the last place of the largest term.
+    tiny.assert_close(merged, by_numpy(chosen, weights), rtol=1e-5, atol=1e-6)
+    for leaf in jax.tree.leaves(merged):
+        assert leaf.dtype == np.float32 and len(leaf.sharding.device_set) == 8
+    if sizes:
+        assert merged["blocks"]["gate_DxF"].sharding.mesh == mesh
+        assert not merged["blocks"]["gate_DxF"].sharding.is_fully_replicated
+
+
+def test_one_snapshot_is_itself(finished):
+    tiny.assert_equal(pma.average(finished.snapshots[:1], [1.0]), tiny.read(finished.snapshots[0]))
+
+
+def test_counts_must_agree(finished):
+    with pytest.raises(ValueError, match="2 weights for 3 snapshots"):
+        pma.average(finished.snapshots[:3], [0.5, 0.5])
+
+
+def test_snapshots_of_another_model_are_refused_by_leaf(finished, workspace, tmp_path):
+    other = tiny.config(workspace, model__hidden=48)
+    with jax.set_mesh(make_mesh(other.mesh)):
+        params = jax.tree.map(
+            lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding),
+            checkpoint.abstract_params(other, make_mesh(other.mesh)),
+        )
+    odd = checkpoint.Snapshot(checkpoint.absolute(tmp_path / "odd"), 1, 256, None, other)
+    checkpoint.write_snapshot(params, odd)
+    with pytest.raises(ValueError, match=r"differ in 3 places.*gate_DxF: shape \[2, 16, 32\] in .* but \[2, 16, 48\]"):
+        pma.merge([*finished.snapshots[:2], odd], [0.4, 0.3, 0.3], tmp_path / "out")
+    assert not (tmp_path / "out").exists(), "a merge that failed leaves nothing"
+
+
+def test_a_merge_is_a_snapshot_that_says_what_it_was_made_of(finished, tmp_path):
+    chosen, weights = finished.snapshots[-3:], pma.recipes.wma(3)
+    merged = pma.merge(chosen, weights, tmp_path / "out", recipe="wma")
+    stored = pma.read_snapshot(tmp_path / "out")
+    assert stored == merged
+    assert (stored.step, stored.tokens, stored.loss) == (24, tiny.HORIZON, None)
+    assert stored.config == finished.config
+    assert stored.merge["recipe"] == "wma"
+    assert stored.merge["coefficients"] == [1 / 6, 2 / 6, 3 / 6]
+    assert [(s["path"], s["tokens"]) for s in stored.merge["sources"]] == [(str(s.path), s.tokens) for s in chosen]
+    tiny.assert_close(tiny.read(stored), by_numpy(chosen, [1 / 6, 2 / 6, 3 / 6]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_merge_can_be_copied_away_and_merged_again(finished, tmp_path):
+    a = pma.merge(finished.snapshots[:2], pma.recipes.sma(2), tmp_path / "a")
+    b = pma.merge(finished.snapshots[4:], pma.recipes.sma(2), tmp_path / "b")
+    shutil.move(tmp_path / "a", tmp_path / "moved")
+    again = pma.merge([pma.read_snapshot(tmp_path / "moved"), b], [0.25, 0.75], tmp_path / "c")
+    expected = by_numpy(finished.snapshots[:2] + finished.snapshots[4:], [0.125, 0.125, 0.375, 0.375])
+    tiny.assert_close(tiny.read(again), expected, rtol=1e-5, atol=1e-6)
+    assert a.tokens == 2048 and again.tokens == tiny.HORIZON
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "merge"])
+def test_nothing_is_overwritten(finished, tmp_path, kind):
+    out = tmp_path / "out"
+    if kind == "folder":
+        out.mkdir()
+    elif kind == "file":
+        out.write_text("mine")
+    else:
+        pma.merge(finished.snapshots[:1], [1.0], out)
+    before = tiny.contents(tmp_path)
+    with pytest.raises(ValueError, match="exists already"):
+        pma.merge(finished.snapshots[:2], [0.5, 0.5], out)
+    assert tiny.contents(tmp_path) == before
+
+
+def test_the_sources_are_not_changed(finished, tmp_path):
+    before = tiny.contents(finished.path / "snapshots")
+    pma.merge(finished.snapshots, pma.recipes.sma(6), tmp_path / "out")
+    assert tiny.contents(finished.path / "snapshots") == before
+    assert json.loads(json.dumps(pma.read_snapshot(tmp_path / "out").merge))["coefficients"] == [1 / 6] * 6

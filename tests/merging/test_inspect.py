@@ -1,0 +1,44 @@
+import json
+
+import numpy as np
+import pytest
+import tiny
+
+import pma_jax as pma
+from pma_jax.merging.inspect import as_text, inspect
+
+
+def test_a_run(finished):
+    facts = inspect(finished.path)
+    assert facts["kind"] == "run"
+    assert facts["snapshots"] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in finished.snapshots]
+    assert [s["step"] for s in facts["states"]] == tiny.STATES
+    assert facts["facts"]["corpus"] == finished.facts["corpus"]
+    text = as_text(facts)
+    assert "6 snapshots, 1,024 to 6,144 tokens" in text and f"{finished.snapshots[-1].loss:.4f}" in text
+
+
+def test_a_snapshot_is_described_as_it_is_stored(finished):
+    facts = inspect(finished.snapshots[2].path)
+    leaves = tiny.named(tiny.read(finished.snapshots[2]))
+    assert facts["kind"] == "snapshot" and facts["merge"] is None
+    assert (facts["step"], facts["tokens"], facts["loss"]) == (12, 3072, finished.snapshots[2].loss)
+    assert facts["parameters"] == sum(leaf.size for leaf in leaves.values())
+    stored = {name: (tuple(leaf["shape"]), leaf["dtype"]) for name, leaf in facts["leaves"].items()}
+    assert stored == {name: (leaf.shape, str(leaf.dtype)) for name, leaf in leaves.items()}
+    assert "blocks/gate_DxF  float32 (2, 16, 32)" in as_text(facts)
+
+
+def test_a_merge_shows_its_sources_and_coefficients(finished, tmp_path):
+    pma.merge(finished.snapshots[-3:], pma.recipes.wma(3), tmp_path / "merged", recipe="wma")
+    facts = inspect(tmp_path / "merged")
+    assert facts["kind"] == "merged snapshot"
+    text = as_text(facts)
+    assert "wma of 3 snapshots" in text and "+0.333333  5,120 tokens" in text
+    assert np.isclose(sum(facts["merge"]["coefficients"]), 1)
+    json.dumps(facts)
+
+
+def test_anything_else_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds neither safetensors nor an Orbax checkpoint"):
+        inspect(tmp_path)

@@ -1,0 +1,154 @@
+"""Processes that help to merge: the same bytes, the same refusals, and none that stays behind."""
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import save_file
+
+from pma_jax.merging.engine import plan as planning
+from pma_jax.merging.engine import workers
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.merging.engine.provenance import verify
+from pma_jax.storage.formats.open import open_source
+
+ROWS = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
+
+
+def leaves(seed, dtype=np.float32):
+    """Leaves of several units, and many small ones."""
+    rng = np.random.default_rng(seed)
+    large = {"large": rng.standard_normal(5_000_001, np.float32).astype(dtype)}
+    return large | {f"leaf{n}": rng.standard_normal(1000, np.float32) for n in range(30)} | {"counts": np.arange(7)}
+
+
+@pytest.fixture(params=["float32", "bfloat16", "orbax"])
+def sources(tmp_path, request):
+    paths = [tmp_path / f"in{k}" for k in range(3)]
+    for k, path in enumerate(paths):
+        if request.param == "orbax":  # compressed: what a helper decodes
+            ocp.save(str(path), leaves(k))
+        else:
+            path.mkdir()
+            save_file(
+                leaves(k, ml_dtypes.bfloat16 if request.param == "bfloat16" else np.float32), path / "m.safetensors"
+            )
+    return [open_source(path) for path in paths]
+
+
+def with_helpers(sources, rows, only=False):
+    """A plan for two helpers, who do all of the work if `only`."""
+    return dataclasses.replace(plan(sources, rows), processes=3, threads=0 if only else 1)
+
+
+@pytest.mark.parametrize("rows", [ROWS[0], ROWS], ids=["one recipe", "two recipes"])
+@pytest.mark.parametrize("only", [False, True], ids=["and this process", "alone"])
+def test_helpers_merge_to_the_bytes_of_one_process(sources, tmp_path, rows, only):
+    names = ["a", "b"][: np.atleast_2d(rows).shape[0]]
+    merge(plan(sources, rows, cores=1), [tmp_path / "one" / name for name in names])
+    merge(with_helpers(sources, rows, only), [tmp_path / "many" / name for name in names])
+    assert tiny.contents(tmp_path / "many") == tiny.contents(tmp_path / "one")
+    assert all(verify(str(tmp_path / "many" / name), with_sources=True) == [] for name in names)
+
+
+def test_processes_are_planned_where_each_has_enough_to_read_and_fits(sources, monkeypatch):
+    assert plan(sources, ROWS, cores=64).processes == 1
+    each = sum(source.nbytes for source in sources) // 5 - 1000
+    monkeypatch.setattr(planning, "HELPED_BYTES", each)
+    made = plan(sources, ROWS[0], cores=64)
+    assert (made.processes, made.threads) == (5, 1)
+    assert plan(sources, ROWS[0], cores=2).processes == 2
+    few = plan(sources, ROWS[0], cores=64, memory_limit_bytes=made.memory_bytes // 2)
+    assert 1 <= few.processes < 5 and few.memory_bytes <= made.memory_bytes // 2
+    assert few.digest == made.digest, "another number of processes goes on with the same merge"
+
+
+def poisoned(tmp_path):
+    """Sources of which one holds a NaN."""
+    paths = [tmp_path / f"in{k}" for k in range(3)]
+    for k, path in enumerate(paths):
+        path.mkdir()
+        changed = {"leaf13": np.full(1000, np.nan, np.float32)} if k == 1 else {}
+        save_file(leaves(k) | changed, path / "m.safetensors")
+    return [open_source(path) for path in paths]
+
+
+def test_what_a_helper_refuses_is_refused_in_its_words(tmp_path):
+    sources = poisoned(tmp_path)
+    with pytest.raises(ValueError, match="in1: leaf13 has nan at element 0; only finite values merge"):
+        merge(with_helpers(sources, ROWS[0], only=True), [tmp_path / "out"])
+    assert {p.name for p in tmp_path.iterdir()} == {"in0", "in1", "in2"}
+
+
+def test_a_helper_that_is_killed_ends_the_merge_and_what_is_done_stays(sources, tmp_path, monkeypatch):
+    started = []
+    real = subprocess.Popen
+
+    def remembered(*arguments, **options):
+        started.append(real(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(workers.subprocess, "Popen", remembered)
+    made = with_helpers(sources, ROWS[0], only=True)
+    with pytest.raises(ChildProcessError, match=r"status -9 \(killed: out of memory\?\); the same command goes on"):
+        merge(made, [tmp_path / "out"], progress=lambda done, total: [p.kill() for p in started])
+    assert not (tmp_path / "out").exists() and all(p.returncode is not None for p in started)
+    monkeypatch.undo()
+    assert 0 < merge(made, [tmp_path / "out"]).read_bytes < made.read_bytes
+    assert verify(str(tmp_path / "out"), with_sources=True) == []
+
+
+SLOW = """
+import dataclasses, sys, time
+import numpy as np
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.storage.formats.open import open_source
+made = plan([open_source(path) for path in sys.argv[2:]], np.array([0.2, 0.3, 0.5]))
+def wait(done, total):
+    print(done, flush=True)
+    time.sleep(60)
+merge(dataclasses.replace(made, threads=0, processes=3), [sys.argv[1]], progress=wait)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="who is whose child is read from Linux's /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_helpers_end_with_the_process_that_merges(sources, tmp_path, number):
+    words = tiny.python(SLOW, tmp_path / "out", *(source.path for source in sources))
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, env=tiny.environment())
+    process.stdout.readline()
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    running = [int(child) for task in children for child in task.read_text().split()]
+    assert len(running) == 2
+    process.send_signal(number)
+    assert process.wait(30) == -number
+    end = time.monotonic() + 30
+    while (left := [p for p in running if is_running(p)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left == []
+
+
+def is_running(process):
+    """Whether a process is there and not merely waiting to be asked for its status."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_an_installation_prints_at_its_start_is_not_an_answer(sources, tmp_path, monkeypatch, capfd):
+    (tmp_path / "noisy").mkdir()
+    (tmp_path / "noisy" / "sitecustomize.py").write_text("print('hello from an odd installation')\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "noisy"), *sys.path])
+    merge(with_helpers(sources, ROWS[0], only=True), [tmp_path / "out"])
+    assert capfd.readouterr().out == ""

@@ -1,0 +1,94 @@
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+
+from pma_jax.config import resolve
+from pma_jax.planning import disk
+from pma_jax.runs import checkpoint
+from pma_jax.runtime.mesh import make_mesh
+from pma_jax.training.loop import train
+from pma_jax.training.state import abstract_state
+
+OVERHEAD = 100_000  # bytes that Orbax adds to a snapshot or a state of so few leaves
+RETENTION = {
+    "checkpoint__kinds": ("point", "block_mean"),
+    "checkpoint__window": 2,
+    "checkpoint__keep_windows": 1,
+    "checkpoint__archive_interval_tokens": 8 * tiny.BATCH_TOKENS,
+    "checkpoint__keep_states": 1,
+    "checkpoint__keep_states_at_tokens": (5 * tiny.BATCH_TOKENS,),
+    "model__width": 64,
+    "model__hidden": 128,
+}
+
+
+def files_bytes(folder):
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def test_bytes_on_disk_of_a_run_that_keeps_some(workspace, tmp_path):
+    config = tiny.config(workspace, **RETENTION)
+    run = train(config, tmp_path / "run")
+    state = abstract_state(config, make_mesh(config.mesh))
+    found = disk.storage(config, state)
+    folders = {
+        kind: sorted(int(p.name) for p in (run.path / folder).iterdir()) for kind, folder in checkpoint.FOLDERS.items()
+    }
+    assert folders["point"] == folders["block_mean"] and len(folders["point"]) == found["snapshots_kept_of_each_kind"]
+    assert len(run.states) == found["states_kept"] == 2
+    assert 2 * len(folders["point"]) * found["snapshot_bytes"] + 2 * found["state_bytes"] == found["bytes_at_the_end"]
+    # One of each kind and one state more, while the new ones are there and the old ones still.
+    assert found["bytes_at_most"] - found["bytes_at_the_end"] == 2 * found["snapshot_bytes"] + found["state_bytes"]
+    # Arrays are written as they are; names, shapes and the configuration come on top.
+    snapshot, saved = run.of_kind("point")[-1].path, run.states[-1].path
+    for path, bytes_ in ((snapshot, found["snapshot_bytes"]), (saved, found["state_bytes"])):
+        assert bytes_ <= files_bytes(path) <= bytes_ + OVERHEAD, path
+    everything = sum(files_bytes(run.path / folder) for folder in (*checkpoint.FOLDERS.values(), checkpoint.STATES))
+    saved_count = 2 * len(folders["point"]) + len(run.states)
+    assert found["bytes_at_the_end"] <= everything <= found["bytes_at_the_end"] + saved_count * OVERHEAD
+
+
+@pytest.mark.parametrize(
+    "checkpoint_keys",
+    [
+        {},
+        {"interval_tokens": 1000, "state_interval_tokens": 1700},
+        {"interval_tokens": 300, "state_interval_tokens": 300, "keep_states_at_tokens": (1, 999, 6000, 9999)},
+        {"interval_tokens": 10**9, "state_interval_tokens": 10**9},
+        {"interval_tokens": 700, "state_interval_tokens": 100},
+    ],
+)
+@pytest.mark.parametrize("total", [6144, 6145, 6000])
+def test_marks_are_the_runs_own(checkpoint_keys, total):
+    config = resolve(
+        {
+            "training": {"sequence_length_tokens": 32, "batch_size_sequences": 8, "total_tokens": total},
+            "checkpoint": checkpoint_keys or {"interval_tokens": 1024, "state_interval_tokens": 2048},
+            "schedule": {"warmup_tokens": 100},
+        }
+    )
+    ends = range(256, -(-total // 256) * 256 + 1, 256)
+    assert disk.snapshot_marks(config) == [t for t in ends if config.is_snapshot(t)]
+    assert disk.state_marks(config) == [t for t in ends if config.is_state(t)]
+
+
+def test_block_means_take_one_float32_model_of_memory(workspace):
+    config = tiny.config(workspace, checkpoint__kinds=("block_mean",), mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
+    state = abstract_state(config, make_mesh(config.mesh))
+    found = disk.storage(config, state)
+    assert found["block_mean_bytes_per_device"] == disk.device_bytes(state.params) + 4
+    # Norms are whole on each device, matrices in four parts.
+    assert found["snapshot_bytes"] / 8 < disk.device_bytes(state.params) < found["snapshot_bytes"] / 2
+    without = abstract_state(tiny.config(workspace), make_mesh(config.mesh))
+    assert disk.storage(config, without)["block_mean_bytes_per_device"] == 0
+
+
+def test_times_are_bytes_over_bandwidth(workspace):
+    config = tiny.config(workspace, spikes__detect=False)
+    state = jax.eval_shape(lambda s: s, abstract_state(config, make_mesh(config.mesh)))
+    found = disk.times(config, state, 1e6)
+    assert found["write_snapshot_seconds"] == pytest.approx(disk.tree_bytes(state.params) / 1e6)
+    assert found["merge_window_seconds"] == pytest.approx((3 + 1) * found["write_snapshot_seconds"])
+    assert found["write_state_seconds"] == pytest.approx(3 * found["write_snapshot_seconds"], rel=1e-3)

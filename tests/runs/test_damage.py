@@ -1,0 +1,211 @@
+"""Damage is found, named and survived: every damaged file of a run, by resuming, merging and verifying."""
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import pma_jax as pma
+from pma_jax.cli import verbs
+from pma_jax.merging.verify import verify
+from pma_jax.runs import checkpoint, integrity, restore
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.runtime.mesh import make_mesh
+from pma_jax.storage import digests
+from pma_jax.storage.formats.open import open_source
+from pma_jax.training.loop import train
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    shutil.copytree(finished.path, tmp_path / "run")
+    return open_run(tmp_path / "run")
+
+
+def array_file(step) -> Path:
+    """The file that holds the arrays of a snapshot's or state's largest item."""
+    files = [p for p in Path(step).rglob("d/*") if p.is_file()]
+    return max(files, key=lambda p: p.stat().st_size)
+
+
+def flip(path: Path, at: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 16
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {
+    "a flipped bit in an array": lambda step: flip(array_file(step)),
+    "a cut array": lambda step: cut(array_file(step)),
+    "no array": lambda step: array_file(step).unlink(),
+    "no metadata": lambda step: (step / "_CHECKPOINT_METADATA").unlink(),
+    "cut metadata": lambda step: cut(step / "_CHECKPOINT_METADATA"),
+    "a changed digit": lambda step: (step / "_CHECKPOINT_METADATA").write_text(
+        re.sub(r'("tokens": ?)\d', r"\g<1>9", (step / "_CHECKPOINT_METADATA").read_text())
+    ),
+    "no tree": lambda step: next(p for p in step.iterdir() if p.is_dir()).joinpath("_METADATA").unlink(),
+    "an empty item": lambda step: [shutil.rmtree(p) or p.mkdir() for p in step.iterdir() if p.is_dir()],
+}
+
+
+def said(capsys) -> str:
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_is_passed_over_and_told(finished, copy, damage, capsys):
+    shutil.rmtree(copy.path / "snapshots" / "24")
+    states = Path(copy.path / "states")
+    shutil.rmtree(states / "24")
+    DAMAGES[damage](states / "16")
+    run = train(copy.config, copy.path)
+    told = [line for line in said(capsys).splitlines() if line.startswith("passed over: ")]
+    assert len(told) == 1 and str(states / "16") in told[0]
+    assert [s.step for s in run.states] == [8, 16, 24], "the damaged one was written anew"
+    assert [p.name for p in Path(run.path / "damaged").iterdir()] == ["states-16.0"]
+    assert tiny.numbers(run) == tiny.numbers(finished)
+    tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
+    assert verify(run.path) == []
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_snapshot_is_refused_by_name(copy, tmp_path, damage, capsys):
+    snapshot = Path(copy.path / "snapshots" / "20")
+    DAMAGES[damage](snapshot)
+    out = tmp_path / "merged"
+    assert verbs.main(["merge", str(copy.path), "--last", "3", "--out", str(out)]) == 1
+    error = said(capsys)
+    assert error.startswith("error: ") and error.count("\n") == 1 and str(snapshot) in error
+    assert not out.exists() and not list(tmp_path.glob(".merged*"))
+    with pytest.raises(ValueError, match=str(snapshot)):
+        pma.average(
+            [checkpoint.read_snapshot(copy.path / "snapshots" / "24"), checkpoint.read_snapshot(snapshot)], [0.5] * 2
+        )
+    assert any(str(snapshot) in problem for problem in verify(copy.path))
+    assert verbs.main(["inspect", str(copy.path), "--verify"]) == 1
+    assert said(capsys).startswith(f"error: {copy.path} is not what was written: ")
+
+
+def test_damaged_snapshots_are_written_anew_where_the_run_passes_them_again(finished, copy, capsys):
+    shutil.rmtree(copy.path / "states" / "24")
+    flip(array_file(copy.path / "snapshots" / "20"))
+    (copy.path / "snapshots" / "24" / "_CHECKPOINT_METADATA").unlink()
+    run = train(copy.config, copy.path)
+    assert said(capsys).count("passed over: ") == 2
+    assert verify(run.path) == [] and tiny.numbers(run) == tiny.numbers(finished)
+    for a, e in zip(run.snapshots, finished.snapshots, strict=True):
+        tiny.assert_equal(tiny.read(a), tiny.read(e))
+
+
+def test_a_damaged_snapshot_of_the_past_leaves_previews_out_and_nothing_else(finished, copy, capsys):
+    for root in ("states", "snapshots"):
+        shutil.rmtree(copy.path / root / "24")
+    shutil.rmtree(copy.path / "snapshots" / "20")
+    flip(array_file(copy.path / "snapshots" / "12"))
+    run = train(copy.config, copy.path)
+    assert str(copy.path / "snapshots" / "12") in said(capsys)
+    left_out = [r for r in tiny.numbers(finished) if r not in tiny.numbers(run)]
+    # From step 16 on the window holds 16, then 16 and 20: `sma:3` at step 20 would reach over the damaged one.
+    assert [(r["kind"], r["step"], r["recipe"]) for r in left_out] == [("preview", 20, "sma:3")]
+    tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
+
+
+def test_where_every_state_is_damaged_the_run_does_not_begin_anew_by_itself(copy):
+    for step in (8, 16, 24):
+        flip(array_file(copy.path / "states" / str(step)))
+    shutil.rmtree(copy.path / "states" / "24")
+    before = tiny.contents(Path(copy.path))
+    with pytest.raises(ValueError, match=r"no state of .* is whole .*states/16 is damaged"):
+        train(copy.config, copy.path)
+    assert tiny.contents(Path(copy.path)) == before
+
+
+def test_leftovers_are_cleared_away(finished, copy):
+    shutil.rmtree(copy.path / "states" / "24")
+    (copy.path / "states" / "24").mkdir()  # an empty directory
+    half = copy.path / "snapshots" / "24"  # a kill while it was removed: the mark goes first
+    (half / checkpoint.COMMIT_MARK).unlink()
+    (copy.path / "states" / "16.orbax-checkpoint-tmp").mkdir()
+    run = train(copy.config, copy.path)
+    assert tiny.numbers(run) == tiny.numbers(finished)
+    assert sorted(p.name for p in Path(run.path / "states").iterdir()) == ["16", "24", "8"]
+    assert not (run.path / "damaged").exists() and verify(run.path) == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json", "metrics.jsonl"])
+@pytest.mark.parametrize("how", ["cut", "zeros", "text"])
+def test_a_damaged_record_of_the_run_is_one_clear_line(copy, name, how, capsys, workspace, tmp_path):
+    file = tiny.write_config(tmp_path / "config.py", workspace)
+    path = Path(copy.path / name)
+    content = path.read_bytes()
+    damaged = {"cut": content[:50] + b"\n" + content[90:], "zeros": b"\0" * len(content) + b"\n", "text": b"no\n"}[how]
+    path.write_bytes(damaged)
+    shutil.rmtree(copy.path / "states" / "24")
+    assert verbs.main(["train", "--config", file, "--workdir", str(copy.path)]) == 1
+    error = said(capsys).splitlines()[-1]
+    assert error.startswith("error: ") and str(path) in error, error
+    assert path.read_bytes() == damaged
+
+
+def test_what_is_not_finite_is_neither_saved_nor_used(finished, copy, tmp_path):
+    snapshot = finished.snapshots[-1]
+    params = checkpoint.restore_params(
+        snapshot, checkpoint.abstract_params(snapshot.config, make_mesh(snapshot.config.mesh))
+    )
+    for value in (np.nan, np.inf, -np.inf):
+        bad = dict(params) | {"embedding_VxD": params["embedding_VxD"] * value}
+        with pytest.raises(ValueError, match=r"1 leaves of the weights are not finite .*: embedding_VxD"):
+            checkpoint.write_snapshot(bad, dataclasses.replace(snapshot, path=checkpoint.absolute(tmp_path / "bad")))
+        with checkpoint.snapshot_writer(copy, "point") as writer, pytest.raises(ValueError, match="not finite"):
+            checkpoint.save_snapshot(writer, bad, dataclasses.replace(snapshot, step=28))
+    assert not (tmp_path / "bad").exists() and not (copy.path / "snapshots" / "28").exists()
+
+
+def test_every_bit_of_the_arrays_counts(finished, tmp_path):
+    shutil.copytree(finished.snapshots[0].path, tmp_path / "4")
+    rng = np.random.default_rng(0)
+    for name, extents in open_source(tmp_path / "4").extents.items():
+        for extent in extents:
+            whole = extent.path.read_bytes()
+            for place in {0, extent.nbytes - 1, *rng.integers(0, extent.nbytes, 8).tolist()}:
+                damaged = bytearray(whole)
+                damaged[extent.offset + place] ^= 1 << rng.integers(8)
+                extent.path.write_bytes(damaged)
+                (problem,) = verify(tmp_path / "4")
+                assert f"{name} is not what was written ({extent.path})" in problem
+            extent.path.write_bytes(whole)
+    assert verify(tmp_path / "4") == []
+
+
+def test_digests_are_those_of_merging_whatever_the_mesh(finished, workspace):
+    snapshot = finished.snapshots[0]
+    stored = restore.stored_digests(snapshot.path)
+    for axes in ({}, {"mesh__data": 1, "mesh__fsdp": 4, "mesh__tensor": 2}):
+        config = tiny.config(workspace, **axes)
+        params = checkpoint.restore_params(snapshot, checkpoint.abstract_params(config, make_mesh(config.mesh)))
+        assert integrity.tree_digests(params) == stored
+    for name, leaf in tiny.named(params).items():
+        hasher = digests.SegmentHasher(leaf.itemsize, "xxh3_128")
+        hasher.update(leaf.tobytes())
+        assert digests.leaf_digest(hasher.hexdigests()) == stored[name.replace("/", ".")]
+
+
+def test_segments_that_are_dealt_out_to_devices_have_the_same_checksums():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    values = np.random.default_rng(0).normal(size=(2048, 2056)).astype(np.float32)
+    hasher = digests.SegmentHasher(4, "xxh3_128")
+    hasher.update(values.reshape(-1))
+    expected = hasher.hexdigests()
+    assert len(expected) == 3
+    for spec in (jax.P("a", "b"), jax.P(None, ("a", "b")), jax.P()):
+        leaf = jax.device_put(values, jax.NamedSharding(mesh, spec))
+        assert integrity.segments_over_devices(leaf) == expected

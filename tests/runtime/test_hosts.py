@@ -1,0 +1,403 @@
+import json
+import shutil
+import signal
+import time
+
+import jax
+import numpy as np
+import processes
+import pytest
+import tiny
+from safetensors.numpy import save_file
+
+from pma_jax import config as configuration
+from pma_jax.cli import main
+from pma_jax.evaluation.sweep import sweep
+from pma_jax.evaluation.targets import evaluate_targets
+from pma_jax.evaluation.watch import watch
+from pma_jax.merging.engine import provenance
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run, read_records
+from pma_jax.runtime import hosts
+from pma_jax.runtime.mesh import local_mesh
+from pma_jax.training import recovery
+from pma_jax.training.loop import train
+from pma_jax.training.state import abstract_state
+
+B = tiny.BATCH_TOKENS
+
+
+def read(snapshot):
+    """A snapshot's parameters, on this process's devices whatever the mesh of its run."""
+    abstract = checkpoint.abstract_params(snapshot.config, local_mesh())
+    return jax.tree.map(np.asarray, checkpoint.restore_params(snapshot, abstract))
+
+
+def assert_same(run, expected, rtol=1e-5):
+    """Two runs' numbers and parameters, to what another order of summation leaves of float32."""
+    found, wanted = ([r for r in tiny.numbers(one) if "by" not in r] for one in (run, expected))
+    assert [(r["kind"], r["tokens"]) for r in found] == [(r["kind"], r["tokens"]) for r in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        close = {key: pytest.approx(value, rel=rtol) if type(value) is float else value for key, value in other.items()}
+        assert one == close
+    assert [s.step for s in run.snapshots] == [s.step for s in expected.snapshots]
+    assert [s.step for s in run.states] == [s.step for s in expected.states]
+    for one, other in zip(run.snapshots, expected.snapshots, strict=True):
+        tiny.assert_close(read(one), read(other), rtol=1e-4, atol=1e-5)
+
+
+def test_alone_nothing_is_waited_for(monkeypatch):
+    assert hosts.place() == (0, 1) and hosts.is_first() and hosts.gather("a") == ["a"]
+    assert hosts.told_by_first(lambda: "b") == "b" and hosts.first_then_all(lambda: 3) == 3
+    hosts.agree(None)
+    problem = OSError("full")
+    with pytest.raises(OSError, match="full"):
+        hosts.agree(problem)
+    with pytest.raises(KeyError), hosts.no_farewell():
+        raise KeyError("of this process")
+    for name in hosts.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    with pytest.raises(ValueError, match="some are set: set all three"):
+        hosts.join()
+
+
+AGREE = """
+import jax
+index, count = hosts.place()
+assert hosts.gather("x" * index) == ["", "x", "xx"][:count]
+with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):
+    assert hosts.told_by_first(lambda: f"from {index}") == "from 0"
+seen = []
+hosts.first_then_all(lambda: seen.append(index))
+assert seen == [index]
+def refuse():
+    raise ValueError(f"refused by {index}")
+for ask in (lambda: hosts.told_by_first(refuse), lambda: hosts.first_then_all(refuse)):
+    try:
+        ask()
+    except ValueError as error:
+        print(error)
+try:
+    hosts.agree(OSError("no room") if index == 1 else None)
+except (ValueError, OSError) as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_processes_agree():
+    job = processes.script(AGREE, [], 2).check()
+    said = ["refused by 0", "refused by 0"]
+    lines = [[line for line in job.out(p).splitlines() if "Gloo" not in line] for p in (0, 1)]
+    assert lines == [[*said, "ValueError process 1 could not: no room"], [*said, "OSError no room"]]
+
+
+EVERY_VERB = """
+import json, sys
+from pathlib import Path
+from pma_jax import config
+from pma_jax.runs import checkpoint
+from pma_jax.evaluation.sweep import sweep
+from pma_jax.evaluation.targets import evaluate_targets
+from pma_jax.evaluation.watch import watch
+from pma_jax.training.loop import train
+from pma_jax.training.forking import fork
+from pma_jax.training.loop import train
+config, fork_config = (config.from_json(Path(path).read_text()) for path in sys.argv[1:3])
+workdir, forked = sys.argv[3:5]
+run = train(config, workdir)
+train(config, workdir)  # complete: nothing is done
+lines = list(watch(run, "wma", [2, 3]))
+rows = sweep(run, ["sma", "wma"], [2, 4], memory_bytes=1e9 * (1 + hosts.place()[0]))["rows"]
+loss = evaluate_targets([workdir], [])[0]["loss"]
+fork(run, 4096, fork_config, forked)
+train(fork_config, forked)
+print(json.dumps([lines, rows, loss]))
+"""
+
+
+def write_configs(folder, **configs):
+    """Resolved configurations as files, for processes."""
+    paths = []
+    for name, made in configs.items():
+        (folder / f"{name}.json").write_text(configuration.to_json(made))
+        paths.append(folder / f"{name}.json")
+    return paths
+
+
+def test_two_processes_do_what_one_does(finished, tmp_path):
+    """Training, snapshots, states, previews, watch, sweep, evaluate, fork; from a corpus that nobody has prepared."""
+    fresh = tmp_path / "fresh"
+    config = tiny.config(fresh, mesh__data=2, mesh__fsdp=2)
+    fork_config = tiny.config(fresh, training__total_tokens=18 * B, mesh__data=2, mesh__fsdp=2)
+    configs = write_configs(tmp_path, config=config, fork=fork_config)
+    job = processes.script(EVERY_VERB, [*configs, tmp_path / "two", tmp_path / "forked"], 2).check()
+    lines, rows, loss = json.loads(job.out(0).splitlines()[-1])
+    assert json.loads(job.out(1).splitlines()[-1]) == [lines, rows, loss]
+    assert "held-out loss" in job.error(0) and "tokens" not in job.error(1), "one of them says it"
+    assert len(list((fresh / "cache").glob("[0-9a-f]*"))) == 1
+
+    two, forked = open_run(tmp_path / "two"), open_run(tmp_path / "forked")
+    assert_same(two, finished)
+    alone = open_run(shutil.copytree(finished.path, tmp_path / "alone"))
+    assert lines == list(watch(alone, "wma", [2, 3]))
+    assert len(read_records(two.path / "watch.jsonl")) == len(lines)
+    expected = sweep(alone, ["sma", "wma"], [2, 4])["rows"]
+    assert rows == [row | {"loss": pytest.approx(row["loss"], rel=1e-5)} for row in expected]
+    assert loss == pytest.approx(evaluate_targets([str(alone.path)], [])[0]["loss"], rel=1e-5)
+    assert forked.facts["forked_from"]["step"] == 16 and forked.states[-1].step == 18
+    trained = {r["step"]: r["loss"] for r in tiny.numbers(finished) if r["kind"] == "train"}
+    for record in tiny.numbers(forked):
+        if record["kind"] == "train":
+            assert record["loss"] == pytest.approx(trained[record["step"]], rel=1e-5)
+
+
+GRIDS = [
+    # processes, devices of each, mesh: a mesh axis within a process, and across processes, for each of the axes
+    (2, 2, {"mesh__data": 4}),
+    (2, 2, {"mesh__fsdp": 2, "mesh__tensor": 2}),
+    (2, 1, {"mesh__tensor": 2}),
+    (4, 2, {"mesh__data": 2, "mesh__fsdp": 4}),
+    (4, 2, {"mesh__tensor": 2, "mesh__fsdp": 4}),
+]
+
+TRAIN = """
+import sys
+from pathlib import Path
+from pma_jax import config
+from pma_jax.training.loop import train
+train(config.from_json(Path(sys.argv[1]).read_text()), sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices", "mesh"), GRIDS)
+def test_every_grid_of_hosts_and_devices_trains_as_one(finished, workspace, tmp_path, count, devices, mesh):
+    (config,) = write_configs(tmp_path, config=tiny.config(workspace, **mesh))
+    processes.script(TRAIN, [config, tmp_path / "run"], count, devices).check(600)
+    assert_same(open_run(tmp_path / "run"), finished)
+
+
+@pytest.mark.slow
+def test_experts_and_block_means_across_processes(workspace, tmp_path):
+    keys = {
+        "model__experts": 4,
+        "model__expert_hidden": 16,
+        "checkpoint__kinds": ("point", "block_mean"),
+        "checkpoint__block_every_steps": 2,
+        "training__total_tokens": 8 * B,
+    }
+    alone = train(tiny.config(workspace, **keys), tmp_path / "alone")
+    (config,) = write_configs(tmp_path, config=tiny.config(workspace, **keys, mesh__expert=4))
+    processes.script(TRAIN, [config, tmp_path / "run"], 2).check(600)
+    assert_same(open_run(tmp_path / "run"), alone)
+    for one, other in zip(*(run.of_kind("block_mean") for run in (open_run(tmp_path / "run"), alone)), strict=True):
+        tiny.assert_close(read(one), read(other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_processes_and_another_mesh(finished, workspace, tmp_path):
+    """8 steps on each: 4 processes, then 2, then 1."""
+    run = tmp_path / "run"
+    for count, devices, mesh, last in (
+        (4, 2, {"mesh__fsdp": 8}, 8),
+        (2, 2, {"mesh__data": 2, "mesh__tensor": 2}, 16),
+        (1, 1, {"mesh__data": 1}, 24),
+    ):
+        (config,) = write_configs(tmp_path, config=tiny.config(workspace, **mesh))
+        processes.script(TRAIN_UNTIL, [config, run, last], count, devices).check(600)
+        assert open_run(run).newest_state.step == last
+    assert_same(open_run(run), finished)
+
+
+TRAIN_UNTIL = """
+import sys
+from pathlib import Path
+from pma_jax import config
+from pma_jax.runs import checkpoint
+from pma_jax.training import loop
+config = config.from_json(Path(sys.argv[1]).read_text())
+last = int(sys.argv[3])
+save = checkpoint.save_state
+class Stop(BaseException): pass
+def save_and_stop(writer, state, step, *rest):
+    save(writer, state, step, *rest)
+    if step == last:
+        raise Stop
+checkpoint.save_state = save_and_stop
+try:
+    loop.train(config, sys.argv[2])
+except Stop:
+    pass
+"""
+
+
+def wait_until(job, is_time, seconds=300.0):
+    """Wait until `is_time` says so, while all processes live."""
+    end = time.monotonic() + seconds
+    while not is_time() and time.monotonic() < end:
+        assert all(p.poll() is None for p in job.processes), [job.error(p)[-3000:] for p in range(len(job.processes))]
+        time.sleep(0.05)
+
+
+def kill_one(job, index, is_time, seconds=300.0):
+    """Kill one process when `is_time` says so; the others stop in time. Prints how long it took, and their statuses."""
+    wait_until(job, is_time, seconds)
+    job.processes[index].kill()
+    start = time.monotonic()
+    statuses = job.wait(seconds)
+    taken = time.monotonic() - start
+    print(f"{len(statuses)} processes, {index} killed: the others stopped after {taken:.1f} s with {statuses}")
+    assert taken < processes.HEARTBEAT_SECONDS + 20 and all(statuses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "killed"), [(2, 1), (2, 0), (4, 2)])
+def test_when_one_is_killed_the_others_stop_and_the_restart_is_exact(workspace, tmp_path, count, killed):
+    long = {"training__total_tokens": 64 * B, "preview__windows": ()}
+    config = tiny.config(workspace, **long, mesh__fsdp=2, mesh__data=-1)
+    file = tiny.write_config(tmp_path / "config.py", workspace, **long, mesh__fsdp=2, mesh__data=-1)
+    words = ["train", "--config", file, "--workdir"]
+    processes.pma([*words, tmp_path / "whole"], count).check(600)
+    cut = tmp_path / "cut"
+    job = processes.pma([*words, cut], count)
+    kill_one(job, killed, lambda: len(read_records(checkpoint.absolute(cut / "metrics.jsonl"))) > 30)
+    said = [job.error(p) for p in range(count) if p != killed]
+    assert any("error: process" in text for text in said) or killed == 0, said
+    newest = open_run(cut).newest_state
+    assert newest is None or newest.tokens < config.training.total_tokens
+    processes.pma([*words, cut], count).check(600)
+    whole, again = open_run(tmp_path / "whole"), open_run(cut)
+    assert tiny.numbers(again) == tiny.numbers(whole)
+    for one, other in zip(again.snapshots, whole.snapshots, strict=True):
+        tiny.assert_equal(read(one), read(other))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [[0], [1], [0, 1]], ids=["the first", "the second", "both"])
+def test_a_preemption_notice_to_any_process_stops_all_at_one_step_with_a_state(workspace, tmp_path, told):
+    file = tiny.write_config(
+        tmp_path / "config.py", workspace, training__total_tokens=400 * B, preview__windows=(), mesh__fsdp=4
+    )
+    words = ["train", "--config", file, "--workdir", tmp_path / "run"]
+    job = processes.pma(words, 2)
+    wait_until(job, lambda: len(read_records(checkpoint.absolute(tmp_path / "run" / "metrics.jsonl"))) > 20)
+    for index in told:
+        job.processes[index].send_signal(signal.SIGTERM)
+    assert job.wait() == [143, 143]
+    stopped = open_run(tmp_path / "run")
+    step = stopped.newest_state.step
+    assert [r["step"] for r in stopped.metrics if r["kind"] == "train"] == list(range(1, step + 1)), "no step is lost"
+    for index in (0, 1):
+        said = job.error(index).splitlines()[-1]
+        assert f"stopped by a preemption: the state at step {step:,} " in said
+    processes.pma(words, 2).check(600)
+    whole = tmp_path / "whole"
+    processes.pma([*words[:-1], whole], 2).check(600)
+    assert tiny.numbers(open_run(tmp_path / "run")) == tiny.numbers(open_run(whole))
+
+
+@pytest.mark.slow
+def test_processes_go_back_from_a_spike_together(workspace, tmp_path):
+    """What one process does is test_recovery.py's; a run that falls over is too chaotic to compare number by number."""
+    spike = {
+        "training__total_tokens": 64 * B,
+        "schedule__peak_rate": 5.0,
+        "schedule__warmup_tokens": 100 * B,
+        "spikes__window_tokens": 16 * B,
+        "spikes__patience_tokens": 6 * B,
+        "spikes__confirm_steps": 3,
+        "spikes__loss_z": 3.0,
+        "spikes__minimum_rise_nats": 0.3,
+        "spikes__attempts": 2,
+        "spikes__warmup_tokens": 800 * B,
+        "checkpoint__state_interval_tokens": 4 * B,
+        "checkpoint__keep_states": 20,
+        "preview__windows": (),
+        "mesh__data": 2,
+        "mesh__fsdp": 2,
+    }
+    (file,) = write_configs(tmp_path, config=tiny.config(workspace, **spike))
+    processes.script(TRAIN, [file, tmp_path / "run"], 2).check(600)
+    run = open_run(tmp_path / "run")
+    (event,) = recovery.events(run)
+    assert event["done"] and event["spike"]["verdict"] == "irrecoverable"
+    assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 65)), "one record a step"
+    merged = [tiny.named(read(s)) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
+    restarted = next(s for s in run.states if s.step == event["step"])
+    state = checkpoint.restore_state(restarted, abstract_state(run.config, local_mesh()))
+    for name, leaf in tiny.named(state.params).items():
+        np.testing.assert_allclose(leaf, np.mean([m[name] for m in merged], axis=0), rtol=1e-5, atol=1e-7)
+    assert all(not leaf.any() for leaf in tiny.named(state.optimizer).values())
+    processes.script(TRAIN, [file, tmp_path / "again"], 2).check(600)
+    assert tiny.numbers(open_run(tmp_path / "again")) == tiny.numbers(run)
+
+
+def merge_files(path):
+    return {name: data for name, data in tiny.contents(path).items() if name != "provenance.json"}
+
+
+def write_models(folder, count=3, leaves=24):
+    """Safetensors with so many leaves each."""
+    paths = []
+    for k in range(count):
+        rng = np.random.default_rng(k)
+        (folder / f"step{k}").mkdir(parents=True)
+        tree = {f"leaf{n}": rng.standard_normal(2000, np.float32) for n in range(leaves)}
+        save_file(tree, folder / f"step{k}" / "model.safetensors")
+        paths.append(folder / f"step{k}")
+    return paths
+
+
+def test_two_processes_merge_to_the_bytes_of_one(tmp_path):
+    paths = write_models(tmp_path / "models")
+    assert main(["merge", *map(str, paths), "--out", str(tmp_path / "one")]) == 0
+    job = processes.pma(["merge", *paths, "--out", tmp_path / "two"], 2).check()
+    assert merge_files(tmp_path / "two") == merge_files(tmp_path / "one")
+    one, two = (provenance.read(tmp_path / name) for name in ("one", "two"))
+    assert {k: v for k, v in two.items() if k != "command"} == {k: v for k, v in one.items() if k != "command"}
+    assert "written to" in job.out(0) and job.out(1) == ""
+    assert {p.name for p in tmp_path.iterdir()} == {"models", "one", "two"}
+
+
+@pytest.mark.slow
+def test_what_one_process_refuses_all_refuse(tmp_path):
+    paths = write_models(tmp_path / "models")
+    tree = {f"leaf{n}": np.full(2000, np.nan if n == 13 else 1, np.float32) for n in range(24)}
+    save_file(tree, paths[1] / "model.safetensors")
+    job = processes.pma(["merge", *paths, "--out", tmp_path / "out"], 2)
+    assert job.wait() == [1, 1]
+    assert "error: process 1 of 2: " in job.error(1) and "only finite values merge" in job.error(1)
+    assert "error: process 0 of 2: process 1 could not: " in job.error(0)
+    assert [p.name for p in tmp_path.iterdir()] == ["models"]
+
+
+SLOW_MERGE = """
+import sys, time
+import numpy as np
+from pma_jax.merging.engine import sums
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.storage.formats.open import open_source
+finish, delay = sums.finish, float(sys.argv[1])
+sums.finish = lambda *arguments: time.sleep(delay) or finish(*arguments)
+made = plan([open_source(path) for path in sys.argv[3:]], np.array([0.2, 0.3, 0.5]), cores=1)
+with hosts.no_farewell():
+    merge(made, [sys.argv[2]], share=hosts.place(), meet=hosts.agree)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_merge_that_loses_a_process_publishes_nothing_and_goes_on(tmp_path, killed):
+    paths = write_models(tmp_path / "models")
+    processes.script(SLOW_MERGE, [0, tmp_path / "whole", *paths], 2).check()
+
+    def journals():
+        return [len(p.read_text().splitlines()) for p in tmp_path.glob(".out.partial-*/journal.*.jsonl")]
+
+    job = processes.script(SLOW_MERGE, [0.5, tmp_path / "out", *paths], 2)
+    kill_one(job, killed, lambda: len(journals()) == 2 and min(journals()) > 2)
+    assert not (tmp_path / "out").exists() and min(journals()) > 2
+    processes.script(SLOW_MERGE, [0, tmp_path / "out", *paths], 4).check()
+    assert tiny.contents(tmp_path / "out") == tiny.contents(tmp_path / "whole")

@@ -1,0 +1,152 @@
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import P
+
+from pma_jax.config import MeshConfig, resolve
+from pma_jax.runtime.mesh import AXES, RULES, Rules, abstract_on, check_mesh, local_mesh, make_mesh, replicated
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ((-1, 1, 1), (8, 1, 1, 1)),
+        ((8, 1, 1), (8, 1, 1, 1)),
+        ((-1, 2, 2), (2, 2, 2, 1)),
+        ((1, -1, 1), (1, 8, 1, 1)),
+        ((1, 2, -1), (1, 2, 4, 1)),
+        ((2, 4, 1), (2, 4, 1, 1)),
+        ((2, 1, 1, 4), (2, 1, 1, 4)),
+        ((1, 2, 1, -1), (1, 2, 1, 4)),
+    ],
+)
+def test_sizes_fill_the_devices(sizes, shape):
+    mesh = make_mesh(MeshConfig(*sizes))
+    assert tuple(mesh.shape.items()) == tuple(zip(AXES, shape, strict=True))
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in jax.devices()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((4, 1, 1), "needs 4 devices, and 8 are here"),
+        ((16, 1, 1), "needs 16"),
+        ((-1, 3, 1), "8 are here"),
+        ((-1, 16, 1), "needs 16"),
+        ((-1, -1, 1), "at most one is -1"),
+        ((0, 1, 1), "1 or more"),
+        ((-2, 1, 1), "1 or more"),
+    ],
+)
+def test_sizes_that_do_not_fill_the_devices_are_refused(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        make_mesh(MeshConfig(*sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (
+            {"training": {"batch_size_sequences": 10}},
+            r"accumulation_steps is 10, and data x fsdp x expert splits it in 4",
+        ),
+        ({"training": {"accumulation_steps": 8}}, r"accumulation_steps is 2, and data x fsdp x expert splits it in 4"),
+        ({"evaluation": {"batch_size_sequences": 6}}, r"evaluation\.batch_size_sequences is 6"),
+        ({"model": {"kv_heads": 1}}, r"model\.kv_heads is 1, and tensor splits it in 2"),
+        ({"model": {"vocabulary_size": 257}}, r"model\.vocabulary_size is 257"),
+        ({"model": {"width": 129}}, r"model\.width is 129, and fsdp splits it in 2"),
+    ],
+)
+def test_sizes_that_do_not_divide_over_the_mesh_are_named(sizes, says):
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    check_mesh(resolve({}), mesh)
+    with pytest.raises(ValueError, match=says):
+        check_mesh(resolve(sizes), mesh)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"experts": 6}, r"model\.experts is 6, and expert splits it in 4"),
+        ({"expert_hidden": 127}, r"model\.expert_hidden is 127, and tensor splits it in 2"),
+    ],
+)
+def test_experts_that_do_not_divide_over_the_mesh_are_named(model, says):
+    mesh = make_mesh(MeshConfig(1, 1, 2, 4))
+    # A mixture has no MLP of its own: what the key of the dense one says does not matter.
+    check_mesh(resolve({"model": {"experts": 8, "hidden": 127}}), mesh)
+    with pytest.raises(ValueError, match=says):
+        check_mesh(resolve({"model": {"experts": 8} | model}), mesh)
+
+
+def test_rules_map_dims_to_axes():
+    assert RULES.spec("batch", None, "heads", None) == P(("data", "fsdp", "expert"), None, "tensor", None)
+    assert RULES.spec("width", "hidden") == P("fsdp", "tensor")
+
+
+@pytest.mark.parametrize("dims", [("heads", "hidden"), ("batch", "width"), ("width", "width")])
+def test_two_dims_on_one_axis_are_refused(dims):
+    with pytest.raises(ValueError, match="both split by mesh axis"):
+        RULES.spec(*dims)
+
+
+def test_a_rule_can_be_changed():
+    assert Rules(heads=None).spec("heads", "hidden") == P(None, "tensor")
+
+
+def test_abstract_leaves_are_what_making_them_gives():
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+
+    def make():
+        split = jnp.zeros((4, 8), jnp.bfloat16, out_sharding=RULES.spec("width", "hidden"))
+        return {"split": split, "whole": jnp.zeros((), jnp.int32)}
+
+    abstract = abstract_on(mesh, make)
+    with jax.set_mesh(mesh):
+        made = jax.jit(make)()
+    for name in made:
+        assert (abstract[name].shape, abstract[name].dtype) == (made[name].shape, made[name].dtype)
+        assert abstract[name].sharding.is_equivalent_to(made[name].sharding, made[name].ndim)
+    assert made["split"].addressable_shards[0].data.shape == (2, 4)
+
+
+def test_the_local_mesh_has_every_device_along_data():
+    assert dict(local_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "expert": 1}
+    assert len(jax.device_put(jnp.ones(3), replicated(local_mesh())).addressable_shards) == 8
+
+
+def test_a_cpu_counts_as_many_devices_as_asked_in_a_fresh_process():
+    code = """
+import jax
+from pma_jax.config import MeshConfig
+from pma_jax.runtime.mesh import make_mesh
+print(dict(make_mesh(MeshConfig(fsdp=3, cpu_devices=6)).shape), jax.device_count())
+make_mesh(MeshConfig(cpu_devices=6))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "{'data': 2, 'fsdp': 3, 'tensor': 1, 'expert': 1} 6\n"
+
+
+def test_training_refuses_a_number_of_cpu_devices_that_comes_too_late():
+    config = resolve({"mesh": {"cpu_devices": 3}})
+    mesh = make_mesh(config.mesh)
+    assert mesh.size == 8
+    with pytest.raises(ValueError, match=r"mesh\.cpu_devices is 3, and JAX already runs with 8"):
+        check_mesh(config, mesh)
+    check_mesh(resolve({"mesh": {"cpu_devices": 8}, "evaluation": {"batch_size_sequences": 8}}), mesh)
+
+
+def test_inside_a_shard_map_its_own_axes_are_left_out():
+    seen = []
+
+    def part(x):
+        seen.append((RULES.spec("batch", None, "heads"), RULES.spec("width")))
+        return x
+
+    with jax.set_mesh(make_mesh(MeshConfig(2, 2, 2))):
+        jax.shard_map(part, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})(jnp.ones(4))
+    assert seen[0] == (P(("fsdp", "expert"), None, "tensor"), P("fsdp"))

@@ -1,0 +1,219 @@
+"""Paths that begin with gs://, through every library's own path layer: see local_bucket.py."""
+
+import itertools
+import shutil
+from pathlib import Path
+
+import local_bucket
+import numpy as np
+import pytest
+import tiny
+from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import save_file
+
+from pma_jax import config as configuration
+from pma_jax.cli import main
+from pma_jax.data import corpus, shards
+from pma_jax.evaluation.sweep import sweep
+from pma_jax.evaluation.targets import evaluate_targets
+from pma_jax.evaluation.watch import watch
+from pma_jax.reporting.report import build_report, write_report
+from pma_jax.runs import checkpoint
+from pma_jax.runs.checkpoint import open_run
+from pma_jax.storage.formats import publish
+from pma_jax.storage.lines import LineFile
+from pma_jax.storage.paths import RangeReader, locate
+from pma_jax.training.forking import fork
+from pma_jax.training.loop import train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What gs://bucket is, as a folder of this machine."""
+    root = tmp_path_factory.mktemp("buckets")
+    server, environment = local_bucket.serve(root)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        local_bucket.install()
+        (root / "bucket").mkdir()
+        yield root / "bucket"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def run(finished, folder):
+    """The finished run, in the bucket. To be read."""
+    shutil.copytree(finished.path, folder / "runs" / "demo")
+    return open_run("gs://bucket/runs/demo")
+
+
+def test_training_into_a_bucket_is_training(finished, workspace, folder, monkeypatch):
+    config, save = tiny.config(workspace), checkpoint.save_state
+
+    def save_and_stop(writer, state, step, *rest):
+        save(writer, state, step, *rest)
+        if step == 16:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save_state", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, "gs://bucket/runs/new")
+    monkeypatch.undo()
+    assert open_run("gs://bucket/runs/new").newest_state.step == 16
+    made = train(config, "gs://bucket/runs/new")
+    assert tiny.numbers(made) == tiny.numbers(finished)
+    for one, other in zip(made.snapshots, finished.snapshots, strict=True):
+        tiny.assert_equal(tiny.read(one), tiny.read(other))
+    assert [s.step for s in made.states] == tiny.STATES
+    assert list((folder / "runs" / "new" / "tensorboard").iterdir())
+
+
+def test_a_fork_between_buckets_goes_on_from_the_state(run, folder):
+    forked = fork(run, 16 * tiny.BATCH_TOKENS, run.config, "gs://bucket/runs/forked")
+    (saved,) = forked.states
+    assert forked.facts["forked_from"]["path"] == "gs://bucket/runs/demo"
+    original, copy = (tiny.contents(folder / "runs" / name / "states" / "16") for name in ("demo", "forked"))
+    assert copy == original and saved.step == 16
+    assert fork(run, 16 * tiny.BATCH_TOKENS, run.config, "gs://bucket/runs/forked").path == forked.path
+
+
+def test_a_run_in_a_bucket_is_swept_evaluated_watched_and_reported(finished, run, tmp_path):
+    local = open_run(shutil.copytree(finished.path, tmp_path / "run"))
+    grid = (["sma", "wma"], [2, 4])
+    assert sweep(run, *grid)["rows"] == sweep(local, *grid)["rows"]
+    assert evaluate_targets([str(run.path)], [])[0]["loss"] == evaluate_targets([str(local.path)], [])[0]["loss"]
+    assert list(watch(run)) == list(watch(local))
+    assert list(watch(run)) == [], "what is in watch.jsonl is not computed again"
+    assert main(["inspect", "gs://bucket/runs/demo"]) == 0
+    written = write_report(build_report(run, []), run, run.path)
+    assert [path.name for path in written if path.exists()] == ["report.json", "report.png", "report.html"]
+
+
+def as_text(path: Path) -> dict[str, bytes]:
+    """The files of a merge, but for the provenance, which names its sources."""
+    return {name: data for name, data in tiny.contents(path).items() if name != "provenance.json"}
+
+
+def test_a_merge_in_a_bucket_is_the_same(finished, run, folder, tmp_path, capsys):
+    assert main(["merge", str(finished.path), "--last", "3", "--out", str(tmp_path / "local")]) == 0
+    for out in (str(tmp_path / "out"), "gs://bucket/merged/sma-3"):
+        assert main(["merge", str(run.path), "--last", "3", "--out", out]) == 0
+    expected = as_text(tmp_path / "local")
+    assert as_text(tmp_path / "out") == as_text(folder / "merged" / "sma-3") == expected
+    capsys.readouterr()
+    assert main(["merge", str(run.path), "--last", "3", "--out", "gs://bucket/merged/sma-3"]) == 1
+    assert "never overwrites" in capsys.readouterr().err
+    assert main(["inspect", "gs://bucket/merged/sma-3", "--verify", "--with-sources"]) == 0
+    tiny.assert_equal(
+        tiny.read(checkpoint.read_snapshot("gs://bucket/merged/sma-3")),
+        tiny.read(checkpoint.read_snapshot(tmp_path / "local")),
+    )
+    assert main(["export", "gs://bucket/merged/sma-3", "--out", "gs://bucket/models/demo"]) == 0
+    assert main(["import", "gs://bucket/models/demo", "--out", "gs://bucket/imported"]) == 0
+    assert checkpoint.is_snapshot("gs://bucket/imported")
+
+
+def test_every_kind_of_checkpoint_is_read_from_a_bucket(folder, tmp_path):
+    rng = np.random.default_rng(0)
+    for step in (1, 2, 3):
+        tree = {"w": rng.standard_normal((300, 200), np.float32), "n": np.arange(5)}
+        save_file(tree, _made(folder / "safetensors" / f"step{step}") / "model.safetensors")
+        ocp.save(folder / "zstd" / str(step), {"params": tree})  # compressed, as Orbax does by itself
+        context = ocp.Context()
+        context.array.saving.use_ocdbt = False
+        context.array.saving.use_zarr3 = True
+        with context:
+            ocp.save(folder / "files" / str(step), {"params": tree})
+    for kind in ("safetensors", "zstd", "files"):
+        assert main(["merge", str(folder / kind), "--out", str(tmp_path / f"{kind}-local")]) == 0
+        assert main(["merge", f"gs://bucket/{kind}", "--out", str(tmp_path / kind)]) == 0
+        assert as_text(tmp_path / kind) == as_text(tmp_path / f"{kind}-local")
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
+
+
+def test_an_interrupted_publication_is_no_checkpoint_and_is_made_whole(run, folder, tmp_path, monkeypatch, capsys):
+    words = ["merge", str(run.path), "--last", "2", "--out", "gs://bucket/merged/cut"]
+    copy, calls = publish._copy, itertools.count()  # several threads copy at once
+
+    def stops(source, target):
+        if next(calls) >= 3:
+            raise KeyboardInterrupt
+        copy(source, target)
+
+    monkeypatch.setattr(publish, "_copy", stops)
+    assert main(words) == 130
+    monkeypatch.undo()
+    assert (folder / "merged" / "cut" / publish.UNDER_WAY).exists()
+    assert not checkpoint.is_snapshot("gs://bucket/merged/cut")
+    assert main([*words[:3], "3", *words[4:]]) == 1, "another merge does not write over it"
+    assert main(words) == 0
+    assert not (folder / "merged" / "cut" / publish.UNDER_WAY).exists()
+    assert main(["merge", str(run.path), "--last", "2", "--out", str(tmp_path / "out")]) == 0
+    assert as_text(folder / "merged" / "cut") == as_text(tmp_path / "out")
+
+
+def test_text_and_tokenizer_may_lie_in_a_bucket(folder, tmp_path):
+    tiny.write_corpus(folder / "text" / "a", documents=30)
+    (folder / "text" / ".hidden.txt").write_text("no document")
+    keys = {"source": "files", "held_out_percent": 20.0, "cache_dir": str(tmp_path / "cache")}
+    there = configuration.DataConfig(**keys, files=("gs://bucket/text/**/*.txt",))
+    here = configuration.DataConfig(**keys, files=(str(folder / "text" / "**" / "*.txt"),))
+    assert corpus.open_corpus(there).digest == corpus.open_corpus(here).digest
+    tokens = shards.prepare(there, progress=False)
+    shutil.copy(tokens.directory / "tokenizer.json", folder / "tokenizer.json")
+    again = configuration.DataConfig(**keys, files=there.files, tokenizer="gs://bucket/tokenizer.json")
+    assert shards.prepare(again, progress=False).validation.tokens == tokens.validation.tokens
+    with pytest.raises(ValueError, match="tokens are mapped into memory, so they lie on a disk"):
+        shards.prepare(configuration.DataConfig(**keys | {"cache_dir": "gs://bucket/cache"}, files=there.files))
+
+
+def test_ranges_are_read_as_they_are(folder, monkeypatch):
+    data = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
+    (folder / "object").write_bytes(data)
+    monkeypatch.setattr(RangeReader, "AHEAD_BYTES", 1000)
+    reader = RangeReader(locate("gs://bucket/object"))
+    for offset, length in ((0, 10), (10, 995), (990, 30), (5, 5), (50_000, 5000), (99_990, 100), (100_000, 5)):
+        into, filled = bytearray(length), 0
+        while got := reader.readinto(memoryview(into)[filled:], offset + filled):
+            filled += got
+        assert bytes(into[:filled]) == data[offset : offset + length]
+
+
+def test_lines_reach_a_bucket_when_they_must(folder, monkeypatch):
+    path, clock = checkpoint.absolute("gs://bucket/lines"), [0.0]
+    monkeypatch.setattr("pma_jax.storage.lines.time.monotonic", lambda: clock[0])
+    file = LineFile(path)
+    file.write("a\n")
+    assert not path.exists()
+    file.sync()
+    assert path.read_text() == "a\n"
+    clock[0] = 31.0
+    file.write("b\n")
+    file.write("c\n")
+    assert path.read_text() == "a\nb\n"
+    file.close()
+    assert path.read_text() == "a\nb\nc\n"
+    again = LineFile(path)
+    again.write("d\n")
+    again.close()
+    assert path.read_text() == "a\nb\nc\nd\n"
+
+
+def test_what_is_missing_is_said(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "s3://bucket/run"]) == 1
+    assert "paths are local or begin with gs://" in capsys.readouterr().err
+
+    def not_installed(address):
+        raise ImportError("Please install gcsfs")
+
+    monkeypatch.setattr("pma_jax.storage.paths.file_system", not_installed)
+    for words in (["merge", "gs://b/run", "--out", "x"], ["train", "--config", "tiny", "--workdir", "gs://b/run"]):
+        assert main(words) == 1
+        assert "pip install 'pma-jax[gcs]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,170 @@
+"""hf:// addresses, against a local directory that is served on loopback as the hub's endpoint."""
+
+import hashlib
+import http.server
+import json
+import threading
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from pma_jax.merging import from_storage, gather
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.merging.engine.provenance import read
+from pma_jax.storage.formats import hub
+from pma_jax.storage.formats.open import open_source, read_leaf
+
+
+def commit(revision):
+    return hashlib.sha1(revision.encode()).hexdigest()
+
+
+@pytest.fixture
+def endpoint(tmp_path, monkeypatch):
+    revisions = {
+        f"stage1-step-{step}": {
+            "model.safetensors": save({"w": np.full(5, step, np.float32)}),
+            "config.json": b"{}",
+            "training_args.bin": b"\x80",
+        }
+        for step in (100, 200, 400)
+    }
+    revisions["stage2-step-500"] = revisions["stage1-step-400"]
+    revisions["pickled"] = {"pytorch_model.bin": b"\x80"}
+    fetched = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *arguments):
+            pass
+
+        def answer(self, body, **headers):
+            self.send_response(200)
+            for key, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(key.replace("_", "-"), value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_GET(self):
+            parts = self.path.split("?")[0].strip("/").split("/")
+            if parts[:4] == ["api", "models", "org", "suite"]:
+                if parts[4] == "refs":
+                    branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": commit(n)} for n in revisions]
+                    return self.answer(json.dumps({"branches": branches, "tags": [], "converts": []}).encode())
+                name = next((n for n in revisions if parts[5] in (n, commit(n))), None)
+                if parts[4] == "revision" and name:
+                    siblings = [{"rfilename": file} for file in revisions[name]]
+                    info = {"id": "org/suite", "sha": commit(name), "siblings": siblings, "private": False}
+                    return self.answer(json.dumps(info).encode())
+                if parts[4] == "tree" and name:
+                    files = [
+                        {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                        for file, data in revisions[name].items()
+                    ]
+                    return self.answer(json.dumps(files).encode())
+            if parts[:3] == ["org", "suite", "resolve"]:
+                name = next(n for n in revisions if parts[3] in (n, commit(n)))
+                data = revisions[name][parts[4]]
+                fetched.append((self.command, parts[4]))
+                etag = f'"{hashlib.sha1(data).hexdigest()}"'
+                return self.answer(data, ETag=etag, X_Repo_Commit=commit(name), Accept_Ranges="bytes")
+            self.send_error(404)
+
+        def do_HEAD(self):
+            self.do_GET()
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(huggingface_hub, "HfApi", _api(huggingface_hub.HfApi, address, tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    yield fetched
+    server.shutdown()
+
+
+def _api(made, address, cache):
+    """The real client, with the endpoint and cache of this test: it reads the environment when it is imported."""
+
+    def create():
+        api = made(endpoint=address, token=False)
+        download = api.snapshot_download
+        api.snapshot_download = lambda *a, **k: download(*a, cache_dir=cache, **k)
+        return api
+
+    return create
+
+
+def test_a_suite_is_expanded_fetched_and_merged(endpoint, tmp_path):
+    addresses, notes = hub.expand("hf://org/suite@stage1-step-{100..400..100}")
+    assert addresses == [f"hf://org/suite@stage1-step-{step}" for step in (100, 200, 400)]
+    assert notes == ["org/suite has no stage1-step-300 (1 missing)"]
+    sources = [open_source(address) for address in addresses]
+    assert [source.step for source in sources] == [100, 200, 400]
+    assert not any(file.endswith(".bin") for _, file in endpoint)
+    merge(plan(sources, [0.25, 0.25, 0.5]), [tmp_path / "out"])
+    np.testing.assert_array_equal(read_leaf(open_source(tmp_path / "out"), "w"), np.full(5, 275, np.float32))
+    assert read(tmp_path / "out")["sources"][0]["source"] == f"hf://org/suite@{commit('stage1-step-100')}"
+
+
+def test_only_what_takes_part_is_fetched(endpoint, tmp_path):
+    gathered = gather.choose(gather.gather(["hf://org/suite@stage1-step-*"]), last=2)
+    assert endpoint == [], "names alone decide"
+    made, used = from_storage.plan_merge(gathered, ["sma:1"])
+    assert [source.step for source in used.sources] == [400]
+    assert [file for how, file in endpoint if how == "GET"].count("model.safetensors") == 1
+    merge(made, [tmp_path / "out"])
+    np.testing.assert_array_equal(read_leaf(open_source(tmp_path / "out"), "w"), np.full(5, 400, np.float32))
+
+
+def test_a_star_tells_when_it_crosses_stages(endpoint):
+    addresses, notes = hub.expand("hf://org/suite@stage*")
+    assert [address.split("@")[1] for address in addresses] == [
+        "stage1-step-100",
+        "stage1-step-200",
+        "stage1-step-400",
+        "stage2-step-500",
+    ]
+    assert "several stages" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "match"),
+    [
+        ("hf://org/suite@pickled", "only pickles .*convert"),
+        ("hf://org/suite@gone", "cannot be fetched"),
+        ("hf://org", "is not hf://"),
+        ("hf://org/../x@a", "is not hf://"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(endpoint, address, match):
+    with pytest.raises(ValueError, match=match) as error:
+        open_source(address)
+    assert "\n" not in str(error.value)
+
+
+def test_patterns_that_match_nothing_name_what_there_is(endpoint):
+    with pytest.raises(ValueError, match="no revision matches; org/suite has pickled, stage1-step-100"):
+        hub.expand("hf://org/suite@final*")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("a", ["a"]),
+        ("s{1..3}", ["s1", "s2", "s3"]),
+        ("s{0..10..5}x{a,b}", ["s0xa", "s0xb", "s5xa", "s5xb", "s10xa", "s10xb"]),
+    ],
+)
+def test_braces_count_and_choose(pattern, names):
+    assert hub.braces(pattern) == names
+
+
+@pytest.mark.parametrize("pattern", ["{5..1}", "{0..999999999999}", "{1..2..0}", "{1..5000}{1..5000}"])
+def test_braces_are_bounded(pattern):
+    with pytest.raises(ValueError, match="stands for"):
+        hub.braces(pattern)

@@ -1,0 +1,153 @@
+"""A study: trunks cut into units, branches that end where they should, and what a script writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from pma_jax import config as configuration
+from pma_jax.evaluation.sweep import Cell
+from pma_jax.evaluation.trajectory import RAW
+from pma_jax.studies import pages
+from pma_jax.studies import study as studies
+from pma_jax.studies.pages import Row
+from pma_jax.studies.study import Study
+
+BATCH = 128  # tokens: TINY has 8 sequences of 16
+
+
+@pytest.fixture(scope="module")
+def study(workspace, tmp_path_factory):
+    overrides = (*studies.TINY, *data_keys(workspace))
+    return Study(tmp_path_factory.mktemp("runs"), units=16, evaluation_tokens=400, overrides=overrides)
+
+
+def data_keys(workspace):
+    data = tiny.keys(workspace)["data"]
+    return [
+        "data.source=files",
+        f"data.files={data['files'][0]}",
+        "data.held_out_percent=20",
+        f"data.cache_dir={data['cache_dir']}",
+        "mesh.cpu_devices=0",
+    ]
+
+
+@pytest.mark.parametrize("size", studies.SIZES)
+def test_a_trunk_is_cut_into_equal_units_of_whole_steps(size):
+    config = Study(Path("runs")).trunk_config(size, seed=2)
+    unit = config.checkpoint.interval_tokens
+    assert unit % config.batch_tokens == 0 and config.training.total_tokens == 64 * unit
+    assert config.training.total_tokens == configuration.load(size).training.total_tokens
+    assert config.steps(unit) % config.checkpoint.block_every_steps == 0, "every block mean is of equally many"
+    assert config.training.seed == 2 and config.schedule.decay == "none"
+    assert [t // unit for t in config.checkpoint.keep_states_at_tokens] == Study(Path("runs")).fork_units()
+
+
+def test_overrides_go_to_every_run_and_stand_over_the_studys_own_marks():
+    given = ("training.total_tokens=2e6", "training.batch_size_sequences=32", "evaluation.tokens=2048")
+    study = Study(Path("runs"), overrides=given)
+    config = study.trunk_config("science_small", 0, ["schedule.peak_rate=0.5"])
+    unit = 2_000_000 // (4096 * 64) * 4096
+    assert config.checkpoint.interval_tokens == unit and config.training.total_tokens == 64 * unit
+    assert config.evaluation.tokens == 2048 and config.schedule.peak_rate == 0.5
+
+
+def test_branches_of_every_length_can_end_at_a_quarter_half_and_the_end():
+    study = Study(Path("runs"))
+    assert study.branch_units(64) == [2, 4, 8, 16, 32] and study.branch_units(16) == [1, 2, 4, 8]
+    for end in (16, 32, 64):
+        assert {end - length for length in study.branch_units(end)} <= set(study.fork_units())
+    assert Study(Path("runs"), units=16).branch_units(4) == [1, 2]
+
+
+def test_trunks_branches_and_losses(study):
+    trunk = study.trunk("science_small", 0)
+    unit = study.unit_tokens(trunk)
+    assert unit == 2 * BATCH and [s.tokens // unit for s in trunk.of_kind("point")] == list(range(1, 17))
+    assert len(trunk.of_kind("block_mean")) == 16
+    assert [s.tokens // unit for s in trunk.states] == [*study.fork_units(), 16]
+    branch = study.annealed(trunk, at=12, end=16, shape="cosine")
+    rates = [r["learning_rate"] for r in branch.metrics if r["kind"] == "train"]
+    assert len(branch.of_kind("point")) == 4 and rates[-1] == pytest.approx(0, abs=1e-9)
+    losses = study.losses(trunk, [RAW, Cell("sma", 4)], [2, 16])
+    assert set(losses) == {(RAW, 2), (RAW, 16), (Cell("sma", 4), 16)}
+    assert study.loss(trunk) == losses[RAW, 16] and study.loss(trunk, Cell("sma", 4), 16) == losses[Cell("sma", 4), 16]
+    assert study.loss(branch) != study.loss(trunk)
+    short = study.annealed(trunk, 15, 16, "linear", study.merged(trunk, Cell("sma", 4), 15))
+    assert short.facts["forked_from"]["weights"].endswith(f"sma-4-{15 * unit}")
+    spent = study.spent()
+    assert spent["runs"] == 3 and spent["tokens"] == (16 + 4 + 1) * unit and spent["training_hours"] > 0
+
+
+SCRIPT = '''"""A question."""
+import sys
+from pma_jax.studies import study
+from pma_jax.studies.pages import Row
+
+def answer(study):
+    return {"losses": [study.loss(study.trunk(study.sizes[0], seed)) for seed in study.seeds]}
+
+def report(results):
+    return f"losses {results['losses']}"
+
+def row(results):
+    return Row(3, "what?", "that", "so", f"{results['losses'][0]:.3f}")
+
+def figures(results):
+    return {"figure.png": b"PNG"}
+
+if __name__ == "__main__":
+    study.main(__file__, answer, report, row, figures)
+'''
+PAGE = f"# Page\n\n{pages.BEGIN}\n\n{pages.END}\n\nend\n"
+
+
+def test_a_script_writes_its_results_its_figure_its_page_and_its_row(workspace, tmp_path):
+    folder = tmp_path / "experiments" / "question"
+    folder.mkdir(parents=True)
+    (folder / "script.py").write_text(SCRIPT)
+    for page in (folder / "README.md", folder.parent / "README.md"):
+        page.write_text(PAGE)
+    words = [sys.executable, str(folder / "script.py"), "--runs", str(tmp_path / "runs"), "--tiny"]
+    words += [f"--config.{key}" for key in data_keys(workspace)]
+    done = subprocess.run(
+        [*words, "--evaluation-tokens", "400"], capture_output=True, text=True, env=tiny.environment()
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((folder / "results.json").read_text())
+    assert results["made"]["seeds"] == [0, 1] and results["made"]["runs"] == 2 and len(results["losses"]) == 2
+    assert results["row"]["effect"] == f"{results['losses'][0]:.3f}"
+    said = pages.results_of((folder / "README.md").read_text())
+    assert said.startswith(f"losses {results['losses']}\n") and "Seeds 0, 1; 400 held-out tokens" in said
+    assert said in done.stdout and (folder / "figure.png").read_bytes() == b"PNG"
+    assert "| [what?](question/README.md) | that | so |" in (folder.parent / "README.md").read_text()
+    (folder / "README.md").write_text(PAGE)
+    redrawn = subprocess.run([*words, "--redraw"], capture_output=True, text=True, env=tiny.environment())
+    assert redrawn.returncode == 0 and pages.results_of((folder / "README.md").read_text()) == said
+    (folder / "README.md").write_text("no marks")
+    refused = subprocess.run(words, capture_output=True, text=True, env=tiny.environment())
+    assert refused.returncode != 0 and "once each" in refused.stderr
+
+
+def test_what_a_script_does_not_know_is_refused(tmp_path, capsys):
+    for words, said in ((["--sead", "1"], "unknown: --sead 1"), (["--units", "20"], "give a multiple of 16")):
+        with pytest.raises(SystemExit):
+            studies.main(
+                str(tmp_path / "script.py"), dict, str, lambda r: Row(1, "", "", "", ""), dict, ["--runs", "x", *words]
+            )
+        assert said in capsys.readouterr().err
+
+
+def test_a_script_refuses_a_wrong_key_in_one_line(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = [sys.executable, str(tmp_path / "script.py"), "--runs", str(tmp_path / "runs"), "--tiny"]
+    done = subprocess.run(
+        [*words, "--config.model.widht=3"], capture_output=True, text=True, env=tiny.environment(), check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "error: unknown config key 'model.widht': did you mean 'model.width'?\n"
+    assert not (tmp_path / "results.json").exists()
