@@ -321,7 +321,7 @@ def _together(options: argparse.Namespace) -> Iterator[None]:
         return
     from pma_jax.runtime import hosts
 
-    with hosts.no_farewell():
+    with hosts.exit_on_error():
         yield
 
 
@@ -343,7 +343,7 @@ def _share(options: argparse.Namespace) -> tuple[tuple[int, int], Callable[[Exce
         return (0, 1), None
     from pma_jax.runtime import hosts
 
-    return hosts.place(), hosts.agree
+    return hosts.process_index_and_count(), hosts.raise_if_any_failed
 
 
 def _say_done(run: Any) -> None:

@@ -87,4 +87,4 @@ def _name(cell: Cell, end_tokens: int) -> str:
 def _kept(run: Run) -> dict[str, dict[str, float | None]]:
     # Told by one: who sees the file a moment later must not leave the others alone with a computation.
     path = run.path / FILE_NAME
-    return json.loads(hosts.told_by_first(lambda: path.read_text() if path.exists() else "{}"))
+    return json.loads(hosts.broadcast_from_first(lambda: path.read_text() if path.exists() else "{}"))

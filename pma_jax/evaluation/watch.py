@@ -62,7 +62,7 @@ def watch(
         recipes.coefficients(recipe, np.arange(1, n + 1))
     log = run.path / "watch.jsonl"
     newest = _Newest(config, windows[-1])  # first: with several processes, what follows starts the devices
-    done = hosts.first_then_all(lambda: _done(log))
+    done = hosts.run_on_first_then_rest(lambda: _done(log))
     published, losses_of = _Published(run, kind), None
     handled = -1
     while True:
@@ -116,7 +116,7 @@ class _Published:
 
     def look(self) -> Iterator[str]:
         """See what is there now; yields a line a snapshot that cannot be read."""
-        there, new, lines = json.loads(hosts.told_by_first(self._look))
+        there, new, lines = json.loads(hosts.broadcast_from_first(self._look))
         self._known = {name: snapshot for name, snapshot in self._known.items() if name in there}
         for name, facts in new.items():
             self._known[name] = facts and self._snapshot(name, *facts)
@@ -188,7 +188,7 @@ def _read_whole(snapshot: Snapshot, abstract: Any) -> Any:
             raise ValueError(f"{snapshot.path} was taken away while it was read")
     except ValueError as error:
         problem = error
-    hosts.agree(problem)
+    hosts.raise_if_any_failed(problem)
     return params
 
 

@@ -364,7 +364,7 @@ def write_parts(path: epath.Path, parts: dict[str, Any]) -> None:
     """Write named pytrees at `path`, in place of what is there."""
     if path.exists() and hosts.is_first():
         path.rmtree()
-    hosts.meet("checkpoint.write_parts")
+    hosts.barrier("checkpoint.write_parts")
     with steps.plain_arrays(), steps.writing(path):
         ocp.save_checkpointables(path, parts, custom_metadata=digests.sealed(_digests(parts)))
 

@@ -59,7 +59,7 @@ def join(heartbeat_seconds: int = HEARTBEAT_SECONDS) -> None:
         ) from error
 
 
-def place() -> tuple[int, int]:
+def process_index_and_count() -> tuple[int, int]:
     """(this process, number of processes); starts no device. (0, 1) alone."""
     return global_state.process_id, global_state.num_processes
 
@@ -81,7 +81,7 @@ def gather(text: str) -> list[str]:
     return [rows[p, :size].tobytes().decode() for p, size in enumerate(sizes.tolist())]
 
 
-def told_by_first(look: Callable[[], str]) -> str:
+def broadcast_from_first(look: Callable[[], str]) -> str:
     """What `look` returns in process 0, in all processes; it is not called in the others.
 
     Raises:
@@ -90,7 +90,7 @@ def told_by_first(look: Callable[[], str]) -> str:
     return _first(look)[0]
 
 
-def first_then_all(work: Callable[[], T]) -> T:
+def run_on_first_then_rest(work: Callable[[], T]) -> T:
     """What `work` returns: process 0 does it, then the others do what is left of it.
 
     Raises:
@@ -106,13 +106,13 @@ def first_then_all(work: Callable[[], T]) -> T:
     return made[0] if made else work()
 
 
-def meet(name: str) -> None:
+def barrier(name: str) -> None:
     """Wait until all processes have come here, which `name` says, the same in all."""
     if global_state.num_processes > 1:
         multihost_utils.sync_global_devices(f"pma_jax.{name}")
 
 
-def agree(error: Exception | None) -> None:
+def raise_if_any_failed(error: Exception | None) -> None:
     """Wait for all processes; raise ValueError in all of them where one has an error, naming the first that has."""
     said = gather("" if error is None else error_line(error))
     failed = [p for p, line in enumerate(said) if line]
@@ -122,7 +122,7 @@ def agree(error: Exception | None) -> None:
         raise ValueError(f"process {failed[0]} could not: {said[failed[0]]}")
 
 
-def first_enters(stack: contextlib.ExitStack, make: Callable[[], AbstractContextManager[T]]) -> T | None:
+def enter_on_first(stack: contextlib.ExitStack, make: Callable[[], AbstractContextManager[T]]) -> T | None:
     """What a context manager gives process 0, which alone enters it, into its `stack`; None in the others.
 
     Raises:
@@ -134,7 +134,7 @@ def first_enters(stack: contextlib.ExitStack, make: Callable[[], AbstractContext
             value = stack.enter_context(make())
         except (ValueError, OSError) as error:
             problem = error
-    agree(problem)
+    raise_if_any_failed(problem)
     return value
 
 
@@ -154,7 +154,7 @@ def _first(look: Callable[[], str]) -> tuple[str]:
 
 
 @contextlib.contextmanager
-def no_farewell() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Where there are several processes, an error inside (or Ctrl-C) ends this one at once, with its line.
 
     Closing files in order would wait for the others, who wait for this one; that it is gone is what tells them. A stop
@@ -165,13 +165,13 @@ def no_farewell() -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         is_agreed = isinstance(error, KeyboardInterrupt) and bool(str(error))
         if global_state.num_processes > 1 and not is_agreed:
-            leave(error)
+            exit_with_error(error)
         raise
 
 
-def leave(error: BaseException) -> None:
+def exit_with_error(error: BaseException) -> None:
     """Say an error in one line, with the process that has it, and end this process now: status 1, 130 for Ctrl-C."""
-    index, count = place()
+    index, count = process_index_and_count()
     line = error_line(error)
     if isinstance(error, KeyboardInterrupt):
         line = "stopped, and with it the others; the same command on all goes on from what is saved"

@@ -91,7 +91,7 @@ def merged_at(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
                 merge([until[k] for k in used], row_K[used], target, cell.recipe)
         return str(target)
 
-    return checkpoint.read_snapshot(hosts.told_by_first(write))
+    return checkpoint.read_snapshot(hosts.broadcast_from_first(write))
 
 
 def key(cache: epath.PathLike, run: Run) -> str:
@@ -115,8 +115,8 @@ def _finished(entry: epath.Path, config: Config, start: Callable[[epath.Path], A
     make_mesh(config.mesh)  # before states are listed, which starts JAX: the devices are then settled
     folder = entry / "run"
     with contextlib.ExitStack() as stack:
-        hosts.first_enters(stack, lambda: lock.held(entry, waits=True))
-        is_there = hosts.told_by_first(lambda: str(checkpoint.is_run(folder))) == str(True)
+        hosts.enter_on_first(stack, lambda: lock.held(entry, waits=True))
+        is_there = hosts.broadcast_from_first(lambda: str(checkpoint.is_run(folder))) == str(True)
         if start and not is_there:
             start(folder)
         began = time.perf_counter()

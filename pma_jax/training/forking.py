@@ -50,7 +50,7 @@ def fork(
     origin: dict[str, Any] = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
     if weights is not None:
         origin["weights"] = str(checkpoint.absolute(weights))
-    return hosts.first_then_all(lambda: _locked_fork(origin, saved, config, folder))
+    return hosts.run_on_first_then_rest(lambda: _locked_fork(origin, saved, config, folder))
 
 
 def _locked_fork(origin: dict[str, Any], saved: SavedState, config: Config, folder: epath.Path) -> Run:

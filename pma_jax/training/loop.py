@@ -50,8 +50,8 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     check_start(config, workdir)
     with contextlib.ExitStack() as stack:
         notice = stack.enter_context(preemption.watched())
-        taken_over = hosts.first_enters(stack, lambda: lock.held(checkpoint.absolute(workdir)))
-        run = hosts.first_then_all(lambda: open_or_create(config, workdir, run_facts(tokens, config)))
+        taken_over = hosts.enter_on_first(stack, lambda: lock.held(checkpoint.absolute(workdir)))
+        run = hosts.run_on_first_then_rest(lambda: open_or_create(config, workdir, run_facts(tokens, config)))
         told = [taken_over] if taken_over else []
         while not _train_on(config, run, tokens, mesh, notice, told):
             told = []
@@ -90,7 +90,7 @@ def _train_on(
         snapshot_writers = {
             kind: stack.enter_context(checkpoint.snapshot_writer(run, kind)) for kind in config.checkpoint.kinds
         }
-        stack.enter_context(hosts.no_farewell())
+        stack.enter_context(hosts.exit_on_error())
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"
         log.say(f"{size:.3f}M parameters on {devices}, {begins} {config.training.total_tokens:,} tokens")

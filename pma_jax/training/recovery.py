@@ -116,7 +116,7 @@ def decide(run: Run, spike: dict[str, Any], state: TrainState, step: int, positi
     folder = run.path / FOLDER / str(number)
     if hosts.is_first():
         folder.mkdir(parents=True, exist_ok=True)
-    hosts.meet("recovery.folder")
+    hosts.barrier("recovery.folder")
     checkpoint.write_parts(folder / HELD, held)
     event = {
         "number": number,
@@ -150,7 +150,7 @@ def finish(run: Run, abstract: TrainState, mesh: jax.sharding.Mesh) -> Event | N
     folder = run.path / FOLDER / str(event["number"])
     if hosts.is_first():
         _set_aside(run, event, folder)
-    hosts.meet("recovery.set_aside")
+    hosts.barrier("recovery.set_aside")
     state, optimizer = _restarted(run, event, folder, abstract, mesh)
     done = event | {"optimizer": optimizer, "done": True}
     if hosts.is_first():
@@ -258,7 +258,7 @@ def _write_event(run: Run, event: Event) -> None:
     if hosts.is_first():
         path = run.path / FOLDER / str(event["number"]) / EVENT
         checkpoint.write_text(path, json.dumps(event, indent=2) + "\n")
-    hosts.meet("recovery.event")
+    hosts.barrier("recovery.event")
 
 
 def _number(value: Any) -> float | None:

@@ -34,7 +34,7 @@ def clear_away(run: Run, say: Say) -> None:
                     read(path)
                 except ValueError as error:
                     _set_aside(run, path, error, say)
-    hosts.meet("resuming.clear_away")
+    hosts.barrier("resuming.clear_away")
 
 
 def finish_removing(run: Run) -> None:
@@ -55,7 +55,7 @@ def finish_removing(run: Run) -> None:
                     steps.remove(saved.path)
             for path in steps.unpublished(run.path / name):
                 path.rmtree()
-    hosts.meet("resuming.finish_removing")
+    hosts.barrier("resuming.finish_removing")
 
 
 def newest_whole_state(run: Run, abstract: Any, say: Say) -> tuple[SavedState | None, Any]:
@@ -70,7 +70,7 @@ def newest_whole_state(run: Run, abstract: Any, say: Say) -> tuple[SavedState | 
         except ValueError as error:
             passed.append((saved, error))
             continue
-        hosts.meet("resuming.newest_whole_state")  # no process still reads what is moved
+        hosts.barrier("resuming.newest_whole_state")  # no process still reads what is moved
         for damaged, why in passed:
             _set_aside(run, damaged.path, why, say)
         return saved, state
@@ -106,7 +106,7 @@ def _read(run: Run, snapshot: Snapshot, abstract: Any, say: Say) -> Any:
     try:
         return checkpoint.restore_params(snapshot, abstract)
     except ValueError as error:
-        hosts.meet("resuming.damaged_snapshot")
+        hosts.barrier("resuming.damaged_snapshot")
         _set_aside(run, snapshot.path, error, say)
         return None
 

@@ -47,13 +47,13 @@ def assert_same(run, expected, rtol=1e-5):
 
 
 def test_alone_nothing_is_waited_for(monkeypatch):
-    assert hosts.place() == (0, 1) and hosts.is_first() and hosts.gather("a") == ["a"]
-    assert hosts.told_by_first(lambda: "b") == "b" and hosts.first_then_all(lambda: 3) == 3
-    hosts.agree(None)
+    assert hosts.process_index_and_count() == (0, 1) and hosts.is_first() and hosts.gather("a") == ["a"]
+    assert hosts.broadcast_from_first(lambda: "b") == "b" and hosts.run_on_first_then_rest(lambda: 3) == 3
+    hosts.raise_if_any_failed(None)
     problem = OSError("full")
     with pytest.raises(OSError, match="full"):
-        hosts.agree(problem)
-    with pytest.raises(KeyError), hosts.no_farewell():
+        hosts.raise_if_any_failed(problem)
+    with pytest.raises(KeyError), hosts.exit_on_error():
         raise KeyError("of this process")
     for name in hosts.VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -64,22 +64,22 @@ def test_alone_nothing_is_waited_for(monkeypatch):
 
 AGREE = """
 import jax
-index, count = hosts.place()
+index, count = hosts.process_index_and_count()
 assert hosts.gather("x" * index) == ["", "x", "xx"][:count]
 with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):
-    assert hosts.told_by_first(lambda: f"from {index}") == "from 0"
+    assert hosts.broadcast_from_first(lambda: f"from {index}") == "from 0"
 seen = []
-hosts.first_then_all(lambda: seen.append(index))
+hosts.run_on_first_then_rest(lambda: seen.append(index))
 assert seen == [index]
 def refuse():
     raise ValueError(f"refused by {index}")
-for ask in (lambda: hosts.told_by_first(refuse), lambda: hosts.first_then_all(refuse)):
+for ask in (lambda: hosts.broadcast_from_first(refuse), lambda: hosts.run_on_first_then_rest(refuse)):
     try:
         ask()
     except ValueError as error:
         print(error)
 try:
-    hosts.agree(OSError("no room") if index == 1 else None)
+    hosts.raise_if_any_failed(OSError("no room") if index == 1 else None)
 except (ValueError, OSError) as error:
     print(type(error).__name__, error)
 """
@@ -108,7 +108,7 @@ workdir, forked = sys.argv[3:5]
 run = train(config, workdir)
 train(config, workdir)  # complete: nothing is done
 lines = list(watch(run, "wma", [2, 3]))
-rows = sweep(run, ["sma", "wma"], [2, 4], memory_bytes=1e9 * (1 + hosts.place()[0]))["rows"]
+rows = sweep(run, ["sma", "wma"], [2, 4], memory_bytes=1e9 * (1 + hosts.process_index_and_count()[0]))["rows"]
 loss = evaluate_targets([workdir], [])[0]["loss"]
 fork(run, 4096, fork_config, forked)
 train(fork_config, forked)
@@ -382,8 +382,8 @@ from pma_jax.storage.formats.open import open_source
 finish, delay = sums.finish, float(sys.argv[1])
 sums.finish = lambda *arguments: time.sleep(delay) or finish(*arguments)
 made = plan([open_source(path) for path in sys.argv[3:]], np.array([0.2, 0.3, 0.5]), cores=1)
-with hosts.no_farewell():
-    merge(made, [sys.argv[2]], share=hosts.place(), meet=hosts.agree)
+with hosts.exit_on_error():
+    merge(made, [sys.argv[2]], share=hosts.process_index_and_count(), meet=hosts.raise_if_any_failed)
 """
 
 

@@ -68,7 +68,7 @@ def merge(
         command: what the user typed, for the provenance.
         share: (this process, number of processes); each does its part of the units, into the same file system.
         meet: waits until all processes have come here, each with its error or None, and raises in all of them if there
-            is one (`hosts.agree`); needed when there are several.
+            is one (`hosts.raise_if_any_failed`); needed when there are several.
 
     Raises:
         ValueError: an output exists, a value is not finite, integer leaves differ, or a source is damaged; one line.
