@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pma_jax import config as configuration
-from pma_jax.config import Config
+from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.runs import checkpoint
 from pma_jax.runtime.mesh import make_mesh
@@ -123,7 +123,7 @@ def write_block_means(run: checkpoint.Run) -> None:
     points = run.of_kind("point")
     for before, point in zip([points[0], *points], points, strict=False):
         mean = jax.tree.map(lambda a, b: (a + b) / 2, read(before), read(point))
-        path = run.path / checkpoint.FOLDERS["block_mean"] / str(point.step)
+        path = run.path / SNAPSHOT_KINDS["block_mean"].folder / str(point.step)
         checkpoint.write_snapshot(mean, dataclasses.replace(point, path=path, kind="block_mean", loss=None))
 
 

@@ -14,10 +14,11 @@ import jax
 from pma_jax.analysis.comparison import paired_difference
 from pma_jax.analysis.learned import learn_weights
 from pma_jax.analysis.text_loss import text_loss
+from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches
 from pma_jax.evaluation.merges import evaluate_merges
-from pma_jax.evaluation.sweep import KIND_PREFIXES, Cell
+from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.model.decoder import graph_definition
 from pma_jax.reporting import line_panels
@@ -30,8 +31,7 @@ from pma_jax.studies import pages, study
 from pma_jax.studies.pages import Row
 from pma_jax.studies.study import Study
 
-KIND_NAMES = {"point": "points", "block_mean": "block means"}
-KINDS = tuple(KIND_NAMES)
+KINDS = tuple(SNAPSHOT_KINDS)
 # `decay:shape=linear` is the plain mean, so `sma` stands for both. EMA in both forms: recursive, and closed.
 RECIPES = (
     "sma",
@@ -182,7 +182,7 @@ def best(size: dict[str, Any], recipe: str, kind: str) -> str | None:
 
 def of_recipe(size: dict[str, Any], recipe: str, kind: str) -> list[str]:
     """The texts of a recipe's merges of one kind."""
-    return [t for t in size["losses"] if t.rpartition(":")[0] == KIND_PREFIXES[kind] + recipe and t != RAW.text]
+    return [t for t in size["losses"] if t.rpartition(":")[0] == SNAPSHOT_KINDS[kind].prefix + recipe and t != RAW.text]
 
 
 def report(results: dict[str, Any]) -> str:
@@ -216,7 +216,7 @@ def followed_table(first: str, rows: dict[str, dict[str, Any]]) -> str:
     for name, at in rows.items():
         found = [share_at_best(at, recipe, kind) for recipe, kind in FOLLOWED]
         table.append([name, pages.paired(at["losses"][RAW.text], at["annealed"]), *found, gain_of_lagfree(at)])
-    header = [f"{shown(recipe)} of {KIND_NAMES[kind]}" for recipe, kind in FOLLOWED]
+    header = [f"{shown(recipe)} of {SNAPSHOT_KINDS[kind].title}" for recipe, kind in FOLLOWED]
     return pages.table(
         [first, "raw − annealed", *header, "lagfree of block means, better than sma of points by"], table
     )
@@ -262,9 +262,9 @@ def recipe_rows(size: dict[str, Any]) -> list[list[Any]]:
             text = best(size, recipe, kind)
             if text:
                 window = text.rpartition(":")[2]
-                rows.append([shown(recipe), KIND_NAMES[kind], window, *against(size, size["losses"][text])])
+                rows.append([shown(recipe), SNAPSHOT_KINDS[kind].title, window, *against(size, size["losses"][text])])
     return rows + [
-        ["learned", KIND_NAMES[f["kind"]], f["window"], *against(size, f["losses"])] for f in size["learned"]
+        ["learned", SNAPSHOT_KINDS[f["kind"]].title, f["window"], *against(size, f["losses"])] for f in size["learned"]
     ]
 
 
@@ -318,7 +318,7 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
                 lines.append(Line("learned", at, y, dashed=True))
             panels.append(
                 LinePanel(
-                    f"{name}, {KIND_NAMES[kind]}: share of annealing's gain",
+                    f"{name}, {SNAPSHOT_KINDS[kind].title}: share of annealing's gain",
                     "snapshots merged",
                     lines,
                     percent=True,
@@ -334,7 +334,9 @@ def learned_panel(name: str, size: dict[str, Any]) -> LinePanel:
     lines = []
     for fit in size["learned"]:
         mean = [sum(column) / len(column) for column in zip(*fit["weights"], strict=True)]
-        lines.append(Line(f"learned, {KIND_NAMES[fit['kind']]}, {fit['window']}", range(1 - len(mean), 1), mean))
+        lines.append(
+            Line(f"learned, {SNAPSHOT_KINDS[fit['kind']].title}, {fit['window']}", range(1 - len(mean), 1), mean)
+        )
     return LinePanel(f"{name}: learned weights", "snapshots before the newest", lines, zero=True)
 
 

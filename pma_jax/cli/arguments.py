@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pma_jax.config.rules import SNAPSHOT_KINDS
+from pma_jax.config import SNAPSHOT_KINDS
 
 
 def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from pma_jax.config.load import (
     to_json,
 )
 from pma_jax.config.schema import (
-    FOLDERS,
+    SNAPSHOT_KINDS,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -21,12 +21,13 @@ from pma_jax.config.schema import (
     OptimizerConfig,
     PreviewConfig,
     ScheduleConfig,
+    SnapshotKind,
     SpikesConfig,
     TrainingConfig,
 )
 
 __all__ = [
-    "FOLDERS",
+    "SNAPSHOT_KINDS",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -36,6 +37,7 @@ __all__ = [
     "OptimizerConfig",
     "PreviewConfig",
     "ScheduleConfig",
+    "SnapshotKind",
     "SpikesConfig",
     "TrainingConfig",
     "defaults",

@@ -1,6 +1,6 @@
 """What a run's configuration may hold, beyond the type of each key: names, signs, and keys that must fit each other."""
 
-from pma_jax.config.schema import Config
+from pma_jax.config.schema import SNAPSHOT_KINDS, Config
 
 SOURCES = ("packaged", "files", "hub")
 TASKS = ("text", "functions")
@@ -9,7 +9,7 @@ DECAYS = ("none", "cosine", "linear", "minus_sqrt")
 ROUTER_SCORES = ("softmax", "sigmoid")
 REMAT_POLICIES = ("none", "full", "dots")
 DTYPES = ("float32", "bfloat16")
-SNAPSHOT_KINDS = ("point", "block_mean")
+
 OPTIMIZERS_AFTER_SPIKE = ("reset", "keep", "restore")
 MOST_CONFIRM_STEPS = 30  # the detector keeps a bit a step
 LEAST_SPIKE_WINDOW_STEPS = 16  # a median and a spread of fewer steps say little
@@ -78,7 +78,7 @@ def validate(config: Config) -> None:
             f"{config.batch_tokens} tokens: raise it or shrink the batch"
         )
     for kind in checkpoint.kinds:
-        _one_of("checkpoint.kinds", kind, SNAPSHOT_KINDS)
+        _one_of("checkpoint.kinds", kind, tuple(SNAPSHOT_KINDS))
     if not checkpoint.kinds or len(set(checkpoint.kinds)) < len(checkpoint.kinds):
         raise ValueError(f"checkpoint.kinds must name one kind or both, not {checkpoint.kinds}")
     interval_steps = checkpoint.interval_tokens // config.batch_tokens

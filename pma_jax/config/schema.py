@@ -5,7 +5,25 @@ Durations are configured in tokens; `Config` derives steps from them, here and n
 
 import dataclasses
 
-FOLDERS = {"point": "snapshots", "block_mean": "block_means"}  # kind of snapshot -> its folder in a run
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotKind:
+    """One kind of snapshot: its names on disk, in the metrics and in reports."""
+
+    name: str  # in configurations and metadata
+    folder: str  # subdirectory of a run directory
+    record: str  # `kind` of its loss records in metrics.jsonl
+    prefix: str  # of a merge's text in sweeps and reports, such as block/sma:10
+    title: str  # in figures
+
+
+SNAPSHOT_KINDS = {
+    kind.name: kind
+    for kind in (
+        SnapshotKind("point", "snapshots", "evaluation", "", "points"),
+        SnapshotKind("block_mean", "block_means", "block_mean", "block/", "block means"),
+    )
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
 from pma_jax.runs import checkpoint
 from pma_jax.runs.checkpoint import Run, Snapshot
 from pma_jax.runtime import hosts
-
-KIND_PREFIXES = {"point": "", "block_mean": "block/"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Cell:
 def row_text(recipe: str, window: int, interval: int = 1, kind: str = "point") -> str:
     """`sma:10`; `sma:10@2` of every second snapshot; `block/sma:10` of block means."""
     every = f"@{interval}" if interval > 1 else ""
-    return f"{KIND_PREFIXES[kind]}{recipe}:{window}{every}"
+    return f"{SNAPSHOT_KINDS[kind].prefix}{recipe}:{window}{every}"
 
 
 def sweep(

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 from etils import epath
 
-from pma_jax.config import Config
+from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.evaluation.held_out import evaluator
 from pma_jax.evaluation.sweep import row_text
 from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
 from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import FOLDERS, Run, Snapshot
+from pma_jax.runs.checkpoint import Run, Snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage.lines import LineFile
@@ -104,7 +104,7 @@ class _Published:
     """
 
     def __init__(self, run: Run, kind: str):
-        self._folder, self._kind, self._config = run.path / FOLDERS[kind], kind, run.config
+        self._folder, self._kind, self._config = run.path / SNAPSHOT_KINDS[kind].folder, kind, run.config
         self._start_tokens = run.config.preview.start_tokens
         self._known: dict[str, Snapshot | None] = {}  # None: it cannot be read
 

@@ -184,7 +184,7 @@ def _of_run(run: Path, kind: str | None) -> list[tuple[str, str | None]]:
         kind = kind or configuration.from_json(path.read_text()).checkpoint.kinds[0]
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read: {error_line(error)}") from error
-    steps = [step for step in (run / configuration.FOLDERS[kind]).glob("*") if step.name.isdigit()]
+    steps = [step for step in (run / configuration.SNAPSHOT_KINDS[kind].folder).glob("*") if step.name.isdigit()]
     published = [step for step in steps if (step / "commit_success.txt").is_file()]
     if not published:
         raise ValueError(f"{run} has no {kind} snapshot: train until the first token mark")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from etils import epath
 
-from pma_jax.config import FOLDERS
 from pma_jax.merging.engine import provenance
 from pma_jax.runs import checkpoint, steps
 from pma_jax.storage.digests import SEAL
@@ -38,7 +37,7 @@ def _run(run: checkpoint.Run) -> Iterator[str]:
             read()
         except ValueError as error:
             yield str(error)
-    for name in (*FOLDERS.values(), checkpoint.STATES):
+    for name in checkpoint.STEP_FOLDERS:
         for path in steps.published(run.path / name):
             try:
                 has_digests = SEAL in steps.facts(path, ())

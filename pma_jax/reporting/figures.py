@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from pma_jax.evaluation.sweep import KIND_PREFIXES
+from pma_jax.config import SNAPSHOT_KINDS
 
 DPI = 200  # twice the size at which the page shows it
 WIDTH_INCHES, HEIGHT_INCHES = 11.0, 4.9
@@ -263,11 +263,11 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
 def series(merge: dict[str, Any]) -> str:
     """What merges that differ only by their window are called: `sma`, `block/wma`, `sma@2`."""
     every = f"@{merge['interval']}" if merge["interval"] > 1 else ""
-    return f"{KIND_PREFIXES[merge['kind']]}{merge['recipe']}{every}"
+    return f"{SNAPSHOT_KINDS[merge['kind']].prefix}{merge['recipe']}{every}"
 
 
 def _is_block(text: str) -> bool:
-    return text.startswith(KIND_PREFIXES["block_mean"])
+    return text.startswith(SNAPSHOT_KINDS["block_mean"].prefix)
 
 
 def _by_series(merges: Sequence[dict[str, Any]], key: str) -> dict[str, list[tuple[int, float]]]:

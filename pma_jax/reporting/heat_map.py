@@ -16,6 +16,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.reporting.figures import DPI, LIGHT, SMALL_POINTS, TEXT_POINTS, png_bytes, shown
 
 CELL_INCHES = (0.72, 0.36)  # width, height
@@ -24,7 +25,6 @@ COLUMNS = 3  # panels beside each other, where each is of one recipe
 GAP_INCHES = 0.3
 BELOW_INCHES, ABOVE_INCHES, TITLE_INCHES = 0.5, 0.4, 0.55
 COLOURS = "YlGnBu_r"  # dark is low; even in lightness, and readable in grey
-KIND_TITLES = {"point": "points", "block_mean": "block means"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +52,18 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
     Where there is more than one interval: intervals by windows, one for each recipe and kind; else recipes by windows,
     one for each kind.
     """
-    kinds = [k for k in KIND_TITLES if any(r["kind"] == k for r in rows)]
+    kinds = [k for k in SNAPSHOT_KINDS if any(r["kind"] == k for r in rows)]
     found = []
     for kind in kinds:
         of_kind = [r for r in rows if r["kind"] == kind]
         recipes = list(dict.fromkeys(r["recipe"] for r in of_kind))
         if len({r["interval"] for r in rows}) == 1:
-            found.append(_panel(KIND_TITLES[kind], of_kind, "recipe", recipes, "window", "N"))
+            found.append(_panel(SNAPSHOT_KINDS[kind].title, of_kind, "recipe", recipes, "window", "N"))
             continue
         for recipe in recipes:
             of_recipe = [r for r in of_kind if r["recipe"] == recipe]
             intervals = sorted({r["interval"] for r in of_recipe})
-            title = f"{shown(recipe)}, {KIND_TITLES[kind]}" if len(kinds) > 1 else shown(recipe)
+            title = f"{shown(recipe)}, {SNAPSHOT_KINDS[kind].title}" if len(kinds) > 1 else shown(recipe)
             found.append(_panel(title, of_recipe, "interval", intervals, "window", "N"))
     return found
 

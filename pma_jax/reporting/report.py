@@ -15,7 +15,7 @@ import jax
 from etils import epath
 
 from pma_jax import config as configuration
-from pma_jax.evaluation.sweep import KIND_PREFIXES
+from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.model.decoder import parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting import figures, html, spikes
@@ -241,7 +241,7 @@ def _last_previews(run: Run, tokens: int) -> list[dict[str, Any]]:
     rows = []
     for text, curve in _preview_curves(run).items():
         if curve[-1][0] == tokens:
-            prefix = KIND_PREFIXES["block_mean"]
+            prefix = SNAPSHOT_KINDS["block_mean"].prefix
             kind = "block_mean" if text.startswith(prefix) else "point"
             recipe, window = _recipe_and_window(text.removeprefix(prefix))
             row = {"text": text, "recipe": recipe, "window": window, "kind": kind, "loss": curve[-1][1]}

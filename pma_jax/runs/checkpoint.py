@@ -28,7 +28,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
-from pma_jax.config import FOLDERS, Config
+from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.model.decoder import init_params
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.retention import kept_snapshots, kept_states
@@ -40,6 +40,7 @@ from pma_jax.storage import digests
 from pma_jax.storage.paths import check_bucket, is_bucket
 
 STATES = "states"
+STEP_FOLDERS = (*(kind.folder for kind in SNAPSHOT_KINDS.values()), STATES)
 OPTIONAL = ("block", "detector", "ema")  # parts of a train state that may be missing
 
 
@@ -80,7 +81,7 @@ class Run:
 
     def of_kind(self, kind: str) -> list[Snapshot]:
         """Published snapshots of one kind, "point" or "block_mean", by tokens."""
-        found = (read_snapshot(p) for p in steps.published(self.path / FOLDERS[kind]))
+        found = (read_snapshot(p) for p in steps.published(self.path / SNAPSHOT_KINDS[kind].folder))
         return sorted(found, key=lambda s: s.tokens)
 
     @property
@@ -114,7 +115,7 @@ class Run:
         return list(filter(is_covered, states)) or states
 
     def _newest_tokens(self, kind: str) -> int:
-        for path in reversed(steps.published(self.path / FOLDERS[kind])):
+        for path in reversed(steps.published(self.path / SNAPSHOT_KINDS[kind].folder)):
             with contextlib.suppress(ValueError):  # a damaged one is told where it is read
                 return read_snapshot(path).tokens
         return 0
@@ -263,7 +264,7 @@ def _of_run(run: Run, kind: str | None) -> list[Snapshot]:
 
 def snapshot_writer(run: Run, kind: str) -> StepWriter:
     """Open the root of one kind of snapshots for writing, under the retention of the run's configuration."""
-    return _writer(run.path / FOLDERS[kind], functools.partial(kept_snapshots, run.config))
+    return _writer(run.path / SNAPSHOT_KINDS[kind].folder, functools.partial(kept_snapshots, run.config))
 
 
 def state_writer(run: Run) -> StepWriter:

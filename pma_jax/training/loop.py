@@ -11,7 +11,7 @@ import jax
 from etils import epath
 
 from pma_jax import config as configuration
-from pma_jax.config import Config
+from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.data import batches, shards
 from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
 from pma_jax.merging import preview
@@ -29,8 +29,6 @@ from pma_jax.training.schedule import learning_rate
 from pma_jax.training.starting import check_start, forked_state, starting_state
 from pma_jax.training.state import TrainState, abstract_state, model_of
 from pma_jax.training.step import make_train_step
-
-RECORDS = {"point": "evaluation", "block_mean": "block_mean"}  # kind of snapshot -> kind of its record in the metrics
 
 
 def train(config: Config, workdir: epath.PathLike) -> Run:
@@ -154,7 +152,7 @@ def _train_on(
                     for kind, params in weights.items():
                         loss = evaluate(graph, params, held_out)
                         finite.check_loss(loss, kind, step, seen)
-                        log.write({"kind": RECORDS[kind], "tokens": seen, "step": step, "loss": loss})
+                        log.write({"kind": SNAPSHOT_KINDS[kind].record, "tokens": seen, "step": step, "loss": loss})
                         if kind in snapshot_writers:
                             snapshot = Snapshot(run.path, step, seen, loss, config, kind=kind)
                             checkpoint.save_snapshot(snapshot_writers[kind], params, snapshot)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from pma_jax.config import FOLDERS, Config
+from pma_jax.config import Config
 from pma_jax.merging.api import average
 from pma_jax.merging.recipes import coefficients
 from pma_jax.runs import checkpoint, integrity
@@ -132,7 +132,7 @@ def decide(run: Run, spike: dict[str, Any], state: TrainState, step: int, positi
         "optimizer": keys.optimizer,
         "optimizer_step": _nearest_state(run, spike["onset_tokens"], newest.tokens),
         # Named, so that one who finishes what another began does not take that one's work for part of the spike.
-        "aside": {name: _later(run, name, newest.step) for name in (*FOLDERS.values(), checkpoint.STATES)},
+        "aside": {name: _later(run, name, newest.step) for name in checkpoint.STEP_FOLDERS},
         "done": False,
     }
     _write_event(run, event)

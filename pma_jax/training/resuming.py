@@ -12,7 +12,6 @@ from typing import Any
 
 from etils import epath
 
-from pma_jax.config import FOLDERS
 from pma_jax.runs import checkpoint, steps
 from pma_jax.runs.checkpoint import Run, SavedState, Snapshot
 from pma_jax.runs.retention import kept_snapshots, kept_states
@@ -25,7 +24,7 @@ Say = Callable[[str], None]
 def clear_away(run: Run, say: Say) -> None:
     """Remove what was never published, and set aside steps whose metadata are damaged; process 0 does."""
     if hosts.is_first():
-        for name in (*FOLDERS.values(), checkpoint.STATES):
+        for name in checkpoint.STEP_FOLDERS:
             for path in steps.unpublished(run.path / name):
                 path.rmtree()
             read = checkpoint.read_state if name == checkpoint.STATES else checkpoint.read_snapshot
@@ -40,7 +39,7 @@ def clear_away(run: Run, say: Say) -> None:
 def finish_removing(run: Run) -> None:
     """Take away what a run killed at its horizon had still to remove; process 0 does. What is damaged is left."""
     if hosts.is_first():
-        for name in (*FOLDERS.values(), checkpoint.STATES):
+        for name in checkpoint.STEP_FOLDERS:
             is_state = name == checkpoint.STATES
             read, rule = (
                 (checkpoint.read_state, kept_states) if is_state else (checkpoint.read_snapshot, kept_snapshots)

@@ -4,7 +4,7 @@ import jax
 import pytest
 import tiny
 
-from pma_jax.config import resolve
+from pma_jax.config import SNAPSHOT_KINDS, resolve
 from pma_jax.planning import disk
 from pma_jax.runs import checkpoint
 from pma_jax.runtime.mesh import make_mesh
@@ -34,7 +34,7 @@ def test_bytes_on_disk_of_a_run_that_keeps_some(workspace, tmp_path):
     state = abstract_state(config, make_mesh(config.mesh))
     found = disk.storage(config, state)
     folders = {
-        kind: sorted(int(p.name) for p in (run.path / folder).iterdir()) for kind, folder in checkpoint.FOLDERS.items()
+        name: sorted(int(p.name) for p in (run.path / kind.folder).iterdir()) for name, kind in SNAPSHOT_KINDS.items()
     }
     assert folders["point"] == folders["block_mean"] and len(folders["point"]) == found["snapshots_kept_of_each_kind"]
     assert len(run.states) == found["states_kept"] == 2
@@ -45,7 +45,7 @@ def test_bytes_on_disk_of_a_run_that_keeps_some(workspace, tmp_path):
     snapshot, saved = run.of_kind("point")[-1].path, run.states[-1].path
     for path, bytes_ in ((snapshot, found["snapshot_bytes"]), (saved, found["state_bytes"])):
         assert bytes_ <= files_bytes(path) <= bytes_ + OVERHEAD, path
-    everything = sum(files_bytes(run.path / folder) for folder in (*checkpoint.FOLDERS.values(), checkpoint.STATES))
+    everything = sum(files_bytes(run.path / folder) for folder in checkpoint.STEP_FOLDERS)
     saved_count = 2 * len(folders["point"]) + len(run.states)
     assert found["bytes_at_the_end"] <= everything <= found["bytes_at_the_end"] + saved_count * OVERHEAD
 
