@@ -178,7 +178,7 @@ def before_spike(folder: Path, arm: str, seed: int, overrides: list[str], onset_
         if snapshot.tokens <= state.tokens:
             shutil.copytree(snapshot.path, path / "snapshots" / snapshot.path.name)
     shutil.copy(source.path / "metrics.jsonl", path / "metrics.jsonl")
-    checkpoint.create_run(path, resolved(seed, overrides), source.facts)
+    checkpoint.create_run(path, resolved(seed, overrides), source.metadata)
 
 
 def judged(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

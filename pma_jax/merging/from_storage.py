@@ -12,7 +12,7 @@ from pma_jax.merging import recipes
 from pma_jax.merging.engine import merge as engine
 from pma_jax.merging.engine.plan import Plan, plan
 from pma_jax.merging.gather import Gathered, refuse_mixed_kinds, snapshot_facts, used
-from pma_jax.storage.digests import without_digests
+from pma_jax.storage.digests import drop_digests
 from pma_jax.storage.formats.leaves import Source
 from pma_jax.storage.formats.open import open_source
 from pma_jax.storage.paths import locate
@@ -139,7 +139,7 @@ def _merged_facts(sources: Sequence[Source]) -> dict[str, Any] | None:
     """What the merge says of itself where every input is a snapshot of ours: it is one too; None otherwise."""
     facts = [snapshot_facts(source) for source in sources]
     newest = facts[-1]
-    return without_digests(newest) | {"loss": None} if newest is not None and all(facts) else None
+    return drop_digests(newest) | {"loss": None} if newest is not None and all(facts) else None
 
 
 def _bytes(count: int) -> str:

@@ -22,7 +22,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
             "snapshots": _marks(run, "point"),
             "block_means": _marks(run, "block_mean"),
             "states": [{"step": s.step, "tokens": s.tokens} for s in run.states],
-            "facts": run.facts,
+            "facts": run.metadata,
         }
     if not checkpoint.is_snapshot(path):
         source = open_source(str(path), subtree)

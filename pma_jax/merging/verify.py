@@ -7,7 +7,7 @@ from etils import epath
 
 from pma_jax.merging.engine import provenance
 from pma_jax.runs import checkpoint, steps
-from pma_jax.storage.digests import SEAL
+from pma_jax.storage.digests import METADATA_DIGEST_KEY
 from pma_jax.storage.formats import orbax_read
 
 
@@ -24,15 +24,15 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
     folder = checkpoint.absolute(path)
     if checkpoint.is_run(folder):
         return list(_run(checkpoint.open_run(folder)))
-    if (folder / provenance.FILE_NAME).exists() or not (folder / steps.FACTS_FILE).exists():
+    if (folder / provenance.FILE_NAME).exists() or not (folder / steps.METADATA_FILE).exists():
         return provenance.verify(str(folder), with_sources)
-    if SEAL not in steps.facts(folder, ()):
+    if METADATA_DIGEST_KEY not in steps.read_metadata(folder, ()):
         raise ValueError(f"{folder} has no digests: it was imported, or written by an earlier version")
     return list(_step(folder))
 
 
 def _run(run: checkpoint.Run) -> Iterator[str]:
-    for read in (lambda: run.facts, lambda: run.metrics):
+    for read in (lambda: run.metadata, lambda: run.metrics):
         try:
             read()
         except ValueError as error:
@@ -40,7 +40,7 @@ def _run(run: checkpoint.Run) -> Iterator[str]:
     for name in checkpoint.STEP_FOLDERS:
         for path in steps.published(run.path / name):
             try:
-                has_digests = SEAL in steps.facts(path, ())
+                has_digests = METADATA_DIGEST_KEY in steps.read_metadata(path, ())
             except ValueError as error:
                 yield str(error)
                 continue
@@ -51,7 +51,7 @@ def _run(run: checkpoint.Run) -> Iterator[str]:
 
 
 def _step(path: epath.Path) -> Iterator[str]:
-    facts = steps.facts(path, ())
+    facts = steps.read_metadata(path, ())
     names = facts["leaves"]
     # Of a snapshot the leaves are those of its one item; of a state they begin with the item, and then a part of it.
     of_state = "position" in facts

@@ -16,7 +16,7 @@ BASE = "demo"  # the shipped configuration that the training command starts from
 
 def reproduction(run: Run, forks: Sequence[Run], merges: Sequence[dict[str, Any]]) -> list[str]:
     """`pma train`, `fork`, `sweep` and `report`, with every key that differs from where each starts."""
-    origin = run.facts.get("forked_from")
+    origin = run.metadata.get("forked_from")
     if origin:
         parent = epath.Path(origin["path"]).name
         commands = [f"# {run.path.name} was itself forked from {parent} at {origin['tokens']} tokens"]
@@ -24,7 +24,7 @@ def reproduction(run: Run, forks: Sequence[Run], merges: Sequence[dict[str, Any]
         base = configuration.resolve(configuration.load(BASE))
         commands = [_command("train", "--config", BASE, "--workdir", _folder(run), *_overrides(base, run.config))]
     for fork in forks:
-        at = fork.facts["forked_from"]["tokens"]
+        at = fork.metadata["forked_from"]["tokens"]
         changed = _overrides(run.config, fork.config)
         commands.append(_command("fork", _folder(run), "--at-tokens", at, "--workdir", _folder(fork), *changed))
     for kind in dict.fromkeys(m["kind"] for m in merges):

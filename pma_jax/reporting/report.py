@@ -82,10 +82,10 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         "parameters": _parameters(run),
         "tokenizer": run.config.data.tokenizer,
         "snapshot_interval_tokens": run.config.checkpoint.interval_tokens,
-        "corpus_digest": run.facts.get("corpus"),
-        "evaluation_digest": run.facts.get("evaluation"),
+        "corpus_digest": run.metadata.get("corpus"),
+        "evaluation_digest": run.metadata.get("evaluation"),
         "config_digest": configuration.digest(run.config),
-        "versions": dict(sorted(run.facts.get("versions", {}).items())),
+        "versions": dict(sorted(run.metadata.get("versions", {}).items())),
         "commands": reproduction(run, forks, merges),
         "curves": {"raw": _finite(raw), "annealed": best["curve"] if best else [], "previews": previews},
     }
@@ -169,10 +169,10 @@ def _refuse_incomparable(run: Run, forks: Sequence[Run]) -> None:
             "then the runs forked from it"
         )
     for fork in forks:
-        if fork.facts.get("forked_from") is None:
+        if fork.metadata.get("forked_from") is None:
             raise ValueError(f"{fork.path} was not forked: give runs made by `pma fork {run.path}`, after the run")
         for fact, what in (("corpus", "corpus"), ("evaluation", "held-out tokens")):
-            here, there = run.facts.get(fact), fork.facts.get(fact)
+            here, there = run.metadata.get(fact), fork.metadata.get(fact)
             if here != there:
                 raise ValueError(
                     f"{fork.path} and {run.path} cannot be compared: their {what} differ ({there} and {here})"
@@ -183,7 +183,7 @@ def _annealed(forks: Sequence[Run], tokens: int, notes: list[str]) -> list[dict[
     """The annealed forks that end at `tokens`, lowest loss first; the others get a note."""
     found = []
     for fork in forks:
-        schedule, origin = fork.config.schedule, fork.facts["forked_from"]
+        schedule, origin = fork.config.schedule, fork.metadata["forked_from"]
         curve = _finite([point for point in _curve(fork, "evaluation") if point[0] > origin["tokens"]])
         if schedule.decay == "none":
             notes.append(f"{fork.path.name} is left out: its rate does not decay")

@@ -32,7 +32,7 @@ from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.model.decoder import init_params
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.retention import kept_snapshots, kept_states
-from pma_jax.runs.steps import COMMIT_MARK, StepWriter
+from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
 from pma_jax.runtime import hosts
 from pma_jax.runtime.errors import error_line
 from pma_jax.runtime.mesh import abstract_on
@@ -104,7 +104,7 @@ class Run:
 
         Where there is no such state, the snapshots were taken away on purpose: all states.
         """
-        origin = self.facts.get("forked_from", {"tokens": 0})["tokens"]
+        origin = self.metadata.get("forked_from", {"tokens": 0})["tokens"]
         published = min(self._newest_tokens(kind) for kind in self.config.checkpoint.kinds)
 
         def is_covered(state: SavedState) -> bool:
@@ -121,7 +121,7 @@ class Run:
         return 0
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What run.json holds: the corpus digest, versions, and what the run was forked from."""
         return read_json(self.path / "run.json")
 
@@ -208,7 +208,7 @@ def create_run(path: epath.PathLike, config: Config, facts: dict[str, Any]) -> R
 def is_snapshot(path: epath.PathLike) -> bool:
     """Whether this directory is a published snapshot."""
     folder = absolute(path)
-    return (folder / COMMIT_MARK).exists() and (folder / "params").exists()
+    return (folder / COMMIT_MARKER).exists() and (folder / "params").exists()
 
 
 def read_snapshot(path: epath.PathLike) -> Snapshot:
@@ -216,7 +216,7 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     folder = absolute(path)
     if not is_snapshot(folder):
         raise ValueError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
-    facts = steps.facts(folder, ("step", "tokens", "loss", "config", "kind"))
+    facts = steps.read_metadata(folder, ("step", "tokens", "loss", "config", "kind"))
     config = configuration.resolve(facts["config"])
     merge = _merge_facts(folder)
     return Snapshot(folder, facts["step"], facts["tokens"], facts["loss"], config, merge, facts["kind"])
@@ -224,7 +224,7 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
 
 def read_state(path: epath.Path) -> SavedState:
     """What a state says of itself; reads no array. Raises ValueError when it is damaged."""
-    facts = steps.facts(path, ("step", "tokens", "position"))
+    facts = steps.read_metadata(path, ("step", "tokens", "position"))
     return SavedState(path, facts["step"], facts["tokens"], facts["position"])
 
 
@@ -285,7 +285,7 @@ def write_snapshot(params: Any, snapshot: Snapshot) -> None:
     if snapshot.path.exists():
         raise ValueError(f"{snapshot.path} exists already: choose another --out, or remove it")
     snapshot.path.parent.mkdir(parents=True, exist_ok=True)
-    facts = digests.sealed(_facts(snapshot, params))
+    facts = digests.add_metadata_digest(_facts(snapshot, params))
     with steps.plain_arrays(), steps.writing(snapshot.path):
         ocp.save_checkpointables(snapshot.path, {"params": params}, custom_metadata=facts)
 
@@ -310,17 +310,17 @@ def abstract_params(config: Config, mesh: jax.sharding.Mesh) -> Any:
 def copy_state(saved: SavedState, folder: epath.Path) -> None:
     """Copy a state's files into the run directory `folder`, published whole; one that is there is kept."""
     target = folder / STATES / saved.path.name
-    if (target / COMMIT_MARK if is_bucket(target) else target).exists():
+    if (target / COMMIT_MARKER if is_bucket(target) else target).exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_bucket(target):
-        _copy_tree(saved.path, target, last=COMMIT_MARK)
+        _copy_tree(saved.path, target, last=COMMIT_MARKER)
         return
     temporary = target.parent / f".{saved.path.name}.copying"
     if temporary.exists():
         temporary.rmtree()
     _copy_tree(saved.path, temporary)
-    if not (saved.path / COMMIT_MARK).exists():
+    if not (saved.path / COMMIT_MARKER).exists():
         temporary.rmtree()
         raise ValueError(f"{saved.path} was taken away while it was copied: fork from another state")
     temporary.rename(target)
@@ -367,7 +367,7 @@ def write_parts(path: epath.Path, parts: dict[str, Any]) -> None:
         path.rmtree()
     hosts.barrier("checkpoint.write_parts")
     with steps.plain_arrays(), steps.writing(path):
-        ocp.save_checkpointables(path, parts, custom_metadata=digests.sealed(_digests(parts)))
+        ocp.save_checkpointables(path, parts, custom_metadata=digests.add_metadata_digest(_digests(parts)))
 
 
 def restore_part(path: epath.Path, name: str, abstract: Any) -> Any:

@@ -65,7 +65,7 @@ def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
 
 def stored_digests(path: epath.Path) -> dict[str, str]:
     """Leaf -> digest, of a snapshot, a merge or a state; empty where an earlier version wrote it, without digests."""
-    digests_of = steps.facts(path, ()).get("leaves")
+    digests_of = steps.read_metadata(path, ()).get("leaves")
     if digests_of is None and (path / "provenance.json").exists():
         with readable(path / "provenance.json"):
             facts = json.loads((path / "provenance.json").read_text())

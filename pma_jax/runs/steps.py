@@ -1,7 +1,7 @@
 """A folder of numbered steps, each there whole or not at all: writing them in the background, taking them away.
 
     FOLDER/<step>/commit_success.txt     without this mark the step does not exist
-    FOLDER/<step>/_CHECKPOINT_METADATA   what the step says of itself: `facts`, sealed by a digest of their own
+    FOLDER/<step>/_CHECKPOINT_METADATA   the step's metadata, with a digest of their own
     FOLDER/<step>/<item>/                the arrays
 
 A step is published by one rename, and ends by the removal of its mark: what is then left is nobody's. So a process that
@@ -17,43 +17,43 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax.runtime.errors import error_line
-from pma_jax.storage.digests import check_seal, sealed
+from pma_jax.storage.digests import add_metadata_digest, check_metadata_digest
 
-COMMIT_MARK = "commit_success.txt"
-FACTS_FILE = "_CHECKPOINT_METADATA"
+COMMIT_MARKER = "commit_success.txt"
+METADATA_FILE = "_CHECKPOINT_METADATA"
 
 
 def published(folder: epath.Path) -> list[epath.Path]:
     """The steps in `folder`, oldest first."""
-    return [path for path in _numbered(folder) if (path / COMMIT_MARK).exists()]
+    return [path for path in _numbered(folder) if (path / COMMIT_MARKER).exists()]
 
 
 def unpublished(folder: epath.Path) -> list[epath.Path]:
     """What is named like a step and is none: half removed, half copied, empty."""
-    return [path for path in _numbered(folder) if not (path / COMMIT_MARK).exists()]
+    return [path for path in _numbered(folder) if not (path / COMMIT_MARKER).exists()]
 
 
-def facts(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
+def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
     """What a step, or a snapshot anywhere, says of itself; reads one small file.
 
     Raises ValueError that names the file when it is missing, damaged, or without one of `keys`.
     """
-    file = path / FACTS_FILE
+    file = path / METADATA_FILE
     try:
         found = json.loads(file.read_text())["custom_metadata"]
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is damaged or incomplete: {FACTS_FILE} is missing") from error
+        raise ValueError(f"{path} is damaged or incomplete: {METADATA_FILE} is missing") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(found, dict) or not found.keys() >= set(keys):
         raise ValueError(f"{path} has none of pma_jax's metadata: it is damaged, or not of this version")
-    check_seal(found, file)
+    check_metadata_digest(found, file)
     return found
 
 
 def remove(path: epath.Path) -> None:
     """Take a step away: first its mark, so that at no time half of it is taken for a step."""
-    (path / COMMIT_MARK).unlink(missing_ok=True)
+    (path / COMMIT_MARKER).unlink(missing_ok=True)
     path.rmtree()
 
 
@@ -92,7 +92,7 @@ class StepWriter:
 
     def __init__(self, folder: epath.Path, kept: Callable[[Sequence[int]], list[bool]], removes: bool):
         self._folder, self._kept, self._removes = folder, kept, removes
-        self._tokens = {int(path.name): facts(path, ("tokens",))["tokens"] for path in published(folder)}
+        self._tokens = {int(path.name): read_metadata(path, ("tokens",))["tokens"] for path in published(folder)}
         self._response: Any = None
         self._writing = 0
         with plain_arrays(folder.name), writing(folder):
@@ -109,7 +109,7 @@ class StepWriter:
         with plain_arrays(self._folder.name), writing(self._folder / str(step)):
             # Forced: Orbax otherwise leaves out, without a word, a step below its newest, such as a damaged one redone.
             self._response = self._steps.save_checkpointables_async(
-                step, dict(items), custom_metadata=sealed(found), force=True
+                step, dict(items), custom_metadata=add_metadata_digest(found), force=True
             )
         self._writing = step
         self._tokens[step] = found["tokens"]

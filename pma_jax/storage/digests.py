@@ -1,12 +1,12 @@
-"""Digests of contents: the same for the same numbers, whatever format they are stored in.
+"""Digests of checkpoint contents, independent of the file format that stores them.
 
-A leaf's bytes (little-endian, C order) are cut into segments of `SEGMENT_ELEMENTS`; the leaf's digest is the sha256 of
-its segments' checksums (xxh3_128 or sha256) one after the other. Segments can so be summed up by several threads or
-processes, in the pass that merges them, and a merge that is resumed need not read again what it has read. A
-checkpoint's digest covers every leaf's name, dtype, shape and digest.
+A leaf's bytes (little-endian, C order) are cut into segments of `SEGMENT_ELEMENTS` elements. The leaf's digest is the
+sha256 of the concatenated checksums (xxh3_128 or sha256) of its segments. Several threads or processes can therefore
+checksum segments while merging them, and a resumed merge need not read finished segments again. A checkpoint's digest
+covers the name, dtype, shape and digest of every leaf.
 
-xxh3_128 tells contents apart at thirty times the rate of sha256, which on few cores costs more than the whole merge;
-sha256 also withstands somebody who means to deceive.
+xxh3_128 runs at about thirty times the rate of sha256, which on few cores would cost more than the merge itself; sha256
+also resists deliberate tampering.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ from typing import Any
 import xxhash
 
 CHECKSUMS = ("xxh3_128", "sha256")
-# Also the unit that threads and processes share the work by, and that a resumed merge does not repeat.
+# Also the unit of work that threads and processes share, and that a resumed merge skips once it is done.
 SEGMENT_ELEMENTS = 2**21
-SEAL = "facts_digest"  # the key of a digest of all other facts of a checkpoint
-_KEYS = ("checksum", "leaves", SEAL)
+METADATA_DIGEST_KEY = "facts_digest"  # of the digest that covers all other metadata of a checkpoint
+_KEYS = ("checksum", "leaves", METADATA_DIGEST_KEY)
 
 
 def new_checksum(kind: str) -> Any:
-    """An object with `update` and `hexdigest`, for a kind of `CHECKSUMS`."""
+    """Create a hash object with `update` and `hexdigest` for one of `CHECKSUMS`."""
     return xxhash.xxh3_128() if kind == "xxh3_128" else hashlib.sha256()
 
 
 class SegmentHasher:
-    """Sums up a leaf's bytes, given in order in pieces of any size, as one checksum (hex) a segment."""
+    """Checksum a leaf's bytes, given in order in pieces of any size, segment by segment."""
 
     def __init__(self, item_bytes: int, kind: str):
         self._kind = kind
@@ -40,7 +40,7 @@ class SegmentHasher:
         self._done: list[str] = []
 
     def update(self, data: Any) -> None:
-        """Adds the next piece (anything with a contiguous buffer of bytes)."""
+        """Add the next piece: any object with a contiguous byte buffer."""
         view = memoryview(data).cast("B")
         while len(view):
             piece = view[: self._segment_bytes - self._filled]
@@ -48,28 +48,30 @@ class SegmentHasher:
             self._filled += len(piece)
             view = view[len(piece) :]
             if self._filled == self._segment_bytes:
-                self._close()
+                self._finish_segment()
 
     def hexdigests(self) -> list[str]:
-        """The segments' digests; the last may be shorter than a segment. Ends the leaf."""
+        """Finish the leaf and return the checksum (hex) of each segment; the last may cover a shorter one."""
         if self._filled:
-            self._close()
+            self._finish_segment()
         return self._done
 
-    def _close(self) -> None:
+    def _finish_segment(self) -> None:
         self._done.append(self._current.hexdigest())
         self._current, self._filled = new_checksum(self._kind), 0
 
 
 def leaf_digest(segments: Iterable[str]) -> str:
-    """A leaf's sha256 (hex) from its segments' checksums (hex), in order."""
+    """Compute a leaf's sha256 (hex) from the checksums (hex) of its segments, in order."""
     return hashlib.sha256(b"".join(bytes.fromhex(segment) for segment in segments)).hexdigest()
 
 
 def checkpoint_digest(leaves: Mapping[str, Any], leaf_digests: Mapping[str, str]) -> str:
-    """A checkpoint's sha256 (hex): over one JSON line [name, dtype, shape, digest] a leaf, sorted by name.
+    """Compute a checkpoint's sha256 (hex) over one JSON line [name, dtype, shape, digest] per leaf, sorted by name.
 
-    `leaves` has the `dtype` (its numpy name) and `shape` of each.
+    Args:
+        leaves: leaf name -> object with `dtype` (its numpy name) and `shape`.
+        leaf_digests: leaf name -> digest (hex).
     """
     total = hashlib.sha256()
     for name in sorted(leaves):
@@ -79,31 +81,35 @@ def checkpoint_digest(leaves: Mapping[str, Any], leaf_digests: Mapping[str, str]
 
 
 def file_digest(path: Path) -> str:
-    """The plain sha256 (hex) of a small file."""
+    """Compute the sha256 (hex) of a small file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts with a digest of their own."""
-    return {**facts, SEAL: _facts_digest(facts)}
+def add_metadata_digest(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata with their own digest added."""
+    return {**metadata, METADATA_DIGEST_KEY: _metadata_digest(metadata)}
 
 
-def check_seal(facts: Mapping[str, Any], file: object) -> None:
-    """Raise ValueError when the facts, read from `file`, are not as they were when they were sealed.
+def check_metadata_digest(metadata: Mapping[str, Any], file: object) -> None:
+    """Check metadata read from `file` against the digest that they contain.
 
-    Facts without digests are of a merge, whose provenance has them, of an earlier version, or not ours.
+    Metadata without digests belong to a merge, whose provenance contains them, to an earlier version, or to another
+    library, and are accepted.
+
+    Raises:
+        ValueError: the metadata differ from what was written.
     """
-    unsealed = {key: value for key, value in facts.items() if key != SEAL}
-    is_ours = SEAL in facts or {"checksum", "leaves"} <= facts.keys()
-    if is_ours and facts.get(SEAL) != _facts_digest(unsealed):
+    content = {key: value for key, value in metadata.items() if key != METADATA_DIGEST_KEY}
+    is_covered = METADATA_DIGEST_KEY in metadata or {"checksum", "leaves"} <= metadata.keys()
+    if is_covered and metadata.get(METADATA_DIGEST_KEY) != _metadata_digest(content):
         raise ValueError(f"{file} is damaged: it is not what was written")
 
 
-def without_digests(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts for another checkpoint, whose arrays are others."""
-    return {key: value for key, value in facts.items() if key not in _KEYS}
+def drop_digests(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata without digests, for a checkpoint with other arrays."""
+    return {key: value for key, value in metadata.items() if key not in _KEYS}
 
 
-def _facts_digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _metadata_digest(metadata: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()

@@ -105,7 +105,7 @@ def spent(run: Run) -> dict[str, float]:
     """What training a run of a cache took: `seconds` of wall time, and `tokens`, of a fork its own alone."""
     path = run.path.parent / "seconds.json"
     seconds = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
-    origin = run.facts.get("forked_from", {"tokens": 0})["tokens"]
+    origin = run.metadata.get("forked_from", {"tokens": 0})["tokens"]
     return {"seconds": seconds, "tokens": run.config.training.total_tokens - origin}
 
 

@@ -15,7 +15,7 @@ from pma_jax.runs.checkpoint import Run, SavedState
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import check_mesh, make_mesh
 from pma_jax.training import starting
-from pma_jax.training.loop import run_facts
+from pma_jax.training.loop import run_metadata
 
 
 def fork_config(source: Run, overrides: Iterable[str]) -> Config:
@@ -61,12 +61,12 @@ def _locked_fork(origin: dict[str, Any], saved: SavedState, config: Config, fold
 def _fork(origin: dict[str, Any], saved: SavedState, config: Config, folder: epath.Path) -> Run:
     if checkpoint.is_run(folder):
         run = checkpoint.open_run(folder)
-        if run.facts.get("forked_from") != origin:
+        if run.metadata.get("forked_from") != origin:
             raise ValueError(f"{folder} holds another run: choose a --workdir that does not exist")
         return run
-    facts = run_facts(shards.prepare(config.data), config)
+    metadata = run_metadata(shards.prepare(config.data), config)
     checkpoint.copy_state(saved, folder)
-    return checkpoint.create_run(folder, config, facts | {"forked_from": origin})
+    return checkpoint.create_run(folder, config, metadata | {"forked_from": origin})
 
 
 def state_at(source: Run, at_tokens: int) -> SavedState:

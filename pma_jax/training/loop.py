@@ -49,7 +49,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     with contextlib.ExitStack() as stack:
         notice = stack.enter_context(preemption.watched())
         taken_over = hosts.enter_on_first(stack, lambda: lock.held(checkpoint.absolute(workdir)))
-        run = hosts.run_on_first_then_rest(lambda: open_or_create(config, workdir, run_facts(tokens, config)))
+        run = hosts.run_on_first_then_rest(lambda: open_or_create(config, workdir, run_metadata(tokens, config)))
         told = [taken_over] if taken_over else []
         while not _train_on(config, run, tokens, mesh, notice, told):
             told = []
@@ -172,17 +172,17 @@ def _train_on(
     return spike is None
 
 
-def run_facts(tokens: shards.TokenSet, config: Config) -> dict[str, Any]:
+def run_metadata(tokens: shards.TokenSet, config: Config) -> dict[str, Any]:
     """What run.json records: digests of the corpus and of the held-out tokens, and versions."""
     packages = ("pma-jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
     return {"corpus": tokens.digest, "evaluation": evaluation_digest(tokens, config), "versions": versions}
 
 
-def open_or_create(config: Config, workdir: epath.PathLike, facts: dict[str, Any]) -> Run:
+def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, Any]) -> Run:
     """The run in `workdir`, made if there is none; raises ValueError when another one lives there."""
     if not checkpoint.is_run(workdir):
-        return checkpoint.create_run(workdir, config, facts)
+        return checkpoint.create_run(workdir, config, metadata)
     run = checkpoint.open_run(workdir)
     changed = configuration.differences(run.config, config)
     if changed:
@@ -190,9 +190,9 @@ def open_or_create(config: Config, workdir: epath.PathLike, facts: dict[str, Any
             f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "
             "give its own configuration to resume it, another --workdir, or `pma fork` to change course"
         )
-    if run.facts["corpus"] != facts["corpus"]:
+    if run.metadata["corpus"] != metadata["corpus"]:
         raise ValueError(
-            f"the corpus has changed since {workdir} was started ({run.facts['corpus']} -> {facts['corpus']}): "
+            f"the corpus has changed since {workdir} was started ({run.metadata['corpus']} -> {metadata['corpus']}): "
             "bring the old text back to resume, or choose another --workdir"
         )
     return run

@@ -74,7 +74,7 @@ def newest_whole_state(run: Run, abstract: Any, say: Say) -> tuple[SavedState | 
             _set_aside(run, damaged.path, why, say)
         return saved, state
     lost = [p.name for p in (run.path / DAMAGED).iterdir()] if (run.path / DAMAGED).exists() else []
-    if passed or "forked_from" in run.facts or any(name.startswith(checkpoint.STATES) for name in lost):
+    if passed or "forked_from" in run.metadata or any(name.startswith(checkpoint.STATES) for name in lost):
         why = f" ({passed[0][1]})" if passed else ""
         raise ValueError(
             f"no state of {run.path} is whole{why}: bring one back to {run.path / checkpoint.STATES}, or remove the "

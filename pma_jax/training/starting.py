@@ -55,7 +55,7 @@ def forked_state(run: Run, resumed: SavedState, state: TrainState, abstract: Tra
 
     Optimizer, data position and counters stay the parent's. Raises ValueError when the weights are no longer there.
     """
-    origin = run.facts.get("forked_from", {})
+    origin = run.metadata.get("forked_from", {})
     if "weights" not in origin or resumed.tokens != origin["tokens"]:
         return state
     return _with_weights(state, _snapshot(run.config, origin["weights"], "weights"), run.config, abstract)

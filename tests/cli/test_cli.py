@@ -184,7 +184,7 @@ def damage(snapshot, how):
         (snapshot.path / "params").rmtree()
     elif how == "no metadata":
         for path in snapshot.path.glob("*"):
-            if path.is_file() and path.name != checkpoint.COMMIT_MARK:
+            if path.is_file() and path.name != checkpoint.COMMIT_MARKER:
                 path.unlink()
     else:
         assert arrays

@@ -107,7 +107,7 @@ def test_a_watch_that_was_done_reads_nothing(copy, evaluated, monkeypatch):
 
 def test_what_is_not_published_is_not_read(copy):
     newest = copy.snapshots[-1]
-    mark = newest.path / checkpoint.COMMIT_MARK
+    mark = newest.path / checkpoint.COMMIT_MARKER
     content = mark.read_bytes()
     mark.unlink()
     list(watch(copy, once=True))

@@ -393,7 +393,7 @@ def test_an_export_with_a_leaf_that_does_not_fit_names_it(tmp_path, model, says)
     write_ours(tmp_path / "ours", config("llama"))
     path = tmp_path / "ours" / "_CHECKPOINT_METADATA"
     facts = json.loads(path.read_text())
-    custom = digests.without_digests(facts["custom_metadata"])  # what is edited does not keep its seal
+    custom = digests.drop_digests(facts["custom_metadata"])  # edited metadata do not keep their digest
     custom["config"]["model"] |= model
     path.write_text(json.dumps(facts | {"custom_metadata": custom}))
     assert_refused(tmp_path / "theirs", says, hf.export_snapshot, tmp_path / "ours")

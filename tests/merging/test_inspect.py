@@ -13,7 +13,7 @@ def test_a_run(finished):
     assert facts["kind"] == "run"
     assert facts["snapshots"] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in finished.snapshots]
     assert [s["step"] for s in facts["states"]] == tiny.STATES
-    assert facts["facts"]["corpus"] == finished.facts["corpus"]
+    assert facts["facts"]["corpus"] == finished.metadata["corpus"]
     text = as_text(facts)
     assert "6 snapshots, 1,024 to 6,144 tokens" in text and f"{finished.snapshots[-1].loss:.4f}" in text
 

@@ -133,7 +133,7 @@ def test_leftovers_are_cleared_away(finished, copy):
     shutil.rmtree(copy.path / "states" / "24")
     (copy.path / "states" / "24").mkdir()  # an empty directory
     half = copy.path / "snapshots" / "24"  # a kill while it was removed: the mark goes first
-    (half / checkpoint.COMMIT_MARK).unlink()
+    (half / checkpoint.COMMIT_MARKER).unlink()
     (copy.path / "states" / "16.orbax-checkpoint-tmp").mkdir()
     run = train(copy.config, copy.path)
     assert tiny.numbers(run) == tiny.numbers(finished)

@@ -145,7 +145,7 @@ def test_two_processes_do_what_one_does(finished, tmp_path):
     expected = sweep(alone, ["sma", "wma"], [2, 4])["rows"]
     assert rows == [row | {"loss": pytest.approx(row["loss"], rel=1e-5)} for row in expected]
     assert loss == pytest.approx(evaluate_targets([str(alone.path)], [])[0]["loss"], rel=1e-5)
-    assert forked.facts["forked_from"]["step"] == 16 and forked.states[-1].step == 18
+    assert forked.metadata["forked_from"]["step"] == 16 and forked.states[-1].step == 18
     trained = {r["step"]: r["loss"] for r in tiny.numbers(finished) if r["kind"] == "train"}
     for record in tiny.numbers(forked):
         if record["kind"] == "train":

@@ -72,7 +72,7 @@ def test_training_into_a_bucket_is_training(finished, workspace, folder, monkeyp
 def test_a_fork_between_buckets_goes_on_from_the_state(run, folder):
     forked = fork(run, 16 * tiny.BATCH_TOKENS, run.config, "gs://bucket/runs/forked")
     (saved,) = forked.states
-    assert forked.facts["forked_from"]["path"] == "gs://bucket/runs/demo"
+    assert forked.metadata["forked_from"]["path"] == "gs://bucket/runs/demo"
     original, copy = (tiny.contents(folder / "runs" / name / "states" / "16") for name in ("demo", "forked"))
     assert copy == original and saved.step == 16
     assert fork(run, 16 * tiny.BATCH_TOKENS, run.config, "gs://bucket/runs/forked").path == forked.path

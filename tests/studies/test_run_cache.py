@@ -63,7 +63,7 @@ def test_a_run_that_was_cut_is_resumed(cache, finished, workspace, tmp_path, tra
 def test_a_fork_is_known_by_its_parent_its_place_and_its_changes(cache, workspace, trained):
     source = run_cache.trained(cache, tiny.config(workspace))
     fork = run_cache.forked(cache, source, FORK, ANNEAL)
-    assert fork.facts["forked_from"]["tokens"] == FORK and fork.config.schedule.decay == "linear"
+    assert fork.metadata["forked_from"]["tokens"] == FORK and fork.config.schedule.decay == "linear"
     assert run_cache.spent(fork)["tokens"] == tiny.HORIZON - FORK
     assert run_cache.forked(cache, source, FORK, ANNEAL).path == fork.path and len(trained) == 1
     paths = {fork.path, run_cache.forked(cache, source, FORK // 2, ANNEAL).path}

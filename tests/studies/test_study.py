@@ -78,7 +78,7 @@ def test_trunks_branches_and_losses(study):
     assert study.loss(trunk) == losses[RAW, 16] and study.loss(trunk, Cell("sma", 4), 16) == losses[Cell("sma", 4), 16]
     assert study.loss(branch) != study.loss(trunk)
     short = study.annealed(trunk, 15, 16, "linear", study.merged(trunk, Cell("sma", 4), 15))
-    assert short.facts["forked_from"]["weights"].endswith(f"sma-4-{15 * unit}")
+    assert short.metadata["forked_from"]["weights"].endswith(f"sma-4-{15 * unit}")
     spent = study.spent()
     assert spent["runs"] == 3 and spent["tokens"] == (16 + 4 + 1) * unit and spent["training_hours"] > 0
 

@@ -31,7 +31,7 @@ def annealed(finished, tmp_path_factory):
 
 def test_a_fork_carries_parameters_moments_and_data_position(finished, tmp_path):
     forked = fork(finished, FORK, finished.config, tmp_path / "fork")
-    assert forked.facts["forked_from"] == {"path": str(finished.path), "tokens": FORK, "step": 16}
+    assert forked.metadata["forked_from"] == {"path": str(finished.path), "tokens": FORK, "step": 16}
     assert [(s.step, s.tokens, s.position) for s in forked.states] == [(16, FORK, 16 * 8)]
     tiny.assert_equal(state(forked, 16), state(finished, 16))
     moments = tiny.named(state(forked, 16).optimizer)
@@ -144,7 +144,7 @@ def test_a_fork_may_begin_with_other_weights_and_keeps_the_parents_optimizer_and
     weights = finished.snapshots[1]
     config = fork_config(finished, ANNEAL)
     run = fork(finished, FORK, config, tmp_path / "fork", weights.path)
-    assert run.facts["forked_from"]["weights"] == str(weights.path)
+    assert run.metadata["forked_from"]["weights"] == str(weights.path)
     run = train(config, run.path)
     # By hand: the parent's state with these parameters.
     by_hand = fork(finished, FORK, config, tmp_path / "hand")

@@ -73,7 +73,7 @@ def is_new(folder):
 def is_removing(run):
     for folder in ("snapshots", "states"):
         for name in names(run / folder):
-            if name.isdigit() and not (run / folder / name / steps.COMMIT_MARK).exists():
+            if name.isdigit() and not (run / folder / name / steps.COMMIT_MARKER).exists():
                 return True
     return False
 
@@ -198,7 +198,7 @@ def test_what_a_run_killed_at_its_horizon_had_still_to_remove_goes_when_it_is_ca
     assert pma(*words).returncode == 0
     for name in ("snapshots/20", "snapshots/18", "states/20"):  # as they were before the last step was published
         shutil.copytree(whole.path / name, tmp_path / "run" / name)
-    (tmp_path / "run" / "snapshots/18" / steps.COMMIT_MARK).unlink()
+    (tmp_path / "run" / "snapshots/18" / steps.COMMIT_MARKER).unlink()
     assert_ends_as(tmp_path / "run", whole, words)
 
 

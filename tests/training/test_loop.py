@@ -82,9 +82,9 @@ def test_metrics_hold_every_step_evaluation_and_preview(finished):
 
 def test_the_run_says_what_it_was_made_of(finished):
     tokens = shards.prepare(finished.config.data)
-    assert finished.facts["corpus"] == tokens.digest
-    assert len(finished.facts["evaluation"]) == 16
-    assert finished.facts["versions"]["jax"] == jax.__version__
+    assert finished.metadata["corpus"] == tokens.digest
+    assert len(finished.metadata["evaluation"]) == 16
+    assert finished.metadata["versions"]["jax"] == jax.__version__
     assert open_run(finished.path).config == finished.config
     assert list((finished.path / "tensorboard").iterdir())
 
@@ -230,7 +230,7 @@ def test_another_configuration_is_refused_by_its_keys(copy, workspace):
 def test_a_changed_corpus_is_refused(tmp_path):
     config = tiny.config(tmp_path)
     tokens = shards.prepare(config.data)
-    checkpoint.create_run(tmp_path / "run", config, loop.run_facts(tokens, config))
+    checkpoint.create_run(tmp_path / "run", config, loop.run_metadata(tokens, config))
     (tmp_path / "text" / "more.txt").write_text("one more document\n")
     with pytest.raises(ValueError, match="the corpus has changed"):
         train(config, tmp_path / "run")
@@ -286,8 +286,8 @@ def test_accumulation_is_the_same_run(finished, workspace, tmp_path, compiled_in
 
 
 def test_an_unpublished_step_does_not_exist(copy):
-    (copy.snapshots[-1].path / checkpoint.COMMIT_MARK).unlink()
-    (copy.states[-1].path / checkpoint.COMMIT_MARK).unlink()
+    (copy.snapshots[-1].path / checkpoint.COMMIT_MARKER).unlink()
+    (copy.states[-1].path / checkpoint.COMMIT_MARKER).unlink()
     assert [s.step for s in copy.snapshots] == tiny.SNAPSHOTS[:-1]
     assert [s.step for s in copy.states] == tiny.STATES[:-1]
 

@@ -16,7 +16,14 @@ import pma_jax
 from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record, segment_digests
 from pma_jax.merging.engine.plan import Plan, Unit
-from pma_jax.storage.digests import CHECKSUMS, SEAL, SegmentHasher, checkpoint_digest, file_digest, leaf_digest
+from pma_jax.storage.digests import (
+    CHECKSUMS,
+    METADATA_DIGEST_KEY,
+    SegmentHasher,
+    checkpoint_digest,
+    file_digest,
+    leaf_digest,
+)
 from pma_jax.storage.formats.leaves import ITEM_BYTES, LeafInfo, Source
 from pma_jax.storage.formats.open import open_source, read_bytes
 from pma_jax.storage.json_files import read_object
@@ -113,7 +120,7 @@ def stored_digests(source: Source, checksum: str) -> dict[str, str]:
     Empty where it has none that this version knows, or of another checksum.
     """
     facts, item = source.metadata.get("custom", {}), source.metadata.get("item", "")
-    if SEAL not in facts:
+    if METADATA_DIGEST_KEY not in facts:
         facts, item = {}, ""
         with contextlib.suppress(ValueError):
             facts = read(source.path)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.storage.digests import SEAL, check_seal
+from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
 from pma_jax.storage.formats.leaves import ITEM_BYTES, Source
 from pma_jax.storage.formats.open import progress_from_name
 from pma_jax.storage.formats.zarr import Array, open_store, read_array
@@ -67,8 +67,8 @@ def open_tree(path: Path, subtree: str | None = None) -> Source:
     arrays = {name: read_array(store, name) for name in paths if _keys(paths[name])[: len(chosen)] == chosen}
     custom = _object_if_there(path / _CHECKPOINT).get("custom_metadata") or {}
     if isinstance(custom, dict):
-        check_seal(custom, path / _CHECKPOINT)
-        if SEAL in custom and not tree:
+        check_metadata_digest(custom, path / _CHECKPOINT)
+        if METADATA_DIGEST_KEY in custom and not tree:
             raise ValueError(f"{directory / _TREE}: is missing; the checkpoint is damaged")
     sharding = _object_if_there(directory / "_sharding")
     encoded = {_base64(name) for name in arrays}
