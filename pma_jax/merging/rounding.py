@@ -1,0 +1,48 @@
+"""The arithmetic of a weighted sum, defined once so that every way to merge gives the same bits.
+
+sum_k c_k theta_k is evaluated element by element in the accumulation dtype (float32; float64 for float64 leaves):
+
+    total = m_1 * theta_1                       the oldest checkpoint with a nonzero coefficient
+    total = total + m_k * theta_k               oldest first; the product is rounded before it is added (no FMA)
+    merged = round_to_output(total / divisor)   one division; round to nearest, ties to even
+
+with float64 c_k = m_k / divisor from `split_coefficients`, m_k and divisor rounded to the accumulation dtype.
+`averager` implements this with XLA on arrays, `engine.sums` with NumPy on blocks of files. Their results differ only
+where a value is subnormal (below 1.2e-38 in magnitude), because XLA flushes subnormal numbers to zero on CPU and TPU.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+LARGEST_INTEGER = 1024  # 11 bits: its product with a bfloat16 or float16 value is exact in float32
+
+
+def split_coefficients(coefficients: ArrayLike) -> tuple[np.ndarray, float]:
+    """Split a row of coefficients into multipliers for the sum and one divisor for the end.
+
+    Coefficients in integer ratios (SMA 1 : 1 : …, WMA 1 : 2 : …) become those integers, so that the mean of bfloat16
+    inputs is the correctly rounded one; multiplying each input by float32(1/K) is not. Other coefficients keep their
+    values, with divisor 1.
+
+    Args:
+        coefficients: float64 [K]; zeros mark checkpoints that do not take part.
+
+    Returns:
+        Multipliers, float64 [K], and the divisor, with coefficients = multipliers / divisor.
+    """
+    row = np.asarray(coefficients, np.float64)
+    smallest = np.abs(row[row != 0]).min(initial=np.inf)
+    if 1e-30 < smallest < 1e30:
+        ratios = row / smallest
+        integers = np.round(ratios)
+        if np.abs(integers).max() <= LARGEST_INTEGER and np.allclose(ratios, integers, rtol=1e-12, atol=0):
+            divisor = 1.0 / smallest
+            nearest = round(divisor)
+            return integers, float(nearest) if nearest and abs(divisor - nearest) <= 1e-9 * divisor else divisor
+    return row, 1.0
+
+
+def split_rows(coefficients: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Apply `split_coefficients` to each row: float64 [R, K] to multipliers, float64 [R, K], and divisors, [R]."""
+    rows, divisors = zip(*map(split_coefficients, np.asarray(coefficients, np.float64)), strict=True)
+    return np.stack(rows), np.array(divisors)
