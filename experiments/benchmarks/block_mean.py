@@ -18,7 +18,7 @@ from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.model.loss import on_mesh
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.training import block_mean, running_mean
+from pma_jax.training import averages
 from pma_jax.training.state import make_state
 from pma_jax.training.step import make_train_step
 
@@ -35,13 +35,13 @@ def main() -> None:
     tokens_BxM = np.random.default_rng(0).integers(0, config.model.vocabulary_size, shape).astype(np.int32)
     with jax.set_mesh(mesh):
         state, step = make_state(config), make_train_step(config, graph_definition(config.model))
-        block, batch = running_mean.empty(state.params), on_mesh(mesh, tokens_BxM)
+        block, batch = averages.empty(state.params), on_mesh(mesh, tokens_BxM)
         steps, adds = [], []
         for _ in range(options.rounds):
             begin = time.perf_counter()
             state = jax.block_until_ready(step(state, batch, 1e-3))[0]
             between = time.perf_counter()
-            block = jax.block_until_ready(block_mean.add(block, state.params))
+            block = jax.block_until_ready(averages.add_to_block_mean(block, state.params))
             steps.append(between - begin)
             adds.append(time.perf_counter() - between)
     step_s, add_s = statistics.median(steps), statistics.median(adds)

@@ -23,11 +23,11 @@ from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import check_mesh, make_mesh, rows_here
 from pma_jax.runtime.signals import Notice
 from pma_jax.storage.paths import check_bucket
-from pma_jax.training import block_mean, finite, preemption, recovery, resuming, running_mean
+from pma_jax.training import averages, finite, preemption, recovery, resuming
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.starting import check_start, forked_state, starting_state
-from pma_jax.training.state import TrainState, abstract_state, model_of
+from pma_jax.training.state import TrainState, abstract_state, snapshot_params
 from pma_jax.training.step import make_train_step
 
 
@@ -131,7 +131,9 @@ def _train_on(
                 position + config.training.batch_size_sequences,
             )
             if state.block is not None and config.is_block_add(seen):
-                state = dataclasses.replace(state, block=block_mean.add(state.block, model_of(config, state)))
+                state = dataclasses.replace(
+                    state, block=averages.add_to_block_mean(state.block, snapshot_params(config, state))
+                )
             last, pending = pending, ({"kind": "train", "tokens": seen, "step": step, "learning_rate": rate}, metrics)
             spike = _write_train_record(log, config, clock, last, state)
             if not spike and (config.is_snapshot(seen) or config.is_state(seen)):
@@ -143,12 +145,12 @@ def _train_on(
 
             if config.is_snapshot(seen):
                 with clock.paused():
-                    model = model_of(config, state)
+                    model = snapshot_params(config, state)
                     weights = {"point": model}  # kind -> parameters; points are evaluated even if not saved
                     if state.block is not None:
-                        block = block_mean.at_mark(state.block, model)
+                        block = averages.block_mean_at_mark(state.block, model)
                         weights["block_mean"] = block.mean
-                        state = dataclasses.replace(state, block=running_mean.restarted(block))
+                        state = dataclasses.replace(state, block=averages.restart(block))
                     for kind, params in weights.items():
                         loss = evaluate(graph, params, held_out)
                         finite.check_loss(loss, kind, step, seen)

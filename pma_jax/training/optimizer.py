@@ -23,7 +23,7 @@ def initial_moments(config: OptimizerConfig, params: Params) -> Moments:
     return _optimizer(config, 0.0).init(params)
 
 
-def updated(
+def apply_update(
     config: OptimizerConfig, gradients: Params, moments: Moments, params: Params, rate: jax.Array
 ) -> tuple[Params, Moments]:
     """The parameters and moments after a step with this learning rate; traceable."""
@@ -33,14 +33,14 @@ def updated(
     return jax.tree.map(lambda p, u: p - rate * u, params, updates), moments
 
 
-def averaged(config: OptimizerConfig, params: Params, moments: Moments) -> Params:
+def eval_params(config: OptimizerConfig, params: Params, moments: Moments) -> Params:
     """The model that the optimizer stands for: the parameters, or schedule-free's x. The same arrays for AdamW."""
     if config.name == "adamw":
         return params
     return _model(moments[1], params)
 
 
-def moved(config: OptimizerConfig, moments: Moments, params: Params) -> Moments:
+def reset_iterates(config: OptimizerConfig, moments: Moments, params: Params) -> Moments:
     """The moments where the parameters were set to these: schedule-free's iterates and average go along."""
     if config.name == "adamw":
         return moments
@@ -56,7 +56,7 @@ _model = jax.jit(optax.contrib.schedule_free_eval_params)
 def _optimizer(config: OptimizerConfig, rate: jax.Array | float) -> optax.GradientTransformation:
     """AdamW without its rate (clip, Adam's direction, decoupled decay, arXiv 1711.05101), or schedule-free with it."""
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
-    decay = optax.add_decayed_weights(config.weight_decay, mask=decays)
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask)
     if config.name == "adamw":
         return optax.chain(clip, optax.scale_by_adam(config.b1, config.b2, config.epsilon), decay)
     # optax.contrib.schedule_free_adamw, whose decay has no mask and whose rate counts steps.
@@ -65,7 +65,7 @@ def _optimizer(config: OptimizerConfig, rate: jax.Array | float) -> optax.Gradie
     return optax.chain(clip, optax.contrib.schedule_free(base, rate, b1=config.b1))
 
 
-def decays(params: Params) -> Params:
+def decay_mask(params: Params) -> Params:
     """True for each leaf that weight decay applies to: all but the scales of norms and the router's bias."""
 
     def is_matrix(path, _) -> bool:

@@ -29,7 +29,7 @@ from pma_jax.runs.checkpoint import Run
 from pma_jax.runtime import hosts
 from pma_jax.training import spikes
 from pma_jax.training.spikes import IRRECOVERABLE, RECOVERED, Reading
-from pma_jax.training.state import TrainState, begun_from, make_state
+from pma_jax.training.state import TrainState, make_state, with_params
 
 FOLDER, EVENT, HELD = "spikes", "event.json", "held"
 Event = dict[str, Any]
@@ -220,7 +220,7 @@ def _restarted(
 ) -> tuple[TrainState, str]:
     """The state from which the run goes on, and what became of the optimizer."""
     snapshots = [checkpoint.read_snapshot(run.path / m["path"]) for m in event["merged"]]
-    fresh = begun_from(run.config, make_state(run.config), average(snapshots, event["coefficients"], mesh))
+    fresh = with_params(run.config, make_state(run.config), average(snapshots, event["coefficients"], mesh))
     optimizer, said = fresh.optimizer, "reset"
     if event["optimizer"] == "keep":
         kept = checkpoint.restore_part(folder / HELD, "optimizer", abstract.optimizer)

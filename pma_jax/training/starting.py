@@ -14,7 +14,7 @@ from pma_jax.model.decoder import Params
 from pma_jax.model.moe import BIAS
 from pma_jax.runs import checkpoint
 from pma_jax.runs.checkpoint import Run, SavedState, Snapshot
-from pma_jax.training.state import TrainState, begun_from, make_state
+from pma_jax.training.state import TrainState, make_state, with_params
 
 # Keys of the model that may differ from the snapshot's: the weights mean the same.
 _FREE = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
@@ -63,10 +63,10 @@ def forked_state(run: Run, resumed: SavedState, state: TrainState, abstract: Tra
 
 def _with_weights(state: TrainState, snapshot: Snapshot, config: Config, abstract: TrainState) -> TrainState:
     if not _has_bias(config.model) or _has_bias(snapshot.config.model):
-        return begun_from(config, state, checkpoint.restore_params(snapshot, abstract.params))
+        return with_params(config, state, checkpoint.restore_params(snapshot, abstract.params))
     params = checkpoint.restore_params(snapshot, _without_bias(abstract.params))
     params["blocks"]["moe"][BIAS] = state.params["blocks"]["moe"][BIAS]
-    return begun_from(config, state, params)
+    return with_params(config, state, params)
 
 
 def _snapshot(config: Config, path: epath.PathLike, given_as: str) -> Snapshot:

@@ -9,9 +9,9 @@ import optax
 from pma_jax.config import Config
 from pma_jax.model.decoder import Params, init_params
 from pma_jax.runtime.mesh import abstract_on
-from pma_jax.training import running_mean, spikes
-from pma_jax.training.optimizer import averaged, initial_moments, moved
-from pma_jax.training.running_mean import RunningMean
+from pma_jax.training import averages, spikes
+from pma_jax.training.averages import RunningMean
+from pma_jax.training.optimizer import eval_params, initial_moments, reset_iterates
 from pma_jax.training.spikes import Detector
 
 
@@ -35,9 +35,9 @@ class TrainState:
 def init_state(config: Config, key: jax.Array) -> TrainState:
     """A fresh state; traceable. Call under `jax.set_mesh`."""
     params = init_params(config.model, key)
-    block = running_mean.empty(params) if "block_mean" in config.checkpoint.kinds else None
+    block = averages.empty(params) if "block_mean" in config.checkpoint.kinds else None
     detector = spikes.empty(config.steps(config.spikes.window_tokens)) if config.spikes.detect else None
-    mean = running_mean.empty(params) if config.optimizer.ema_half_life_tokens else None
+    mean = averages.empty(params) if config.optimizer.ema_half_life_tokens else None
     moments = initial_moments(config.optimizer, params)
     return TrainState(jnp.zeros((), jnp.int32), params, moments, block, detector, mean)
 
@@ -47,18 +47,18 @@ def make_state(config: Config) -> TrainState:
     return jax.jit(lambda key: init_state(config, key))(jax.random.key(config.training.seed))
 
 
-def model_of(config: Config, state: TrainState) -> Params:
+def snapshot_params(config: Config, state: TrainState) -> Params:
     """The weights that snapshots hold and evaluation sees: the optimizer's model, or the moving average of it.
 
     Arrays of the state itself, which the next step takes over, or new ones.
     """
-    return averaged(config.optimizer, state.params, state.optimizer) if state.ema is None else state.ema.mean
+    return eval_params(config.optimizer, state.params, state.optimizer) if state.ema is None else state.ema.mean
 
 
-def begun_from(config: Config, state: TrainState, params: Params) -> TrainState:
+def with_params(config: Config, state: TrainState, params: Params) -> TrainState:
     """`state` with these weights in place of its own. Averages of the old ones are forgotten, moments are not."""
-    mean = state.ema and running_mean.restarted(state.ema)
-    moments = moved(config.optimizer, state.optimizer, params)
+    mean = state.ema and averages.restart(state.ema)
+    moments = reset_iterates(config.optimizer, state.optimizer, params)
     return dataclasses.replace(state, params=params, optimizer=moments, ema=mean)
 
 

@@ -3,6 +3,8 @@
 Legend: B batch, L positions, M = L + 1 tokens of a window, A microbatches, b = B / A.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +19,8 @@ from pma_jax.model import moe
 from pma_jax.model.decoder import Params
 from pma_jax.model.loss import loss_sums
 from pma_jax.runtime.mesh import RULES, platform_of
-from pma_jax.training import ema, spikes
-from pma_jax.training.optimizer import updated
+from pma_jax.training import averages, spikes
+from pma_jax.training.optimizer import apply_update
 from pma_jax.training.state import TrainState
 
 Metrics = dict[str, Any]  # arrays, and a spikes.Reading of arrays
@@ -27,25 +29,39 @@ Metrics = dict[str, Any]  # arrays, and a spikes.Reading of arrays
 def make_train_step(
     config: Config, graph: nnx.GraphDef
 ) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]:
-    """`step(state, tokens_BxM int32, rate) -> (state, metrics)`; the state is donated.
+    """Return the jitted `step(state, tokens_BxM, rate) -> (state, metrics)`, which donates the state.
 
-    The metrics are `loss`, `gradient_norm` and `count`, with experts those of `moe.load_metrics`, and `spike`, a
-    `spikes.Reading`, where the state has a detector.
-    Call under `jax.set_mesh`: it is compiled for the platform of that mesh.
+    Call under `jax.set_mesh`: it is compiled for the platform of that mesh. Equal arguments give the same function, so
+    that a process which trains several times traces and compiles once.
+
+    Args:
+        config: the model, optimizer, training and spikes sections are read.
+        graph: the model's static half (`graph_definition`).
+
+    Returns:
+        A function of a state, int32 tokens [B, M] and a learning rate. Its metrics are `loss`, `gradient_norm` and
+        `count`; with experts also those of `moe.load_metrics`; with a detector also `spike`, a `spikes.Reading`.
     """
+    training = dataclasses.replace(config.training, total_tokens=0, log_interval_tokens=0, seed=0, start_from="")
+    used = Config(model=config.model, optimizer=config.optimizer, training=training, spikes=config.spikes)
+    return _cached_train_step(used, graph, jax.sharding.get_mesh())
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.Mesh) -> Any:
     training, limits = config.training, spikes.Limits.of(config)
     half_life_tokens = config.optimizer.ema_half_life_tokens
-    ema_decay = ema.decay_of(half_life_tokens, config.batch_tokens) if half_life_tokens else 0.0
+    ema_decay = averages.ema_decay(half_life_tokens, config.batch_tokens) if half_life_tokens else 0.0
 
     def objective(params: Params, tokens_bxM: jax.Array) -> tuple[jax.Array, Metrics]:
         weights = (training.z_loss_weight, training.balance_loss_weight, training.router_z_loss_weight)
         return loss_sums(graph, params, tokens_bxM, *weights)
 
     def train_step(state: TrainState, tokens_BxM: jax.Array, rate: jax.Array) -> tuple[TrainState, Metrics]:
-        gradients, sums = accumulate(objective, state.params, tokens_BxM, config.training.accumulation_steps)
+        gradients, sums = accumulate(objective, state.params, tokens_BxM, training.accumulation_steps)
         counted = jnp.maximum(sums["count"], 1)  # a batch may be all prompts, of which nothing is learned
         gradients = jax.tree.map(lambda g: g / counted, gradients)
-        params, moments = updated(config.optimizer, gradients, state.optimizer, state.params, rate)
+        params, moments = apply_update(config.optimizer, gradients, state.optimizer, state.params, rate)
         metrics = {
             "loss": sums["nats"] / counted,
             "gradient_norm": optax.tree.norm(gradients),
@@ -67,11 +83,10 @@ def make_train_step(
                 # A choice of each element, in the loop that computes the update: nothing more is read.
                 before, after = (state.params, state.optimizer), (params, moments)
                 params, moments = jax.tree.map(lambda old, new: jnp.where(reading.skipped, old, new), before, after)
-        mean = None if state.ema is None else ema.add(state.ema, params, ema_decay)
+        mean = None if state.ema is None else averages.add_to_ema(state.ema, params, ema_decay)
         return TrainState(state.step + 1, params, moments, state.block, detector, mean), metrics
 
-    options = compiler_options(platform_of(jax.sharding.get_mesh()))
-    return jax.jit(train_step, donate_argnums=0, compiler_options=options)
+    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(platform_of(mesh)))
 
 
 def compiler_options(platform: str) -> dict[str, bool | str]:

@@ -24,10 +24,10 @@ from pma_jax.merging.inspect import as_text, inspect
 from pma_jax.runs import checkpoint
 from pma_jax.runs.checkpoint import open_run
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.training import block_mean, running_mean
+from pma_jax.training import averages
+from pma_jax.training.averages import RunningMean
 from pma_jax.training.forking import fork, fork_config
 from pma_jax.training.loop import train
-from pma_jax.training.running_mean import RunningMean
 from pma_jax.training.state import abstract_state, make_state
 
 BOTH = ("point", "block_mean")
@@ -102,9 +102,9 @@ def copy(dense, tmp_path):
 
 
 def block_of(rows):
-    block = running_mean.empty({"w": jnp.zeros(rows.shape[1:])})
+    block = averages.empty({"w": jnp.zeros(rows.shape[1:])})
     for row in rows:
-        block = block_mean.add(block, {"w": jnp.asarray(row)})
+        block = averages.add_to_block_mean(block, {"w": jnp.asarray(row)})
     return block
 
 
@@ -125,16 +125,16 @@ def test_equal_weights_average_to_themselves_exactly():
 
 def test_the_first_weights_after_a_mark_replace_whatever_was_there():
     stale = RunningMean({"w": jnp.array([jnp.nan, jnp.inf, 3.0])}, jnp.int32(5))
-    block = block_mean.add(running_mean.restarted(stale), {"w": jnp.array([0.1, 0.2, 0.3])})
+    block = averages.add_to_block_mean(averages.restart(stale), {"w": jnp.array([0.1, 0.2, 0.3])})
     np.testing.assert_array_equal(block.mean["w"], np.float32([0.1, 0.2, 0.3]))
     assert int(block.count) == 1
 
 
 def test_a_block_of_nothing_is_of_the_weights_at_its_mark():
     params = {"w": jnp.array([0.1, 0.2])}
-    alone = block_mean.at_mark(running_mean.empty(params), params)
+    alone = averages.block_mean_at_mark(averages.empty(params), params)
     np.testing.assert_array_equal(alone.mean["w"], params["w"])
-    kept = block_mean.at_mark(block_of(np.float32([[1, 3], [3, 5]])), params)
+    kept = averages.block_mean_at_mark(block_of(np.float32([[1, 3], [3, 5]])), params)
     np.testing.assert_array_equal(kept.mean["w"], [2, 4])
 
 
@@ -161,9 +161,9 @@ def test_the_add_runs_in_place_on_every_device_alone(workspace, sizes):
             assert (mean.shape, mean.dtype) == (p.shape, np.float32)
             assert mean.sharding.is_equivalent_to(p.sharding, p.ndim)
         assert block.mean["blocks"]["gate_DxF"].sharding.spec == P(None, "fsdp", "tensor")
-        text = block_mean.add.lower(block, params).compile().as_text()
+        text = averages.add_to_block_mean.lower(block, params).compile().as_text()
         places = pointers(block.mean)
-        added = block_mean.add(block, params)
+        added = averages.add_to_block_mean(block, params)
     assert not re.findall(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective", text)
     aliased = re.findall(r"(?:may|must)-alias", text.partition("\n")[0])
     assert len(aliased) == len(jax.tree.leaves(block)), "every leaf of the block is written where it was"
@@ -182,12 +182,12 @@ def test_adds_marks_and_resuming_compile_once(workspace, dense):
     mesh = make_mesh(config.mesh)
     restored = checkpoint.restore_state(dense.states[0], abstract_state(config, mesh))
     with jax.set_mesh(mesh):
-        block_mean.add.clear_cache()
+        averages.add_to_block_mean.clear_cache()
         fresh = make_state(config)
-        block = block_mean.add(block_mean.add(fresh.block, fresh.params), fresh.params)
-        block_mean.add(running_mean.restarted(block), fresh.params)
-        block_mean.add(restored.block, restored.params)
-    assert block_mean.add._cache_size() == 1
+        block = averages.add_to_block_mean(averages.add_to_block_mean(fresh.block, fresh.params), fresh.params)
+        averages.add_to_block_mean(averages.restart(block), fresh.params)
+        averages.add_to_block_mean(restored.block, restored.params)
+    assert averages.add_to_block_mean._cache_size() == 1
 
 
 def test_a_run_without_block_means_has_no_more_leaves(workspace):

@@ -17,7 +17,7 @@ from pma_jax.runs import checkpoint
 from pma_jax.runs.checkpoint import open_run
 from pma_jax.runtime.mesh import AXES, make_mesh
 from pma_jax.training.loop import train
-from pma_jax.training.optimizer import decays
+from pma_jax.training.optimizer import decay_mask
 from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step
 
@@ -88,7 +88,7 @@ def test_the_bias_moves_by_its_rate_and_the_optimizer_leaves_it_alone():
             np.isclose(moved, 0.01, atol=1e-7).sum() > 4 and (np.isclose(moved, 0.01, atol=1e-7) | (moved == 0)).all()
         )
         before = bias
-    assert not tiny.named(decays(state.params))[BIAS]
+    assert not tiny.named(decay_mask(state.params))[BIAS]
     moments = {name: leaf for name, leaf in tiny.named(state.optimizer).items() if moe.BIAS in name}
     assert len(moments) == 2 and not any(leaf.any() for leaf in moments.values())
     for m in metrics:

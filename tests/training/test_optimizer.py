@@ -16,10 +16,10 @@ from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.runs import checkpoint
 from pma_jax.runs.checkpoint import open_run
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.training import ema, running_mean
+from pma_jax.training import averages
 from pma_jax.training.forking import fork, fork_config
 from pma_jax.training.loop import train
-from pma_jax.training.optimizer import averaged, initial_moments, updated
+from pma_jax.training.optimizer import apply_update, eval_params, initial_moments
 from pma_jax.training.state import abstract_state
 
 SCHEDULE_FREE = {"optimizer__name": "schedule_free_adamw"}
@@ -31,15 +31,15 @@ EMA = {"optimizer__ema_half_life_tokens": HALF_LIFE}
 
 
 def quadratic_steps(config, rates, seed=0):
-    """x, y and z after each step on a noisy quadratic, with what `updated` gives."""
+    """x, y and z after each step on a noisy quadratic, with what `apply_update` gives."""
     rng = np.random.default_rng(seed)
     params = {"w": jnp.asarray(rng.standard_normal((4, 3)), jnp.float32)}
     moments = initial_moments(config, params)
     found = []
     for rate, noise in zip(rates, rng.standard_normal((len(rates), 4, 3)), strict=True):
         gradients = {"w": params["w"] + jnp.asarray(0.3 * noise, jnp.float32)}
-        params, moments = jax.jit(updated, static_argnums=0)(config, gradients, moments, params, rate)
-        found.append((averaged(config, params, moments)["w"], params["w"], moments))
+        params, moments = jax.jit(apply_update, static_argnums=0)(config, gradients, moments, params, rate)
+        found.append((eval_params(config, params, moments)["w"], params["w"], moments))
     return found
 
 
@@ -82,10 +82,10 @@ def test_the_moving_average_is_optaxs_without_bias():
     rows = np.random.default_rng(0).standard_normal((50, 7)).astype(np.float32)
     peer = optax.ema(0.9, debias=True)
     kept = peer.init({"w": jnp.zeros(7)})
-    mean = running_mean.empty({"w": jnp.zeros(7)})
+    mean = averages.empty({"w": jnp.zeros(7)})
     for k, row in enumerate(rows, start=1):
         expected, kept = peer.update({"w": jnp.asarray(row)}, kept)
-        mean = jax.jit(ema.add, static_argnums=2)(mean, {"w": jnp.asarray(row)}, 0.9)
+        mean = jax.jit(averages.add_to_ema, static_argnums=2)(mean, {"w": jnp.asarray(row)}, 0.9)
         np.testing.assert_allclose(mean.mean["w"], expected["w"], rtol=1e-5, atol=1e-6)
         powers = 0.9 ** np.arange(k - 1, -1, -1, dtype=np.float64)
         np.testing.assert_allclose(mean.mean["w"], powers @ np.float64(rows[:k]) / powers.sum(), rtol=1e-5, atol=1e-6)
@@ -93,7 +93,7 @@ def test_the_moving_average_is_optaxs_without_bias():
 
 
 def test_a_half_life_is_one():
-    decay = ema.decay_of(1000, 10)
+    decay = averages.ema_decay(1000, 10)
     powers = decay ** np.arange(5000)
     assert powers[:100].sum() / powers.sum() == pytest.approx(0.5)
 

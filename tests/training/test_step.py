@@ -13,7 +13,7 @@ from pma_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, Tra
 from pma_jax.model.decoder import apply, graph_definition
 from pma_jax.model.loss import on_mesh
 from pma_jax.runtime.mesh import AXES, make_mesh
-from pma_jax.training.optimizer import decays
+from pma_jax.training.optimizer import decay_mask
 from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step
 
@@ -115,7 +115,7 @@ def assert_metrics_close(actual, expected, rtol=1e-5):
 def adamw(rate, config=OPTIMIZER):
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(rate, config.b1, config.b2, config.epsilon, weight_decay=config.weight_decay, mask=decays),
+        optax.adamw(rate, config.b1, config.b2, config.epsilon, weight_decay=config.weight_decay, mask=decay_mask),
     )
 
 
@@ -130,7 +130,7 @@ def test_steps_are_optax_adamw_with_mask_and_clip():
 
 def test_decay_leaves_the_scales_of_norms_alone():
     state, _ = on_one_device()
-    mask = tiny.named(decays(state.params))
+    mask = tiny.named(decay_mask(state.params))
     assert {name for name, decayed in mask.items() if not decayed} == {
         "final_norm_D",
         "blocks/attention_norm_D",
