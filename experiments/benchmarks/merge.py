@@ -353,13 +353,13 @@ def read_plainly(path: Path) -> None:
 
 def read_ours(path: Path) -> None:
     """Every leaf through the engine's reader, in 1 MiB blocks where it can."""
-    from pma_jax.storage.formats.open import open_source, read_bytes
+    from pma_jax.storage.formats.open import open_source, read_leaf_bytes
 
     source = open_source(path)
     for name, leaf in source.leaves.items():
-        step = leaf.granule if name not in source.extents else 2**18
+        step = leaf.chunk_elements if name not in source.byte_ranges else 2**18
         for start in range(0, leaf.elements, step):
-            read_bytes(source, name, start, min(start + step, leaf.elements))
+            read_leaf_bytes(source, name, start, min(start + step, leaf.elements))
 
 
 def timed(call: Callable[[], Any]) -> float:

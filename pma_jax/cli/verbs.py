@@ -88,7 +88,7 @@ def merge(options: argparse.Namespace) -> None:
     from pma_jax.merging import from_storage, gather
     from pma_jax.merging.engine import merge as engine
 
-    gathered = gather.choose(
+    gathered = gather.select_checkpoints(
         gather.gather(
             options.source, subtree=options.subtree, kind=options.kind, tokens_per_step=options.tokens_per_step
         ),
@@ -107,15 +107,17 @@ def merge(options: argparse.Namespace) -> None:
         memory_limit_bytes=options.memory_limit,
         shard_bytes=options.shard_size,
     )
-    outs = from_storage.outputs(options.out, recipes)
-    description = from_storage.describe(plan, gathered, outs)
+    outs = from_storage.output_paths(options.out, recipes)
+    description = from_storage.describe_merge(plan, gathered, outs)
     (process, processes), meet = _share(options)
     if options.dry_run:
         engine.check_outputs(plan, outs)
     else:
         with _progress(process == 0) as progress:
             command = " ".join(["pma", *options.words])
-            merged = engine.merge(plan, outs, command=command, progress=progress, share=(process, processes), meet=meet)
+            merged = engine.merge(
+                plan, outs, command=command, progress=progress, share=(process, processes), barrier=meet
+            )
         description |= {"notes": [*gathered.notes, *merged.notes], "seconds": merged.seconds}
     if process > 0:
         return
@@ -124,9 +126,9 @@ def merge(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(description, indent=2))
     elif options.dry_run:
-        print(from_storage.as_text(description))
+        print(from_storage.format_plan(description))
     else:
-        print(from_storage.as_sentence(description))
+        print(from_storage.format_result(description))
 
 
 def sweep(options: argparse.Namespace) -> None:

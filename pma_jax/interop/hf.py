@@ -20,12 +20,12 @@ from pma_jax.config import Config
 from pma_jax.interop import hf_config, hf_tokenizer
 from pma_jax.interop.hf_weights import ROUTER_BIAS, Home, check_leaves, homes
 from pma_jax.merging.engine import journal
-from pma_jax.merging.gather import gather, snapshot_facts
+from pma_jax.merging.gather import gather, snapshot_metadata
 from pma_jax.storage.formats import outputs, publish
-from pma_jax.storage.formats.byte_ranges import opened, write_run
-from pma_jax.storage.formats.leaves import ITEM_BYTES, Extent, LeafInfo, Source, numpy_dtype
-from pma_jax.storage.formats.open import open_source, read_bytes, read_leaf
+from pma_jax.storage.formats.byte_ranges import open_files, write_range
+from pma_jax.storage.formats.open import open_source, read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.orbax_write import orbax_files
+from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource, LeafInfo, numpy_dtype
 from pma_jax.storage.json_files import json_bytes, read_object
 from pma_jax.storage.paths import locate
 
@@ -82,7 +82,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     ours = {home.leaf: LeafInfo(home.leaf_shape, "float32") for home in found}
     texts, sizes, places = orbax_files(ours, _as_ours(source, ours), facts)
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in carried.values()}
-    with _published(outputs.Layout(texts, copies, sizes, {}, places), target) as placed:
+    with _published(outputs.OutputLayout(texts, copies, sizes, {}, places), target) as placed:
         _import_leaves(source, found, placed, progress)
     return {
         "out": str(target),
@@ -121,7 +121,7 @@ def export_snapshot(
             shape, or the output exists; one line, and nothing is written.
     """
     source = gather([snapshot]).sources[-1]
-    facts = snapshot_facts(source)
+    facts = snapshot_metadata(source)
     if facts is None:
         raise ValueError(f"{snapshot} is not a snapshot of pma_jax: give RUN, RUN/snapshots/STEP or a merge's --out")
     config = configuration.resolve(facts["config"])
@@ -159,17 +159,17 @@ def export_snapshot(
 
 
 def _import_leaves(
-    source: Source, found: list[Home], placed: Mapping[str, tuple[Extent, ...]], progress: Progress | None
+    source: CheckpointSource, found: list[Home], placed: Mapping[str, tuple[ByteRange, ...]], progress: Progress | None
 ) -> None:
     float32 = numpy_dtype("float32")
     total, done = sum(source.leaves[name].nbytes for home in found for name in home.tensors), 0
     for home in found:
-        extents = placed[home.leaf]
-        with opened([extent.path for extent in extents], os.O_WRONLY) as descriptors:
+        byte_ranges = placed[home.leaf]
+        with open_files([byte_range.path for byte_range in byte_ranges], os.O_WRONLY) as descriptors:
             start = 0
             for name in home.tensors:
                 item = home.to_item(read_leaf(source, name), float32)
-                write_run(descriptors, extents, start, item.reshape(-1).view("uint8"))
+                write_range(descriptors, byte_ranges, start, item.reshape(-1).view("uint8"))
                 start += item.nbytes
                 done += source.leaves[name].nbytes
                 if progress is not None:
@@ -177,10 +177,10 @@ def _import_leaves(
 
 
 def _export_leaves(
-    source: Source,
+    source: CheckpointSource,
     found: list[Home],
     theirs: Mapping[str, LeafInfo],
-    placed: Mapping[str, tuple[Extent, ...]],
+    placed: Mapping[str, tuple[ByteRange, ...]],
     progress: Progress | None,
 ) -> None:
     done = 0
@@ -188,14 +188,14 @@ def _export_leaves(
     for home in found:
         for name, item in zip(home.tensors, _items(source, home), strict=True):
             tensor = home.to_tensor(item, numpy_dtype(theirs[name].dtype))
-            with opened([extent.path for extent in placed[name]], os.O_WRONLY) as descriptors:
-                write_run(descriptors, placed[name], 0, tensor.reshape(-1).view("uint8"))
+            with open_files([byte_range.path for byte_range in placed[name]], os.O_WRONLY) as descriptors:
+                write_range(descriptors, placed[name], 0, tensor.reshape(-1).view("uint8"))
             done += item.nbytes
             if progress is not None:
                 progress(done, total)
 
 
-def _items(source: Source, home: Home) -> Iterator[np.ndarray]:
+def _items(source: CheckpointSource, home: Home) -> Iterator[np.ndarray]:
     """The items of one of our leaves, in order.
 
     One is read at a time where any range can be. A snapshot that several devices wrote is cut across the layers: all of
@@ -203,13 +203,13 @@ def _items(source: Source, home: Home) -> Iterator[np.ndarray]:
     """
     leaf, count = source.leaves[home.leaf], len(home.tensors)
     elements = leaf.elements // count
-    together = max(1, min(leaf.granule, _TOGETHER_BYTES // ITEM_BYTES[leaf.dtype]) // elements)
+    together = max(1, min(leaf.chunk_elements, _TOGETHER_BYTES // ITEM_BYTES[leaf.dtype]) // elements)
     for start in range(0, count, together):
-        data = read_bytes(source, home.leaf, start * elements, min(start + together, count) * elements)
+        data = read_leaf_bytes(source, home.leaf, start * elements, min(start + together, count) * elements)
         yield from data.view(numpy_dtype(leaf.dtype)).reshape(-1, *home.shape)
 
 
-def _without_bias(source: Source, model: configuration.ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
+def _without_bias(source: CheckpointSource, model: configuration.ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
     """The leaves without a router's bias, which Qwen3-MoE has not, and a note that says so.
 
     Raises:
@@ -240,7 +240,9 @@ def _in_their_order(leaves: Mapping[str, LeafInfo]) -> dict[str, LeafInfo]:
     return dict(sorted(leaves.items(), key=lambda item: layer(item[0])))
 
 
-def _without_surplus(source: Source, model: configuration.ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
+def _without_surplus(
+    source: CheckpointSource, model: configuration.ModelConfig
+) -> tuple[dict[str, LeafInfo], list[str]]:
     """The leaves without copies of what the configuration already says, and a note a kind; a copy that differs stays.
 
     Old Llama checkpoints store the rotary frequencies, and some tied ones the output projection too.
@@ -258,19 +260,19 @@ def _without_surplus(source: Source, model: configuration.ModelConfig) -> tuple[
     return leaves, notes
 
 
-def _is_tied(source: Source) -> bool:
+def _is_tied(source: CheckpointSource) -> bool:
     head, embedding = (source.leaves.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
     if head is None or embedding is None or head != embedding:
         return False
     step = 2**22
     return all(
-        read_bytes(source, "lm_head.weight", start, min(start + step, head.elements)).tobytes()
-        == read_bytes(source, "model.embed_tokens.weight", start, min(start + step, head.elements)).tobytes()
+        read_leaf_bytes(source, "lm_head.weight", start, min(start + step, head.elements)).tobytes()
+        == read_leaf_bytes(source, "model.embed_tokens.weight", start, min(start + step, head.elements)).tobytes()
         for start in range(0, head.elements, step)
     )
 
 
-def _are_frequencies(source: Source, name: str, model: configuration.ModelConfig) -> bool:
+def _are_frequencies(source: CheckpointSource, name: str, model: configuration.ModelConfig) -> bool:
     half = model.head_dim // 2
     if source.leaves[name].shape != (half,) or not source.leaves[name].is_summed:
         return False
@@ -296,7 +298,7 @@ def _imported_config(model: configuration.ModelConfig, fields: Mapping[str, Any]
     )
 
 
-def _imported_facts(source: Source, fields: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def _imported_facts(source: CheckpointSource, fields: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """What the snapshot says of itself: what each of ours does, and `imported`, which merges of it keep."""
     return {
         "step": source.step or 0,
@@ -338,13 +340,13 @@ def _config_texts(
     return {"config.json": json_bytes(described), "generation_config.json": json_bytes(generation)}
 
 
-def _as_ours(source: Source, leaves: Mapping[str, LeafInfo]) -> Source:
+def _as_ours(source: CheckpointSource, leaves: Mapping[str, LeafInfo]) -> CheckpointSource:
     """How a snapshot of ours keys its leaves, for `orbax_files`."""
     keys = {name: [{"key": part, "key_type": 2} for part in name.split(".")] for name in leaves}
     return replace(source, kind="orbax", leaves=leaves, metadata={"item": "params", "keys": keys, "sharding": {}})
 
 
-def _read_json(source: Source, name: str) -> dict[str, Any] | None:
+def _read_json(source: CheckpointSource, name: str) -> dict[str, Any] | None:
     path = next((file for file in source.files if file.name == name), None)
     return None if path is None else read_object(path)
 
@@ -358,18 +360,18 @@ def _about(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _published(layout: outputs.Layout, target: Path) -> Iterator[Mapping[str, tuple[Extent, ...]]]:
+def _published(layout: outputs.OutputLayout, target: Path) -> Iterator[Mapping[str, tuple[ByteRange, ...]]]:
     """The places of the leaves in a directory beside `target`, which becomes `target` when the block ends well."""
-    work = publish.work_place(target, "")
+    work = publish.working_directory(target, "")
     directory = work / "checkpoint"
     _refuse_existing(target)
     work.mkdir(parents=True, exist_ok=True)
-    with journal.locked(work, 0):
+    with journal.lock_work_directory(work, 0):
         try:
             if directory.exists():  # of a process that was killed
                 shutil.rmtree(directory)
-            outputs.create(layout, directory)
-            yield outputs.places_in(layout, directory)
+            outputs.create_files(layout, directory)
+            yield outputs.byte_ranges_in(layout, directory)
             _refuse_existing(target)
             publish.publish(directory, target, list(layout.sizes), _DIGEST)
         finally:
@@ -377,5 +379,5 @@ def _published(layout: outputs.Layout, target: Path) -> Iterator[Mapping[str, tu
 
 
 def _refuse_existing(target: Path) -> None:
-    if (target.exists() or target.is_symlink()) and not publish.is_under_way(target, _DIGEST):
+    if (target.exists() or target.is_symlink()) and not publish.is_upload_interrupted(target, _DIGEST):
         raise ValueError(f"{target}: exists already, and is never overwritten: choose another --out, or remove it")

@@ -13,8 +13,8 @@ from typing import Any
 
 from pma_jax.config import Config
 from pma_jax.merging.engine import provenance
-from pma_jax.storage.formats.leaves import Source
-from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_carried
+from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_sidecar
+from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.json_files import json_bytes
 
 FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
@@ -39,7 +39,7 @@ class Files:
 
 def carried(files: Iterable[Path]) -> dict[str, Path]:
     """Those of the files beside a model that make up its tokenizer, by name."""
-    return {path.name: path for path in files if is_carried(path, TOKENIZER_PATTERNS)}
+    return {path.name: path for path in files if is_sidecar(path, TOKENIZER_PATTERNS)}
 
 
 def begin(config: Config, end: Any) -> Any:
@@ -47,7 +47,7 @@ def begin(config: Config, end: Any) -> Any:
     return end if config.model.separator_token < 0 else None
 
 
-def find(source: Source, config: Config, is_imported: bool, given: Path | None) -> Files:
+def find(source: CheckpointSource, config: Config, is_imported: bool, given: Path | None) -> Files:
     """The tokenizer of a snapshot: the one given, the one that it was imported with, or the one of its run.
 
     Raises:
@@ -117,7 +117,7 @@ def _described(tokenizer: Any, config: Config) -> Files:
     return Files({}, texts, tokenizer.end_of_document)
 
 
-def _trained_bpe(source: Source, config: Config) -> Path | None:
+def _trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
     """The BPE that the snapshot's run, or the run of what it was merged from, trained on its text."""
     from pma_jax.data.shards import find_tokenizer
 

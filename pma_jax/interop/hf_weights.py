@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pma_jax.config import ModelConfig
-from pma_jax.storage.formats.leaves import LeafInfo
+from pma_jax.storage.formats.source import LeafInfo
 
 # What either side may store: our snapshots are float32, merged ones may be bfloat16.
 DTYPES = ("float32", "bfloat16", "float16")

@@ -10,23 +10,23 @@ from numpy.typing import ArrayLike
 
 from pma_jax.merging import recipes
 from pma_jax.merging.engine import merge as engine
-from pma_jax.merging.engine.plan import Plan, plan
-from pma_jax.merging.gather import Gathered, refuse_mixed_kinds, snapshot_facts, used
+from pma_jax.merging.engine.plan import MergePlan, plan
+from pma_jax.merging.gather import CheckpointSeries, check_same_kind, drop_unused, snapshot_metadata
 from pma_jax.storage.digests import drop_digests
-from pma_jax.storage.formats.leaves import Source
 from pma_jax.storage.formats.open import open_source
+from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.paths import locate
 
 
 def plan_merge(
-    gathered: Gathered,
+    gathered: CheckpointSeries,
     recipe_texts: Sequence[str],
     *,
     dtype: str = "keep",
     format: str = "keep",
     memory_limit_bytes: int = 2**30,
     shard_bytes: int = 5 * 10**9,
-) -> tuple[Plan, Gathered]:
+) -> tuple[MergePlan, CheckpointSeries]:
     """The plan of one merge a recipe, all in one pass over the checkpoints; and the checkpoints that take part.
 
     Raises:
@@ -45,7 +45,7 @@ def plan_merge(
             "give --tokens-per-step, or another recipe"
         )
     rows = np.stack([recipes.coefficients(text, positions) for text in recipe_texts])
-    gathered, rows = used(gathered, rows)
+    gathered, rows = drop_unused(gathered, rows)
     made = plan(
         gathered.sources,
         rows,
@@ -54,7 +54,7 @@ def plan_merge(
         format=format,
         memory_limit_bytes=memory_limit_bytes,
         shard_bytes=shard_bytes,
-        metadata=_merged_facts(gathered.sources),
+        metadata=_merged_metadata(gathered.sources),
     )
     return made, gathered
 
@@ -69,18 +69,18 @@ def merge_one(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Pa
     rows = np.atleast_2d(np.asarray(weights, np.float64))
     if rows.shape != (1, len(sources)):
         raise ValueError(f"{rows.size} weights for {len(sources)} snapshots: give one weight a snapshot")
-    refuse_mixed_kinds(sources)
-    engine.merge(plan(sources, rows, recipes=[recipe], metadata=_merged_facts(sources)), [out])
+    check_same_kind(sources)
+    engine.merge(plan(sources, rows, recipes=[recipe], metadata=_merged_metadata(sources)), [out])
 
 
-def outputs(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:
+def output_paths(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:
     """The directory of each merge: `out`, or one below it for each of several recipes."""
     if len(recipe_texts) == 1:
         return [locate(out)]
     return [locate(out) / text.replace(":", "-").replace("/", "-") for text in recipe_texts]
 
 
-def describe(made: Plan, gathered: Gathered, outs: Sequence[Path]) -> dict[str, Any]:
+def describe_merge(made: MergePlan, gathered: CheckpointSeries, outs: Sequence[Path]) -> dict[str, Any]:
     """What a merge would do, ready for JSON: every input with its coefficients, bytes, memory, outputs, notes."""
     inputs = [
         {
@@ -108,7 +108,7 @@ def describe(made: Plan, gathered: Gathered, outs: Sequence[Path]) -> dict[str, 
     }
 
 
-def as_text(description: Mapping[str, Any]) -> str:
+def format_plan(description: Mapping[str, Any]) -> str:
     """The description for a person."""
     lines = [f"inputs, oldest first, and their coefficients in {', '.join(description['recipes'])}:"]
     for entry in description["inputs"]:
@@ -125,7 +125,7 @@ def as_text(description: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def as_sentence(description: Mapping[str, Any]) -> str:
+def format_result(description: Mapping[str, Any]) -> str:
     """What a merge did, for a person."""
     inputs = description["inputs"]
     known = [entry["tokens"] for entry in inputs if entry["tokens"] is not None]
@@ -135,9 +135,9 @@ def as_sentence(description: Mapping[str, Any]) -> str:
     return f"{made} of {len(inputs)} checkpoints{span} in {description['seconds']:.1f} s\n{written}"
 
 
-def _merged_facts(sources: Sequence[Source]) -> dict[str, Any] | None:
+def _merged_metadata(sources: Sequence[CheckpointSource]) -> dict[str, Any] | None:
     """What the merge says of itself where every input is a snapshot of ours: it is one too; None otherwise."""
-    facts = [snapshot_facts(source) for source in sources]
+    facts = [snapshot_metadata(source) for source in sources]
     newest = facts[-1]
     return drop_digests(newest) | {"loss": None} if newest is not None and all(facts) else None
 

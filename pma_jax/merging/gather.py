@@ -15,15 +15,15 @@ import numpy as np
 from pma_jax.merging import selection
 from pma_jax.runtime.errors import error_line
 from pma_jax.storage.formats import hub
-from pma_jax.storage.formats.leaves import Source
-from pma_jax.storage.formats.open import open_source
+from pma_jax.storage.formats.open import load_deferred, open_deferred, open_source
+from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.paths import locate
 
 _NUMBERS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
-class Gathered:
+class CheckpointSeries:
     """Checkpoints, oldest first.
 
     Attributes:
@@ -34,7 +34,7 @@ class Gathered:
         notes: what was guessed or is odd, one line each.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[CheckpointSource, ...]
     positions: np.ndarray
     unit: str
     stages: tuple[str | None, ...]
@@ -47,7 +47,7 @@ def gather(
     subtree: str | None = None,
     kind: str | None = None,
     tokens_per_step: int | None = None,
-) -> Gathered:
+) -> CheckpointSeries:
     """Opens every checkpoint that the addresses stand for: metadata only, and of the hub's nothing but their names.
 
     Args:
@@ -66,7 +66,8 @@ def gather(
         found += named
         notes += said
     sources = [
-        hub.named(place, subtree) if place.startswith("hf://") else open_source(place, subtree) for place, _ in found
+        open_deferred(place, subtree) if place.startswith("hf://") else open_source(place, subtree)
+        for place, _ in found
     ]
     if tokens_per_step is not None:
         sources = [_with_tokens(source, tokens_per_step) for source in sources]
@@ -76,19 +77,19 @@ def gather(
     if unit == "order" and len(sources) > 1:
         notes.append("neither tokens nor steps are known of every checkpoint: the order is that of the command")
     chosen = [sources[i] for i in order]
-    refuse_mixed_kinds(chosen)
-    return Gathered(tuple(chosen), positions[order], unit, tuple(stages[i] for i in order), tuple(notes))
+    check_same_kind(chosen)
+    return CheckpointSeries(tuple(chosen), positions[order], unit, tuple(stages[i] for i in order), tuple(notes))
 
 
-def choose(
-    gathered: Gathered,
+def select_checkpoints(
+    gathered: CheckpointSeries,
     *,
     last: int | None = None,
     between: tuple[int | None, int | None] | None = None,
     every: int | None = None,
     tolerance: int | None = None,
     across_stages: bool = False,
-) -> Gathered:
+) -> CheckpointSeries:
     """Those that take part; the arguments are those of `selection.select`, in tokens.
 
     Checkpoints that were named one by one are merged as named: only what was found in a run, a directory or a suite
@@ -117,7 +118,7 @@ def choose(
     return _at(gathered, list(chosen.indexes), (*gathered.notes, *notes))
 
 
-def used(gathered: Gathered, coefficients: np.ndarray) -> tuple[Gathered, np.ndarray]:
+def drop_unused(gathered: CheckpointSeries, coefficients: np.ndarray) -> tuple[CheckpointSeries, np.ndarray]:
     """Without the checkpoints that every row of `coefficients` (float64 [R, K]) leaves out; the hub's are fetched now.
 
     Raises:
@@ -125,18 +126,18 @@ def used(gathered: Gathered, coefficients: np.ndarray) -> tuple[Gathered, np.nda
     """
     columns = np.flatnonzero(coefficients.any(axis=0)).tolist()
     kept = _at(gathered, columns, gathered.notes)
-    return replace(kept, sources=tuple(hub.fetched(source) for source in kept.sources)), coefficients[:, columns]
+    return replace(kept, sources=tuple(load_deferred(source) for source in kept.sources)), coefficients[:, columns]
 
 
-def snapshot_facts(source: Source) -> dict[str, Any] | None:
+def snapshot_metadata(source: CheckpointSource) -> dict[str, Any] | None:
     """What a snapshot of ours says of itself; None for any other checkpoint."""
     facts = source.metadata.get("custom", {}) if source.kind == "orbax" else {}
     return facts if {"tokens", "step", "config", "kind"} <= facts.keys() else None
 
 
-def refuse_mixed_kinds(sources: Sequence[Source]) -> None:
+def check_same_kind(sources: Sequence[CheckpointSource]) -> None:
     """Raises ValueError when points and block means, or snapshots of ours and other checkpoints, are mixed."""
-    facts = [snapshot_facts(source) for source in sources]
+    facts = [snapshot_metadata(source) for source in sources]
     kinds = {fact["kind"]: source.origin for fact, source in zip(facts, sources, strict=True) if fact is not None}
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
@@ -146,7 +147,7 @@ def refuse_mixed_kinds(sources: Sequence[Source]) -> None:
         raise ValueError(f"{odd} has none of pma_jax's metadata: it is damaged, or not of this version")
 
 
-def _at(gathered: Gathered, indexes: list[int], notes: tuple[str, ...]) -> Gathered:
+def _at(gathered: CheckpointSeries, indexes: list[int], notes: tuple[str, ...]) -> CheckpointSeries:
     return replace(
         gathered,
         sources=tuple(gathered.sources[i] for i in indexes),
@@ -159,7 +160,7 @@ def _at(gathered: Gathered, indexes: list[int], notes: tuple[str, ...]) -> Gathe
 def _expand(address: str, kind: str | None) -> tuple[list[tuple[str, str | None]], list[str]]:
     """((place, stage) of each checkpoint, notes)."""
     if address.startswith("hf://"):
-        places, notes = hub.expand(address)
+        places, notes = hub.list_revisions(address)
         return [(place, hub.stage(place) if len(places) > 1 else None) for place in places], notes
     path = locate(address)
     if (path / "run.json").is_file() and (path / "config.json").is_file():
@@ -209,13 +210,13 @@ def _is_whole(path: Path) -> bool:
     return bool(_NUMBERS.search(path.name)) and any(next(path.glob(mark), None) is not None for mark in marks)
 
 
-def _with_tokens(source: Source, tokens_per_step: int) -> Source:
+def _with_tokens(source: CheckpointSource, tokens_per_step: int) -> CheckpointSource:
     if source.tokens is not None or source.step is None:
         return source
     return replace(source, tokens=source.step * tokens_per_step)
 
 
-def _positions(sources: Sequence[Source]) -> tuple[str, np.ndarray]:
+def _positions(sources: Sequence[CheckpointSource]) -> tuple[str, np.ndarray]:
     tokens = [source.tokens for source in sources if source.tokens is not None]
     if len(tokens) == len(sources):
         return "tokens", np.array(tokens)

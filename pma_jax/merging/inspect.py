@@ -6,7 +6,7 @@ from etils import epath
 
 from pma_jax.runs import checkpoint, restore
 from pma_jax.runs.checkpoint import Run
-from pma_jax.storage.formats.open import open_source, summary
+from pma_jax.storage.formats.open import describe_source, open_source
 
 
 def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
         }
     if not checkpoint.is_snapshot(path):
         source = open_source(str(path), subtree)
-        return summary(source) | {"parameters": sum(leaf.elements for leaf in source.leaves.values())}
+        return describe_source(source) | {"parameters": sum(leaf.elements for leaf in source.leaves.values())}
     snapshot = checkpoint.read_snapshot(path)
     leaves = restore.stored_leaves(snapshot.path)
     return {

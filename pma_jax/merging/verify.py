@@ -60,7 +60,7 @@ def _step(path: epath.Path) -> Iterator[str]:
     for part in sorted(parts):
         prefix = f"{part.split('/')[0]}." if of_state else ""
         try:
-            source = orbax_read.open_tree(Path(path), part)
+            source = orbax_read.open_orbax(Path(path), part)
         except (ValueError, OSError) as error:
             yield f"{path}: {part} cannot be read: {error}"
             seen |= {name for name in names if name.startswith(part.replace("/", "."))}
@@ -68,10 +68,10 @@ def _step(path: epath.Path) -> Iterator[str]:
         for name in source.leaves:
             seen.add(prefix + name)
             try:
-                digest = provenance.leaf_content_digest(source, name, facts["checksum"])
+                digest = provenance.compute_leaf_digest(source, name, facts["checksum"])
             except (ValueError, OSError) as error:
                 yield f"{path}: {name} cannot be read: {error}"
                 continue
             if names.get(prefix + name) != digest:
-                yield f"{path}: {name} is not what was written ({provenance.files_of(source, name)})"
+                yield f"{path}: {name} is not what was written ({provenance.format_leaf_files(source, name)})"
     yield from (f"{path}: {name} is missing" for name in sorted(names.keys() - seen))

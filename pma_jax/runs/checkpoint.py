@@ -346,7 +346,7 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
     state on disk has none, because a run that keeps none was forked, or a detector of another window, they begin empty.
     """
     state = restore.restore(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(OPTIONAL)))
-    stored, digests_of = restore.stored(saved.path), restore.stored_digests(saved.path)
+    stored, digests_of = restore.stored(saved.path), restore.recorded_digests(saved.path)
     for name in OPTIONAL:
         part = getattr(abstract, name)
         if part is None:

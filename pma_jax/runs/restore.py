@@ -36,7 +36,7 @@ def restore(path: epath.Path, name: str, abstract: Any) -> Any:
     with readable(path):
         restored = jax.block_until_ready(ocp.load_checkpointables(path, {name: as_stored})[name])
     # A snapshot's leaves are those of its one item; a state's are named after the item that they lie in.
-    changed = integrity.changed_leaves(restored, stored_digests(path), "" if name == "params" else f"{name}.")
+    changed = integrity.changed_leaves(restored, recorded_digests(path), "" if name == "params" else f"{name}.")
     if changed:
         raise ValueError(
             f"{path} is damaged: {len(changed)} leaves are not what was written: {', '.join(changed[:10])}"
@@ -63,7 +63,7 @@ def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def stored_digests(path: epath.Path) -> dict[str, str]:
+def recorded_digests(path: epath.Path) -> dict[str, str]:
     """Leaf -> digest, of a snapshot, a merge or a state; empty where an earlier version wrote it, without digests."""
     digests_of = steps.read_metadata(path, ()).get("leaves")
     if digests_of is None and (path / "provenance.json").exists():

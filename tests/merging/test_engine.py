@@ -243,13 +243,13 @@ def test_two_processes_share_the_work(paths, tmp_path):
     """One after the other here; each leaves its part, and the first publishes what both wrote."""
     run(paths, [0.2, 0.3, 0.5], tmp_path / "alone")
     made = plan([open_source(path) for path in paths], np.array([0.2, 0.3, 0.5]))
-    merge(made, [tmp_path / "out"], share=(1, 2), meet=pass_on)
+    merge(made, [tmp_path / "out"], share=(1, 2), barrier=pass_on)
     assert not (tmp_path / "out").exists()
-    merge(made, [tmp_path / "out"], share=(0, 2), meet=pass_on)
+    merge(made, [tmp_path / "out"], share=(0, 2), barrier=pass_on)
     for file in (tmp_path / "alone").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
     with pytest.raises(ValueError, match="units are missing"):
-        merge(made, [tmp_path / "half"], share=(0, 2), meet=pass_on)
+        merge(made, [tmp_path / "half"], share=(0, 2), barrier=pass_on)
 
 
 CHILD = """
@@ -259,11 +259,11 @@ from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
 from pma_jax.storage.formats.open import open_source, read_leaf
-finish = sums.finish
+finish = sums.finish_block
 def slow(*arguments):
     time.sleep(0.02)
     return finish(*arguments)
-sums.finish = slow
+sums.finish_block = slow
 rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
 made = plan([open_source(path) for path in sys.argv[3:]], rows, recipes=["a", "b"], cores=1)
 merge(made, sys.argv[1:3], progress=lambda done, total: print(done, flush=True))

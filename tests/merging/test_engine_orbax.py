@@ -89,7 +89,7 @@ def test_every_layout_merges_and_orbax_reads_it_back(tmp_path, kind, decoder, mo
     assert sources[2].step == 2
     made = plan(sources, ROW)
     # Whatever is raw is read without decoding, but for values so small that a database keeps them in its index.
-    is_plain = bool({"emb", "params.emb"} & sources[0].extents.keys())
+    is_plain = bool({"emb", "params.emb"} & sources[0].byte_ranges.keys())
     is_streamed = bool({"emb", "params.emb"} & made.streamed)
     if "chunks" not in kind:
         assert (is_plain, is_streamed) == ("raw" in kind, "raw" not in kind and decoder == "zstandard")
@@ -152,7 +152,7 @@ def test_a_database_with_several_levels(tmp_path):
     params = {f"leaf{n}": jnp.full((600,), n, jnp.float32) for n in range(1500)}
     save_v1(tmp_path / "0", params, compression=False)
     source = open_source(tmp_path / "0")
-    assert len(source.extents) == 1500
+    assert len(source.byte_ranges) == 1500
     np.testing.assert_array_equal(read_leaf(source, "leaf1499"), np.full(600, 1499))
 
 

@@ -224,7 +224,7 @@ def test_what_was_found_is_told(suite):
     found = gather.gather([suite])
     assert (found.unit, found.positions.tolist()) == ("steps", list(STEPS))
     assert set(found.stages) == {str(suite)}
-    assert [path.name for path in from_storage.outputs("out", ["sma:3", "lagfree:lag=0.5,order=1"])] == [
+    assert [path.name for path in from_storage.output_paths("out", ["sma:3", "lagfree:lag=0.5,order=1"])] == [
         "sma-3",
         "lagfree-lag=0.5,order=1",
     ]

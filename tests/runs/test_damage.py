@@ -173,22 +173,22 @@ def test_what_is_not_finite_is_neither_saved_nor_used(finished, copy, tmp_path):
 def test_every_bit_of_the_arrays_counts(finished, tmp_path):
     shutil.copytree(finished.snapshots[0].path, tmp_path / "4")
     rng = np.random.default_rng(0)
-    for name, extents in open_source(tmp_path / "4").extents.items():
-        for extent in extents:
-            whole = extent.path.read_bytes()
-            for place in {0, extent.nbytes - 1, *rng.integers(0, extent.nbytes, 8).tolist()}:
+    for name, byte_ranges in open_source(tmp_path / "4").byte_ranges.items():
+        for byte_range in byte_ranges:
+            whole = byte_range.path.read_bytes()
+            for place in {0, byte_range.nbytes - 1, *rng.integers(0, byte_range.nbytes, 8).tolist()}:
                 damaged = bytearray(whole)
-                damaged[extent.offset + place] ^= 1 << rng.integers(8)
-                extent.path.write_bytes(damaged)
+                damaged[byte_range.offset + place] ^= 1 << rng.integers(8)
+                byte_range.path.write_bytes(damaged)
                 (problem,) = verify(tmp_path / "4")
-                assert f"{name} is not what was written ({extent.path})" in problem
-            extent.path.write_bytes(whole)
+                assert f"{name} is not what was written ({byte_range.path})" in problem
+            byte_range.path.write_bytes(whole)
     assert verify(tmp_path / "4") == []
 
 
 def test_digests_are_those_of_merging_whatever_the_mesh(finished, workspace):
     snapshot = finished.snapshots[0]
-    stored = restore.stored_digests(snapshot.path)
+    stored = restore.recorded_digests(snapshot.path)
     for axes in ({}, {"mesh__data": 1, "mesh__fsdp": 4, "mesh__tensor": 2}):
         config = tiny.config(workspace, **axes)
         params = checkpoint.restore_params(snapshot, checkpoint.abstract_params(config, make_mesh(config.mesh)))

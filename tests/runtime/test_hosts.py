@@ -379,11 +379,11 @@ from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
 from pma_jax.storage.formats.open import open_source
-finish, delay = sums.finish, float(sys.argv[1])
-sums.finish = lambda *arguments: time.sleep(delay) or finish(*arguments)
+finish, delay = sums.finish_block, float(sys.argv[1])
+sums.finish_block = lambda *arguments: time.sleep(delay) or finish(*arguments)
 made = plan([open_source(path) for path in sys.argv[3:]], np.array([0.2, 0.3, 0.5]), cores=1)
 with hosts.exit_on_error():
-    merge(made, [sys.argv[2]], share=hosts.process_index_and_count(), meet=hosts.raise_if_any_failed)
+    merge(made, [sys.argv[2]], share=hosts.process_index_and_count(), barrier=hosts.raise_if_any_failed)
 """
 
 

@@ -148,11 +148,11 @@ def test_an_interrupted_publication_is_no_checkpoint_and_is_made_whole(run, fold
     monkeypatch.setattr(publish, "_copy", stops)
     assert main(words) == 130
     monkeypatch.undo()
-    assert (folder / "merged" / "cut" / publish.UNDER_WAY).exists()
+    assert (folder / "merged" / "cut" / publish.IN_PROGRESS_FILE).exists()
     assert not checkpoint.is_snapshot("gs://bucket/merged/cut")
     assert main([*words[:3], "3", *words[4:]]) == 1, "another merge does not write over it"
     assert main(words) == 0
-    assert not (folder / "merged" / "cut" / publish.UNDER_WAY).exists()
+    assert not (folder / "merged" / "cut" / publish.IN_PROGRESS_FILE).exists()
     assert main(["merge", str(run.path), "--last", "2", "--out", str(tmp_path / "out")]) == 0
     assert as_text(folder / "merged" / "cut") == as_text(tmp_path / "out")
 

@@ -14,6 +14,7 @@ from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
 from pma_jax.merging.engine.provenance import read
 from pma_jax.storage.formats import hub
+from pma_jax.storage.formats.names import expand_braces
 from pma_jax.storage.formats.open import open_source, read_leaf
 
 
@@ -100,7 +101,7 @@ def _api(made, address, cache):
 
 
 def test_a_suite_is_expanded_fetched_and_merged(endpoint, tmp_path):
-    addresses, notes = hub.expand("hf://org/suite@stage1-step-{100..400..100}")
+    addresses, notes = hub.list_revisions("hf://org/suite@stage1-step-{100..400..100}")
     assert addresses == [f"hf://org/suite@stage1-step-{step}" for step in (100, 200, 400)]
     assert notes == ["org/suite has no stage1-step-300 (1 missing)"]
     sources = [open_source(address) for address in addresses]
@@ -112,7 +113,7 @@ def test_a_suite_is_expanded_fetched_and_merged(endpoint, tmp_path):
 
 
 def test_only_what_takes_part_is_fetched(endpoint, tmp_path):
-    gathered = gather.choose(gather.gather(["hf://org/suite@stage1-step-*"]), last=2)
+    gathered = gather.select_checkpoints(gather.gather(["hf://org/suite@stage1-step-*"]), last=2)
     assert endpoint == [], "names alone decide"
     made, used = from_storage.plan_merge(gathered, ["sma:1"])
     assert [source.step for source in used.sources] == [400]
@@ -122,7 +123,7 @@ def test_only_what_takes_part_is_fetched(endpoint, tmp_path):
 
 
 def test_a_star_tells_when_it_crosses_stages(endpoint):
-    addresses, notes = hub.expand("hf://org/suite@stage*")
+    addresses, notes = hub.list_revisions("hf://org/suite@stage*")
     assert [address.split("@")[1] for address in addresses] == [
         "stage1-step-100",
         "stage1-step-200",
@@ -136,7 +137,7 @@ def test_a_star_tells_when_it_crosses_stages(endpoint):
     ("address", "match"),
     [
         ("hf://org/suite@pickled", "only pickles .*convert"),
-        ("hf://org/suite@gone", "cannot be fetched"),
+        ("hf://org/suite@gone", "cannot be downloaded"),
         ("hf://org", "is not hf://"),
         ("hf://org/../x@a", "is not hf://"),
     ],
@@ -149,7 +150,7 @@ def test_what_cannot_be_had_is_one_line(endpoint, address, match):
 
 def test_patterns_that_match_nothing_name_what_there_is(endpoint):
     with pytest.raises(ValueError, match="no revision matches; org/suite has pickled, stage1-step-100"):
-        hub.expand("hf://org/suite@final*")
+        hub.list_revisions("hf://org/suite@final*")
 
 
 @pytest.mark.parametrize(
@@ -161,10 +162,10 @@ def test_patterns_that_match_nothing_name_what_there_is(endpoint):
     ],
 )
 def test_braces_count_and_choose(pattern, names):
-    assert hub.braces(pattern) == names
+    assert expand_braces(pattern) == names
 
 
 @pytest.mark.parametrize("pattern", ["{5..1}", "{0..999999999999}", "{1..2..0}", "{1..5000}{1..5000}"])
 def test_braces_are_bounded(pattern):
-    with pytest.raises(ValueError, match="stands for"):
-        hub.braces(pattern)
+    with pytest.raises(ValueError, match="expands to"):
+        expand_braces(pattern)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pma_jax.storage.formats.open import progress_from_name
+from pma_jax.storage.formats.names import progress_from_name
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def assert_published_is(path: Path, whole) -> None:
     assert verify(run.path) == []
     for folder in ("snapshots", "states"):
         for step in steps.published(run.path / folder):
-            assert restore.stored_digests(step) == restore.stored_digests(whole.path / folder / step.name), step
+            assert restore.recorded_digests(step) == restore.recorded_digests(whole.path / folder / step.name), step
     numbers = tiny.numbers(run)
     assert numbers == tiny.numbers(whole)[: len(numbers)]
 
@@ -220,7 +220,7 @@ def test_forking(whole, tmp_path, kills, seed):
     for moment in copying if seed else copying[:1]:
         kills["fork"] += killed(words, moment, path, rng.choice([0.0, rng.uniform(0, 0.01)]))
         for step in steps.published(checkpoint.absolute(path) / "states"):
-            assert restore.stored_digests(step) == restore.stored_digests(whole.path / "states" / step.name)
+            assert restore.recorded_digests(step) == restore.recorded_digests(whole.path / "states" / step.name)
     done = pma(*words)
     assert done.returncode == 0, done.stderr
     run = open_run(path)

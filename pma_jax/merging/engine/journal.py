@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pma_jax.merging.engine.plan import Plan, Unit
+from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.storage import locks
 from pma_jax.storage.digests import SegmentHasher
-from pma_jax.storage.formats.byte_ranges import opened, read_run
-from pma_jax.storage.formats.leaves import ITEM_BYTES, Extent, LeafInfo
+from pma_jax.storage.formats.byte_ranges import open_files, read_range
+from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def journal_path(work: Path, process: int) -> Path:
 
 
 @contextmanager
-def appending(path: Path) -> Iterator[Callable[[Record], None]]:
+def open_appender(path: Path) -> Iterator[Callable[[Record], None]]:
     """A function that notes a finished unit; safe to call from several threads."""
     lock = threading.Lock()
     with path.open("ab") as file:
@@ -57,7 +57,7 @@ def appending(path: Path) -> Iterator[Callable[[Record], None]]:
         yield note
 
 
-def load(work: Path) -> dict[int, Record]:
+def read_records(work: Path) -> dict[int, Record]:
     """What all processes noted; a torn last line (the crash itself) is as if it were not there."""
     records: dict[int, Record] = {}
     for path in sorted(work.glob("journal.*.jsonl")):
@@ -71,8 +71,8 @@ def load(work: Path) -> dict[int, Record]:
     return records
 
 
-def still_written(
-    plan: Plan, records: Mapping[int, Record], places: Sequence[Mapping[str, Sequence[Extent]] | None]
+def find_intact_records(
+    plan: MergePlan, records: Mapping[int, Record], places: Sequence[Mapping[str, Sequence[ByteRange]] | None]
 ) -> dict[int, Record]:
     """The records whose output is on the disk as they say; a power cut may have lost what was noted.
 
@@ -91,20 +91,20 @@ def still_written(
     }
 
 
-def segment_digests(leaf: LeafInfo, extents: Sequence[Extent], unit: Unit, checksum: str) -> list[str]:
+def segment_digests(leaf: LeafInfo, byte_ranges: Sequence[ByteRange], unit: Unit, checksum: str) -> list[str]:
     """The checksum of each segment of a unit as it lies on the disk."""
     hasher, width = SegmentHasher(ITEM_BYTES[leaf.dtype], checksum), ITEM_BYTES[leaf.dtype]
     buffer = np.empty(2**20, np.uint8)
-    with opened([extent.path for extent in extents], os.O_RDONLY) as descriptors:
+    with open_files([byte_range.path for byte_range in byte_ranges], os.O_RDONLY) as descriptors:
         for start in range(unit.start * width, unit.stop * width, len(buffer)):
             piece = buffer[: min(len(buffer), unit.stop * width - start)]
-            read_run(descriptors, extents, start, piece)
+            read_range(descriptors, byte_ranges, start, piece)
             hasher.update(piece)
     return hasher.hexdigests()
 
 
 @contextmanager
-def locked(work: Path, process: int) -> Iterator[None]:
+def lock_work_directory(work: Path, process: int) -> Iterator[None]:
     """Keeps a second process from doing the same work at the same time; the lock ends with the process.
 
     The directory is made. Whoever ends removes it with the lock in it.

@@ -19,22 +19,22 @@ from pathlib import Path
 
 from pma_jax.merging.engine import journal, provenance, sums, workers
 from pma_jax.merging.engine.journal import Record
-from pma_jax.merging.engine.plan import BLOCK_ELEMENTS, Plan, Unit, check_room
-from pma_jax.merging.engine.units import Run, merge_decoded, merge_plain
+from pma_jax.merging.engine.plan import BLOCK_ELEMENTS, MergePlan, Unit, check_disk_space
+from pma_jax.merging.engine.units import MergeJob, merge_decoded, merge_plain
 from pma_jax.storage.formats import outputs, publish
-from pma_jax.storage.formats.leaves import ITEM_BYTES
-from pma_jax.storage.formats.open import read_bytes
+from pma_jax.storage.formats.open import read_leaf_bytes
+from pma_jax.storage.formats.source import ITEM_BYTES
 from pma_jax.storage.paths import is_bucket, locate
 
 Progress = Callable[[int, int], None]
-Meet = Callable[[Exception | None], None]
+Barrier = Callable[[Exception | None], None]
 # Outputs of this size are flushed while they grow; many small files are cheaper to commit together.
 _FLUSHED_BYTES = 2**24
 _FLUSH_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """A finished merge.
 
     Attributes:
@@ -51,14 +51,14 @@ class Merged:
 
 
 def merge(
-    plan: Plan,
+    plan: MergePlan,
     outs: Sequence[str | Path],
     *,
     progress: Progress | None = None,
     command: str = "",
     share: tuple[int, int] = (0, 1),
-    meet: Meet | None = None,
-) -> Merged:
+    barrier: Barrier | None = None,
+) -> MergeResult:
     """Runs a plan, or goes on with it; publishes one directory a recipe.
 
     Args:
@@ -67,8 +67,8 @@ def merge(
         progress: called with (bytes read so far, bytes to read) from the plan, a few times a second at most.
         command: what the user typed, for the provenance.
         share: (this process, number of processes); each does its part of the units, into the same file system.
-        meet: waits until all processes have come here, each with its error or None, and raises in all of them if there
-            is one (`hosts.raise_if_any_failed`); needed when there are several.
+        barrier: Called by every process with its error or None; waits for all of them and raises in each if any failed
+            (`hosts.raise_if_any_failed`). Required with several processes.
 
     Raises:
         ValueError: an output exists, a value is not finite, integer leaves differ, or a source is damaged; one line.
@@ -76,8 +76,8 @@ def merge(
     """
     started = time.perf_counter()
     process, processes = share
-    if not 0 <= process < processes or (processes > 1 and meet is None):
-        raise ValueError(f"the share {share} is not (process, processes), or several processes cannot meet")
+    if not 0 <= process < processes or (processes > 1 and barrier is None):
+        raise ValueError(f"the share {share} is not (process, processes), or several processes cannot barrier")
     targets, works = _places(plan, outs)
     if processes > 1 and any(map(is_bucket, targets)):
         raise ValueError(
@@ -95,21 +95,21 @@ def merge(
         for work, is_published in zip(works, published, strict=True):
             work.mkdir(parents=True, exist_ok=True)
             if not is_published:
-                outputs.create(plan.layout, work / "checkpoint")
+                outputs.create_files(plan.layout, work / "checkpoint")
         read_bytes_here = _merge_units(plan, works, published, share, progress)
 
     def publish_all() -> None:
         if process == 0:
             notes.extend(_publish(plan, targets, works, published, command))
 
-    with journal.locked(works[0], process), _cleared_if_refused(works, process):
-        _then_meet(merge_own, meet)
-        _then_meet(publish_all, meet)
-    return Merged(tuple(targets), tuple(notes), read_bytes_here, time.perf_counter() - started)
+    with journal.lock_work_directory(works[0], process), _cleared_if_refused(works, process):
+        _run_then_barrier(merge_own, barrier)
+        _run_then_barrier(publish_all, barrier)
+    return MergeResult(tuple(targets), tuple(notes), read_bytes_here, time.perf_counter() - started)
 
 
-def _then_meet(work: Callable[[], None], meet: Meet | None) -> None:
-    if meet is None:
+def _run_then_barrier(work: Callable[[], None], barrier: Barrier | None) -> None:
+    if barrier is None:
         work()
         return
     problem = None
@@ -117,7 +117,7 @@ def _then_meet(work: Callable[[], None], meet: Meet | None) -> None:
         work()
     except (ValueError, OSError) as error:
         problem = error
-    meet(problem)
+    barrier(problem)
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def _cleared_if_refused(works: list[Path], process: int) -> Iterator[None]:
         raise
 
 
-def check_outputs(plan: Plan, outs: Sequence[str | Path]) -> None:
+def check_outputs(plan: MergePlan, outs: Sequence[str | Path]) -> None:
     """Checks what `merge` checks of its outputs before it writes.
 
     Raises:
@@ -144,25 +144,25 @@ def check_outputs(plan: Plan, outs: Sequence[str | Path]) -> None:
     _published(plan, *_places(plan, outs))
 
 
-def _places(plan: Plan, outs: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
+def _places(plan: MergePlan, outs: Sequence[str | Path]) -> tuple[list[Path], list[Path]]:
     """The directories to publish, and those to work in beside them."""
     targets = [locate(out).absolute() for out in outs]
-    return targets, [publish.work_place(target, f"-{plan.digest[:16]}") for target in targets]
+    return targets, [publish.working_directory(target, f"-{plan.digest[:16]}") for target in targets]
 
 
-def _published(plan: Plan, targets: list[Path], works: list[Path]) -> list[bool]:
+def _published(plan: MergePlan, targets: list[Path], works: list[Path]) -> list[bool]:
     """Which targets an interrupted run of this merge has already published; any other existing target is refused."""
     published = []
     for target, work in zip(targets, works, strict=True):
-        if (not target.exists() and not target.is_symlink()) or publish.is_under_way(target, plan.digest):
+        if (not target.exists() and not target.is_symlink()) or publish.is_upload_interrupted(target, plan.digest):
             published.append(False)
-        elif work.exists() and provenance.plan_digest(target) == plan.digest:
+        elif work.exists() and provenance.read_plan_digest(target) == plan.digest:
             published.append(True)
         else:
             raise ValueError(_exists(target))
     if not any(work.exists() for work in works):
         # What goes to a bucket needs its room where it is made.
-        check_room(plan, [work if is_bucket(out) else out for out, work in zip(targets, works, strict=True)])
+        check_disk_space(plan, [work if is_bucket(out) else out for out, work in zip(targets, works, strict=True)])
     return published
 
 
@@ -171,14 +171,14 @@ def _exists(target: Path) -> str:
 
 
 def _merge_units(
-    plan: Plan, works: list[Path], published: list[bool], share: tuple[int, int], progress: Progress | None
+    plan: MergePlan, works: list[Path], published: list[bool], share: tuple[int, int], progress: Progress | None
 ) -> int:
     """Does this process's part of the units that are not done; returns the bytes read."""
-    places = [outputs.places_in(plan.layout, work / "checkpoint") for work in works]
+    places = [outputs.byte_ranges_in(plan.layout, work / "checkpoint") for work in works]
     process, processes = share
-    done = journal.still_written(
+    done = journal.find_intact_records(
         plan,
-        journal.load(works[0]),
+        journal.read_records(works[0]),
         [None if is_out else place for is_out, place in zip(published, places, strict=True)],
     )
     todo = [(n, unit) for n, unit in enumerate(plan.units()) if n % processes == process and n not in done]
@@ -186,7 +186,7 @@ def _merge_units(
     sizes = {n: _unit_bytes(plan, unit) for n, unit in todo}
     total, read = sum(sizes.values()), 0
     lock = threading.Lock()
-    with journal.appending(journal.journal_path(works[0], process)) as append:
+    with journal.open_appender(journal.journal_path(works[0], process)) as append:
 
         def note(number: int, record: Record) -> None:
             nonlocal read
@@ -197,16 +197,16 @@ def _merge_units(
                     progress(read, total)
 
         _check_equal_leaves(plan)
-        _run_units(Run(plan, sums.weights_of(plan.coefficients), places), todo, note)
+        _merge_all_units(MergeJob(plan, sums.kernel_weights(plan.coefficients), places), todo, note)
     return read
 
 
-def _unit_bytes(plan: Plan, unit: Unit) -> int:
+def _unit_bytes(plan: MergePlan, unit: Unit) -> int:
     dtype = plan.sources[0].leaves[unit.name].dtype
     return len(plan.sources) * (unit.stop - unit.start) * ITEM_BYTES[dtype]
 
 
-def _check_equal_leaves(plan: Plan) -> None:
+def _check_equal_leaves(plan: MergePlan) -> None:
     """Integer and boolean leaves cannot be averaged; they are small, and compared before anything is written."""
     unequal = []
     for name, leaf in plan.sources[0].leaves.items():
@@ -216,7 +216,7 @@ def _check_equal_leaves(plan: Plan) -> None:
         step = plan.decoded.get(name, leaf.elements if name in plan.streamed else BLOCK_ELEMENTS)
         for start in range(0, leaf.elements, step):
             stop = min(start + step, leaf.elements)
-            blocks = [read_bytes(source, name, start, stop).tobytes() for source in plan.sources]
+            blocks = [read_leaf_bytes(source, name, start, stop).tobytes() for source in plan.sources]
             differs = next((k for k, block in enumerate(blocks) if block != blocks[0]), None)
             if differs is not None:
                 unequal.append(f"{name} ({leaf.dtype}) in {plan.sources[differs].origin}")
@@ -228,11 +228,11 @@ def _check_equal_leaves(plan: Plan) -> None:
         )
 
 
-def _run_units(run: Run, todo: list[tuple[int, Unit]], note: Callable[[int, Record], None]) -> None:
+def _merge_all_units(job: MergeJob, todo: list[tuple[int, Unit]], note: Callable[[int, Record], None]) -> None:
     """Merges the units: plain runs of bytes by threads or processes, decoded leaves one after the other."""
     plain: queue.SimpleQueue[tuple[int, Unit]] = queue.SimpleQueue()
     for item in todo:
-        if item[1].name not in run.plan.decoded:
+        if item[1].name not in job.plan.decoded:
             plain.put(item)
 
     stop = threading.Event()
@@ -249,18 +249,18 @@ def _run_units(run: Run, todo: list[tuple[int, Unit]], note: Callable[[int, Reco
             raise
 
     def drain_here() -> None:
-        scratch = sums.new_scratch(len(run.plan.recipes), len(run.plan.sources), run.plan.block_elements)
-        drain(lambda number, unit: merge_plain(run, number, unit, scratch))
+        scratch = sums.new_scratch(len(job.plan.recipes), len(job.plan.sources), job.plan.block_elements)
+        drain(lambda number, unit: merge_plain(job, number, unit, scratch))
 
     def drain_there() -> None:
-        with workers.helper(run) as work:
+        with workers.start_worker(job) as work:
             drain(work)
 
-    drains = ([drain_here] * run.plan.threads + [drain_there] * (run.plan.processes - 1))[: plain.qsize()]
+    drains = ([drain_here] * job.plan.threads + [drain_there] * (job.plan.processes - 1))[: plain.qsize()]
     with ThreadPoolExecutor(len(drains) + 1) as pool:
         futures = [pool.submit(work) for work in drains]
         over = threading.Event()
-        flusher = pool.submit(_flush, run, over)
+        flusher = pool.submit(_flush, job, over)
         try:
             for future in futures:
                 future.result()
@@ -268,25 +268,25 @@ def _run_units(run: Run, todo: list[tuple[int, Unit]], note: Callable[[int, Reco
             stop.set()
             over.set()
         flusher.result()
-    merge_decoded(run, [item for item in todo if item[1].name in run.plan.decoded], note)
+    merge_decoded(job, [item for item in todo if item[1].name in job.plan.decoded], note)
 
 
-def _flush(run: Run, over: threading.Event) -> None:
+def _flush(job: MergeJob, over: threading.Event) -> None:
     """Sends large outputs to the disk while they are being written, so that little is left to wait for at the end."""
     bytes_of: dict[Path, int] = {}
-    for place in run.places:
-        for extents in place.values():
-            for extent in extents:
-                bytes_of[extent.path] = bytes_of.get(extent.path, 0) + extent.nbytes
+    for place in job.places:
+        for byte_ranges in place.values():
+            for byte_range in byte_ranges:
+                bytes_of[byte_range.path] = bytes_of.get(byte_range.path, 0) + byte_range.nbytes
     large = [path for path, nbytes in bytes_of.items() if nbytes >= _FLUSHED_BYTES]
     while large and not over.wait(_FLUSH_SECONDS):
         for path in large:
             outputs.sync_entry(path)
 
 
-def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list[bool], command: str) -> list[str]:
+def _publish(plan: MergePlan, targets: list[Path], works: list[Path], published: list[bool], command: str) -> list[str]:
     """Writes the provenance, waits for the disk, and renames; returns the notes that the whole merge gave."""
-    records = journal.load(works[0])
+    records = journal.read_records(works[0])
     units = sum(1 for _ in plan.units())
     if len(records) < units:
         raise ValueError(
@@ -296,9 +296,9 @@ def _publish(plan: Plan, targets: list[Path], works: list[Path], published: list
     notes = []
     # The first target goes last: its neighbour holds the journal that a crash between two renames needs.
     for row in reversed(range(len(targets))):
-        facts = provenance.describe(plan, records, row, command)
-        provenance.refuse_changed(plan, facts)
-        note = provenance.rounding_note(plan, facts, row)
+        facts = provenance.build(plan, records, row, command)
+        provenance.check_inputs_unchanged(plan, facts)
+        note = provenance.rounding_warning(plan, facts, row)
         notes += [note] if note else []
         if published[row]:
             continue

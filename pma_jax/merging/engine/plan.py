@@ -14,7 +14,7 @@ import numpy as np
 from pma_jax.merging.engine import sums
 from pma_jax.storage.digests import CHECKSUMS, SEGMENT_ELEMENTS
 from pma_jax.storage.formats import outputs
-from pma_jax.storage.formats.leaves import ITEM_BYTES, LeafInfo, Source, differences
+from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInfo, list_differences
 from pma_jax.storage.formats.zstd import DECODER_BYTES
 from pma_jax.storage.paths import RangeReader, is_bucket
 
@@ -43,7 +43,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MergePlan:
     """A merge that is ready to run.
 
     Attributes:
@@ -66,13 +66,13 @@ class Plan:
         notes: what the user should know, one line each.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[CheckpointSource, ...]
     coefficients: np.ndarray
     recipes: tuple[str, ...]
     dtype: str
     checksum: str
     leaves: Mapping[str, LeafInfo]
-    layout: outputs.Layout
+    layout: outputs.OutputLayout
     kind: str
     block_elements: int
     threads: int
@@ -103,7 +103,7 @@ class Plan:
 
 
 def plan(
-    sources: Sequence[Source],
+    sources: Sequence[CheckpointSource],
     coefficients: np.ndarray,
     *,
     recipes: Sequence[str] | None = None,
@@ -114,7 +114,7 @@ def plan(
     checksum: str = "xxh3_128",
     metadata: Mapping[str, Any] | None = None,
     cores: int | None = None,
-) -> Plan:
+) -> MergePlan:
     """Checks that the sources fit together and lays the merge out; writes nothing.
 
     Args:
@@ -146,7 +146,7 @@ def plan(
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
     known = {"tokens": sources[-1].tokens, "step": sources[-1].step}
     custom = {key: value for key, value in known.items() if value is not None} if metadata is None else metadata
-    layout = outputs.layout(list(sources), leaves, kind, shard_bytes, dtype, custom)
+    layout = outputs.plan_output(list(sources), leaves, kind, shard_bytes, dtype, custom)
     decoded, reads_ahead, decode_bytes = _plan_decoding(sources, len(rows), memory_limit_bytes)
     # What all sources and recipes hold of a block stays in cache together.
     block_elements = (
@@ -154,7 +154,9 @@ def plan(
     )
     dtypes = {leaf.dtype for leaf in sources[0].leaves.values()}
     each = sums.scratch_bytes(len(rows), len(sources), block_elements, dtypes)
-    streamed = frozenset(name for name in leaves if name not in decoded and not all(name in s.extents for s in sources))
+    streamed = frozenset(
+        name for name in leaves if name not in decoded and not all(name in s.byte_ranges for s in sources)
+    )
     if streamed:
         each += len(sources) * DECODER_BYTES
     each += sum(is_bucket(source.path) for source in sources) * RangeReader.AHEAD_BYTES
@@ -163,7 +165,7 @@ def plan(
     notes = [note for source in sources for note in source.notes]
     if len({source.kind for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")
-    made = Plan(
+    made = MergePlan(
         tuple(sources),
         rows,
         names,
@@ -199,10 +201,10 @@ def _check_coefficients(rows: np.ndarray, names: Sequence[str], count: int) -> N
             raise ValueError(f"every coefficient of {name} is zero")
 
 
-def _check_leaves(sources: list[Source]) -> None:
+def _check_leaves(sources: list[CheckpointSource]) -> None:
     if not sources[0].leaves:
         raise ValueError(f"{sources[0].origin}: holds no arrays")
-    found = differences(sources)
+    found = list_differences(sources)
     if found:
         raise ValueError(f"the checkpoints differ in {len(found)} places: {'; '.join(found[:10])}")
 
@@ -224,16 +226,16 @@ def _plan_work(each_bytes: int, cores: int | None, plain_bytes: int, budget_byte
     return min(cores, _MOST_THREADS, budget_bytes // each_bytes), 1
 
 
-def _plan_decoding(sources: Sequence[Source], rows: int, limit_bytes: int) -> tuple[dict[str, int], int, int]:
+def _plan_decoding(sources: Sequence[CheckpointSource], rows: int, limit_bytes: int) -> tuple[dict[str, int], int, int]:
     """(decoded leaf -> elements of a region, regions in flight, bytes they all take); empty if all leaves are plain."""
     regions: dict[str, int] = {}
     for name, leaf in sources[0].leaves.items():
-        if all(name in source.extents or name in source.frames for source in sources):
+        if all(name in source.byte_ranges or name in source.zstd_frames for source in sources):
             continue
         # A leaf is decoded in pieces that suit the source with the largest chunks; the others' smaller ones divide
         # badly at worst, which costs time, never a wrong sum.
-        granule = max(source.leaves[name].granule for source in sources)
-        most = max(1, _REGION_BYTES // ITEM_BYTES[leaf.dtype] // granule) * granule
+        chunk_elements = max(source.leaves[name].chunk_elements for source in sources)
+        most = max(1, _REGION_BYTES // ITEM_BYTES[leaf.dtype] // chunk_elements) * chunk_elements
         regions[name] = min(leaf.elements, most)
     if not regions:
         return {}, 0, 0
@@ -255,11 +257,11 @@ def _plan_decoding(sources: Sequence[Source], rows: int, limit_bytes: int) -> tu
     return regions, ahead, total
 
 
-def _digest(made: Plan) -> str:
+def _digest(made: MergePlan) -> str:
     """Identifies the merge: the same sources (by place, size and time), coefficients and output."""
     stamps = []
     for source in made.sources:
-        paths = sorted({extent.path for extents in source.extents.values() for extent in extents})
+        paths = sorted({byte_range.path for byte_ranges in source.byte_ranges.values() for byte_range in byte_ranges})
         if not paths or made.decoded or made.streamed:
             paths += sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else []
         stamps.append([[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths])
@@ -277,7 +279,7 @@ def _digest(made: Plan) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def check_room(made: Plan, outs: Sequence[Path]) -> None:
+def check_disk_space(made: MergePlan, outs: Sequence[Path]) -> None:
     """Checks that the outputs can be made: one for each recipe, all different, and room on the disk.
 
     Raises:

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-import pma_jax
 from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record, segment_digests
-from pma_jax.merging.engine.plan import Plan, Unit
+from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.storage.digests import (
     CHECKSUMS,
     METADATA_DIGEST_KEY,
@@ -24,8 +23,8 @@ from pma_jax.storage.digests import (
     file_digest,
     leaf_digest,
 )
-from pma_jax.storage.formats.leaves import ITEM_BYTES, LeafInfo, Source
-from pma_jax.storage.formats.open import open_source, read_bytes
+from pma_jax.storage.formats.open import open_source, read_leaf_bytes
+from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInfo
 from pma_jax.storage.json_files import read_object
 from pma_jax.storage.paths import locate
 
@@ -35,7 +34,7 @@ FILE_NAME = "provenance.json"
 _ROUNDING_WARNING = 0.5
 
 
-def describe(plan: Plan, records: Mapping[int, Record], row: int, command: str) -> dict[str, Any]:
+def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str) -> dict[str, Any]:
     """The provenance of merged checkpoint `row`; the same inputs give the same text, so it has no clock in it."""
     units = list(plan.units())
     sources = []
@@ -77,11 +76,11 @@ def describe(plan: Plan, records: Mapping[int, Record], row: int, command: str) 
     }
 
 
-def _summed(plan: Plan) -> dict[str, LeafInfo]:
+def _summed(plan: MergePlan) -> dict[str, LeafInfo]:
     return {name: leaf for name, leaf in plan.sources[0].leaves.items() if leaf.is_summed}
 
 
-def _leaf_digests(plan: Plan, units: list[Unit], segments: list[list[str]]) -> dict[str, str]:
+def _leaf_digests(plan: MergePlan, units: list[Unit], segments: list[list[str]]) -> dict[str, str]:
     of_leaf: dict[str, list[str]] = {name: [] for name in plan.leaves}
     for unit, digests in zip(units, segments, strict=True):
         of_leaf[unit.name] += digests
@@ -93,28 +92,29 @@ def _text_digest(text: bytes) -> str:
 
 
 def _versions() -> dict[str, str]:
-    # ml_dtypes has a say only where it was needed, and asking the package index would cost as much as importing numpy.
-    versions = {"pma-jax": pma_jax.__version__, "numpy": np.__version__, "python": platform.python_version()}
-    return versions | ({"ml-dtypes": sys.modules["ml_dtypes"].__version__} if "ml_dtypes" in sys.modules else {})
+    # From loaded modules: importlib.metadata takes as long to import as numpy. ml_dtypes counts only where it was used.
+    modules = {"pma-jax": "pma_jax", "numpy": "numpy", "ml-dtypes": "ml_dtypes"}
+    versions = {name: sys.modules[module].__version__ for name, module in modules.items() if module in sys.modules}
+    return versions | {"python": platform.python_version()}
 
 
-def refuse_changed(plan: Plan, facts: Mapping[str, Any]) -> None:
+def check_inputs_unchanged(plan: MergePlan, facts: Mapping[str, Any]) -> None:
     """Compare what a merge read of its sources with the digests that these carry, if they do; costs no read.
 
     Raises:
         ValueError: a source is not what was written; names the source, the leaf and the files that hold it.
     """
     for source, entry in zip(plan.sources, facts["sources"], strict=True):
-        wanted = stored_digests(source, plan.checksum)
+        wanted = recorded_digests(source, plan.checksum)
         changed = [name for name, digest in entry["leaves"].items() if wanted.get(name, digest) != digest]
         if changed:
             raise ValueError(
                 f"{source.origin} is damaged: {len(changed)} leaves are not what was written: "
-                f"{', '.join(f'{name} ({files_of(source, name)})' for name in changed[:5])}"
+                f"{', '.join(f'{name} ({format_leaf_files(source, name)})' for name in changed[:5])}"
             )
 
 
-def stored_digests(source: Source, checksum: str) -> dict[str, str]:
+def recorded_digests(source: CheckpointSource, checksum: str) -> dict[str, str]:
     """Leaf -> digest as a checkpoint carries them: a snapshot of ours in its metadata, a merge in its provenance.
 
     Empty where it has none that this version knows, or of another checksum.
@@ -130,13 +130,13 @@ def stored_digests(source: Source, checksum: str) -> dict[str, str]:
     return {name.removeprefix(f"{item}."): digest for name, digest in facts["leaves"].items()}
 
 
-def files_of(source: Source, name: str) -> str:
+def format_leaf_files(source: CheckpointSource, name: str) -> str:
     """The files that hold a leaf, for a message."""
-    paths = list(dict.fromkeys(str(extent.path) for extent in source.extents.get(name, ())))
+    paths = list(dict.fromkeys(str(byte_range.path) for byte_range in source.byte_ranges.get(name, ())))
     return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "") or str(source.path)
 
 
-def rounding_note(plan: Plan, facts: Mapping[str, Any], row: int) -> str | None:
+def rounding_warning(plan: MergePlan, facts: Mapping[str, Any], row: int) -> str | None:
     """A warning, if rounding to the output's dtype loses more than merging gains."""
     ratio = facts["rounding_over_moved"]
     if ratio is None or ratio <= _ROUNDING_WARNING:
@@ -171,7 +171,7 @@ def read(directory: Path) -> dict[str, Any]:
     return facts
 
 
-def plan_digest(directory: Path) -> str | None:
+def read_plan_digest(directory: Path) -> str | None:
     """The digest of the plan that made a directory; None if no merge made it."""
     try:
         return read(directory)["plan"]
@@ -179,18 +179,18 @@ def plan_digest(directory: Path) -> str | None:
         return None
 
 
-def content_digests(source: Source, checksum: str) -> dict[str, str]:
+def compute_digests(source: CheckpointSource, checksum: str) -> dict[str, str]:
     """The digest of every leaf of a checkpoint; reads all of it."""
-    return {name: leaf_content_digest(source, name, checksum) for name in source.leaves}
+    return {name: compute_leaf_digest(source, name, checksum) for name in source.leaves}
 
 
-def leaf_content_digest(source: Source, name: str, checksum: str) -> str:
+def compute_leaf_digest(source: CheckpointSource, name: str, checksum: str) -> str:
     """The digest of one leaf of a checkpoint; reads all of it."""
     leaf = source.leaves[name]
-    if name in source.extents:
-        return leaf_digest(segment_digests(leaf, source.extents[name], Unit(name, 0, leaf.elements), checksum))
+    if name in source.byte_ranges:
+        return leaf_digest(segment_digests(leaf, source.byte_ranges[name], Unit(name, 0, leaf.elements), checksum))
     hasher = SegmentHasher(ITEM_BYTES[leaf.dtype], checksum)
-    hasher.update(read_bytes(source, name, 0, leaf.elements))
+    hasher.update(read_leaf_bytes(source, name, 0, leaf.elements))
     return leaf_digest(hasher.hexdigests())
 
 
@@ -220,8 +220,8 @@ def verify(directory: str | Path, with_sources: bool = False) -> list[str]:
     return problems
 
 
-def _compare(what: str, source: Source, facts: Mapping[str, Any]) -> list[str]:
-    found, leaves = content_digests(source, facts["checksum"]), facts["leaves"]
+def _compare(what: str, source: CheckpointSource, facts: Mapping[str, Any]) -> list[str]:
+    found, leaves = compute_digests(source, facts["checksum"]), facts["leaves"]
     problems = [f"{what}: {name} has changed" for name in leaves if name in found and found[name] != leaves[name]]
     problems += [f"{what}: {name} is missing" for name in leaves if name not in found]
     problems += [f"{what}: {name} is new" for name in found if name not in leaves]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pma_jax.merging.rounding import split_rows
-from pma_jax.storage.formats.leaves import ITEM_BYTES, numpy_dtype
+from pma_jax.storage.formats.source import ITEM_BYTES, numpy_dtype
 
 _UPPER_HALF = np.uint32(0xFFFF0000)
 _SIXTEEN = np.uint32(16)
@@ -26,7 +26,7 @@ _STRIP_ELEMENTS = 2**13
 
 
 @dataclass(frozen=True)
-class Weights:
+class KernelWeights:
     """The coefficients as the kernels use them.
 
     Attributes:
@@ -40,10 +40,10 @@ class Weights:
     first: np.ndarray
 
 
-def weights_of(coefficients: np.ndarray) -> Weights:
+def kernel_weights(coefficients: np.ndarray) -> KernelWeights:
     """Turns float64 [R, K] into what the kernels use."""
     rows, divisors = split_rows(coefficients)
-    return Weights(rows, divisors, np.argmax(coefficients != 0, axis=1))
+    return KernelWeights(rows, divisors, np.argmax(coefficients != 0, axis=1))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Scratch:
         rounded: uint8 [2 * block_bytes]; the bytes of one finished block, in the output's dtype.
         sums: uint8 [R, 2 * block_bytes]; viewed as float32 or float64.
         wide: uint8 [2, 2 * block_bytes]; temporaries, viewed as needed.
-        stack: uint8 [K, 2 * block_bytes]; every source's block, widened, until `combine`; empty for one row.
+        stack: uint8 [K, 2 * block_bytes]; every source's block, widened, until `combine_staged`; empty for one row.
     """
 
     raw: np.ndarray
@@ -119,9 +119,9 @@ def _widened(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> l
     return [wide]
 
 
-# What is not finite is refused by `finish`, with the leaf's and the source's name: a warning says less.
+# What is not finite is refused by `finish_block`, with the leaf's and the source's name: a warning says less.
 @np.errstate(over="ignore", invalid="ignore")
-def add(scratch: Scratch, dtype: str, elements: int, weights: Weights, source: int) -> None:
+def add_block(scratch: Scratch, dtype: str, elements: int, weights: KernelWeights, source: int) -> None:
     """Adds the block in `scratch.raw` (source number `source`) to every row's sum, with its weight."""
     widened = _widened(scratch, dtype, elements, scratch.wide.reshape(-1))
     sums = _sums(scratch, dtype, elements)
@@ -131,8 +131,8 @@ def add(scratch: Scratch, dtype: str, elements: int, weights: Weights, source: i
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def stage(scratch: Scratch, dtype: str, elements: int, source: int) -> None:
-    """Keeps the block in `scratch.raw`, widened, as source number `source` of what `combine` sums."""
+def stage_block(scratch: Scratch, dtype: str, elements: int, source: int) -> None:
+    """Keeps the block in `scratch.raw`, widened, as source number `source` of what `combine_staged` sums."""
     into = scratch.stack[source]
     widened = _widened(scratch, dtype, elements, into)
     if dtype == accumulation_dtype(dtype):
@@ -140,7 +140,7 @@ def stage(scratch: Scratch, dtype: str, elements: int, source: int) -> None:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def combine(scratch: Scratch, dtype: str, elements: int, weights: Weights) -> None:
+def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: KernelWeights) -> None:
     """Sums the staged blocks for all rows, a strip in cache at a time."""
     sums = _sums(scratch, dtype, elements)
     staged = scratch.stack[:, : sums[0].nbytes].view(sums.dtype).reshape(-1, *sums.shape[1:])
@@ -165,14 +165,14 @@ def _einsum_rounds_products() -> bool:
     return not np.einsum("rk,kn->rn", np.array([[1, x]], np.float32), terms).any()
 
 
-def _strips(sums: np.ndarray, weights: Weights) -> Iterator[slice]:
+def _strips(sums: np.ndarray, weights: KernelWeights) -> Iterator[slice]:
     """Slices of the last axis: everything for one row, which streams through, else strips that stay in cache."""
     count = sums.shape[-1]
     step = _STRIP_ELEMENTS if len(weights.rows) > 1 else max(count, 1)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: Weights, source: int) -> None:
+def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: KernelWeights, source: int) -> None:
     """Adds one source's values, [elements], to every row's sums, [R, elements], as `rounding` defines it."""
     product = scratch.rounded[: wide.nbytes].view(wide.dtype)
     for total, multipliers, first in zip(totals, weights.rows, weights.first, strict=True):
@@ -187,8 +187,8 @@ def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights:
             np.add(total, product, out=total)
 
 
-def finish(
-    scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: Weights, row: int
+def finish_block(
+    scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: KernelWeights, row: int
 ) -> np.ndarray | None:
     """Divides a row's sum, rounds it to nearest even, and returns its bytes (uint8, in `scratch.rounded`).
 
@@ -249,11 +249,13 @@ def _round_to_bf16(sums: np.ndarray, scratch: Scratch) -> None:
     np.bitwise_or(low, high, out=scratch.rounded[: low.nbytes].view(np.uint32))
 
 
-def squares(scratch: Scratch, dtype: str, out_dtype: str, elements: int, merged: np.ndarray) -> tuple[float, float]:
+def squared_changes(
+    scratch: Scratch, dtype: str, out_dtype: str, elements: int, merged: np.ndarray
+) -> tuple[float, float]:
     """What rounding costs and what merging moves, on one block: both float64 sums of squares.
 
-    `merged` is the block's exact result (accumulation dtype [elements]) and `scratch` as `finish` and the last `add`
-    left it.
+    `merged` is the block's exact result (accumulation dtype [elements]), and `scratch` is in the state that
+    `finish_block` and the last `add_block` left it in.
 
     Returns:
         (sum of (rounded - merged)^2, sum of (newest source - merged)^2).
@@ -264,7 +266,9 @@ def squares(scratch: Scratch, dtype: str, out_dtype: str, elements: int, merged:
     return float(np.sum((rounded - exact) ** 2)), float(np.sum((newest - exact) ** 2))
 
 
-def merged_values(scratch: Scratch, dtype: str, elements: int, weights: Weights, row: int, sample: int) -> np.ndarray:
-    """A copy of the first of a row's exact values, before `finish` overwrites them: accumulation dtype [sample]."""
+def exact_values(
+    scratch: Scratch, dtype: str, elements: int, weights: KernelWeights, row: int, sample: int
+) -> np.ndarray:
+    """Copy the first exact values of a row before `finish_block` overwrites them: accumulation dtype [sample]."""
     sums = _sums(scratch, dtype, elements)[row][:, :sample]
     return (sums / sums.dtype.type(weights.divisors[row])).T.reshape(-1)[:sample]

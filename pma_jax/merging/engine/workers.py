@@ -1,9 +1,9 @@
-"""Other processes of this machine that do units of a merge.
+"""Worker processes on this machine that merge units in parallel.
 
-Threads that add blocks meet at the interpreter's lock many thousand times a second: two are 1.4 times as fast as one,
-and three slower than two. Processes do not meet. A helper is a fresh interpreter, whatever runs in the one that merges
-(JAX, a notebook), which gets the plan once and then a unit at a time through its pipe; when that is closed, because the
-merge is over or was killed, it ends.
+Threads that sum blocks contend for the interpreter's lock many thousand times per second: two are 1.4 times as fast as
+one, and three are slower than two. Processes do not contend. A worker is a fresh interpreter, whatever the merging
+process has loaded (JAX, a notebook). It receives the plan once and then one unit at a time through a pipe; when the
+pipe is closed, because the merge has finished or was killed, the worker exits.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from typing import Any
 from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import Unit
-from pma_jax.merging.engine.units import Run, merge_plain
+from pma_jax.merging.engine.units import MergeJob, merge_plain
 
 _CODE = "import sys; from pma_jax.merging.engine.workers import serve; serve(int(sys.argv[1]))"
 
 
 @contextlib.contextmanager
-def helper(run: Run) -> Iterator[Callable[[int, Unit], Record]]:
+def start_worker(job: MergeJob) -> Iterator[Callable[[int, Unit], Record]]:
     """A process that merges units: the function that has it do one, and waits.
 
     The function raises what `merge_plain` raises there, and ChildProcessError when the process has ended: what is done
@@ -60,7 +60,7 @@ def helper(run: Run) -> Iterator[Callable[[int, Unit], Record]]:
 
     try:
         with contextlib.suppress(BrokenPipeError):  # it has ended: `merge` says so
-            pickle.dump((run.plan, run.places), asks)
+            pickle.dump((job.plan, job.places), asks)
             asks.flush()
         yield merge
     finally:
@@ -74,13 +74,13 @@ def serve(descriptor: int) -> None:
     asks, answers = sys.stdin.buffer, os.fdopen(descriptor, "wb")
     with contextlib.suppress(EOFError, BrokenPipeError):
         plan, places = pickle.load(asks)
-        run = Run(plan, sums.weights_of(plan.coefficients), places)
+        job = MergeJob(plan, sums.kernel_weights(plan.coefficients), places)
         scratch = sums.new_scratch(len(plan.recipes), len(plan.sources), plan.block_elements)
         while True:
             number, unit = pickle.load(asks)
             answer: Any
             try:
-                answer = merge_plain(run, number, unit, scratch)
+                answer = merge_plain(job, number, unit, scratch)
             except (ValueError, OSError) as error:
                 answer = error
             pickle.dump(answer, answers)

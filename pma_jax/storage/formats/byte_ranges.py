@@ -1,4 +1,4 @@
-"""Reading and writing runs of bytes that lie in one or several files, without copies and without mapping them."""
+"""Read and write byte ranges that span one or several files, without copies and without memory mapping."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,82 +7,84 @@ from pathlib import Path
 
 import numpy as np
 
-from pma_jax.storage.formats.leaves import Extent
+from pma_jax.storage.formats.source import ByteRange
 from pma_jax.storage.paths import RangeReader, is_bucket
 
-File = int | RangeReader
+OpenFile = int | RangeReader
 
 
 @contextmanager
-def opened(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, File]]:
-    """File descriptors of `paths` for the time of the block; few are open at once, however many files there are.
+def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, OpenFile]]:
+    """Open `paths` for the duration of the block and yield their file descriptors.
 
-    An object in a bucket has a reader of ranges instead.
+    Opened per leaf, so that few are open at once however many files a checkpoint has. An object in a bucket gets a
+    `RangeReader` instead of a descriptor.
 
     Raises:
-        ValueError: a file cannot be opened.
+        ValueError: A file no longer exists.
     """
-    descriptors: dict[Path, File] = {}
+    files: dict[Path, OpenFile] = {}
     try:
         for path in paths:
-            if path not in descriptors:
-                descriptors[path] = RangeReader(path) if is_bucket(path) else os.open(path, flags | os.O_CLOEXEC)
-        yield descriptors
+            if path not in files:
+                files[path] = RangeReader(path) if is_bucket(path) else os.open(path, flags | os.O_CLOEXEC)
+        yield files
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename}: disappeared while it was needed") from None
     finally:
-        for descriptor in descriptors.values():
-            if isinstance(descriptor, int):
-                os.close(descriptor)
+        for file in files.values():
+            if isinstance(file, int):
+                os.close(file)
 
 
-def pieces(extents: Sequence[Extent], start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
-    """The parts of bytes [start, stop) of a leaf: (extent, offset in its file, length), in order."""
+def split_range(ranges: Sequence[ByteRange], start: int, stop: int) -> Iterator[ByteRange]:
+    """Yield the parts of `ranges` that hold bytes [start, stop) of their concatenation, in order."""
     begin = 0
-    for extent in extents:
-        end = begin + extent.nbytes
+    for part in ranges:
+        end = begin + part.nbytes
         low, high = max(start, begin), min(stop, end)
         if low < high:
-            yield extent, extent.offset + low - begin, high - low
+            yield ByteRange(part.path, part.offset + low - begin, high - low)
         begin = end
 
 
-def read_run(descriptors: Mapping[Path, File], extents: Sequence[Extent], start: int, into: np.ndarray) -> None:
-    """Reads bytes [start, start + len(into)) of a leaf into a uint8 array.
+def read_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], start: int, into: np.ndarray) -> None:
+    """Read bytes [start, start + len(into)) of the concatenated `ranges` into a uint8 array.
 
     Raises:
-        ValueError: a file is shorter than its header said.
+        ValueError: A file is shorter than its header states.
     """
     filled = 0
-    for extent, offset, length in pieces(extents, start, start + len(into)):
-        while length:
-            part, file = into[filled : filled + length].data, descriptors[extent.path]
-            got = os.preadv(file, [part], offset) if isinstance(file, int) else file.readinto(part, offset)
-            if not got:
+    for part in split_range(ranges, start, start + len(into)):
+        file, offset, remaining = files[part.path], part.offset, part.nbytes
+        while remaining:
+            target = into[filled : filled + remaining].data
+            count = os.preadv(file, [target], offset) if isinstance(file, int) else file.readinto(target, offset)
+            if not count:
                 raise ValueError(
-                    f"{extent.path}: ends at byte {offset}, {length} bytes early; it changed or is cut short"
+                    f"{part.path}: ends at byte {offset}, {remaining} bytes early; it changed or is cut short"
                 )
-            filled, offset, length = filled + got, offset + got, length - got
+            filled, offset, remaining = filled + count, offset + count, remaining - count
     assert filled == len(into), (filled, len(into))
 
 
-def write_run(descriptors: Mapping[Path, File], extents: Sequence[Extent], start: int, data: np.ndarray) -> None:
-    """Writes a uint8 array at bytes [start, start + len(data)) of a leaf."""
+def write_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], start: int, data: np.ndarray) -> None:
+    """Write a uint8 array to bytes [start, start + len(data)) of the concatenated `ranges`."""
     written = 0
-    for extent, offset, length in pieces(extents, start, start + len(data)):
-        while length:
-            file = descriptors[extent.path]
-            assert isinstance(file, int), "a merge writes to a disk"
-            put = os.pwrite(file, data[written : written + length].data, offset)
-            written, offset, length = written + put, offset + put, length - put
+    for part in split_range(ranges, start, start + len(data)):
+        file, offset, remaining = files[part.path], part.offset, part.nbytes
+        assert isinstance(file, int), "outputs are written to a local disk"
+        while remaining:
+            count = os.pwrite(file, data[written : written + remaining].data, offset)
+            written, offset, remaining = written + count, offset + count, remaining - count
     assert written == len(data), (written, len(data))
 
 
-def prefetch(descriptors: Mapping[Path, File], extents: Sequence[Extent], start: int, stop: int) -> None:
-    """Asks the system to read bytes [start, stop) of a leaf ahead; on a cold cache the disk works while we add."""
+def prefetch(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], start: int, stop: int) -> None:
+    """Ask the system to read bytes [start, stop) ahead: the disk then works while blocks are summed."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for extent, offset, length in pieces(extents, start, stop):
-        file = descriptors[extent.path]
+    for part in split_range(ranges, start, stop):
+        file = files[part.path]
         if isinstance(file, int):
-            os.posix_fadvise(file, offset, length, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_WILLNEED)

@@ -1,155 +1,104 @@
-"""Checkpoints on the Hugging Face hub: hf://org/repo@revision, through huggingface_hub and its cache.
+"""Checkpoints on the Hugging Face hub (hf://org/repo@revision): list revisions and download one into the hub's cache.
 
-Public suites keep a checkpoint a branch. A revision may be a pattern: braces count (`step-{3000000..3400000..40000}`)
-or choose (`step{1000,2000}`), a star stands for anything.
+Public suites keep one checkpoint per branch. A revision may be a pattern: braces count (`step-{30000..34000..400}`) or
+list alternatives (`step{1000,2000}`), and a star matches anything.
 """
 
 import fnmatch
-import itertools
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pma_jax.storage.formats.leaves import Source
-from pma_jax.storage.formats.open import open_source, progress_from_name
+from pma_jax.storage.formats.names import expand_braces, progress_from_name, stage_from_name
 
+PREFIX = "hf://"
 _ADDRESS = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?")
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?")
-_STAGE = re.compile(r"(?:stage|ingredient|phase|run)-?\d+", re.IGNORECASE)
-_MOST_REVISIONS = 10_000
-# Weights in a format that is read, and the small files that are carried over; never a pickle.
-_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*")
+# Weights in a supported format and the small files that are copied to outputs; never a pickle.
+_DOWNLOADED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*")
 
 
-def expand(address: str) -> tuple[list[str], list[str]]:
-    """The addresses that a pattern stands for, oldest first, and notes about what is missing or crosses a stage.
+def parse_address(address: str) -> tuple[str, str]:
+    """Split hf://org/repo@revision into (org/repo, revision); the revision defaults to "main".
 
     Raises:
-        ValueError: the address is not one, the hub cannot be asked, or nothing matches; one line.
+        ValueError: The address has another form.
     """
-    repo, pattern = _parse(address)
-    wanted = braces(pattern)
-    if len(wanted) == 1 and "*" not in wanted[0]:
+    parts = _ADDRESS.fullmatch(address)
+    if parts is None:
+        raise ValueError(f"{address}: is not hf://org/repo or hf://org/repo@revision")
+    return parts[1], parts[2] or "main"
+
+
+def list_revisions(address: str) -> tuple[list[str], list[str]]:
+    """Expand a revision pattern to the addresses that match it.
+
+    Returns:
+        The addresses, oldest first, and notes about missing revisions and mixed stages.
+
+    Raises:
+        ValueError: The address is malformed, the hub cannot be reached, or nothing matches; one line.
+    """
+    repo, pattern = parse_address(address)
+    names = expand_braces(pattern)
+    if len(names) == 1 and "*" not in names[0]:
         return [address], []
-    existing = _ask(address, lambda api: [ref.name for refs in _refs(api, repo) for ref in refs])
-    found, missing = [], []
-    for name in wanted:
-        matches = fnmatch.filter(existing, name)
-        found += [match for match in matches if match not in found]
-        missing += [] if matches else [name]
-    if not found:
+
+    def list_refs(api: Any) -> list[str]:
+        refs = api.list_repo_refs(repo)
+        return [ref.name for ref in (*refs.branches, *refs.tags)]
+
+    existing = _call_api(address, list_refs)
+    matches = {name: fnmatch.filter(existing, name) for name in names}
+    revisions = list(dict.fromkeys(match for group in matches.values() for match in group))
+    missing = [name for name, group in matches.items() if not group]
+    if not revisions:
         raise ValueError(f"{address}: no revision matches; {repo} has {', '.join(sorted(existing)[:5])} …")
     notes = [f"{repo} has no {', '.join(missing[:5])} ({len(missing)} missing)"] if missing else []
-    stages = sorted({" ".join(_STAGE.findall(name)) for name in found})
+    stages = sorted(set(map(stage_from_name, revisions)))
     if len(stages) > 1:
         notes.append(f"the revisions are of several stages or runs ({', '.join(stages[:5])}); merge within one")
-    found.sort(key=lambda name: (_STAGE.findall(name), progress_from_name(name)[0] or 0, name))
-    return [f"hf://{repo}@{name}" for name in found], notes
+    revisions.sort(key=lambda name: (stage_from_name(name), progress_from_name(name)[0] or 0, name))
+    return [f"{PREFIX}{repo}@{name}" for name in revisions], notes
 
 
 def stage(address: str) -> str:
-    """The repository, and the stage or parallel run that a revision's name tells ("stage1")."""
-    repo, revision = _parse(address)
-    return " ".join([repo, *_STAGE.findall(revision)])
+    """Return the repository and the stage or parallel run that the revision's name states: "org/repo stage1"."""
+    repo, revision = parse_address(address)
+    return f"{repo} {stage_from_name(revision)}".strip()
 
 
-def braces(pattern: str) -> list[str]:
-    """Expands {a..b}, {a..b..step} and {a,b,c} as a shell does.
-
-    Raises:
-        ValueError: a range is empty or stands for too many.
-    """
-    parts: list[list[str]] = []
-    for index, part in enumerate(_BRACES.split(pattern)):
-        if index % 2 == 0:
-            parts.append([part])
-            continue
-        count = _RANGE.fullmatch(part)
-        if count is None:
-            parts.append(part.split(","))
-            continue
-        first, last, step = int(count[1]), int(count[2]), int(count[3] or 1)
-        if last < first or step < 1 or (last - first) // step >= _MOST_REVISIONS:
-            raise ValueError(f"{{{part}}} stands for no revisions, or for more than {_MOST_REVISIONS}")
-        parts.append([str(number) for number in range(first, last + 1, step)])
-    total = 1
-    for choices in parts:
-        total *= len(choices)
-    if total > _MOST_REVISIONS:
-        raise ValueError(f"{pattern[:80]} stands for more than {_MOST_REVISIONS} revisions")
-    return ["".join(choice) for choice in itertools.product(*parts)]
-
-
-def open_revision(address: str, subtree: str | None = None) -> Source:
-    """Fetches one revision into the hub's cache, if it is not there, and opens it.
+def download(address: str) -> Path:
+    """Download one revision into the hub's cache unless it is there, and return its directory, named by the commit.
 
     Raises:
-        ValueError: it cannot be fetched, or holds only pickles; one line.
+        ValueError: The revision cannot be downloaded, or contains only pickles; one line.
     """
-    repo, revision = _parse(address)
+    repo, revision = parse_address(address)
 
     def fetch(api: Any) -> str:
-        return api.snapshot_download(repo, revision=revision, allow_patterns=list(_WANTED))
+        return api.snapshot_download(repo, revision=revision, allow_patterns=list(_DOWNLOADED))
 
-    folder = Path(_ask(address, fetch))
+    folder = Path(_call_api(address, fetch))
     if not any(folder.glob("*.safetensors")):
-        names = _ask(address, lambda api: api.list_repo_files(repo, revision=revision))
+        names = _call_api(address, lambda api: api.list_repo_files(repo, revision=revision))
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
         if pickles:
             raise ValueError(
-                f"{address}: has only pickles ({pickles[0]}), which can run any code when opened; convert it where you "
-                f"trust it: AutoModel.from_pretrained('{repo}', revision='{revision}').save_pretrained('OUT')"
+                f"{address}: contains only pickles ({pickles[0]}), which can run any code when opened; convert it "
+                f"where you trust it: AutoModel.from_pretrained('{repo}', revision='{revision}').save_pretrained('OUT')"
             )
-    source = open_source(folder, subtree)
-    step, tokens = progress_from_name(revision)
-    # The folder is named by the commit, so the provenance can name exactly what was read.
-    return replace(source, origin=f"hf://{repo}@{folder.name}", step=step, tokens=tokens, notes=source.notes)
+    return folder
 
 
-def named(address: str, subtree: str | None = None) -> Source:
-    """A revision by its name alone: a suite has hundreds, and those that take no part need not be fetched.
-
-    Its step and tokens are known, its leaves are not: `fetched` gives them.
-    """
-    step, tokens = progress_from_name(_parse(address)[1])
-    return Source("named", Path(), address, {}, {}, tokens, step, metadata={"subtree": subtree})
-
-
-def fetched(source: Source) -> Source:
-    """The checkpoint that `named` stands for, with the position that it has there; any other as it is.
-
-    Raises:
-        ValueError: as `open_revision` does.
-    """
-    if source.kind != "named":
-        return source
-    opened = open_revision(source.origin, source.metadata["subtree"])
-    return replace(opened, tokens=source.tokens, step=source.step)
-
-
-def _parse(address: str) -> tuple[str, str]:
-    found = _ADDRESS.fullmatch(address)
-    if found is None:
-        raise ValueError(f"{address}: is not hf://org/repo or hf://org/repo@revision")
-    return found[1], found[2] or "main"
-
-
-def _refs(api: Any, repo: str) -> list[list[Any]]:
-    refs = api.list_repo_refs(repo)
-    return [refs.branches, refs.tags]
-
-
-def _ask(address: str, question: Callable[[Any], Any]) -> Any:
+def _call_api(address: str, request: Callable[[Any], Any]) -> Any:
     try:
         import huggingface_hub
     except ImportError:
         raise ValueError(f"{address}: needs huggingface_hub; pip install 'pma-jax[hub]'") from None
     try:
-        return question(huggingface_hub.HfApi())
+        return request(huggingface_hub.HfApi())
     except Exception as error:
-        # What the hub's client raises depends on its HTTP library; to a user each is the same: it could not be fetched.
+        # The client's exceptions depend on its HTTP library; the user needs only the reason for the failure.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"{address}: cannot be fetched: {reason}") from error
+        raise ValueError(f"{address}: cannot be downloaded: {reason}") from error

@@ -9,7 +9,6 @@ Orbax itself is not imported: it restores whole trees, and needs to be told thei
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
-from pma_jax.storage.formats.leaves import ITEM_BYTES, Source
-from pma_jax.storage.formats.open import progress_from_name
+from pma_jax.storage.formats.names import progress_from_name
+from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zarr import Array, open_store, read_array
 from pma_jax.storage.json_files import read_object
 
@@ -29,20 +28,13 @@ STATE_KEYS = frozenset({"opt_state", "opt", "optimizer", "state", "step", "param
 _ITEMS = ("params", "model", "default", "state", "train_state", "items")
 
 
-@dataclass(frozen=True)
-class Handle:
-    """What decodes the leaves of one tree: name -> tensorstore spec."""
-
-    specs: Mapping[str, Mapping[str, Any]]
-
-
 def is_orbax(path: Path) -> bool:
     """Whether a directory looks like an Orbax checkpoint, or like several."""
     marks = (_TREE, _CHECKPOINT, "manifest.ocdbt", "*/_METADATA", "*/_CHECKPOINT_METADATA", "*/.zarray", "*/zarr.json")
     return any(next(path.glob(mark), None) is not None for mark in marks)
 
 
-def open_tree(path: Path, subtree: str | None = None) -> Source:
+def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
     """Opens an Orbax checkpoint: its metadata, none of its arrays.
 
     Args:
@@ -86,22 +78,22 @@ def _base64(name: str) -> str:
     return base64.b64encode(name.encode()).decode()
 
 
-def _source(path: Path, arrays: Mapping[str, Array], metadata: dict[str, Any], notes: list[str]) -> Source:
+def _source(path: Path, arrays: Mapping[str, Array], metadata: dict[str, Any], notes: list[str]) -> CheckpointSource:
     custom = metadata["custom"]
     step, tokens = progress_from_name(path.name)
     step = int(path.name) if path.name.isdecimal() and len(path.name) < 19 else step
-    return Source(
+    return CheckpointSource(
         kind="orbax",
         path=path,
         origin=str(path),
         leaves={name: array.leaf for name, array in arrays.items()},
-        extents={name: array.extents for name, array in arrays.items() if array.extents is not None},
+        byte_ranges={name: array.byte_ranges for name, array in arrays.items() if array.byte_ranges is not None},
         tokens=custom["tokens"] if type(custom.get("tokens")) is int else tokens,
         step=custom["step"] if type(custom.get("step")) is int else step,
         metadata=metadata,
         notes=tuple(notes),
-        frames={name: array.frames for name, array in arrays.items() if array.frames is not None},
-        handle=Handle({name: array.spec for name, array in arrays.items()}),
+        zstd_frames={name: array.zstd_frames for name, array in arrays.items() if array.zstd_frames is not None},
+        tensorstore_specs={name: array.spec for name, array in arrays.items()},
     )
 
 
@@ -197,7 +189,7 @@ def _context() -> Any:
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
 
-def read_elements(source: Source, name: str, start: int, stop: int) -> np.ndarray:
+def read_with_tensorstore(source: CheckpointSource, name: str, start: int, stop: int) -> np.ndarray:
     """Decodes elements [start, stop) of a leaf: uint8, little-endian in C order. Cheap where they are whole chunks.
 
     Raises:
@@ -208,7 +200,7 @@ def read_elements(source: Source, name: str, start: int, stop: int) -> np.ndarra
     leaf, width = source.leaves[name], ITEM_BYTES[source.leaves[name].dtype]
     row = leaf.elements // leaf.shape[0] if leaf.shape and leaf.elements else 1
     try:
-        array = ts.open(ts.Spec(dict(source.handle.specs[name])), open=True, context=_context()).result()
+        array = ts.open(ts.Spec(dict(source.tensorstore_specs[name])), open=True, context=_context()).result()
         first = start // row
         values = array[first : -(-stop // row)] if leaf.shape and leaf.elements else array
         data = np.ascontiguousarray(values.read().result())

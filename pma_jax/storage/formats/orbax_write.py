@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pma_jax.storage.formats.leaves import Extent, LeafInfo, Source
+from pma_jax.storage.formats.source import ByteRange, CheckpointSource, LeafInfo
 
 # Small enough that a host which restores its shard reads little else, large enough to be read at the disk's speed.
 CHUNK_BYTES = 64 * 2**20
@@ -19,8 +19,8 @@ _V0_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCh
 
 
 def orbax_files(
-    leaves: Mapping[str, LeafInfo], first: Source, custom: Mapping[str, Any]
-) -> tuple[dict[str, bytes], dict[str, int], dict[str, tuple[Extent, ...]]]:
+    leaves: Mapping[str, LeafInfo], first: CheckpointSource, custom: Mapping[str, Any]
+) -> tuple[dict[str, bytes], dict[str, int], dict[str, tuple[ByteRange, ...]]]:
     """The small files, the sizes of the files that hold chunks, and the places of the leaves, all by relative path.
 
     Args:
@@ -34,7 +34,7 @@ def orbax_files(
     """
     texts: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
-    places: dict[str, tuple[Extent, ...]] = {}
+    places: dict[str, tuple[ByteRange, ...]] = {}
     tree = {}
     is_orbax = first.kind == "orbax"
     keys_of = first.metadata["keys"] if is_orbax else {}
@@ -56,7 +56,7 @@ def orbax_files(
         chunk = _chunk_shape(leaf)
         texts[f"{folder}{name}/zarr.json"] = _json(_array_metadata(leaf, chunk))
         places[name] = tuple(_chunks(folder + name, leaf, chunk))
-        sizes |= {str(extent.path): _chunk_nbytes(leaf, chunk) for extent in places[name]}
+        sizes |= {str(byte_range.path): _chunk_nbytes(leaf, chunk) for byte_range in places[name]}
     if is_orbax and first.metadata["sharding"]:
         texts[f"{folder}_sharding"] = _json(first.metadata["sharding"])
     texts[f"{folder}_METADATA"] = _json(
@@ -117,15 +117,15 @@ def _chunk_nbytes(leaf: LeafInfo, chunk: tuple[int, ...]) -> int:
     return LeafInfo(chunk, leaf.dtype).nbytes
 
 
-def _chunks(folder: str, leaf: LeafInfo, chunk: tuple[int, ...]) -> list[Extent]:
+def _chunks(folder: str, leaf: LeafInfo, chunk: tuple[int, ...]) -> list[ByteRange]:
     if not leaf.elements:
         return []
     if not leaf.shape:
-        return [Extent(Path(folder, "c"), 0, leaf.nbytes)]
+        return [ByteRange(Path(folder, "c"), 0, leaf.nbytes)]
     chunk_nbytes = _chunk_nbytes(leaf, chunk)
     tail = "/0" * (len(leaf.shape) - 1)
     starts = itertools.count(0, chunk_nbytes)
     return [
-        Extent(Path(folder, f"c/{number}{tail}"), 0, min(chunk_nbytes, leaf.nbytes - start))
+        ByteRange(Path(folder, f"c/{number}{tail}"), 0, min(chunk_nbytes, leaf.nbytes - start))
         for number, start in zip(range(-(-leaf.shape[0] // chunk[0])), starts, strict=False)
     ]

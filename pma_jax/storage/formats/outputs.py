@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.storage.formats import safetensors as safetensors_file
-from pma_jax.storage.formats.leaves import Extent, LeafInfo, Source
 from pma_jax.storage.formats.orbax_write import orbax_files
+from pma_jax.storage.formats.source import ByteRange, CheckpointSource, LeafInfo
 from pma_jax.storage.json_files import json_bytes, read_object
 
 TOKENIZER_PATTERNS = (
@@ -29,7 +29,7 @@ TOKENIZER_PATTERNS = (
     "tokenization_*.py",
 )
 # Files beside the weights without which the merged model does not load or does not tokenize.
-CARRIED_PATTERNS = (
+SIDECAR_PATTERNS = (
     "config.json",
     "generation_config.json",
     "preprocessor_config.json",
@@ -39,11 +39,11 @@ CARRIED_PATTERNS = (
     "configuration_*.py",
     "modeling_*.py",
 )
-_CARRIED_LIMIT_BYTES = 256 * 2**20
+_SIDECAR_LIMIT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Layout:
+class OutputLayout:
     """A checkpoint directory that is not written yet.
 
     Attributes:
@@ -59,7 +59,7 @@ class Layout:
     copies: Mapping[str, Path]
     sizes: Mapping[str, int]
     preambles: Mapping[str, bytes]
-    places: Mapping[str, tuple[Extent, ...]]
+    places: Mapping[str, tuple[ByteRange, ...]]
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,14 +68,14 @@ class Layout:
         return sum(self.sizes.values())
 
 
-def layout(
-    sources: list[Source],
+def plan_output(
+    sources: list[CheckpointSource],
     leaves: Mapping[str, LeafInfo],
     kind: str,
     shard_bytes: int,
     dtype: str,
     custom: Mapping[str, Any],
-) -> Layout:
+) -> OutputLayout:
     """The files of a merged checkpoint.
 
     Args:
@@ -91,7 +91,7 @@ def layout(
     """
     if kind == "orbax":
         texts, sizes, places = orbax_files(leaves, sources[0], custom)
-        return Layout(texts, {}, sizes, {}, places)
+        return OutputLayout(texts, {}, sizes, {}, places)
     if kind != "safetensors":
         raise ValueError(f"the format {kind!r} is not one of keep, safetensors, orbax")
     copies, texts, notes = _carried(sources, dtype)
@@ -102,7 +102,7 @@ def layout(
     return replace(files, texts={**texts, **files.texts}, copies=copies, notes=notes)
 
 
-def safetensors_files(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadata: Mapping[str, str]) -> Layout:
+def safetensors_files(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadata: Mapping[str, str]) -> OutputLayout:
     """The shards that hold `leaves`, in their order, at most `shard_bytes` of them each, and the index of several."""
     shards = safetensors_file.split_into_shards(leaves, shard_bytes)
     names = safetensors_file.shard_names(len(shards))
@@ -116,18 +116,18 @@ def safetensors_files(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadata
         preambles[name] = safetensors_file.header_bytes([(leaf, leaves[leaf]) for leaf in shard], metadata)
         end = len(preambles[name])
         for leaf in shard:
-            places[leaf] = (Extent(Path(name), end, leaves[leaf].nbytes),)
+            places[leaf] = (ByteRange(Path(name), end, leaves[leaf].nbytes),)
             end += leaves[leaf].nbytes
         sizes[name] = end
-    return Layout(texts, {}, sizes, preambles, places)
+    return OutputLayout(texts, {}, sizes, preambles, places)
 
 
-def _carried(sources: list[Source], dtype: str) -> tuple[dict[str, Path], dict[str, bytes], tuple[str, ...]]:
+def _carried(sources: list[CheckpointSource], dtype: str) -> tuple[dict[str, Path], dict[str, bytes], tuple[str, ...]]:
     """Files to copy, files to write changed, and notes about those left behind or that differ between sources."""
     newest = sources[-1]
     copies, texts, left = {}, {}, []
     for path in newest.files:
-        if is_carried(path, CARRIED_PATTERNS):
+        if is_sidecar(path, SIDECAR_PATTERNS):
             copies[path.name] = path
         else:
             left.append(path.name)
@@ -149,16 +149,16 @@ def _carried(sources: list[Source], dtype: str) -> tuple[dict[str, Path], dict[s
     return copies, texts, tuple(notes)
 
 
-def is_carried(path: Path, patterns: Sequence[str]) -> bool:
+def is_sidecar(path: Path, patterns: Sequence[str]) -> bool:
     """Whether a file's name is one of `patterns`, and it is of a size that such a file has."""
-    return any(path.match(pattern) for pattern in patterns) and path.stat().st_size <= _CARRIED_LIMIT_BYTES
+    return any(path.match(pattern) for pattern in patterns) and path.stat().st_size <= _SIDECAR_LIMIT_BYTES
 
 
 def _is_same(one: Path, other: Path) -> bool:
     return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
 
 
-def create(plan: Layout, directory: Path) -> None:
+def create_files(plan: OutputLayout, directory: Path) -> None:
     """Makes the directory, every file at its full size and the leaves zeros; doing it again is harmless."""
     for name in [*plan.texts, *plan.copies, *plan.sizes]:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -176,11 +176,13 @@ def create(plan: Layout, directory: Path) -> None:
             shutil.copyfileobj(source, target)
 
 
-def places_in(plan: Layout, directory: Path) -> dict[str, tuple[Extent, ...]]:
+def byte_ranges_in(plan: OutputLayout, directory: Path) -> dict[str, tuple[ByteRange, ...]]:
     """The leaves' runs as absolute paths in `directory`."""
     return {
-        name: tuple(Extent(directory / extent.path, extent.offset, extent.nbytes) for extent in extents)
-        for name, extents in plan.places.items()
+        name: tuple(
+            ByteRange(directory / byte_range.path, byte_range.offset, byte_range.nbytes) for byte_range in byte_ranges
+        )
+        for name, byte_ranges in plan.places.items()
     }
 
 

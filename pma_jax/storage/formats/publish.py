@@ -16,12 +16,12 @@ from pathlib import Path
 from pma_jax.storage.formats import outputs
 from pma_jax.storage.paths import is_bucket
 
-UNDER_WAY = "publishing.json"
+IN_PROGRESS_FILE = "publishing.json"
 _LAST = ("provenance.json", "commit_success.txt")
 _THREADS = 8
 
 
-def work_place(target: Path, suffix: str) -> Path:
+def working_directory(target: Path, suffix: str) -> Path:
     """Where `target` is made: beside it on a disk, in the machine's directory for temporary files for a bucket."""
     if not is_bucket(target):
         return target.parent / f".{target.name}.partial{suffix}"
@@ -42,21 +42,21 @@ def publish(directory: Path, target: Path, arrays: Sequence[str], digest: str) -
     outputs.sync_entry(target.parent)
 
 
-def is_under_way(target: Path, digest: str) -> bool:
+def is_upload_interrupted(target: Path, digest: str) -> bool:
     """Whether publishing what has this digest was interrupted; then `publish` writes over what is there."""
-    mark = target / UNDER_WAY
+    mark = target / IN_PROGRESS_FILE
     return is_bucket(target) and mark.exists() and json.loads(mark.read_text())["digest"] == digest
 
 
 def _upload(directory: Path, target: Path, arrays: Sequence[str], digest: str) -> None:
-    (target / UNDER_WAY).write_text(json.dumps({"digest": digest}))
+    (target / IN_PROGRESS_FILE).write_text(json.dumps({"digest": digest}))
     files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     texts = files - set(arrays) - set(_LAST)
     for names in (sorted(arrays), sorted(texts), *([name] for name in _LAST if name in files)):
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(lambda name: _copy(directory / name, target / name), names):
                 pass
-    (target / UNDER_WAY).unlink()
+    (target / IN_PROGRESS_FILE).unlink()
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard
+from typing import Any
 
-from pma_jax.storage.formats.leaves import ITEM_BYTES, Extent, LeafInfo
+from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.json_files import json_bytes, parse_json, read_object
 
 DTYPE_OF_CODE = {
@@ -42,7 +42,7 @@ class Header:
     """What a safetensors header says: where each leaf lies, in the order of the data."""
 
     leaves: Mapping[str, LeafInfo]
-    extents: Mapping[str, tuple[Extent, ...]]
+    byte_ranges: Mapping[str, tuple[ByteRange, ...]]
     metadata: Mapping[str, str]
 
 
@@ -75,17 +75,17 @@ def _check_header(entries: dict[str, Any], path: Path, data_start: int, data_byt
         raise ValueError(f"{path}: __metadata__ must map strings to strings")
     runs = [(*_check_entry(name, entry, path), name) for name, entry in entries.items()]
     runs.sort(key=lambda run: run[:2])
-    end_of_last, leaves, extents = 0, {}, {}
+    end_of_last, leaves, byte_ranges = 0, {}, {}
     for start, end, leaf, name in runs:
         if start != end_of_last:
             how = "overlaps the one before it" if start < end_of_last else "leaves a hole before it"
             raise ValueError(f"{path}: {name[:80]!r} at bytes {start}:{end} {how}; safetensors allows neither")
         leaves[name] = leaf
-        extents[name] = (Extent(path, data_start + start, end - start),)
+        byte_ranges[name] = (ByteRange(path, data_start + start, end - start),)
         end_of_last = end
     if end_of_last != data_bytes:
         raise ValueError(f"{path}: the header describes {end_of_last} bytes of data and the file has {data_bytes}")
-    return Header(leaves, extents, metadata)
+    return Header(leaves, byte_ranges, metadata)
 
 
 def _check_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]:
@@ -98,21 +98,15 @@ def _check_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
         raise ValueError(f"{what} has the dtype {str(code)[:40]!r}; known are {', '.join(DTYPE_OF_CODE)}")
-    if not are_counts(shape) or len(shape) > _MAX_DIMENSIONS:
+    if not are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"{what} has no valid shape: {str(shape)[:80]}")
-    if not are_counts(offsets) or len(offsets) != 2:
+    if not are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(f"{what} has no valid data_offsets: {str(offsets)[:80]}")
     leaf = LeafInfo(tuple(shape), DTYPE_OF_CODE[code])
     start, end = offsets
     if end - start != leaf.nbytes:
         raise ValueError(f"{what} has {end - start} bytes, and its shape and dtype need {str(leaf.nbytes)[:40]}")
     return start, end, leaf
-
-
-def are_counts(values: Any) -> TypeGuard[list[int]]:
-    """Whether this is a list of integers from 0 to 2^63 - 1."""
-    # bool is an int to Python, and a product of 64 dimensions of 2^64 is harmless only because each is bounded here.
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def read_index(path: Path) -> dict[str, list[str]]:
@@ -148,7 +142,7 @@ def read_sharded(index_path: Path) -> Header:
         ValueError: a shard is missing, or holds other leaves than the index says.
     """
     leaves: dict[str, LeafInfo] = {}
-    extents: dict[str, tuple[Extent, ...]] = {}
+    byte_ranges: dict[str, tuple[ByteRange, ...]] = {}
     metadata: dict[str, str] = {}
     for shard, names in sorted(read_index(index_path).items()):
         path = index_path.parent / shard
@@ -159,9 +153,9 @@ def read_sharded(index_path: Path) -> Header:
         if wrong:
             raise ValueError(f"{path}: index and shard disagree about {wrong[0][:80]!r} ({len(wrong)} names in all)")
         leaves |= header.leaves
-        extents |= header.extents
+        byte_ranges |= header.byte_ranges
         metadata |= header.metadata
-    return Header(leaves, extents, metadata)
+    return Header(leaves, byte_ranges, metadata)
 
 
 def header_bytes(leaves: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]) -> bytes:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pma_jax.storage.formats.leaves import ITEM_BYTES, Extent, LeafInfo
-from pma_jax.storage.formats.safetensors import are_counts
-from pma_jax.storage.formats.zstd import Frames, is_available
+from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
+from pma_jax.storage.formats.zstd import ZstdFrames, is_available
 from pma_jax.storage.json_files import parse_json
 from pma_jax.storage.paths import is_bucket
 
@@ -53,7 +52,7 @@ class Store:
 
     directory: Path
     is_ocdbt: bool
-    values: Mapping[str, tuple[Extent | None, bytes | None]]
+    values: Mapping[str, tuple[ByteRange | None, bytes | None]]
     fills_missing: bool
     sizes: dict[Path, int | None] = field(default_factory=dict)
 
@@ -89,7 +88,7 @@ class Store:
             file.seek(place.offset)
             return file.read(place.nbytes)
 
-    def place(self, key: str) -> Extent | None:
+    def place(self, key: str) -> ByteRange | None:
         """Where a chunk lies, or None if it is absent, inline or shorter in the file than it should be."""
         if self.is_ocdbt:
             place = self.values.get(key, (None, None))[0]
@@ -98,7 +97,7 @@ class Store:
             return place if is_there else None
         path = self.directory / key
         size = self._size(path)
-        return None if size is None else Extent(path, 0, size)
+        return None if size is None else ByteRange(path, 0, size)
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,14 @@ class Array:
 
     Attributes:
         leaf: shape, dtype and the elements of one row of chunks.
-        extents: its bytes in order, if they lie plainly in files; else None.
-        frames: its bytes in order as zstd frames, if they are, and if those can be decoded here; else None.
+        byte_ranges: its bytes in order, if they lie plainly in files; else None.
+        zstd_frames: its bytes in order as zstd frames, if they are, and if those can be decoded here; else None.
         spec: how tensorstore opens it.
     """
 
     leaf: LeafInfo
-    extents: tuple[Extent, ...] | None
-    frames: Frames | None
+    byte_ranges: tuple[ByteRange, ...] | None
+    zstd_frames: ZstdFrames | None
     spec: Mapping[str, Any]
 
 
@@ -135,8 +134,8 @@ def read_array(store: Store, name: str) -> Array:
         shape, chunk, dtype, coding, prefix, separator = parse(metadata)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ValueError(f"{what}: its zarr metadata is damaged or unknown: {_line(error)}") from None
-    granule = chunk[0] * math.prod(shape[1:]) if shape else 1
-    leaf = LeafInfo(shape, dtype, max(1, granule))
+    chunk_elements = chunk[0] * math.prod(shape[1:]) if shape else 1
+    leaf = LeafInfo(shape, dtype, max(1, chunk_elements))
     if leaf.nbytes > _MOST_BYTES:
         raise ValueError(f"{what}: claims the shape {str(list(shape))[:80]}; no array is that large, it is damaged")
     spec = {"driver": driver, "kvstore": _kvstore(store, name), "metadata": metadata, "assume_metadata": True}
@@ -145,7 +144,7 @@ def read_array(store: Store, name: str) -> Array:
     chunks = _chunks(store, name, leaf, chunk, (prefix, separator), coding) if coding.codec != "other" else None
     if chunks is None or coding.codec == "plain":
         return Array(leaf if chunks is None else LeafInfo(shape, dtype), chunks, None, spec)
-    frames = Frames(chunks, LeafInfo(chunk, dtype).nbytes) if is_available() and leaf.elements else None
+    frames = ZstdFrames(chunks, LeafInfo(chunk, dtype).nbytes) if is_available() and leaf.elements else None
     return Array(leaf, None, frames, spec)
 
 
@@ -203,14 +202,14 @@ def _parse_v3(metadata: Any) -> _Parsed:
 
 
 def _shapes(shape: Any, chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if not are_counts(shape) or not are_counts(chunk) or len(shape) != len(chunk) or 0 in chunk or len(shape) > 32:
+    if not are_sizes(shape) or not are_sizes(chunk) or len(shape) != len(chunk) or 0 in chunk or len(shape) > 32:
         raise ValueError(f"shape {str(shape)[:40]} and chunks {str(chunk)[:40]}")
     return tuple(shape), tuple(chunk)
 
 
 def _chunks(
     store: Store, name: str, leaf: LeafInfo, chunk: tuple[int, ...], naming: tuple[str, str], coding: _Coding
-) -> tuple[Extent, ...] | None:
+) -> tuple[ByteRange, ...] | None:
     """Where each chunk lies; None if one is not whole rows, or not there as a run of bytes.
 
     Plain chunks are as long as what they hold of the leaf, compressed ones as long as they are stored.
@@ -235,11 +234,11 @@ def _chunks(
             if length != chunk_nbytes:
                 return None
             length = min(chunk_nbytes, leaf.nbytes - number * chunk_nbytes)
-        found.append(Extent(place.path, place.offset, length))
+        found.append(ByteRange(place.path, place.offset, length))
     return tuple(found)
 
 
-def _inner_nbytes(shard: Extent) -> int | None:
+def _inner_nbytes(shard: ByteRange) -> int | None:
     """The length of a shard's only chunk, if its index says that it comes first and the index right after it."""
     if shard.nbytes < _INDEX_BYTES:
         return None
@@ -273,7 +272,7 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
         return Store(directory, False, {}, fills_missing)
     import tensorstore as ts
 
-    values: dict[str, tuple[Extent | None, bytes | None]] = {}
+    values: dict[str, tuple[ByteRange | None, bytes | None]] = {}
     try:
         base = ts.KvStore.open(_url(directory)).result()
         versions = ts.ocdbt.dump(base).result()["versions"]
@@ -293,7 +292,7 @@ def _decoded(key: Any) -> str:
     return key.decode() if isinstance(key, bytes) else str(key)
 
 
-def _value(directory: Path, entry: Mapping[str, Any]) -> tuple[Extent | None, bytes | None]:
+def _value(directory: Path, entry: Mapping[str, Any]) -> tuple[ByteRange | None, bytes | None]:
     if "inline_value" in entry:
         return None, entry["inline_value"]
     # value:<directory below the base>:<file>:<offset>:<length>
@@ -301,4 +300,4 @@ def _value(directory: Path, entry: Mapping[str, Any]) -> tuple[Extent | None, by
     path = directory / below.lstrip("/") / file
     if ".." in Path(below, file).parts or file.startswith("/"):
         raise ValueError(f"a value lies outside, in {str(path)[:80]}")
-    return Extent(path, int(offset), int(length)), None
+    return ByteRange(path, int(offset), int(length)), None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.storage.formats.leaves import Extent
+from pma_jax.storage.formats.source import ByteRange
 
 # A frame may ask for any window; zstd's levels up to 19 ask for 8 MiB at most.
 _LARGEST_WINDOW_BYTES = 2**25
@@ -19,15 +19,15 @@ DECODER_BYTES = 5 * 2**19
 
 
 @dataclass(frozen=True)
-class Frames:
+class ZstdFrames:
     """A leaf's bytes as zstd frames, in order.
 
     Attributes:
-        extents: where each frame lies; more bytes may follow it there.
+        byte_ranges: where each frame lies; more bytes may follow it there.
         chunk_nbytes: what each frame decodes to; the last may be padded beyond the leaf.
     """
 
-    extents: tuple[Extent, ...]
+    byte_ranges: tuple[ByteRange, ...]
     chunk_nbytes: int
 
 
@@ -36,10 +36,10 @@ def is_available() -> bool:
     return importlib.util.find_spec("zstandard") is not None
 
 
-class FrameReader:
+class ZstdReader:
     """Reads a leaf from its first byte to its last; to be closed."""
 
-    def __init__(self, frames: Frames):
+    def __init__(self, frames: ZstdFrames):
         self._frames = frames
         self._next = 0
         self._left = 0
@@ -71,12 +71,12 @@ class FrameReader:
         import zstandard  # pyrefly: ignore
 
         self.close()
-        extent = self._frames.extents[self._next]
+        byte_range = self._frames.byte_ranges[self._next]
         try:
-            self._file = extent.path.open("rb", buffering=0)
+            self._file = byte_range.path.open("rb", buffering=0)
         except FileNotFoundError:
-            raise ValueError(f"{extent.path}: disappeared while it was needed") from None
-        self._file.seek(extent.offset)
+            raise ValueError(f"{byte_range.path}: disappeared while it was needed") from None
+        self._file.seek(byte_range.offset)
         decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES)
         self._stream = decompressor.stream_reader(self._file, read_size=2**17, closefd=False)
         self._next, self._left = self._next + 1, self._frames.chunk_nbytes
