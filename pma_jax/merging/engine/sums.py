@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pma_jax.merging.rounding import split_rows
+from pma_jax.merging.engine.rounding import split_rows
 from pma_jax.storage.formats.source import ITEM_BYTES, numpy_dtype
 
 _UPPER_HALF = np.uint32(0xFFFF0000)
