@@ -1,15 +1,20 @@
-"""Eight simulated CPU devices for every test, `--slow` for the long ones, and one tiny finished run to read."""
+"""Simulated CPU devices, `--slow` for the long tests, a cache of compiled programs, and one tiny finished run to read.
+
+A process simulates eight devices, or as many as `PMA_TEST_DEVICES` says. `make test` runs the tests marked `mesh` with
+eight and all others with one, which compiles and steps several times faster; with eight every test passes.
+"""
 
 import os
-import tempfile
+from pathlib import Path
 
+DEVICES = int(os.environ.setdefault("PMA_TEST_DEVICES", "8"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    os.environ["XLA_FLAGS"] = flags.strip()
 
-# Each test process compiles a program once: a tiny run takes 2 seconds instead of 16. Gone when the session ends.
-_compiled = tempfile.TemporaryDirectory(prefix="pma-tests-compiled-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+# All test processes share compiled programs, and the next session reuses them: a tiny run takes 2 seconds instead of 16.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -27,10 +32,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
-
-
-def pytest_unconfigure():
-    _compiled.cleanup()
 
 
 @pytest.fixture(scope="session")
