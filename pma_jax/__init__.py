@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pma_jax.merging import recipes
     from pma_jax.merging.api import average, merge
-    from pma_jax.runs.checkpoint import open_run, read_snapshot
+    from pma_jax.runs.directory import open_run
+    from pma_jax.runs.snapshots import read_snapshot
     from pma_jax.training.loop import train
 
 __all__ = ["average", "merge", "open_run", "read_snapshot", "recipes", "train"]
@@ -21,8 +22,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "average": "pma_jax.merging.api",
     "merge": "pma_jax.merging.api",
-    "open_run": "pma_jax.runs.checkpoint",
-    "read_snapshot": "pma_jax.runs.checkpoint",
+    "open_run": "pma_jax.runs.directory",
+    "read_snapshot": "pma_jax.runs.snapshots",
     "train": "pma_jax.training.loop",
 }
 

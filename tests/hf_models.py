@@ -14,9 +14,11 @@ from safetensors.numpy import save_file
 
 from pma_jax import config as configuration
 from pma_jax.config import Config, MeshConfig, ModelConfig
-from pma_jax.model.decoder import apply, graph_definition
-from pma_jax.runs import checkpoint
+from pma_jax.model.decoder import abstract_params, apply, graph_definition
+from pma_jax.runs import snapshots
+from pma_jax.runs.snapshots import Snapshot, read_snapshot, write_snapshot
 from pma_jax.runtime.mesh import local_mesh, make_mesh
+from pma_jax.storage.paths import absolute_path
 
 SIZES = {"vocabulary_size": 256, "width": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 24}
 MIXTURE = {
@@ -66,20 +68,20 @@ def write_ours(
     path: Path, made: Config, seed: int = 0, tokens: int = 4096, kind: str = "point", change=lambda params: None
 ):
     """A snapshot of random parameters, as the configuration's mesh writes it; returns them. `change` may alter them."""
-    abstract = checkpoint.abstract_params(made, local_mesh() if made.mesh == MeshConfig() else make_mesh(made.mesh))
+    abstract = abstract_params(made.model, local_mesh() if made.mesh == MeshConfig() else make_mesh(made.mesh))
     params = random_tree(abstract, seed)
     change(params)
     placed = jax.tree.map(lambda values, leaf: jax.device_put(values, leaf.sharding), params, abstract)
-    snapshot = checkpoint.Snapshot(checkpoint.absolute(path), tokens // 512, tokens, None, made, kind=kind)
-    checkpoint.write_snapshot(placed, snapshot)
+    snapshot = Snapshot(absolute_path(path), tokens // 512, tokens, None, made, kind=kind)
+    write_snapshot(placed, snapshot)
     return params
 
 
 def our_logits(path: Path, tokens_BxL: np.ndarray = TOKENS) -> np.ndarray:
     """Logits of a stored snapshot by our decoder, on all devices."""
     mesh = local_mesh()
-    snapshot = checkpoint.read_snapshot(path)
-    params = checkpoint.restore_params(snapshot, checkpoint.abstract_params(snapshot.config, mesh))
+    snapshot = read_snapshot(path)
+    params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, mesh))
     with jax.set_mesh(mesh):
         graph = graph_definition(snapshot.config.model)
         tokens = jax.device_put(tokens_BxL, jax.NamedSharding(mesh, jax.P("data")))

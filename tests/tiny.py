@@ -17,7 +17,10 @@ import pytest
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.evaluation.held_out import evaluate_all
-from pma_jax.runs import checkpoint
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs import snapshots
+from pma_jax.runs.directory import Run
+from pma_jax.runs.snapshots import Snapshot, write_snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import loop
 from pma_jax.training.loop import train
@@ -112,22 +115,22 @@ def train_and_watch(config, workdir):
         return train(config, workdir), weights
 
 
-def read(snapshot: checkpoint.Snapshot):
+def read(snapshot: Snapshot):
     """A stored snapshot's parameters as numpy arrays."""
-    abstract = checkpoint.abstract_params(snapshot.config, make_mesh(snapshot.config.mesh))
-    return jax.tree.map(np.asarray, checkpoint.restore_params(snapshot, abstract))
+    abstract = abstract_params(snapshot.config.model, make_mesh(snapshot.config.mesh))
+    return jax.tree.map(np.asarray, snapshots.restore_params(snapshot, abstract))
 
 
-def write_block_means(run: checkpoint.Run) -> None:
+def write_block_means(run: Run) -> None:
     """Give `run` a block mean at each point: the mean of that point and the one before."""
     points = run.of_kind("point")
     for before, point in zip([points[0], *points], points, strict=False):
         mean = jax.tree.map(lambda a, b: (a + b) / 2, read(before), read(point))
         path = run.path / SNAPSHOT_KINDS["block_mean"].folder / str(point.step)
-        checkpoint.write_snapshot(mean, dataclasses.replace(point, path=path, kind="block_mean", loss=None))
+        write_snapshot(mean, dataclasses.replace(point, path=path, kind="block_mean", loss=None))
 
 
-def loss_of_sum(run: checkpoint.Run, stored: list[dict[str, np.ndarray]], weights) -> float:
+def loss_of_sum(run: Run, stored: list[dict[str, np.ndarray]], weights) -> float:
     """Held-out loss of the float64 sum of trees (as `named` gives them), by the library's evaluation."""
     mesh = make_mesh(run.config.mesh)
 
@@ -136,7 +139,7 @@ def loss_of_sum(run: checkpoint.Run, stored: list[dict[str, np.ndarray]], weight
         total = sum(w * leaves[name].astype(np.float64) for w, leaves in zip(weights, stored, strict=True))
         return jax.device_put(total.astype(np.float32), like.sharding)
 
-    params = jax.tree_util.tree_map_with_path(merged, checkpoint.abstract_params(run.config, mesh))
+    params = jax.tree_util.tree_map_with_path(merged, abstract_params(run.config.model, mesh))
     (loss,) = evaluate_all(run.config, [params], mesh)
     return loss
 
@@ -163,7 +166,7 @@ def assert_close(actual, expected, rtol: float, atol: float = 0.0) -> None:
         np.testing.assert_allclose(actual[name], expected[name], rtol=rtol, atol=atol, err_msg=name)
 
 
-def numbers(run: checkpoint.Run, after: int = 0) -> list[dict]:
+def numbers(run: Run, after: int = 0) -> list[dict]:
     """What metrics.jsonl says past `after` tokens, but for what a clock measured."""
     clock = ("tokens_per_second", "seconds")
     records = [r for r in run.metrics if r["tokens"] > after]

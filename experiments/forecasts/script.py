@@ -17,10 +17,9 @@ from pma_jax.analysis.scaling import ScalingLaw, fit_loss_curve, fit_scaling_law
 from pma_jax.config import Config
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.model.decoder import parameter_count
+from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.reporting import line_panels
 from pma_jax.reporting.line_panels import Line, LinePanel
-from pma_jax.runs.checkpoint import abstract_params
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.studies import pages, study
 from pma_jax.studies.pages import Row
@@ -103,7 +102,7 @@ def sizes(question: Study, seed: int) -> list[dict[str, Any]]:
         merged = {end: cells(max(end // 8, 1))["block/sma"] for end in at}
         found.append(
             {
-                "parameters": parameter_count(abstract_params(run.config, make_mesh(run.config.mesh))),
+                "parameters": parameter_count(abstract_params(run.config.model, make_mesh(run.config.mesh))),
                 "merged": [[at[end], question.losses(run, [cell], [end])[cell, end]] for end, cell in merged.items()],
                 "annealed": [[at[end], question.loss(question.annealed(run, end - end // 4, end))] for end in ends],
             }

@@ -14,7 +14,7 @@ from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.reporting import line_panels
 from pma_jax.reporting.line_panels import Line, LinePanel
-from pma_jax.runs.checkpoint import Run
+from pma_jax.runs.directory import Run
 from pma_jax.studies import pages, study
 from pma_jax.studies.pages import Row
 from pma_jax.studies.study import Study

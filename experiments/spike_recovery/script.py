@@ -134,7 +134,7 @@ def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str
     said = path.with_suffix(".json")
     if said.exists():
         return json.loads(said.read_text())
-    from pma_jax.runs.checkpoint import open_run
+    from pma_jax.runs.directory import open_run
 
     begin, error = time.perf_counter(), None
     try:
@@ -164,21 +164,23 @@ def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str
 
 def before_spike(folder: Path, arm: str, seed: int, overrides: list[str], onset_tokens: int) -> None:
     """Begin an arm with what the collapsing run had before its spike: state, snapshots and records."""
-    from pma_jax.runs import checkpoint
+    from pma_jax.runs import states
+    from pma_jax.runs.directory import create_run, is_run, open_run
+    from pma_jax.storage.paths import absolute_path
 
     path = folder / slug(arm)
-    if path.with_suffix(".json").exists() or checkpoint.is_run(path):
+    if path.with_suffix(".json").exists() or is_run(path):
         return
-    source = checkpoint.open_run(folder / slug(NOTHING))
+    source = open_run(folder / slug(NOTHING))
     state = [s for s in source.states if s.tokens < onset_tokens][-1]
     if path.exists():
         shutil.rmtree(path)
-    checkpoint.copy_state(state, checkpoint.absolute(path))
+    states.copy_state(state, absolute_path(path))
     for snapshot in source.snapshots:
         if snapshot.tokens <= state.tokens:
             shutil.copytree(snapshot.path, path / "snapshots" / snapshot.path.name)
     shutil.copy(source.path / "metrics.jsonl", path / "metrics.jsonl")
-    checkpoint.create_run(path, resolved(seed, overrides), source.metadata)
+    create_run(path, resolved(seed, overrides), source.metadata)
 
 
 def judged(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -20,12 +20,12 @@ from pma_jax.evaluation.held_out import held_out_batches
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.model.decoder import graph_definition
+from pma_jax.model.decoder import abstract_params, graph_definition
 from pma_jax.reporting import line_panels
 from pma_jax.reporting.figures import shown
 from pma_jax.reporting.line_panels import Line, LinePanel
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Run
+from pma_jax.runs.directory import Run
+from pma_jax.runs.snapshots import restore_params
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.studies import pages, study
 from pma_jax.studies.pages import Row
@@ -123,12 +123,12 @@ def learned(question: Study, trunks: list[Run], kind: str, window: int) -> dict[
         judging = -(-question.evaluation_tokens // batch_tokens)
         longer = dataclasses.replace(config.evaluation, tokens=judging * batch_tokens + fitted_tokens(question))
         mesh, snapshots = make_mesh(config.mesh), trunk.of_kind(kind)[-window:]
-        abstract = checkpoint.abstract_params(config, mesh)
+        abstract = abstract_params(config.model, mesh)
         with jax.set_mesh(mesh):
             text = shards.prepare(config.data, progress=False)
             batches = held_out_batches(text, dataclasses.replace(config, evaluation=longer), mesh)
             fitting = batches[judging:]
-            params = [checkpoint.restore_params(s, abstract) for s in snapshots]
+            params = [restore_params(s, abstract) for s in snapshots]
             fit = learn_weights(text_loss(graph_definition(config.model), fitting), params, steps=FITTED_STEPS)
         rows.append(fit.weights.tolist())
         losses += evaluate_merges(config, snapshots, [fit.weights]).losses

@@ -23,7 +23,7 @@ from pma_jax.reporting import contours, line_panels
 from pma_jax.reporting.contours import ContourPanel, Marked
 from pma_jax.reporting.figures import shown
 from pma_jax.reporting.line_panels import Line, LinePanel
-from pma_jax.runs.checkpoint import Run
+from pma_jax.runs.directory import Run
 from pma_jax.studies import pages, study
 from pma_jax.studies.pages import Row
 from pma_jax.studies.study import Study

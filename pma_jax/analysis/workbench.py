@@ -19,9 +19,8 @@ from pma_jax.analysis.text_loss import text_loss, text_outputs
 from pma_jax.config import Config
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches
-from pma_jax.model.decoder import Params, graph_definition
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Snapshot
+from pma_jax.model.decoder import Params, abstract_params, graph_definition
+from pma_jax.runs.snapshots import Snapshot, restore_params
 from pma_jax.runtime.mesh import RULES, make_mesh
 
 
@@ -46,8 +45,8 @@ class Workbench:
 
     def models(self, snapshots: Sequence[Snapshot]) -> list[Params]:
         """The parameters of each snapshot on the mesh, all in memory at once; raises as `restore_params` does."""
-        abstract = checkpoint.abstract_params(self.config, self.mesh)
-        return [checkpoint.restore_params(snapshot, abstract) for snapshot in snapshots]
+        abstract = abstract_params(self.config.model, self.mesh)
+        return [restore_params(snapshot, abstract) for snapshot in snapshots]
 
 
 def open_workbench(config: Config, tokens: int = 0) -> Workbench:

@@ -73,10 +73,10 @@ def fork(options: argparse.Namespace) -> None:
 
     keep_freed_memory()
     _join(options)
-    from pma_jax.runs import checkpoint
+    from pma_jax.runs.directory import open_run
     from pma_jax.training import forking, loop
 
-    source = checkpoint.open_run(options.run)
+    source = open_run(options.run)
     config = forking.fork_config(source, options.overrides)
     forking.fork(source, options.at_tokens, config, options.workdir, options.weights)
     _say_done(loop.train(config, options.workdir))
@@ -135,10 +135,10 @@ def sweep(options: argparse.Namespace) -> None:
     """Evaluate a grid of merges of a run's newest snapshots."""
     _join(options)
     from pma_jax.evaluation import sweep as sweeping
-    from pma_jax.runs import checkpoint
+    from pma_jax.runs.directory import open_run
     from pma_jax.runtime import hosts
 
-    run = checkpoint.open_run(options.run)
+    run = open_run(options.run)
     result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind)
     if not hosts.is_first():
         return
@@ -159,10 +159,10 @@ def watch(options: argparse.Namespace) -> None:
     """Preview the merged models of a run that another process is training."""
     _join(options)
     from pma_jax.evaluation import watch as watching
-    from pma_jax.runs import checkpoint
+    from pma_jax.runs.directory import open_run
     from pma_jax.runtime import hosts
 
-    run = checkpoint.open_run(options.run)
+    run = open_run(options.run)
     for line in watching.watch(
         run, options.recipe, options.windows, options.kind, poll_seconds=options.poll_seconds, once=options.once
     ):
@@ -259,9 +259,9 @@ def export(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace) -> None:
     """Write report.json, report.png and report.html of a run and its forks."""
     from pma_jax.reporting import report as reporting
-    from pma_jax.runs import checkpoint
+    from pma_jax.runs.directory import open_run
 
-    run, *forks = [checkpoint.open_run(path) for path in options.run]
+    run, *forks = [open_run(path) for path in options.run]
     numbers = reporting.build_report(run, forks)
     written = reporting.write_report(numbers, run, options.out or run.path)
     if options.json:

@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 from pma_jax.config import Config
 from pma_jax.evaluation.held_out import evaluator
 from pma_jax.merging.averager import average_many_stream
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Snapshot
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs.snapshots import Snapshot, restore_params
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
 
@@ -56,12 +56,12 @@ def evaluate_merges(
     """
     rows_RxK = np.asarray(weights_RxK, np.float64)
     mesh = make_mesh(config.mesh)
-    abstract = checkpoint.abstract_params(config, mesh)
+    abstract = abstract_params(config.model, mesh)
     fitting = _merges_that_fit(abstract, _free_bytes(mesh) if memory_bytes is None else memory_bytes)
     at_once = min(map(int, hosts.gather(str(fitting))))
     passes = math.ceil(len(rows_RxK) / at_once)
     seconds = {"read": 0.0, "evaluate": 0.0}
-    timed_read = _timed(checkpoint.restore_params, seconds, "read")
+    timed_read = _timed(restore_params, seconds, "read")
     losses_of = _timed(evaluator(config, mesh), seconds, "evaluate")
     losses: list[float] = []
     for group_RxK in np.array_split(rows_RxK, passes):

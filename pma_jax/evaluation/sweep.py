@@ -15,9 +15,10 @@ import numpy as np
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Run, Snapshot
+from pma_jax.runs.directory import Run
+from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
+from pma_jax.storage import atomic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ def sweep(
     if new:
         result |= _computed(run, snapshots, {cell: weights[cell] for cell in new}, stored, began, memory_bytes)
     if result != stored and hosts.is_first():
-        checkpoint.write_text(run.path / "sweep.json", json.dumps(result, indent=2) + "\n")
+        atomic.write_text(run.path / "sweep.json", json.dumps(result, indent=2) + "\n")
     return result
 
 

@@ -9,8 +9,10 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import evaluate_all
+from pma_jax.model.decoder import abstract_params
 from pma_jax.model.loss import bits_per_byte, perplexity
-from pma_jax.runs import checkpoint
+from pma_jax.runs import snapshots
+from pma_jax.runs.directory import find_snapshots
 from pma_jax.runtime.mesh import make_mesh
 
 
@@ -21,13 +23,13 @@ def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) 
     """
     rows = []
     for path in paths:
-        snapshot = checkpoint.find_snapshots([path])[-1]
+        snapshot = find_snapshots([path])[-1]
         raw = configuration.defaults()
         raw.update(json.loads(configuration.to_json(snapshot.config)))
         configuration.override(raw, overrides)
         config = configuration.resolve(raw)
         mesh = make_mesh(config.mesh)
-        params = checkpoint.restore_params(snapshot, checkpoint.abstract_params(snapshot.config, mesh))
+        params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, mesh))
         (loss,) = evaluate_all(config, [params], mesh)
         bytes_per_token = shards.prepare(config.data).validation.bytes_per_token
         rows.append(

@@ -11,9 +11,10 @@ from pma_jax.data import shards
 from pma_jax.evaluation.held_out import evaluation_digest
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import Cell
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Run, Snapshot
+from pma_jax.runs.directory import Run
+from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
+from pma_jax.storage import atomic
 
 FILE_NAME = "losses.json"
 RAW = Cell("sma", 1)  # the newest point alone
@@ -50,7 +51,7 @@ def losses_along(
         everything = _kept(run)  # another process may have added to it meanwhile
         everything[text] = everything.get(text, {}) | computed
         if hosts.is_first():
-            checkpoint.write_text(run.path / FILE_NAME, json.dumps(everything, indent=1) + "\n")
+            atomic.write_text(run.path / FILE_NAME, json.dumps(everything, indent=1) + "\n")
         known = known | computed
     return {pair: loss for name, pair in wanted.items() if (loss := known[name]) is not None}
 

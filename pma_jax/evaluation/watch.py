@@ -20,10 +20,13 @@ from pma_jax.evaluation.held_out import evaluator
 from pma_jax.evaluation.sweep import row_text
 from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Run, Snapshot
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs import snapshots
+from pma_jax.runs.directory import Run, read_records, record_lines
+from pma_jax.runs.snapshots import Snapshot, is_snapshot, read_snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
 
 
@@ -88,7 +91,7 @@ def watch(
                 record |= {"recipe": row_text(recipe, n, kind=kind), "loss": losses_of([merged])[0]}
                 if hosts.is_first():
                     with contextlib.closing(LineFile(log)) as file:
-                        file.write(checkpoint.record_lines([record]))
+                        file.write(record_lines([record]))
                 yield f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {record['recipe']} {record['loss']:.4f}"
             handled = snapshot.tokens
         else:
@@ -125,12 +128,12 @@ class _Published:
     def _look(self) -> str:
         """JSON: names of what is there, (step, tokens, loss) of what was not known, a line for what cannot be read."""
         folders = self._folder.iterdir() if self._folder.exists() else ()
-        there = {p.name: p for p in folders if p.name.isdigit() and checkpoint.is_snapshot(p)}
+        there = {p.name: p for p in folders if p.name.isdigit() and is_snapshot(p)}
         new, lines = {}, []
         for name in there.keys() - self._known.keys():
             new[name] = None
             try:
-                found = checkpoint.read_snapshot(there[name])
+                found = read_snapshot(there[name])
                 new[name] = (found.step, found.tokens, found.loss)
             except ValueError as error:
                 lines.append(f"skipped: {error}")
@@ -151,7 +154,7 @@ class _Newest:
     def __init__(self, config: Config, size: int):
         self.window, self.mesh = Window(size), make_mesh(config.mesh)
         self._config, self._size = config, size
-        self._abstract = checkpoint.abstract_params(config, self.mesh)
+        self._abstract = abstract_params(config.model, self.mesh)
         self._tokens: list[int] = []  # of what the window holds
 
     def reach(self, listed: Sequence[Snapshot]) -> int:
@@ -183,8 +186,8 @@ def _read_whole(snapshot: Snapshot, abstract: Any) -> Any:
     params, problem = None, None
     try:
         before = _files(snapshot.path)
-        params = jax.block_until_ready(checkpoint.restore_params(snapshot, abstract))
-        if not checkpoint.is_snapshot(snapshot.path) or _files(snapshot.path) != before:
+        params = jax.block_until_ready(snapshots.restore_params(snapshot, abstract))
+        if not is_snapshot(snapshot.path) or _files(snapshot.path) != before:
             raise ValueError(f"{snapshot.path} was taken away while it was read")
     except ValueError as error:
         problem = error
@@ -204,5 +207,5 @@ def _done(log: epath.Path) -> set[tuple[str, int]]:
     # A watcher that was killed while it wrote: the next record would be glued to what it left.
     text = log.read_text() if log.exists() else ""
     if not text.endswith("\n") and text:
-        checkpoint.write_text(log, text[: text.rfind("\n") + 1])
-    return {(record["recipe"], record["tokens"]) for record in checkpoint.read_records(log)}
+        atomic.write_text(log, text[: text.rfind("\n") + 1])
+    return {(record["recipe"], record["tokens"]) for record in read_records(log)}

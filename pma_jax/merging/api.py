@@ -10,9 +10,10 @@ from numpy.typing import ArrayLike
 
 from pma_jax.merging import from_storage
 from pma_jax.merging.averager import average_stream
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Snapshot
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs.snapshots import Snapshot, check_one_kind, read_snapshot, restore_params
 from pma_jax.runtime.mesh import local_mesh
+from pma_jax.storage.paths import absolute_path
 
 
 def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.sharding.Mesh | None = None) -> Any:
@@ -23,11 +24,11 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
     """
     if len(snapshots) != np.size(weights):
         raise ValueError(f"{np.size(weights)} weights for {len(snapshots)} snapshots: give one weight a snapshot")
-    checkpoint.check_one_kind(snapshots)
+    check_one_kind(snapshots)
     mesh = mesh or local_mesh()
-    abstract = checkpoint.abstract_params(snapshots[0].config, mesh)
+    abstract = abstract_params(snapshots[0].config.model, mesh)
     with jax.set_mesh(mesh):
-        return average_stream((checkpoint.restore_params(s, abstract) for s in snapshots), weights)
+        return average_stream((restore_params(s, abstract) for s in snapshots), weights)
 
 
 def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike, recipe: str = "weights") -> Snapshot:
@@ -37,6 +38,6 @@ def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike
     newest input, its kind that of all. Raises ValueError when `out` exists, the inputs do not fit, or a value is not
     finite.
     """
-    target = checkpoint.absolute(out)
+    target = absolute_path(out)
     from_storage.merge_one([str(s.path) for s in snapshots], weights, str(target), recipe)
-    return checkpoint.read_snapshot(target)
+    return read_snapshot(target)

@@ -4,8 +4,9 @@ from typing import Any
 
 from etils import epath
 
-from pma_jax.runs import checkpoint, restore
-from pma_jax.runs.checkpoint import Run
+from pma_jax.runs import restore
+from pma_jax.runs.directory import Run, is_run, open_run
+from pma_jax.runs.snapshots import is_snapshot, read_snapshot
 from pma_jax.storage.formats.open import describe_source, open_source
 
 
@@ -14,8 +15,8 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
 
     Raises ValueError for anything else.
     """
-    if checkpoint.is_run(path):
-        run = checkpoint.open_run(path)
+    if is_run(path):
+        run = open_run(path)
         return {
             "kind": "run",
             "path": str(run.path),
@@ -24,10 +25,10 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
             "states": [{"step": s.step, "tokens": s.tokens} for s in run.states],
             "facts": run.metadata,
         }
-    if not checkpoint.is_snapshot(path):
+    if not is_snapshot(path):
         source = open_source(str(path), subtree)
         return describe_source(source) | {"parameters": sum(leaf.elements for leaf in source.leaves.values())}
-    snapshot = checkpoint.read_snapshot(path)
+    snapshot = read_snapshot(path)
     leaves = restore.stored_leaves(snapshot.path)
     return {
         "kind": ("merged " if snapshot.merge else "") + ("snapshot" if snapshot.kind == "point" else "block mean"),

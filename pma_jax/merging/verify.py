@@ -6,9 +6,11 @@ from pathlib import Path
 from etils import epath
 
 from pma_jax.merging.engine import provenance
-from pma_jax.runs import checkpoint, steps
+from pma_jax.runs import steps
+from pma_jax.runs.directory import STEP_FOLDERS, Run, is_run, open_run
 from pma_jax.storage.digests import METADATA_DIGEST_KEY
 from pma_jax.storage.formats import orbax_read
+from pma_jax.storage.paths import absolute_path
 
 
 def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
@@ -21,9 +23,9 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
     Raises:
         ValueError: there is nothing to compare with: no digests, or a source is gone.
     """
-    folder = checkpoint.absolute(path)
-    if checkpoint.is_run(folder):
-        return list(_run(checkpoint.open_run(folder)))
+    folder = absolute_path(path)
+    if is_run(folder):
+        return list(_run(open_run(folder)))
     if (folder / provenance.FILE_NAME).exists() or not (folder / steps.METADATA_FILE).exists():
         return provenance.verify(str(folder), with_sources)
     if METADATA_DIGEST_KEY not in steps.read_metadata(folder, ()):
@@ -31,13 +33,13 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
     return list(_step(folder))
 
 
-def _run(run: checkpoint.Run) -> Iterator[str]:
+def _run(run: Run) -> Iterator[str]:
     for read in (lambda: run.metadata, lambda: run.metrics):
         try:
             read()
         except ValueError as error:
             yield str(error)
-    for name in checkpoint.STEP_FOLDERS:
+    for name in STEP_FOLDERS:
         for path in steps.published(run.path / name):
             try:
                 has_digests = METADATA_DIGEST_KEY in steps.read_metadata(path, ())

@@ -19,7 +19,7 @@ from pma_jax.model.experts import gated
 from pma_jax.model.initial import normal, ones
 from pma_jax.model.kernels.product import PRODUCT, product
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
-from pma_jax.runtime.mesh import RULES, gathered
+from pma_jax.runtime.mesh import RULES, abstract_on, gathered
 
 Params = dict  # nested: name -> array; the plain pytree that is trained, saved and merged
 
@@ -147,6 +147,11 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
     With the router's bias, which is saved and merged like them: `moe.BIAS`.
     """
     return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key)), (nnx.Param, RouterBias)))
+
+
+def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+    """Describe the shape, dtype and sharding on `mesh` of every parameter."""
+    return abstract_on(mesh, lambda: init_params(config, jax.random.key(0)))
 
 
 def apply(graph: nnx.GraphDef, params: Params, tokens_BxL: jax.Array) -> jax.Array:

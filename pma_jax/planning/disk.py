@@ -5,7 +5,8 @@ import math
 import jax
 
 from pma_jax.config import Config
-from pma_jax.runs.retention import kept_snapshots, kept_states
+from pma_jax.runs.snapshots import kept_snapshots
+from pma_jax.runs.states import kept_states
 from pma_jax.training.state import TrainState
 
 

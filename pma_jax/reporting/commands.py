@@ -9,7 +9,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
-from pma_jax.runs.checkpoint import Run
+from pma_jax.runs.directory import Run
 
 BASE = "demo"  # the shipped configuration that the training command starts from
 

@@ -16,13 +16,13 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS
-from pma_jax.model.decoder import parameter_count
+from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting import figures, html, spikes
 from pma_jax.reporting.commands import reproduction
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Run, absolute
+from pma_jax.runs.directory import Run
 from pma_jax.runtime.mesh import AXES
+from pma_jax.storage.paths import absolute_path
 
 Report = dict[str, Any]
 Curve = list[list[float]]  # [tokens, loss] pairs, by tokens
@@ -99,7 +99,7 @@ def write_report(report: Report, run: Run, folder: epath.PathLike | None = None)
       run: the run it is about; its configuration is printed on the page.
       folder: where to write; the run's own directory by default. It is made if it does not exist.
     """
-    target = absolute(folder) if folder is not None else run.path
+    target = absolute_path(folder) if folder is not None else run.path
     target.mkdir(parents=True, exist_ok=True)
     light, dark = figures.png(report), figures.png(report, dark=True)
     page = html.page(report, configuration.to_json(run.config), light, dark)
@@ -315,7 +315,7 @@ def _loss(entry: dict[str, Any]) -> float:
 def _parameters(run: Run) -> int:
     # Shapes only: one device is enough, wherever the run's own mesh was.
     mesh = jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
-    return parameter_count(checkpoint.abstract_params(run.config, mesh))
+    return parameter_count(abstract_params(run.config.model, mesh))
 
 
 def _write(path: epath.Path, data: bytes) -> None:

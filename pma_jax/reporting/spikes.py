@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Run
+from pma_jax.runs.directory import Run, read_records
 from pma_jax.training import recovery
 
 SHOWN = ("onset_tokens", "tokens", "verdict", "loss", "peak_loss", "median_loss", "spread_nats")
@@ -18,7 +17,7 @@ def rows(run: Run) -> list[dict[str, Any]]:
     """
     told = [{key: r[key] for key in SHOWN} | {"went_back": None} for r in run.metrics if r["kind"] == "spike"]
     for event in recovery.events(run):
-        records = checkpoint.read_records(run.path / recovery.FOLDER / str(event["number"]) / "metrics.jsonl")
+        records = read_records(run.path / recovery.FOLDER / str(event["number"]) / "metrics.jsonl")
         went_back = {
             "tokens": event["tokens"],
             "recipe": event["recipe"],

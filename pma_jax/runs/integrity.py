@@ -57,6 +57,21 @@ def non_finite_leaves(tree: Any) -> list[str]:
     return [name for name, is_finite in zip(leaves, finite, strict=True) if not is_finite]
 
 
+def refuse_non_finite(params: Any, step: int, tokens: int) -> None:
+    """Raise ValueError, naming the leaves, when parameters that are to be saved are not finite."""
+    bad = non_finite_leaves(params)
+    if bad:
+        raise ValueError(
+            f"step {step:,} ({tokens:,} tokens): {len(bad)} leaves of the weights are not finite and are not saved: "
+            f"{', '.join(bad[:10])}"
+        )
+
+
+def digest_metadata(tree: Any) -> dict[str, Any]:
+    """Compute the digests of a tree as they are stored in a checkpoint's metadata."""
+    return {"checksum": CHECKSUM, "leaves": tree_digests(tree)}
+
+
 @jax.jit
 def _all_finite(leaves: tuple[jax.Array, ...]) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])

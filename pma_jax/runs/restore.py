@@ -14,7 +14,7 @@ from pma_jax.runs import integrity, steps
 from pma_jax.runtime.errors import error_line
 
 
-def restore(path: epath.Path, name: str, abstract: Any) -> Any:
+def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
     """The pytree `name` that lies at `path`, with the shapes, dtypes and shardings of `abstract`.
 
     Raises ValueError that names every leaf (the first ten, and a count) that is missing, unknown, of another shape, or

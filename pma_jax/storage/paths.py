@@ -31,6 +31,18 @@ def locate(path: str | os.PathLike[str]) -> Path:
     return _bucket_path()(str(path))
 
 
+def absolute_path(path: str | os.PathLike[str]) -> Any:
+    """Return an absolute `etils.epath.Path`, as Orbax wants it, with `~` expanded; bucket addresses stay as they are.
+
+    Raises:
+        ValueError: as `check_bucket`.
+    """
+    from etils import epath
+
+    check_bucket(path)
+    return epath.Path(path) if is_bucket(path) else epath.Path(path).expanduser().resolve()
+
+
 def check_bucket(path: str | os.PathLike[str]) -> None:
     """Raise ValueError, with what to install, when an address cannot be reached for want of a library."""
     if not is_bucket(path):

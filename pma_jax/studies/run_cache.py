@@ -26,10 +26,13 @@ from pma_jax.config import Config
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import snapshot_at
 from pma_jax.merging.api import merge
-from pma_jax.runs import checkpoint, lock
-from pma_jax.runs.checkpoint import Run, Snapshot
+from pma_jax.runs import lock
+from pma_jax.runs.directory import Run, is_run, open_run
+from pma_jax.runs.snapshots import Snapshot, is_snapshot, read_snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.storage import atomic
+from pma_jax.storage.paths import absolute_path
 from pma_jax.training import forking
 from pma_jax.training.loop import train
 
@@ -39,7 +42,7 @@ def trained(cache: epath.PathLike, config: Config) -> Run:
 
     Two processes that ask for the same run train it once: the second waits. Raises ValueError as `train` does.
     """
-    return _finished(checkpoint.absolute(cache) / configuration.digest(config), config)
+    return _finished(absolute_path(cache) / configuration.digest(config), config)
 
 
 def forked(
@@ -70,7 +73,7 @@ def forked(
     def start(folder: epath.Path) -> None:
         forking.fork(source, at_tokens, config, folder, weights.path if weights else None)
 
-    return _finished(checkpoint.absolute(cache) / name, config, start)
+    return _finished(absolute_path(cache) / name, config, start)
 
 
 def merged_at(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
@@ -87,16 +90,16 @@ def merged_at(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     def write() -> str:
         used = np.flatnonzero(row_K)
         with lock.held(folder, waits=True):
-            if not checkpoint.is_snapshot(target):
+            if not is_snapshot(target):
                 merge([until[k] for k in used], row_K[used], target, cell.recipe)
         return str(target)
 
-    return checkpoint.read_snapshot(hosts.broadcast_from_first(write))
+    return read_snapshot(hosts.broadcast_from_first(write))
 
 
 def key(cache: epath.PathLike, run: Run) -> str:
     """What the cache calls a run; a run from elsewhere is called by its configuration and its place."""
-    if run.path.parent.parent == checkpoint.absolute(cache):
+    if run.path.parent.parent == absolute_path(cache):
         return run.path.parent.name
     return f"{configuration.digest(run.config)} {run.path}"
 
@@ -116,15 +119,15 @@ def _finished(entry: epath.Path, config: Config, start: Callable[[epath.Path], A
     folder = entry / "run"
     with contextlib.ExitStack() as stack:
         hosts.enter_on_first(stack, lambda: lock.held(entry, waits=True))
-        is_there = hosts.broadcast_from_first(lambda: str(checkpoint.is_run(folder))) == str(True)
+        is_there = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
         if start and not is_there:
             start(folder)
         began = time.perf_counter()
-        had_to_train = not (is_there and _is_done(checkpoint.open_run(folder)))
+        had_to_train = not (is_there and _is_done(open_run(folder)))
         run = train(config, folder)
         if had_to_train and hosts.is_first():
             seconds = spent(run)["seconds"] + time.perf_counter() - began
-            checkpoint.write_text(entry / "seconds.json", json.dumps({"seconds": seconds}) + "\n")
+            atomic.write_text(entry / "seconds.json", json.dumps({"seconds": seconds}) + "\n")
     return run
 
 

@@ -29,11 +29,13 @@ from pma_jax import config as configuration
 from pma_jax.config import Config, EvaluationConfig
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW, losses_along
-from pma_jax.model.decoder import activated_count, parameter_count
-from pma_jax.runs.checkpoint import Run, Snapshot, abstract_params, write_text
+from pma_jax.model.decoder import abstract_params, activated_count, parameter_count
+from pma_jax.runs.directory import Run
+from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.errors import error_line
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.storage import atomic
 from pma_jax.studies import pages, run_cache
 from pma_jax.studies.pages import Row
 
@@ -173,7 +175,7 @@ class Study:
     def facts(self, size: str) -> dict[str, Any]:
         """What tables say of a size: its parameters (active: that a token meets), and a trunk's tokens and rate."""
         config = self.trunk_config(size, self.seeds[0])
-        shapes = abstract_params(config, make_mesh(config.mesh))
+        shapes = abstract_params(config.model, make_mesh(config.mesh))
         return {
             "parameters": parameter_count(shapes),
             "active_parameters": activated_count(shapes, config.model),
@@ -230,7 +232,7 @@ def main(
         kept = options.out / "results.json"
         results = json.loads(kept.read_text()) if options.redraw else _answered(answer, options, overrides)
         results["row"] = dataclasses.asdict(row(results))
-        write_text(epath.Path(kept), json.dumps(results, indent=1) + "\n")
+        atomic.write_text(epath.Path(kept), json.dumps(results, indent=1) + "\n")
         for name, png in figures(results).items():
             (options.out / name).write_bytes(png)
         if page.exists():

@@ -10,10 +10,12 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.data import shards
-from pma_jax.runs import checkpoint, lock
-from pma_jax.runs.checkpoint import Run, SavedState
+from pma_jax.runs import lock, states
+from pma_jax.runs.directory import Run, create_run, is_run, open_run
+from pma_jax.runs.states import SavedState
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import check_mesh, make_mesh
+from pma_jax.storage.paths import absolute_path
 from pma_jax.training import starting
 from pma_jax.training.loop import run_metadata
 
@@ -41,15 +43,15 @@ def fork(
     saved = state_at(source, at_tokens)
     if weights is not None:
         starting.check_weights(config, weights)
-    folder = checkpoint.absolute(workdir)
-    if config.is_horizon(saved.tokens) and not checkpoint.is_run(folder):
+    folder = absolute_path(workdir)
+    if config.is_horizon(saved.tokens) and not is_run(folder):
         raise ValueError(
             f"nothing is left to train at {saved.tokens:,} of {config.training.total_tokens:,} tokens: fork from an "
             "earlier state, or raise training.total_tokens"
         )
     origin: dict[str, Any] = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
     if weights is not None:
-        origin["weights"] = str(checkpoint.absolute(weights))
+        origin["weights"] = str(absolute_path(weights))
     return hosts.run_on_first_then_rest(lambda: _locked_fork(origin, saved, config, folder))
 
 
@@ -59,14 +61,14 @@ def _locked_fork(origin: dict[str, Any], saved: SavedState, config: Config, fold
 
 
 def _fork(origin: dict[str, Any], saved: SavedState, config: Config, folder: epath.Path) -> Run:
-    if checkpoint.is_run(folder):
-        run = checkpoint.open_run(folder)
+    if is_run(folder):
+        run = open_run(folder)
         if run.metadata.get("forked_from") != origin:
             raise ValueError(f"{folder} holds another run: choose a --workdir that does not exist")
         return run
     metadata = run_metadata(shards.prepare(config.data), config)
-    checkpoint.copy_state(saved, folder)
-    return checkpoint.create_run(folder, config, metadata | {"forked_from": origin})
+    states.copy_state(saved, folder)
+    return create_run(folder, config, metadata | {"forked_from": origin})
 
 
 def state_at(source: Run, at_tokens: int) -> SavedState:

@@ -17,12 +17,13 @@ from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
 from pma_jax.merging import preview
 from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.model.loss import evaluate, on_mesh
-from pma_jax.runs import checkpoint, lock
-from pma_jax.runs.checkpoint import Run, Snapshot
+from pma_jax.runs import lock, snapshots, states
+from pma_jax.runs.directory import Run, create_run, is_run, open_run
+from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import check_mesh, make_mesh, rows_here
 from pma_jax.runtime.signals import Notice
-from pma_jax.storage.paths import check_bucket
+from pma_jax.storage.paths import absolute_path, check_bucket
 from pma_jax.training import averages, finite, preemption, recovery, resuming
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.schedule import learning_rate
@@ -48,7 +49,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     check_start(config, workdir)
     with contextlib.ExitStack() as stack:
         notice = stack.enter_context(preemption.watched())
-        taken_over = hosts.enter_on_first(stack, lambda: lock.held(checkpoint.absolute(workdir)))
+        taken_over = hosts.enter_on_first(stack, lambda: lock.held(absolute_path(workdir)))
         run = hosts.run_on_first_then_rest(lambda: open_or_create(config, workdir, run_metadata(tokens, config)))
         told = [taken_over] if taken_over else []
         while not _train_on(config, run, tokens, mesh, notice, told):
@@ -84,10 +85,8 @@ def _train_on(
         for line in told:
             log.say(line)
         # Snapshots are closed first: the state before goes only once the last one's snapshots are published.
-        state_writer = stack.enter_context(checkpoint.state_writer(run))
-        snapshot_writers = {
-            kind: stack.enter_context(checkpoint.snapshot_writer(run, kind)) for kind in config.checkpoint.kinds
-        }
+        state_writer = stack.enter_context(run.state_writer())
+        snapshot_writers = {kind: stack.enter_context(run.snapshot_writer(kind)) for kind in config.checkpoint.kinds}
         stack.enter_context(hosts.exit_on_error())
         size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
         begins = f"resuming at {seen:,} of" if resumed else "training for"
@@ -120,7 +119,7 @@ def _train_on(
                     if spike:
                         break
                     log.sync()
-                    checkpoint.save_state(state_writer, state, step, seen, position)
+                    states.save_state(state_writer, state, step, seen, position)
                 raise preemption.stopped(notice, step, seen, is_saved=step > began)
             rate = learning_rate(config.schedule, config.training.total_tokens, seen + config.batch_tokens)
             rate *= recovery.warmup(config, restarts, seen + config.batch_tokens)
@@ -157,7 +156,7 @@ def _train_on(
                         log.write({"kind": SNAPSHOT_KINDS[kind].record, "tokens": seen, "step": step, "loss": loss})
                         if kind in snapshot_writers:
                             snapshot = Snapshot(run.path, step, seen, loss, config, kind=kind)
-                            checkpoint.save_snapshot(snapshot_writers[kind], params, snapshot)
+                            snapshots.save_snapshot(snapshot_writers[kind], params, snapshot)
                     if seen >= config.preview.start_tokens:
                         window.add(seen, weights[config.checkpoint.kinds[0]])
                     for recipe, merged in window.merges(config.preview.recipe, config.preview.windows):
@@ -168,7 +167,7 @@ def _train_on(
             if config.is_state(seen):
                 log.sync()
                 with clock.paused():
-                    checkpoint.save_state(state_writer, state, step, seen, position)
+                    states.save_state(state_writer, state, step, seen, position)
     if spike:  # here, where the writers are closed, so that every snapshot from before it is published
         recovery.decide(run, spike, state, step, position)
     return spike is None
@@ -183,9 +182,9 @@ def run_metadata(tokens: shards.TokenSet, config: Config) -> dict[str, Any]:
 
 def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, Any]) -> Run:
     """The run in `workdir`, made if there is none; raises ValueError when another one lives there."""
-    if not checkpoint.is_run(workdir):
-        return checkpoint.create_run(workdir, config, metadata)
-    run = checkpoint.open_run(workdir)
+    if not is_run(workdir):
+        return create_run(workdir, config, metadata)
+    run = open_run(workdir)
     changed = configuration.differences(run.config, config)
     if changed:
         raise ValueError(

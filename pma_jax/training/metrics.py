@@ -13,8 +13,9 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from pma_jax.config import Config
-from pma_jax.runs.checkpoint import Run, read_records, record_lines, write_text
+from pma_jax.runs.directory import Run, read_records, record_lines
 from pma_jax.runs.steps import writing
+from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
 
 _Event: Any = vars(event_pb2)["Event"]  # protobuf makes it when it is imported: no type checker sees it
@@ -34,7 +35,7 @@ class MetricsLog:
             return
         path = run.path / "metrics.jsonl"
         kept = [r for r in read_records(path) if r["tokens"] <= tokens]
-        write_text(path, record_lines(kept))
+        atomic.write_text(path, record_lines(kept))
         self._path, self._file = path, LineFile(path)
         self._board = _Curves(run.path / "tensorboard", tokens + 1)
         self._console = rich.console.Console(stderr=True)

@@ -24,9 +24,12 @@ from etils import epath
 from pma_jax.config import Config
 from pma_jax.merging.api import average
 from pma_jax.merging.recipes import coefficients
-from pma_jax.runs import checkpoint, integrity
-from pma_jax.runs.checkpoint import Run
+from pma_jax.runs import integrity, restore, states
+from pma_jax.runs.directory import STEP_FOLDERS, Run, read_records, record_lines
+from pma_jax.runs.snapshots import read_snapshot
+from pma_jax.runs.states import STATES
 from pma_jax.runtime import hosts
+from pma_jax.storage import atomic
 from pma_jax.training import spikes
 from pma_jax.training.spikes import IRRECOVERABLE, RECOVERED, Reading
 from pma_jax.training.state import TrainState, make_state, with_params
@@ -117,7 +120,7 @@ def decide(run: Run, spike: dict[str, Any], state: TrainState, step: int, positi
     if hosts.is_first():
         folder.mkdir(parents=True, exist_ok=True)
     hosts.barrier("recovery.folder")
-    checkpoint.write_parts(folder / HELD, held)
+    states.write_parts(folder / HELD, held)
     event = {
         "number": number,
         "attempt": attempt,
@@ -132,7 +135,7 @@ def decide(run: Run, spike: dict[str, Any], state: TrainState, step: int, positi
         "optimizer": keys.optimizer,
         "optimizer_step": _nearest_state(run, spike["onset_tokens"], newest.tokens),
         # Named, so that one who finishes what another began does not take that one's work for part of the spike.
-        "aside": {name: _later(run, name, newest.step) for name in checkpoint.STEP_FOLDERS},
+        "aside": {name: _later(run, name, newest.step) for name in STEP_FOLDERS},
         "done": False,
     }
     _write_event(run, event)
@@ -155,8 +158,8 @@ def finish(run: Run, abstract: TrainState, mesh: jax.sharding.Mesh) -> Event | N
     done = event | {"optimizer": optimizer, "done": True}
     if hosts.is_first():
         _rewrite_metrics(run, done)
-    with checkpoint.state_writer(run) as writer:
-        checkpoint.save_state(writer, state, event["step"], event["tokens"], event["position"])
+    with run.state_writer() as writer:
+        states.save_state(writer, state, event["step"], event["tokens"], event["position"])
     _write_event(run, done)
     return done
 
@@ -199,38 +202,38 @@ def _set_aside(run: Run, event: Event, folder: epath.Path) -> None:
             else:
                 path.rmtree()  # the merged state of one who died before the event was done
     for name in ("metrics.jsonl", "watch.jsonl"):
-        records = checkpoint.read_records(run.path / name)
+        records = read_records(run.path / name)
         later = [r for r in records if r["tokens"] > event["tokens"]]
         if later and not (folder / name).exists():
-            checkpoint.write_text(folder / name, checkpoint.record_lines(later))
+            atomic.write_text(folder / name, record_lines(later))
     # A watcher takes what it finds there for done.
     if (run.path / "watch.jsonl").exists():
-        kept = [r for r in checkpoint.read_records(run.path / "watch.jsonl") if r["tokens"] <= event["tokens"]]
-        checkpoint.write_text(run.path / "watch.jsonl", checkpoint.record_lines(kept))
+        kept = [r for r in read_records(run.path / "watch.jsonl") if r["tokens"] <= event["tokens"]]
+        atomic.write_text(run.path / "watch.jsonl", record_lines(kept))
 
 
 def _rewrite_metrics(run: Run, event: Event) -> None:
-    records = [r for r in checkpoint.read_records(run.path / "metrics.jsonl") if r["tokens"] <= event["tokens"]]
+    records = [r for r in read_records(run.path / "metrics.jsonl") if r["tokens"] <= event["tokens"]]
     records = [r for r in records if r["kind"] != "recovery" or r["number"] != event["number"]]
-    checkpoint.write_text(run.path / "metrics.jsonl", checkpoint.record_lines([*records, {"kind": "recovery"} | event]))
+    atomic.write_text(run.path / "metrics.jsonl", record_lines([*records, {"kind": "recovery"} | event]))
 
 
 def _restarted(
     run: Run, event: Event, folder: epath.Path, abstract: TrainState, mesh: jax.sharding.Mesh
 ) -> tuple[TrainState, str]:
     """The state from which the run goes on, and what became of the optimizer."""
-    snapshots = [checkpoint.read_snapshot(run.path / m["path"]) for m in event["merged"]]
+    snapshots = [read_snapshot(run.path / m["path"]) for m in event["merged"]]
     fresh = with_params(run.config, make_state(run.config), average(snapshots, event["coefficients"], mesh))
     optimizer, said = fresh.optimizer, "reset"
     if event["optimizer"] == "keep":
-        kept = checkpoint.restore_part(folder / HELD, "optimizer", abstract.optimizer)
+        kept = restore.restore_tree(folder / HELD, "optimizer", abstract.optimizer)
         if not integrity.non_finite_leaves(kept):
             optimizer, said = kept, "keep"
     if event["optimizer"] == "restore" and event["optimizer_step"] is not None:
         aside = dataclasses.replace(run, path=folder)
         nearest = next(s for s in [*aside.states, *run.states] if s.step == event["optimizer_step"])
-        optimizer, said = checkpoint.restore_state(nearest, abstract).optimizer, "restore"
-    detector = checkpoint.restore_part(folder / HELD, "detector", abstract.detector)
+        optimizer, said = states.restore_state(nearest, abstract).optimizer, "restore"
+    detector = restore.restore_tree(folder / HELD, "detector", abstract.detector)
     state = dataclasses.replace(
         fresh,
         step=jnp.full_like(fresh.step, event["step"]),
@@ -251,13 +254,13 @@ def _later(run: Run, name: str, step: int) -> list[int]:
     """Steps of what lies in RUN/`name` past `step`; states at it too: the merged one takes its place."""
     root = run.path / name
     steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.exists() else []
-    return [s for s in steps if s > step or (s == step and name == checkpoint.STATES)]
+    return [s for s in steps if s > step or (s == step and name == STATES)]
 
 
 def _write_event(run: Run, event: Event) -> None:
     if hosts.is_first():
         path = run.path / FOLDER / str(event["number"]) / EVENT
-        checkpoint.write_text(path, json.dumps(event, indent=2) + "\n")
+        atomic.write_text(path, json.dumps(event, indent=2) + "\n")
     hosts.barrier("recovery.event")
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from etils import epath
 
-from pma_jax.runs import checkpoint, steps
-from pma_jax.runs.checkpoint import Run, SavedState, Snapshot
-from pma_jax.runs.retention import kept_snapshots, kept_states
+from pma_jax.runs import snapshots, states, steps
+from pma_jax.runs.directory import STEP_FOLDERS, Run
+from pma_jax.runs.snapshots import Snapshot, kept_snapshots, read_snapshot
+from pma_jax.runs.states import STATES, SavedState, kept_states, read_state
 from pma_jax.runtime import hosts
 
 DAMAGED = "damaged"
@@ -24,10 +25,10 @@ Say = Callable[[str], None]
 def clear_away(run: Run, say: Say) -> None:
     """Remove what was never published, and set aside steps whose metadata are damaged; process 0 does."""
     if hosts.is_first():
-        for name in checkpoint.STEP_FOLDERS:
+        for name in STEP_FOLDERS:
             for path in steps.unpublished(run.path / name):
                 path.rmtree()
-            read = checkpoint.read_state if name == checkpoint.STATES else checkpoint.read_snapshot
+            read = read_state if name == STATES else read_snapshot
             for path in steps.published(run.path / name):
                 try:
                     read(path)
@@ -39,11 +40,9 @@ def clear_away(run: Run, say: Say) -> None:
 def finish_removing(run: Run) -> None:
     """Take away what a run killed at its horizon had still to remove; process 0 does. What is damaged is left."""
     if hosts.is_first():
-        for name in checkpoint.STEP_FOLDERS:
-            is_state = name == checkpoint.STATES
-            read, rule = (
-                (checkpoint.read_state, kept_states) if is_state else (checkpoint.read_snapshot, kept_snapshots)
-            )
+        for name in STEP_FOLDERS:
+            is_state = name == STATES
+            read, rule = (read_state, kept_states) if is_state else (read_snapshot, kept_snapshots)
             found: list[SavedState | Snapshot] = []
             for path in steps.published(run.path / name):
                 with contextlib.suppress(ValueError):
@@ -65,7 +64,7 @@ def newest_whole_state(run: Run, abstract: Any, say: Say) -> tuple[SavedState | 
     passed: list[tuple[SavedState, ValueError]] = []
     for saved in run.resumable_states:
         try:
-            state = checkpoint.restore_state(saved, abstract)
+            state = states.restore_state(saved, abstract)
         except ValueError as error:
             passed.append((saved, error))
             continue
@@ -74,10 +73,10 @@ def newest_whole_state(run: Run, abstract: Any, say: Say) -> tuple[SavedState | 
             _set_aside(run, damaged.path, why, say)
         return saved, state
     lost = [p.name for p in (run.path / DAMAGED).iterdir()] if (run.path / DAMAGED).exists() else []
-    if passed or "forked_from" in run.metadata or any(name.startswith(checkpoint.STATES) for name in lost):
+    if passed or "forked_from" in run.metadata or any(name.startswith(STATES) for name in lost):
         why = f" ({passed[0][1]})" if passed else ""
         raise ValueError(
-            f"no state of {run.path} is whole{why}: bring one back to {run.path / checkpoint.STATES}, or remove the "
+            f"no state of {run.path} is whole{why}: bring one back to {run.path / STATES}, or remove the "
             "run to begin anew"
         )
     return None, None
@@ -103,7 +102,7 @@ def newest_unbroken(run: Run, snapshots: list[Snapshot], abstract: Any, say: Say
 
 def _read(run: Run, snapshot: Snapshot, abstract: Any, say: Say) -> Any:
     try:
-        return checkpoint.restore_params(snapshot, abstract)
+        return snapshots.restore_params(snapshot, abstract)
     except ValueError as error:
         hosts.barrier("resuming.damaged_snapshot")
         _set_aside(run, snapshot.path, error, say)

@@ -12,8 +12,10 @@ from etils import epath
 from pma_jax.config import Config, ModelConfig
 from pma_jax.model.decoder import Params
 from pma_jax.model.moe import BIAS
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import Run, SavedState, Snapshot
+from pma_jax.runs import snapshots
+from pma_jax.runs.directory import Run, find_snapshots, is_run
+from pma_jax.runs.snapshots import Snapshot
+from pma_jax.runs.states import SavedState
 from pma_jax.training.state import TrainState, make_state, with_params
 
 # Keys of the model that may differ from the snapshot's: the weights mean the same.
@@ -30,7 +32,7 @@ def check_start(config: Config, workdir: epath.PathLike) -> None:
 
     Raises ValueError when it is no snapshot, or one of another model, naming the keys to change.
     """
-    if config.training.start_from and not checkpoint.is_run(workdir):
+    if config.training.start_from and not is_run(workdir):
         _snapshot(config, config.training.start_from, "training.start_from")
 
 
@@ -63,14 +65,14 @@ def forked_state(run: Run, resumed: SavedState, state: TrainState, abstract: Tra
 
 def _with_weights(state: TrainState, snapshot: Snapshot, config: Config, abstract: TrainState) -> TrainState:
     if not _has_bias(config.model) or _has_bias(snapshot.config.model):
-        return with_params(config, state, checkpoint.restore_params(snapshot, abstract.params))
-    params = checkpoint.restore_params(snapshot, _without_bias(abstract.params))
+        return with_params(config, state, snapshots.restore_params(snapshot, abstract.params))
+    params = snapshots.restore_params(snapshot, _without_bias(abstract.params))
     params["blocks"]["moe"][BIAS] = state.params["blocks"]["moe"][BIAS]
     return with_params(config, state, params)
 
 
 def _snapshot(config: Config, path: epath.PathLike, given_as: str) -> Snapshot:
-    snapshot = checkpoint.find_snapshots([path])[-1]
+    snapshot = find_snapshots([path])[-1]
     ours, theirs = dataclasses.asdict(config.model), dataclasses.asdict(snapshot.config.model)
     free = _FREE | (_DENSE if snapshot.config.model.experts else _MIXTURE)
     if _has_bias(config.model) and not _has_bias(snapshot.config.model):

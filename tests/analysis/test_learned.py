@@ -11,8 +11,8 @@ from pma_jax.analysis.learned import learn_weights
 from pma_jax.analysis.text_loss import text_loss
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import evaluator, held_out_batches
-from pma_jax.model.decoder import graph_definition
-from pma_jax.runs import checkpoint
+from pma_jax.model.decoder import abstract_params, graph_definition
+from pma_jax.runs import snapshots
 from pma_jax.runtime.mesh import make_mesh
 
 
@@ -58,8 +58,8 @@ def test_one_model_leaves_nothing_to_learn():
 
 def test_learned_weights_beat_the_mean_on_the_text_they_were_learned_on(finished):
     config, mesh = finished.config, make_mesh(finished.config.mesh)
-    abstract = checkpoint.abstract_params(config, mesh)
-    params_K = [checkpoint.restore_params(s, abstract) for s in finished.snapshots[-4:]]
+    abstract = abstract_params(config.model, mesh)
+    params_K = [snapshots.restore_params(s, abstract) for s in finished.snapshots[-4:]]
     with jax.set_mesh(mesh):
         held_out = held_out_batches(shards.prepare(config.data, progress=False), config, mesh)
         loss = text_loss(graph_definition(config.model), held_out)

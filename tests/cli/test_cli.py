@@ -10,8 +10,9 @@ import pytest
 import tiny
 
 from pma_jax.cli import main
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import steps
+from pma_jax.runs.directory import open_run
+from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.training import loop
 
 VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "plan", "import", "export", "report"]
@@ -184,7 +185,7 @@ def damage(snapshot, how):
         (snapshot.path / "params").rmtree()
     elif how == "no metadata":
         for path in snapshot.path.glob("*"):
-            if path.is_file() and path.name != checkpoint.COMMIT_MARKER:
+            if path.is_file() and path.name != steps.COMMIT_MARKER:
                 path.unlink()
     else:
         assert arrays
@@ -346,7 +347,7 @@ def test_merge_is_numpys_and_every_verb_takes_it(pma, finished, tmp_path, recipe
     status, said, _ = pma("merge", finished.path, "--last", "3", "--recipe", recipe, "--out", out)
     assert status == 0
     assert f"{recipe} of 3 checkpoints (4,096 to 6,144 tokens)" in said
-    merged = checkpoint.read_snapshot(out)
+    merged = read_snapshot(out)
     np.testing.assert_allclose(merged.merge["coefficients"], RECIPES[recipe], rtol=1e-12)
     stored = [tiny.named(tiny.read(s)) for s in finished.snapshots[-3:]]
     expected = {
@@ -367,9 +368,9 @@ def test_merge_is_numpys_and_every_verb_takes_it(pma, finished, tmp_path, recipe
 def test_merge_orders_by_tokens_and_takes_ranges(pma, finished, tmp_path):
     paths = [finished.snapshots[i].path for i in (4, 0, 2)]
     assert pma("merge", *paths, "--recipe", "wma", "--out", tmp_path / "a")[0] == 0
-    assert [s["tokens"] for s in checkpoint.read_snapshot(tmp_path / "a").merge["sources"]] == [1024, 3072, 5120]
+    assert [s["tokens"] for s in read_snapshot(tmp_path / "a").merge["sources"]] == [1024, 3072, 5120]
     assert pma("merge", finished.path, "--tokens", "2e3:4096", "--out", tmp_path / "b")[0] == 0
-    assert [s["step"] for s in checkpoint.read_snapshot(tmp_path / "b").merge["sources"]] == [8, 12, 16]
+    assert [s["step"] for s in read_snapshot(tmp_path / "b").merge["sources"]] == [8, 12, 16]
 
 
 def test_merge_never_overwrites(fails, pma, finished, tmp_path):

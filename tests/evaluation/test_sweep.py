@@ -11,8 +11,8 @@ import tiny
 from pma_jax.evaluation import merges
 from pma_jax.evaluation.sweep import row_text, sweep
 from pma_jax.merging import recipes
-from pma_jax.runs import checkpoint, restore
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import restore
+from pma_jax.runs.directory import open_run
 
 RECIPES = ["sma", "wma", "ema:alpha=0.2", "lagfree:lag=0.5", "lagfree"]
 
@@ -28,13 +28,13 @@ def copy(finished, tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """Paths of the snapshots whose arrays were read, in order."""
-    read, paths = checkpoint.restore_params, []
+    read, paths = merges.restore_params, []
 
     def counted(snapshot, abstract):
         paths.append(str(snapshot.path))
         return read(snapshot, abstract)
 
-    monkeypatch.setattr(checkpoint, "restore_params", counted)
+    monkeypatch.setattr(merges, "restore_params", counted)
     return paths
 
 
@@ -144,7 +144,7 @@ def held_bytes():
 
 
 def test_memory_holds_the_merges_and_not_the_snapshots(copy, monkeypatch):
-    read, peaks = checkpoint.restore_params, []
+    read, peaks = merges.restore_params, []
 
     def measured(snapshot, abstract):
         params = read(snapshot, abstract)
@@ -154,7 +154,7 @@ def test_memory_holds_the_merges_and_not_the_snapshots(copy, monkeypatch):
 
     gc.collect()
     before = held_bytes()
-    monkeypatch.setattr(checkpoint, "restore_params", measured)
+    monkeypatch.setattr(merges, "restore_params", measured)
     sweep(copy, ["sma"], [6])
     assert len(peaks) == 6
     # The raw model and one merge, what is being added and what is being read; and the held-out text.

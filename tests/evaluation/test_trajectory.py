@@ -11,7 +11,7 @@ from pma_jax.evaluation import trajectory
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW, losses_along
 from pma_jax.merging import recipes
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs.directory import open_run
 
 V = 4 * tiny.BATCH_TOKENS
 CELLS = [RAW, Cell("sma", 3), Cell("wma", 2, 2), Cell("lagfree", 4), Cell("sma", 2, kind="block_mean")]

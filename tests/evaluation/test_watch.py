@@ -9,8 +9,8 @@ import tiny
 from pma_jax.evaluation import watch as watching
 from pma_jax.evaluation.watch import watch
 from pma_jax.merging import recipes
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run, read_records
+from pma_jax.runs import snapshots, steps
+from pma_jax.runs.directory import is_run, open_run, read_records
 from pma_jax.training.metrics import MetricsLog
 
 
@@ -54,7 +54,7 @@ def test_a_run_that_another_process_trains_is_followed_to_its_end(workspace, tmp
     with subprocess.Popen(
         tiny.command("train", "--config", file, "--workdir", workdir), stderr=subprocess.DEVNULL, **words
     ) as trainer:
-        while trainer.poll() is None and not checkpoint.is_run(workdir):
+        while trainer.poll() is None and not is_run(workdir):
             time.sleep(0.05)
         watcher = tiny.command("watch", workdir, "--windows", "2,3", "--poll-seconds", "0.05")
         with subprocess.Popen(watcher, stderr=subprocess.PIPE, **words) as following:
@@ -100,14 +100,14 @@ def test_an_interrupted_watch_goes_on_where_it_stopped(copy, evaluated):
 def test_a_watch_that_was_done_reads_nothing(copy, evaluated, monkeypatch):
     list(watch(copy))
     before, count = (copy.path / "watch.jsonl").read_bytes(), len(evaluated)
-    monkeypatch.setattr(checkpoint, "restore_params", lambda *_: pytest.fail("a snapshot was read"))
+    monkeypatch.setattr(snapshots, "restore_params", lambda *_: pytest.fail("a snapshot was read"))
     assert list(watch(copy)) == []
     assert (copy.path / "watch.jsonl").read_bytes() == before and len(evaluated) == count
 
 
 def test_what_is_not_published_is_not_read(copy):
     newest = copy.snapshots[-1]
-    mark = newest.path / checkpoint.COMMIT_MARKER
+    mark = newest.path / steps.COMMIT_MARKER
     content = mark.read_bytes()
     mark.unlink()
     list(watch(copy, once=True))
@@ -135,7 +135,7 @@ def test_snapshots_that_come_while_it_waits_are_seen(copy, monkeypatch):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_snapshot_that_retention_takes_away_is_skipped_and_told(copy, monkeypatch, when):
-    read = checkpoint.restore_params
+    read = snapshots.restore_params
 
     def deleting(snapshot, abstract):
         if snapshot.step != 12:
@@ -144,7 +144,7 @@ def test_a_snapshot_that_retention_takes_away_is_skipped_and_told(copy, monkeypa
         shutil.rmtree(snapshot.path)
         return read(snapshot, abstract) if params is None else params
 
-    monkeypatch.setattr(checkpoint, "restore_params", deleting)
+    monkeypatch.setattr(snapshots, "restore_params", deleting)
     lines = list(watch(copy))
     told = [line for line in lines if line.startswith("skipped: ")]
     assert len(told) == 1 and str(copy.path / "snapshots" / "12") in told[0] and "\n" not in told[0]

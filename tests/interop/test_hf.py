@@ -34,7 +34,9 @@ from pma_jax.data import shards
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.interop import hf, hf_weights
 from pma_jax.merging.from_storage import merge_one
-from pma_jax.runs import checkpoint
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs.directory import create_run
+from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import local_mesh
 from pma_jax.storage import digests
 from pma_jax.storage.formats import hub
@@ -66,7 +68,7 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def test_every_parameter_has_a_home_and_every_tensor_too(kind):
     made = config(kind)
     found = hf_weights.homes(made.model)
-    abstract = jax.tree_util.tree_leaves_with_path(checkpoint.abstract_params(made, local_mesh()))
+    abstract = jax.tree_util.tree_leaves_with_path(abstract_params(made.model, local_mesh()))
     ours = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in abstract}
     assert {home.leaf: home.leaf_shape for home in found} == ours
     assert {name: home.tensor_shape for home in found for name in home.tensors} == shapes(made.model)
@@ -91,7 +93,7 @@ def test_an_import_is_the_model_in_numpy(tmp_path, kind):
     # The widest first or not: in a shard any order is allowed.
     tensors = write_theirs(tmp_path / "theirs", model, ("bfloat16", "float32", "float16"), shards=3)
     hf.import_model(tmp_path / "theirs", tmp_path / "ours")
-    snapshot = checkpoint.read_snapshot(tmp_path / "ours")
+    snapshot = read_snapshot(tmp_path / "ours")
     assert snapshot.config.model == model and snapshot.kind == "point"
     assert_logits(our_logits(tmp_path / "ours"), reference.logits(model, as_reference(model, tensors), TOKENS))
 
@@ -110,7 +112,7 @@ def test_back_and_there_is_bitwise(tmp_path, kind):
     params = write_ours(tmp_path / "ours", config(kind))
     hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
     hf.import_model(tmp_path / "theirs", tmp_path / "again")
-    tiny.assert_equal(tiny.read(checkpoint.read_snapshot(tmp_path / "again")), params)
+    tiny.assert_equal(tiny.read(read_snapshot(tmp_path / "again")), params)
 
 
 def test_bfloat16_is_rounded_to_nearest_even(tmp_path):
@@ -186,7 +188,7 @@ def test_a_revision_of_the_hub_comes_in_with_its_step_and_tokens(tmp_path, monke
         made["tokenizer"] == ["tokenizer.json"]
         and not (tmp_path / "ours" / "tokenizer" / "tokenizer.json").is_symlink()
     )
-    snapshot = checkpoint.read_snapshot(tmp_path / "ours")
+    snapshot = read_snapshot(tmp_path / "ours")
     assert (snapshot.step, snapshot.tokens) == (100, 5 * 10**9)
     hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
     assert_same(read_theirs(tmp_path / "theirs"), tensors)
@@ -274,7 +276,7 @@ def test_a_bias_that_is_zero_is_left_out_and_told(tmp_path):
     said = hf.export_snapshot(ours, tmp_path / "theirs")
     assert any("router's bias" in note for note in said["notes"])
     hf.import_model(tmp_path / "theirs", tmp_path / "again")
-    assert not checkpoint.read_snapshot(tmp_path / "again").config.model.router_bias
+    assert not read_snapshot(tmp_path / "again").config.model.router_bias
     assert_logits(our_logits(tmp_path / "again"), our_logits(ours), 1e-6)
 
 
@@ -515,7 +517,7 @@ def test_what_came_along_goes_along(tmp_path):
     made = hf.import_model(tmp_path / "theirs", tmp_path / "ours")
     kept = sorted(small.keys() - {"README.md", "generation_config.json"})
     assert made["tokenizer"] == kept == sorted(file.name for file in (tmp_path / "ours" / "tokenizer").iterdir())
-    read = checkpoint.read_snapshot(tmp_path / "ours").config
+    read = read_snapshot(tmp_path / "ours").config
     assert read.data.tokenizer == str(tmp_path / "ours" / "tokenizer" / "tokenizer.json")
     assert read.training.sequence_length_tokens == 1024
 
@@ -545,7 +547,7 @@ def test_a_trained_bpe_is_found_in_the_token_cache(tmp_path, workspace):
     made = config("llama", **keys, tokenizer="bpe", bpe_vocabulary_size=257)
     made = configuration.resolve(dataclasses.asdict(made) | {"model": hf_models.SIZES | {"vocabulary_size": 260}})
     prepared = shards.prepare(made.data, progress=False)
-    run = checkpoint.create_run(tmp_path / "run", made, {"corpus": prepared.digest})
+    run = create_run(tmp_path / "run", made, {"corpus": prepared.digest})
     write_ours(run.path / "snapshots" / "8", made)
     merge_one([run.path / "snapshots" / "8"], [1.0], tmp_path / "merged")
     expected = prepared.load_tokenizer()

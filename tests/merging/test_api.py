@@ -8,8 +8,10 @@ import tiny
 
 import pma_jax as pma
 from pma_jax.config import MeshConfig
-from pma_jax.runs import checkpoint
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs.snapshots import Snapshot, write_snapshot
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.storage.paths import absolute_path
 
 
 def by_numpy(snapshots, weights):
@@ -49,10 +51,10 @@ def test_snapshots_of_another_model_are_refused_by_leaf(finished, workspace, tmp
     with jax.set_mesh(make_mesh(other.mesh)):
         params = jax.tree.map(
             lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding),
-            checkpoint.abstract_params(other, make_mesh(other.mesh)),
+            abstract_params(other.model, make_mesh(other.mesh)),
         )
-    odd = checkpoint.Snapshot(checkpoint.absolute(tmp_path / "odd"), 1, 256, None, other)
-    checkpoint.write_snapshot(params, odd)
+    odd = Snapshot(absolute_path(tmp_path / "odd"), 1, 256, None, other)
+    write_snapshot(params, odd)
     with pytest.raises(ValueError, match=r"differ in 3 places.*gate_DxF: shape \[2, 16, 32\] in .* but \[2, 16, 48\]"):
         pma.merge([*finished.snapshots[:2], odd], [0.4, 0.3, 0.3], tmp_path / "out")
     assert not (tmp_path / "out").exists(), "a merge that failed leaves nothing"

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from pma_jax.cli import verbs
 from pma_jax.merging import from_storage, gather
-from pma_jax.runs.checkpoint import read_snapshot
+from pma_jax.runs.snapshots import read_snapshot
 
 STEPS = (100, 200, 300, 400, 500)
 

@@ -29,10 +29,10 @@ def test_previews_are_the_loss_of_numpys_average_of_the_stored_snapshots(finishe
 
 
 def on_mesh(params, run, mesh):
-    from pma_jax.runs.checkpoint import abstract_params
+    from pma_jax.model.decoder import abstract_params
 
     return jax.tree.map(
-        lambda leaf, like: jax.device_put(leaf, like.sharding), params, abstract_params(run.config, mesh)
+        lambda leaf, like: jax.device_put(leaf, like.sharding), params, abstract_params(run.config.model, mesh)
     )
 
 

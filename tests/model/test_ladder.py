@@ -8,8 +8,7 @@ import pytest
 
 from pma_jax import config as configuration
 from pma_jax.model import ladder
-from pma_jax.model.decoder import activated_count, parameter_count
-from pma_jax.runs import checkpoint
+from pma_jax.model.decoder import abstract_params, activated_count, parameter_count
 from pma_jax.runtime.mesh import AXES, check_mesh
 
 CONFIGS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("[a-z]*.py"))
@@ -27,7 +26,7 @@ PAPER = {  # size: interval in tokens and window, as the paper prints them
 def abstract_of(config):
     """Shapes only: on a mesh of many devices that are not here, none of this would fit in memory."""
     mesh = jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
-    return checkpoint.abstract_params(config, mesh)
+    return abstract_params(config.model, mesh)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from pma_jax.config import Config, ScheduleConfig, TrainingConfig
-from pma_jax.runs.checkpoint import create_run
+from pma_jax.runs.directory import create_run
 
 FACTS = {"corpus": "c0ffee", "evaluation": "e7a1", "versions": {"python": "3.11.9", "jax": "0.10.0"}}
 HORIZON, FORK = 6_000_000, 4_800_000

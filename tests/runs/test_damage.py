@@ -13,11 +13,14 @@ import tiny
 import pma_jax as pma
 from pma_jax.cli import verbs
 from pma_jax.merging.verify import verify
-from pma_jax.runs import checkpoint, integrity, restore
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs import integrity, restore, snapshots, steps
+from pma_jax.runs.directory import open_run
+from pma_jax.runs.snapshots import read_snapshot, write_snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import digests
 from pma_jax.storage.formats.open import open_source
+from pma_jax.storage.paths import absolute_path
 from pma_jax.training.loop import train
 
 
@@ -87,9 +90,7 @@ def test_a_damaged_snapshot_is_refused_by_name(copy, tmp_path, damage, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1 and str(snapshot) in error
     assert not out.exists() and not list(tmp_path.glob(".merged*"))
     with pytest.raises(ValueError, match=str(snapshot)):
-        pma.average(
-            [checkpoint.read_snapshot(copy.path / "snapshots" / "24"), checkpoint.read_snapshot(snapshot)], [0.5] * 2
-        )
+        pma.average([read_snapshot(copy.path / "snapshots" / "24"), read_snapshot(snapshot)], [0.5] * 2)
     assert any(str(snapshot) in problem for problem in verify(copy.path))
     assert verbs.main(["inspect", str(copy.path), "--verify"]) == 1
     assert said(capsys).startswith(f"error: {copy.path} is not what was written: ")
@@ -133,7 +134,7 @@ def test_leftovers_are_cleared_away(finished, copy):
     shutil.rmtree(copy.path / "states" / "24")
     (copy.path / "states" / "24").mkdir()  # an empty directory
     half = copy.path / "snapshots" / "24"  # a kill while it was removed: the mark goes first
-    (half / checkpoint.COMMIT_MARKER).unlink()
+    (half / steps.COMMIT_MARKER).unlink()
     (copy.path / "states" / "16.orbax-checkpoint-tmp").mkdir()
     run = train(copy.config, copy.path)
     assert tiny.numbers(run) == tiny.numbers(finished)
@@ -158,15 +159,13 @@ def test_a_damaged_record_of_the_run_is_one_clear_line(copy, name, how, capsys, 
 
 def test_what_is_not_finite_is_neither_saved_nor_used(finished, copy, tmp_path):
     snapshot = finished.snapshots[-1]
-    params = checkpoint.restore_params(
-        snapshot, checkpoint.abstract_params(snapshot.config, make_mesh(snapshot.config.mesh))
-    )
+    params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, make_mesh(snapshot.config.mesh)))
     for value in (np.nan, np.inf, -np.inf):
         bad = dict(params) | {"embedding_VxD": params["embedding_VxD"] * value}
         with pytest.raises(ValueError, match=r"1 leaves of the weights are not finite .*: embedding_VxD"):
-            checkpoint.write_snapshot(bad, dataclasses.replace(snapshot, path=checkpoint.absolute(tmp_path / "bad")))
-        with checkpoint.snapshot_writer(copy, "point") as writer, pytest.raises(ValueError, match="not finite"):
-            checkpoint.save_snapshot(writer, bad, dataclasses.replace(snapshot, step=28))
+            write_snapshot(bad, dataclasses.replace(snapshot, path=absolute_path(tmp_path / "bad")))
+        with copy.snapshot_writer("point") as writer, pytest.raises(ValueError, match="not finite"):
+            snapshots.save_snapshot(writer, bad, dataclasses.replace(snapshot, step=28))
     assert not (tmp_path / "bad").exists() and not (copy.path / "snapshots" / "28").exists()
 
 
@@ -191,7 +190,7 @@ def test_digests_are_those_of_merging_whatever_the_mesh(finished, workspace):
     stored = restore.recorded_digests(snapshot.path)
     for axes in ({}, {"mesh__data": 1, "mesh__fsdp": 4, "mesh__tensor": 2}):
         config = tiny.config(workspace, **axes)
-        params = checkpoint.restore_params(snapshot, checkpoint.abstract_params(config, make_mesh(config.mesh)))
+        params = snapshots.restore_params(snapshot, abstract_params(config.model, make_mesh(config.mesh)))
         assert integrity.tree_digests(params) == stored
     for name, leaf in tiny.named(params).items():
         hasher = digests.SegmentHasher(leaf.itemsize, "xxh3_128")

@@ -11,7 +11,7 @@ import tiny
 
 from pma_jax.cli import verbs
 from pma_jax.merging.verify import verify
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs.directory import open_run
 from pma_jax.training.loop import train
 
 

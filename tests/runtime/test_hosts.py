@@ -16,10 +16,12 @@ from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
 from pma_jax.merging.engine import provenance
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run, read_records
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs import snapshots, states
+from pma_jax.runs.directory import open_run, read_records
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import local_mesh
+from pma_jax.storage.paths import absolute_path
 from pma_jax.training import recovery
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state
@@ -29,8 +31,8 @@ B = tiny.BATCH_TOKENS
 
 def read(snapshot):
     """A snapshot's parameters, on this process's devices whatever the mesh of its run."""
-    abstract = checkpoint.abstract_params(snapshot.config, local_mesh())
-    return jax.tree.map(np.asarray, checkpoint.restore_params(snapshot, abstract))
+    abstract = abstract_params(snapshot.config.model, local_mesh())
+    return jax.tree.map(np.asarray, snapshots.restore_params(snapshot, abstract))
 
 
 def assert_same(run, expected, rtol=1e-5):
@@ -96,7 +98,10 @@ EVERY_VERB = """
 import json, sys
 from pathlib import Path
 from pma_jax import config
-from pma_jax.runs import checkpoint
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs import snapshots
+from pma_jax.runs import states
+from pma_jax.storage.paths import absolute_path
 from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
@@ -214,17 +219,20 @@ TRAIN_UNTIL = """
 import sys
 from pathlib import Path
 from pma_jax import config
-from pma_jax.runs import checkpoint
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs import snapshots
+from pma_jax.runs import states
+from pma_jax.storage.paths import absolute_path
 from pma_jax.training import loop
 config = config.from_json(Path(sys.argv[1]).read_text())
 last = int(sys.argv[3])
-save = checkpoint.save_state
+save = states.save_state
 class Stop(BaseException): pass
 def save_and_stop(writer, state, step, *rest):
     save(writer, state, step, *rest)
     if step == last:
         raise Stop
-checkpoint.save_state = save_and_stop
+states.save_state = save_and_stop
 try:
     loop.train(config, sys.argv[2])
 except Stop:
@@ -261,7 +269,7 @@ def test_when_one_is_killed_the_others_stop_and_the_restart_is_exact(workspace, 
     processes.pma([*words, tmp_path / "whole"], count).check(600)
     cut = tmp_path / "cut"
     job = processes.pma([*words, cut], count)
-    kill_one(job, killed, lambda: len(read_records(checkpoint.absolute(cut / "metrics.jsonl"))) > 30)
+    kill_one(job, killed, lambda: len(read_records(absolute_path(cut / "metrics.jsonl"))) > 30)
     said = [job.error(p) for p in range(count) if p != killed]
     assert any("error: process" in text for text in said) or killed == 0, said
     newest = open_run(cut).newest_state
@@ -281,7 +289,7 @@ def test_a_preemption_notice_to_any_process_stops_all_at_one_step_with_a_state(w
     )
     words = ["train", "--config", file, "--workdir", tmp_path / "run"]
     job = processes.pma(words, 2)
-    wait_until(job, lambda: len(read_records(checkpoint.absolute(tmp_path / "run" / "metrics.jsonl"))) > 20)
+    wait_until(job, lambda: len(read_records(absolute_path(tmp_path / "run" / "metrics.jsonl"))) > 20)
     for index in told:
         job.processes[index].send_signal(signal.SIGTERM)
     assert job.wait() == [143, 143]
@@ -325,7 +333,7 @@ def test_processes_go_back_from_a_spike_together(workspace, tmp_path):
     assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 65)), "one record a step"
     merged = [tiny.named(read(s)) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
     restarted = next(s for s in run.states if s.step == event["step"])
-    state = checkpoint.restore_state(restarted, abstract_state(run.config, local_mesh()))
+    state = states.restore_state(restarted, abstract_state(run.config, local_mesh()))
     for name, leaf in tiny.named(state.params).items():
         np.testing.assert_allclose(leaf, np.mean([m[name] for m in merged], axis=0), rtol=1e-5, atol=1e-7)
     assert all(not leaf.any() for leaf in tiny.named(state.optimizer).values())

@@ -18,11 +18,12 @@ from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
 from pma_jax.reporting.report import build_report, write_report
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import states
+from pma_jax.runs.directory import open_run
+from pma_jax.runs.snapshots import is_snapshot, read_snapshot
 from pma_jax.storage.formats import publish
 from pma_jax.storage.lines import LineFile
-from pma_jax.storage.paths import RangeReader, locate
+from pma_jax.storage.paths import RangeReader, absolute_path, locate
 from pma_jax.training.forking import fork
 from pma_jax.training.loop import train
 
@@ -49,14 +50,14 @@ def run(finished, folder):
 
 
 def test_training_into_a_bucket_is_training(finished, workspace, folder, monkeypatch):
-    config, save = tiny.config(workspace), checkpoint.save_state
+    config, save = tiny.config(workspace), states.save_state
 
     def save_and_stop(writer, state, step, *rest):
         save(writer, state, step, *rest)
         if step == 16:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "save_state", save_and_stop)
+    monkeypatch.setattr(states, "save_state", save_and_stop)
     with pytest.raises(KeyboardInterrupt):
         train(config, "gs://bucket/runs/new")
     monkeypatch.undo()
@@ -106,12 +107,12 @@ def test_a_merge_in_a_bucket_is_the_same(finished, run, folder, tmp_path, capsys
     assert "never overwrites" in capsys.readouterr().err
     assert main(["inspect", "gs://bucket/merged/sma-3", "--verify", "--with-sources"]) == 0
     tiny.assert_equal(
-        tiny.read(checkpoint.read_snapshot("gs://bucket/merged/sma-3")),
-        tiny.read(checkpoint.read_snapshot(tmp_path / "local")),
+        tiny.read(read_snapshot("gs://bucket/merged/sma-3")),
+        tiny.read(read_snapshot(tmp_path / "local")),
     )
     assert main(["export", "gs://bucket/merged/sma-3", "--out", "gs://bucket/models/demo"]) == 0
     assert main(["import", "gs://bucket/models/demo", "--out", "gs://bucket/imported"]) == 0
-    assert checkpoint.is_snapshot("gs://bucket/imported")
+    assert is_snapshot("gs://bucket/imported")
 
 
 def test_every_kind_of_checkpoint_is_read_from_a_bucket(folder, tmp_path):
@@ -149,7 +150,7 @@ def test_an_interrupted_publication_is_no_checkpoint_and_is_made_whole(run, fold
     assert main(words) == 130
     monkeypatch.undo()
     assert (folder / "merged" / "cut" / publish.IN_PROGRESS_FILE).exists()
-    assert not checkpoint.is_snapshot("gs://bucket/merged/cut")
+    assert not is_snapshot("gs://bucket/merged/cut")
     assert main([*words[:3], "3", *words[4:]]) == 1, "another merge does not write over it"
     assert main(words) == 0
     assert not (folder / "merged" / "cut" / publish.IN_PROGRESS_FILE).exists()
@@ -185,7 +186,7 @@ def test_ranges_are_read_as_they_are(folder, monkeypatch):
 
 
 def test_lines_reach_a_bucket_when_they_must(folder, monkeypatch):
-    path, clock = checkpoint.absolute("gs://bucket/lines"), [0.0]
+    path, clock = absolute_path("gs://bucket/lines"), [0.0]
     monkeypatch.setattr("pma_jax.storage.lines.time.monotonic", lambda: clock[0])
     file = LineFile(path)
     file.write("a\n")

@@ -10,7 +10,7 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.evaluation.sweep import Cell
-from pma_jax.runs import checkpoint
+from pma_jax.runs.directory import is_run, open_run
 from pma_jax.studies import run_cache
 
 FORK = 16 * tiny.BATCH_TOKENS
@@ -30,7 +30,7 @@ def trained(monkeypatch):
     asked, train = [], run_cache.train
 
     def counted(config, folder):
-        run = checkpoint.open_run(folder) if checkpoint.is_run(folder) else None
+        run = open_run(folder) if is_run(folder) else None
         if run is None or run.newest_state is None or run.newest_state.tokens < config.training.total_tokens:
             asked.append(config)
         return train(config, folder)

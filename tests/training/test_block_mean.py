@@ -21,8 +21,8 @@ import pma_jax as pma
 from pma_jax.config import MeshConfig
 from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.merging.inspect import as_text, inspect
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import states
+from pma_jax.runs.directory import find_snapshots, open_run
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import averages
 from pma_jax.training.averages import RunningMean
@@ -67,7 +67,7 @@ def assert_same_run(actual, expected):
 
 def state(run, step):
     (saved,) = [s for s in run.states if s.step == step]
-    return checkpoint.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
+    return states.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
 
 
 def interrupt(run, step):
@@ -180,7 +180,7 @@ def pointers(tree):
 def test_adds_marks_and_resuming_compile_once(workspace, dense):
     config = dataclasses.replace(dense.config, mesh=MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)
-    restored = checkpoint.restore_state(dense.states[0], abstract_state(config, mesh))
+    restored = states.restore_state(dense.states[0], abstract_state(config, mesh))
     with jax.set_mesh(mesh):
         averages.add_to_block_mean.clear_cache()
         fresh = make_state(config)
@@ -361,23 +361,23 @@ def test_a_fork_may_begin_block_means(dense, weights, workspace, tmp_path):
 
 def test_snapshots_of_one_kind_are_found(dense):
     points, blocks = dense.of_kind("point"), dense.of_kind("block_mean")
-    assert checkpoint.find_snapshots([dense.path]) == checkpoint.find_snapshots([dense.path], "point") == points
-    assert checkpoint.find_snapshots([dense.path], "block_mean") == blocks
-    assert checkpoint.find_snapshots([s.path for s in blocks[:2]]) == blocks[:2]
+    assert find_snapshots([dense.path]) == find_snapshots([dense.path], "point") == points
+    assert find_snapshots([dense.path], "block_mean") == blocks
+    assert find_snapshots([s.path for s in blocks[:2]]) == blocks[:2]
 
 
 def test_kinds_do_not_mix(dense, finished, tmp_path):
     point, block = dense.of_kind("point")[0], dense.of_kind("block_mean")[1]
     says = r"12 (is )?a block_mean.*points and block means do not mix"
     with pytest.raises(ValueError, match=says):
-        checkpoint.find_snapshots([point.path, block.path])
+        find_snapshots([point.path, block.path])
     with pytest.raises(ValueError, match=says):
         pma.merge([point, block], [0.5, 0.5], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="6 is a point, and a block_mean is asked for"):
-        checkpoint.find_snapshots([point.path], "block_mean")
+        find_snapshots([point.path], "block_mean")
     with pytest.raises(ValueError, match=r"keeps point snapshots, not 'block_mean': train it with checkpoint\.kinds"):
-        checkpoint.find_snapshots([finished.path], "block_mean")
+        find_snapshots([finished.path], "block_mean")
 
 
 def test_a_merge_of_block_means_is_one(dense, tmp_path):

@@ -13,8 +13,8 @@ from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.model import moe
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import on_mesh
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import states
+from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import AXES, make_mesh
 from pma_jax.training.loop import train
 from pma_jax.training.optimizer import decay_mask
@@ -187,4 +187,4 @@ def test_resuming_is_bitwise_the_uninterrupted_run(mixture, tmp_path):
     for a, e in zip(resumed.snapshots, mixture.snapshots, strict=True):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
     abstract = abstract_state(copy.config, make_mesh(copy.config.mesh))
-    tiny.assert_equal(*(checkpoint.restore_state(run.states[-1], abstract) for run in (resumed, mixture)))
+    tiny.assert_equal(*(states.restore_state(run.states[-1], abstract) for run in (resumed, mixture)))

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import states
+from pma_jax.runs.directory import Run, open_run
+from pma_jax.storage.paths import absolute_path
 from pma_jax.training import finite, loop
 from pma_jax.training.loop import train
 
@@ -51,7 +52,7 @@ def test_a_loss_that_is_not_finite_is_not_recorded_with_a_snapshot():
 
 def test_a_state_of_weights_that_are_not_finite_is_not_saved(finished, tmp_path):
     params = {"w": np.array([1.0, np.nan], np.float32)}
-    with checkpoint.state_writer(checkpoint.Run(checkpoint.absolute(tmp_path), finished.config)) as writer:
+    with Run(absolute_path(tmp_path), finished.config).state_writer() as writer:
         state = type("State", (), {"params": params})()
         with pytest.raises(ValueError, match=r"step 3 \(768 tokens\): 1 leaves of the weights are not finite .*: w"):
-            checkpoint.save_state(writer, state, 3, 768, 24)
+            states.save_state(writer, state, 3, 768, 24)

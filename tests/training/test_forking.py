@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import tiny
 
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import snapshots, states
+from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.forking import fork, fork_config
 from pma_jax.training.loop import train
@@ -18,7 +18,7 @@ ANNEAL = ["schedule.decay=linear", f"schedule.decay_start_tokens={FORK}"]
 
 def state(run, step):
     (saved,) = [s for s in run.states if s.step == step]
-    return checkpoint.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
+    return states.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +149,10 @@ def test_a_fork_may_begin_with_other_weights_and_keeps_the_parents_optimizer_and
     # By hand: the parent's state with these parameters.
     by_hand = fork(finished, FORK, config, tmp_path / "hand")
     abstract = abstract_state(config, make_mesh(config.mesh))
-    changed = dataclasses.replace(state(finished, 16), params=checkpoint.restore_params(weights, abstract.params))
+    changed = dataclasses.replace(state(finished, 16), params=snapshots.restore_params(weights, abstract.params))
     shutil.rmtree(by_hand.path / "states" / "16")
-    with checkpoint.state_writer(by_hand) as writer:
-        checkpoint.save_state(writer, changed, 16, FORK, 16 * 8)
+    with by_hand.state_writer() as writer:
+        states.save_state(writer, changed, 16, FORK, 16 * 8)
     assert tiny.numbers(run) == tiny.numbers(train(config, by_hand.path))
     assert tiny.numbers(run)[0] != tiny.numbers(annealed)[0]
     tiny.assert_equal(state(run, 24), state(by_hand, 24))

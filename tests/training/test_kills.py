@@ -18,8 +18,9 @@ import tiny
 
 from pma_jax.data import shards
 from pma_jax.merging.verify import verify
-from pma_jax.runs import checkpoint, restore, steps
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import restore, steps
+from pma_jax.runs.directory import is_run, open_run
+from pma_jax.storage.paths import absolute_path
 
 # A snapshot every second step, a state every fourth, and few of each are kept: something is always being written or
 # removed.
@@ -133,7 +134,7 @@ def killed(words, moment, folder: Path, delay: float) -> bool:
 
 def assert_published_is(path: Path, whole) -> None:
     """Everything that a killed run published is bitwise what the whole run has."""
-    if not checkpoint.is_run(path):
+    if not is_run(path):
         return
     run = open_run(path)
     assert verify(run.path) == []
@@ -164,7 +165,7 @@ def kill_training(words, path, whole, kills, rng, count) -> None:
         if killed(words, moment, path, delay):
             kills[name] += 1
         assert_published_is(path, whole)
-        if number + 1 < count and checkpoint.is_run(path):
+        if number + 1 < count and is_run(path):
             newest = open_run(path).newest_state
             if newest and newest.step == 24:  # it was done: a new run for the kills that are left
                 shutil.rmtree(path)
@@ -219,7 +220,7 @@ def test_forking(whole, tmp_path, kills, seed):
     ]
     for moment in copying if seed else copying[:1]:
         kills["fork"] += killed(words, moment, path, rng.choice([0.0, rng.uniform(0, 0.01)]))
-        for step in steps.published(checkpoint.absolute(path) / "states"):
+        for step in steps.published(absolute_path(path) / "states"):
             assert restore.recorded_digests(step) == restore.recorded_digests(whole.path / "states" / step.name)
     done = pma(*words)
     assert done.returncode == 0, done.stderr

@@ -12,10 +12,11 @@ import tiny
 from etils import epath
 
 from pma_jax.data import batches, shards
-from pma_jax.model.decoder import graph_definition
+from pma_jax.model.decoder import abstract_params, graph_definition
 from pma_jax.model.loss import on_mesh
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import snapshots, states, steps
+from pma_jax.runs.directory import create_run, find_snapshots, is_run, open_run
+from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import loop
 from pma_jax.training.loop import train
@@ -39,7 +40,7 @@ def interrupt(run, step):
 
 
 def newest(run):
-    return tiny.named(checkpoint.restore_state(run.states[-1], abstract_state(run.config, make_mesh(run.config.mesh))))
+    return tiny.named(states.restore_state(run.states[-1], abstract_state(run.config, make_mesh(run.config.mesh))))
 
 
 def assert_same_run(actual, expected):
@@ -187,14 +188,14 @@ def test_a_state_that_was_published_before_its_snapshot_is_not_resumed_from(fini
 
 
 def test_a_state_vouches_for_the_records_up_to_it(workspace, tmp_path, monkeypatch):
-    save, seen = checkpoint.save_state, []
+    save, seen = states.save_state, []
 
     def check(writer, state, step, tokens, position):
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         seen.append((step, [r["step"] for r in lines if r["kind"] == "train"]))
         save(writer, state, step, tokens, position)
 
-    monkeypatch.setattr(checkpoint, "save_state", check)
+    monkeypatch.setattr(states, "save_state", check)
     train(tiny.config(workspace, training__total_tokens=2048, checkpoint__state_interval_tokens=1024), tmp_path / "run")
     assert seen == [(4, [1, 2, 3, 4]), (8, list(range(1, 9)))]
 
@@ -230,7 +231,7 @@ def test_another_configuration_is_refused_by_its_keys(copy, workspace):
 def test_a_changed_corpus_is_refused(tmp_path):
     config = tiny.config(tmp_path)
     tokens = shards.prepare(config.data)
-    checkpoint.create_run(tmp_path / "run", config, loop.run_metadata(tokens, config))
+    create_run(tmp_path / "run", config, loop.run_metadata(tokens, config))
     (tmp_path / "text" / "more.txt").write_text("one more document\n")
     with pytest.raises(ValueError, match="the corpus has changed"):
         train(config, tmp_path / "run")
@@ -239,7 +240,7 @@ def test_a_changed_corpus_is_refused(tmp_path):
 def test_a_vocabulary_that_is_too_small_is_refused(workspace, tmp_path):
     with pytest.raises(ValueError, match=r"model\.vocabulary_size is 200"):
         train(tiny.config(workspace, model__vocabulary_size=200), tmp_path / "run")
-    assert not checkpoint.is_run(tmp_path / "run")
+    assert not is_run(tmp_path / "run")
 
 
 # --- Retention --------------------------------------------------------------------------------------------------------
@@ -286,22 +287,22 @@ def test_accumulation_is_the_same_run(finished, workspace, tmp_path, compiled_in
 
 
 def test_an_unpublished_step_does_not_exist(copy):
-    (copy.snapshots[-1].path / checkpoint.COMMIT_MARKER).unlink()
-    (copy.states[-1].path / checkpoint.COMMIT_MARKER).unlink()
+    (copy.snapshots[-1].path / steps.COMMIT_MARKER).unlink()
+    (copy.states[-1].path / steps.COMMIT_MARKER).unlink()
     assert [s.step for s in copy.snapshots] == tiny.SNAPSHOTS[:-1]
     assert [s.step for s in copy.states] == tiny.STATES[:-1]
 
 
 def test_a_snapshot_that_does_not_fit_names_the_leaves(finished, workspace):
     wide = tiny.config(workspace, model__hidden=64, model__qk_norm=True)
-    abstract = checkpoint.abstract_params(wide, make_mesh(wide.mesh))
+    abstract = abstract_params(wide.model, make_mesh(wide.mesh))
     with pytest.raises(ValueError, match="5 leaves differ") as refused:
-        checkpoint.restore_params(finished.snapshots[0], abstract)
+        snapshots.restore_params(finished.snapshots[0], abstract)
     assert "blocks/query_norm_H is missing" in str(refused.value)
     assert "blocks/gate_DxF is (2, 16, 32), not (2, 16, 64)" in str(refused.value)
 
 
-@pytest.mark.parametrize("open_", [open_run, checkpoint.read_snapshot, lambda path: checkpoint.find_snapshots([path])])
+@pytest.mark.parametrize("open_", [open_run, read_snapshot, lambda path: find_snapshots([path])])
 def test_what_is_neither_run_nor_snapshot_is_refused(tmp_path, open_):
     for path in (tmp_path, tmp_path / "nothing", epath.Path(tmp_path)):
         with pytest.raises(ValueError, match=str(path)):
@@ -311,4 +312,4 @@ def test_what_is_neither_run_nor_snapshot_is_refused(tmp_path, open_):
 def test_paths_may_be_relative(finished, monkeypatch):
     monkeypatch.chdir(finished.path.parent)
     assert [s.step for s in open_run("finished").snapshots] == tiny.SNAPSHOTS
-    assert checkpoint.read_snapshot("finished/snapshots/4").tokens == 1024
+    assert read_snapshot("finished/snapshots/4").tokens == 1024

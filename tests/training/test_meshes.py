@@ -12,7 +12,7 @@ import tiny
 from pma_jax import config as configuration
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import on_mesh
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import AXES, check_mesh
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.state import abstract_state, make_state

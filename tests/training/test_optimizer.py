@@ -13,8 +13,8 @@ import tiny
 from pma_jax import config as configuration
 from pma_jax.config import OptimizerConfig
 from pma_jax.evaluation.held_out import evaluate_all
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import states
+from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import averages
 from pma_jax.training.forking import fork, fork_config
@@ -103,7 +103,7 @@ def test_a_half_life_is_one():
 
 def read_state(run, step):
     (saved,) = [s for s in run.states if s.step == step]
-    return checkpoint.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
+    return states.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
 
 
 def assert_same_run(actual, expected):

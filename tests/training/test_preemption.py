@@ -11,8 +11,8 @@ from test_loop import assert_same_run
 from pma_jax.cli import verbs
 from pma_jax.config import resolve
 from pma_jax.merging.engine import merge as engine
-from pma_jax.runs.checkpoint import open_run
-from pma_jax.runs.retention import kept_states
+from pma_jax.runs.directory import open_run
+from pma_jax.runs.states import kept_states
 from pma_jax.runtime import signals
 from pma_jax.training import loop
 from pma_jax.training.forking import fork

@@ -18,8 +18,9 @@ from pma_jax.data import batches, shards
 from pma_jax.merging.api import average
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import on_mesh
-from pma_jax.runs import checkpoint
-from pma_jax.runs.checkpoint import open_run
+from pma_jax.runs import restore, states
+from pma_jax.runs.directory import find_snapshots, is_run, open_run, read_records
+from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import loop, recovery, spikes
 from pma_jax.training.loop import train
@@ -65,7 +66,7 @@ def losses(records):
 
 
 def aside(run, number=1):
-    return checkpoint.read_records(run.path / "spikes" / str(number) / "metrics.jsonl")
+    return read_records(run.path / "spikes" / str(number) / "metrics.jsonl")
 
 
 def assert_same_run(actual, expected):
@@ -79,7 +80,7 @@ def assert_same_run(actual, expected):
     assert [s.step for s in actual.states] == [s.step for s in expected.states]
     abstract = abstract_state(expected.config, make_mesh(expected.config.mesh))
     tiny.assert_equal(
-        checkpoint.restore_state(actual.states[-1], abstract), checkpoint.restore_state(expected.states[-1], abstract)
+        states.restore_state(actual.states[-1], abstract), states.restore_state(expected.states[-1], abstract)
     )
 
 
@@ -109,12 +110,12 @@ def test_what_came_after_the_spike_is_set_aside_and_never_merged(recovered):
     assert sorted(doomed) == list(range(event["step"] + 1, event["spike"]["step"] + 1))
     assert doomed[event["spike"]["step"]] == event["spike"]["loss"]
     assert [r["verdict"] for r in aside(recovered) if r["kind"] == "spike"] == ["irrecoverable"]
-    moved = [checkpoint.read_snapshot(p) for p in sorted((folder / "snapshots").iterdir())]
+    moved = [read_snapshot(p) for p in sorted((folder / "snapshots").iterdir())]
     assert [s.step for s in moved] == event["aside"]["snapshots"] != []
     for snapshot in moved:
         kept = next(s for s in recovered.snapshots if s.step == snapshot.step)
         assert kept.loss != snapshot.loss
-    assert {s.path.parent.name for s in checkpoint.find_snapshots([recovered.path])} == {"snapshots"}
+    assert {s.path.parent.name for s in find_snapshots([recovered.path])} == {"snapshots"}
 
 
 def test_the_restarted_state_is_the_mean_with_a_fresh_optimizer_and_the_window_of_before(workspace, recovered):
@@ -126,7 +127,7 @@ def test_the_restarted_state_is_the_mean_with_a_fresh_optimizer_and_the_window_o
     restarted = next(s for s in run.states if s.step == event["step"])
     assert (restarted.tokens, restarted.position) == (event["tokens"], 8 * event["step"])
     abstract = abstract_state(run.config, make_mesh(run.config.mesh))
-    state = checkpoint.restore_state(restarted, abstract)
+    state = states.restore_state(restarted, abstract)
     merged = [tiny.named(tiny.read(s)) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
     for name, leaf in tiny.named(state.params).items():
         np.testing.assert_allclose(
@@ -198,14 +199,14 @@ def test_the_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, optim
     event = event_of(run)
     assert event["optimizer"] == optimizer
     abstract = abstract_state(run.config, make_mesh(run.config.mesh))
-    restarted = checkpoint.restore_state(next(s for s in run.states if s.step == event["step"]), abstract)
+    restarted = states.restore_state(next(s for s in run.states if s.step == event["step"]), abstract)
     if optimizer == "keep":
-        expected = checkpoint.restore_part(run.path / "spikes" / "1" / "held", "optimizer", abstract.optimizer)
+        expected = restore.restore_tree(run.path / "spikes" / "1" / "held", "optimizer", abstract.optimizer)
     else:
         marks = range(4, event["spike"]["onset_step"], 4)
         assert event["optimizer_step"] == min(marks, key=lambda step: abs(step - event["step"]))
         nearest = [s for s in [*states_aside(run), *run.states] if s.step == event["optimizer_step"]]
-        expected = checkpoint.restore_state(nearest[0], abstract).optimizer
+        expected = states.restore_state(nearest[0], abstract).optimizer
     tiny.assert_equal(restarted.optimizer, expected)
 
 
@@ -249,7 +250,7 @@ def test_a_spike_before_the_first_snapshot_is_told(workspace, tmp_path):
 def test_a_recipe_that_does_not_fit_is_refused_before_training(workspace, tmp_path):
     with pytest.raises(ValueError, match="weights"):
         train(config(workspace, spikes__recipe="weights:0.5,0.5"), tmp_path / "run")
-    assert not checkpoint.is_run(tmp_path / "run")
+    assert not is_run(tmp_path / "run")
 
 
 # --- Resuming ---------------------------------------------------------------------------------------------------------
@@ -257,7 +258,12 @@ def test_a_recipe_that_does_not_fit_is_refused_before_training(workspace, tmp_pa
 KILLED = """
 import itertools, os, signal, sys
 from pma_jax import cli
-from pma_jax.runs import checkpoint
+from pma_jax.runs import restore
+from pma_jax.runs import states
+from pma_jax.runs.directory import find_snapshots
+from pma_jax.runs.directory import is_run
+from pma_jax.runs.directory import read_records
+from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.training import loop, recovery
 module, name, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
 home = {"checkpoint": checkpoint, "loop": loop, "recovery": recovery}[module]
@@ -389,12 +395,10 @@ def test_skipping_is_a_part_of_the_run_and_resumes_exactly(workspace, tmp_path):
 
 def test_a_fork_begins_a_detector_where_its_parent_had_none_or_another(finished, workspace):
     abstract = abstract_state(config(workspace), make_mesh(config(workspace).mesh))
-    state = checkpoint.restore_state(finished.states[-1], abstract)
+    state = states.restore_state(finished.states[-1], abstract)
     assert state.detector.recent_losses.shape == (16,) and state.detector.losses == 0
     without = tiny.config(workspace, spikes__detect=False)
-    assert (
-        checkpoint.restore_state(finished.states[-1], abstract_state(without, make_mesh(without.mesh))).detector is None
-    )
+    assert states.restore_state(finished.states[-1], abstract_state(without, make_mesh(without.mesh))).detector is None
 
 
 def test_detection_changes_no_number_of_training(finished, workspace, tmp_path):

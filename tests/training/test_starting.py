@@ -5,7 +5,8 @@ import pytest
 import tiny
 
 from pma_jax.interop import hf
-from pma_jax.runs import checkpoint
+from pma_jax.runs.directory import is_run
+from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.loop import train
 from pma_jax.training.starting import check_start, starting_state
@@ -49,7 +50,7 @@ def test_another_model_is_refused_with_the_keys_to_give(finished, workspace, tmp
     nothing = tiny.config(workspace, training__start_from=str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="neither a run nor a snapshot"):
         train(nothing, tmp_path / "run")
-    assert not checkpoint.is_run(tmp_path / "run")
+    assert not is_run(tmp_path / "run")
 
 
 # --- Mixtures of experts ----------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ def imported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("imported")
     hf_models.write_theirs(folder / "theirs", hf_models.model("mixture"))
     hf.import_model(folder / "theirs", folder / "ours")
-    return checkpoint.read_snapshot(folder / "ours")
+    return read_snapshot(folder / "ours")
 
 
 def begun(config):
@@ -104,7 +105,7 @@ def test_a_mixture_that_came_in_trains_and_goes_out_and_on_from_another_mesh(imp
     learnt = tiny.read(run.snapshots[-1])
     hf.export_snapshot(run.path, tmp_path / "theirs")
     hf.import_model(tmp_path / "theirs", tmp_path / "again")
-    tiny.assert_equal(tiny.read(checkpoint.read_snapshot(tmp_path / "again")), learnt)
+    tiny.assert_equal(tiny.read(read_snapshot(tmp_path / "again")), learnt)
     tiny.assert_equal(begun(mixture(workspace, run.path, mesh__data=1, mesh__fsdp=4, mesh__expert=2)), learnt)
 
 

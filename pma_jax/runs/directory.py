@@ -1,0 +1,228 @@
+"""A run directory: open or create one, and list what it contains.
+
+    RUN/config.json            resolved configuration
+    RUN/run.json               metadata: corpus digest, versions, origin of a fork
+    RUN/snapshots/<step>/      parameters with their tokens, loss and configuration: what merging reads
+    RUN/block_means/<step>/    the same for the mean of the weights since the previous snapshot (dense averaging)
+    RUN/states/<step>/         parameters, optimizer, block mean and data position: what resuming and forking need
+    RUN/metrics.jsonl          one record per line, written by the training process
+    RUN/watch.jsonl            preview records written by `pma watch`; a separate file, because two writers would race
+    RUN/lock                   held by the training process (runs/lock.py)
+    RUN/damaged/               corrupt steps that resuming set aside (training/resuming.py)
+
+Snapshots and states are written asynchronously and published atomically: a step without its commit marker does not
+exist (runs/steps.py). Each snapshot contains its configuration, so a copied or merged one is self-describing. Each
+snapshot and state contains the digests of its arrays, which are checked on every read.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from etils import epath
+
+from pma_jax import config as configuration
+from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.runs import steps
+from pma_jax.runs.snapshots import Snapshot, check_one_kind, kept_snapshots, read_snapshot
+from pma_jax.runs.states import STATES, SavedState, kept_states, read_state
+from pma_jax.runs.steps import StepWriter
+from pma_jax.runtime import hosts
+from pma_jax.runtime.errors import error_line
+from pma_jax.storage import atomic
+from pma_jax.storage.paths import absolute_path, locate
+
+STEP_FOLDERS = (*(kind.folder for kind in SNAPSHOT_KINDS.values()), STATES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run directory: its configuration and its contents, oldest first.
+
+    The metadata of snapshots and states are read once each and then cached; a file that changes is read again.
+    """
+
+    path: epath.Path
+    config: Config
+    _cache: dict[epath.Path, tuple[Any, Any]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """Published snapshots of the first kind that the run saves, by tokens."""
+        return self.of_kind(self.config.checkpoint.kinds[0])
+
+    def of_kind(self, kind: str) -> list[Snapshot]:
+        """List the published snapshots of one kind, "point" or "block_mean", by tokens."""
+        return self._read_steps(SNAPSHOT_KINDS[kind].folder, read_snapshot)
+
+    @property
+    def states(self) -> list[SavedState]:
+        """Published states, by tokens, without those whose metadata are corrupt."""
+        return self._read_steps(STATES, read_state, skip_corrupt=True)
+
+    @property
+    def newest_state(self) -> SavedState | None:
+        """The first of `resumable_states`."""
+        return next(iter(self.resumable_states), None)
+
+    @property
+    def resumable_states(self) -> list[SavedState]:
+        """States to resume from, newest first.
+
+        A killed run may have published a state but not the snapshots before it; such a state is left out, because
+        resuming from it would lose these snapshots. If that leaves no state, the snapshots were removed on purpose, and
+        all states are returned.
+        """
+        origin = self.metadata.get("forked_from", {"tokens": 0})["tokens"]
+        published = min(self._newest_tokens(kind) for kind in self.config.checkpoint.kinds)
+
+        def has_its_snapshots(state: SavedState) -> bool:
+            ends = range(state.tokens, origin, -self.config.batch_tokens)
+            return published >= next((t for t in ends if self.config.is_snapshot(t)), 0)
+
+        states = self.states[::-1]
+        return list(filter(has_its_snapshots, states)) or states
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Contents of run.json: the corpus digest, versions, and the origin of a fork."""
+        return _read_json(self.path / "run.json")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Records of metrics.jsonl, then those of watch.jsonl.
+
+        A resumed run drops its own records past the restored state and writes them again. A watcher's records stay, as
+        do the snapshots that they evaluate.
+        """
+        return [*read_records(self.path / "metrics.jsonl"), *read_records(self.path / "watch.jsonl")]
+
+    def snapshot_writer(self, kind: str) -> StepWriter:
+        """Open the folder of one kind of snapshot for writing, with the configured retention."""
+        return self._writer(SNAPSHOT_KINDS[kind].folder, kept_snapshots)
+
+    def state_writer(self) -> StepWriter:
+        """Open RUN/states for writing, with the configured retention."""
+        return self._writer(STATES, kept_states)
+
+    def _writer(self, folder: str, kept: Callable[[Config, Sequence[int]], list[bool]]) -> StepWriter:
+        return StepWriter(self.path / folder, functools.partial(kept, self.config), removes=hosts.is_first())
+
+    def _newest_tokens(self, kind: str) -> int:
+        intact = self._read_steps(SNAPSHOT_KINDS[kind].folder, read_snapshot, skip_corrupt=True)
+        return intact[-1].tokens if intact else 0
+
+    def _read_steps(self, folder: str, read: Callable[[epath.Path], Any], skip_corrupt: bool = False) -> list[Any]:
+        entries = []
+        for path in steps.published(self.path / folder):
+            try:
+                entries.append(self._read_cached(path, read))
+            except ValueError:
+                if not skip_corrupt:
+                    raise
+        return sorted(entries, key=lambda entry: entry.tokens)
+
+    def _read_cached(self, path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
+        try:
+            status = locate(path / steps.METADATA_FILE).stat()
+            version = (status.st_mtime_ns, status.st_size)
+        except OSError:
+            return read(path)  # which reports what is wrong
+        if path not in self._cache or self._cache[path][0] != version:
+            self._cache[path] = version, read(path)
+        return self._cache[path][1]
+
+
+def is_run(path: epath.PathLike) -> bool:
+    """Check for a run directory: run.json and config.json. (A Hugging Face model has only the second.)"""
+    return all((absolute_path(path) / name).exists() for name in ("run.json", "config.json"))
+
+
+def open_run(path: epath.PathLike) -> Run:
+    """Open a run directory.
+
+    Raises:
+        ValueError: `path` is not a run directory, or its configuration cannot be read.
+    """
+    folder = absolute_path(path)
+    if not is_run(folder):
+        raise ValueError(
+            f"{path} is not a run directory (run.json and config.json): give the --workdir of a `pma train`"
+        )
+    raw = _read_json(folder / "config.json")
+    try:
+        return Run(folder, configuration.resolve(raw))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from error
+
+
+def create_run(path: epath.PathLike, config: Config, metadata: dict[str, Any]) -> Run:
+    """Create a run directory: write run.json, then config.json, after which the run exists."""
+    folder = absolute_path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic.write_text(folder / "run.json", json.dumps(metadata, indent=2) + "\n")
+    atomic.write_text(folder / "config.json", configuration.to_json(config))
+    return Run(folder, config)
+
+
+def find_snapshots(paths: Sequence[epath.PathLike], kind: str | None = None) -> list[Snapshot]:
+    """List the snapshots of runs, and snapshots given directly, by tokens; all of one kind.
+
+    Args:
+        paths: run directories and snapshots.
+        kind: the kind to take from a run, "point" or "block_mean"; None takes the first kind that the run saves.
+
+    Raises:
+        ValueError: a path is neither a run nor a snapshot, there is no snapshot, or their kinds differ.
+    """
+    snapshots = []
+    for path in paths:
+        snapshots += _of_run(open_run(path), kind) if is_run(path) else [read_snapshot(path)]
+    if not snapshots:
+        raise ValueError(f"no snapshot in {', '.join(map(str, paths))}: train until the first token mark")
+    check_one_kind(snapshots, kind)
+    return sorted(snapshots, key=lambda s: s.tokens)
+
+
+def _of_run(run: Run, kind: str | None) -> list[Snapshot]:
+    if kind is not None and kind not in run.config.checkpoint.kinds:
+        kept = ", ".join(run.config.checkpoint.kinds)
+        raise ValueError(f"{run.path} keeps {kept} snapshots, not {kind!r}: train it with checkpoint.kinds={kind}")
+    return run.snapshots if kind is None else run.of_kind(kind)
+
+
+def read_records(path: epath.Path) -> list[dict[str, Any]]:
+    """Read metric records, one per line; a missing file has none, and an unfinished last line is left out.
+
+    Raises:
+        ValueError: a line is corrupt; the message names it.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            if type(record["tokens"]) is not int or not isinstance(record["kind"], str):
+                raise TypeError("a record has kind and tokens")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged in line {number}: remove that line ({error})") from error
+        records.append(record)
+    return records
+
+
+def record_lines(records: Iterable[dict[str, Any]]) -> str:
+    """Format metric records as `read_records` reads them: one per line."""
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def _read_json(path: epath.Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+        if not isinstance(value, dict):
+            raise TypeError(f"it holds a {type(value).__name__}")
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error_line(error)}") from error
+    return value

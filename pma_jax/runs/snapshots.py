@@ -1,0 +1,145 @@
+"""Snapshots: parameters at one point of a run, or a merge of several. What merging reads and writes."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from pma_jax import config as configuration
+from pma_jax.config import Config
+from pma_jax.runs import integrity, restore, steps
+from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
+from pma_jax.storage import digests
+from pma_jax.storage.paths import absolute_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The metadata of one snapshot; its arrays stay on disk until `restore_params`."""
+
+    path: epath.Path
+    step: int  # optimizer steps done
+    tokens: int  # tokens consumed
+    loss: float | None  # held-out nats per token, if it was evaluated
+    config: Config
+    merge: dict[str, Any] | None = None  # of a merged snapshot: recipe, sources, coefficients
+    kind: str = "point"  # a key of SNAPSHOT_KINDS
+
+
+def is_snapshot(path: epath.PathLike) -> bool:
+    """Check whether a directory is a published snapshot."""
+    folder = absolute_path(path)
+    return (folder / COMMIT_MARKER).exists() and (folder / "params").exists()
+
+
+def read_snapshot(path: epath.PathLike) -> Snapshot:
+    """Read a snapshot's metadata, but no array.
+
+    Raises:
+        ValueError: `path` is not a snapshot, or its metadata are corrupt.
+    """
+    folder = absolute_path(path)
+    if not is_snapshot(folder):
+        raise ValueError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
+    metadata = steps.read_metadata(folder, ("step", "tokens", "loss", "config", "kind"))
+    config = configuration.resolve(metadata["config"])
+    merge = _read_merge(folder)
+    return Snapshot(folder, metadata["step"], metadata["tokens"], metadata["loss"], config, merge, metadata["kind"])
+
+
+def check_one_kind(snapshots: Sequence[Snapshot], kind: str | None = None) -> None:
+    """Check that all snapshots are of `kind`, or of the first one's kind.
+
+    Raises:
+        ValueError: they are not; the message names the first that differs.
+    """
+    wanted = kind or snapshots[0].kind
+    for other in snapshots:
+        if other.kind != wanted:
+            reason = "asked for" if kind else f"what {snapshots[0].path} is"
+            raise ValueError(
+                f"{other.path} is a {other.kind}, and a {wanted} is {reason}: points and block means do not mix, "
+                "give snapshots of one kind"
+            )
+
+
+def kept_snapshots(config: Config, tokens: Sequence[int]) -> list[bool]:
+    """Apply the retention rule: the newest windows, and the archive's snapshots, are kept.
+
+    Args:
+        config: the run's configuration.
+        tokens: position of each snapshot, ascending.
+
+    Returns:
+        Whether each snapshot is kept.
+    """
+    keep = config.checkpoint
+    newest = keep.keep_windows * keep.window if keep.keep_windows else len(tokens)
+    archive = keep.archive_interval_tokens
+    return [i >= len(tokens) - newest or bool(archive and config.is_mark(at, archive)) for i, at in enumerate(tokens)]
+
+
+def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
+    """Start writing `params` as `snapshot`; return when the arrays may be donated. An existing step is kept.
+
+    Raises:
+        ValueError: a leaf is not finite (the message names it), or the previous step could not be written.
+    """
+    writer.save(snapshot.step, {"params": params}, _metadata(snapshot, params))
+
+
+def write_snapshot(params: Any, snapshot: Snapshot) -> None:
+    """Write one snapshot at `snapshot.path`, outside a run.
+
+    Raises:
+        ValueError: the path exists, a leaf is not finite, or writing failed.
+    """
+    if snapshot.path.exists():
+        raise ValueError(f"{snapshot.path} exists already: choose another --out, or remove it")
+    snapshot.path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = digests.add_metadata_digest(_metadata(snapshot, params))
+    with steps.plain_arrays(), steps.writing(snapshot.path):
+        ocp.save_checkpointables(snapshot.path, {"params": params}, custom_metadata=metadata)
+
+
+def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
+    """Restore a snapshot's parameters with the shapes, dtypes and shardings of `abstract`.
+
+    Raises:
+        ValueError: leaves are missing, unknown, of another shape, corrupt (by their digest) or not finite. The message
+            names the first ten.
+    """
+    params = restore.restore_tree(snapshot.path, "params", abstract)
+    bad = integrity.non_finite_leaves(params)
+    if bad:
+        raise ValueError(f"{snapshot.path} has weights that are not finite, and is not used: {', '.join(bad[:10])}")
+    return params
+
+
+def _metadata(snapshot: Snapshot, params: Any) -> dict[str, Any]:
+    integrity.refuse_non_finite(params, snapshot.step, snapshot.tokens)
+    return {
+        "step": snapshot.step,
+        "tokens": snapshot.tokens,
+        "loss": snapshot.loss,
+        "kind": snapshot.kind,
+        "config": json.loads(configuration.to_json(snapshot.config)),
+    } | integrity.digest_metadata(params)
+
+
+def _read_merge(folder: epath.Path) -> dict[str, Any] | None:
+    """Summarise a merged snapshot's provenance; None where no merge made it."""
+    path = folder / "provenance.json"
+    if not path.exists():
+        return None
+    with restore.readable(path):
+        provenance = json.loads(path.read_text())
+        return {
+            "recipe": provenance["recipe"],
+            "coefficients": provenance["coefficients"],
+            "sources": [{"path": s["source"], "step": s["step"], "tokens": s["tokens"]} for s in provenance["sources"]],
+            "accumulation_dtype": ", ".join(provenance["accumulation_dtypes"]),
+        }

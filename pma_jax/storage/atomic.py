@@ -1,0 +1,66 @@
+"""Atomic writes: a file or directory appears with its complete content, or not at all.
+
+On a disk, content is written under a temporary name in the same directory, flushed (fsync), and renamed into place;
+then the directory is flushed, so that the rename survives a power failure. An object in a bucket appears atomically by
+itself, and is written directly.
+"""
+
+import os
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pma_jax.storage.paths import is_bucket
+
+_SYNC_THREADS = 16
+
+
+def write_text(path: Any, text: str) -> None:
+    """Write a small file (pathlib or epath) as UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Any, data: bytes) -> None:
+    """Write a small file (pathlib or epath). Concurrent writers do not disturb each other: the last one wins."""
+    if is_bucket(path):
+        path.write_bytes(data)
+        return
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.writing")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_entry(target.parent)
+
+
+def publish_directory(temporary: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Flush a complete directory on a disk and rename it to `target`. Raises OSError when `target` is not empty."""
+    sync_tree(Path(temporary))
+    Path(temporary).rename(target)
+    sync_entry(Path(target).parent)
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush every file and directory below `directory`, and its own entry, to the disk."""
+    paths = [path for root, _, files in os.walk(directory) for path in [Path(root), *(Path(root, f) for f in files)]]
+    # An Orbax checkpoint is hundreds of small files; file systems batch flushes that are requested concurrently.
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+        for _ in pool.map(sync_entry, paths):
+            pass
+    sync_entry(directory.parent)
+
+
+def sync_entry(path: Path) -> None:
+    """Flush a file's bytes, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
