@@ -14,8 +14,6 @@ Shapes: T tokens, P those of a prompt.
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -33,6 +31,7 @@ import rich.progress
 from pma_jax import config
 from pma_jax.data import corpus
 from pma_jax.data import tokenizer as tokenizing
+from pma_jax.storage import atomic, locks
 from pma_jax.storage.paths import is_bucket
 
 FORMAT = 1
@@ -173,19 +172,13 @@ def _digest(data: config.DataConfig, corpus_digest: str, tokenizer: str) -> str:
 @contextlib.contextmanager
 def _alone(cache: Path, key: str, console: rich.console.Console) -> Iterator[None]:
     """Hold the lock of `key`; the kernel frees it when the process dies."""
-    with (cache / f".{key}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            console.print("waiting for another process that prepares the same tokens")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            # Without locks (some network file systems) processes repeat each other's work; the rename stays atomic.
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            yield
-            return
-        for abandoned in cache.glob(f".{key}.*.tmp"):
+
+    def say_waiting() -> None:
+        console.print("waiting for another process that prepares the same tokens")
+
+    with locks.locked(cache / f".{key}.lock", before_waiting=say_waiting) as (_, is_locked):
+        # Without locks (some network file systems) processes repeat each other's work; the rename stays atomic.
+        for abandoned in cache.glob(f".{key}.*.tmp") if is_locked else ():
             shutil.rmtree(abandoned)
         yield
 
@@ -200,15 +193,13 @@ def _prepare_at(
             meta = _write_tokens(temporary, data, source, bar, shard_bytes)
         if corpus.open_corpus(data).digest != source.digest:
             raise ValueError("the corpus changed while it was being tokenised: run again")
-        _write_synced(temporary / "meta.json", json.dumps(meta, indent=2, sort_keys=True).encode() + b"\n")
-        _sync(temporary)
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n")
         try:
-            temporary.rename(target)
+            atomic.publish_directory(temporary, target)
         except OSError:
             # Another process that could not see our lock was first; its tokens are the same.
             if not target.exists():
                 raise
-        _sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     counts = {name: meta["splits"][name]["tokens"] for name in (corpus.TRAIN, corpus.VALIDATION)}
@@ -226,7 +217,6 @@ def _write_tokens(
     bar.remove_task(surveying)
     tokenizer = _tokenizer(data, source, found, bar)
     tokenizer.save(folder / "tokenizer.json")
-    _sync(folder / "tokenizer.json")
 
     dtype = _dtype(tokenizer.vocabulary_size, signed=data.task != "text")
     writers = {name: _ShardWriter(folder, name, dtype, shard_bytes) for name in (corpus.TRAIN, corpus.VALIDATION)}
@@ -333,8 +323,6 @@ class _ShardWriter:
 
     def _finish(self) -> None:
         if self._stream is not None:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
             self._stream.close()
             self._stream = None
 
@@ -354,19 +342,6 @@ def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> Split:
         # A plain array over the map: slicing np.memmap costs several times more.
         shards.append(np.asarray(np.memmap(path, dtype, mode="r")))
     return Split(counts["documents"], counts["tokens"], counts["utf8_bytes"], tuple(shards))
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _progress_bar(console: rich.console.Console) -> rich.progress.Progress:

@@ -18,6 +18,7 @@ from matplotlib.patches import Rectangle
 
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.reporting.figures import DPI, LIGHT, SMALL_POINTS, TEXT_POINTS, png_bytes, shown
+from pma_jax.storage import atomic
 
 CELL_INCHES = (0.72, 0.36)  # width, height
 CHARACTER_INCHES, TITLE_CHARACTER_INCHES = 0.082, 0.092
@@ -40,9 +41,8 @@ class Panel:
 
 def write(sweep: dict[str, Any], folder: epath.Path) -> epath.Path:
     """Write FOLDER/sweep.png, whole or not at all; returns its path. `sweep` is what sweep.json holds."""
-    target, temporary = folder / "sweep.png", folder / ".sweep.png.writing"
-    temporary.write_bytes(png_bytes(figure(sweep), DPI))
-    temporary.replace(target)
+    target = folder / "sweep.png"
+    atomic.write_bytes(target, png_bytes(figure(sweep), DPI))
     return target
 
 

@@ -6,7 +6,6 @@ merge recovers is (raw - merged) / (raw - annealed): 0 is the raw model at the h
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from pma_jax.reporting import figures, html, spikes
 from pma_jax.reporting.commands import reproduction
 from pma_jax.runs.directory import Run
 from pma_jax.runtime.mesh import AXES
+from pma_jax.storage import atomic
 from pma_jax.storage.paths import absolute_path
 
 Report = dict[str, Any]
@@ -104,9 +104,9 @@ def write_report(report: Report, run: Run, folder: epath.PathLike | None = None)
     light, dark = figures.png(report), figures.png(report, dark=True)
     page = html.page(report, configuration.to_json(run.config), light, dark)
     # The JSON comes last: where it stands, the report is complete.
-    _write(target / "report.png", light)
-    _write(target / "report.html", page.encode())
-    _write(target / "report.json", (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
+    atomic.write_bytes(target / "report.png", light)
+    atomic.write_bytes(target / "report.html", page.encode())
+    atomic.write_bytes(target / "report.json", (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
     return [target / f"report.{kind}" for kind in ("json", "png", "html")]
 
 
@@ -316,9 +316,3 @@ def _parameters(run: Run) -> int:
     # Shapes only: one device is enough, wherever the run's own mesh was.
     mesh = jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
     return parameter_count(abstract_params(run.config.model, mesh))
-
-
-def _write(path: epath.Path, data: bytes) -> None:
-    temporary = path.parent / f".{path.name}.{os.getpid()}.writing"
-    temporary.write_bytes(data)
-    temporary.replace(path)

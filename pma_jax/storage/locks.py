@@ -1,4 +1,4 @@
-"""The kernel's lock on a file: it ends with the process that holds it, however that ends."""
+"""Kernel locks on files, which end with the process that holds them, however it ends."""
 
 import contextlib
 import errno
@@ -12,35 +12,49 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def locked(path: Path, refusal: Callable[[IO[str]], str] | None) -> Iterator[tuple[IO[str], bool]]:
-    """Hold the lock on `path`, which is made with its folder; yields the open file, and False where there are no locks.
+def locked(
+    path: Path,
+    refusal: Callable[[IO[str]], str] | None = None,
+    before_waiting: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[IO[str], bool]]:
+    """Hold the lock on `path`; the file and its directory are created.
 
-    Without a `refusal`, waits until it is free. Whoever ends may remove the file: the lock is ours if the file that we
-    locked is still the one at `path`.
+    The holder may remove the file when it ends, so the lock counts only if `path` is still the file that was locked.
+
+    Args:
+        path: the lock file.
+        refusal: formats the error message from the open file if another process holds the lock; None waits instead.
+        before_waiting: called before waiting for another process.
+
+    Yields:
+        The open file, and whether it is locked: False on a file system without locks.
 
     Raises:
-        ValueError: another process holds it; says `refusal` of the open file.
+        ValueError: another process holds the lock, and `refusal` is given.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = path.open("a+", errors="replace")
         except FileNotFoundError:
-            continue  # somebody removed the folder in between
+            continue  # the directory was removed in between
         with file:
-            is_locked = _lock(file, refusal)
-            if is_locked and not _is_still(file, path):
+            is_locked = _lock(file, refusal, before_waiting)
+            if is_locked and not _is_at(file, path):
                 continue
             yield file, is_locked
             return
 
 
-def _lock(file: IO[str], refusal: Callable[[IO[str]], str] | None) -> bool:
+def _lock(file: IO[str], refusal: Callable[[IO[str]], str] | None, before_waiting: Callable[[], None]) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
-    except BlockingIOError:
-        assert refusal
-        raise ValueError(refusal(file)) from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if refusal:
+                raise ValueError(refusal(file)) from None
+            before_waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
@@ -48,7 +62,7 @@ def _lock(file: IO[str], refusal: Callable[[IO[str]], str] | None) -> bool:
     return True
 
 
-def _is_still(file: IO[str], path: Path) -> bool:
+def _is_at(file: IO[str], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -21,6 +21,7 @@ from pma_jax.merging.engine import journal, provenance, sums, workers
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import BLOCK_ELEMENTS, MergePlan, Unit, check_disk_space
 from pma_jax.merging.engine.units import MergeJob, merge_decoded, merge_plain
+from pma_jax.storage import atomic
 from pma_jax.storage.formats import outputs, publish
 from pma_jax.storage.formats.open import read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES
@@ -281,7 +282,7 @@ def _flush(job: MergeJob, over: threading.Event) -> None:
     large = [path for path, nbytes in bytes_of.items() if nbytes >= _FLUSHED_BYTES]
     while large and not over.wait(_FLUSH_SECONDS):
         for path in large:
-            outputs.sync_entry(path)
+            atomic.sync_entry(path)
 
 
 def _publish(plan: MergePlan, targets: list[Path], works: list[Path], published: list[bool], command: str) -> list[str]:

@@ -7,7 +7,6 @@ time, a crash loses nothing that was written, and the same inputs give the same 
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -184,22 +183,3 @@ def byte_ranges_in(plan: OutputLayout, directory: Path) -> dict[str, tuple[ByteR
         )
         for name, byte_ranges in plan.places.items()
     }
-
-
-def sync(directory: Path) -> None:
-    """Waits until every file and directory below `directory`, and its own entry, are on the disk."""
-    paths = [path for root, _, files in os.walk(directory) for path in [Path(root), *(Path(root, f) for f in files)]]
-    # An Orbax checkpoint is hundreds of small files; file systems commit together what is asked for together.
-    with ThreadPoolExecutor(16) as pool:
-        for _ in pool.map(sync_entry, paths):
-            pass
-    sync_entry(directory.parent)
-
-
-def sync_entry(path: Path) -> None:
-    """Waits until a file's bytes, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pma_jax.storage.formats import outputs
+from pma_jax.storage import atomic
 from pma_jax.storage.paths import is_bucket
 
 IN_PROGRESS_FILE = "publishing.json"
@@ -37,9 +37,7 @@ def publish(directory: Path, target: Path, arrays: Sequence[str], digest: str) -
     if is_bucket(target):
         _upload(directory, target, arrays, digest)
         return
-    outputs.sync(directory)
-    directory.rename(target)
-    outputs.sync_entry(target.parent)
+    atomic.publish_directory(directory, target)
 
 
 def is_upload_interrupted(target: Path, digest: str) -> bool:
