@@ -190,7 +190,7 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from pma_jax.model.kernels import grouped_product as grouped
+    from pma_jax.model.kernels import grouped_matmul as grouped
 
     name, batches, length = sizes.steps["moe_2k"]
     model = sized(name, batches[0], length, args).model
@@ -216,7 +216,7 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
         return three
 
     ways = {
-        "ours": derived(grouped.grouped_product),
+        "ours": derived(grouped.grouped_matmul),
         "batch": by(grouped._product_by_batch, grouped._outer_by_batch),
         "loop": by(grouped._product_by_blocks, grouped._outer_by_blocks),
         "ragged_dot": derived(jax.lax.ragged_dot),

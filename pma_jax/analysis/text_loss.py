@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pma_jax.model.decoder import Params, apply
-from pma_jax.model.loss import seen
+from pma_jax.model.loss import unmask_ids
 
 
 def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Params], jax.Array]:
@@ -21,7 +21,7 @@ def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Pa
     """
 
     def loss(params: Params) -> jax.Array:
-        sums = [_sums(apply(graph, params, seen(b[:, :-1])), b[:, 1:]) for b in batches]
+        sums = [_sums(apply(graph, params, unmask_ids(b[:, :-1])), b[:, 1:]) for b in batches]
         nats, count = jnp.sum(jnp.stack([jnp.stack(pair) for pair in sums]), axis=0)
         return nats / count
 
@@ -31,7 +31,7 @@ def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Pa
 def text_outputs(graph: nnx.GraphDef, tokens_BxM: jax.Array) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
     """Logits [B, L, V] and the weight of each position [B, L], for `curvature.gauss_newton_product`."""
     weights_BxL = (tokens_BxM[:, 1:] >= 0).astype(jnp.float32)
-    return lambda params: (apply(graph, params, seen(tokens_BxM[:, :-1])), weights_BxL)
+    return lambda params: (apply(graph, params, unmask_ids(tokens_BxM[:, :-1])), weights_BxL)
 
 
 def _sums(logits_BxLxV: jax.Array, targets_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:

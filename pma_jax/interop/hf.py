@@ -18,7 +18,7 @@ import numpy as np
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.interop import hf_config, hf_tokenizer
-from pma_jax.interop.hf_weights import ROUTER_BIAS, Home, check_leaves, homes
+from pma_jax.interop.hf_weights import ROUTER_BIAS_LEAF, Home, check_leaves, homes
 from pma_jax.merging.engine import journal
 from pma_jax.merging.gather import gather, snapshot_metadata
 from pma_jax.storage.formats import outputs, publish
@@ -216,15 +216,15 @@ def _without_bias(source: CheckpointSource, model: configuration.ModelConfig) ->
         ValueError: the bias is not zero: without it other experts would be chosen.
     """
     leaves = dict(source.leaves)
-    if not (model.experts and model.router_bias) or ROUTER_BIAS not in leaves:
+    if not (model.experts and model.router_bias) or ROUTER_BIAS_LEAF not in leaves:
         return leaves, []
-    largest = np.abs(read_leaf(source, ROUTER_BIAS).astype("float32")).max()
+    largest = np.abs(read_leaf(source, ROUTER_BIAS_LEAF).astype("float32")).max()
     if largest != 0:  # or is not a number
         raise ValueError(
-            f"{ROUTER_BIAS} is up to {largest:.2g}, and {hf_config.QWEN3_MOE} has none: without it other experts would "
-            "be chosen; train what is to go out with --config.model.router_bias=False"
+            f"{ROUTER_BIAS_LEAF} is up to {largest:.2g}, and {hf_config.QWEN3_MOE} has none: without it other experts "
+            "would be chosen; train what is to go out with --config.model.router_bias=False"
         )
-    del leaves[ROUTER_BIAS]
+    del leaves[ROUTER_BIAS_LEAF]
     return leaves, ["the router's bias, which Qwen3-MoE does not have, is zero: nothing is lost"]
 
 

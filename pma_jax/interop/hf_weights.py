@@ -21,7 +21,7 @@ from pma_jax.storage.formats.source import LeafInfo
 DTYPES = ("float32", "bfloat16", "float16")
 _MOST_NAMED = 4  # of each kind of difference
 # The one leaf of ours without a home: it is no part of a Qwen3-MoE, and must be zero.
-ROUTER_BIAS = "blocks.moe.router_bias_E"
+ROUTER_BIAS_LEAF = "blocks.moe.router_bias_E"
 
 
 @dataclass(frozen=True)

@@ -11,39 +11,39 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pma_jax.model.kernels.flash_attention import cudnn_attention, cudnn_takes, splash_attention, splash_takes
+from pma_jax.model.kernels.flash_attention import cudnn_attention, cudnn_supports, splash_attention, splash_supports
 from pma_jax.runtime.mesh import RULES, placed_as
 
 QUERY_BLOCKS = 2  # a block of queries meets only the keys up to its end: 3/4 of the square; more gain little
-KERNELS = {"gpu": (cudnn_takes, cudnn_attention), "tpu": (splash_takes, splash_attention)}  # platform -> its own
+KERNELS = {"gpu": (cudnn_supports, cudnn_attention), "tpu": (splash_supports, splash_attention)}  # platform -> its own
 
 
 def attention(
     q_BxLxNxH: jax.Array,
     k_BxLxKxH: jax.Array,
     v_BxLxKxH: jax.Array,
-    documents_BxL: jax.Array | None = None,
+    segment_ids_BxL: jax.Array | None = None,
     window_tokens: int = 0,
 ) -> jax.Array:
     """Causal grouped-query attention, scaled by 1 / sqrt(H); [B, L, N, H] in the dtype of `q`.
 
     Softmax is float32 whatever the inputs. The platform of the mesh chooses the kernel: cuDNN's flash attention on GPU,
-    Splash on TPU, each where it takes the shape (`cudnn_takes`, `splash_takes`); XLA elsewhere.
+    Splash on TPU, each where it takes the shape (`cudnn_supports`, `splash_supports`); XLA elsewhere.
 
     Args:
         q_BxLxNxH: queries.
         k_BxLxKxH: keys; query head n reads key head n // G.
         v_BxLxKxH: values.
-        documents_BxL: int32; positions see only those of the same number. None: all are one document.
+        segment_ids_BxL: int32; positions see only those of the same number. None: all are one document.
         window_tokens: how many positions one sees, itself included; 0: all before it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     platform = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
     takes, kernel = KERNELS.get(platform, (None, None))
     if takes is None or kernel is None or not takes(q_BxLxNxH.shape[1], q_BxLxNxH.shape[3], q_BxLxNxH.dtype):
-        return xla_attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL, window_tokens)
+        return xla_attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL, window_tokens)
     return _on_shards(
-        functools.partial(kernel, window_tokens=window_tokens), q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL
+        functools.partial(kernel, window_tokens=window_tokens), q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL
     )
 
 
@@ -52,27 +52,27 @@ def _on_shards(
     q_BxLxNxH: jax.Array,
     k_BxLxKxH: jax.Array,
     v_BxLxKxH: jax.Array,
-    documents_BxL: jax.Array | None,
+    segment_ids_BxL: jax.Array | None,
 ) -> jax.Array:
     """Each device runs the kernel on its own sequences and heads: none of them is split."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return kernel(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL)
+        return kernel(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL)
     heads, rows = RULES.spec("batch", None, "heads", None), RULES.spec("batch", None)
     return jax.shard_map(
         kernel,
-        in_specs=(heads, heads, heads, None if documents_BxL is None else rows),
+        in_specs=(heads, heads, heads, None if segment_ids_BxL is None else rows),
         out_specs=heads,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,  # the kernels' calls do not say which axes their results vary over
-    )(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL)
+    )(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL)
 
 
 def xla_attention(
     q_BxLxNxH: jax.Array,
     k_BxLxKxH: jax.Array,
     v_BxLxKxH: jax.Array,
-    documents_BxL: jax.Array | None,
+    segment_ids_BxL: jax.Array | None,
     window_tokens: int,
 ) -> jax.Array:
     """See `attention`; on any platform, with memory for the square of scores."""
@@ -90,7 +90,7 @@ def xla_attention(
     for start in range(0, L, size):
         stop = min(start + size, L)
         first = max(0, start - window_tokens + 1) if window_tokens else 0
-        visible = _visible(start, stop, first, documents_BxL, window_tokens)
+        visible = _visible(start, stop, first, segment_ids_BxL, window_tokens)
         q_BxKxGxQxH = q_BxKxGxLxH[:, :, :, start:stop]
         blocks.append(_attend_block(q_BxKxGxQxH, k_BxKxHxL[..., first:stop], v_BxKxHxL[..., first:stop], visible))
     y_BxKxGxLxH = jnp.concatenate(blocks, axis=3)
@@ -102,15 +102,15 @@ def _reshaped(x: jax.Array, shape: tuple[int, ...], spec: jax.P) -> jax.Array:
     return jnp.reshape(x, shape, out_sharding=None if jax.sharding.get_abstract_mesh().empty else spec)
 
 
-def _visible(start: int, stop: int, first: int, documents_BxL: jax.Array | None, window_tokens: int) -> jax.Array:
+def _visible(start: int, stop: int, first: int, segment_ids_BxL: jax.Array | None, window_tokens: int) -> jax.Array:
     """Which of the keys first … stop - 1 the queries start … stop - 1 see: bool, [Q, M] or [B, 1, 1, Q, M]."""
     distance_QxM = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
     visible_QxM = distance_QxM >= 0
     if window_tokens:
         visible_QxM &= distance_QxM < window_tokens
-    if documents_BxL is None:
+    if segment_ids_BxL is None:
         return visible_QxM
-    same_BxQxM = documents_BxL[:, start:stop, None] == documents_BxL[:, None, first:stop]
+    same_BxQxM = segment_ids_BxL[:, start:stop, None] == segment_ids_BxL[:, None, first:stop]
     return (same_BxQxM & visible_QxM)[:, None, None]
 
 

@@ -14,10 +14,8 @@ from flax import nnx
 
 from pma_jax.config import ModelConfig
 from pma_jax.model.attention import attention, rotary_tables, rotate
-from pma_jax.model.embedding import embedded
-from pma_jax.model.experts import gated
-from pma_jax.model.initial import normal, ones
-from pma_jax.model.kernels.product import PRODUCT, product
+from pma_jax.model.kernels.matmul import MATMUL_NAME, sharded_matmul
+from pma_jax.model.layers import embed_tokens, normal_param, ones_param, rms_norm, swiglu
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
 from pma_jax.runtime.mesh import RULES, abstract_on, gathered
 
@@ -33,24 +31,24 @@ class Block(nnx.Module):
         # The two matrices that write to the residual stream start smaller, so that its size does not grow with depth.
         shrink = 1 / math.sqrt(2 * c.layers)
         self.config = nnx.static(config)
-        self.attention_norm_D = ones(D)
-        self.query_DxNxH = normal(rngs, (D, N, H), spec("width", "heads", None), D)
-        self.key_DxKxH = normal(rngs, (D, K, H), spec("width", "heads", None), D)
-        self.value_DxKxH = normal(rngs, (D, K, H), spec("width", "heads", None), D)
-        self.output_NxHxD = normal(rngs, (N, H, D), spec("heads", None, "width"), N * H, shrink)
-        self.mlp_norm_D = ones(D)
+        self.attention_norm_D = ones_param(D)
+        self.query_DxNxH = normal_param(rngs, (D, N, H), spec("width", "heads", None), D)
+        self.key_DxKxH = normal_param(rngs, (D, K, H), spec("width", "heads", None), D)
+        self.value_DxKxH = normal_param(rngs, (D, K, H), spec("width", "heads", None), D)
+        self.output_NxHxD = normal_param(rngs, (N, H, D), spec("heads", None, "width"), N * H, shrink)
+        self.mlp_norm_D = ones_param(D)
         if F:
-            self.gate_DxF = normal(rngs, (D, F), spec("width", "hidden"), D)
-            self.up_DxF = normal(rngs, (D, F), spec("width", "hidden"), D)
-            self.down_FxD = normal(rngs, (F, D), spec("hidden", "width"), F, shrink)
+            self.gate_DxF = normal_param(rngs, (D, F), spec("width", "hidden"), D)
+            self.up_DxF = normal_param(rngs, (D, F), spec("width", "hidden"), D)
+            self.down_FxD = normal_param(rngs, (F, D), spec("hidden", "width"), F, shrink)
         if c.experts:
             self.moe = MixtureOfExperts(c, rngs)
         if c.qk_norm:
-            self.query_norm_H = ones(H)
-            self.key_norm_H = ones(H)
+            self.query_norm_H = ones_param(H)
+            self.key_norm_H = ones_param(H)
 
     def __call__(
-        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], documents_BxL: jax.Array | None
+        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], segment_ids_BxL: jax.Array | None
     ) -> tuple[jax.Array, RouterSums]:
         """[B, L, D] -> [B, L, D], and what its router sums up.
 
@@ -58,7 +56,7 @@ class Block(nnx.Module):
         """
         c, router = self.config, {}
         normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm_D[...], c.norm_epsilon)
-        x_BxLxD = x_BxLxD + self._attend(normed_BxLxD, rotary, documents_BxL)
+        x_BxLxD = x_BxLxD + self._attend(normed_BxLxD, rotary, segment_ids_BxL)
         y_BxLxD = rms_norm(x_BxLxD, self.mlp_norm_D[...], c.norm_epsilon)
         if c.shared_hidden:
             x_BxLxD = x_BxLxD + self._mlp(y_BxLxD)
@@ -68,7 +66,7 @@ class Block(nnx.Module):
         return x_BxLxD, router
 
     def _attend(
-        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], documents_BxL: jax.Array | None
+        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], segment_ids_BxL: jax.Array | None
     ) -> jax.Array:
         c = self.config
         q_BxLxNxH, k_BxLxKxH, v_BxLxKxH = (
@@ -78,13 +76,13 @@ class Block(nnx.Module):
             q_BxLxNxH = rms_norm(q_BxLxNxH, self.query_norm_H[...], c.norm_epsilon)
             k_BxLxKxH = rms_norm(k_BxLxKxH, self.key_norm_H[...], c.norm_epsilon)
         q_BxLxNxH, k_BxLxKxH = rotate(q_BxLxNxH, *rotary), rotate(k_BxLxKxH, *rotary)
-        y_BxLxNxH = attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, documents_BxL, c.attention_window_tokens)
+        y_BxLxNxH = attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL, c.attention_window_tokens)
         return _narrow(y_BxLxNxH, self.output_NxHxD[...], "heads")
 
     def _mlp(self, x_BxLxD: jax.Array) -> jax.Array:
         gate_BxLxF = _widen(x_BxLxD, self.gate_DxF[...], "hidden")
         up_BxLxF = _widen(x_BxLxD, self.up_DxF[...], "hidden")
-        return _narrow(gated(gate_BxLxF, up_BxLxF), self.down_FxD[...], "hidden")
+        return _narrow(swiglu(gate_BxLxF, up_BxLxF), self.down_FxD[...], "hidden")
 
 
 class Decoder(nnx.Module):
@@ -97,11 +95,13 @@ class Decoder(nnx.Module):
         c = config
         _check_divides(c)
         self.config = nnx.static(config)
-        self.embedding_VxD = normal(rngs, (c.vocabulary_size, c.width), RULES.spec("vocabulary", "width"), c.width)
+        self.embedding_VxD = normal_param(
+            rngs, (c.vocabulary_size, c.width), RULES.spec("vocabulary", "width"), c.width
+        )
         self.blocks = jax.vmap(functools.partial(Block, c))(rngs.split(c.layers))
-        self.final_norm_D = ones(c.width)
+        self.final_norm_D = ones_param(c.width)
         if not c.tie_embeddings:
-            self.unembedding_DxV = normal(
+            self.unembedding_DxV = normal_param(
                 rngs, (c.width, c.vocabulary_size), RULES.spec("width", "vocabulary"), c.width
             )
 
@@ -117,23 +117,15 @@ class Decoder(nnx.Module):
         And what each layer's router sums up, stacked over T; no entries where the model is dense.
         """
         c = self.config
-        x_BxLxD = embedded(self.embedding_VxD[...], tokens_BxL, jnp.dtype(c.compute_dtype))
-        documents_BxL = None if c.separator_token < 0 else documents(tokens_BxL, c.separator_token)
-        x_BxLxD, router = _through_blocks(self.blocks, x_BxLxD, documents_BxL, c)
+        x_BxLxD = embed_tokens(self.embedding_VxD[...], tokens_BxL, jnp.dtype(c.compute_dtype))
+        segment_ids_BxL = None if c.separator_token < 0 else segment_ids(tokens_BxL, c.separator_token)
+        x_BxLxD, router = _through_blocks(self.blocks, x_BxLxD, segment_ids_BxL, c)
         return rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon), router
 
     def head(self) -> jax.Array:
         """The output projection [D, V] in the compute dtype, split as its parameter is."""
         head_DxV = self.embedding_VxD[...].T if self.config.tie_embeddings else self.unembedding_DxV[...]
         return head_DxV.astype(jnp.dtype(self.config.compute_dtype))
-
-
-@functools.partial(jax.checkpoint, static_argnums=2)  # keeps its inputs for the gradient, not their float32 forms
-def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """x / rms(x) * scale over the last dim (arXiv 1910.07467); float32 inside, the dtype of `x` outside."""
-    x32 = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
-    return (x32 * inverse * scale).astype(x.dtype)
 
 
 def graph_definition(config: ModelConfig) -> nnx.GraphDef:
@@ -144,7 +136,7 @@ def graph_definition(config: ModelConfig) -> nnx.GraphDef:
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
     """Fresh float32 parameters as a nested dict; traceable, so `jax.eval_shape` gives shapes and shardings.
 
-    With the router's bias, which is saved and merged like them: `moe.BIAS`.
+    With the router's bias, which is saved and merged like them: `moe.ROUTER_BIAS`.
     """
     return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key)), (nnx.Param, RouterBias)))
 
@@ -156,10 +148,10 @@ def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 
 def apply(graph: nnx.GraphDef, params: Params, tokens_BxL: jax.Array) -> jax.Array:
     """Logits [B, L, V] of the model that `graph` and `params` make."""
-    return decoder_of(graph, params)(tokens_BxL)
+    return make_decoder(graph, params)(tokens_BxL)
 
 
-def decoder_of(graph: nnx.GraphDef, params: Params) -> Decoder:
+def make_decoder(graph: nnx.GraphDef, params: Params) -> Decoder:
     """The `Decoder` that `graph` and `params` make."""
     return nnx.merge(graph, nnx.State(params))
 
@@ -169,7 +161,7 @@ def parameter_count(params: Params) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def activated_count(params: Params, config: ModelConfig) -> int:
+def activated_parameter_count(params: Params, config: ModelConfig) -> int:
     """Number of scalars that one token meets: of the routed experts only those that it is sent to."""
     if not config.experts:
         return parameter_count(params)
@@ -178,25 +170,25 @@ def activated_count(params: Params, config: ModelConfig) -> int:
     return parameter_count(params) - parameter_count(routed) * idle // config.experts
 
 
-def documents(tokens_BxL: jax.Array, separator_token: int) -> jax.Array:
+def segment_ids(tokens_BxL: jax.Array, separator_token: int) -> jax.Array:
     """int32 [B, L]: how many documents ended before each token of a window; a separator belongs to what it ends."""
     ends_BxL = (tokens_BxL == separator_token).astype(jnp.int32)
     return jnp.cumsum(ends_BxL, axis=1) - ends_BxL
 
 
 def _through_blocks(
-    blocks: Block, x_BxLxD: jax.Array, documents_BxL: jax.Array | None, config: ModelConfig
+    blocks: Block, x_BxLxD: jax.Array, segment_ids_BxL: jax.Array | None, config: ModelConfig
 ) -> tuple[jax.Array, RouterSums]:
     # Made once, outside the scan and what it recomputes.
     rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
 
     def step(x_BxLxD, block):
-        return block(x_BxLxD, rotary, documents_BxL)
+        return block(x_BxLxD, rotary, segment_ids_BxL)
 
     policies = {
         "none": step,
         "full": jax.checkpoint(step),
-        "dots": jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(PRODUCT)),
+        "dots": jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(MATMUL_NAME)),
     }
     step = policies[config.remat]
     if config.scan_layers:
@@ -213,7 +205,7 @@ def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
     B, L, D = x_BxLxD.shape
     matrix_DxE = jnp.reshape(matrix.astype(x_BxLxD.dtype), (D, -1), out_sharding=RULES.spec("width", split))
     # Two flat dims: with three, XLA on CPU transposes the gradient before the product that makes the weight's.
-    y_SxE = product(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", split))
+    y_SxE = sharded_matmul(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", split))
     sharding = RULES.spec("batch", None, split, *[None] * (matrix.ndim - 2))
     return jnp.reshape(y_SxE, (B, L, *matrix.shape[1:]), out_sharding=sharding)
 
@@ -223,7 +215,7 @@ def _narrow(x_BxLxE: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
     B, L, D = *x_BxLxE.shape[:2], matrix.shape[-1]
     matrix_ExD = jnp.reshape(matrix.astype(x_BxLxE.dtype), (-1, D), out_sharding=RULES.spec(split, "width"))
     x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", split))
-    y_SxD = product(x_SxE, matrix_ExD, RULES.spec("batch", None))
+    y_SxD = sharded_matmul(x_SxE, matrix_ExD, RULES.spec("batch", None))
     return jnp.reshape(y_SxD, (B, L, D), out_sharding=RULES.spec("batch", None, None))
 
 

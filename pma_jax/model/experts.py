@@ -13,16 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pma_jax.model.kernels.grouped_product import grouped_product
-from pma_jax.model.kernels.product import PRODUCT
+from pma_jax.model.kernels.grouped_matmul import grouped_matmul
+from pma_jax.model.kernels.matmul import MATMUL_NAME
+from pma_jax.model.layers import swiglu
 
 AXIS = "expert"  # the mesh axis that splits the experts
-ROUND_SLACK = 1.25  # a round of the exchange holds so many times an even share; what is over waits for the next round
+ROUND_CAPACITY_FACTOR = (
+    1.25  # a round of the exchange holds so many times an even share; what is over waits for the next round
+)
 
 Matrices = tuple[jax.Array, jax.Array, jax.Array]  # gate [e, D, F], up [e, D, F], down [e, F, D]
 
 
-def through_experts(
+def apply_experts(
     x_SxD: jax.Array, weights_SxK: jax.Array, chosen_SxK: jax.Array, matrices: Matrices, parts: int
 ) -> tuple[jax.Array, jax.Array]:
     """Each token's weighted sum of what its chosen experts make of it: [S, D], and the rows that each expert worked on.
@@ -54,7 +57,7 @@ def _exchanged(
     """
     S, K = chosen_SxK.shape
     A, experts_here = S * K, matrices[0].shape[0]
-    most, C = _most_rows(S, K, experts_here), round_rows(S, K, experts_here, parts)
+    most, C = _most_rows(S, K, experts_here), exchange_capacity(S, K, experts_here, parts)
     P = parts * C
     order_A, place_A, sizes_E = _sorted(chosen_SxK.reshape(-1), experts_here * parts)
     count_X = jnp.sum(sizes_E.reshape(parts, experts_here), axis=1)
@@ -94,9 +97,9 @@ def _exchanged(
     return jax.lax.cond(needed > 1, others, lambda done: done, done)
 
 
-def round_rows(tokens: int, experts_per_token: int, experts_here: int, parts: int) -> int:
+def exchange_capacity(tokens: int, experts_per_token: int, experts_here: int, parts: int) -> int:
     """Rows that a device of the expert axis has room for in a round, to each other one: C."""
-    even = math.ceil(ROUND_SLACK * tokens * experts_per_token / parts)
+    even = math.ceil(ROUND_CAPACITY_FACTOR * tokens * experts_per_token / parts)
     return min(_whole_tiles(even), _most_rows(tokens, experts_per_token, experts_here))
 
 
@@ -112,15 +115,9 @@ def _whole_tiles(rows: int) -> int:
 
 def _gated_mlp(rows_PxD: jax.Array, sizes_e: jax.Array, matrices: Matrices) -> jax.Array:
     gate_exDxF, up_exDxF, down_exFxD = matrices
-    gate_PxF = checkpoint_name(grouped_product(rows_PxD, gate_exDxF, sizes_e), PRODUCT)
-    up_PxF = checkpoint_name(grouped_product(rows_PxD, up_exDxF, sizes_e), PRODUCT)
-    return checkpoint_name(grouped_product(gated(gate_PxF, up_PxF), down_exFxD, sizes_e), PRODUCT)
-
-
-@jax.checkpoint  # keeps its two inputs for the gradient, and none of the three arrays between them
-def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """SwiGLU's gate (arXiv 2002.05202)."""
-    return jax.nn.silu(gate) * up
+    gate_PxF = checkpoint_name(grouped_matmul(rows_PxD, gate_exDxF, sizes_e), MATMUL_NAME)
+    up_PxF = checkpoint_name(grouped_matmul(rows_PxD, up_exDxF, sizes_e), MATMUL_NAME)
+    return checkpoint_name(grouped_matmul(swiglu(gate_PxF, up_PxF), down_exFxD, sizes_e), MATMUL_NAME)
 
 
 def _swapped(rows: jax.Array, parts: int) -> jax.Array:

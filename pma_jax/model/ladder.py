@@ -13,6 +13,7 @@ Snapshot interval and window are the paper's where it prints them (Section 4.3 a
 """
 
 import dataclasses
+from typing import Any
 
 import ml_collections
 import numpy as np
@@ -23,11 +24,11 @@ from pma_jax.config import ModelConfig
 # (activated parameters, interval in tokens, window) that the paper prints, for dense models and mixtures of experts.
 DENSE_POINTS = ((411e6, 2e9, 6), (2e9, 5e9, 6), (8e9, 15e9, 10), (70e9, 40e9, 10))
 MIXTURE_POINTS = ((0.7e9, 4e9, 10), (1.3e9, 8e9, 10), (10e9, 80e9, 10))
-WINDOWS_A_RUN = 20
+WINDOWS_PER_RUN = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class ModelSize:
     """A rung: what its name promises, and its shape.
 
     Attributes:
@@ -35,71 +36,77 @@ class Size:
         total: all parameters, as named.
         model: the shape.
         sequence_length_tokens: of training.
-        printed: the interval (tokens) and window that the paper prints for it, if it does.
+        published: the interval (tokens) and window that the paper prints for it, if it does.
     """
 
     activated: float
     total: float
     model: ModelConfig
     sequence_length_tokens: int
-    printed: tuple[float, int] | None = None
+    published: tuple[float, int] | None = None
 
 
-def _dense(
-    vocabulary: int, width: int, layers: int, heads: int, kv_heads: int, head_dim: int, hidden: int
-) -> ModelConfig:
-    return ModelConfig(
-        vocabulary_size=vocabulary,
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=hidden,
-        qk_norm=True,
-        rope_theta=500_000.0,
-        compute_dtype="bfloat16",
-        remat="full",
-    )
+_SHAPE = ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
 
 
-def _mixture(
-    vocabulary: int,
-    width: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    experts: tuple[int, int, int],
-    shared: int,
-) -> ModelConfig:
-    """`experts`: how many, how many a token, inner width of one."""
-    return dataclasses.replace(
-        _dense(vocabulary, width, layers, heads, kv_heads, head_dim, ModelConfig.hidden),
-        experts=experts[0],
-        experts_per_token=experts[1],
-        expert_hidden=experts[2],
+def _dense(*shape: int, **others: Any) -> ModelConfig:
+    """Make a dense model; `shape` holds the values of `_SHAPE`."""
+    sizes: dict[str, Any] = dict(zip(_SHAPE, shape, strict=True))
+    return ModelConfig(**sizes, qk_norm=True, rope_theta=500_000.0, compute_dtype="bfloat16", remat="full", **others)
+
+
+def _mixture(*shape: int, experts: tuple[int, int, int], shared: int) -> ModelConfig:
+    """Make a mixture of experts.
+
+    Args:
+        *shape: the values of `_SHAPE` but the last.
+        experts: the number of experts, experts per token, and hidden width of one expert.
+        shared: the number of shared experts.
+    """
+    number, per_token, hidden = experts
+    return _dense(
+        *shape,
+        ModelConfig.hidden,
+        experts=number,
+        experts_per_token=per_token,
+        expert_hidden=hidden,
         shared_experts=shared,
         router_scores="sigmoid",
     )
 
 
 SIZES = {
-    "dense_125m": Size(125e6, 125e6, _dense(32_768, 768, 12, 12, 12, 64, 1_792), 2_048),
-    "dense_411m": Size(411e6, 411e6, _dense(65_536, 1_024, 24, 16, 8, 64, 2_816), 2_048, (2e9, 6)),
-    "dense_1b": Size(1e9, 1e9, _dense(65_536, 2_048, 16, 16, 8, 128, 5_632), 2_048),
-    "dense_2b": Size(2e9, 2e9, _dense(131_072, 2_048, 26, 16, 8, 128, 7_168), 4_096, (5e9, 6)),
-    "dense_8b": Size(8e9, 8e9, _dense(131_072, 4_096, 32, 32, 8, 128, 14_336), 8_192, (15e9, 10)),
-    "dense_70b": Size(70e9, 70e9, _dense(131_072, 8_192, 80, 64, 8, 128, 28_672), 8_192, (40e9, 10)),
-    "moe_125m_650m": Size(125e6, 650e6, _mixture(32_768, 512, 12, 8, 8, 64, (32, 4, 1_024), 0), 2_048),
-    "moe_330m_3b": Size(330e6, 3.3e9, _mixture(65_536, 1_024, 16, 16, 8, 64, (128, 6, 512), 0), 2_048),
-    "moe_700m_7b": Size(0.7e9, 7e9, _mixture(65_536, 1_536, 18, 12, 4, 128, (128, 6, 640), 1), 4_096, (4e9, 10)),
-    "moe_1b_5b": Size(1e9, 5e9, _mixture(65_536, 2_048, 16, 16, 4, 128, (32, 4, 1_408), 0), 2_048),
-    "moe_1b3_13b": Size(1.3e9, 13e9, _mixture(65_536, 2_048, 20, 16, 4, 128, (128, 8, 768), 1), 4_096, (8e9, 10)),
-    "moe_3b_30b": Size(3e9, 30e9, _mixture(131_072, 2_048, 36, 32, 4, 128, (128, 8, 1_024), 0), 8_192),
-    "moe_10b_100b": Size(10e9, 100e9, _mixture(131_072, 4_096, 48, 32, 8, 128, (128, 8, 1_280), 1), 8_192, (80e9, 10)),
-    "moe_15b_150b": Size(15e9, 150e9, _mixture(131_072, 5_120, 48, 40, 8, 128, (128, 8, 1_536), 1), 8_192),
-    "moe_20b_200b": Size(20e9, 200e9, _mixture(131_072, 5_120, 52, 40, 8, 128, (64, 4, 3_840), 1), 8_192),
+    "dense_125m": ModelSize(125e6, 125e6, _dense(32_768, 768, 12, 12, 12, 64, 1_792), 2_048),
+    "dense_411m": ModelSize(411e6, 411e6, _dense(65_536, 1_024, 24, 16, 8, 64, 2_816), 2_048, (2e9, 6)),
+    "dense_1b": ModelSize(1e9, 1e9, _dense(65_536, 2_048, 16, 16, 8, 128, 5_632), 2_048),
+    "dense_2b": ModelSize(2e9, 2e9, _dense(131_072, 2_048, 26, 16, 8, 128, 7_168), 4_096, (5e9, 6)),
+    "dense_8b": ModelSize(8e9, 8e9, _dense(131_072, 4_096, 32, 32, 8, 128, 14_336), 8_192, (15e9, 10)),
+    "dense_70b": ModelSize(70e9, 70e9, _dense(131_072, 8_192, 80, 64, 8, 128, 28_672), 8_192, (40e9, 10)),
+    "moe_125m_650m": ModelSize(
+        125e6, 650e6, _mixture(32_768, 512, 12, 8, 8, 64, experts=(32, 4, 1_024), shared=0), 2_048
+    ),
+    "moe_330m_3b": ModelSize(
+        330e6, 3.3e9, _mixture(65_536, 1_024, 16, 16, 8, 64, experts=(128, 6, 512), shared=0), 2_048
+    ),
+    "moe_700m_7b": ModelSize(
+        0.7e9, 7e9, _mixture(65_536, 1_536, 18, 12, 4, 128, experts=(128, 6, 640), shared=1), 4_096, (4e9, 10)
+    ),
+    "moe_1b_5b": ModelSize(1e9, 5e9, _mixture(65_536, 2_048, 16, 16, 4, 128, experts=(32, 4, 1_408), shared=0), 2_048),
+    "moe_1b3_13b": ModelSize(
+        1.3e9, 13e9, _mixture(65_536, 2_048, 20, 16, 4, 128, experts=(128, 8, 768), shared=1), 4_096, (8e9, 10)
+    ),
+    "moe_3b_30b": ModelSize(
+        3e9, 30e9, _mixture(131_072, 2_048, 36, 32, 4, 128, experts=(128, 8, 1_024), shared=0), 8_192
+    ),
+    "moe_10b_100b": ModelSize(
+        10e9, 100e9, _mixture(131_072, 4_096, 48, 32, 8, 128, experts=(128, 8, 1_280), shared=1), 8_192, (80e9, 10)
+    ),
+    "moe_15b_150b": ModelSize(
+        15e9, 150e9, _mixture(131_072, 5_120, 48, 40, 8, 128, experts=(128, 8, 1_536), shared=1), 8_192
+    ),
+    "moe_20b_200b": ModelSize(
+        20e9, 200e9, _mixture(131_072, 5_120, 52, 40, 8, 128, experts=(64, 4, 3_840), shared=1), 8_192
+    ),
 }
 
 
@@ -107,9 +114,9 @@ def get_config(name: str) -> ml_collections.ConfigDict:
     """The configuration of a size, to be changed further: a `--config` file is one call of this."""
     size = SIZES[name]
     model = size.model
-    interval, window = size.printed or recommend_interval(size.activated, mixture=model.experts > 0)
-    total_tokens = WINDOWS_A_RUN * window * interval
-    rate, batch_tokens = scaling_law(size.activated, total_tokens)
+    interval, window = size.published or recommend_interval(size.activated, mixture=model.experts > 0)
+    total_tokens = WINDOWS_PER_RUN * window * interval
+    rate, batch_tokens = scaling_law_rate_and_batch(size.activated, total_tokens)
     c = configuration.defaults()
     c.model.update(dataclasses.asdict(model))
     c.training.sequence_length_tokens = size.sequence_length_tokens
@@ -145,7 +152,7 @@ def recommend_interval(active_params: float, mixture: bool = False) -> tuple[int
     return int(interval), 6 if not mixture and active_params < 4e9 else 10
 
 
-def scaling_law(active_params: float, total_tokens: float) -> tuple[float, float]:
+def scaling_law_rate_and_batch(active_params: float, total_tokens: float) -> tuple[float, float]:
     """Peak rate and tokens a batch for a run of 6 N D FLOPs (DeepSeek LLM, arXiv 2401.02954, Equation 1)."""
     flops = 6 * active_params * total_tokens
     return float(f"{0.3118 * flops**-0.1250:.1e}"), 0.2920 * flops**0.3271

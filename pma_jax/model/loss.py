@@ -14,13 +14,13 @@ import numpy as np
 from flax import nnx
 
 from pma_jax.model.cross_entropy import cross_entropy
-from pma_jax.model.decoder import Params, decoder_of
+from pma_jax.model.decoder import Params, make_decoder
 from pma_jax.runtime.mesh import RULES, rows_here
 
 PADDING = -1
 # Batches that were begun and are not done. Where a CPU counts as several devices, XLA holds back programs beyond 32 a
 # device on the threads that the running ones need to meet in their collectives: then nothing ever ends.
-IN_FLIGHT = 8
+MAX_BATCHES_IN_FLIGHT = 8
 
 
 def loss_sums(
@@ -37,8 +37,8 @@ def loss_sums(
     counts there: it is routed too). Sums, not means, so that batches of any raggedness add up exactly.
     """
     inputs_BxL, targets_BxL = tokens_BxM[:, :-1], tokens_BxM[:, 1:]
-    model = decoder_of(graph, params)
-    x_BxLxD, router = model.hidden(seen(inputs_BxL))
+    model = make_decoder(graph, params)
+    x_BxLxD, router = model.hidden(unmask_ids(inputs_BxL))
     chunk_tokens = model.config.logits_chunk_tokens
     objective, nats = cross_entropy(x_BxLxD, model.head(), targets_BxL, z_loss_weight, chunk_tokens)
     sums = {"nats": nats, "count": jnp.sum((targets_BxL >= 0).astype(jnp.float32))}
@@ -48,7 +48,7 @@ def loss_sums(
     return objective, sums
 
 
-def seen(inputs_BxL: jax.Array) -> jax.Array:
+def unmask_ids(inputs_BxL: jax.Array) -> jax.Array:
     """The ids that the model reads: t, and -t - 1 where t is below 0."""
     return jnp.where(inputs_BxL < 0, ~inputs_BxL, inputs_BxL)
 
@@ -65,8 +65,8 @@ def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) 
     sums = []
     for tokens_BxM in batches:
         sums.append(evaluation_step(graph, params, tokens_BxM))
-        if len(sums) > IN_FLIGHT:
-            jax.block_until_ready(sums[-1 - IN_FLIGHT])
+        if len(sums) > MAX_BATCHES_IN_FLIGHT:
+            jax.block_until_ready(sums[-1 - MAX_BATCHES_IN_FLIGHT])
     nats, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
     return float(nats / count)
 

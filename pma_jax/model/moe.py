@@ -3,11 +3,11 @@
 Legend: B batch, L positions, S = B L tokens, D width, E experts, K experts a token, F hidden width of an expert,
 T layers.
 
-The router's bias (auxiliary-loss-free balancing, arXiv 2408.15664) only takes part in choosing experts, never in their
-weights. It is not a parameter: no gradient reaches it and no decay; `balanced` moves it after each optimizer step, by
-the load of the whole batch. It lies in the same tree as the parameters: snapshots hold it; previews, merges and
-evaluation read it. Merges average it with the coefficients of the parameters: the scores that it is added to come from
-the averaged router, each model's bias makes up for its own router, and its last moves are noise that averaging lessens.
+The router's bias (auxiliary-loss-free balancing, arXiv 2408.15664) takes part in choosing experts, never in their
+weights. It is not trained by gradient or decay; `update_router_bias` changes it after each optimizer step, by the load
+of the full batch. It is stored in the tree of parameters, so snapshots contain it and previews, merges and evaluation
+read it. Merges average it with the parameters' coefficients: the scores that it is added to come from the averaged
+router, each model's bias compensates for its own router, and its last updates are noise that averaging reduces.
 """
 
 import functools
@@ -19,11 +19,11 @@ from flax import nnx
 from jax import P
 
 from pma_jax.config import ModelConfig
-from pma_jax.model.experts import through_experts
-from pma_jax.model.initial import normal
+from pma_jax.model.experts import apply_experts
+from pma_jax.model.layers import normal_param
 from pma_jax.runtime.mesh import RULES
 
-BIAS = "router_bias_E"  # the one leaf of the tree that is not a parameter
+ROUTER_BIAS = "router_bias_E"  # the one leaf of the tree that is not a parameter
 RouterSums = dict[str, jax.Array]  # load_E int32: rows of each expert; balance, z: float32 sums over all positions
 
 
@@ -39,12 +39,12 @@ class MixtureOfExperts(nnx.Module):
         E, D, F = c.experts, c.width, c.expert_hidden
         shrink = 1 / math.sqrt(2 * c.layers)
         self.config = nnx.static(config)
-        self.router_DxE = normal(rngs, (D, E), spec("width", None), D)
+        self.router_DxE = normal_param(rngs, (D, E), spec("width", None), D)
         if c.router_bias:
             self.router_bias_E = RouterBias(jnp.zeros((E,), jnp.float32))
-        self.expert_gate_ExDxF = normal(rngs, (E, D, F), spec("experts", "width", "hidden"), D)
-        self.expert_up_ExDxF = normal(rngs, (E, D, F), spec("experts", "width", "hidden"), D)
-        self.expert_down_ExFxD = normal(rngs, (E, F, D), spec("experts", "hidden", "width"), F, shrink)
+        self.expert_gate_ExDxF = normal_param(rngs, (E, D, F), spec("experts", "width", "hidden"), D)
+        self.expert_up_ExDxF = normal_param(rngs, (E, D, F), spec("experts", "width", "hidden"), D)
+        self.expert_down_ExFxD = normal_param(rngs, (E, F, D), spec("experts", "hidden", "width"), F, shrink)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, RouterSums]:
         """[B, L, D] -> [B, L, D], and the router's sums over the batch."""
@@ -85,7 +85,7 @@ def route(config: ModelConfig, logits_SxE: jax.Array, bias_E: jax.Array) -> tupl
     return scores_SxE, weights_SxK, chosen_SxK
 
 
-def balanced(bias_TxE: jax.Array, load_TxE: jax.Array, rate: float) -> jax.Array:
+def update_router_bias(bias_TxE: jax.Array, load_TxE: jax.Array, rate: float) -> jax.Array:
     """The bias after a step: up by `rate` for experts with less than the mean load, down for those with more.
 
     Algorithm 1 of arXiv 2408.15664.
@@ -125,7 +125,7 @@ def _own_part(
     width_dims = {"gate_ExDxF": 1, "up_ExDxF": 1, "down_ExFxD": 2}
     gate, up, down = (_gathered(own[name], x_SxD.dtype, dim, axes) for name, dim in width_dims.items())
     parts = mesh.shape[RULES.experts] if RULES.experts in axes else 1
-    y_SxD, load_e = through_experts(x_SxD, weights_SxK, chosen_SxK, (gate, up, down), parts)
+    y_SxD, load_e = apply_experts(x_SxD, weights_SxK, chosen_SxK, (gate, up, down), parts)
     if RULES.hidden in axes:
         y_SxD = jax.lax.psum(y_SxD, RULES.hidden)
     batch_axes = tuple(a for a in RULES.batch if a in axes)

@@ -12,7 +12,7 @@ import jax
 from pma_jax import config as configuration
 from pma_jax.config import Config, ModelConfig
 from pma_jax.model import experts
-from pma_jax.model.decoder import activated_count, parameter_count
+from pma_jax.model.decoder import activated_parameter_count, parameter_count
 from pma_jax.planning import aot, cost, counts, disk, hlo, units
 from pma_jax.runtime.mesh import mesh_over
 from pma_jax.training.state import abstract_state
@@ -68,7 +68,7 @@ def plan(
         },
         "mesh": dict(mesh.shape),
         "parameters": parameter_count(state.params),
-        "activated_parameters": activated_count(state.params, config.model),
+        "activated_parameters": activated_parameter_count(state.params, config.model),
         "parameter_leaves": len(jax.tree.leaves(state.params)),
         "largest_leaf_bytes_per_device": max(map(disk.device_bytes, jax.tree.leaves(state.params))),
         "programs": {name: _program(report, topology.chip) for name, report in reports.items()},
@@ -104,7 +104,7 @@ def _filled_share(model: ModelConfig, tokens: int, parts: int) -> float:
     if not model.experts or parts == 1:
         return 1.0
     even = tokens * model.experts_per_token / parts
-    return even / experts.round_rows(tokens, model.experts_per_token, model.experts // parts, parts)
+    return even / experts.exchange_capacity(tokens, model.experts_per_token, model.experts // parts, parts)
 
 
 def refusals(numbers: dict[str, Any]) -> list[str]:

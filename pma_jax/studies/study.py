@@ -29,7 +29,7 @@ from pma_jax import config as configuration
 from pma_jax.config import Config, EvaluationConfig
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW, losses_along
-from pma_jax.model.decoder import abstract_params, activated_count, parameter_count
+from pma_jax.model.decoder import abstract_params, activated_parameter_count, parameter_count
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.allocator import keep_freed_memory
@@ -178,7 +178,7 @@ class Study:
         shapes = abstract_params(config.model, make_mesh(config.mesh))
         return {
             "parameters": parameter_count(shapes),
-            "active_parameters": activated_count(shapes, config.model),
+            "active_parameters": activated_parameter_count(shapes, config.model),
             "unit_tokens": config.checkpoint.interval_tokens,
             "tokens": config.training.total_tokens,
             "peak_rate": config.schedule.peak_rate,

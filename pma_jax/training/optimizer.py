@@ -13,7 +13,7 @@ import optax.contrib
 
 from pma_jax.config import OptimizerConfig
 from pma_jax.model.decoder import Params
-from pma_jax.model.moe import BIAS
+from pma_jax.model.moe import ROUTER_BIAS
 
 Moments = Any  # an optax.OptState: of schedule-free a pair, the clipping's and a ScheduleFreeState
 
@@ -70,6 +70,6 @@ def decay_mask(params: Params) -> Params:
 
     def is_matrix(path, _) -> bool:
         name = path[-1].key
-        return "norm" not in name and name != BIAS
+        return "norm" not in name and name != ROUTER_BIAS
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)

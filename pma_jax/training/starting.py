@@ -11,7 +11,7 @@ from etils import epath
 
 from pma_jax.config import Config, ModelConfig
 from pma_jax.model.decoder import Params
-from pma_jax.model.moe import BIAS
+from pma_jax.model.moe import ROUTER_BIAS
 from pma_jax.runs import snapshots
 from pma_jax.runs.directory import Run, find_snapshots, is_run
 from pma_jax.runs.snapshots import Snapshot
@@ -67,7 +67,7 @@ def _with_weights(state: TrainState, snapshot: Snapshot, config: Config, abstrac
     if not _has_bias(config.model) or _has_bias(snapshot.config.model):
         return with_params(config, state, snapshots.restore_params(snapshot, abstract.params))
     params = snapshots.restore_params(snapshot, _without_bias(abstract.params))
-    params["blocks"]["moe"][BIAS] = state.params["blocks"]["moe"][BIAS]
+    params["blocks"]["moe"][ROUTER_BIAS] = state.params["blocks"]["moe"][ROUTER_BIAS]
     return with_params(config, state, params)
 
 
@@ -90,5 +90,5 @@ def _has_bias(model: ModelConfig) -> bool:
 
 
 def _without_bias(params: Params) -> Params:
-    moe = {name: leaf for name, leaf in params["blocks"]["moe"].items() if name != BIAS}
+    moe = {name: leaf for name, leaf in params["blocks"]["moe"].items() if name != ROUTER_BIAS}
     return params | {"blocks": params["blocks"] | {"moe": moe}}

@@ -73,7 +73,9 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
         if config.model.experts and config.model.router_bias:
             # Its gradient is zero and it does not decay: the optimizer has left it as it was.
             router = params["blocks"]["moe"]
-            router[moe.BIAS] = moe.balanced(router[moe.BIAS], sums["load_TxE"], training.router_bias_rate)
+            router[moe.ROUTER_BIAS] = moe.update_router_bias(
+                router[moe.ROUTER_BIAS], sums["load_TxE"], training.router_bias_rate
+            )
         detector = state.detector
         if detector is not None:
             loss, norm = metrics["loss"], metrics["gradient_norm"]

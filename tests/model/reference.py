@@ -64,7 +64,7 @@ def documents(config: ModelConfig, tokens_BxL: np.ndarray) -> np.ndarray | None:
 
 
 def attend(
-    config: ModelConfig, block: dict[str, np.ndarray], x_BxLxD: np.ndarray, documents_BxL: np.ndarray | None
+    config: ModelConfig, block: dict[str, np.ndarray], x_BxLxD: np.ndarray, segment_ids_BxL: np.ndarray | None
 ) -> np.ndarray:
     """Attention of one block, a head at a time; [B, L, D]."""
     out_BxLxD = np.zeros_like(x_BxLxD)
@@ -77,7 +77,7 @@ def attend(
             k_BxLxH = norm(config, k_BxLxH, block["key_norm_H"])
         v_BxLxH = x_BxLxD @ block["value_DxKxH"][:, shared]
         turned = turn(q_BxLxH, config.rope_theta), turn(k_BxLxH, config.rope_theta)
-        y_BxLxH = one_head(*turned, v_BxLxH, documents_BxL, config.attention_window_tokens)
+        y_BxLxH = one_head(*turned, v_BxLxH, segment_ids_BxL, config.attention_window_tokens)
         out_BxLxD += y_BxLxH @ block["output_NxHxD"][head]
     return out_BxLxD
 
@@ -86,7 +86,7 @@ def one_head(
     q_BxLxH: np.ndarray,
     k_BxLxH: np.ndarray,
     v_BxLxH: np.ndarray,
-    documents_BxL: np.ndarray | None = None,
+    segment_ids_BxL: np.ndarray | None = None,
     window_tokens: int = 0,
 ) -> np.ndarray:
     """Causal softmax attention, within a document and a window; [B, L, H]."""
@@ -96,8 +96,8 @@ def one_head(
         for key in range(length):
             if key > query or (window_tokens and query - key >= window_tokens):
                 scores_BxLxL[:, query, key] = -np.inf
-            elif documents_BxL is not None:
-                apart_B = documents_BxL[:, query] != documents_BxL[:, key]
+            elif segment_ids_BxL is not None:
+                apart_B = segment_ids_BxL[:, query] != segment_ids_BxL[:, key]
                 scores_BxLxL[apart_B, query, key] = -np.inf
     weights_BxLxL = np.exp(scores_BxLxL - scores_BxLxL.max(axis=-1, keepdims=True))
     return weights_BxLxL / weights_BxLxL.sum(axis=-1, keepdims=True) @ v_BxLxH

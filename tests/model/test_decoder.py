@@ -11,6 +11,7 @@ from jax import P
 
 from pma_jax.config import ModelConfig
 from pma_jax.model import decoder
+from pma_jax.model.layers import rms_norm
 from pma_jax.model.loss import loss_sums, on_mesh
 from pma_jax.runtime import mesh as meshes
 
@@ -151,7 +152,7 @@ def test_dots_recomputes_no_product_and_full_every_one_that_a_gradient_needs(cha
         params = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))
 
         def gradient(params, tokens):
-            return jax.grad(lambda params: jnp.sum(decoder.decoder_of(graph, params).hidden(tokens)[0]))(params)
+            return jax.grad(lambda params: jnp.sum(decoder.make_decoder(graph, params).hidden(tokens)[0]))(params)
 
         # Lowered for a GPU, where the experts' products are products and not loops; one trace of the scanned layer.
         exported = jax.export.export(jax.jit(gradient), platforms=["cuda"])(params, np.zeros((2, 4), np.int32))
@@ -240,6 +241,6 @@ def test_axes_that_collide_are_one_error(monkeypatch):
 
 def test_rms_norm_is_float32_inside():
     x = jnp.full((1, 4), 300.0, jnp.bfloat16)
-    y = decoder.rms_norm(x, jnp.ones(4), 1e-6)
+    y = rms_norm(x, jnp.ones(4), 1e-6)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(y, np.float32), 1.0)

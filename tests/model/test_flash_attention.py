@@ -77,9 +77,9 @@ def test_masks_on_a_mesh_are_those_of_one_device(window):
 
 
 def test_shapes_that_a_kernel_does_not_take():
-    assert kernels.splash_takes(256, 128, jnp.dtype("bfloat16"))
-    assert not kernels.splash_takes(200, 128, jnp.dtype("bfloat16"))
-    assert not kernels.splash_takes(256, 32, jnp.dtype("bfloat16"))
-    assert kernels.cudnn_takes(200, 128, jnp.dtype("bfloat16"))
-    assert not kernels.cudnn_takes(200, 128, jnp.dtype("float32"))
-    assert not kernels.cudnn_takes(200, 256, jnp.dtype("bfloat16"))
+    assert kernels.splash_supports(256, 128, jnp.dtype("bfloat16"))
+    assert not kernels.splash_supports(200, 128, jnp.dtype("bfloat16"))
+    assert not kernels.splash_supports(256, 32, jnp.dtype("bfloat16"))
+    assert kernels.cudnn_supports(200, 128, jnp.dtype("bfloat16"))
+    assert not kernels.cudnn_supports(200, 128, jnp.dtype("float32"))
+    assert not kernels.cudnn_supports(200, 256, jnp.dtype("bfloat16"))

@@ -8,7 +8,7 @@ import pytest
 
 from pma_jax import config as configuration
 from pma_jax.model import ladder
-from pma_jax.model.decoder import abstract_params, activated_count, parameter_count
+from pma_jax.model.decoder import abstract_params, activated_parameter_count, parameter_count
 from pma_jax.runtime.mesh import AXES, check_mesh
 
 CONFIGS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("[a-z]*.py"))
@@ -41,7 +41,7 @@ def test_parameters_are_within_5_percent_of_the_name(name):
     params, size = abstract_of(config), ladder.SIZES[name]
     assert config.model == size.model
     assert parameter_count(params) == pytest.approx(size.total, rel=0.05)
-    assert activated_count(params, config.model) == pytest.approx(size.activated, rel=0.05)
+    assert activated_parameter_count(params, config.model) == pytest.approx(size.activated, rel=0.05)
 
 
 def test_every_size_has_its_file_and_the_papers_sizes_are_there():

@@ -37,7 +37,7 @@ class Table:
 
 @pytest.fixture(autouse=True)
 def given_logits(monkeypatch):
-    monkeypatch.setattr(loss, "decoder_of", lambda graph, params: Table(jnp.asarray(params)))
+    monkeypatch.setattr(loss, "make_decoder", lambda graph, params: Table(jnp.asarray(params)))
     with jax.set_mesh(jax.make_mesh((1, 1, 1, 1), AXES, devices=jax.devices()[:1])):
         yield
 
@@ -88,7 +88,7 @@ def test_padding_is_not_counted():
 
 def test_what_is_not_counted_is_seen_all_the_same():
     tokens = np.array([[3, ~5, ~0, 7, -1]], np.int32)
-    np.testing.assert_array_equal(loss.seen(jnp.asarray(tokens)), [[3, 5, 0, 7, 0]])
+    np.testing.assert_array_equal(loss.unmask_ids(jnp.asarray(tokens)), [[3, 5, 0, 7, 0]])
 
 
 def test_padding_has_no_gradient():

@@ -49,7 +49,7 @@ def fresh(config, bias=0.1, seed=1):
 
     def values(path, leaf):
         normal = rng.standard_normal(leaf.shape).astype(leaf.dtype)
-        if path[-1].key == moe.BIAS:
+        if path[-1].key == moe.ROUTER_BIAS:
             return bias * normal
         return 1 + 0.2 * normal if "norm" in path[-1].key else normal / 4
 
@@ -107,7 +107,7 @@ def every_expert(config, p, x_BxLxD):
     logits = jnp.einsum("bld,de->ble", x_BxLxD, p["router_DxE"])
     sigmoid = config.router_scores == "sigmoid"
     scores = 1 / (1 + jnp.exp(-logits)) if sigmoid else jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
-    ranked = scores + p.get(moe.BIAS, 0)
+    ranked = scores + p.get(moe.ROUTER_BIAS, 0)
     kth = jnp.sort(ranked, axis=-1)[..., -config.experts_per_token]
     chosen = (ranked >= kth[..., None]).astype(jnp.float32)
     weights = scores * chosen
@@ -143,7 +143,7 @@ def test_gradients_and_losses_are_those_of_computing_every_expert(changes):
     assert float(value) == pytest.approx(float(expected), rel=1e-4)
     np.testing.assert_array_equal(load, expected_load)
     if config.router_bias:
-        assert not np.any(gradients[0][moe.BIAS]), "no gradient reaches the bias"
+        assert not np.any(gradients[0][moe.ROUTER_BIAS]), "no gradient reaches the bias"
     assert_close(gradients, expected_gradients)
 
 
@@ -196,7 +196,7 @@ def test_a_mesh_changes_no_number(shape, bias):
 
 
 def test_many_small_rounds_change_no_number(monkeypatch):
-    monkeypatch.setattr(experts, "ROUND_SLACK", 0.2)
+    monkeypatch.setattr(experts, "ROUND_CAPACITY_FACTOR", 0.2)
     (expected, expected_sums), expected_gradients = on_one_device(TINY, SKEWED)
     mesh = mesh_of(expert=4)
     with jax.set_mesh(mesh):
@@ -266,7 +266,7 @@ def test_the_bias_evens_out_a_skewed_router(scores):
     def step(bias):
         _, _, chosen = moe.route(config, logits, bias)
         load = jnp.bincount(chosen.reshape(-1), length=8)
-        return moe.balanced(bias[None], load[None], 2e-3)[0], load
+        return moe.update_router_bias(bias[None], load[None], 2e-3)[0], load
 
     bias = jnp.zeros(8)
     _, first = step(bias)

@@ -37,7 +37,7 @@ MODEL = ModelConfig(
     router_scores="sigmoid",
 )
 WEIGHTS = {"router_bias_rate": 0.01, "balance_loss_weight": 0.01, "router_z_loss_weight": 1e-3}
-BIAS = f"blocks/moe/{moe.BIAS}"
+BIAS = f"blocks/moe/{moe.ROUTER_BIAS}"
 
 
 def make_config(mesh=None, **training):
@@ -69,7 +69,7 @@ def steps(config, mesh, count=3):
         for seed in range(count):
             state, found = train_step(state, on_mesh(mesh, batch(seed)), 1e-2)
             metrics.append({name: float(value) for name, value in found.items() if name != "spike"})
-            biases.append(np.array(state.params["blocks"]["moe"][moe.BIAS]))
+            biases.append(np.array(state.params["blocks"]["moe"][moe.ROUTER_BIAS]))
         return jax.tree.map(np.asarray, state), metrics, biases
 
 
@@ -89,7 +89,7 @@ def test_the_bias_moves_by_its_rate_and_the_optimizer_leaves_it_alone():
         )
         before = bias
     assert not tiny.named(decay_mask(state.params))[BIAS]
-    moments = {name: leaf for name, leaf in tiny.named(state.optimizer).items() if moe.BIAS in name}
+    moments = {name: leaf for name, leaf in tiny.named(state.optimizer).items() if moe.ROUTER_BIAS in name}
     assert len(moments) == 2 and not any(leaf.any() for leaf in moments.values())
     for m in metrics:
         assert m["dropped"] == 0

@@ -14,12 +14,12 @@ LANES = 128  # what Splash's blocks are multiples of
 LARGEST_BLOCK = 512
 
 
-def cudnn_takes(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
+def cudnn_supports(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
     """Whether cuDNN's flash attention takes this shape: 16-bit inputs, heads of a multiple of 8 up to 128."""
     return dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128 and length > 1
 
 
-def splash_takes(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
+def splash_supports(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
     """Whether Splash takes this shape: positions in whole blocks, heads of a multiple of 64."""
     return length % LANES == 0 and head_dim % 64 == 0 and dtype in (jnp.bfloat16, jnp.float32)
 
@@ -28,12 +28,14 @@ def cudnn_attention(
     q_BxLxNxH: jax.Array,
     k_BxLxKxH: jax.Array,
     v_BxLxKxH: jax.Array,
-    documents_BxL: jax.Array | None,
+    segment_ids_BxL: jax.Array | None,
     window_tokens: int,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
     """See `attention`; `implementation` is `jax.nn.dot_product_attention`'s. Documents cost a mask of B L L bytes."""
-    same_Bx1xLxL = None if documents_BxL is None else (documents_BxL[:, None, :, None] == documents_BxL[:, None, None])
+    same_Bx1xLxL = (
+        None if segment_ids_BxL is None else (segment_ids_BxL[:, None, :, None] == segment_ids_BxL[:, None, None])
+    )
     return jax.nn.dot_product_attention(
         q_BxLxNxH,
         k_BxLxKxH,
@@ -49,7 +51,7 @@ def splash_attention(
     q_BxLxNxH: jax.Array,
     k_BxLxKxH: jax.Array,
     v_BxLxKxH: jax.Array,
-    documents_BxL: jax.Array | None,
+    segment_ids_BxL: jax.Array | None,
     window_tokens: int,
     interpret: bool = False,
 ) -> jax.Array:
@@ -77,7 +79,7 @@ def splash_attention(
         ),
         interpret=interpret,
     )
-    segments = None if documents_BxL is None else splash.SegmentIds(documents_BxL, documents_BxL)
+    segments = None if segment_ids_BxL is None else splash.SegmentIds(segment_ids_BxL, segment_ids_BxL)
     over_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))
     y_BxKxGxLxH: Any = jax.vmap(over_heads)(q_BxKxGxLxH, k_BxKxLxH, v_BxKxLxH, segments)
     return y_BxKxGxLxH.transpose(0, 3, 1, 2, 4).reshape(B, L, N, H)

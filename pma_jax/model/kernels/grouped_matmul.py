@@ -18,7 +18,7 @@ TPU_TILE = (512, 1024, 1024)  # rows, D, F of one step of Megablox; 2 of each fi
 
 
 @jax.custom_vjp
-def grouped_product(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def grouped_matmul(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Row r times the matrix of its group: [R, F] in the dtype of the rows, summed in float32.
 
     The first `sizes_E[0]` (int32) rows are of group 0, the next `sizes_E[1]` of group 1, and so on; where they add up
@@ -58,7 +58,7 @@ def _backward(saved: tuple[jax.Array, ...], g_RxF: jax.Array) -> tuple[jax.Array
     return d_rows, d_matrices, None
 
 
-grouped_product.defvjp(_forward, _backward)
+grouped_matmul.defvjp(_forward, _backward)
 
 
 # --- A loop over blocks: any platform ---------------------------------------------------------------------------------

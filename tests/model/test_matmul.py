@@ -7,7 +7,7 @@ import pytest
 from jax import P
 
 from pma_jax.config import MeshConfig
-from pma_jax.model.kernels.product import product
+from pma_jax.model.kernels.matmul import sharded_matmul
 from pma_jax.runtime.mesh import make_mesh
 
 S, D, E = 16, 8, 24
@@ -37,7 +37,7 @@ def test_gradients_are_numpys_on_any_mesh(sizes, matrix_spec, spec):
 
         @jax.jit
         def run(x, matrix, g):
-            y, pullback = jax.vjp(lambda x, matrix: product(x, matrix, spec), x, matrix)
+            y, pullback = jax.vjp(lambda x, matrix: sharded_matmul(x, matrix, spec), x, matrix)
             return y, *pullback(g)
 
         y, d_x, d_matrix = run(*placed)
@@ -50,7 +50,7 @@ def test_gradients_are_numpys_on_any_mesh(sizes, matrix_spec, spec):
 def test_gradients_keep_the_inputs_dtype():
     x, matrix, g = (jnp.asarray(a, jnp.bfloat16) for a in arrays())
     with jax.set_mesh(make_mesh(MeshConfig())):
-        y, pullback = jax.vjp(lambda x, matrix: product(x, matrix, P(None, None)), x, matrix)
+        y, pullback = jax.vjp(lambda x, matrix: sharded_matmul(x, matrix, P(None, None)), x, matrix)
         d_x, d_matrix = pullback(g)
     assert (y.dtype, d_x.dtype, d_matrix.dtype) == (jnp.bfloat16,) * 3
     x, matrix, g = (np.asarray(a, np.float64) for a in (x, matrix, g))

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pma_jax.model.kernels import grouped_product as grouped
-from pma_jax.model.kernels.grouped_product import grouped_product
+from pma_jax.model.kernels import grouped_matmul as grouped
+from pma_jax.model.kernels.grouped_matmul import grouped_matmul
 
 E, D, F = 4, 12, 20
 SIZES = [[5, 0, 11, 16], [32, 0, 0, 0], [0, 0, 0, 32], [8, 8, 8, 8], [0, 0, 0, 0], [3, 0, 9, 1]]  # the last leave rows
@@ -27,7 +27,7 @@ def test_product_and_gradients_are_numpys(sizes):
 
     @jax.jit
     def run(x, matrices, sizes, g):
-        y, pullback = jax.vjp(lambda x, m: grouped_product(x, m, sizes), x, matrices)
+        y, pullback = jax.vjp(lambda x, m: grouped_matmul(x, m, sizes), x, matrices)
         return y, *pullback(g)
 
     args = (np.float32(x), np.float32(matrices), np.int32(sizes), np.float32(g))
@@ -66,7 +66,7 @@ def test_the_batch_of_blocks_that_gpus_run_is_the_same_function(sizes, rows):
 
 def test_a_gpu_makes_one_batch_of_each_product():
     def objective(x, matrices, sizes):
-        return jnp.sum(grouped_product(x, matrices, sizes) ** 2)
+        return jnp.sum(grouped_matmul(x, matrices, sizes) ** 2)
 
     shapes = [((1024, 256), jnp.bfloat16), ((E, 256, 128), jnp.bfloat16), ((E,), jnp.int32)]
     abstract = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
@@ -78,17 +78,17 @@ def test_a_gpu_makes_one_batch_of_each_product():
 def test_a_group_without_rows_is_not_visited():
     x, matrices, _ = arrays()
     matrices[1] = np.nan  # zero times it would be nan
-    y = jax.jit(grouped_product)(np.float32(x), np.float32(matrices), np.int32([20, 0, 6, 6]))
+    y = jax.jit(grouped_matmul)(np.float32(x), np.float32(matrices), np.int32([20, 0, 6, 6]))
     assert np.isfinite(y).all()
     # And the arithmetic is that of the blocks that there are: a loop, of no fixed length, over one small product.
-    lowered = jax.jit(grouped_product).lower(np.float32(x), np.float32(matrices), np.int32([20, 0, 6, 6]))
+    lowered = jax.jit(grouped_matmul).lower(np.float32(x), np.float32(matrices), np.int32([20, 0, 6, 6]))
     assert lowered.compile().cost_analysis()["flops"] < 1.5 * 2 * 32 * D * F
 
 
 def test_bfloat16_rows_are_summed_in_float32():
     x, matrices, _ = arrays(rows=32, dim=512)
     x, matrices = jnp.asarray(x, jnp.bfloat16), jnp.asarray(matrices, jnp.bfloat16)
-    y = jax.jit(grouped_product)(x, matrices, np.int32([8, 8, 0, 16]))
+    y = jax.jit(grouped_matmul)(x, matrices, np.int32([8, 8, 0, 16]))
     expected = by_groups([8, 8, 0, 16], np.asarray(x, np.float64), np.asarray(matrices, np.float64))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-7, atol=2**-4)
@@ -96,7 +96,7 @@ def test_bfloat16_rows_are_summed_in_float32():
 
 def test_on_tpu_it_is_megablox_three_times_and_nothing_dense():
     def objective(x, matrices, sizes):
-        return jnp.sum(grouped_product(x, matrices, sizes) ** 2)
+        return jnp.sum(grouped_matmul(x, matrices, sizes) ** 2)
 
     shapes = [((1024, 256), jnp.bfloat16), ((E, 256, 128), jnp.bfloat16), ((E,), jnp.int32)]
     abstract = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]

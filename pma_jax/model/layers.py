@@ -1,0 +1,103 @@
+"""Small parts of the decoder: parameter initialisers, RMSNorm, SwiGLU, and the embedding lookup.
+
+Legend: B batch, L positions, V vocabulary, D width, X devices that split the width, d = D / X. Inside `jax.shard_map`
+arrays are one device's parts.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import P
+
+from pma_jax.runtime.mesh import RULES, axes_of, placed_as
+
+
+def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], spec: P, fan_in: int, gain: float = 1.0) -> nnx.Param:
+    """Draw a float32 parameter, partitioned as `spec`, from a normal of standard deviation gain / sqrt(fan_in).
+
+    The normal is truncated at two standard deviations.
+    """
+    initializer = nnx.initializers.truncated_normal(stddev=gain / math.sqrt(fan_in))
+    return nnx.Param(initializer(rngs.params(), shape, jnp.float32, out_sharding=spec))
+
+
+def ones_param(size: int) -> nnx.Param:
+    """Make the float32 scale [size] of a norm."""
+    return nnx.Param(jnp.ones((size,), jnp.float32))
+
+
+@functools.partial(jax.checkpoint, static_argnums=2)  # saves its inputs for the gradient, not their float32 copies
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Return x / rms(x) * scale over the last dim (arXiv 1910.07467), computed in float32, in the dtype of `x`."""
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+    return (x32 * inverse * scale).astype(x.dtype)
+
+
+@jax.checkpoint  # saves its two inputs for the gradient, and none of the three intermediates
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return silu(gate) * up (SwiGLU, arXiv 2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def embed_tokens(table_VxD: jax.Array, tokens_BxL: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Look up the rows [B, L, D] of int32 tokens in `dtype`, partitioned along the batch axes.
+
+    The gradient is summed in float32 and partitioned as the table.
+    """
+    # The gather needs an unsharded table; rows that are not used cost no arithmetic.
+    full_VxD = jax.reshard(table_VxD.astype(dtype), P(None, None))
+    return full_VxD.at[tokens_BxL].get(out_sharding=RULES.spec("batch", None, None))
+
+
+def _forward(
+    table_VxD: jax.Array, tokens_BxL: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return embed_tokens(table_VxD, tokens_BxL, dtype), (table_VxD, tokens_BxL)
+
+
+def _backward(_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], g_BxLxD: jax.Array) -> tuple[jax.Array, None]:
+    table_VxD, tokens_BxL = saved
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+    rows, table = RULES.spec("batch", None, None), RULES.spec("vocabulary", "width")
+    vocabulary_size = table_VxD.shape[0]
+    if not any(mesh.shape[axis] > 1 for axis in axes):
+        tokens_BxL, g_BxLxD = jax.reshard(tokens_BxL, P(None, None)), jax.reshard(g_BxLxD, P(None, None, None))
+        d_VxD = _sum_by_token(tokens_BxL, g_BxLxD, 0, vocabulary_size)
+        return placed_as(table_VxD, d_VxD.astype(table_VxD.dtype)), None
+    vocabulary_axes, width_axes = axes_of(table[0]), axes_of(table[1])
+    rows_per_device = vocabulary_size // math.prod(mesh.shape[axis] for axis in vocabulary_axes)
+
+    def reduce_on_device(tokens_BxL: jax.Array, g_BxLxD: jax.Array) -> jax.Array:
+        first = jax.lax.axis_index(vocabulary_axes) * rows_per_device
+        d_VxD = _sum_by_token(tokens_BxL, g_BxLxD, first, rows_per_device)
+        d_VxD = jax.lax.psum(d_VxD, tuple(axis for axis in axes_of(rows[0]) if axis not in width_axes))
+        # Not scattered along the last dim: XLA for TPU would all-reduce it where d is no multiple of 128.
+        parts_VxXxd = d_VxD.reshape(rows_per_device, math.prod(mesh.shape[axis] for axis in width_axes), -1)
+        return jax.lax.psum_scatter(parts_VxXxd, width_axes, scatter_dimension=1)
+
+    d_table_VxD = jax.shard_map(
+        reduce_on_device,
+        in_specs=(P(rows[0], None), rows),
+        out_specs=table,
+        axis_names=set(axes),
+        check_vma=False,  # off in the enclosing shard_map as well: see `accumulate` in training/step.py
+    )(jax.reshard(tokens_BxL, P(rows[0], None)), jax.reshard(g_BxLxD, rows))
+    return d_table_VxD.astype(table_VxD.dtype), None
+
+
+def _sum_by_token(tokens_BxL: jax.Array, g_BxLxD: jax.Array, first: jax.Array | int, size: int) -> jax.Array:
+    """Sum gradients by token id: float32 [size, D] for ids first … first + size - 1; other ids are dropped."""
+    row_BxL = tokens_BxL - first
+    # A negative index would count from the end.
+    row_BxL = jnp.where(row_BxL < 0, size, row_BxL)
+    zeros_VxD = jnp.zeros((size, g_BxLxD.shape[-1]), jnp.float32)
+    return zeros_VxD.at[row_BxL].add(g_BxLxD.astype(jnp.float32), mode="drop")
+
+
+embed_tokens.defvjp(_forward, _backward)
