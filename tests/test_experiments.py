@@ -17,7 +17,7 @@ import tiny
 from pma_jax.studies import pages, study
 
 FOLDER = Path(__file__).parent.parent / "experiments"
-QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "study.main(" in path.read_text())
+QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "run_experiment(" in path.read_text())
 NAMES = [folder.name for folder in QUESTIONS]
 # Up to dozens of runs each; .ci/run has that of stable_phase, and test_study.py a script of its own.
 SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -56,9 +56,9 @@ def test_a_script_runs_from_end_to_end(folder, runs, workspace, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     script = loaded(folder / "script.py")
-    said = pages.results_of((tmp_path / "README.md").read_text())
-    assert said == study.whole_report(script.report, results).strip() and said in done.stdout
-    row = script.row(results)
+    said = pages.extract_results((tmp_path / "README.md").read_text())
+    assert said == study.render_results(script.report, results).strip() and said in done.stdout
+    row = script.summarize(results)
     assert results["row"] == dataclasses.asdict(row) and all(dataclasses.astuple(row)), "no part of the row is empty"
     drawn = {path.name for path in tmp_path.glob("*.png")}
     pictures = set(re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", (folder / "README.md").read_text()))
@@ -71,22 +71,22 @@ def test_a_script_runs_from_end_to_end(folder, runs, workspace, tmp_path):
 @pytest.mark.parametrize("folder", QUESTIONS, ids=NAMES)
 def test_a_page_says_what_its_results_say(folder):
     page = (folder / "README.md").read_text()
-    said = pages.results_of(page)
+    said = pages.extract_results(page)
     command = f"python experiments/{folder.name}/script.py --runs runs/science"
     assert command in page and command in (folder / "script.py").read_text()
     if not (folder / "results.json").exists():
         assert said == "", "a page without results.json shows no results"
         return
     script, results = loaded(folder / "script.py"), json.loads((folder / "results.json").read_text())
-    assert said == study.whole_report(script.report, results).strip()
-    assert results["row"] == dataclasses.asdict(script.row(results))
+    assert said == study.render_results(script.report, results).strip()
+    assert results["row"] == dataclasses.asdict(script.summarize(results))
     assert len(results["made"]["seeds"]) >= 3 and results["made"]["overrides"] == []
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", page):
         assert (folder / picture).exists()
 
 
 def test_the_page_of_all_has_the_row_of_every_question_with_results():
-    assert pages.results_of((FOLDER / "README.md").read_text()) == pages.index(FOLDER)
+    assert pages.extract_results((FOLDER / "README.md").read_text()) == pages.format_index(FOLDER)
 
 
 def test_the_one_command_knows_every_question():

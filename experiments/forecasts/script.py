@@ -18,12 +18,12 @@ from pma_jax.config import Config
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.model.decoder import abstract_params, parameter_count
-from pma_jax.reporting import line_panels
-from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.drawing import to_png
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.studies import pages, study
-from pma_jax.studies.pages import Row
-from pma_jax.studies.study import Study
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import Study, run_experiment
 
 SHARES = (0.25, 0.5, 0.75)  # of a run that a forecast sees
 # Settings of the sweep: one key at a time around the size's own. Rates are factors of its rate, batches of its batch.
@@ -35,12 +35,12 @@ FORECASTS = ("raw", "sma", "block/sma")
 LAWS = ("merged", "annealed")  # what L(N, D) is fitted to
 
 
-def answer(question: Study) -> dict[str, Any]:
+def measure(study: Study) -> dict[str, Any]:
     """Every loss that the three parts need, and what is fitted to them."""
-    each = {str(seed): sizes(question, seed) for seed in question.seeds}
+    each = {str(seed): sizes(study, seed) for seed in study.seeds}
     return {
-        "sweep": {str(seed): sweep(question, seed) for seed in question.seeds},
-        "curves": {size: {str(s): curves(question, size, s) for s in question.seeds} for size in question.sizes[:2]},
+        "sweep": {str(seed): sweep(study, seed) for seed in study.seeds},
+        "curves": {size: {str(s): curves(study, size, s) for s in study.seeds} for size in study.sizes[:2]},
         "sizes": each,
         "laws": {seed: {kind: law(entries, kind) for kind in LAWS} for seed, entries in each.items()},
     }
@@ -51,10 +51,10 @@ def cells(window: int) -> dict[str, Cell]:
     return dict(zip(FORECASTS, (RAW, Cell("sma", window), Cell("sma", window, kind="block_mean")), strict=True))
 
 
-def sweep(question: Study, seed: int) -> dict[str, dict[str, Any]]:
+def sweep(study: Study, seed: int) -> dict[str, dict[str, Any]]:
     """Setting -> losses along its run, and of its annealed branch."""
-    base = question.trunk_config(question.sizes[0], seed)
-    small = dataclasses.replace(question, units=SWEEP_UNITS)
+    base = study.trunk_config(study.sizes[0], seed)
+    small = dataclasses.replace(study, units=SWEEP_UNITS)
     batch = base.training.batch_size_sequences
     settings = {"as it is": []}
     settings |= {f"rate x{x:g}": [f"schedule.peak_rate={base.schedule.peak_rate * x}"] for x in RATES}
@@ -63,8 +63,8 @@ def sweep(question: Study, seed: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, changes in settings.items():
         total = f"training.total_tokens={base.training.total_tokens // SWEEP_PART}"
-        run = small.trunk(question.sizes[0], seed, [total, *changes])
-        annealed = small.annealed(run, SWEEP_UNITS * 3 // 4, SWEEP_UNITS)
+        run = small.trunk(study.sizes[0], seed, [total, *changes])
+        annealed = small.anneal(run, SWEEP_UNITS * 3 // 4, SWEEP_UNITS)
         found[name] = {"annealed": small.loss(annealed)}
         for share in (*SHARES, 1.0):
             unit = int(SWEEP_UNITS * share)
@@ -73,38 +73,35 @@ def sweep(question: Study, seed: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def curves(question: Study, size: str, seed: int) -> dict[str, Any]:
+def curves(study: Study, size: str, seed: int) -> dict[str, Any]:
     """Losses along a trunk, of merges that span an eighth of the tokens so far, and of its annealed branch."""
-    run = question.trunk(size, seed)
+    run = study.trunk(size, seed)
     found: dict[str, Any] = {name: [] for name in FORECASTS}
-    for end in sorted({question.units * k // 32 for k in ENDS}):
+    for end in sorted({study.units * k // 32 for k in ENDS}):
         window = max(end // 8, 1)
-        losses = question.losses(run, cells(window).values(), [end])
+        losses = study.losses(run, cells(window).values(), [end])
         for name, cell in cells(window).items():
-            found[name].append([end * question.unit_tokens(run), losses[cell, end]])
+            found[name].append([end * study.unit_tokens(run), losses[cell, end]])
     found["forecasts"] = {name: {f"{share:g}": forecast(found[name], share) for share in SHARES} for name in FORECASTS}
-    return found | {"annealed": question.loss(question.annealed(run, question.units * 3 // 4, question.units))}
+    return found | {"annealed": study.loss(study.anneal(run, study.units * 3 // 4, study.units))}
 
 
-def sizes(question: Study, seed: int) -> list[dict[str, Any]]:
+def sizes(study: Study, seed: int) -> list[dict[str, Any]]:
     """Of each size: its parameters, losses of merges along one run, and of annealed branches that end on the way."""
-    first = question.trunk_config(question.sizes[0], seed)
+    first = study.trunk_config(study.sizes[0], seed)
     half = f"training.total_tokens={first.training.total_tokens // 2}"
-    runs = [question.trunk(question.sizes[0], seed, [half, *of_width(first, share)]) for share in WIDTHS]
-    runs += [question.trunk(size, seed) for size in question.sizes[:2]]
+    runs = [study.trunk(study.sizes[0], seed, [half, *of_width(first, share)]) for share in WIDTHS]
+    runs += [study.trunk(size, seed) for size in study.sizes[:2]]
     found = []
     for run in runs:
-        at = {
-            end: end * question.unit_tokens(run)
-            for end in range(question.units // 4, question.units + 1, question.units // 8)
-        }
-        ends = (question.units // 4, question.units // 2, question.units)
+        at = {end: end * study.unit_tokens(run) for end in range(study.units // 4, study.units + 1, study.units // 8)}
+        ends = (study.units // 4, study.units // 2, study.units)
         merged = {end: cells(max(end // 8, 1))["block/sma"] for end in at}
         found.append(
             {
                 "parameters": parameter_count(abstract_params(run.config.model, make_mesh(run.config.mesh))),
-                "merged": [[at[end], question.losses(run, [cell], [end])[cell, end]] for end, cell in merged.items()],
-                "annealed": [[at[end], question.loss(question.annealed(run, end - end // 4, end))] for end in ends],
+                "merged": [[at[end], study.losses(run, [cell], [end])[cell, end]] for end, cell in merged.items()],
+                "annealed": [[at[end], study.loss(study.anneal(run, end - end // 4, end))] for end in ends],
             }
         )
     return sorted(found, key=lambda entry: entry["parameters"])
@@ -159,7 +156,7 @@ def ranking_report(results: dict[str, Any]) -> str:
         found = {name: ranking(results, name, share) for name in FORECASTS}
         for name in FORECASTS:
             tau, regret = found[name]["tau"], found[name]["regret"]
-            against = "" if name == "raw" else pages.paired(tau, found["raw"]["tau"], 2)
+            against = "" if name == "raw" else pages.format_difference(tau, found["raw"]["tau"], 2)
             saved = f"{1 - share:.0%}"
             rows.append([f"{share:.0%}", saved, name, f"{np.mean(tau):.2f}", against, f"{np.mean(regret):.4f}"])
     header = ["seen of the run", "tokens saved", "ranked by", "Kendall tau", "less that of raw", "regret, nats"]
@@ -170,7 +167,7 @@ def ranking_report(results: dict[str, Any]) -> str:
         f"span {spread:.3f} nats. An annealed run takes as many tokens as the whole of one at a constant rate: what is "
         "not seen is saved."
     )
-    return f"**Rankings.** {text}\n\n{pages.table(header, rows)}"
+    return f"**Rankings.** {text}\n\n{pages.format_table(header, rows)}"
 
 
 def curve_report(results: dict[str, Any]) -> str:
@@ -183,12 +180,14 @@ def curve_report(results: dict[str, Any]) -> str:
             for share in (*SHARES, 1.0):
                 found = [s["forecasts"][name].get(f"{share:g}", s[name][-1][1]) for s in seeds.values()]
                 known = [value for value in found if value is not None]
-                cells_of_row.append(pages.paired(known, annealed) if len(known) == len(found) else "too few points")
+                cells_of_row.append(
+                    pages.format_difference(known, annealed) if len(known) == len(found) else "too few points"
+                )
             rows.append([size, name, *cells_of_row])
     header = ["size", "from", *(f"the first {share:.0%}" for share in SHARES), "itself, at the end"]
     return (
         "**The annealed loss at the end** (over the last quarter), forecast less measured, nats a token."
-        f"\n\n{pages.table(header, rows)}"
+        f"\n\n{pages.format_table(header, rows)}"
     )
 
 
@@ -198,7 +197,7 @@ def law_report(results: dict[str, Any]) -> str:
     for kind in LAWS:
         fits = [laws[kind] for laws in results["laws"].values()]
         numbers = [f"{np.mean([fit[key] for fit in fits]):.3g}" for key in ("e", "a", "alpha", "b", "beta")]
-        rows.append([kind, *numbers, pages.interval(comparison.mean_interval([fit["error"] for fit in fits]))])
+        rows.append([kind, *numbers, pages.format_interval(comparison.mean_interval([fit["error"] for fit in fits]))])
     sizes_shown = ", ".join(f"{entry['parameters']:,}" for entry in next(iter(results["sizes"].values())))
     header = ["fitted to", "E", "A", "alpha", "B", "beta", "largest size, forecast less annealed"]
     extra = extra_share(results)
@@ -206,7 +205,7 @@ def law_report(results: dict[str, Any]) -> str:
         f"**L(N, D) = E + A / N^alpha + B / D^beta**, models of {sizes_shown} parameters. The last column is fitted "
         f"without the largest. The annealed branches take {extra:.0%} more tokens than the runs alone: of all, merging "
         f"saves {extra / (1 + extra):.0%}."
-        f"\n\n{pages.table(header, rows)}"
+        f"\n\n{pages.format_table(header, rows)}"
     )
 
 
@@ -221,7 +220,7 @@ def report(results: dict[str, Any]) -> str:
     return "\n\n".join([ranking_report(results), curve_report(results), law_report(results)])
 
 
-def row(results: dict[str, Any]) -> Row:
+def summarize(results: dict[str, Any]) -> IndexRow:
     """The question's row on the page of all."""
     early, late = SHARES[0], SHARES[-1]
     found, against = [], []
@@ -232,7 +231,7 @@ def row(results: dict[str, Any]) -> Row:
             f"{np.mean(merged['tau']):.2f} (raw {np.mean(raw['tau']):.2f}), and its best setting is "
             f"{np.mean(merged['regret']):.4f} nats from the true best (raw {np.mean(raw['regret']):.4f})"
         )
-        against.append(f"tau at {share:.0%}, mean less raw: {pages.paired(merged['tau'], raw['tau'], 2)}")
+        against.append(f"tau at {share:.0%}, mean less raw: {pages.format_difference(merged['tau'], raw['tau'], 2)}")
     errors = {
         name: [
             value - seed["annealed"]
@@ -242,11 +241,11 @@ def row(results: dict[str, Any]) -> Row:
         for name in ("raw", "sma")
     }
     if all(len(each) > 1 for each in errors.values()):
-        off = {name: pages.interval(comparison.mean_interval(each)) for name, each in errors.items()}
+        off = {name: pages.format_interval(comparison.mean_interval(each)) for name, each in errors.items()}
         against.append(
             f"annealed loss at the end from {late:.0%}, forecast less measured: {off['sma']} (raw {off['raw']})"
         )
-    return Row(
+    return IndexRow(
         6,
         "Can it forecast the annealed model early?",
         "Merging shows early what annealing will give (Section 4.2)",
@@ -255,7 +254,7 @@ def row(results: dict[str, Any]) -> Row:
     )
 
 
-def figures(results: dict[str, Any]) -> dict[str, bytes]:
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Tau and regret by what is seen; errors of the forecasts of the end, of each size."""
     shares = [*SHARES, 1.0]
     panels = []
@@ -277,8 +276,8 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
         panels.append(
             LinePanel(f"{size}: held-out loss", "tokens, millions", lines, limits=(annealed - 0.02, float(late) + 0.1))
         )
-    return {"figure.png": line_panels.png(panels, columns=2)}
+    return {"figure.png": to_png(draw_lines(panels, columns=2))}
 
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)

@@ -11,25 +11,26 @@ from pma_jax.analysis.comparison import Difference, mean_interval, paired_differ
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.model.ladder import recommend_interval
-from pma_jax.reporting import heat_map
-from pma_jax.studies import pages, study
-from pma_jax.studies.pages import Row
-from pma_jax.studies.study import Study
+from pma_jax.reporting.drawing import PAGE_DPI, to_png
+from pma_jax.reporting.heat_map import HeatMap, draw_heat_maps
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import Study, run_experiment
 
 INTERVALS = (1, 2, 4, 8)  # of the trunk's snapshots
 WINDOWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 20, 25, 32)  # 1 is the raw model, whatever the interval
 ENDS = (4, 2, 1)  # the trunk's tokens over the tokens trained
 
 
-def answer(question: Study) -> dict[str, Any]:
+def measure(study: Study) -> dict[str, Any]:
     """The loss of every mean of N points, V apart, at a quarter, half and the end of each trunk."""
-    ends = [question.units // share for share in ENDS]
+    ends = [study.units // share for share in ENDS]
     cells = [RAW, *(Cell("sma", w, i) for i in INTERVALS for w in WINDOWS if w > 1)]
     sizes = {}
-    for size in question.sizes:
-        losses = question.over_seeds(lambda seed, size=size: question.trunk(size, seed), cells, ends)
-        facts = question.facts(size)
-        is_mixture = question.trunk_config(size, question.seeds[0]).model.experts > 0
+    for size in study.sizes:
+        losses = study.losses_over_seeds(lambda seed, size=size: study.trunk(size, seed), cells, ends)
+        facts = study.describe_size(size)
+        is_mixture = study.trunk_config(size, study.seeds[0]).model.experts > 0
         interval, window = recommend_interval(facts["active_parameters"], is_mixture)
         sizes[size] = facts | {"losses": losses, "rule": {"interval_tokens": interval, "window": window}}
     return {"ends": ends, "sizes": sizes}
@@ -73,26 +74,26 @@ def report(results: dict[str, Any]) -> str:
                     name,
                     f"{end * unit / 1e6:.2f}M",
                     f"N = {window}, V = {interval * unit / 1e3:.0f}k",
-                    pages.paired(raw, cells[interval, window]),
-                    pages.percent_interval(span),
+                    pages.format_difference(raw, cells[interval, window]),
+                    pages.format_share_interval(span),
                     f"{span.mean * end * unit / size['active_parameters']:.2f}",
                 ]
             )
             at = {i: best(size, end, i) for i in INTERVALS if any(key[0] == i for key in cells)}
             lost = [
-                f"{pages.paired(cells[at[i]], cells[at[1]])} (N = {at[i][1]})" if i in at else "–"
+                f"{pages.format_difference(cells[at[i]], cells[at[1]])} (N = {at[i][1]})" if i in at else "–"
                 for i in INTERVALS[1:]
             ]
             coarse.append([name, f"{end * unit / 1e6:.2f}M", *lost])
     spans = ["best span N V, share of the tokens", "span, tokens a parameter"]
-    lines = [pages.table(["size", "tokens", "best of the grid", "raw − best", *spans], rows)]
+    lines = [pages.format_table(["size", "tokens", "best of the grid", "raw − best", *spans], rows)]
     lines.append(
         "Plain means of N points, V tokens apart; mean over seeds and 95% interval. The span is of each seed's best N "
         "at the finest V. The last column is over activated parameters. PMA's rule of thumb, extrapolated to these "
         f"sizes, asks for {'; '.join(ruled(name, size) for name, size in results['sizes'].items())}."
     )
     lines.append("What a coarser interval loses, each at its best N, against the finest one (nats, above 0 worse):")
-    lines.append(pages.table(["size", "tokens", *(f"V × {i}" for i in INTERVALS[1:])], coarse))
+    lines.append(pages.format_table(["size", "tokens", *(f"V × {i}" for i in INTERVALS[1:])], coarse))
     lines.append(scaling(results))
     return "\n\n".join(lines)
 
@@ -127,12 +128,12 @@ def same_tokens(results: dict[str, Any]) -> list[tuple[str, float, float]]:
     return found
 
 
-def row(results: dict[str, Any]) -> Row:
+def summarize(results: dict[str, Any]) -> IndexRow:
     """The best span of each size at the end, and at the same tokens."""
     last = results["ends"][-1]
     spans = []
     for name, size in results["sizes"].items():
-        spans.append(f"{name}: {pages.percent_interval(best_span(size, last))}")
+        spans.append(f"{name}: {pages.format_share_interval(best_span(size, last))}")
     at = "; ".join(f"{name}: {span / 1e6:.2f}M of {tokens / 1e6:.1f}M" for name, tokens, span in same_tokens(results))
     early = results["ends"][0]
     worse = []
@@ -140,8 +141,8 @@ def row(results: dict[str, Any]) -> Row:
         cells, raw = grid(size, early), size["losses"][RAW.text][str(early)]
         widest = max(window for interval, window in cells if interval == 1)
         d = paired_difference(cells[1, widest], raw)
-        worse.append(f"{name}: {pages.interval(d)}")
-    return Row(
+        worse.append(f"{name}: {pages.format_interval(d)}")
+    return IndexRow(
         4,
         "Which interval and window?",
         "PMA, Fig. 5: wide windows hurt early and help late; the interval should grow with the size",
@@ -150,7 +151,7 @@ def row(results: dict[str, Any]) -> Row:
     )
 
 
-def figures(results: dict[str, Any]) -> dict[str, bytes]:
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Mean loss over seeds, less raw, of every cell: a row of panels for each size, a panel for each length."""
     found = {}
     for name, size in results["sizes"].items():
@@ -162,11 +163,11 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
             intervals = [f"V = {i * size['unit_tokens'] / 1e3:.0f}k" for i in INTERVALS]
             title = f"{end * size['unit_tokens'] / 1e6:.2f}M tokens (raw {raw:.4f})"
             lowest = min(lowest, np.nanmin(table))
-            panels.append(heat_map.Panel(title, intervals, [str(w) for w in WINDOWS], "snapshots merged, N", table))
+            panels.append(HeatMap(title, intervals, [str(w) for w in WINDOWS], "snapshots merged, N", table))
         title = f"{name}: held-out loss of means of N points, less raw (nats, below 0 better)"
-        found[f"{name}.png"] = heat_map.png(panels, title, columns=1, highest=max(-lowest, 0.01))
+        found[f"{name}.png"] = to_png(draw_heat_maps(panels, title, columns=1, highest=max(-lowest, 0.01)), PAGE_DPI)
     return found
 
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)

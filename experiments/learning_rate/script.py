@@ -10,11 +10,11 @@ import numpy as np
 from pma_jax.analysis.comparison import Difference, mean_interval
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels
-from pma_jax.reporting.line_panels import Line, LinePanel, interval_line
-from pma_jax.studies import pages, study
-from pma_jax.studies.pages import Row
-from pma_jax.studies.study import Study
+from pma_jax.reporting.drawing import to_png
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import Study, run_experiment
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the size's own rate
 WINDOWS = (3, 6, 10, 15)
@@ -23,17 +23,17 @@ MERGES += [Cell("sma", window, kind="block_mean") for window in WINDOWS]
 PLAIN = Cell("sma", 10)  # PMA's default, the same at every rate
 
 
-def answer(question: Study) -> dict[str, Any]:
+def measure(study: Study) -> dict[str, Any]:
     """Raw, merged and annealed losses at each rate, over half of the tokens of the first size's trunk."""
-    size, found = question.sizes[0], {}
-    rate, end = question.facts(size)["peak_rate"], question.units // 2
+    size, found = study.sizes[0], {}
+    rate, end = study.describe_size(size)["peak_rate"], study.units // 2
     ends = [end // 4, end // 2, end]
     for factor in FACTORS:
-        half, trunks = question.at_rate(size, factor)
-        losses = half.over_seeds(trunks.__getitem__, [RAW, *MERGES], ends)
-        annealed = [half.loss(half.annealed(t, end - end // 4, end)) for t in trunks.values()]
+        half, trunks = study.trunks_at_rate(size, factor)
+        losses = half.losses_over_seeds(trunks.__getitem__, [RAW, *MERGES], ends)
+        annealed = [half.loss(half.anneal(t, end - end // 4, end)) for t in trunks.values()]
         found[str(factor * rate)] = {"losses": losses, "annealed": annealed}
-    return {"size": size, "facts": question.facts(size), "ends": ends, "rates": found}
+    return {"size": size, "facts": study.describe_size(size), "ends": ends, "rates": found}
 
 
 def gains(results: dict[str, Any], text: str, end: int) -> dict[float, list[float]]:
@@ -76,9 +76,9 @@ def report(results: dict[str, Any]) -> str:
                 mean(raw),
                 mean(merged) + f" ({text})",
                 mean(of_rate["annealed"]),
-                pages.paired(raw, plain) if plain else "too few snapshots",
-                pages.paired(raw, merged),
-                pages.percent(shares),
+                pages.format_difference(raw, plain) if plain else "too few snapshots",
+                pages.format_difference(raw, merged),
+                pages.format_mean_share(shares),
             ]
         )
     header = [
@@ -93,14 +93,14 @@ def report(results: dict[str, Any]) -> str:
     tokens = end * results["facts"]["unit_tokens"] / 1e6
     parts = [
         f"{results['size']} at {tokens:.2f}M tokens (annealed: linearly, over the last quarter of them):",
-        pages.table(header, rows),
+        pages.format_table(header, rows),
     ]
     lines = []
     for at in results["ends"]:
         added = slope(gains(results, PLAIN.text, at))
         if added:
             tokens = at * results["facts"]["unit_tokens"] / 1e6
-            lines.append(f"{pages.interval(added)} nats at {tokens:.2f}M tokens")
+            lines.append(f"{pages.format_interval(added)} nats at {tokens:.2f}M tokens")
     if lines:
         parts.append(f"What doubling the rate adds to the gain of {PLAIN.text}: {'; '.join(lines)}.")
     return "\n\n".join([*parts, lowest_text(results)])
@@ -121,7 +121,7 @@ def lowest_text(results: dict[str, Any]) -> str:
     """Which rate is best for whom, and how far the best merge is from the best annealed model, each at its own rate."""
     at = {of: lowest(results, of) for of in ("raw", "merged", "annealed")}
     named = ", ".join(f"{of} at {rate:g} ({mean(losses)})" for of, (rate, losses) in at.items())
-    apart = pages.paired(at["merged"][1], at["annealed"][1])
+    apart = pages.format_difference(at["merged"][1], at["annealed"][1])
     return f"Each at its own best rate: {named}. Merged less annealed, each at its best: {apart} nats."
 
 
@@ -130,7 +130,7 @@ def mean(losses: list[float]) -> str:
     return f"{sum(losses) / len(losses):.4f}"
 
 
-def row(results: dict[str, Any]) -> Row:
+def summarize(results: dict[str, Any]) -> IndexRow:
     """Whether the gain grows with the rate, and what a higher rate does to the merged model itself."""
     # At a small size of a study there may be too few snapshots for PMA's default.
     plain = next(c for c in (PLAIN, *MERGES) if gains(results, c.text, results["ends"][-1]))
@@ -138,16 +138,16 @@ def row(results: dict[str, Any]) -> Row:
     assert added is not None
     verdict = "grows" if added.low > 0 else "shrinks" if added.high < 0 else "is not told to change"
     rates = [float(rate) for rate in results["rates"]]
-    return Row(
+    return IndexRow(
         7,
         "Does a higher rate make merging gain more?",
         "Sanyal et al.: yes; Ajroldi et al.: no; PMA believes so, untested",
         f"the gain of {plain.text} {verdict} with the rate ({min(rates):g} to {max(rates):g}). {lowest_text(results)}",
-        f"doubling the rate adds {pages.interval(added)} nats to the gain",
+        f"doubling the rate adds {pages.format_interval(added)} nats to the gain",
     )
 
 
-def figures(results: dict[str, Any]) -> dict[str, bytes]:
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Losses, and gains, against the rate."""
     end, rates = results["ends"][-1], [float(rate) for rate in results["rates"]]
     each = list(results["rates"].values())
@@ -169,8 +169,8 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
                 lines.append(interval_line(cell.text, list(gain), [mean_interval(seeds) for seeds in gain.values()]))
         title = f"raw − merged at {at * results['facts']['unit_tokens'] / 1e6:.2f}M tokens, nats"
         panels += [LinePanel(title, "peak rate", lines, zero=True, log_x=True)] if lines else []
-    return {"figure.png": line_panels.png(panels, columns=2)}
+    return {"figure.png": to_png(draw_lines(panels, columns=2))}
 
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)

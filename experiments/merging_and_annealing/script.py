@@ -12,11 +12,11 @@ from typing import Any
 from pma_jax.analysis.comparison import mean_interval, paired_difference
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels
-from pma_jax.reporting.line_panels import Line, LinePanel, interval_line
-from pma_jax.studies import pages, study
-from pma_jax.studies.pages import Row
-from pma_jax.studies.study import Study
+from pma_jax.reporting.drawing import to_png
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import Study, run_experiment
 
 SHAPES = ("linear", "cosine", "minus_sqrt")
 WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of points
@@ -25,12 +25,12 @@ INSIDE_WINDOWS = (2, 3, 6)
 Branch = dict[str, Any]
 
 
-def branches(question: Study) -> Iterator[tuple[str, int, int, str]]:
+def branches(study: Study) -> Iterator[tuple[str, int, int, str]]:
     """(size, end, length, shape) of every annealed branch, in units: most of the first size, few of the others."""
-    units = question.units
-    first, *others = question.sizes
+    units = study.units
+    first, *others = study.sizes
     for end in (units // 4, units // 2, units):
-        for length in question.branch_units(end):
+        for length in study.branch_lengths(end):
             yield first, end, length, "linear"
     for end in (units // 2, units):
         for length in (end // 8, end // 4):
@@ -55,21 +55,18 @@ def merges(length: int) -> dict[str, list[Cell]]:
     return {"mean": [Cell("sma", length)], "block_mean": [Cell("sma", length, kind="block_mean")], "any": every}
 
 
-def answer(question: Study) -> dict[str, Any]:
+def measure(study: Study) -> dict[str, Any]:
     """Losses of every branch, of the merges of its trunk at the same end, and of merges inside two branches."""
-    wanted = list(branches(question))
+    wanted = list(branches(study))
     trunks: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
     for size, end in dict.fromkeys((size, end) for size, end, _, _ in wanted):
         # The merges of all lengths together, so that each snapshot is read once.
         lengths = {length for one, at, length, _ in wanted if (one, at) == (size, end)}
         cells = list(dict.fromkeys([RAW, *(c for n in sorted(lengths) for group in merges(n).values() for c in group)]))
-        trunks[size, end] = question.over_seeds(lambda seed, size=size: question.trunk(size, seed), cells, [end])
+        trunks[size, end] = study.losses_over_seeds(lambda seed, size=size: study.trunk(size, seed), cells, [end])
     found = []
     for size, end, length, shape in wanted:
-        annealed = [
-            question.loss(question.annealed(question.trunk(size, seed), end - length, end, shape))
-            for seed in question.seeds
-        ]
+        annealed = [study.loss(study.anneal(study.trunk(size, seed), end - length, end, shape)) for seed in study.seeds]
         texts = dict.fromkeys([RAW.text, *(c.text for group in merges(length).values() for c in group)])
         found.append(
             {
@@ -81,20 +78,20 @@ def answer(question: Study) -> dict[str, Any]:
                 "trunk": {text: trunks[size, end][text][str(end)] for text in texts},
             }
         )
-    sizes = {size: question.facts(size) for size in question.sizes}
-    return {"units": question.units, "sizes": sizes, "branches": found, "inside": inside(question)}
+    sizes = {size: study.describe_size(size) for size in study.sizes}
+    return {"units": study.units, "sizes": sizes, "branches": found, "inside": inside(study)}
 
 
-def inside(question: Study) -> dict[str, Any]:
+def inside(study: Study) -> dict[str, Any]:
     """Merges of the snapshots of an annealed branch itself, at each quarter of it, and of all there is at its end."""
-    size, end = question.sizes[0], question.units
+    size, end = study.sizes[0], study.units
     length = end // 4
     ends = [end - length + length * quarter // 4 for quarter in (1, 2, 3, 4)]
     found = {}
     for shape in ("linear", "cosine"):
         cells = [RAW, *(Cell("sma", w) for w in (*INSIDE_WINDOWS, length) if w <= length)]
-        found[shape] = question.over_seeds(
-            lambda seed, shape=shape: question.annealed(question.trunk(size, seed), end - length, end, shape),
+        found[shape] = study.losses_over_seeds(
+            lambda seed, shape=shape: study.anneal(study.trunk(size, seed), end - length, end, shape),
             cells,
             ends,
         )
@@ -149,11 +146,11 @@ def report(results: dict[str, Any]) -> str:
                 b["shape"],
                 f"{b['end'] * unit:.2f}M",
                 f"{b['length'] * unit:.2f}M ({b['length'] / b['end']:.0%})",
-                pages.paired(b["trunk"][RAW.text], b["annealed"]),
-                pages.percent(share(b, mean_of(b))),
-                pages.percent(share(b, mean_of(b, "block_mean"))),
-                f"{top}: {pages.percent(share(b, top))}",
-                pages.paired(b["trunk"][top], b["annealed"]),
+                pages.format_difference(b["trunk"][RAW.text], b["annealed"]),
+                pages.format_mean_share(share(b, mean_of(b))),
+                pages.format_mean_share(share(b, mean_of(b, "block_mean"))),
+                f"{top}: {pages.format_mean_share(share(b, top))}",
+                pages.format_difference(b["trunk"][top], b["annealed"]),
             ]
         )
     note = (
@@ -170,16 +167,18 @@ def report(results: dict[str, Any]) -> str:
         for end in within["ends"]:
             cells = [losses.get(text, {}).get(str(end)) for text in texts]
             done = (end - (results["units"] - within["length"])) / within["length"]
-            inner.append([shape, f"{done:.0%}", *(pages.paired(c, final) if c else "–" for c in cells)])
+            inner.append([shape, f"{done:.0%}", *(pages.format_difference(c, final) if c else "–" for c in cells)])
     names = ["raw" if text == RAW.text else text for text in texts]
     last = (
         f"Merging inside the annealing ({within['size']}, the last quarter of the tokens): each model's loss above the "
         "annealed model's own at its end."
     )
-    return "\n\n".join([pages.table(header, rows), note, last, pages.table(["decay", "of it done", *names], inner)])
+    return "\n\n".join(
+        [pages.format_table(header, rows), note, last, pages.format_table(["decay", "of it done", *names], inner)]
+    )
 
 
-def row(results: dict[str, Any]) -> Row:
+def summarize(results: dict[str, Any]) -> IndexRow:
     """For which lengths merging reached the annealed loss."""
     size = next(iter(results["sizes"]))
     ended = [b for b in rows_of(results, size, "linear") if b["end"] == results["units"]]
@@ -191,9 +190,9 @@ def row(results: dict[str, Any]) -> Row:
     found += f"; it is clearly worse for {lengths(missed)}" if missed else ""
     shares = []
     for b in ended:
-        mean, top = pages.percent(share(b, mean_of(b))), pages.percent(share(b, best(b)))
+        mean, top = pages.format_mean_share(share(b, mean_of(b))), pages.format_mean_share(share(b, best(b)))
         shares.append(f"{b['length'] / b['end']:.0%}: SMA {mean}, best {top}")
-    return Row(
+    return IndexRow(
         2,
         "Does merging replace annealing?",
         "PMA, Fig. 3, and WSM: it does; Ajroldi et al. and Nemotron: over short horizons only",
@@ -202,7 +201,7 @@ def row(results: dict[str, Any]) -> Row:
     )
 
 
-def figures(results: dict[str, Any]) -> dict[str, bytes]:
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Left: share of the gain by length of the branch; right: losses inside the annealing."""
     size = next(iter(results["sizes"]))
     panels = []
@@ -233,7 +232,7 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
             y = [sum(seeds) / len(seeds) for seeds in at.values()]
             lines.append(Line("annealing, raw" if text == RAW.text else f"annealing, {text}", x, y))
         panels.append(LinePanel(f"inside {shape} annealing: held-out loss", "tokens, millions", lines))
-    return {"figure.png": line_panels.png(panels)}
+    return {"figure.png": to_png(draw_lines(panels))}
 
 
 def shares_line(name: str, group: list[Branch], texts: list[str]) -> Line:
@@ -243,4 +242,4 @@ def shares_line(name: str, group: list[Branch], texts: list[str]) -> Line:
 
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)

@@ -12,12 +12,12 @@ import numpy as np
 
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels
-from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.drawing import to_png
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
-from pma_jax.studies import pages, study
-from pma_jax.studies.pages import Row
-from pma_jax.studies.study import Study
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import Study, run_experiment
 
 RATES = (1.0, 3.0)  # of schedule-free, times the size's own: its authors advise 1 to 10 times
 HALF_LIVES = (1, 4)  # of the moving average, in units
@@ -26,37 +26,37 @@ TRUNK = "AdamW"
 BLOCKS = "AdamW, block means"
 
 
-def answer(question: Study) -> dict[str, Any]:
+def measure(study: Study) -> dict[str, Any]:
     """Method -> the losses of its model and of merges of its snapshots, for each seed."""
-    found = {str(seed): of_seed(question, seed) for seed in question.seeds}
-    return {"size": question.sizes[0], "facts": question.facts(question.sizes[0]), "seeds": found}
+    found = {str(seed): of_seed(study, seed) for seed in study.seeds}
+    return {"size": study.sizes[0], "facts": study.describe_size(study.sizes[0]), "seeds": found}
 
 
-def of_seed(question: Study, seed: int) -> dict[str, Any]:
+def of_seed(study: Study, seed: int) -> dict[str, Any]:
     """The same of one seed, and the loss of the annealed branch."""
-    size, end = question.sizes[0], question.units
-    trunk = question.trunk(size, seed)
+    size, end = study.sizes[0], study.units
+    trunk = study.trunk(size, seed)
     rate = trunk.config.schedule.peak_rate
     runs = {TRUNK: trunk}
     for factor in RATES:
         changes = ["optimizer.name=schedule_free_adamw", f"schedule.peak_rate={rate * factor}"]
-        runs[f"schedule-free, rate x{factor:g}"] = question.trunk(size, seed, changes)
+        runs[f"schedule-free, rate x{factor:g}"] = study.trunk(size, seed, changes)
     for units in HALF_LIVES:
         # The weights are the trunk's: the average alone is added, over the last quarter of the run.
-        half_life = f"optimizer.ema_half_life_tokens={units * question.unit_tokens(trunk)}"
-        runs[f"EMA, half-life {units}"] = question.forked(trunk, end * 3 // 4, end, [half_life])
-    methods = {name: losses(question, run, "point") for name, run in runs.items()}
-    methods[BLOCKS] = losses(question, trunk, "block_mean")
-    return {"annealed": question.loss(question.annealed(trunk, end * 3 // 4, end)), "methods": methods}
+        half_life = f"optimizer.ema_half_life_tokens={units * study.unit_tokens(trunk)}"
+        runs[f"EMA, half-life {units}"] = study.fork(trunk, end * 3 // 4, end, [half_life])
+    methods = {name: losses(study, run, "point") for name, run in runs.items()}
+    methods[BLOCKS] = losses(study, trunk, "block_mean")
+    return {"annealed": study.loss(study.anneal(trunk, end * 3 // 4, end)), "methods": methods}
 
 
-def losses(question: Study, run: Run, kind: str) -> dict[str, float]:
+def losses(study: Study, run: Run, kind: str) -> dict[str, float]:
     """Window -> loss at the end; of 1, the loss of the newest snapshot."""
-    windows = [w for w in WINDOWS if w <= question.units // 4]
+    windows = [w for w in WINDOWS if w <= study.units // 4]
     merges = {1: RAW if kind == "point" else Cell("sma", 1, kind=kind)}
     merges |= {w: Cell("sma", w, kind=kind) for w in windows}
-    found = question.losses(run, merges.values(), [question.units])
-    return {str(w): found[cell, question.units] for w, cell in merges.items()}
+    found = study.losses(run, merges.values(), [study.units])
+    return {str(w): found[cell, study.units] for w, cell in merges.items()}
 
 
 # --- What the page shows ----------------------------------------------------------------------------------------------
@@ -87,13 +87,15 @@ def report(results: dict[str, Any]) -> str:
             [
                 name,
                 f"{np.mean(model):.4f}",
-                pages.paired(model, raw) if name != TRUNK else "",
+                pages.format_difference(model, raw) if name != TRUNK else "",
                 f"{np.mean(merged):.4f} (N = {window})",
-                pages.paired(merged, model),
-                pages.paired(min(model, merged, key=np.mean), annealed),
+                pages.format_difference(merged, model),
+                pages.format_difference(min(model, merged, key=np.mean), annealed),
             ]
         )
-    rows.append(["AdamW, annealed over the last quarter", f"{np.mean(annealed):.4f}", pages.paired(annealed, raw)])
+    rows.append(
+        ["AdamW, annealed over the last quarter", f"{np.mean(annealed):.4f}", pages.format_difference(annealed, raw)]
+    )
     header = [
         "method",
         "its model",
@@ -107,10 +109,10 @@ def report(results: dict[str, Any]) -> str:
         f"{results['size']}, {results['facts']['tokens'] / 1e6:.2f}M tokens, a snapshot every unit of {unit:,}. "
         "Half-lives are in units. The window of the best merge was chosen on the same text, by its mean over seeds."
     )
-    return f"{pages.table(header, [r + [''] * (len(header) - len(r)) for r in rows])}\n\n{note}"
+    return f"{pages.format_table(header, [r + [''] * (len(header) - len(r)) for r in rows])}\n\n{note}"
 
 
-def row(results: dict[str, Any]) -> Row:
+def summarize(results: dict[str, Any]) -> IndexRow:
     """The question's row on the page of all."""
     names = list(next(iter(results["seeds"].values()))["methods"])
     merged = of_method(results, TRUNK, best_window(results, TRUNK))
@@ -118,13 +120,15 @@ def row(results: dict[str, Any]) -> Row:
     for kind in ("schedule-free", "EMA"):
         alike = [name for name in names if name.startswith(kind)]
         best = min(alike, key=lambda name: np.mean(of_method(results, name, "1")))
-        added = pages.paired(of_method(results, best, best_window(results, best)), of_method(results, best, "1"))
-        against = pages.paired(of_method(results, best, "1"), merged)
+        added = pages.format_difference(
+            of_method(results, best, best_window(results, best)), of_method(results, best, "1")
+        )
+        against = pages.format_difference(of_method(results, best, "1"), merged)
         effects.append((best, against, added))
     found = "; ".join(
         f"{name}, less the best merge of AdamW's snapshots: {against} nats" for name, against, _ in effects
     )
-    return Row(
+    return IndexRow(
         9,
         "With other averagers: what is left to merge?",
         "Tuned averages of one trajectory are alike (Ajroldi et al.); schedule-free needs no decay (Defazio et al.)",
@@ -133,7 +137,7 @@ def row(results: dict[str, Any]) -> Row:
     )
 
 
-def figures(results: dict[str, Any]) -> dict[str, bytes]:
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Loss against window, of each method."""
     lines = []
     for name, windows in next(iter(results["seeds"].values()))["methods"].items():
@@ -142,8 +146,8 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
     annealed = float(np.mean([seed["annealed"] for seed in results["seeds"].values()]))
     lines.append(Line("AdamW, annealed", [1, max(WINDOWS)], [annealed] * 2, dashed=True))
     panel = LinePanel("held-out loss, nats a token", "snapshots merged, N", lines, log_x=True)
-    return {"figure.png": line_panels.png([panel])}
+    return {"figure.png": to_png(draw_lines([panel]))}
 
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)

@@ -150,7 +150,7 @@ HEADINGS = (
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The table of all sizes as Markdown: a row a size, of those without a result too."""
-    return pages.table(HEADINGS, [_row(name, results.get(name)) for name in SLICES])
+    return pages.format_table(HEADINGS, [_row(name, results.get(name)) for name in SLICES])
 
 
 def _row(name: str, result: dict[str, Any] | None) -> list[str]:

@@ -16,13 +16,13 @@ from pma_jax.analysis.comparison import roughness
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels
-from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.drawing import to_png
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
-from pma_jax.studies import pages, study
-from pma_jax.studies.pages import Row
-from pma_jax.studies.study import Study
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import Study, run_experiment
 
 BEGINS = {"last": RAW, "sma:8": Cell("sma", 8)}
 TASKS = {
@@ -43,21 +43,20 @@ EARLY = 100  # steps whose gradient norms are compared
 MARKS = 8  # snapshots of each of these runs
 
 
-def answer(question: Study) -> dict[str, Any]:
+def measure(study: Study) -> dict[str, Any]:
     """Task -> rate -> begin -> losses and gradient norms, for each seed of the first size."""
-    found = {str(seed): of_seed(question, seed) for seed in question.seeds}
-    return {"size": question.sizes[0], "begins": list(BEGINS), "seeds": found}
+    found = {str(seed): of_seed(study, seed) for seed in study.seeds}
+    return {"size": study.sizes[0], "begins": list(BEGINS), "seeds": found}
 
 
-def of_seed(question: Study, seed: int) -> dict[str, Any]:
+def of_seed(study: Study, seed: int) -> dict[str, Any]:
     """The same of one seed."""
-    trunk = question.trunk(question.sizes[0], seed)
-    begins = {name: question.merged(trunk, cell, question.units) for name, cell in BEGINS.items()}
+    trunk = study.trunk(study.sizes[0], seed)
+    begins = {name: study.merge(trunk, cell, study.units) for name, cell in BEGINS.items()}
     return {
         task: {
             f"{rate:g}": {
-                name: measured(question, trained(question, trunk, begin, keys, rate), begin)
-                for name, begin in begins.items()
+                name: measured(study, trained(study, trunk, begin, keys, rate), begin) for name, begin in begins.items()
             }
             for rate in keys["rates"]
         }
@@ -65,7 +64,7 @@ def of_seed(question: Study, seed: int) -> dict[str, Any]:
     }
 
 
-def trained(question: Study, trunk: Run, begin: Snapshot, keys: dict[str, Any], rate: float) -> Run:
+def trained(study: Study, trunk: Run, begin: Snapshot, keys: dict[str, Any], rate: float) -> Run:
     """A run that begins with a snapshot's weights, a fresh optimizer and a short warm-up, and decays (cosine) to 0."""
     config = trunk.config
     total = config.training.total_tokens // keys["part"]
@@ -80,13 +79,13 @@ def trained(question: Study, trunk: Run, begin: Snapshot, keys: dict[str, Any], 
         "checkpoint.keep_states_at_tokens=()",
         "checkpoint.kinds=point",
     ]
-    marked = dataclasses.replace(question, units=MARKS)
-    return marked.trunk(question.sizes[0], config.training.seed, [*changes, *keys["changes"]])
+    marked = dataclasses.replace(study, units=MARKS)
+    return marked.trunk(study.sizes[0], config.training.seed, [*changes, *keys["changes"]])
 
 
-def measured(question: Study, run: Run, begin: Snapshot) -> dict[str, Any]:
+def measured(study: Study, run: Run, begin: Snapshot) -> dict[str, Any]:
     """Loss before the first step and at every mark, on the run's own held-out text; gradient norms of its beginning."""
-    evaluation = dataclasses.replace(run.config.evaluation, tokens=min(question.evaluation_tokens, TEXT_TOKENS))
+    evaluation = dataclasses.replace(run.config.evaluation, tokens=min(study.evaluation_tokens, TEXT_TOKENS))
     config = dataclasses.replace(run.config, evaluation=evaluation)
     snapshots = [begin, *run.snapshots]
     losses = evaluate_merges(config, snapshots, np.eye(len(snapshots))).losses
@@ -127,7 +126,7 @@ def report(results: dict[str, Any]) -> str:
             for begin in results["begins"]:
                 shown = [cell_text(results, task, rate, begin, of) for of in MEASURES.values()]
                 rows.append([f"x{rate}", begin, *shown])
-        parts.append(f"**{task.capitalize()}.**\n\n{pages.table(['rate', 'begun from', *MEASURES], rows)}")
+        parts.append(f"**{task.capitalize()}.**\n\n{pages.format_table(['rate', 'begun from', *MEASURES], rows)}")
     note = (
         f"{results['size']}. Of `last`: the mean over seeds; of the others: less that of `last`, with the interval. "
         f"Losses are on {TEXT_TOKENS:,} held-out tokens of the task itself, in fine-tuning of bodies alone. Roughness "
@@ -140,7 +139,7 @@ def report(results: dict[str, Any]) -> str:
 def cell_text(results: dict[str, Any], task: str, rate: str, begin: str, of: Any) -> str:
     """One cell of the table."""
     found, last = (over_seeds(results, task, rate, name, of) for name in (begin, "last"))
-    return f"{np.mean(last):.4f}" if begin == "last" else pages.paired(found, last)
+    return f"{np.mean(last):.4f}" if begin == "last" else pages.format_difference(found, last)
 
 
 def best_rate(results: dict[str, Any], task: str, begin: str) -> str:
@@ -149,7 +148,7 @@ def best_rate(results: dict[str, Any], task: str, begin: str) -> str:
     return min(rates, key=lambda rate: np.mean(over_seeds(results, task, rate, begin, MEASURES["at the end"])))
 
 
-def row(results: dict[str, Any]) -> Row:
+def summarize(results: dict[str, Any]) -> IndexRow:
     """The question's row on the page of all."""
     found, effects = [], []
     for task in TASKS:
@@ -157,12 +156,15 @@ def row(results: dict[str, Any]) -> Row:
         ends = {b: over_seeds(results, task, rate, b, MEASURES["at the end"]) for b, rate in rates.items()}
         starts = {b: over_seeds(results, task, rates["last"], b, MEASURES["before the first step"]) for b in rates}
         rough = {b: over_seeds(results, task, rates["last"], b, MEASURES["of its first steps"]) for b in rates}
+        start = pages.format_difference(starts["sma:8"], starts["last"])
         found.append(
-            f"{task} begins {pages.paired(starts['sma:8'], starts['last'])} nats from the last snapshot's loss, with a "
-            f"roughness of its first gradient norms of {pages.paired(rough['sma:8'], rough['last'], 3)}"
+            f"{task} begins {start} nats from the last snapshot's loss, with a "
+            f"roughness of its first gradient norms of {pages.format_difference(rough['sma:8'], rough['last'], 3)}"
         )
-        effects.append(f"{task}, at the end, each at its best rate: {pages.paired(ends['sma:8'], ends['last'])} nats")
-    return Row(
+        effects.append(
+            f"{task}, at the end, each at its best rate: {pages.format_difference(ends['sma:8'], ends['last'])} nats"
+        )
+    return IndexRow(
         8,
         "PMA-init: is a merge the better start?",
         "A slightly lower initial loss, parity at the end (Fig. 6); smoother gradient norms (Fig. 7); gains in "
@@ -172,7 +174,7 @@ def row(results: dict[str, Any]) -> Row:
     )
 
 
-def figures(results: dict[str, Any]) -> dict[str, bytes]:
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Loss curves of each task at each rate, and the gradient norms of the first steps, of the first seed."""
     panels = []
     first = next(iter(results["seeds"].values()))
@@ -192,8 +194,8 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
             for series in [first[task][rate][begin]["gradient_norms"]]
         ]
         norms.append(LinePanel(f"{task}, rate x{rate}: gradient norm", "step", lines))
-    return {"figure.png": line_panels.png(panels), "gradient_norms.png": line_panels.png(norms, columns=1)}
+    return {"figure.png": to_png(draw_lines(panels)), "gradient_norms.png": to_png(draw_lines(norms, columns=1))}
 
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)

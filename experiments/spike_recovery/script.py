@@ -56,6 +56,8 @@ BASE = [
 GO_BACK = ["spikes.attempts=1", "spikes.optimizer=restore"]
 RESET = ["spikes.attempts=1", "spikes.optimizer=reset", f"spikes.warmup_tokens={25 * STEP}"]
 NOTHING = "nothing"
+COLUMN_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.4, 6.0, 0.9  # of the figure
+BEFORE = 0.25  # share of a panel's width that is before the spike
 WHOLE = {  # arms that are trained from the beginning
     "clean": [f"schedule.peak_rate={CLEAN_RATE}"],
     "skip updates": ["spikes.skip_gradient_z=4"],
@@ -110,9 +112,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     if seeds:
-        from pma_jax.reporting import spike_figure
-
-        (options.out / "figure.png").write_bytes(spike_figure.png(seeds))
+        (options.out / "figure.png").write_bytes(draw(seeds))
     print(table(results))
 
 
@@ -240,6 +240,43 @@ def curve(steps: list[dict[str, Any]], every: int = 10) -> list[list[float]]:
         ]
         for group in groups
     ]
+
+
+def draw(seeds: dict[int, dict[str, Any]]) -> bytes:
+    """Draw loss and gradient norm against tokens as PNG: one column per seed, one line per arm (PMA, Figure 7).
+
+    The panels begin shortly before the spike of the arm that does nothing, and mark it.
+    """
+    from pma_jax.reporting.drawing import LIGHT, MARKERS, SERIES_COLORS, SMALL_POINTS, label_panel, new_figure, to_png
+
+    figure = new_figure(COLUMN_INCHES * len(seeds), HEIGHT_INCHES + LEGEND_INCHES)
+    grid = figure.subplots(2, len(seeds), sharex="col", squeeze=False)
+    for column, (seed, arms) in enumerate(seeds.items()):
+        onset, end = arms[NOTHING]["onset_tokens"], max(p[0] for arm in arms.values() for p in arm["curve"])
+        start = max(onset - BEFORE / (1 - BEFORE) * (end - onset), 0)
+        for axes, title, index in zip(
+            grid[:, column], ("training loss, nats per token", "gradient norm"), (1, 2), strict=True
+        ):
+            for i, (name, arm) in enumerate(arms.items()):
+                points = [p for p in arm["curve"] if p[0] >= start]
+                axes.plot(
+                    [p[0] / 1e6 for p in points],
+                    [p[index] for p in points],
+                    color=SERIES_COLORS[i % len(SERIES_COLORS)],
+                    marker=MARKERS[i % len(MARKERS)],
+                    markevery=(3 * i % 11, 12),
+                    markersize=3.5,
+                    linewidth=1.0,
+                    label=name,
+                )
+            axes.axvline(onset / 1e6, color=LIGHT.ink, linewidth=0.8, linestyle=(0, (2, 3)))
+            axes.grid(axis="y", color=LIGHT.grid)
+            label_panel(axes, f"seed {seed}: {title}", "tokens, millions" if index == 2 else "")
+        grid[1, column].set_yscale("log")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=SMALL_POINTS, frameon=False)
+    figure.tight_layout(rect=(0, LEGEND_INCHES / (HEIGHT_INCHES + LEGEND_INCHES), 1, 1))
+    return to_png(figure, dpi=110)
 
 
 def slug(arm: str) -> str:

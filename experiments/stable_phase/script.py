@@ -8,11 +8,11 @@ from typing import Any
 from pma_jax.analysis.comparison import Difference, paired_difference
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
-from pma_jax.reporting import line_panels
-from pma_jax.reporting.line_panels import LinePanel, interval_line
-from pma_jax.studies import pages, study
-from pma_jax.studies.pages import Row
-from pma_jax.studies.study import Study
+from pma_jax.reporting.drawing import to_png
+from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import Study, run_experiment
 
 WINDOWS = (3, 6, 10, 15)  # PMA's, Figure 5
 SHOWN = 10  # PMA's default
@@ -21,13 +21,13 @@ EIGHTHS = range(1, 9)  # positions along a trunk
 TABLED = (1, 2, 4, 6, 8)
 
 
-def answer(question: Study) -> dict[str, Any]:
+def measure(study: Study) -> dict[str, Any]:
     """The loss of the raw and of the merged models at every eighth of every trunk."""
-    ends = [question.units * eighth // 8 for eighth in EIGHTHS]
+    ends = [study.units * eighth // 8 for eighth in EIGHTHS]
     sizes = {}
-    for size in question.sizes:
-        losses = question.over_seeds(lambda seed, size=size: question.trunk(size, seed), [RAW, *MERGES], ends)
-        sizes[size] = question.facts(size) | {"losses": losses}
+    for size in study.sizes:
+        losses = study.losses_over_seeds(lambda seed, size=size: study.trunk(size, seed), [RAW, *MERGES], ends)
+        sizes[size] = study.describe_size(size) | {"losses": losses}
     return {"ends": ends, "sizes": sizes}
 
 
@@ -44,7 +44,7 @@ def report(results: dict[str, Any]) -> str:
         for end in [results["ends"][eighth - 1] for eighth in TABLED]:
             raw = size["losses"][RAW.text][str(end)]
             gains = [gain(size, cell.text, end) for cell in MERGES]
-            shown = [pages.interval(g) if g else "too few snapshots" for g in gains]
+            shown = [pages.format_interval(g) if g else "too few snapshots" for g in gains]
             tokens = f"{end * size['unit_tokens'] / 1e6:.2f}M"
             rows.append([name, f"{size['parameters'] / 1e6:.2f}M", tokens, f"{sum(raw) / len(raw):.4f}", *shown])
     header = ["size", "parameters", "tokens", "raw loss", *(f"raw − SMA of {w}" for w in WINDOWS)]
@@ -52,7 +52,7 @@ def report(results: dict[str, Any]) -> str:
         "Above 0 merging is better. Each cell is the mean over seeds and its 95% interval, in nats a token; there is a "
         f"snapshot at every {results['ends'][-1]}th part of the horizon."
     )
-    return f"{pages.table(header, rows)}\n\n{note}\n\n{found(results)}"
+    return f"{pages.format_table(header, rows)}\n\n{note}\n\n{found(results)}"
 
 
 def found(results: dict[str, Any]) -> str:
@@ -69,13 +69,13 @@ def found(results: dict[str, Any]) -> str:
     return " ".join(lines)
 
 
-def row(results: dict[str, Any]) -> Row:
+def summarize(results: dict[str, Any]) -> IndexRow:
     """The gain of PMA's default at the end of each trunk, and whether it is there from the beginning."""
     effects, verdicts = [], []
     for name, size in results["sizes"].items():
         gains = {end: gain(size, f"sma:{SHOWN}", end) for end in results["ends"]}
         last = gains[results["ends"][-1]]
-        effects.append(f"{name}: {pages.interval(last)} nats" if last else f"{name}: too few snapshots")
+        effects.append(f"{name}: {pages.format_interval(last)} nats" if last else f"{name}: too few snapshots")
         clear = [end for end, g in gains.items() if g and g.low > 0]
         since = min((end for end in clear if all(e in clear for e in gains if e >= end)), default=None)
         verdicts.append(
@@ -83,7 +83,7 @@ def row(results: dict[str, Any]) -> Row:
             if since is None
             else f"{name}: from {since * size['unit_tokens'] / 1e6:.2f}M on"
         )
-    return Row(
+    return IndexRow(
         1,
         "Stable phase: is merged better than raw?",
         "PMA, Figs. 1 and 9: yes, along the whole constant phase, dense and mixtures, at every size",
@@ -92,7 +92,7 @@ def row(results: dict[str, Any]) -> Row:
     )
 
 
-def figures(results: dict[str, Any]) -> dict[str, bytes]:
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """What each window gains along each trunk."""
     panels = []
     for name, size in results["sizes"].items():
@@ -103,8 +103,8 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
                 x = [end * size["unit_tokens"] / 1e6 for end in at]
                 lines.append(interval_line(f"SMA of {cell.window}", x, list(at.values())))
         panels.append(LinePanel(f"{name}: raw − merged, nats", "tokens, millions", lines, zero=True))
-    return {"figure.png": line_panels.png(panels)}
+    return {"figure.png": to_png(draw_lines(panels))}
 
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)

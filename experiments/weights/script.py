@@ -21,15 +21,14 @@ from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.model.decoder import abstract_params, graph_definition
-from pma_jax.reporting import line_panels
-from pma_jax.reporting.figures import shown
-from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.drawing import display_name, to_png
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import restore_params
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.studies import pages, study
-from pma_jax.studies.pages import Row
-from pma_jax.studies.study import Study
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import Study, run_experiment
 
 KINDS = tuple(SNAPSHOT_KINDS)
 # `decay:shape=linear` is the plain mean, so `sma` stands for both. EMA in both forms: recursive, and closed.
@@ -61,67 +60,65 @@ SHORT_RATES = (1.0, 0.3, 0.1)  # where it begins, as a share of the trunk's rate
 SHORT_SIZES = 2  # of the sizes
 
 
-def cells(question: Study) -> list[Cell]:
+def cells(study: Study) -> list[Cell]:
     """Every merge of the table, and the raw model."""
-    windows = [w for w in WINDOWS if w <= question.units // 2]
+    windows = [w for w in WINDOWS if w <= study.units // 2]
     grid = [Cell(recipe, w, kind=kind) for kind in KINDS for recipe in RECIPES for w in windows]
-    return [RAW, *grid, *(Cell(recipe, question.units, kind=kind) for kind in KINDS for recipe in POWER)]
+    return [RAW, *grid, *(Cell(recipe, study.units, kind=kind) for kind in KINDS for recipe in POWER)]
 
 
-def answer(question: Study) -> dict[str, Any]:
+def measure(study: Study) -> dict[str, Any]:
     """Losses at the end of each trunk, of its annealed branch, and of what goes beyond fixed weights."""
-    end, found = question.units, {}
-    for i, size in enumerate(question.sizes):
-        trunks = {seed: question.trunk(size, seed) for seed in question.seeds}
+    end, found = study.units, {}
+    for i, size in enumerate(study.sizes):
+        trunks = {seed: study.trunk(size, seed) for seed in study.seeds}
         ends = [end // 4, end // 2, end] if i == 0 else [end]
         at = {}
-        losses = question.over_seeds(trunks.__getitem__, cells(question), ends)
+        losses = study.losses_over_seeds(trunks.__getitem__, cells(study), ends)
         for one in ends:
             at[one] = {
-                "annealed": [question.loss(question.annealed(t, one - one // 4, one)) for t in trunks.values()],
+                "annealed": [study.loss(study.anneal(t, one - one // 4, one)) for t in trunks.values()],
                 "losses": {text: there[str(one)] for text, there in losses.items() if str(one) in there},
             }
         last = at.pop(end)
-        found[size] = question.facts(size) | {
+        found[size] = study.describe_size(size) | {
             **last,
             "earlier": {str(one): there for one, there in at.items()},
             "learned": [
-                learned(question, list(trunks.values()), kind, end // share)
+                learned(study, list(trunks.values()), kind, end // share)
                 for kind, share in (*LEARNED, *([LEARNED_WIDE] if i == 0 else []))
             ],
-            "short": [short for share in SHORT_SHARES for short in shorts(question, trunks, share)]
+            "short": [short for share in SHORT_SHARES for short in shorts(study, trunks, share)]
             if i < SHORT_SIZES
             else [],
         }
-    return {"units": end, "sizes": found, "rates": by_rate(question)}
+    return {"units": end, "sizes": found, "rates": by_rate(study)}
 
 
-def by_rate(question: Study) -> dict[str, Any]:
+def by_rate(study: Study) -> dict[str, Any]:
     """The recipes that are followed, over half of the first size's tokens, at rates of more and of less noise."""
-    size, found = question.sizes[0], {}
+    size, found = study.sizes[0], {}
     for factor in RATES:
-        half, trunks = question.at_rate(size, factor)
+        half, trunks = study.trunks_at_rate(size, factor)
         windows = [w for w in WINDOWS if w <= half.units * 3 // 4]
         grid = [RAW, *(Cell(recipe, w, kind=kind) for recipe, kind in FOLLOWED for w in windows)]
-        losses = half.over_seeds(trunks.__getitem__, grid, [half.units])
-        found[str(factor * question.facts(size)["peak_rate"])] = {
-            "annealed": [
-                half.loss(half.annealed(t, half.units - half.units // 4, half.units)) for t in trunks.values()
-            ],
+        losses = half.losses_over_seeds(trunks.__getitem__, grid, [half.units])
+        found[str(factor * study.describe_size(size)["peak_rate"])] = {
+            "annealed": [half.loss(half.anneal(t, half.units - half.units // 4, half.units)) for t in trunks.values()],
             "losses": {text: there[str(half.units)] for text, there in losses.items()},
         }
     return found
 
 
-def learned(question: Study, trunks: list[Run], kind: str, window: int) -> dict[str, Any]:
+def learned(study: Study, trunks: list[Run], kind: str, window: int) -> dict[str, Any]:
     """Weights of the newest `window` snapshots fitted to held-out text, and their loss on the study's own, per seed."""
     rows, losses, starts = [], [], []
     for trunk in trunks:
-        config = dataclasses.replace(trunk.config, evaluation=question.evaluation(trunk))
+        config = dataclasses.replace(trunk.config, evaluation=study.evaluation_config(trunk))
         # What is judged by comes first; the batch that holds its last token is left out too.
         batch_tokens = config.evaluation.batch_size_sequences * config.training.sequence_length_tokens
-        judging = -(-question.evaluation_tokens // batch_tokens)
-        longer = dataclasses.replace(config.evaluation, tokens=judging * batch_tokens + fitted_tokens(question))
+        judging = -(-study.evaluation_tokens // batch_tokens)
+        longer = dataclasses.replace(config.evaluation, tokens=judging * batch_tokens + fitted_tokens(study))
         mesh, snapshots = make_mesh(config.mesh), trunk.of_kind(kind)[-window:]
         abstract = abstract_params(config.model, mesh)
         with jax.set_mesh(mesh):
@@ -136,14 +133,14 @@ def learned(question: Study, trunks: list[Run], kind: str, window: int) -> dict[
     return {"kind": kind, "window": window, "losses": losses, "weights": rows, "fitted_from_to": starts}
 
 
-def fitted_tokens(question: Study) -> int:
+def fitted_tokens(study: Study) -> int:
     """Tokens that weights are learned on: not more than half of what they are judged by."""
-    return min(FITTED_TOKENS, question.evaluation_tokens // 2)
+    return min(FITTED_TOKENS, study.evaluation_tokens // 2)
 
 
-def shorts(question: Study, trunks: dict[int, Run], share: int) -> list[dict[str, Any]]:
+def shorts(study: Study, trunks: dict[int, Run], share: int) -> list[dict[str, Any]]:
     """Short linear anneals over the last 1/share of the tokens: from the raw model, and from a merge at lower rates."""
-    end = question.units
+    end = study.units
     length = end // share
     if not length:
         return []
@@ -152,19 +149,19 @@ def shorts(question: Study, trunks: dict[int, Run], share: int) -> list[dict[str
             "length": length,
             "from": "raw",
             "rate": 1.0,
-            "losses": [question.loss(question.annealed(t, end - length, end)) for t in trunks.values()],
+            "losses": [study.loss(study.anneal(t, end - length, end)) for t in trunks.values()],
         }
     ]
     for rate in SHORT_RATES:
         losses = []
         for trunk in trunks.values():
-            merged = question.merged(trunk, Cell("sma", min(SHORT_WINDOW, end // 2)), end - length)
+            merged = study.merge(trunk, Cell("sma", min(SHORT_WINDOW, end // 2)), end - length)
             keys = [
                 f"schedule.peak_rate={rate * trunk.config.schedule.peak_rate}",
                 "schedule.decay=linear",
-                f"schedule.decay_start_tokens={(end - length) * question.unit_tokens(trunk)}",
+                f"schedule.decay_start_tokens={(end - length) * study.unit_tokens(trunk)}",
             ]
-            losses.append(question.loss(question.forked(trunk, end - length, end, keys, merged)))
+            losses.append(study.loss(study.fork(trunk, end - length, end, keys, merged)))
         found.append({"length": length, "from": f"SMA of {SHORT_WINDOW}", "rate": rate, "losses": losses})
     return found
 
@@ -189,11 +186,11 @@ def report(results: dict[str, Any]) -> str:
     """A table of recipes and learned weights for each size, and one of short anneals."""
     parts = []
     for name, size in results["sizes"].items():
-        gain = pages.paired(size["losses"][RAW.text], size["annealed"])
+        gain = pages.format_difference(size["losses"][RAW.text], size["annealed"])
         tokens = f"{size['parameters'] / 1e6:.2f}M parameters, {size['tokens'] / 1e6:.2f}M tokens"
         parts.append(f"**{name}** ({tokens}; raw − annealed: {gain} nats)")
         header = ["recipe", "of", "window", "share of annealing's gain", "better than the best SMA of points by"]
-        parts.append(pages.table(header, recipe_rows(size)))
+        parts.append(pages.format_table(header, recipe_rows(size)))
     parts.append(
         "Shares are of what linear annealing over the last quarter of the tokens takes off the raw loss: mean over "
         "seeds and 95% interval. The last column is in nats, above 0 better. A recipe's window is the best of "
@@ -207,7 +204,7 @@ def report(results: dict[str, Any]) -> str:
 def share_at_best(at: dict[str, Any], recipe: str, kind: str) -> str:
     """A recipe's share of annealing's gain, and the window at which it is best; a dash where it cannot be made."""
     text = best(at, recipe, kind)
-    return f"{pages.percent(shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}" if text else "–"
+    return f"{pages.format_mean_share(shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}" if text else "–"
 
 
 def followed_table(first: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -215,9 +212,11 @@ def followed_table(first: str, rows: dict[str, dict[str, Any]]) -> str:
     table = []
     for name, at in rows.items():
         found = [share_at_best(at, recipe, kind) for recipe, kind in FOLLOWED]
-        table.append([name, pages.paired(at["losses"][RAW.text], at["annealed"]), *found, gain_of_lagfree(at)])
-    header = [f"{shown(recipe)} of {SNAPSHOT_KINDS[kind].title}" for recipe, kind in FOLLOWED]
-    return pages.table(
+        table.append(
+            [name, pages.format_difference(at["losses"][RAW.text], at["annealed"]), *found, gain_of_lagfree(at)]
+        )
+    header = [f"{display_name(recipe)} of {SNAPSHOT_KINDS[kind].title}" for recipe, kind in FOLLOWED]
+    return pages.format_table(
         [first, "raw − annealed", *header, "lagfree of block means, better than sma of points by"], table
     )
 
@@ -225,7 +224,7 @@ def followed_table(first: str, rows: dict[str, dict[str, Any]]) -> str:
 def gain_of_lagfree(at: dict[str, Any]) -> str:
     """Loss of the best plain mean of points less that of the best lag-free merge of block means."""
     plain, other = best(at, BASELINE, "point"), best(at, "lagfree", "block_mean")
-    return pages.paired(at["losses"][plain], at["losses"][other]) if plain and other else "–"
+    return pages.format_difference(at["losses"][plain], at["losses"][other]) if plain and other else "–"
 
 
 def lengths_table(results: dict[str, Any]) -> str:
@@ -246,11 +245,14 @@ def short_table(results: dict[str, Any]) -> str:
     rows = []
     for name, size in results["sizes"].items():
         for short in size["short"]:
-            share, above = pages.percent(shares(size, short["losses"])), pages.paired(short["losses"], size["annealed"])
+            share, above = (
+                pages.format_mean_share(shares(size, short["losses"])),
+                pages.format_difference(short["losses"], size["annealed"]),
+            )
             length = f"1/{results['units'] // short['length']}"
             rows.append([name, short["from"], f"{short['rate']:g}", length, share, above])
     gains = ["share of the long anneal's gain", "loss above the long anneal's"]
-    table = pages.table(["size", "begins with", "share of the rate", "share of the tokens", *gains], rows)
+    table = pages.format_table(["size", "begins with", "share of the rate", "share of the tokens", *gains], rows)
     return f"**A short anneal, from the raw model or from a merge**, over the last tokens:\n\n{table}"
 
 
@@ -262,7 +264,9 @@ def recipe_rows(size: dict[str, Any]) -> list[list[Any]]:
             text = best(size, recipe, kind)
             if text:
                 window = text.rpartition(":")[2]
-                rows.append([shown(recipe), SNAPSHOT_KINDS[kind].title, window, *against(size, size["losses"][text])])
+                rows.append(
+                    [display_name(recipe), SNAPSHOT_KINDS[kind].title, window, *against(size, size["losses"][text])]
+                )
     return rows + [
         ["learned", SNAPSHOT_KINDS[f["kind"]].title, f["window"], *against(size, f["losses"])] for f in size["learned"]
     ]
@@ -272,10 +276,10 @@ def against(size: dict[str, Any], losses: list[float]) -> list[str]:
     """The share of annealing's gain, and the difference from the best plain mean of points."""
     baseline = best(size, BASELINE, "point")
     assert baseline is not None
-    return [pages.percent(shares(size, losses)), pages.paired(size["losses"][baseline], losses)]
+    return [pages.format_mean_share(shares(size, losses)), pages.format_difference(size["losses"][baseline], losses)]
 
 
-def row(results: dict[str, Any]) -> Row:
+def summarize(results: dict[str, Any]) -> IndexRow:
     """SMA of points, the best fixed recipe, and the best learned weights of each size."""
     effects, winners, clear = [], [], 0
     for name, size in results["sizes"].items():
@@ -285,12 +289,11 @@ def row(results: dict[str, Any]) -> Row:
         assert plain is not None
         clear += paired_difference(size["losses"][plain], size["losses"][top]).low > 0
         best_learned = min((fit["losses"] for fit in size["learned"]), key=sum)
-        effects.append(
-            f"{name}: {plain} {pages.percent(shares(size, size['losses'][plain]))}, {top} "
-            f"{pages.percent(shares(size, size['losses'][top]))}, learned {pages.percent(shares(size, best_learned))}"
-        )
+        models = [(plain, size["losses"][plain]), (top, size["losses"][top]), ("learned", best_learned)]
+        texts = [f"{text} {pages.format_mean_share(shares(size, losses))}" for text, losses in models]
+        effects.append(f"{name}: {', '.join(texts)}")
         winners.append(f"{name}: {top}")
-    return Row(
+    return IndexRow(
         3,
         "Which weights?",
         "PMA, Fig. 4: WMA best early, no difference later; WSM: 1 − sqrt and mean best, EMA worst",
@@ -300,7 +303,7 @@ def row(results: dict[str, Any]) -> Row:
     )
 
 
-def figures(results: dict[str, Any]) -> dict[str, bytes]:
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Share of the gain by window, points and block means; and the learned weights."""
     panels = []
     for name, size in results["sizes"].items():
@@ -310,7 +313,7 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
                 texts = {int(t.rpartition(":")[2]): t for t in of_recipe(size, recipe, kind)}
                 at = sorted(texts)
                 y = [sum(s := shares(size, size["losses"][texts[w]])) / len(s) for w in at]
-                lines.append(Line(shown(recipe), at, y, dashed=recipe.startswith("lagfree")))
+                lines.append(Line(display_name(recipe), at, y, dashed=recipe.startswith("lagfree")))
             fits = [f for f in size["learned"] if f["kind"] == kind]
             if fits:
                 at = [f["window"] for f in sorted(fits, key=lambda f: f["window"])]
@@ -326,7 +329,7 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
                 )
             )
     panels += [learned_panel(name, size) for name, size in results["sizes"].items() if size["learned"]]
-    return {"figure.png": line_panels.png(panels, columns=2)}
+    return {"figure.png": to_png(draw_lines(panels, columns=2))}
 
 
 def learned_panel(name: str, size: dict[str, Any]) -> LinePanel:
@@ -341,4 +344,4 @@ def learned_panel(name: str, size: dict[str, Any]) -> LinePanel:
 
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)

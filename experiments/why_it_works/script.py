@@ -19,14 +19,12 @@ from pma_jax.analysis.workbench import Workbench, open_workbench
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
 from pma_jax.merging.averager import average
-from pma_jax.reporting import contours, line_panels
-from pma_jax.reporting.contours import ContourPanel, Marked
-from pma_jax.reporting.figures import shown
-from pma_jax.reporting.line_panels import Line, LinePanel
+from pma_jax.reporting.drawing import display_name, to_png
+from pma_jax.reporting.panels import ContourPanel, Line, LinePanel, Points, draw_contours, draw_lines
 from pma_jax.runs.directory import Run
-from pma_jax.studies import pages, study
-from pma_jax.studies.pages import Row
-from pma_jax.studies.study import Study
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import Study, run_experiment
 
 TEXT_TOKENS = 8192  # held-out text of curvature and landscape
 REPLICAS = 5  # besides the trunk
@@ -38,28 +36,28 @@ DIRECTIONS = {"random": f"{RANDOM_DIRECTIONS} random", "top": f"{TOP_DIRECTIONS}
 AROUND = {"merge": "the merged model", "annealed": "the annealed model"}
 
 
-def answer(question: Study) -> dict[str, Any]:
+def measure(study: Study) -> dict[str, Any]:
     """Every measurement, for each seed of the first size."""
     found = {}
-    for seed in question.seeds:
-        run = question.trunk(question.sizes[0], seed)
-        annealed = question.annealed(run, question.units * 3 // 4, question.units)
-        found[str(seed)] = geometry(question, run, annealed, draws=seed == question.seeds[0])
-        found[str(seed)]["noise"] = noise_and_drift(question, run, annealed)
-    return {"size": question.sizes[0], "window": window(question), "units": question.units, "seeds": found}
+    for seed in study.seeds:
+        run = study.trunk(study.sizes[0], seed)
+        annealed = study.anneal(run, study.units * 3 // 4, study.units)
+        found[str(seed)] = geometry(study, run, annealed, draws=seed == study.seeds[0])
+        found[str(seed)]["noise"] = noise_and_drift(study, run, annealed)
+    return {"size": study.sizes[0], "window": window(study), "units": study.units, "seeds": found}
 
 
-def window(question: Study) -> int:
+def window(study: Study) -> int:
     """Units that merges here span: an eighth of the run."""
-    return max(question.units // 8, 4)
+    return max(study.units // 8, 4)
 
 
-def geometry(question: Study, run: Run, annealed: Run, draws: bool) -> dict[str, Any]:
+def geometry(study: Study, run: Run, annealed: Run, draws: bool) -> dict[str, Any]:
     """What lies between the newest snapshots, their mean and the annealed model; the planes where they are drawn."""
-    bench = open_workbench(run.config, min(TEXT_TOKENS, question.evaluation_tokens))
+    bench = open_workbench(run.config, min(TEXT_TOKENS, study.evaluation_tokens))
     with jax.set_mesh(bench.mesh):
-        constant, decayed = (bench.models(r.of_kind("point")[-(question.units // 4) :]) for r in (run, annealed))
-        newest = constant[-window(question) :]
+        constant, decayed = (bench.models(r.of_kind("point")[-(study.units // 4) :]) for r in (run, annealed))
+        newest = constant[-window(study) :]
         merged = average(newest, recipes.sma(len(newest)))
         return {
             "quadratic": {
@@ -143,12 +141,12 @@ def leaf_of(params: Any, name: str) -> Any:
     return params
 
 
-def noise_and_drift(question: Study, run: Run, annealed: Run) -> dict[str, Any]:
+def noise_and_drift(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     """Losses of means over replicas, over time, and over both."""
-    span, seed = window(question), run.config.training.seed
-    begin = question.units - span
+    span, seed = window(study), run.config.training.seed
+    begin = study.units - span
     others = [f"training.seed={100 * r + 100 + seed}" for r in range(REPLICAS)]
-    replicas = [run, *(question.forked(run, begin, question.units, [change]) for change in others)]
+    replicas = [run, *(study.fork(run, begin, study.units, [change]) for change in others)]
     snapshots = [s for replica in replicas for s in replica.of_kind("point")[-span:]]
     # A merge is a table of weights, replicas by time.
     last, even = np.eye(span)[-1], np.full(span, 1 / span)
@@ -160,7 +158,7 @@ def noise_and_drift(question: Study, run: Run, annealed: Run) -> dict[str, Any]:
         "both": [np.outer(all_of_them, even)],
         "path": [np.outer(all_of_them, at) for at in np.eye(span)],
     }
-    config = dataclasses.replace(run.config, evaluation=question.evaluation(run))
+    config = dataclasses.replace(run.config, evaluation=study.evaluation_config(run))
     rows = [table.ravel() for tables in groups.values() for table in tables]
     losses = iter(evaluate_merges(config, snapshots, rows).losses)
     each = {name: [next(losses) for _ in tables] for name, tables in groups.items()}
@@ -174,7 +172,7 @@ def noise_and_drift(question: Study, run: Run, annealed: Run) -> dict[str, Any]:
         "time": float(np.mean(each["time"])),
         "both": each["both"][0],
         "path": each["path"],
-        "annealed": question.loss(annealed),
+        "annealed": study.loss(annealed),
     }
 
 
@@ -184,7 +182,7 @@ def noise_and_drift(question: Study, run: Run, annealed: Run) -> dict[str, Any]:
 def mean_and_interval(results: dict[str, Any], of: Any, digits: int = 4) -> str:
     """`of` each seed's results, its mean with the interval over seeds."""
     values = [of(seed) for seed in results["seeds"].values()]
-    return pages.interval(mean_interval(values), digits)
+    return pages.format_interval(mean_interval(values), digits)
 
 
 def report(results: dict[str, Any]) -> str:
@@ -211,7 +209,7 @@ def quadratic_report(results: dict[str, Any]) -> str:
                 rows.append(["" if kind == "measured" else name, kind.replace("_", "-"), *gains, *shares])
     header = ["expanded around", "", "over the mean of the losses", "over the last", "off-diagonal", "negative pairs"]
     text = f"Gain of the mean of the last {results['window']} snapshots, nats a token"
-    return f"**A quadratic.** {text}:\n\n{pages.table(header, rows)}"
+    return f"**A quadratic.** {text}:\n\n{pages.format_table(header, rows)}"
 
 
 def path_gain(results: dict[str, Any]) -> str:
@@ -226,7 +224,7 @@ def noise_report(results: dict[str, Any]) -> str:
     def row(name: str, of: Any) -> list[str]:
         values = [of(seed["noise"]) for seed in results["seeds"].values()]
         raw = [seed["noise"]["by_count"]["1"] for seed in results["seeds"].values()]
-        return [name, f"{np.mean(values):.4f}", pages.paired(values, raw)]
+        return [name, f"{np.mean(values):.4f}", pages.format_difference(values, raw)]
 
     rows = [
         row("the last snapshot", lambda n: n["by_count"]["1"]),
@@ -242,7 +240,7 @@ def noise_report(results: dict[str, Any]) -> str:
         f"The last {results['window']} of {results['units']} units of a trunk, {count} times with other data. "
         f"Averaging the replicas' common path over time, when their noise is mostly gone: {path_gain(results)}."
     )
-    return f"**Noise and drift.** {text}\n\n{pages.table(header, rows)}"
+    return f"**Noise and drift.** {text}\n\n{pages.format_table(header, rows)}"
 
 
 def fast_share(seed: dict[str, Any], directions: str, rate: str) -> float:
@@ -275,7 +273,7 @@ def spectrum_report(results: dict[str, Any]) -> str:
         speeds.append([name, *shares])
     for recipe in RECIPES:
         shares = [mean_and_interval(results, lambda s, d=d, r=recipe: passed(results, s, d, r), 2) for d in DIRECTIONS]
-        left.append([shown(recipe), *shares])
+        left.append([display_name(recipe), *shares])
     decays = [
         mean_and_interval(
             results, lambda s, d=d: sum(s["spectrum"][d]["decaying"]) / sum(s["spectrum"][d]["constant"]), 2
@@ -289,12 +287,11 @@ def spectrum_report(results: dict[str, Any]) -> str:
         f"Share of that power that a recipe over {results['window']} snapshots lets through, and that annealing leaves:"
     )
     names = [f"along {name}" for name in DIRECTIONS.values()]
-    return (
-        f"**The filter view.** {text}\n\n{pages.table(header, speeds)}\n\n{then}\n\n{pages.table(['', *names], left)}"
-    )
+    tables = pages.format_table(header, speeds), pages.format_table(["", *names], left)
+    return f"**The filter view.** {text}\n\n{tables[0]}\n\n{then}\n\n{tables[1]}"
 
 
-def row(results: dict[str, Any]) -> Row:
+def summarize(results: dict[str, Any]) -> IndexRow:
     """The question's row on the page of all."""
     seeds = results["seeds"].values()
     raw = [s["noise"]["by_count"]["1"] for s in seeds]
@@ -308,24 +305,24 @@ def row(results: dict[str, Any]) -> Row:
         "of what averaging over them in time gains. Once it is mostly gone, averaging the path over time changes the "
         f"loss by {path_gain(results)} nats."
     )
-    return Row(
+    return IndexRow(
         5,
         "Why does it work?",
         "Deviations from the optimum cancel (Section 4.6, Fig. 8)",
         found,
-        f"gain over the last snapshot {pages.paired(raw, [r - g for r, g in zip(raw, gain, strict=True)])} nats",
+        f"gain over the last snapshot {pages.format_interval(mean_interval(gain))} nats",
     )
 
 
-def figures(results: dict[str, Any]) -> dict[str, bytes]:
+def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """planes.png of the first seed; figure.png over all."""
     seeds = list(results["seeds"].values())
     panels = []
     for plane in seeds[0]["planes"]:
         snapshots = np.array(plane["snapshots"])
         marks = [
-            Marked("snapshots", snapshots[:, 0].tolist(), snapshots[:, 1].tolist()),
-            Marked("their mean", plane["merged"][:1], plane["merged"][1:2]),
+            Points("snapshots", snapshots[:, 0].tolist(), snapshots[:, 1].tolist()),
+            Points("their mean", plane["merged"][:1], plane["merged"][1:2]),
         ]
         panels.append(ContourPanel(plane["title"], plane["x"], plane["y"], plane["losses"], marks))
     counts = [int(m) for m in seeds[0]["noise"]["by_count"]]
@@ -346,10 +343,10 @@ def figures(results: dict[str, Any]) -> dict[str, bytes]:
         spectral = [Line(f"{rate} rate", frequencies, values) for rate, values in power.items()]
         drawn.append(LinePanel(f"log10 of power, {name}", "cycles a unit", spectral))
     at = np.linspace(0, 0.5, 21)
-    answers = [Line(shown(recipe), at.tolist(), response(results, recipe, at).tolist()) for recipe in RECIPES]
+    answers = [Line(display_name(recipe), at.tolist(), response(results, recipe, at).tolist()) for recipe in RECIPES]
     drawn.append(LinePanel(f"response |H| of recipes over {results['window']}", "cycles a unit", answers, zero=True))
-    return {"planes.png": contours.png(panels), "figure.png": line_panels.png(drawn, columns=2)}
+    return {"planes.png": to_png(draw_contours(panels)), "figure.png": to_png(draw_lines(drawn, columns=2))}
 
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)

@@ -152,7 +152,7 @@ def sweep(options: argparse.Namespace) -> None:
             f"note: not all merges fit into memory at once: snapshots were read {result['passes']} times",
             file=sys.stderr,
         )
-    print(f"written {heat_map.write(result, run.path)}", file=sys.stderr)
+    print(f"written {heat_map.write_sweep_figure(result, run.path)}", file=sys.stderr)
 
 
 def watch(options: argparse.Namespace) -> None:
@@ -267,7 +267,7 @@ def report(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(numbers, indent=2))
     else:
-        print(reporting.print_table(numbers))
+        print(reporting.format_report(numbers))
     for path in written:
         print(f"written {path}", file=sys.stderr)
 

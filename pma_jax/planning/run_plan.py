@@ -214,12 +214,7 @@ def as_text(numbers: dict[str, Any]) -> str:
     rows = [["a device's share of", *[name.replace("_", " ") for name in programs]]]
     for label, cell in _CELLS.items():
         rows.append([label, *[cell(p) if p["compiled"] or label == "compiled" else "-" for p in programs.values()]])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    table = [
-        "  ".join([row[0].ljust(widths[0]), *[c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]])
-        for row in rows
-    ]
-    return "\n".join([title, "", *table, "", *_run_lines(numbers), *_notes(programs)])
+    return "\n".join([title, "", units.align_columns(rows), "", *_run_lines(numbers), *_notes(programs)])
 
 
 _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -1,5 +1,7 @@
 """Numbers as people read them: counts, bytes, times, to so many digits."""
 
+from collections.abc import Sequence
+
 _COUNTS = (("Y", 1e24), ("Z", 1e21), ("E", 1e18), ("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 _POWERS_OF_2 = ((" GiB", 2**30), (" MiB", 2**20), (" KiB", 2**10))
 _POWERS_OF_10 = ((" TB", 1e12), (" GB", 1e9), (" MB", 1e6), (" kB", 1e3))
@@ -31,3 +33,12 @@ def _scaled(number: float, digits: int, units: tuple[tuple[str, float], ...], sm
     value = number / size
     # To fewer digits than the integer has, `g` would turn to powers of ten.
     return f"{value:.0f}{unit}" if value >= 10**digits - 0.5 else f"{value:.{digits}g}{unit}"
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of cells as lines of a table: the first column is left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )

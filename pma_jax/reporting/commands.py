@@ -1,4 +1,4 @@
-"""The commands that make a report's runs again, as text to paste into a shell."""
+"""The shell commands that reproduce a report's runs."""
 
 import dataclasses
 import shlex
@@ -14,12 +14,12 @@ from pma_jax.runs.directory import Run
 BASE = "demo"  # the shipped configuration that the training command starts from
 
 
-def reproduction(run: Run, forks: Sequence[Run], merges: Sequence[dict[str, Any]]) -> list[str]:
-    """`pma train`, `fork`, `sweep` and `report`, with every key that differs from where each starts."""
+def reproduction_commands(run: Run, forks: Sequence[Run], merges: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the `pma train`, `fork`, `sweep` and `report` commands, with every key that differs from their base."""
     origin = run.metadata.get("forked_from")
     if origin:
         parent = epath.Path(origin["path"]).name
-        commands = [f"# {run.path.name} was itself forked from {parent} at {origin['tokens']} tokens"]
+        commands = [f"# {run.path.name} is itself a fork of {parent} at {origin['tokens']} tokens"]
     else:
         base = configuration.resolve(configuration.load(BASE))
         commands = [_command("train", "--config", BASE, "--workdir", _folder(run), *_overrides(base, run.config))]
@@ -33,7 +33,7 @@ def reproduction(run: Run, forks: Sequence[Run], merges: Sequence[dict[str, Any]
 
 
 def _grid(merges: Sequence[dict[str, Any]]) -> list[str]:
-    # dict.fromkeys: each once, in the order of the sweep.
+    # dict.fromkeys keeps each value once, in the order of the sweep.
     recipes, windows, intervals = (
         ",".join(dict.fromkeys(str(m[key]) for m in merges)) for key in ("recipe", "window", "interval")
     )
@@ -43,7 +43,7 @@ def _grid(merges: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _folder(run: Run) -> str:
-    # Where the run lies is its owner's business; the commands make it again under runs/.
+    # The commands reproduce runs under runs/, so that a shared report does not show the owner's paths.
     return f"runs/{run.path.name}"
 
 

@@ -1,6 +1,6 @@
-"""The figure of a sweep: loss as colour, over windows and intervals or recipes.
+"""Heat maps of losses over windows and intervals or recipes, such as the figure of a sweep.
 
-Every cell has its number; the best of all is framed. Drawn on its own canvas, as figures.py does.
+Each cell shows its number; the lowest loss of all is framed.
 """
 
 import dataclasses
@@ -11,141 +11,141 @@ from typing import Any
 import numpy as np
 from etils import epath
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from pma_jax.config import SNAPSHOT_KINDS
-from pma_jax.reporting.figures import DPI, LIGHT, SMALL_POINTS, TEXT_POINTS, png_bytes, shown
+from pma_jax.reporting.drawing import (
+    CHARACTER_INCHES,
+    LIGHT,
+    LOSS_COLORMAP,
+    PAGE_DPI,
+    SMALL_POINTS,
+    TEXT_POINTS,
+    TITLE_POINTS,
+    display_name,
+    new_figure,
+    to_png,
+)
 from pma_jax.storage import atomic
 
 CELL_INCHES = (0.72, 0.36)  # width, height
-CHARACTER_INCHES, TITLE_CHARACTER_INCHES = 0.082, 0.092
-COLUMNS = 3  # panels beside each other, where each is of one recipe
+TITLE_CHARACTER_INCHES = 0.092
+COLUMNS = 3  # panels per row, where each shows one recipe
 GAP_INCHES = 0.3
 BELOW_INCHES, ABOVE_INCHES, TITLE_INCHES = 0.5, 0.4, 0.55
-COLOURS = "YlGnBu_r"  # dark is low; even in lightness, and readable in grey
 
 
 @dataclasses.dataclass(frozen=True)
-class Panel:
+class HeatMap:
     """One table of losses."""
 
     title: str
     rows: Sequence[str]
     columns: Sequence[str]
     columns_label: str
-    losses: np.ndarray  # [rows, columns], NaN where the sweep has none
+    losses: np.ndarray  # [rows, columns]; NaN where nothing was measured
 
 
-def write(sweep: dict[str, Any], folder: epath.Path) -> epath.Path:
-    """Write FOLDER/sweep.png, whole or not at all; returns its path. `sweep` is what sweep.json holds."""
+def write_sweep_figure(sweep: dict[str, Any], folder: epath.Path) -> epath.Path:
+    """Write FOLDER/sweep.png atomically and return its path. `sweep` is what sweep.json holds."""
     target = folder / "sweep.png"
-    atomic.write_bytes(target, png_bytes(figure(sweep), DPI))
+    atomic.write_bytes(target, to_png(draw_sweep(sweep), PAGE_DPI))
     return target
 
 
-def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
-    """The tables that show a sweep's rows.
+def sweep_heat_maps(rows: Sequence[dict[str, Any]]) -> list[HeatMap]:
+    """Arrange a sweep's rows as heat maps.
 
-    Where there is more than one interval: intervals by windows, one for each recipe and kind; else recipes by windows,
-    one for each kind.
+    With more than one interval: intervals by windows, one map per recipe and kind of snapshot. Otherwise: recipes by
+    windows, one map per kind.
     """
     kinds = [k for k in SNAPSHOT_KINDS if any(r["kind"] == k for r in rows)]
-    found = []
+    maps = []
     for kind in kinds:
         of_kind = [r for r in rows if r["kind"] == kind]
         recipes = list(dict.fromkeys(r["recipe"] for r in of_kind))
         if len({r["interval"] for r in rows}) == 1:
-            found.append(_panel(SNAPSHOT_KINDS[kind].title, of_kind, "recipe", recipes, "window", "N"))
+            names = {recipe: display_name(recipe) for recipe in recipes}
+            maps.append(_heat_map(SNAPSHOT_KINDS[kind].title, of_kind, "recipe", names))
             continue
         for recipe in recipes:
             of_recipe = [r for r in of_kind if r["recipe"] == recipe]
-            intervals = sorted({r["interval"] for r in of_recipe})
-            title = f"{shown(recipe)}, {SNAPSHOT_KINDS[kind].title}" if len(kinds) > 1 else shown(recipe)
-            found.append(_panel(title, of_recipe, "interval", intervals, "window", "N"))
-    return found
+            intervals = {i: f"every {i} V" if i > 1 else "every V" for i in sorted({r["interval"] for r in of_recipe})}
+            name = display_name(recipe)
+            title = f"{name}, {SNAPSHOT_KINDS[kind].title}" if len(kinds) > 1 else name
+            maps.append(_heat_map(title, of_recipe, "interval", intervals))
+    return maps
 
 
-def _panel(
-    title: str, rows: Sequence[dict[str, Any]], down: str, downs: Sequence[Any], across: str, label: str
-) -> Panel:
-    acrosses = sorted({r[across] for r in rows})
-    losses = np.full((len(downs), len(acrosses)), np.nan)
+def _heat_map(title: str, rows: Sequence[dict[str, Any]], key: str, names: dict[Any, str]) -> HeatMap:
+    """Return the heat map of `rows` over windows and the values of `key`, whose names are given."""
+    values, windows = list(names), sorted({r["window"] for r in rows})
+    losses = np.full((len(values), len(windows)), np.nan)
     for r in rows:
-        losses[downs.index(r[down]), acrosses.index(r[across])] = r["loss"] if math.isfinite(r["loss"]) else np.nan
-    names = [f"every {d} V" if d > 1 else "every V" for d in downs] if down == "interval" else [shown(d) for d in downs]
-    return Panel(title, names, [str(a) for a in acrosses], f"snapshots merged, {label}", losses)
+        losses[values.index(r[key]), windows.index(r["window"])] = r["loss"] if math.isfinite(r["loss"]) else np.nan
+    return HeatMap(title, list(names.values()), [str(w) for w in windows], "snapshots merged, N", losses)
 
 
-def figure(sweep: dict[str, Any]) -> Figure:
-    """All panels of a sweep on one scale of colours."""
+def draw_sweep(sweep: dict[str, Any]) -> Figure:
+    """Draw all heat maps of a sweep on one scale of colours."""
     raw = "" if sweep["raw_loss"] is None else f"; the raw model has {sweep['raw_loss']:.4f}"
-    return draw(panels(sweep["rows"]), f"Held-out loss of merges at {sweep['tokens'] / 1e6:.2f}M tokens{raw}")
+    title = f"Held-out loss of merges at {sweep['tokens'] / 1e6:.2f}M tokens{raw}"
+    return draw_heat_maps(sweep_heat_maps(sweep["rows"]), title)
 
 
-def png(drawn_panels: Sequence[Panel], title: str, columns: int = COLUMNS, highest: float | None = None) -> bytes:
-    """`draw` as PNG; the same panels give the same bytes."""
-    return png_bytes(draw(drawn_panels, title, columns, highest), DPI)
+def draw_heat_maps(maps: Sequence[HeatMap], title: str, columns: int = COLUMNS, highest: float | None = None) -> Figure:
+    """Draw heat maps on one scale of colours, in rows of `columns`, and frame the lowest loss of all.
 
-
-def draw(drawn_panels: Sequence[Panel], title: str, columns: int = COLUMNS, highest: float | None = None) -> Figure:
-    """Panels on one scale of colours, `columns` beside each other; the lowest cell of all is framed.
-
-    Where a few cells are far above the rest, `highest` ends the scale: whatever is above has its last colour.
+    Args:
+      maps: the tables.
+      title: of the figure.
+      columns: heat maps per row.
+      highest: upper end of the scale, for when a few losses are far above the rest: those get the last colour.
     """
-    columns = min(columns, len(drawn_panels))
-    grid = [drawn_panels[i : i + columns] for i in range(0, len(drawn_panels), columns)]
-    left = 0.25 + CHARACTER_INCHES * max(len(name) for panel in drawn_panels for name in panel.rows)
-    wide = max(max(CELL_INCHES[0] * len(p.columns), TITLE_CHARACTER_INCHES * len(p.title)) for p in drawn_panels)
+    columns = min(columns, len(maps))
+    grid = [maps[i : i + columns] for i in range(0, len(maps), columns)]
+    left = 0.25 + CHARACTER_INCHES * max(len(name) for m in maps for name in m.rows)
+    wide = max(max(CELL_INCHES[0] * len(m.columns), TITLE_CHARACTER_INCHES * len(m.title)) for m in maps)
     slot = left + wide + GAP_INCHES
-    heights = [max(len(p.rows) for p in row) * CELL_INCHES[1] + BELOW_INCHES + ABOVE_INCHES for row in grid]
-    size = (max(columns * slot, 4.5), TITLE_INCHES + sum(heights))
-    drawn = Figure(figsize=size, facecolor=LIGHT.paper)
-    FigureCanvasAgg(drawn)
-    losses = np.concatenate([p.losses.ravel() for p in drawn_panels])
+    heights = [max(len(m.rows) for m in row) * CELL_INCHES[1] + BELOW_INCHES + ABOVE_INCHES for row in grid]
+    width, height = max(columns * slot, 4.5), TITLE_INCHES + sum(heights)
+    figure = new_figure(width, height)
+    losses = np.concatenate([m.losses.ravel() for m in maps])
     finite = losses[np.isfinite(losses)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
     high = high if highest is None else min(high, highest)
-    top = size[1] - TITLE_INCHES
-    for row, height in zip(grid, heights, strict=True):
-        for i, panel in enumerate(row):
-            wide, tall = CELL_INCHES[0] * len(panel.columns), CELL_INCHES[1] * len(panel.rows)
+    scale = Normalize(low, high if high > low else low + 1e-6)
+    top = height - TITLE_INCHES
+    for row, row_height in zip(grid, heights, strict=True):
+        for i, heat_map in enumerate(row):
+            wide, tall = CELL_INCHES[0] * len(heat_map.columns), CELL_INCHES[1] * len(heat_map.rows)
             x, y = i * slot + left, top - ABOVE_INCHES - tall
-            axes = drawn.add_axes((x / size[0], y / size[1], wide / size[0], tall / size[1]))
-            _draw(axes, panel, Normalize(low, high if high > low else low + 1e-6), low)
-        top -= height
-    drawn.text(
-        0.25 / size[0],
-        1 - 0.28 / size[1],
-        title,
-        color=LIGHT.ink,
-        fontsize=11,
-        fontweight="bold",
-        va="center",
-    )
-    return drawn
+            axes = figure.add_axes((x / width, y / height, wide / width, tall / height))
+            _draw_heat_map(axes, heat_map, scale, low)
+        top -= row_height
+    style = {"color": LIGHT.ink, "fontsize": TITLE_POINTS, "fontweight": "bold", "va": "center"}
+    figure.text(0.25 / width, 1 - 0.28 / height, title, **style)
+    return figure
 
 
-def _draw(axes: Axes, panel: Panel, scale: Normalize, best: float) -> None:
-    image = axes.imshow(panel.losses, cmap=COLOURS, norm=scale, aspect="auto")
-    for (i, j), loss in np.ndenumerate(panel.losses):
-        if not np.isfinite(loss):
-            axes.text(j, i, "–", ha="center", va="center", color=LIGHT.muted, fontsize=SMALL_POINTS)
-            continue
-        red, green, blue, _ = image.cmap(scale(loss))
-        ink = "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else LIGHT.ink
-        weight = "bold" if loss == best else "normal"
-        axes.text(j, i, f"{loss:.4f}", ha="center", va="center", color=ink, fontsize=SMALL_POINTS, fontweight=weight)
+def _draw_heat_map(axes: Axes, heat_map: HeatMap, scale: Normalize, best: float) -> None:
+    image = axes.imshow(heat_map.losses, cmap=LOSS_COLORMAP, norm=scale, aspect="auto")
+    for (i, j), loss in np.ndenumerate(heat_map.losses):
+        text, ink, weight = "–", LIGHT.muted, "normal"
+        if np.isfinite(loss):
+            red, green, blue, _ = image.cmap(scale(loss))
+            is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+            text, ink = f"{loss:.4f}", "#ffffff" if is_dark else LIGHT.ink
         if loss == best:
-            axes.add_patch(
-                Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, edgecolor=LIGHT.annealed, linewidth=2, clip_on=False)
-            )
-    axes.set_xticks(range(len(panel.columns)), panel.columns)
-    axes.set_yticks(range(len(panel.rows)), panel.rows)
+            weight, corner = "bold", (j - 0.5, i - 0.5)
+            axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=LIGHT.annealed, linewidth=2, clip_on=False))
+        axes.text(j, i, text, ha="center", va="center", color=ink, fontsize=SMALL_POINTS, fontweight=weight)
+    axes.set_xticks(range(len(heat_map.columns)), heat_map.columns)
+    axes.set_yticks(range(len(heat_map.rows)), heat_map.rows)
     axes.tick_params(colors=LIGHT.muted, labelsize=SMALL_POINTS, length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title(panel.title, loc="left", color=LIGHT.ink, fontsize=TEXT_POINTS, fontweight="bold", pad=6)
-    axes.set_xlabel(panel.columns_label, color=LIGHT.muted, fontsize=SMALL_POINTS)
+    axes.set_title(heat_map.title, loc="left", color=LIGHT.ink, fontsize=TEXT_POINTS, fontweight="bold", pad=6)
+    axes.set_xlabel(heat_map.columns_label, color=LIGHT.muted, fontsize=SMALL_POINTS)

@@ -1,7 +1,7 @@
-"""A report's numbers: one run at a constant rate and the runs forked from it -> a dict -> report.json, PNG and HTML.
+"""A report of one run at a constant rate and the runs forked from it: report.json, report.png and report.html.
 
-Losses are held-out nats a token, all of the same text; positions are tokens seen since the start. The share that a
-merge recovers is (raw - merged) / (raw - annealed): 0 is the raw model at the horizon, 1 the annealed one.
+Losses are held-out nats per token on the same text for all models; positions are tokens seen since the start. The share
+that a merge recovers is (raw - merged) / (raw - annealed): 0 for the raw model at the horizon, 1 for the annealed one.
 """
 
 import json
@@ -17,26 +17,32 @@ from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
-from pma_jax.reporting import figures, html, spikes
-from pma_jax.reporting.commands import reproduction
-from pma_jax.runs.directory import Run
+from pma_jax.planning.units import align_columns
+from pma_jax.reporting import html
+from pma_jax.reporting.commands import reproduction_commands
+from pma_jax.reporting.drawing import DARK, LIGHT, PAGE_DPI, to_png
+from pma_jax.reporting.report_figure import draw_report
+from pma_jax.runs.directory import Run, read_records
 from pma_jax.runtime.mesh import AXES
 from pma_jax.storage import atomic
 from pma_jax.storage.paths import absolute_path
+from pma_jax.training import recovery
 
 Report = dict[str, Any]
 Curve = list[list[float]]  # [tokens, loss] pairs, by tokens
-PAPERS_MERGE = {"interval": 1, "kind": "point"}  # what a row is that does not say
-SAME_LOSS = 1e-3  # nats: more than another device's rounding makes
+ROW_DEFAULTS = {"interval": 1, "kind": "point"}  # of a sweep's row that lacks these keys: the paper's merges
+SAME_LOSS = 1e-3  # nats; rounding on another device makes less
+SPIKE_KEYS = ("onset_tokens", "tokens", "verdict", "loss", "peak_loss", "median_loss", "spread_nats")
 
 
 def build_report(run: Run, forks: Sequence[Run]) -> Report:
-    """The numbers of `run` at its horizon, against its annealed forks where there are any.
+    """Compare `run` at its horizon, its last evaluation, with its annealed forks.
 
-    The horizon is the run's last evaluation. Where several forks were annealed, the lowest loss is the reference: the
-    shares are then the smallest. What was left out, and why, is in `notes`.
+    If several forks were annealed, the one with the lowest loss is the reference, which makes the shares smallest.
+    `notes` in the result says what was left out and why.
 
-    Raises ValueError when the run has no evaluations, has diverged, or a fork cannot be compared with it.
+    Raises:
+      ValueError: the run has no evaluations or diverged, or a fork cannot be compared with it.
     """
     raw = _curve(run, "evaluation")
     if not raw:
@@ -44,13 +50,13 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
     tokens, raw_loss = int(raw[-1][0]), raw[-1][1]
     if not math.isfinite(raw_loss):
         raise ValueError(f"{run.path} diverged: its held-out loss at {tokens:,} tokens is {raw_loss}")
-    _refuse_incomparable(run, forks)
+    _check_comparable(run, forks)
     notes: list[str] = []
-    annealed = _annealed(forks, tokens, notes)
+    annealed = _annealed_forks(forks, tokens, notes)
     best = annealed[0] if annealed else None
     annealed_loss = best["loss"] if best else None
     if annealed_loss is not None and annealed_loss >= raw_loss:
-        notes.append("annealing did not lower the loss, so there is no gain to recover and no share is given")
+        notes.append("annealing did not lower the loss, so there is no gain to recover and there are no shares")
     merges = _merges(run, tokens, raw_loss, annealed_loss, notes)
     plain = [m for m in merges if m["kind"] == "point" and m["interval"] == 1]
     best_sma = min((m for m in plain if m["recipe"] == "sma"), key=_loss, default=None)
@@ -67,42 +73,45 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         "best_sma": _brief(best_sma),
         "best_merge": _brief(min(merges, key=_loss, default=None)),
         "best_block_merge": _brief(best_block),
-        "block_points_gained": _more_recovered(best_block, best_sma),
+        "block_points_gained": _share_difference(best_block, best_sma),
         "recovered_shares": {m["text"]: m["recovered_share"] for m in merges},
         "fork_tokens": best["fork_tokens"] if best else None,
         "annealing": best["annealing"] if best else None,
-        **_preview_counts(previews, raw),
+        **_summarize_previews(previews, raw),
     }
-    report["finding"] = _finding(report)
+    report["finding"] = _format_finding(report)
     return report | {
         "notes": notes,
-        "spikes": spikes.rows(run),
+        "spikes": spike_rows(run),
         "merges": merges,
         "annealed_runs": [{k: v for k, v in a.items() if k != "curve"} for a in annealed],
-        "parameters": _parameters(run),
+        "parameters": _parameter_count(run),
         "tokenizer": run.config.data.tokenizer,
         "snapshot_interval_tokens": run.config.checkpoint.interval_tokens,
         "corpus_digest": run.metadata.get("corpus"),
         "evaluation_digest": run.metadata.get("evaluation"),
         "config_digest": configuration.digest(run.config),
         "versions": dict(sorted(run.metadata.get("versions", {}).items())),
-        "commands": reproduction(run, forks, merges),
+        "commands": reproduction_commands(run, forks, merges),
         "curves": {"raw": _finite(raw), "annealed": best["curve"] if best else [], "previews": previews},
     }
 
 
 def write_report(report: Report, run: Run, folder: epath.PathLike | None = None) -> list[epath.Path]:
-    """Write report.png, report.html and report.json, each whole or not at all; the paths, JSON first.
+    """Write report.png, report.html and report.json, each atomically.
 
     Args:
-      report: what `build_report` returned.
-      run: the run it is about; its configuration is printed on the page.
-      folder: where to write; the run's own directory by default. It is made if it does not exist.
+      report: the result of `build_report`.
+      run: the run of the report; the page shows its configuration.
+      folder: directory to write to, created if missing; by default the run's own.
+
+    Returns:
+      The paths written: JSON, PNG, HTML.
     """
     target = absolute_path(folder) if folder is not None else run.path
     target.mkdir(parents=True, exist_ok=True)
-    light, dark = figures.png(report), figures.png(report, dark=True)
-    page = html.page(report, configuration.to_json(run.config), light, dark)
+    light, dark = (to_png(draw_report(report, theme), PAGE_DPI) for theme in (LIGHT, DARK))
+    page = html.render_page(report, configuration.to_json(run.config), light, dark)
     # The JSON comes last: where it stands, the report is complete.
     atomic.write_bytes(target / "report.png", light)
     atomic.write_bytes(target / "report.html", page.encode())
@@ -110,8 +119,8 @@ def write_report(report: Report, run: Run, folder: epath.PathLike | None = None)
     return [target / f"report.{kind}" for kind in ("json", "png", "html")]
 
 
-def print_table(report: Report) -> str:
-    """The report for a terminal: the finding, a row a model with its loss and share, and the notes."""
+def format_report(report: Report) -> str:
+    """Format a report for a terminal: the finding, one row per model with its loss and share, and the notes."""
     bytes_only = report["tokenizer"] == "bytes"
     rows = [["model", "loss", "perplexity", *(["bits/byte"] if bytes_only else []), "recovered"]]
     models = [
@@ -120,16 +129,13 @@ def print_table(report: Report) -> str:
     ]
     if report["annealed_loss"] is not None:
         models.append((f"annealed ({report['annealing']['shape']})", report["annealed_loss"], 1.0))
-    known = report["annealed_loss"] is not None and report["annealed_loss"] < report["raw_loss"]
+    has_shares = report["annealed_loss"] is not None and report["annealed_loss"] < report["raw_loss"]
     best = (report["best_merge"] or {}).get("text")
     for name, loss, share in models:
         bits = [f"{bits_per_byte(loss, 1):.4f}"] if bytes_only else []
-        shown = f"{share:.1%}" if known else "-"
-        rows.append([name + (" *" if name == best else ""), f"{loss:.4f}", f"{perplexity(loss):.4f}", *bits, shown])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join([r[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(r[1:], widths[1:], strict=True))]) for r in rows
-    ]
+        recovered = f"{share:.1%}" if has_shares else "-"
+        rows.append([name + (" *" if name == best else ""), f"{loss:.4f}", f"{perplexity(loss):.4f}", *bits, recovered])
+    lines = align_columns(rows).splitlines()
     lines[1:1] = ["-" * len(lines[0])]
     if best:
         lines.append("* the best merge")
@@ -138,8 +144,30 @@ def print_table(report: Report) -> str:
     return "\n".join([report["finding"], "", *lines, *(f"note: {note}" for note in report["notes"])])
 
 
+def spike_rows(run: Run) -> list[dict[str, Any]]:
+    """Return one row per loss spike, by onset: what was measured, and the rollback under `went_back`, or None.
+
+    A rollback is described by the merge that the run restarted from (recipe, number of snapshots, tokens), the fate of
+    the optimizer state, whether data was skipped, the attempt, and the discarded held-out losses.
+    """
+    rows = [{key: r[key] for key in SPIKE_KEYS} | {"went_back": None} for r in run.metrics if r["kind"] == "spike"]
+    for event in recovery.events(run):
+        records = read_records(run.path / recovery.FOLDER / str(event["number"]) / "metrics.jsonl")
+        went_back = {
+            "tokens": event["tokens"],
+            "recipe": event["recipe"],
+            "snapshots": len(event["merged"]),
+            "optimizer": event["optimizer"],
+            "passes_over_data": event["position"] != event["position_there"],
+            "attempt": event["attempt"],
+            "set_aside": _finite([[r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation"]),
+        }
+        rows.append({key: event["spike"][key] for key in SPIKE_KEYS} | {"went_back": went_back})
+    return sorted(rows, key=lambda row: (row["onset_tokens"], row["tokens"]))
+
+
 def _curve(run: Run, kind: str) -> Curve:
-    # A dict, so that a record written twice counts once, as it was written last.
+    # Of records for the same tokens, the last one written counts.
     losses = {r["tokens"]: r["loss"] for r in run.metrics if r["kind"] == kind}
     return [[tokens, losses[tokens]] for tokens in sorted(losses)]
 
@@ -162,69 +190,70 @@ def _recipe_and_window(text: str) -> tuple[str, int]:
     return (recipe, int(window)) if window.isdigit() else (text, 0)
 
 
-def _refuse_incomparable(run: Run, forks: Sequence[Run]) -> None:
+def _check_comparable(run: Run, forks: Sequence[Run]) -> None:
     if forks and run.config.schedule.decay != "none":
         raise ValueError(
-            f"{run.path} decays its own rate ({run.config.schedule.decay}): give the constant-rate run first, "
+            f"the learning rate of {run.path} decays ({run.config.schedule.decay}): give the constant-rate run first, "
             "then the runs forked from it"
         )
     for fork in forks:
         if fork.metadata.get("forked_from") is None:
-            raise ValueError(f"{fork.path} was not forked: give runs made by `pma fork {run.path}`, after the run")
-        for fact, what in (("corpus", "corpus"), ("evaluation", "held-out tokens")):
-            here, there = run.metadata.get(fact), fork.metadata.get(fact)
-            if here != there:
+            raise ValueError(f"{fork.path} is not a fork: after the run, give runs made by `pma fork {run.path}`")
+        for key, name in (("corpus", "corpus"), ("evaluation", "held-out tokens")):
+            expected, actual = run.metadata.get(key), fork.metadata.get(key)
+            if expected != actual:
                 raise ValueError(
-                    f"{fork.path} and {run.path} cannot be compared: their {what} differ ({there} and {here})"
+                    f"{fork.path} and {run.path} cannot be compared: their {name} differ ({actual} and {expected})"
                 )
 
 
-def _annealed(forks: Sequence[Run], tokens: int, notes: list[str]) -> list[dict[str, Any]]:
-    """The annealed forks that end at `tokens`, lowest loss first; the others get a note."""
-    found = []
+def _annealed_forks(forks: Sequence[Run], tokens: int, notes: list[str]) -> list[dict[str, Any]]:
+    """Describe the annealed forks evaluated at `tokens`, lowest loss first; append a note for each other fork."""
+    annealed = []
     for fork in forks:
         schedule, origin = fork.config.schedule, fork.metadata["forked_from"]
         curve = _finite([point for point in _curve(fork, "evaluation") if point[0] > origin["tokens"]])
         if schedule.decay == "none":
-            notes.append(f"{fork.path.name} is left out: its rate does not decay")
+            notes.append(f"{fork.path.name} is left out: its learning rate does not decay")
         elif not curve or curve[-1][0] != tokens:
             last = f"{int(curve[-1][0]):,}" if curve else "no"
             notes.append(f"{fork.path.name} is left out: it was evaluated to {last} tokens, the run to {tokens:,}")
         else:
-            annealing = {
-                "shape": schedule.decay,
-                "start_tokens": schedule.decay_start_tokens,
-                "peak_rate": schedule.peak_rate,
-                "final_rate": schedule.final_rate,
-            }
-            found.append(
+            annealed.append(
                 {
                     "run": fork.path.name,
                     "loss": curve[-1][1],
                     "fork_tokens": origin["tokens"],
-                    "annealing": annealing,
+                    "annealing": {
+                        "shape": schedule.decay,
+                        "start_tokens": schedule.decay_start_tokens,
+                        "peak_rate": schedule.peak_rate,
+                        "final_rate": schedule.final_rate,
+                    },
                     "config_digest": configuration.digest(fork.config),
                     "curve": curve,
                 }
             )
-    return sorted(found, key=_loss)
+    return sorted(annealed, key=_loss)
 
 
 def _merges(
     run: Run, tokens: int, raw_loss: float, annealed_loss: float | None, notes: list[str]
 ) -> list[dict[str, Any]]:
-    """Merges at the horizon: the sweep's rows, or the last previews where no sweep is of this horizon."""
+    """Return the merges at the horizon: the rows of sweep.json, or the last previews if it is missing or outdated."""
     path, rows = run.path / "sweep.json", None
     if path.exists():
         sweep = json.loads(path.read_text())
         if sweep["tokens"] != tokens:
-            notes.append(f"sweep.json is of {sweep['tokens']:,} tokens, the run has {tokens:,}: run `pma sweep` again")
+            notes.append(
+                f"sweep.json is from {sweep['tokens']:,} tokens, the run has {tokens:,}: run `pma sweep` again"
+            )
         elif sweep["raw_loss"] is not None and abs(sweep["raw_loss"] - raw_loss) > SAME_LOSS:
             notes.append(
-                f"sweep.json is left out: it has {sweep['raw_loss']:.4f} for the raw model, the run {raw_loss:.4f}"
+                f"sweep.json is left out: its raw loss is {sweep['raw_loss']:.4f}, that of the run {raw_loss:.4f}"
             )
         else:
-            rows = [PAPERS_MERGE | row for row in sweep["rows"]]
+            rows = [ROW_DEFAULTS | row for row in sweep["rows"]]
     if rows is None:
         rows = _last_previews(run, tokens)
     kept = [row for row in rows if math.isfinite(row["loss"])]
@@ -245,7 +274,7 @@ def _last_previews(run: Run, tokens: int) -> list[dict[str, Any]]:
             kind = "block_mean" if text.startswith(prefix) else "point"
             recipe, window = _recipe_and_window(text.removeprefix(prefix))
             row = {"text": text, "recipe": recipe, "window": window, "kind": kind, "loss": curve[-1][1]}
-            rows.append(PAPERS_MERGE | row)
+            rows.append(ROW_DEFAULTS | row)
     return rows
 
 
@@ -255,8 +284,8 @@ def _share(raw_loss: float, annealed_loss: float | None, loss: float) -> float |
     return (raw_loss - loss) / (raw_loss - annealed_loss)
 
 
-def _preview_counts(previews: dict[str, Curve], raw: Curve) -> dict[str, Any]:
-    """Totals, and a summary of each preview's gain: raw loss less its own, in nats, at the same tokens."""
+def _summarize_previews(previews: dict[str, Curve], raw: Curve) -> dict[str, Any]:
+    """Summarise the gain of each preview: raw loss minus its own, in nats, at the same tokens; and count in total."""
     raw_at = {int(tokens): loss for tokens, loss in _finite(raw)}
     summaries: dict[str, dict[str, Any]] = {}
     for text, curve in previews.items():
@@ -281,19 +310,21 @@ def _preview_counts(previews: dict[str, Curve], raw: Curve) -> dict[str, Any]:
     }
 
 
-def _finding(report: Report) -> str:
+def _format_finding(report: Report) -> str:
     raw, annealed, best = report["raw_loss"], report["annealed_loss"], report["best_sma"] or report["best_merge"]
     at = f"At {report['tokens'] / 1e6:.2f}M tokens"
     if best is None and annealed is None:
-        return f"{at} the raw model's held-out loss is {raw:.4f} nats a token; nothing has been merged or annealed yet."
+        return (
+            f"{at} the raw model's held-out loss is {raw:.4f} nats per token; nothing has been merged or annealed yet."
+        )
     if best is None:
         return f"{at} annealing takes the held-out loss from {raw:.4f} to {annealed:.4f}; nothing has been merged yet."
     merged = f"{at} merging ({best['text']}) takes the held-out loss from {raw:.4f} to {best['loss']:.4f}"
     if annealed is None:
-        return f"{merged} nats a token, without further training; no annealed run is here to compare it with."
-    cost = f"the {report['tokens_saved'] / 1e6:.2f}M tokens that the annealing branch trained"
+        return f"{merged} nats per token, without further training; there is no annealed run to compare it with."
+    cost = f"the {report['tokens_saved'] / 1e6:.2f}M tokens of the annealing branch"
     if best["recovered_share"] is None:
-        return f"{merged}; annealing, for {cost}, ends at {annealed:.4f}."
+        return f"{merged}; annealing, with {cost}, ends at {annealed:.4f}."
     return f"{merged}: {best['recovered_share']:.0%} of what annealing gains ({annealed:.4f}), without {cost}."
 
 
@@ -301,8 +332,8 @@ def _brief(merge: dict[str, Any] | None) -> dict[str, Any] | None:
     return {key: merge[key] for key in ("text", "loss", "recovered_share")} if merge else None
 
 
-def _more_recovered(merge: dict[str, Any] | None, other: dict[str, Any] | None) -> float | None:
-    """How much larger the share is that `merge` recovers."""
+def _share_difference(merge: dict[str, Any] | None, other: dict[str, Any] | None) -> float | None:
+    """Return the recovered share of `merge` minus that of `other`."""
     if not merge or not other or merge["recovered_share"] is None:
         return None
     return merge["recovered_share"] - other["recovered_share"]
@@ -312,7 +343,7 @@ def _loss(entry: dict[str, Any]) -> float:
     return entry["loss"]
 
 
-def _parameters(run: Run) -> int:
-    # Shapes only: one device is enough, wherever the run's own mesh was.
+def _parameter_count(run: Run) -> int:
+    # Only shapes are needed, so one device is enough whatever the run's mesh.
     mesh = jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
     return parameter_count(abstract_params(run.config.model, mesh))

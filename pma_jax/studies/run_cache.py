@@ -1,13 +1,14 @@
-"""Runs kept by what decides their numbers: who asks for a configuration again gets the run that is there.
+"""A cache of trained runs, keyed by config digest: each configuration is trained once.
 
     CACHE/<key>/run/           the run directory
-    CACHE/<key>/lock           who trains it; others who ask for it wait
-    CACHE/<key>/seconds.json   wall seconds that its training took, all sittings together
-    CACHE/<key>/merged/        merges of its snapshots, for forks that begin with one
-    CACHE/compiled/            XLA's programs: runs of one shape are compiled once
+    CACHE/<key>/lock           held by the process that trains it, while others that need the run wait
+    CACHE/<key>/seconds.json   wall seconds of its training, summed over all sessions
+    CACHE/<key>/merged/        merges of its snapshots, which forks can start from
+    CACHE/compiled/            XLA's compilation cache, so that each program is compiled once
 
-The key of a run is the digest of its configuration; that of a fork is of its parent's key, the fork's tokens, the
-weights that it begins with and its own configuration. So a cache may move to another machine, and grow on several.
+The key of a run is the digest of its configuration. The key of a fork is a digest of its parent's key, the tokens of
+the fork, its initial weights and its own configuration. No key depends on a path inside the cache, so the cache can be
+moved, or grown on several machines and joined.
 """
 
 import contextlib
@@ -37,33 +38,34 @@ from pma_jax.training import forking
 from pma_jax.training.loop import train
 
 
-def trained(cache: epath.PathLike, config: Config) -> Run:
-    """The run of this configuration, trained to its horizon: now, on from where it was cut, or long ago.
+def get_or_train(cache: epath.PathLike, config: Config) -> Run:
+    """Return the run of `config`, trained to its horizon: start it, resume it, or open it when it is finished.
 
-    Two processes that ask for the same run train it once: the second waits. Raises ValueError as `train` does.
+    When two processes need the same run, one trains it and the other waits. Raises ValueError like `train`.
     """
-    return _finished(absolute_path(cache) / configuration.digest(config), config)
+    return _finish(absolute_path(cache) / configuration.digest(config), config)
 
 
-def forked(
+def get_or_fork(
     cache: epath.PathLike, source: Run, at_tokens: int, changes: Iterable[str], weights: Snapshot | None = None
 ) -> Run:
-    """The fork of `source` at `at_tokens` under `changes` (`section.key=value`), trained to its horizon as `trained`.
+    """Return the fork of `source` at `at_tokens`, trained to its horizon like `get_or_train`.
 
     Args:
-      cache: the folder of runs; `source` is one of them, or any other run.
-      source: the run that has a state at `at_tokens`.
-      at_tokens: a mark at which a state was kept.
-      changes: of the source's configuration.
-      weights: what the fork begins with in place of the state's own, such as `merged_at` gives; the optimizer and the
-        data position are the state's.
+      cache: directory of the cache.
+      source: a run of this cache, or any other run.
+      at_tokens: tokens at which `source` kept a full state.
+      changes: overrides of the source's configuration, as `section.key=value`.
+      weights: initial weights in place of the state's own, such as a merge from `get_or_merge`. The optimizer state and
+        the data position are still the state's.
 
-    Raises ValueError as `fork` and `train` do.
+    Raises:
+      ValueError: as `fork` and `train` do.
     """
     config = forking.fork_config(source, changes)
-    make_mesh(config.mesh)  # as in `_finished`
+    make_mesh(config.mesh)  # initialise the backend before states are listed; see _finish
     parts = [
-        key(cache, source),
+        entry_key(cache, source),
         forking.state_at(source, at_tokens).tokens,
         _weights_key(weights),
         configuration.digest(config),
@@ -73,13 +75,14 @@ def forked(
     def start(folder: epath.Path) -> None:
         forking.fork(source, at_tokens, config, folder, weights.path if weights else None)
 
-    return _finished(absolute_path(cache) / name, config, start)
+    return _finish(absolute_path(cache) / name, config, start)
 
 
-def merged_at(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
-    """The merge of the newest snapshots at `at_tokens` that `cell` names, written beside the run; once.
+def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
+    """Return the merge `cell` of the newest snapshots at `at_tokens`, written to merged/ next to the run if missing.
 
-    Raises ValueError when there are too few snapshots, or none at `at_tokens`.
+    Raises:
+      ValueError: `run` has too few snapshots, or none at `at_tokens`.
     """
     snapshots = run.of_kind(cell.kind)
     until = snapshots[: snapshot_at(snapshots, at_tokens, run.config.batch_tokens) + 1]
@@ -97,41 +100,41 @@ def merged_at(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     return read_snapshot(hosts.broadcast_from_first(write))
 
 
-def key(cache: epath.PathLike, run: Run) -> str:
-    """What the cache calls a run; a run from elsewhere is called by its configuration and its place."""
+def entry_key(cache: epath.PathLike, run: Run) -> str:
+    """Return the key of a run of the cache; for a run from elsewhere, its config digest and path."""
     if run.path.parent.parent == absolute_path(cache):
         return run.path.parent.name
     return f"{configuration.digest(run.config)} {run.path}"
 
 
-def spent(run: Run) -> dict[str, float]:
-    """What training a run of a cache took: `seconds` of wall time, and `tokens`, of a fork its own alone."""
+def training_cost(run: Run) -> dict[str, float]:
+    """Return the wall `seconds` and the `tokens` of a run's training; a fork's tokens are those since the fork."""
     path = run.path.parent / "seconds.json"
     seconds = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
     origin = run.metadata.get("forked_from", {"tokens": 0})["tokens"]
     return {"seconds": seconds, "tokens": run.config.training.total_tokens - origin}
 
 
-def _finished(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any] | None = None) -> Run:
-    """The run in `entry`, made by `start` if there is none, and trained to its horizon."""
-    _share_programs(entry.parent)
-    make_mesh(config.mesh)  # before states are listed, which starts JAX: the devices are then settled
+def _finish(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any] | None = None) -> Run:
+    """Return the run of a cache entry, trained to its horizon; create it with `start` if it does not exist."""
+    _enable_compilation_cache(entry.parent)
+    make_mesh(config.mesh)  # fixes the device count before listing the states initialises the backend
     folder = entry / "run"
     with contextlib.ExitStack() as stack:
         hosts.enter_on_first(stack, lambda: lock.held(entry, waits=True))
-        is_there = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
-        if start and not is_there:
+        exists = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
+        if start and not exists:
             start(folder)
         began = time.perf_counter()
-        had_to_train = not (is_there and _is_done(open_run(folder)))
+        was_finished = exists and _is_finished(open_run(folder))
         run = train(config, folder)
-        if had_to_train and hosts.is_first():
-            seconds = spent(run)["seconds"] + time.perf_counter() - began
+        if not was_finished and hosts.is_first():
+            seconds = training_cost(run)["seconds"] + time.perf_counter() - began
             atomic.write_text(entry / "seconds.json", json.dumps({"seconds": seconds}) + "\n")
     return run
 
 
-def _is_done(run: Run) -> bool:
+def _is_finished(run: Run) -> bool:
     newest = run.newest_state
     return newest is not None and run.config.is_horizon(newest.tokens)
 
@@ -145,8 +148,8 @@ def _weights_key(weights: Snapshot | None) -> list[Any] | None:
     return [configuration.digest(weights.config), weights.kind, tokens, weights.merge["coefficients"]]
 
 
-def _share_programs(cache: epath.Path) -> None:
-    # Whoever has named a folder for programs already keeps it.
+def _enable_compilation_cache(cache: epath.Path) -> None:
+    # A directory that the user configured takes precedence.
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,16 +1,16 @@
-"""A question to many runs: the command line, the trunks and the page that the scripts in experiments/ share.
+"""The frame of an experiment: its command line, its trunks and forks, and its page.
 
-A script has a docstring (the question) and four functions, and ends with `study.main(__file__, answer, report, row,
-figures)`:
+A script in experiments/ has a docstring (the question) and four functions, and ends with
+`run_experiment(__file__, measure, report, summarize, draw)`:
 
-    answer(study) -> dict      trains and evaluates by way of the study; what results.json holds of it (plain JSON)
-    report(results) -> str     the part of the README that follows from results.json: tables, and what was found
-    row(results) -> Row        the question's row on experiments/README.md
-    figures(results) -> dict   file name -> PNG
+    measure(study) -> dict             train and evaluate through the study; return what results.json stores
+    report(results) -> str             format the generated section of the README from results.json
+    summarize(results) -> IndexRow     format the experiment's row in experiments/README.md
+    draw(results) -> dict              return the figures: file name -> PNG
 
-Trunks are runs at a constant rate, cut into `units` equal parts: a snapshot of either kind at the end of each, and a
-state wherever an annealed branch may leave. Positions in the scripts are units, so that a script is the same at every
-size: `--sizes dense_1b --config.training.total_tokens=20e9` runs it on other models.
+A trunk is a run at a constant learning rate, cut into `units` equal parts: a snapshot of each kind at the end of each
+unit, and a full state wherever an annealed branch may fork. Scripts give positions in units, so that the same script
+works at every size: `--sizes dense_1b --config.training.total_tokens=20e9` runs it on other models.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,12 +38,12 @@ from pma_jax.runtime.errors import error_line
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import atomic
 from pma_jax.studies import pages, run_cache
-from pma_jax.studies.pages import Row
+from pma_jax.studies.pages import IndexRow
 
 SIZES = ("science_small", "science_large", "science_moe")
-RECORD_TOKENS = 4096  # held-out tokens of a trunk's own records; the study evaluates on its own, larger text
-LENGTHS = (32, 16, 8, 4, 2)  # an annealed branch takes one over so many of the tokens at its end
-# `--tiny`: a model that is trained in seconds, to see that a script runs. Its numbers say nothing.
+TRUNK_EVALUATION_TOKENS = 4096  # held-out tokens of a trunk's own records; the study evaluates on more
+BRANCH_DIVISORS = (32, 16, 8, 4, 2)  # the length of an annealed branch is its end divided by one of these
+# `--tiny`: a model that trains in seconds, to check that a script runs. Its numbers mean nothing.
 TINY = (
     "model.width=16",
     "model.layers=1",
@@ -62,28 +63,27 @@ TINY_OPTIONS = {"sizes": (SIZES[0], SIZES[-1]), "seeds": (0, 1), "units": 16, "e
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What a script was called with, and the runs that it has asked for."""
+    """The options of an experiment, and the runs that it has used."""
 
-    runs: Path  # folder of the run cache
-    sizes: tuple[str, ...] = SIZES  # configurations, the one that most is asked of first
+    cache: Path  # directory of the run cache
+    sizes: tuple[str, ...] = SIZES  # names of configurations; the first one is measured in most detail
     seeds: tuple[int, ...] = (0, 1, 2)
-    units: int = 64  # parts of a trunk; a multiple of 16
-    evaluation_tokens: int = 32_768  # held-out tokens that merges are judged by
-    overrides: tuple[str, ...] = ()  # `section.key=value`, of every run
-    read: dict[str, Run] = dataclasses.field(default_factory=dict)  # by path: the runs that were asked for
-    waited: list[float] = dataclasses.field(default_factory=lambda: [0.0])  # seconds until they were there
+    units: int = 64  # per trunk; a multiple of 16
+    evaluation_tokens: int = 32_768  # held-out tokens on which merges are compared
+    overrides: tuple[str, ...] = ()  # `section.key=value`, applied to every run
+    runs_used: dict[str, Run] = dataclasses.field(default_factory=dict)  # by path
+    training_seconds: list[float] = dataclasses.field(default_factory=list)  # spent here until each run was there
 
     def trunk_config(self, size: str, seed: int, changes: Iterable[str] = ()) -> Config:
-        """The configuration of a trunk: that of `size` under the overrides, with the study's marks.
+        """Return the configuration of a trunk: `size` with the overrides and the study's intervals.
 
-        The horizon is rounded down to whole steps a unit. A key that is overridden stays as it is given.
+        The horizon is rounded down to whole steps per unit. A key in `overrides` or `changes` keeps its given value.
         """
         raw = configuration.load(size)
         given = [*self.overrides, *changes]
         configuration.override(raw, given)
         batch = raw.training.batch_size_sequences * raw.training.sequence_length_tokens
         unit = max(raw.training.total_tokens // (batch * self.units), 1) * batch
-        marks = ",".join(str(u * unit) for u in self.fork_units())
         derived = {
             "training.total_tokens": unit * self.units,
             "training.seed": seed,
@@ -93,9 +93,9 @@ class Study:
             "checkpoint.kinds": "point,block_mean",
             "checkpoint.state_interval_tokens": unit * self.units,
             "checkpoint.keep_states": 1,
-            "checkpoint.keep_states_at_tokens": marks,
+            "checkpoint.keep_states_at_tokens": ",".join(str(u * unit) for u in self.fork_units()),
             "checkpoint.keep_windows": 0,
-            "evaluation.tokens": min(RECORD_TOKENS, self.evaluation_tokens),
+            "evaluation.tokens": min(TRUNK_EVALUATION_TOKENS, self.evaluation_tokens),
             "preview.windows": "()",
         }
         keys = {text.partition("=")[0] for text in given} - {"training.total_tokens"}
@@ -103,77 +103,89 @@ class Study:
         return configuration.resolve(raw)
 
     def fork_units(self) -> list[int]:
-        """Where trunks keep states: a branch of every length (`branch_units`) can end at a quarter, half, the end."""
+        """Return the units at which trunks keep full states.
+
+        From them a branch of any length in `branch_lengths` can end at a quarter, at half and at the end of the trunk.
+        """
         ends = (self.units // 4, self.units // 2, self.units)
-        starts = {end - length for end in ends for length in self.branch_units(end)}
+        starts = {end - length for end in ends for length in self.branch_lengths(end)}
         return sorted(starts | {self.units // 4, self.units // 2, 3 * self.units // 4})
 
-    def branch_units(self, end: int) -> list[int]:
-        """Lengths of the annealed branches that end at `end`: from a 32nd to half of it, in whole units."""
-        return [end // share for share in LENGTHS if end // share]
+    def branch_lengths(self, end: int) -> list[int]:
+        """Return the lengths, in units, of the annealed branches that end at `end`: from a 32nd to half of it."""
+        return [end // divisor for divisor in BRANCH_DIVISORS if end // divisor]
 
     def trunk(self, size: str, seed: int, changes: Iterable[str] = ()) -> Run:
-        """A trunk, trained: at a constant rate, with both kinds of snapshots at every unit."""
+        """Return the trained trunk of a size and seed, with snapshots of both kinds at every unit."""
         config = self.trunk_config(size, seed, changes)
-        return self._asked(lambda: run_cache.trained(self.runs, config))
+        return self._use(lambda: run_cache.get_or_train(self.cache, config))
 
-    def at_rate(self, size: str, factor: float) -> tuple["Study", dict[int, Run]]:
-        """A study of half the tokens, and its trunks by seed at `factor` times the size's rate, trained.
+    def trunks_at_rate(self, size: str, factor: float) -> tuple["Study", dict[int, Run]]:
+        """Return a study of half the tokens, and its trunks by seed at `factor` times the size's learning rate.
 
-        At the size's own rate the first half of the trunk is the run.
+        With factor 1 the trunks are those of the full length, whose first half is the run.
         """
-        half, whole = dataclasses.replace(self, units=self.units // 2), self.trunk_config(size, self.seeds[0])
+        half, full = dataclasses.replace(self, units=self.units // 2), self.trunk_config(size, self.seeds[0])
         changes = [
-            f"training.total_tokens={whole.training.total_tokens // 2}",
-            f"schedule.peak_rate={factor * whole.schedule.peak_rate}",
+            f"training.total_tokens={full.training.total_tokens // 2}",
+            f"schedule.peak_rate={factor * full.schedule.peak_rate}",
         ]
-        own = factor == 1
-        return half, {seed: self.trunk(size, seed) if own else half.trunk(size, seed, changes) for seed in self.seeds}
+        return half, {
+            seed: self.trunk(size, seed) if factor == 1 else half.trunk(size, seed, changes) for seed in self.seeds
+        }
 
-    def forked(self, run: Run, at: int, end: int, changes: Iterable[str] = (), weights: Snapshot | None = None) -> Run:
-        """The fork of a trunk from unit `at` to unit `end` under `changes`, trained; see `run_cache.forked`."""
+    def fork(self, run: Run, at: int, end: int, changes: Iterable[str] = (), weights: Snapshot | None = None) -> Run:
+        """Return the trained fork of a trunk from unit `at` to unit `end`; see `run_cache.get_or_fork`."""
         keys = [
             f"training.total_tokens={end * self.unit_tokens(run)}",
             f"checkpoint.state_interval_tokens={end * self.unit_tokens(run)}",
             "checkpoint.keep_states_at_tokens=()",
             *changes,
         ]
-        return self._asked(lambda: run_cache.forked(self.runs, run, at * self.unit_tokens(run), keys, weights))
+        return self._use(lambda: run_cache.get_or_fork(self.cache, run, at * self.unit_tokens(run), keys, weights))
 
-    def annealed(self, run: Run, at: int, end: int, shape: str = "linear", weights: Snapshot | None = None) -> Run:
-        """The fork of a trunk at unit `at` whose rate decays to 0 at unit `end`: linear, cosine or minus_sqrt."""
+    def anneal(self, run: Run, at: int, end: int, shape: str = "linear", weights: Snapshot | None = None) -> Run:
+        """Return the fork of a trunk whose rate decays from unit `at` to 0 at `end`: linear, cosine or minus_sqrt."""
         decay = [f"schedule.decay={shape}", f"schedule.decay_start_tokens={at * self.unit_tokens(run)}"]
-        return self.forked(run, at, end, decay, weights)
+        return self.fork(run, at, end, decay, weights)
 
-    def merged(self, run: Run, cell: Cell, at: int) -> Snapshot:
-        """The merge of a trunk's newest snapshots at unit `at`, as a snapshot that a fork can begin with."""
-        return run_cache.merged_at(run, cell, at * self.unit_tokens(run))
+    def merge(self, run: Run, cell: Cell, at: int) -> Snapshot:
+        """Return the merge of a trunk's newest snapshots at unit `at`, as a snapshot that a fork can start from."""
+        return run_cache.get_or_merge(run, cell, at * self.unit_tokens(run))
 
     def losses(self, run: Run, cells: Iterable[Cell], ends: Sequence[int]) -> dict[tuple[Cell, int], float]:
-        """Held-out loss of each merge at each end, in units; what has too few snapshots there is left out."""
+        """Return the held-out loss of each merge at each end, in units; merges that lack snapshots are left out."""
         tokens = [end * self.unit_tokens(run) for end in ends]
-        found = losses_along(run, cells, tokens, self.evaluation(run))
-        return {(cell, at // self.unit_tokens(run)): loss for (cell, at), loss in found.items()}
+        losses = losses_along(run, cells, tokens, self.evaluation_config(run))
+        return {(cell, at // self.unit_tokens(run)): loss for (cell, at), loss in losses.items()}
 
     def loss(self, run: Run, cell: Cell = RAW, end: int | None = None) -> float:
-        """Held-out loss of one merge, by default of the run's last weights. Raises KeyError where it cannot be made."""
+        """Return the held-out loss of one merge at `end`; by default, of the run's last weights.
+
+        Raises:
+          KeyError: there are too few snapshots for the merge.
+        """
         end = run.config.training.total_tokens // self.unit_tokens(run) if end is None else end
         return self.losses(run, [cell], [end])[cell, end]
 
-    def over_seeds(
+    def losses_over_seeds(
         self, run_of: Callable[[int], Run], cells: Iterable[Cell], ends: Sequence[int]
     ) -> dict[str, dict[str, list[float]]]:
-        """`losses` of the runs of all seeds, for results.json: merge -> end, in units -> a loss for each seed."""
+        """Return `losses` of the runs of all seeds, as results.json stores them.
+
+        Returns:
+          The text of each merge -> each end, in units -> one loss per seed.
+        """
         cells = list(cells)
         each = [self.losses(run_of(seed), cells, ends) for seed in self.seeds]
-        found: dict[str, dict[str, list[float]]] = {}
+        results: dict[str, dict[str, list[float]]] = {}
         for cell in cells:
             at = {str(end): [losses[cell, end] for losses in each] for end in ends if (cell, end) in each[0]}
-            found |= {cell.text: at} if at else {}
-        return found
+            results |= {cell.text: at} if at else {}
+        return results
 
-    def facts(self, size: str) -> dict[str, Any]:
-        """What tables say of a size: its parameters (active: that a token meets), and a trunk's tokens and rate."""
+    def describe_size(self, size: str) -> dict[str, Any]:
+        """Return what tables show of a size: parameters, those active per token, and a trunk's tokens and rate."""
         config = self.trunk_config(size, self.seeds[0])
         shapes = abstract_params(config.model, make_mesh(config.mesh))
         return {
@@ -184,122 +196,134 @@ class Study:
             "peak_rate": config.schedule.peak_rate,
         }
 
-    def evaluation(self, run: Run) -> EvaluationConfig:
-        """The held-out text of the study: the same for every run."""
+    def evaluation_config(self, run: Run) -> EvaluationConfig:
+        """Return the evaluation of the study: the same held-out text for every run."""
         return dataclasses.replace(run.config.evaluation, tokens=self.evaluation_tokens)
 
     def unit_tokens(self, run: Run) -> int:
-        """Tokens of a unit."""
+        """Return the tokens per unit of a trunk."""
         return run.config.checkpoint.interval_tokens
 
-    def spent(self) -> dict[str, float]:
-        """Wall hours and tokens of the training of all runs that were asked for, by this script or another."""
-        each = [run_cache.spent(run) for run in self.read.values()]
+    def training_cost(self) -> dict[str, float]:
+        """Return wall hours and tokens of the training of all runs used here, whichever script trained them."""
+        each = [run_cache.training_cost(run) for run in self.runs_used.values()]
         return {
             "runs": len(each),
-            "tokens": sum(s["tokens"] for s in each),
-            "training_hours": sum(s["seconds"] for s in each) / 3600,
+            "tokens": sum(cost["tokens"] for cost in each),
+            "training_hours": sum(cost["seconds"] for cost in each) / 3600,
         }
 
-    def _asked(self, ask: Callable[[], Run]) -> Run:
+    def _use(self, get: Callable[[], Run]) -> Run:
         began = time.perf_counter()
-        run = ask()
-        self.waited[0] += time.perf_counter() - began
-        self.read[str(run.path)] = run
+        run = get()
+        self.training_seconds.append(time.perf_counter() - began)
+        self.runs_used[str(run.path)] = run
         return run
 
 
-def main(
+def run_experiment(
     script: str,
-    answer: Callable[[Study], dict[str, Any]],
+    measure: Callable[[Study], dict[str, Any]],
     report: Callable[[dict[str, Any]], str],
-    row: Callable[[dict[str, Any]], Row],
-    figures: Callable[[dict[str, Any]], dict[str, bytes]],
+    summarize: Callable[[dict[str, Any]], IndexRow],
+    draw: Callable[[dict[str, Any]], dict[str, bytes]],
     arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Answer the question of `script`: writes results.json and the figures, and the README's results between its marks.
+    """Run an experiment from its command line: write results.json, the figures and the README's generated section.
 
-    What was trained and evaluated before is read from --runs. Wrong words or files end it with one line and exit
-    status 1. Returns what results.json holds.
+    Runs and losses that --runs already holds are read, not computed again. Wrong options or files end the process with
+    one line on standard error and a nonzero exit status.
+
+    Args:
+      script: path of the script; its folder is the default of --out.
+      measure: see the module's docstring, as for the next three.
+      report: formats the generated section.
+      summarize: formats the row in the index.
+      draw: draws the figures.
+      arguments: the command line; by default that of the process.
+
+    Returns:
+      What results.json holds.
     """
     folder = Path(script).resolve().parent
-    options, overrides = _parsed(folder, arguments)
-    with _refusals_in_one_line():
+    options, overrides = _parse(folder, sys.argv[1:] if arguments is None else arguments)
+    with _errors_as_one_line():
         page = options.out / "README.md"
         if page.exists():
-            pages.results_of(page.read_text())  # before the hours that the answer takes
+            pages.extract_results(page.read_text())  # fail before hours of measuring, not after
         keep_freed_memory()
-        kept = options.out / "results.json"
-        results = json.loads(kept.read_text()) if options.redraw else _answered(answer, options, overrides)
-        results["row"] = dataclasses.asdict(row(results))
-        atomic.write_text(epath.Path(kept), json.dumps(results, indent=1) + "\n")
-        for name, png in figures(results).items():
+        path = options.out / "results.json"
+        results = json.loads(path.read_text()) if options.redraw else _measure(measure, options, overrides)
+        results["row"] = dataclasses.asdict(summarize(results))
+        atomic.write_text(epath.Path(path), json.dumps(results, indent=1) + "\n")
+        for name, png in draw(results).items():
             (options.out / name).write_bytes(png)
         if page.exists():
-            page.write_text(pages.with_results(page.read_text(), whole_report(report, results)))
+            page.write_text(pages.replace_results(page.read_text(), render_results(report, results)))
         if options.out == folder and (folder.parent / "README.md").exists():
             pages.write_index(folder.parent)
-        print(whole_report(report, results))
+        print(render_results(report, results))
         return results
 
 
 @contextlib.contextmanager
-def _refusals_in_one_line() -> Iterator[None]:
+def _errors_as_one_line() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error_line(error)}") from error
 
 
-def whole_report(report: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
-    """The README's part between its marks: the script's own report, then what made it."""
-    return f"{report(results)}\n\n{made_text(results['made'])}"
+def render_results(report: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
+    """Return the README's generated section: the script's report, then where its numbers come from."""
+    return f"{report(results)}\n\n{describe_provenance(results['made'])}"
 
 
-def made_text(made: dict[str, Any]) -> str:
-    """Where the numbers come from, in a sentence or two."""
+def describe_provenance(made: dict[str, Any]) -> str:
+    """Describe, in a sentence or two, the commit, the cost and the options that the numbers were made with."""
     commit = f"Made at commit `{made['commit']}`" if made["commit"] else "Made outside of a repository"
-    given = f"; given besides: `{' '.join(made['overrides'])}`" if made["overrides"] else ""
+    given = f"; overrides: `{' '.join(made['overrides'])}`" if made["overrides"] else ""
     return (
         f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {made['training_hours']:.2f} machine "
-        f"hours (wall time; what other questions read too counts in each), and {made['evaluation_hours']:.2f} hours of "
-        f"evaluating. Seeds {', '.join(map(str, made['seeds']))}; {made['evaluation_tokens']:,} held-out "
+        f"hours (wall time; a run that several experiments use counts in each), and {made['evaluation_hours']:.2f} "
+        f"hours of evaluation. Seeds {', '.join(map(str, made['seeds']))}; {made['evaluation_tokens']:,} held-out "
         f"tokens, the same for every model{given}. All numbers: [results.json](results.json)."
     )
 
 
-def _answered(answer: Callable[[Study], dict[str, Any]], options: Any, overrides: Sequence[str]) -> dict[str, Any]:
-    keys = {name: getattr(options, name) for name in ("sizes", "seeds", "units", "evaluation_tokens")}
+def _measure(measure: Callable[[Study], dict[str, Any]], options: Any, overrides: Sequence[str]) -> dict[str, Any]:
+    keys = {name: getattr(options, name) for name in TINY_OPTIONS}
     study = Study(options.runs.resolve(), overrides=tuple(overrides), **keys)
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    found = answer(study)
-    made = {"commit": _commit(), **keys, "overrides": list(overrides), **study.spent()}
-    made["evaluation_hours"] = (time.perf_counter() - began - study.waited[0]) / 3600
-    return json.loads(json.dumps({"made": made, **found}))
+    results = measure(study)
+    made = {"commit": _commit(), **keys, "overrides": list(overrides), **study.training_cost()}
+    made["evaluation_hours"] = (time.perf_counter() - began - sum(study.training_seconds)) / 3600
+    return json.loads(json.dumps({"made": made, **results}))
 
 
-def _parsed(folder: Path, arguments: Sequence[str] | None) -> tuple[Any, list[str]]:
-    parser = argparse.ArgumentParser(description=f"The experiment {folder.name}; --config.KEY=VALUE goes to every run.")
-    texts = lambda text: tuple(text.split(","))  # noqa: E731
-    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs, shared by all experiments")
-    parser.add_argument("--out", type=Path, default=folder, help="folder of results.json, figures and README.md")
-    parser.add_argument("--sizes", type=texts, help=f"configurations ({','.join(SIZES)})")
+def _parse(folder: Path, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the configuration overrides as `section.key=value`."""
+    parser = argparse.ArgumentParser(
+        description=f"The experiment {folder.name}; --config.KEY=VALUE changes the configuration of every run."
+    )
+    names = lambda text: tuple(text.split(","))  # noqa: E731
+    parser.add_argument("--runs", type=Path, required=True, help="directory of runs, shared by all experiments")
+    parser.add_argument("--out", type=Path, default=folder, help="directory of results.json, figures and README.md")
+    parser.add_argument("--sizes", type=names, help=f"names of configurations ({','.join(SIZES)})")
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), help="(0,1,2)")
-    parser.add_argument("--units", type=int, help="parts of a trunk, a multiple of 16 (64)")
-    parser.add_argument("--evaluation-tokens", type=int, help="held-out tokens that merges are judged by (32768)")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and two seeds, to see that it runs")
-    parser.add_argument("--redraw", action="store_true", help="only tables and figures anew, from results.json")
+    parser.add_argument("--units", type=int, help="units per trunk, a multiple of 16 (64)")
+    parser.add_argument("--evaluation-tokens", type=int, help="held-out tokens on which merges are compared (32768)")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and two seeds, to check that it runs")
+    parser.add_argument("--redraw", action="store_true", help="only rewrite tables and figures, from results.json")
+    defaults = {field.name: field.default for field in dataclasses.fields(Study)}
+    parser.set_defaults(**{name: defaults[name] for name in TINY_OPTIONS})
+    if parser.parse_known_args(arguments)[0].tiny:
+        parser.set_defaults(**TINY_OPTIONS)
     options, rest = parser.parse_known_args(arguments)
     wrong = [word for word in rest if not (word.startswith("--config.") and "=" in word)]
     if wrong:
         parser.error(f"unknown: {' '.join(wrong)}")
-    defaults = {field.name: field.default for field in dataclasses.fields(Study)} | (
-        TINY_OPTIONS if options.tiny else {}
-    )
-    for name in ("sizes", "seeds", "units", "evaluation_tokens"):
-        if getattr(options, name) is None:
-            setattr(options, name, defaults[name])
     if options.units % 16:
         parser.error(f"--units {options.units}: give a multiple of 16")
     options.out = options.out.resolve()
@@ -308,11 +332,11 @@ def _parsed(folder: Path, arguments: Sequence[str] | None) -> tuple[Any, list[st
 
 
 def _commit() -> str | None:
-    """The short name of the commit that runs, with + where files that are tracked were changed since."""
-    here = ["git", "-C", str(Path(__file__).parent)]
+    """Return the short hash of HEAD, with `+` if tracked files of the package have changed; None without git."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
     try:
-        name = subprocess.run([*here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*here, "status", "--porcelain", "-uno", "--", "."], capture_output=True, text=True)
+        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno", "--", "."], capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return name.stdout.strip() + ("+" if changed.stdout.strip() else "")

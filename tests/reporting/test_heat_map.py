@@ -6,6 +6,7 @@ from matplotlib import image
 from matplotlib.patches import Rectangle
 
 from pma_jax.reporting import heat_map
+from pma_jax.reporting.drawing import to_png
 
 
 def sweep(recipes=("sma", "lagfree:lag=0.5"), windows=(3, 10), intervals=(1, 2, 4), kinds=("point", "block_mean")):
@@ -20,7 +21,7 @@ def sweep(recipes=("sma", "lagfree:lag=0.5"), windows=(3, 10), intervals=(1, 2, 
 
 
 def test_a_panel_a_recipe_and_kind_of_intervals_by_windows():
-    panels = heat_map.panels(sweep()["rows"])
+    panels = heat_map.sweep_heat_maps(sweep()["rows"])
     assert [p.title for p in panels] == [
         "sma, points",
         "lagfree lag=0.5, points",
@@ -33,7 +34,7 @@ def test_a_panel_a_recipe_and_kind_of_intervals_by_windows():
 
 
 def test_with_one_interval_a_panel_a_kind_of_recipes_by_windows():
-    panels = heat_map.panels(sweep(intervals=(1,))["rows"])
+    panels = heat_map.sweep_heat_maps(sweep(intervals=(1,))["rows"])
     assert [(p.title, p.rows) for p in panels] == [
         ("points", ["sma", "lagfree lag=0.5"]),
         ("block means", ["sma", "lagfree lag=0.5"]),
@@ -45,7 +46,7 @@ def test_with_one_interval_a_panel_a_kind_of_recipes_by_windows():
 def test_every_loss_is_written_and_the_best_is_framed(intervals):
     found = sweep(intervals=intervals)
     del found["rows"][3]
-    drawn = heat_map.figure(found)
+    drawn = heat_map.draw_sweep(found)
     written = [text.get_text() for axes in drawn.axes for text in axes.texts]
     assert sorted(t for t in written if t != "–") == sorted(f"{r['loss']:.4f}" for r in found["rows"])
     assert written.count("–") == 1
@@ -55,7 +56,7 @@ def test_every_loss_is_written_and_the_best_is_framed(intervals):
 
 
 def test_everything_is_inside_the_figure_and_nothing_overlaps():
-    drawn = heat_map.figure(sweep(recipes=("sma", "wma", "ema:alpha=0.1", "lagfree:lag=0.5,order=1")))
+    drawn = heat_map.draw_sweep(sweep(recipes=("sma", "wma", "ema:alpha=0.1", "lagfree:lag=0.5,order=1")))
     drawn.canvas.draw()
     renderer = drawn.canvas.get_renderer()
     boxes = [axes.get_tightbbox(renderer) for axes in drawn.axes]
@@ -68,22 +69,25 @@ def test_everything_is_inside_the_figure_and_nothing_overlaps():
 def test_losses_that_are_not_finite_and_a_single_one_can_be_drawn(tmp_path):
     found = sweep(recipes=("sma",), windows=(3,), intervals=(1,), kinds=("point",))
     found["raw_loss"] = None
-    path = heat_map.write(found, tmp_path)
+    path = heat_map.write_sweep_figure(found, tmp_path)
     assert image.imread(io.BytesIO(path.read_bytes())).shape[2] == 4
     found["rows"][0]["loss"] = float("nan")
-    assert [t.get_text() for t in heat_map.figure(found).axes[0].texts] == ["–"]
+    assert [t.get_text() for t in heat_map.draw_sweep(found).axes[0].texts] == ["–"]
     assert [p.name for p in tmp_path.iterdir()] == ["sweep.png"]
 
 
 def test_panels_below_each_other_are_taller_and_their_bytes_repeat():
-    panels = heat_map.panels(sweep(intervals=(1, 2))["rows"])
+    panels = heat_map.sweep_heat_maps(sweep(intervals=(1, 2))["rows"])
     assert len(panels) > 1
-    beside, below = (image.imread(io.BytesIO(heat_map.png(panels, "title", columns=n))).shape for n in (len(panels), 1))
+    beside, below = (
+        image.imread(io.BytesIO(to_png(heat_map.draw_heat_maps(panels, "title", columns=n)))).shape
+        for n in (len(panels), 1)
+    )
     assert below[0] > beside[0] and below[1] < beside[1]
-    assert heat_map.png(panels, "title") == heat_map.png(panels, "title")
+    assert to_png(heat_map.draw_heat_maps(panels, "title")) == to_png(heat_map.draw_heat_maps(panels, "title"))
 
 
 def test_cells_above_the_end_of_the_scale_have_its_last_colour():
-    panel = heat_map.Panel("one", ["a"], ["1", "2", "3"], "N", np.array([[0.0, 1.0, 100.0]]))
-    wide, narrow = (heat_map.draw([panel], "t", highest=h).axes[0].images[0] for h in (None, 1.0))
+    panel = heat_map.HeatMap("one", ["a"], ["1", "2", "3"], "N", np.array([[0.0, 1.0, 100.0]]))
+    wide, narrow = (heat_map.draw_heat_maps([panel], "t", highest=h).axes[0].images[0] for h in (None, 1.0))
     assert narrow.get_clim() == (0.0, 1.0) and wide.get_clim() == (0.0, 100.0)

@@ -40,7 +40,7 @@ def report(realistic):
 
 
 def test_the_page_parses_and_needs_nothing_else(report):
-    text = html.page(report, "{}", b"light", b"dark")
+    text = html.render_page(report, "{}", b"light", b"dark")
     page = Page(text)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     for name, value in page.attributes:
@@ -52,12 +52,12 @@ def test_the_page_parses_and_needs_nothing_else(report):
 
 
 def test_both_figures_are_embedded(report):
-    embedded = re.findall(r"base64,([^\"]+)", html.page(report, "{}", b"light", b"dark"))
+    embedded = re.findall(r"base64,([^\"]+)", html.render_page(report, "{}", b"light", b"dark"))
     assert [base64.b64decode(e) for e in embedded] == [b"dark", b"light"]
 
 
 def test_the_page_says_what_the_report_holds(report):
-    page = Page(html.page(report, '{"config": "here"}', b"", b""))
+    page = Page(html.render_page(report, '{"config": "here"}', b"", b""))
     text = " ".join(page.text)
     assert report["finding"] in text
     assert '{"config": "here"}' in text
@@ -69,18 +69,18 @@ def test_the_page_says_what_the_report_holds(report):
 
 
 def test_only_the_best_merge_is_bold(report):
-    strong = re.findall(r"<strong>(.*?)</strong>", html.page(report, "{}", b"", b""))
+    strong = re.findall(r"<strong>(.*?)</strong>", html.render_page(report, "{}", b"", b""))
     assert strong == [f"{report['best_merge']['loss']:.4f}"]
 
 
 def test_text_from_files_is_escaped(report):
     evil = "<script>alert(1)</script>"
     report["notes"], report["run"], report["versions"] = [evil], evil, {evil: evil}
-    page = Page(html.page(report, evil, b"", b""))
+    page = Page(html.render_page(report, evil, b"", b""))
     assert "script" not in page.tags and evil in " ".join(page.text)
 
 
 def test_a_run_alone_makes_a_page(realistic):
     run, _ = realistic
-    page = Page(html.page(build_report(run, []), "{}", b"", b""))
+    page = Page(html.render_page(build_report(run, []), "{}", b"", b""))
     assert "Recovered is" not in " ".join(page.text)

@@ -6,7 +6,7 @@ import pytest
 
 from pma_jax import config as configuration
 from pma_jax.reporting import report as reporting
-from pma_jax.reporting.report import build_report, print_table, write_report
+from pma_jax.reporting.report import build_report, format_report, write_report
 
 HORIZON, FORK = 6_000_000, 4_800_000
 ROWS = [
@@ -128,7 +128,7 @@ def test_block_means_and_intervals_stand_beside_the_papers_merges(with_blocks):
     assert report["best_sma"]["text"] == "sma:10" and report["recovered_share"] == pytest.approx(0.8)
     assert report["block_points_gained"] == pytest.approx(0.16)
     assert report["merged_loss"]["sma:10@2"] == 1.105 and report["merged_loss"]["block/sma:3"] == 1.14
-    table = print_table(report)
+    table = format_report(report)
     assert "block/wma:10 *" in table and "sma:10@2" in table
     page = write_report(report, run)[2].read_text()
     assert (
@@ -204,7 +204,7 @@ def test_evaluations_alone_make_a_report(make_run, tmp_path):
     report = build_report(run, [])
     assert report["merged_loss"] == {} and report["best_merge"] is None and report["previews_total"] == 0
     assert all(path.exists() for path in write_report(report, run))
-    assert "3.0000" in print_table(report)
+    assert "3.0000" in format_report(report)
 
 
 def test_several_annealed_forks_are_held_against_the_best(pair, make_run, forked):
@@ -231,7 +231,7 @@ def test_annealing_that_does_not_help_leaves_no_share(make_run, forked):
     report = build_report(run, [fork])
     assert report["recovered_share"] is None and report["tokens_saved"] == 1_200_000
     assert "did not lower" in report["notes"][0]
-    assert "-" in print_table(report)
+    assert "-" in format_report(report)
     assert all(path.exists() for path in write_report(report, run))
 
 
@@ -243,7 +243,7 @@ def test_runs_on_other_text_are_refused(make_run, forked, fact, what):
 
 
 def test_a_run_that_was_not_forked_is_refused(make_run):
-    with pytest.raises(ValueError, match="was not forked"):
+    with pytest.raises(ValueError, match="is not a fork"):
         build_report(make_run("demo", RAW), [make_run("other", ANNEALED, decay="linear")])
 
 
@@ -292,7 +292,7 @@ def test_a_report_that_fails_leaves_the_old_one(pair, monkeypatch):
     def fails(*args, **kwargs):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(reporting.html, "page", fails)
+    monkeypatch.setattr(reporting.html, "render_page", fails)
     with pytest.raises(RuntimeError):
         write_report(report | {"raw_loss": 2.0}, run)
     assert {p: p.read_bytes() for p in before} == before
@@ -300,7 +300,7 @@ def test_a_report_that_fails_leaves_the_old_one(pair, monkeypatch):
 
 def test_the_table_is_aligned_and_marks_the_best(pair):
     run, fork = pair
-    lines = print_table(build_report(run, [fork])).splitlines()
+    lines = format_report(build_report(run, [fork])).splitlines()
     table = lines[2:8]
     assert len({len(line) for line in table}) == 1
     # 1.11 nats a byte: perplexity e^1.11, bits 1.11 / ln 2.
@@ -312,5 +312,5 @@ def test_the_table_is_aligned_and_marks_the_best(pair):
 def test_bits_per_byte_only_for_bytes(make_run):
     run = make_run("demo", RAW, sweep=SWEEP, tokenizer="bpe")
     report = build_report(run, [])
-    assert "bits" not in print_table(report)
+    assert "bits" not in format_report(report)
     assert "bits a byte" not in write_report(report, run)[2].read_text()

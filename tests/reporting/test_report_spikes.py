@@ -6,8 +6,9 @@ import pytest
 from conftest import evaluation
 
 from pma_jax.config import to_json
-from pma_jax.reporting import figures, html
+from pma_jax.reporting import html
 from pma_jax.reporting.report import build_report, write_report
+from pma_jax.reporting.report_figure import draw_report
 
 
 def spike(onset, tokens, verdict, loss=3.0):
@@ -57,13 +58,13 @@ def test_each_spike_is_a_row_with_what_was_done(spiky):
 
 def test_the_page_and_the_files_have_them(spiky, tmp_path):
     report = build_report(spiky, [])
-    page = html.page(report, to_json(spiky.config), b"", b"")
+    page = html.render_page(report, to_json(spiky.config), b"", b"")
     assert "Loss spikes" in page and "back to sma of 3 snapshots" in " ".join(page.split()) and "not finite" in page
     assert json.loads(write_report(report, spiky, tmp_path)[0].read_text())["spikes"] == report["spikes"]
 
 
 def test_the_figure_marks_where_the_run_went_back(spiky):
-    drawn = figures.figure(build_report(spiky, []))
+    drawn = draw_report(build_report(spiky, []))
     texts = [text.get_text() for axes in drawn.axes for text in axes.texts]
     assert sum("back to\nsma:3" in text for text in texts) == 2
 
@@ -72,4 +73,4 @@ def test_a_calm_run_says_nothing_of_spikes(make_run):
     run = make_run("calm", [evaluation(6_000_000, 1.5)])
     report = build_report(run, [])
     assert report["spikes"] == []
-    assert "Loss spikes" not in html.page(report, to_json(run.config), b"", b"")
+    assert "Loss spikes" not in html.render_page(report, to_json(run.config), b"", b"")

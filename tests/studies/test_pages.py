@@ -7,35 +7,35 @@ import pytest
 
 from pma_jax.analysis.comparison import Difference
 from pma_jax.studies import pages
-from pma_jax.studies.pages import BEGIN, END, Row
+from pma_jax.studies.pages import BEGIN, END, IndexRow
 
 PAGE = f"# Title\n\nwords\n\n{BEGIN}\n\nold\n\n{END}\n\nmore words\n"
 
 
 def test_a_table_is_markdown_and_bars_stay_in_their_cell():
-    assert pages.table(["a", "b"], [[1, "x|y"]]) == "| a | b |\n| --- | --- |\n| 1 | x\\|y |"
+    assert pages.format_table(["a", "b"], [[1, "x|y"]]) == "| a | b |\n| --- | --- |\n| 1 | x\\|y |"
 
 
 def test_an_interval_is_its_mean_and_ends_with_signs():
-    assert pages.interval(Difference(0.01234, -0.001, 0.0257, 3)) == "+0.0123 [-0.0010, +0.0257]"
-    assert pages.interval(Difference(85.0, 84.0, 86.0, 3), digits=0, unit="%") == "+85% [+84%, +86%]"
+    assert pages.format_interval(Difference(0.01234, -0.001, 0.0257, 3)) == "+0.0123 [-0.0010, +0.0257]"
+    assert pages.format_interval(Difference(85.0, 84.0, 86.0, 3), digits=0, unit="%") == "+85% [+84%, +86%]"
     # Student's t of 2 degrees of freedom: 4.303 times 0.1 over sqrt(3).
-    assert pages.paired([1.1, 1.2, 1.3], [1.0, 1.0, 1.0], 3) == "+0.200 [-0.048, +0.448]"
-    assert pages.percent([0.8, 0.85, 0.9]) == "85% [73%, 97%]"
+    assert pages.format_difference([1.1, 1.2, 1.3], [1.0, 1.0, 1.0], 3) == "+0.200 [-0.048, +0.448]"
+    assert pages.format_mean_share([0.8, 0.85, 0.9]) == "85% [73%, 97%]"
 
 
 def test_only_what_stands_between_the_marks_is_replaced():
-    new = pages.with_results(PAGE, "new\n")
-    assert new == PAGE.replace("old", "new") and pages.results_of(new) == "new"
+    new = pages.replace_results(PAGE, "new\n")
+    assert new == PAGE.replace("old", "new") and pages.extract_results(new) == "new"
     for broken in ("no marks", PAGE + PAGE):
         with pytest.raises(ValueError, match="once each"):
-            pages.with_results(broken, "new")
+            pages.replace_results(broken, "new")
         with pytest.raises(ValueError, match="once each"):
-            pages.results_of(broken)
+            pages.extract_results(broken)
 
 
 def test_the_index_has_the_questions_that_have_results_by_their_number(tmp_path):
-    rows = {"b": Row(1, "first?", "yes", "it does", "+1"), "a": Row(2, "second?", "no", "it does not", "-1")}
+    rows = {"b": IndexRow(1, "first?", "yes", "it does", "+1"), "a": IndexRow(2, "second?", "no", "it does not", "-1")}
     for name, row in rows.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps({"row": dataclasses.asdict(row)}))
@@ -43,7 +43,7 @@ def test_the_index_has_the_questions_that_have_results_by_their_number(tmp_path)
     (tmp_path / "c" / "results.json").write_text("{}")
     (tmp_path / "README.md").write_text(PAGE)
     pages.write_index(tmp_path)
-    lines = pages.results_of((tmp_path / "README.md").read_text()).splitlines()
+    lines = pages.extract_results((tmp_path / "README.md").read_text()).splitlines()
     assert lines[2:] == [
         "| [first?](b/README.md) | yes | it does | +1 |",
         "| [second?](a/README.md) | no | it does not | -1 |",

@@ -20,7 +20,7 @@ ANNEAL = ["schedule.decay=linear", f"schedule.decay_start_tokens={FORK}"]
 @pytest.fixture(scope="module")
 def cache(workspace, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
-    run_cache.trained(folder, tiny.config(workspace))
+    run_cache.get_or_train(folder, tiny.config(workspace))
     return folder
 
 
@@ -40,62 +40,62 @@ def trained(monkeypatch):
 
 
 def test_a_run_is_trained_once_and_is_the_run_that_train_gives(cache, finished, workspace, trained):
-    run = run_cache.trained(cache, tiny.config(workspace))
+    run = run_cache.get_or_train(cache, tiny.config(workspace))
     assert trained == [] and run.path.parent.name == configuration.digest(run.config)
     assert tiny.numbers(run) == tiny.numbers(finished)
-    assert run_cache.spent(run)["seconds"] > 0 and run_cache.spent(run)["tokens"] == tiny.HORIZON
-    other = run_cache.trained(cache, tiny.config(workspace, training__seed=1))
+    assert run_cache.training_cost(run)["seconds"] > 0 and run_cache.training_cost(run)["tokens"] == tiny.HORIZON
+    other = run_cache.get_or_train(cache, tiny.config(workspace, training__seed=1))
     assert len(trained) == 1 and other.path != run.path
 
 
 def test_a_run_that_was_cut_is_resumed(cache, finished, workspace, tmp_path, trained):
-    run = run_cache.trained(cache, tiny.config(workspace))
+    run = run_cache.get_or_train(cache, tiny.config(workspace))
     copied = shutil.copytree(run.path.parent, tmp_path / run.path.parent.name)
     for saved in (copied / "run" / "states").iterdir():
         if saved.name == "24":
             shutil.rmtree(saved)
     before = json.loads((copied / "seconds.json").read_text())["seconds"]
-    again = run_cache.trained(tmp_path, tiny.config(workspace))
+    again = run_cache.get_or_train(tmp_path, tiny.config(workspace))
     assert len(trained) == 1 and tiny.numbers(again) == tiny.numbers(finished)
-    assert run_cache.spent(again)["seconds"] > before, "all sittings count"
+    assert run_cache.training_cost(again)["seconds"] > before, "all sittings count"
 
 
 def test_a_fork_is_known_by_its_parent_its_place_and_its_changes(cache, workspace, trained):
-    source = run_cache.trained(cache, tiny.config(workspace))
-    fork = run_cache.forked(cache, source, FORK, ANNEAL)
+    source = run_cache.get_or_train(cache, tiny.config(workspace))
+    fork = run_cache.get_or_fork(cache, source, FORK, ANNEAL)
     assert fork.metadata["forked_from"]["tokens"] == FORK and fork.config.schedule.decay == "linear"
-    assert run_cache.spent(fork)["tokens"] == tiny.HORIZON - FORK
-    assert run_cache.forked(cache, source, FORK, ANNEAL).path == fork.path and len(trained) == 1
-    paths = {fork.path, run_cache.forked(cache, source, FORK // 2, ANNEAL).path}
-    paths.add(run_cache.forked(cache, source, FORK, ["schedule.peak_rate=0.005"]).path)
-    paths.add(run_cache.forked(cache, fork, tiny.HORIZON, ["training.total_tokens=6400"]).path)
-    other = run_cache.trained(cache, tiny.config(workspace, training__seed=1))
-    paths.add(run_cache.forked(cache, other, FORK, ANNEAL).path)
+    assert run_cache.training_cost(fork)["tokens"] == tiny.HORIZON - FORK
+    assert run_cache.get_or_fork(cache, source, FORK, ANNEAL).path == fork.path and len(trained) == 1
+    paths = {fork.path, run_cache.get_or_fork(cache, source, FORK // 2, ANNEAL).path}
+    paths.add(run_cache.get_or_fork(cache, source, FORK, ["schedule.peak_rate=0.005"]).path)
+    paths.add(run_cache.get_or_fork(cache, fork, tiny.HORIZON, ["training.total_tokens=6400"]).path)
+    other = run_cache.get_or_train(cache, tiny.config(workspace, training__seed=1))
+    paths.add(run_cache.get_or_fork(cache, other, FORK, ANNEAL).path)
     assert len(paths) == 5
 
 
 def test_a_cache_may_move(cache, workspace, tmp_path, trained):
-    source = run_cache.trained(cache, tiny.config(workspace))
-    fork = run_cache.forked(cache, source, FORK, ANNEAL)
+    source = run_cache.get_or_train(cache, tiny.config(workspace))
+    fork = run_cache.get_or_fork(cache, source, FORK, ANNEAL)
     moved = shutil.copytree(cache, tmp_path / "moved")
     trained.clear()  # whichever test came first here has trained them
-    again = run_cache.forked(moved, run_cache.trained(moved, tiny.config(workspace)), FORK, ANNEAL)
+    again = run_cache.get_or_fork(moved, run_cache.get_or_train(moved, tiny.config(workspace)), FORK, ANNEAL)
     assert again.path.parent.name == fork.path.parent.name and trained == []
 
 
 def test_a_fork_may_begin_with_a_merge(cache, workspace, trained):
-    source = run_cache.trained(cache, tiny.config(workspace))
-    merged = run_cache.merged_at(source, Cell("wma", 3), FORK)
+    source = run_cache.get_or_train(cache, tiny.config(workspace))
+    merged = run_cache.get_or_merge(source, Cell("wma", 3), FORK)
     snapshots = [tiny.named(tiny.read(s)) for s in source.snapshots[1:4]]
     for name, leaf in tiny.named(tiny.read(merged)).items():
         expected = sum(w * s[name].astype(np.float64) for w, s in zip((1 / 6, 2 / 6, 3 / 6), snapshots, strict=True))
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-6)
-    assert run_cache.merged_at(source, Cell("wma", 3), FORK).path == merged.path
-    plain = run_cache.forked(cache, source, FORK, ANNEAL)
-    fork = run_cache.forked(cache, source, FORK, ANNEAL, merged)
+    assert run_cache.get_or_merge(source, Cell("wma", 3), FORK).path == merged.path
+    plain = run_cache.get_or_fork(cache, source, FORK, ANNEAL)
+    fork = run_cache.get_or_fork(cache, source, FORK, ANNEAL, merged)
     assert fork.path != plain.path
-    other = run_cache.merged_at(source, Cell("sma", 3), FORK)
-    assert run_cache.forked(cache, source, FORK, ANNEAL, other).path not in (fork.path, plain.path)
+    other = run_cache.get_or_merge(source, Cell("sma", 3), FORK)
+    assert run_cache.get_or_fork(cache, source, FORK, ANNEAL, other).path not in (fork.path, plain.path)
     first = [next(r for r in run.metrics if r["kind"] == "train") for run in (fork, plain)]
     assert first[0]["tokens"] == first[1]["tokens"] and first[0]["loss"] != first[1]["loss"]
 
@@ -107,8 +107,8 @@ sys.path.insert(0, sys.argv[1])
 import tiny
 from pma_jax.studies import run_cache
 print("asking", flush=True)
-run = run_cache.trained(sys.argv[2], tiny.config(Path(sys.argv[3]), training__seed=7))
-print(run_cache.spent(run)["seconds"], flush=True)
+run = run_cache.get_or_train(sys.argv[2], tiny.config(Path(sys.argv[3]), training__seed=7))
+print(run_cache.training_cost(run)["seconds"], flush=True)
 """
 
 

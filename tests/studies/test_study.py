@@ -13,7 +13,7 @@ from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import RAW
 from pma_jax.studies import pages
 from pma_jax.studies import study as studies
-from pma_jax.studies.pages import Row
+from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study
 
 BATCH = 128  # tokens: TINY has 8 sequences of 16
@@ -38,18 +38,18 @@ def data_keys(workspace):
 
 @pytest.mark.parametrize("size", studies.SIZES)
 def test_a_trunk_is_cut_into_equal_units_of_whole_steps(size):
-    config = Study(Path("runs")).trunk_config(size, seed=2)
+    config = Study(Path("cache")).trunk_config(size, seed=2)
     unit = config.checkpoint.interval_tokens
     assert unit % config.batch_tokens == 0 and config.training.total_tokens == 64 * unit
     assert config.training.total_tokens == configuration.load(size).training.total_tokens
     assert config.steps(unit) % config.checkpoint.block_every_steps == 0, "every block mean is of equally many"
     assert config.training.seed == 2 and config.schedule.decay == "none"
-    assert [t // unit for t in config.checkpoint.keep_states_at_tokens] == Study(Path("runs")).fork_units()
+    assert [t // unit for t in config.checkpoint.keep_states_at_tokens] == Study(Path("cache")).fork_units()
 
 
 def test_overrides_go_to_every_run_and_stand_over_the_studys_own_marks():
     given = ("training.total_tokens=2e6", "training.batch_size_sequences=32", "evaluation.tokens=2048")
-    study = Study(Path("runs"), overrides=given)
+    study = Study(Path("cache"), overrides=given)
     config = study.trunk_config("science_small", 0, ["schedule.peak_rate=0.5"])
     unit = 2_000_000 // (4096 * 64) * 4096
     assert config.checkpoint.interval_tokens == unit and config.training.total_tokens == 64 * unit
@@ -57,11 +57,11 @@ def test_overrides_go_to_every_run_and_stand_over_the_studys_own_marks():
 
 
 def test_branches_of_every_length_can_end_at_a_quarter_half_and_the_end():
-    study = Study(Path("runs"))
-    assert study.branch_units(64) == [2, 4, 8, 16, 32] and study.branch_units(16) == [1, 2, 4, 8]
+    study = Study(Path("cache"))
+    assert study.branch_lengths(64) == [2, 4, 8, 16, 32] and study.branch_lengths(16) == [1, 2, 4, 8]
     for end in (16, 32, 64):
-        assert {end - length for length in study.branch_units(end)} <= set(study.fork_units())
-    assert Study(Path("runs"), units=16).branch_units(4) == [1, 2]
+        assert {end - length for length in study.branch_lengths(end)} <= set(study.fork_units())
+    assert Study(Path("cache"), units=16).branch_lengths(4) == [1, 2]
 
 
 def test_trunks_branches_and_losses(study):
@@ -70,38 +70,38 @@ def test_trunks_branches_and_losses(study):
     assert unit == 2 * BATCH and [s.tokens // unit for s in trunk.of_kind("point")] == list(range(1, 17))
     assert len(trunk.of_kind("block_mean")) == 16
     assert [s.tokens // unit for s in trunk.states] == [*study.fork_units(), 16]
-    branch = study.annealed(trunk, at=12, end=16, shape="cosine")
+    branch = study.anneal(trunk, at=12, end=16, shape="cosine")
     rates = [r["learning_rate"] for r in branch.metrics if r["kind"] == "train"]
     assert len(branch.of_kind("point")) == 4 and rates[-1] == pytest.approx(0, abs=1e-9)
     losses = study.losses(trunk, [RAW, Cell("sma", 4)], [2, 16])
     assert set(losses) == {(RAW, 2), (RAW, 16), (Cell("sma", 4), 16)}
     assert study.loss(trunk) == losses[RAW, 16] and study.loss(trunk, Cell("sma", 4), 16) == losses[Cell("sma", 4), 16]
     assert study.loss(branch) != study.loss(trunk)
-    short = study.annealed(trunk, 15, 16, "linear", study.merged(trunk, Cell("sma", 4), 15))
+    short = study.anneal(trunk, 15, 16, "linear", study.merge(trunk, Cell("sma", 4), 15))
     assert short.metadata["forked_from"]["weights"].endswith(f"sma-4-{15 * unit}")
-    spent = study.spent()
+    spent = study.training_cost()
     assert spent["runs"] == 3 and spent["tokens"] == (16 + 4 + 1) * unit and spent["training_hours"] > 0
 
 
 SCRIPT = '''"""A question."""
 import sys
-from pma_jax.studies import study
-from pma_jax.studies.pages import Row
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.study import run_experiment
 
-def answer(study):
+def measure(study):
     return {"losses": [study.loss(study.trunk(study.sizes[0], seed)) for seed in study.seeds]}
 
 def report(results):
     return f"losses {results['losses']}"
 
-def row(results):
-    return Row(3, "what?", "that", "so", f"{results['losses'][0]:.3f}")
+def summarize(results):
+    return IndexRow(3, "what?", "that", "so", f"{results['losses'][0]:.3f}")
 
-def figures(results):
+def draw(results):
     return {"figure.png": b"PNG"}
 
 if __name__ == "__main__":
-    study.main(__file__, answer, report, row, figures)
+    run_experiment(__file__, measure, report, summarize, draw)
 '''
 PAGE = f"# Page\n\n{pages.BEGIN}\n\n{pages.END}\n\nend\n"
 
@@ -121,13 +121,13 @@ def test_a_script_writes_its_results_its_figure_its_page_and_its_row(workspace, 
     results = json.loads((folder / "results.json").read_text())
     assert results["made"]["seeds"] == [0, 1] and results["made"]["runs"] == 2 and len(results["losses"]) == 2
     assert results["row"]["effect"] == f"{results['losses'][0]:.3f}"
-    said = pages.results_of((folder / "README.md").read_text())
+    said = pages.extract_results((folder / "README.md").read_text())
     assert said.startswith(f"losses {results['losses']}\n") and "Seeds 0, 1; 400 held-out tokens" in said
     assert said in done.stdout and (folder / "figure.png").read_bytes() == b"PNG"
     assert "| [what?](question/README.md) | that | so |" in (folder.parent / "README.md").read_text()
     (folder / "README.md").write_text(PAGE)
     redrawn = subprocess.run([*words, "--redraw"], capture_output=True, text=True, env=tiny.environment())
-    assert redrawn.returncode == 0 and pages.results_of((folder / "README.md").read_text()) == said
+    assert redrawn.returncode == 0 and pages.extract_results((folder / "README.md").read_text()) == said
     (folder / "README.md").write_text("no marks")
     refused = subprocess.run(words, capture_output=True, text=True, env=tiny.environment())
     assert refused.returncode != 0 and "once each" in refused.stderr
@@ -136,8 +136,13 @@ def test_a_script_writes_its_results_its_figure_its_page_and_its_row(workspace, 
 def test_what_a_script_does_not_know_is_refused(tmp_path, capsys):
     for words, said in ((["--sead", "1"], "unknown: --sead 1"), (["--units", "20"], "give a multiple of 16")):
         with pytest.raises(SystemExit):
-            studies.main(
-                str(tmp_path / "script.py"), dict, str, lambda r: Row(1, "", "", "", ""), dict, ["--runs", "x", *words]
+            studies.run_experiment(
+                str(tmp_path / "script.py"),
+                dict,
+                str,
+                lambda r: IndexRow(1, "", "", "", ""),
+                dict,
+                ["--runs", "x", *words],
             )
         assert said in capsys.readouterr().err
 

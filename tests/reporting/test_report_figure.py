@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from pma_jax.reporting import figures
+from pma_jax.reporting import report_figure
+from pma_jax.reporting.drawing import DARK, LIGHT, PAGE_DPI, to_png
 from pma_jax.reporting.report import build_report
 
 
@@ -17,24 +18,26 @@ def report(realistic):
 
 
 def test_the_png_is_valid_and_at_twice_the_size(report):
-    data = figures.png(report)
+    data = to_png(report_figure.draw_report(report), PAGE_DPI)
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     height, width, _ = image.imread(io.BytesIO(data)).shape
     assert (width, height) == (2200, 980)
 
 
 def test_light_and_dark_have_their_own_paper(report):
-    light, dark = (image.imread(io.BytesIO(figures.png(report, dark=d))) for d in (False, True))
+    light, dark = (
+        image.imread(io.BytesIO(to_png(report_figure.draw_report(report, theme)))) for theme in (LIGHT, DARK)
+    )
     assert light[0, 0, :3].min() == 1.0 and dark[0, 0, :3].max() < 0.2
 
 
 def test_no_pyplot():
-    check = "import sys, pma_jax.reporting.figures; sys.exit('matplotlib.pyplot' in sys.modules)"
+    check = "import sys, pma_jax.reporting.report_figure; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
 def test_the_gain_fills_the_panel(report):
-    left, low, high = figures._interesting(report)
+    left, low, high = report_figure._visible_range(report)
     gain = report["raw_loss"] - report["annealed_loss"]
     assert low < report["annealed_loss"] and report["raw_loss"] < high
     assert gain > 0.25 * (high - low)
@@ -45,7 +48,7 @@ def test_labels_stay_inside_the_figure(report):
     report["merges"] += [
         m | {"recipe": "lagfree:lag=0.5,order=1", "text": "lagfree:lag=0.5,order=1:3"} for m in report["merges"][:4]
     ]
-    drawn = figures.figure(report)
+    drawn = report_figure.draw_report(report)
     renderer = drawn.canvas.get_renderer()
     for axes in drawn.axes:
         for text in axes.texts:
@@ -54,7 +57,7 @@ def test_labels_stay_inside_the_figure(report):
 
 
 def test_labels_do_not_overlap(report):
-    drawn = figures.figure(report)
+    drawn = report_figure.draw_report(report)
     renderer = drawn.canvas.get_renderer()
     boxes = [text.get_window_extent(renderer) for axes in drawn.axes for text in axes.texts]
     for i, box in enumerate(boxes):
@@ -64,19 +67,19 @@ def test_labels_do_not_overlap(report):
 def test_a_run_alone_makes_a_figure(realistic):
     run, _ = realistic
     report = build_report(run, [])
-    assert len(figures.figure(report).axes) == 2
-    assert len(figures.figure(report | {"merges": [], "best_merge": None}).axes) == 1
+    assert len(report_figure.draw_report(report).axes) == 2
+    assert len(report_figure.draw_report(report | {"merges": [], "best_merge": None}).axes) == 1
 
 
 def test_spread_moves_labels_no_further_than_needed():
-    assert figures.spread([0.0, 5.0], 1.0, 0.0, 9.0) == [0.0, 5.0]
-    assert figures.spread([3.0, 3.0], 1.0, 0.0, 9.0) == [2.5, 3.5]
-    assert figures.spread([3.2, 3.0, 3.4], 1.0, 0.0, 9.0) == pytest.approx([3.2, 2.2, 4.2])
-    assert figures.spread([9.0, 9.0, 9.0], 1.0, 0.0, 9.0) == [7.0, 8.0, 9.0]
+    assert report_figure.spread_labels([0.0, 5.0], 1.0, 0.0, 9.0) == [0.0, 5.0]
+    assert report_figure.spread_labels([3.0, 3.0], 1.0, 0.0, 9.0) == [2.5, 3.5]
+    assert report_figure.spread_labels([3.2, 3.0, 3.4], 1.0, 0.0, 9.0) == pytest.approx([3.2, 2.2, 4.2])
+    assert report_figure.spread_labels([9.0, 9.0, 9.0], 1.0, 0.0, 9.0) == [7.0, 8.0, 9.0]
 
 
 def test_spread_keeps_the_gap_and_the_order():
     values = list(np.random.default_rng(0).uniform(0, 10, 20))
-    positions = np.array(figures.spread(values, 0.4, 0.0, 10.0))
+    positions = np.array(report_figure.spread_labels(values, 0.4, 0.0, 10.0))
     assert (np.diff(positions[np.argsort(values)]) >= 0.4 - 1e-9).all()
     assert positions.min() >= 0 and positions.max() <= 10

@@ -1,0 +1,158 @@
+"""The experiments' figures: panels of lines with error bars, and contours of a loss over planes."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from pma_jax.analysis.comparison import Difference
+from pma_jax.reporting.drawing import (
+    DASHES,
+    LIGHT,
+    LOSS_COLORMAP,
+    MARKERS,
+    SERIES_COLORS,
+    SMALL_POINTS,
+    label_panel,
+    new_figure,
+)
+
+COLUMN_INCHES, ROW_INCHES, LEGEND_LINE_INCHES = 4.2, 3.3, 0.22
+LEGEND_COLUMNS = 4
+MOST_TICKS = 8  # with at most this many distinct x, the ticks are these
+CONTOUR_INCHES, CONTOUR_LEVELS = (5.0, 4.0), 18
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One series. Lines of one name share a colour, a marker and a legend entry in all panels."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None  # ends of the error bars
+    high: Sequence[float] | None = None
+    dashed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LinePanel:
+    """One pair of axes with lines."""
+
+    title: str
+    x_label: str
+    lines: Sequence[Line]
+    zero: bool = False  # draw a line at 0
+    log_x: bool = False
+    percent: bool = False  # y is a share
+    limits: tuple[float, float] | None = None  # of y
+
+
+@dataclasses.dataclass(frozen=True)
+class Points:
+    """Points of a plane: a single one is drawn as a star, several are joined in order."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class ContourPanel:
+    """A loss over one plane, with points in it."""
+
+    title: str
+    x: Sequence[float]
+    y: Sequence[float]
+    losses: Sequence[Sequence[float]]  # [y, x], nats per token
+    points: Sequence[Points]
+    x_label: str = "distance"
+    y_label: str = "distance"
+
+
+def interval_line(name: str, x: Sequence[float], intervals: Sequence[Difference]) -> Line:
+    """Return a line of means with their intervals as error bars."""
+    return Line(name, x, [d.mean for d in intervals], [d.low for d in intervals], [d.high for d in intervals])
+
+
+def draw_lines(panels: Sequence[LinePanel], columns: int = 3) -> Figure:
+    """Draw panels of lines in rows of `columns`, with one legend below."""
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
+    legend_inches = LEGEND_LINE_INCHES * (-(-len(names) // LEGEND_COLUMNS) + 0.5)
+    height = ROW_INCHES * rows + legend_inches
+    figure = new_figure(max(COLUMN_INCHES * columns, 7.0), height)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    entries = {}
+    for panel, axes in zip(panels, grid, strict=False):
+        _draw_line_panel(axes, panel, names)
+        handles, labels = axes.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    for empty in grid[len(panels) :]:
+        empty.set_axis_off()
+    figure.legend(
+        [entries[name] for name in names],
+        names,
+        loc="lower center",
+        ncols=min(LEGEND_COLUMNS, len(names)),
+        fontsize=SMALL_POINTS,
+        frameon=False,
+    )
+    figure.tight_layout(rect=(0, legend_inches / height, 1, 1))
+    return figure
+
+
+def _draw_line_panel(axes: Axes, panel: LinePanel, names: Sequence[str]) -> None:
+    for line in panel.lines:
+        i = names.index(line.name)
+        errors = None
+        if line.low is not None and line.high is not None:
+            below = [y - low for y, low in zip(line.y, line.low, strict=True)]
+            errors = [below, [high - y for y, high in zip(line.y, line.high, strict=True)]]
+        axes.errorbar(
+            line.x,
+            line.y,
+            errors,
+            label=line.name,
+            color=SERIES_COLORS[i % len(SERIES_COLORS)],
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=4,
+            linewidth=1.3,
+            elinewidth=0.8,
+            capsize=2,
+            linestyle=DASHES if line.dashed else "-",
+        )
+    if panel.zero:
+        axes.axhline(0, color=LIGHT.ink, linewidth=0.8)
+    measured = sorted({x for line in panel.lines for x in line.x})
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+    if len(measured) <= MOST_TICKS:
+        axes.set_xticks(measured, [f"{x:.3g}" for x in measured])
+        axes.minorticks_off()
+    elif all(float(x).is_integer() for x in measured):
+        axes.xaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True))
+    if panel.percent:
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+    if panel.limits:
+        axes.set_ylim(*panel.limits)
+    axes.grid(axis="y", color=LIGHT.grid)
+    label_panel(axes, panel.title, panel.x_label)
+
+
+def draw_contours(panels: Sequence[ContourPanel]) -> Figure:
+    """Draw planes side by side, after PMA (arXiv 2505.12082), Figure 8. Each has its own scale; dark is low."""
+    figure = new_figure(CONTOUR_INCHES[0] * len(panels), CONTOUR_INCHES[1], layout="tight")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        filled = axes.contourf(panel.x, panel.y, panel.losses, CONTOUR_LEVELS, cmap=LOSS_COLORMAP)
+        figure.colorbar(filled, ax=axes).ax.tick_params(labelsize=SMALL_POINTS, colors=LIGHT.muted)
+        colors = ("#000000", "#d00000", LIGHT.annealed, LIGHT.preview)
+        for points, color in zip(panel.points, colors, strict=False):
+            style = {"marker": "*", "markersize": 14} if len(points.x) == 1 else {"marker": "o", "markersize": 3.5}
+            axes.plot(points.x, points.y, color=color, linewidth=0.7, label=points.name, **style)
+        label_panel(axes, panel.title, panel.x_label, panel.y_label)
+        axes.legend(fontsize=SMALL_POINTS, loc="upper right")
+    return figure

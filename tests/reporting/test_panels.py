@@ -1,0 +1,72 @@
+"""Panels of lines: every line, its bars, and one legend."""
+
+import io
+
+import matplotlib.image
+import numpy as np
+
+from pma_jax.reporting.drawing import to_png
+from pma_jax.reporting.panels import ContourPanel, Line, LinePanel, Points, draw_contours, draw_lines
+
+A = Line("merged", [1, 2, 4], [0.3, 0.2, 0.1], [0.2, 0.1, 0.0], [0.4, 0.3, 0.2])
+B = Line("raw", [1, 2, 4], [0.5, 0.4, 0.3], dashed=True)
+
+LONG = Line("raw", range(-15, 1), [0.1] * 16)
+
+
+def test_a_name_has_one_colour_and_one_entry():
+    drawn = draw_lines([LinePanel("left", "tokens", [A, B], zero=True), LinePanel("right", "tokens", [B])])
+    left, right = drawn.axes
+    colours = {line.get_label(): c[0].get_color() for c in left.containers for line in [c]}
+    assert colours["raw"] == right.containers[0][0].get_color() != colours["merged"]
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["merged", "raw"]
+    assert left.get_title(loc="left") == "left" and right.get_xlabel() == "tokens"
+
+
+def test_bars_reach_from_low_to_high():
+    drawn = draw_lines([LinePanel("one", "tokens", [A], log_x=True)])
+    (bars,) = drawn.axes[0].containers[0][2]
+    ends = np.array([segment[:, 1] for segment in bars.get_segments()])
+    np.testing.assert_allclose(ends, np.stack([A.low, A.high], axis=1), atol=1e-12)
+
+
+def test_ticks_are_where_it_was_measured_and_whole_where_that_is():
+    drawn = draw_lines([LinePanel("one", "tokens", [A], log_x=True), LinePanel("two", "snapshots", [LONG])])
+    few, many = drawn.axes
+    assert [t.get_text() for t in few.get_xticklabels()] == ["1", "2", "4"]
+    assert all(float(x).is_integer() for x in many.get_xticks())
+
+
+def test_more_panels_than_columns_go_on_in_the_next_row_and_bytes_repeat():
+    panels = [LinePanel(str(i), "x", [A, B], percent=True, limits=(0, 1)) for i in range(4)]
+    png = to_png(draw_lines(panels, columns=3))
+    assert png == to_png(draw_lines(panels, columns=3))
+    height, width, _ = matplotlib.image.imread(io.BytesIO(png)).shape
+    assert height > 0.5 * width
+
+
+X, Y = np.linspace(-1, 1, 7), np.linspace(-2, 2, 5)
+PANEL = ContourPanel(
+    "a bowl",
+    X,
+    Y,
+    (X[None, :] ** 2 + Y[:, None] ** 2).tolist(),
+    [Points("path", [0.5, -0.5], [1, -1]), Points("mean", [0], [0])],
+)
+
+
+def test_a_panel_shows_the_loss_and_what_is_marked():
+    drawn = draw_contours([PANEL, PANEL])
+    panels = [axes for axes in drawn.axes if axes.get_title(loc="left")]
+    assert len(panels) == 2
+    for axes in panels:
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["path", "mean"]
+        path, mean = axes.get_lines()
+        assert path.get_xydata().tolist() == [[0.5, 1], [-0.5, -1]] and mean.get_marker() == "*"
+        assert axes.get_xlim() == (-1, 1) and axes.get_ylim() == (-2, 2)
+
+
+def test_the_same_planes_give_the_same_bytes():
+    assert to_png(draw_contours([PANEL])) == to_png(draw_contours([PANEL])) and to_png(
+        draw_contours([PANEL])
+    ).startswith(b"\x89PNG")
