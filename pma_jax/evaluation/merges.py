@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from pma_jax.config import Config
 from pma_jax.evaluation.held_out import evaluator
-from pma_jax.merging.averager import average_many_stream
+from pma_jax.merging.averager import average_stream
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import Snapshot, restore_params
 from pma_jax.runtime import hosts
@@ -68,7 +68,7 @@ def evaluate_merges(
         used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
         loads: Iterator[Any] = (timed_read(snapshots[k], abstract) for k in used)
         with jax.set_mesh(mesh):
-            merged = average_many_stream(loads, group_RxK[:, used])
+            merged = average_stream(loads, group_RxK[:, used])
         losses += losses_of(merged)
         del merged
     return EvaluatedMerges(losses, passes, seconds)

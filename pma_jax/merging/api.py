@@ -28,7 +28,8 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
     mesh = mesh or local_mesh()
     abstract = abstract_params(snapshots[0].config.model, mesh)
     with jax.set_mesh(mesh):
-        return average_stream((restore_params(s, abstract) for s in snapshots), weights)
+        (merged,) = average_stream((restore_params(s, abstract) for s in snapshots), np.atleast_2d(weights))
+        return merged
 
 
 def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike, recipe: str = "weights") -> Snapshot:

@@ -1,224 +1,252 @@
-"""The averager: K parameter trees and a row of weights -> one tree. Arrays in, arrays out; storage is the engine's.
+"""Weighted sums of parameter trees in memory, computed by XLA where the parameters are.
 
-All forms of sum_k c_k theta_k are jitted element-wise maps: every device adds its own shards, no collective runs, and
-nothing is allocated besides the result. Legend: K checkpoints, R recipes.
-  add_weighted    one checkpoint at a time into a donated total: the memory of one total, whatever K.
-  average_stream  the same, fed by a loader that reads one checkpoint ahead.
-  average         K checkpoints at once, one pass: each input is read once and the result written once.
-  average_many    R rows of weights in one pass over K checkpoints.
-  average_many_stream  the same, fed by a loader as `average_stream` is: the memory of R totals, whatever K.
+    average         K trees at hand, in one pass: each input is read once and the result written once.
+    average_stream  R rows of weights over K trees that are loaded one after the other, whatever K is: memory holds R
+                    totals and at most two trees.
 
-Sums are float32 whatever the inputs' dtype, and divided once at the end: sums.py says how, and why. Integer and boolean
-leaves are not averaged: they must be equal in all checkpoints and are passed through.
+Everything is jitted and element-wise: each device adds its own shards, and no collective runs. `rounding` defines the
+arithmetic. Weights and divisors are traced, so that one compilation serves all recipes. Integer and boolean leaves are
+not averaged: they must be equal in all trees and are passed through.
 
-On CPU a fresh result costs more in page faults than the sum itself (bfloat16 in: 7 GB/s against 30): pass the result of
-an earlier merge as `out` where merges repeat.
+On CPU a newly allocated result costs more in page faults than the sum itself (bfloat16 inputs: 7 GB/s instead of 30):
+where merges repeat, pass an earlier result as `out`.
+
+Dimensions: K checkpoints, R rows of weights (recipes).
 """
 
 import concurrent.futures
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from pma_jax.merging.agreement import (
-    check_equal_integers,
-    check_same,
-    equal,
-    is_float,
-    leaf_name,
-    place,
-    refuse_unequal,
-)
-from pma_jax.merging.array_sums import (
-    SUMMATIONS,
-    abstract_total,
-    add_fused,
-    add_weighted,
-    add_weighted_compensated,
-    as_ratio,
-    finish,
-    fused_average,
-    fused_average_many,
-    fused_average_narrow,
-    keeps,
-    output_dtypes,
-    weight_dtype,
-    zeros_like_total,
-)
+from pma_jax.merging.agreement import check_equal_integers, check_same, is_float, place
+from pma_jax.merging.engine.rounding import split_coefficients, split_rows
 
-__all__ = ["add_weighted", "average", "average_many", "average_many_stream", "average_stream", "zeros_like_total"]
+__all__ = ["abstract_totals", "add_weighted", "average", "average_stream"]
 
-CHUNK = 16  # checkpoints summed in one compiled pass; more are summed chunk after chunk
+CHUNK = 16  # trees summed in one compiled pass; longer sums run chunk after chunk
 
 
 def average(
-    params_K: Sequence[Any],
-    weights: ArrayLike,
-    *,
-    dtype: DTypeLike | str = "keep",
-    like: Any = None,
-    out: Any = None,
-    summation: str = "plain",
+    params_K: Sequence[Any], weights: ArrayLike, *, dtype: DTypeLike | None = None, out: Any | None = None
 ) -> Any:
-    """sum_k weights_k · params_k over K trees in one pass (chunks of 16 when there are more).
+    """Compute sum_k weights_k · params_k of K trees in memory, in one pass per 16 trees.
 
     Args:
-      params_K: K trees of arrays, oldest first; NumPy or JAX, on any mesh.
-      weights: [K], float64 on the host; a checkpoint with weight 0 is checked but not read.
-      dtype: of the result's float leaves; "keep" is the inputs'.
-      like: tree of arrays or ShapeDtypeStructs whose shardings the result takes; by default the first input's.
-        Inputs that lie elsewhere are moved there.
-      out: an earlier result of the same shapes, dtypes and shardings, whose memory is taken over (donated).
-      summation: "plain" adds in order; "pairwise" adds neighbours first; "compensated" carries the rounding error.
+        params_K: K trees of NumPy or JAX arrays, oldest first. Trees whose shardings differ from the first tree's are
+            moved to those.
+        weights: [K], finite. A tree whose weight is 0 is validated but not read.
+        dtype: Of the result's floating-point leaves; None keeps the inputs'.
+        out: An earlier result of the same shapes, dtypes and shardings, whose memory is reused (donated).
 
     Returns:
-      Tree with the shardings of `like`.
+        Tree with the shardings of the first input.
 
     Raises:
-      ValueError: inputs differ in structure, shape or dtype (every leaf is named), integer leaves are not equal, or
-        there is not one finite weight for each.
+        ValueError: The trees differ in structure, shape or dtype (the leaves are named), integer leaves differ, or
+            there is not one finite weight per tree.
     """
-    if summation not in SUMMATIONS:
-        raise ValueError(f"no summation is called {summation!r}: choose one of {', '.join(SUMMATIONS)}")
-    c = _checked_weights(weights, len(params_K))
-    placed_K = _checked_and_placed(params_K, like, dtype)
+    c = _check_weights(np.asarray(weights, np.float64)[None], len(params_K))[0]
+    for k, params in enumerate(params_K[1:], start=2):
+        check_same(params_K[0], params, f"checkpoint {k}", dtypes=dtype is None)
+    params_K = [place(params, params_K[0]) for params in params_K]
+    for k, params in enumerate(params_K[1:], start=2):
+        check_equal_integers(params_K[0], params, f"checkpoint {k}")
     used = np.flatnonzero(c) if c.any() else np.arange(1)
-    placed_K, ratio, divisor = [placed_K[k] for k in used], *as_ratio(c[used])
-    dtypes = output_dtypes(placed_K[0], dtype)
-    narrow = jax.default_backend() == "cpu" and any(x.dtype.itemsize < 4 for x in jax.tree.leaves(placed_K[0]))
-    fused = fused_average_narrow if narrow else fused_average
+    params_K = [params_K[k] for k in used]
+    multipliers_K, divisor = split_coefficients(c[used])
+    multipliers_K = multipliers_K.astype(_weight_dtype())
+    dtypes = _output_dtypes(params_K[0], dtype)
     if len(used) <= CHUNK:
-        return fused(out, placed_K, ratio, divisor, dtypes, summation)
-    if summation == "compensated":
-        return average_stream(placed_K, c[used], dtype=dtype, compensated=True)
-    in_total = output_dtypes(abstract_total(placed_K[0]), "keep")
-    total = fused(None, placed_K[:CHUNK], ratio[:CHUNK], np.float32(1), in_total, summation)
-    for start in range(CHUNK, len(used), CHUNK):
-        total = add_fused(total, placed_K[start : start + CHUNK], ratio[start : start + CHUNK])
-    return finish(total, divisor, dtypes)
+        is_narrow = any(x.dtype.itemsize < 4 for x in jax.tree.leaves(params_K[0]))
+        fused = fused_average_narrow if is_narrow and jax.default_backend() == "cpu" else fused_average
+        return fused(out, params_K, multipliers_K, divisor, dtypes)
+    total = None
+    for start in range(0, len(used), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        total = add_weighted(total, params_K[chunk], multipliers_K[chunk])
+    return _divide(total, divisor, dtypes)
 
 
-def average_many(
-    params_K: Sequence[Any],
-    weights_RxK: ArrayLike,
-    *,
-    dtype: DTypeLike | str = "keep",
-    like: Any = None,
-    out: tuple[Any, ...] | None = None,
-) -> tuple[Any, ...]:
-    """R merges of the same K checkpoints in one compiled pass: a sweep.
+def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike, *, dtype: DTypeLike | None = None) -> tuple[Any, ...]:
+    """Compute R weighted sums of K trees that are loaded one after the other: tree k+1 loads while tree k is added.
 
     Args:
-      params_K: as for `average`.
-      weights_RxK: [R, K], float64 on the host, a row a recipe.
-      dtype: as for `average`.
-      like: as for `average`.
-      out: R earlier results, whose memory is taken over (donated); on CPU this is several times faster.
+        trees: K trees of arrays, oldest first. A thread calls `next`, at most one tree ahead, with the caller's mesh
+            set. Trees whose shardings differ from the first tree's are moved to those.
+        weights_RxK: [R, K], finite.
+        dtype: Of the results' floating-point leaves; None keeps the inputs'.
 
     Returns:
-      R trees. All are in memory at once.
+        R trees with the shardings of the first input.
 
     Raises:
-      ValueError: as for `average`.
+        ValueError: As for `average`, as soon as the offending tree has been loaded. Exceptions of `trees` propagate.
     """
-    C = _checked_matrix(weights_RxK, len(params_K))
-    placed_K = _checked_and_placed(params_K, like, dtype)
-    return fused_average_many(out, placed_K, C.astype(weight_dtype()), output_dtypes(placed_K[0], dtype))
-
-
-def average_stream(
-    loads: Iterable[Any],
-    weights: ArrayLike,
-    *,
-    dtype: DTypeLike | str = "keep",
-    like: Any = None,
-    compensated: bool = False,
-) -> Any:
-    """`average` for checkpoints that are loaded one after the other: checkpoint k+1 loads while k is added.
-
-    A thread draws from `loads`, at most one tree ahead. Trees on the host (NumPy) are moved and added leaf by leaf, so
-    that each device holds one total (two when compensated) and one leaf; arrays that the loader has put on the mesh
-    are added where they are, and then the mesh holds two checkpoints besides.
-
-    Args:
-      loads: K trees, oldest first; the loading happens in its `next`, in a thread with the caller's mesh set.
-      weights: [K], float64 on the host.
-      dtype: as for `average`.
-      like: as for `average`; by default the first tree's shardings.
-      compensated: carry the rounding error of the sum.
-
-    Returns:
-      Tree with the shardings of `like`.
-
-    Raises:
-      ValueError: as for `average`, as soon as the offending checkpoint has been read; what `loads` raises is passed on.
-    """
-    multiply_K, divisor = _ratio(_checked_weights(weights, np.size(weights)))
-    running: _LeafSum | None = None
-    for k, params in enumerate(_one_ahead(iter(loads), len(multiply_K)), start=1):
-        if running is None:
-            running = _LeafSum(params, like, dtype, compensated)
-        running.add(params, multiply_K[k - 1], f"checkpoint {k}")
-        del params
-    assert running is not None
-    return running.finish(divisor)
-
-
-def average_many_stream(
-    loads: Iterable[Any], weights_RxK: ArrayLike, *, dtype: DTypeLike | str = "keep"
-) -> tuple[Any, ...]:
-    """`average_many` for checkpoints that are loaded one after the other: R totals in memory, and never K checkpoints.
-
-    A thread draws from `loads`, at most one tree ahead of the one that is being added.
-
-    Args:
-      loads: K trees of arrays with the shardings that the results take, oldest first; loaded as for `average_stream`.
-      weights_RxK: [R, K], float64 on the host, a row a recipe.
-      dtype: as for `average`.
-
-    Returns:
-      R trees.
-
-    Raises:
-      ValueError: as for `average`, as soon as the offending checkpoint has been read; what `loads` raises is passed on.
-    """
-    C = _checked_matrix(weights_RxK, np.shape(weights_RxK)[-1])
-    multiply_RxK, divisor_R = zip(*map(_ratio, C), strict=True)
-    abstract, integers, totals_R = None, None, []
-    for k, params in enumerate(_one_ahead(iter(loads), C.shape[1])):
-        if k == 0:
-            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-            integers = [x for x in jax.tree.leaves(params) if not is_float(x.dtype)]
-            totals_R = [zeros_like_total(abstract) for _ in C]
-        check_same(abstract, params, f"checkpoint {k + 1}", dtypes=keeps(dtype))
-        check_equal_integers(
-            integers, [x for x in jax.tree.leaves(params) if not is_float(x.dtype)], f"checkpoint {k + 1}"
-        )
-        for r, multiply_K in enumerate(multiply_RxK):
-            if multiply_K[k]:
-                totals_R[r] = add_weighted(totals_R[r], params, multiply_K[k])
-        # Dispatch runs ahead of the device: without waiting, more checkpoints would be held than the two promised.
+    C = np.asarray(weights_RxK, np.float64)
+    _check_weights(C, np.shape(C)[-1])
+    multipliers_RxK, divisors_R = split_rows(C)
+    first_R = np.argmax(multipliers_RxK != 0, axis=1)
+    abstract, first, totals_R = None, None, [None] * len(C)
+    for k, params in enumerate(_load_ahead(iter(trees), C.shape[1])):
+        name = f"checkpoint {k + 1}"
+        if abstract is None:
+            abstract = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), params
+            )
+            first = _integers(params)
+        check_same(abstract, params, name, dtypes=dtype is None)
+        params = place(params, abstract)
+        check_equal_integers(first, _integers(params), name)
+        for r, multipliers_K in enumerate(multipliers_RxK):
+            if multipliers_K[k] or k == first_R[r]:
+                totals_R[r] = add_weighted(totals_R[r], [params], multipliers_K[k : k + 1].astype(_weight_dtype()))
+        # Dispatch is asynchronous: without waiting, more than two trees would be in memory.
         jax.block_until_ready(totals_R)
         del params
-    dtypes = output_dtypes(abstract, dtype)
-    for r, divisor in enumerate(divisor_R):
-        totals_R[r] = finish(totals_R[r], divisor, dtypes)
+    dtypes = _output_dtypes(abstract, dtype)
+    for r, divisor in enumerate(divisors_R):
+        totals_R[r] = _divide(totals_R[r], divisor, dtypes)
     return tuple(totals_R)
 
 
-def _one_ahead(loads: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yields `count` items of `loads`, each drawn by a thread while the caller works on the one before."""
+def abstract_totals(tree: Any) -> Any:
+    """Return the shapes, dtypes and shardings of the total that sums trees like this one (arrays or abstract)."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, _total_dtype(x.dtype), sharding=getattr(x, "sharding", None)), tree
+    )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def add_weighted(total: Any | None, params_K: Sequence[Any], multipliers_K: jax.Array) -> Any:
+    """Add sum_k multipliers_k · params_k to `total`, in place.
+
+    Args:
+        total: Tree like `abstract_totals`, donated; None starts a sum.
+        params_K: K trees of the total's structure, shapes and shardings, of any floating-point dtype.
+        multipliers_K: [K].
+
+    Returns:
+        The new total, in the old one's memory. Its integer and boolean leaves are those of the first tree.
+    """
+    inputs_K = [jax.tree.leaves(params) for params in params_K]
+    totals = [None] * len(inputs_K[0]) if total is None else jax.tree.leaves(total)
+    leaves = [_add_terms(t, x_K, multipliers_K) for t, *x_K in zip(totals, *inputs_K, strict=True)]
+    return jax.tree.structure(params_K[0]).unflatten(leaves)
+
+
+def _fused_average(
+    out: Any | None, params_K: Sequence[Any], multipliers_K: jax.Array, divisor: ArrayLike, dtypes: tuple[str, ...]
+) -> Any:
+    """Compute (sum_k multipliers_k · params_k) / divisor in one pass, for validated and placed inputs.
+
+    Args:
+        out: Tree like the result, donated for its memory; or None.
+        params_K: K trees of one structure, shapes and shardings.
+        multipliers_K: [K].
+        divisor: Scalar.
+        dtypes: Of the result, one per leaf.
+    """
+    del out
+    leaves_K = [jax.tree.leaves(params) for params in params_K]
+    leaves = [
+        _divide_leaf(_add_terms(None, x_K, multipliers_K), divisor, dtype)
+        for *x_K, dtype in zip(*leaves_K, dtypes, strict=True)
+    ]
+    return jax.tree.structure(params_K[0]).unflatten(leaves)
+
+
+_jit_fused = functools.partial(jax.jit, _fused_average, donate_argnums=0, keep_unused=True, static_argnames="dtypes")
+fused_average = _jit_fused()
+# For inputs of 16 bits or fewer on CPU: XLA's default of 256-bit vectors loads 16 bytes of bfloat16 at a time, a fifth
+# slower than 32; for float32 the default is faster. JAX rejects compiler options in a jit inside another.
+fused_average_narrow = _jit_fused(compiler_options={"xla_cpu_prefer_vector_width": 512})
+
+
+def _add_terms(total: jax.Array | None, x_K: Sequence[jax.Array], multipliers_K: jax.Array) -> jax.Array:
+    """Add one leaf of K trees to its total, oldest first."""
+    if not is_float(x_K[0].dtype):
+        return x_K[0]
+    dtype = _total_dtype(jnp.result_type(*x_K)) if total is None else total.dtype
+    for k, x in enumerate(x_K):
+        term = _rounded_product(multipliers_K[k].astype(dtype), x.astype(dtype))
+        total = term if total is None else total + term
+    assert total is not None
+    return total
+
+
+def _rounded_product(multiplier: jax.Array, x: jax.Array) -> jax.Array:
+    """Multiply so that compilers cannot fuse an addition into the product (FMA), which would skip its rounding."""
+    bits = jnp.uint64 if x.dtype == jnp.float64 else jnp.uint32
+    # A zero that compilers cannot fold: multipliers are never NaN. XLA removes reduce_precision and pairs of bitcasts.
+    zero = jnp.isnan(multiplier).astype(bits)
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(multiplier * x, bits) ^ zero, x.dtype)
+
+
+def _divide(total: Any, divisor: float, dtypes: tuple[str, ...]) -> Any:
+    """Divide a total and round it to `dtypes`, leaf by leaf, in place where the dtype stays; donates the total."""
+    leaves, treedef = jax.tree.flatten(total)
+    del total
+    for i, dtype in enumerate(dtypes):
+        if is_float(leaves[i].dtype):
+            leaves[i] = (_divide_in_place if leaves[i].dtype == dtype else _divide_and_cast)(leaves[i], divisor, dtype)
+    return treedef.unflatten(leaves)
+
+
+def _divide_leaf(total: jax.Array, divisor: ArrayLike, dtype: str) -> jax.Array:
+    if not is_float(total.dtype):
+        return total
+    # XLA turns division by one scalar into multiplication by its rounded reciprocal, which differs in the last bit for
+    # a third of all values. A divisor that differs between elements (1 where the total is NaN) stays a division.
+    return (total / jnp.where(jnp.isnan(total), 1, jnp.asarray(divisor, total.dtype))).astype(dtype)
+
+
+_divide_in_place = jax.jit(_divide_leaf, donate_argnums=0, static_argnames="dtype")
+_divide_and_cast = jax.jit(_divide_leaf, static_argnames="dtype")
+
+
+def _total_dtype(dtype: DTypeLike) -> np.dtype:
+    """Return the accumulation dtype: float32, float64 for float64 if JAX enables it; integers keep their own."""
+    dtype = jnp.dtype(dtype)
+    if not is_float(dtype):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def _weight_dtype() -> np.dtype:
+    return np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
+
+
+def _output_dtypes(tree: Any, dtype: DTypeLike | None) -> tuple[str, ...]:
+    """Return the result's dtype for each leaf: integers and booleans keep theirs, and floats unless `dtype` is given.
+
+    float64 inputs are float32 on devices unless JAX enables float64.
+    """
+    return tuple(
+        jax.dtypes.canonicalize_dtype(x.dtype if dtype is None or not is_float(x.dtype) else jnp.dtype(dtype)).name
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _integers(tree: Any) -> Any:
+    return jax.tree.map(lambda x: None if is_float(x.dtype) else x, tree)
+
+
+def _load_ahead(trees: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yield `count` items of `trees`; a thread loads the next one while the caller uses the current one."""
     mesh = jax.sharding.get_mesh()
 
     def load(k: int) -> Any:
-        # The mesh is a setting of the caller's thread; a loader may need it.
+        # The mesh is a setting of the caller's thread, and loaders may need it.
         with jax.set_mesh(mesh) if not mesh.empty else contextlib.nullcontext():
             try:
-                return next(loads)
+                return next(trees)
             except StopIteration:
                 raise ValueError(f"{count} weights but only {k} checkpoints: give one weight each") from None
 
@@ -231,87 +259,11 @@ def _one_ahead(loads: Iterator[Any], count: int) -> Iterator[Any]:
             del item
 
 
-class _LeafSum:
-    """The running sum of `average_stream`, a list of leaves."""
-
-    def __init__(self, first: Any, like: Any, dtype: DTypeLike | str, compensated: bool):
-        if like is not None:
-            check_same(like, first, "checkpoint 1", dtypes=False)
-        self._keep = keeps(dtype)
-        self._dtypes = output_dtypes(first, dtype)
-        self._abstract = jax.tree.map(
-            lambda x, target: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(target, "sharding", None)),
-            first,
-            first if like is None else like,
-        )
-        leaves = jax.tree.leaves(self._abstract)
-        self._totals: list[Any] = [zeros_like_total(x) if is_float(x.dtype) else None for x in leaves]
-        self._errors = [zeros_like_total(x) if is_float(x.dtype) else None for x in leaves] if compensated else None
-
-    def add(self, params: Any, weight: np.generic, name: str) -> None:
-        check_same(self._abstract, params, name, dtypes=self._keep)
-        targets, unequal = jax.tree.leaves(self._abstract), []
-        for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
-            if is_float(x.dtype) and weight == 0:
-                continue
-            x = jax.device_put(x, targets[i].sharding)
-            if not is_float(x.dtype):
-                if self._totals[i] is None:
-                    self._totals[i] = x
-                elif not equal(self._totals[i], x):
-                    unequal.append(leaf_name(path))
-            elif self._errors is None:
-                self._totals[i] = add_weighted(self._totals[i], x, weight)
-            else:
-                self._totals[i], self._errors[i] = add_weighted_compensated(self._totals[i], self._errors[i], x, weight)
-            # Dispatch runs ahead of the device: without waiting, every leaf would be moved before the first is added.
-            jax.block_until_ready(self._totals[i])
-        refuse_unequal(unequal, name)
-
-    def finish(self, divisor: np.generic) -> Any:
-        for i, error in enumerate(self._errors or ()):
-            if error is not None:
-                self._totals[i] = add_weighted(self._totals[i], error, weight_dtype().type(1))
-        totals, self._totals, self._errors = self._totals, [], None
-        return finish(jax.tree.structure(self._abstract).unflatten(totals), divisor, self._dtypes)
-
-
-def _checked_and_placed(params_K: Sequence[Any], like: Any, dtype: DTypeLike | str) -> list[Any]:
-    first = params_K[0]
-    keep = keeps(dtype)
-    for k, params in enumerate(params_K[1:], start=2):
-        check_same(first, params, f"checkpoint {k}", dtypes=keep)
-    if like is None:
-        like = first
-    else:
-        check_same(like, first, "the first checkpoint", dtypes=False)
-    placed_K = [place(params, like) for params in params_K]
-    for k, params in enumerate(placed_K[1:], start=2):
-        check_equal_integers(placed_K[0], params, f"checkpoint {k}")
-    return placed_K
-
-
-def _checked_weights(weights: ArrayLike, count: int) -> np.ndarray:
-    c = np.asarray(weights, np.float64)
-    if c.shape != (count,) or not count:
-        raise ValueError(f"{count} checkpoints need one weight each, not weights of shape {c.shape}")
-    if not np.isfinite(c).all():
+def _check_weights(weights_RxK: np.ndarray, count: int) -> np.ndarray:
+    if weights_RxK.ndim != 2 or not len(weights_RxK):
+        raise ValueError(f"weights must be a matrix with one row per recipe, not of shape {weights_RxK.shape}")
+    if not count or weights_RxK.shape[1] != count:
+        raise ValueError(f"{count} checkpoints need one weight each, not {weights_RxK.shape[1]} weights")
+    if not np.isfinite(weights_RxK).all():
         raise ValueError("weights must be finite")
-    return c
-
-
-def _checked_matrix(weights_RxK: ArrayLike, count: int) -> np.ndarray:
-    C = np.asarray(weights_RxK, np.float64)
-    if C.ndim != 2 or not len(C):
-        raise ValueError(f"weights must be a matrix, a row a recipe, not of shape {C.shape}")
-    for row in C:
-        _checked_weights(row, count)
-    return C
-
-
-def _ratio(weights: np.ndarray) -> tuple[np.ndarray, np.generic]:
-    """`as_ratio` of [K] weights of which some, or all, are 0."""
-    multiply_K, divisor = np.zeros(len(weights), weight_dtype()), weight_dtype().type(1)
-    if weights.any():
-        multiply_K[weights != 0], divisor = as_ratio(weights[weights != 0])
-    return multiply_K, divisor
+    return weights_RxK

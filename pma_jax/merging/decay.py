@@ -21,19 +21,6 @@ SHAPES: dict[str, Callable[[float], float]] = {
 }
 
 
-def update_weights(coefficients: ArrayLike) -> np.ndarray:
-    """What each update counts for in a merge: w_i = sum of c_j over j >= i (Theorem 3.1).
-
-    Args:
-      coefficients: [n], weights of the checkpoints, oldest first.
-
-    Returns:
-      float64 [n - 1], weights of the updates between them, oldest first.
-    """
-    c = np.asarray(coefficients, np.float64)
-    return np.cumsum(c[::-1])[::-1][1:]
-
-
 def from_update_weights(weights: ArrayLike) -> np.ndarray:
     """The merge in which update i counts w_i, Theorem 3.1's inverse: c_0 = 1 - w_1, c_j = w_j - w_{j+1}, c_k = w_k.
 

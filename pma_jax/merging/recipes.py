@@ -1,7 +1,7 @@
 """Recipes: token positions -> coefficients. Every merge is a row c over checkpoints; only c differs between methods.
 
 PMA (arXiv 2505.12082), Eq. 1: M_avg = sum_i w_i M_i over sequential checkpoints of one trajectory, oldest first. A
-coefficient row is float64 [K] on the host and sums to 1; a recipe of recipes is a matrix product (`compose`).
+coefficient row is float64 [K] on the host and sums to 1.
 Decay shapes live in decay.py, power-function EMAs in power.py, local fits in lagfree.py; all are names here too.
 
 As text, `NAME[:PARAMETER=VALUE,…][:WINDOW]`: `sma`, `ema:alpha=0.2:10`, `decay:shape=cosine`,
@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pma_jax.merging.decay import SHAPES, decay, decay_at, from_update_weights, update_weights
+from pma_jax.merging.decay import SHAPES, decay, decay_at, from_update_weights
 from pma_jax.merging.lagfree import lagfree, mean_age
-from pma_jax.merging.power import gamma_from_sigma_rel, post_hoc, power, sigma_rel_from_gamma
+from pma_jax.merging.power import gamma_from_sigma_rel, power
 
 __all__ = [
     "SHAPES",
     "Recipe",
     "coefficients",
-    "compose",
     "decay",
     "decay_at",
     "ema",
@@ -36,11 +35,8 @@ __all__ = [
     "lawa",
     "mean_age",
     "parse",
-    "post_hoc",
     "power",
-    "sigma_rel_from_gamma",
     "sma",
-    "update_weights",
     "weights",
     "wma",
 ]
@@ -120,19 +116,6 @@ def weights(values: ArrayLike, normalize: bool = False) -> np.ndarray:
     if not normalize and abs(total - 1.0) > SUM_TOLERANCE:
         raise ValueError(f"weights sum to {total:.7g}, not 1: correct them or ask to normalise (normalize=true)")
     return w / total
-
-
-def compose(outer: ArrayLike, inner: ArrayLike) -> np.ndarray:
-    """Recipes of recipes: merging R merges is one merge, outer @ inner.
-
-    Args:
-      outer: [R] or [Q, R], coefficients over R merges.
-      inner: [R, K], each row a merge of K checkpoints.
-
-    Returns:
-      float64 [K] or [Q, K].
-    """
-    return np.asarray(outer, np.float64) @ np.asarray(inner, np.float64)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from pma_jax.config import Config
-from pma_jax.merging.array_sums import abstract_total, add_weighted
+from pma_jax.merging.averager import abstract_totals, add_weighted
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import evaluation_step
 from pma_jax.planning import hlo
@@ -126,12 +126,7 @@ def programs(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], 
         return evaluation_step.lower(graph, state.params, tokens(config.evaluation.batch_size_sequences))
 
     def merge() -> jax.stages.Lowered:
-        totals = jax.tree.map(
-            lambda total, leaf: jax.ShapeDtypeStruct(total.shape, total.dtype, sharding=leaf.sharding),
-            abstract_total(state.params),
-            state.params,
-        )
-        return add_weighted.lower(totals, state.params, np.float32(1.0))
+        return add_weighted.lower(abstract_totals(state.params), [state.params], np.ones(1, np.float32))
 
     return {"train_step": train_step, "evaluation_step": evaluation, "merge": merge}
 

@@ -4,7 +4,6 @@ import math
 import shutil
 
 import jax
-import numpy as np
 import pytest
 import tiny
 
@@ -126,10 +125,8 @@ def test_merges_that_do_not_fit_are_made_in_several_passes(copy, reads, monkeypa
     (copy.path / "sweep.json").unlink()
     reads.clear()
     groups = []
-    average = merges.average_many_stream
-    monkeypatch.setattr(
-        merges, "average_many_stream", lambda loads, rows: groups.append(len(rows)) or average(loads, rows)
-    )
+    average = merges.average_stream
+    monkeypatch.setattr(merges, "average_stream", lambda loads, rows: groups.append(len(rows)) or average(loads, rows))
     # The raw model and ten merges, four at a time beside the two that are read.
     result = sweep(copy, RECIPES, [2, 3], memory_bytes=6.5 * model_bytes(copy))
     assert groups == [4, 4, 3] and result["passes"] == 3
@@ -179,20 +176,3 @@ def test_what_it_took_is_told(copy):
 )
 def test_row_texts(cell, text):
     assert row_text(*cell) == text
-
-
-def test_the_streamed_merges_refuse_what_does_not_fit(copy):
-    from pma_jax.merging.averager import average_many, average_many_stream
-
-    trees = [{"w": jax.numpy.full(3, float(k)), "n": jax.numpy.arange(2)} for k in range(4)]
-    C = np.array([[0.25] * 4, [0, 0, 0.5, 0.5], [0, 0, 0, 1]])
-    for streamed, fused in zip(average_many_stream(iter(trees), C), average_many(trees, C), strict=True):
-        tiny.assert_equal(streamed, fused)
-    with pytest.raises(ValueError, match="integer leaves"):
-        average_many_stream(iter([*trees[:3], {"w": trees[0]["w"], "n": jax.numpy.arange(1, 3)}]), C)
-    with pytest.raises(ValueError, match="only 3 checkpoints"):
-        average_many_stream(iter(trees[:3]), C)
-    with pytest.raises(ValueError, match="checkpoint 2 differs"):
-        average_many_stream(iter([trees[0], {"w": jax.numpy.ones(4), "n": trees[0]["n"]}]), C[:, :2])
-    with pytest.raises(ValueError, match="matrix"):
-        average_many_stream(iter(trees), C[0])

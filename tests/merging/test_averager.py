@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pma_jax.merging import array_sums, averager, recipes
+from pma_jax.merging import averager, recipes
 
 SPECS = {
     "embed": jax.P("fsdp", "tensor"),
@@ -63,25 +63,22 @@ def test_both_forms_match_float64_on_any_mesh(shape, recipe):
     with jax.set_mesh(mesh):
         params_K = [on_mesh(p, mesh) for p in plain]
         fused = averager.average(params_K, c)
-        total = averager.zeros_like_total(abstract_on(mesh, jnp.float32))
+        total = None
         for params, weight in zip(params_K, c, strict=True):
-            total = averager.add_weighted(total, params, np.float32(weight))
+            total = averager.add_weighted(total, [params], np.float32([weight]))
     for result in (fused, total):
         assert_close(result, expected(plain, c))
         assert_placed(result, params_K[0])
 
 
-def test_checkpoints_of_one_mesh_are_averaged_on_another():
+def test_checkpoints_of_other_meshes_are_averaged_on_the_firsts():
     plain = make_checkpoints(4)
-    saved_on, merged_on = make_mesh((4, 2)), make_mesh((2, 4))
-    params_K = [on_mesh(p, saved_on) for p in plain]
-    like = abstract_on(merged_on, jnp.float32)
-    result = averager.average(params_K, recipes.sma(4), like=like)
-    assert_close(result, expected(plain, recipes.sma(4)))
-    assert_placed(result, like)
-    from_host = averager.average(plain, recipes.sma(4), like=like)
-    assert all(np.array_equal(result[k], from_host[k]) for k in SHAPES)
-    assert_placed(from_host, like)
+    first, other = make_mesh((2, 4)), make_mesh((4, 2))
+    params_K = [on_mesh(plain[0], first), *(on_mesh(p, other) for p in plain[1:3]), plain[3]]
+    (streamed,) = averager.average_stream(params_K, recipes.sma(4)[None])
+    for result in (averager.average(params_K, recipes.sma(4)), streamed):
+        assert_close(result, expected(plain, recipes.sma(4)))
+        assert_placed(result, params_K[0])
 
 
 @pytest.mark.parametrize(
@@ -93,16 +90,17 @@ def test_every_float_dtype_is_summed_in_float32(dtype):
     assert_close(averager.average(plain, recipes.sma(10), dtype="float32"), want)
     kept = averager.average(plain, recipes.sma(10))
     assert kept["embed"].dtype == (jnp.float32 if dtype == "float64" else jnp.dtype(dtype))
-    total = averager.zeros_like_total(plain[0])
-    total = averager.add_weighted(total, jax.tree.map(jnp.asarray, plain[0]), np.float32(0.5))
+    total = averager.add_weighted(None, [jax.tree.map(jnp.asarray, plain[0])], np.float32([0.5]))
     assert total["embed"].dtype == jnp.float32
 
 
 def test_float64_is_summed_in_float64_where_jax_has_it():
     plain = make_checkpoints(7, np.float64)
     with jax.enable_x64(True):
-        for summation in array_sums.SUMMATIONS:
-            result = averager.average(plain, recipes.ema(7, 0.1), summation=summation)
+        for result in (
+            averager.average(plain, recipes.ema(7, 0.1)),
+            *averager.average_stream(plain, recipes.ema(7, 0.1)[None]),
+        ):
             assert result["up"].dtype == np.float64
             assert_close(result, expected(plain, recipes.ema(7, 0.1)), rtol=1e-14)
 
@@ -116,23 +114,6 @@ def test_mean_of_bfloat16_is_the_correctly_rounded_one():
         # A few sums need more than 24 bits; multiplying by a rounded reciprocal would miss a third of all values.
         assert (in_float32 != exact.astype(np.float32)).mean() < 1e-3
         np.testing.assert_array_equal(np.asarray(averager.average(params_K, c)["w"]), exact.astype(jnp.bfloat16))
-
-
-def test_weights_of_whole_ratios_are_summed_as_whole_numbers():
-    for c, ratio, divisor in (
-        (recipes.sma(10), [1] * 10, 10),
-        (recipes.wma(4), [1, 2, 3, 4], 10),
-        (np.array([-0.5, 1.5]), [-1, 3], 2),
-        (np.array([1.0]), [1], 1),
-        (np.array([2.0, 4.0]), [1, 2], 0.5),
-        (np.array([0.0]), [0], 1),
-    ):
-        got_ratio, got_divisor = array_sums.as_ratio(c)
-        np.testing.assert_array_equal(got_ratio, ratio)
-        assert got_divisor == divisor
-    got_ratio, got_divisor = array_sums.as_ratio(recipes.ema(5, 0.1))
-    np.testing.assert_array_equal(got_ratio, recipes.ema(5, 0.1).astype(np.float32))
-    assert got_divisor == 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -167,36 +148,25 @@ def test_averages_are_linear_in_the_weights(weights, factor, seed):
 def test_one_compile_serves_all_weights():
     params_K = make_checkpoints(6)
     averager.average(params_K, recipes.sma(6))
-    sizes = array_sums.fused_average._cache_size(), averager.add_weighted._cache_size()
+    sizes = averager.fused_average._cache_size(), averager.add_weighted._cache_size()
     for c in (recipes.wma(6), recipes.ema(6, 0.1), recipes.lagfree(6)):
         averager.average(params_K, c)
-    assert array_sums.fused_average._cache_size() == sizes[0]
+    assert averager.fused_average._cache_size() == sizes[0]
     params = jax.tree.map(jnp.asarray, params_K[0])
-    total = averager.zeros_like_total(params)
+    total = jax.tree.map(jnp.zeros_like, params)
     for weight in (0.1, 0.2, -3.0):
-        total = averager.add_weighted(total, params, np.float32(weight))
+        total = averager.add_weighted(total, [params], np.float32([weight]))
     assert averager.add_weighted._cache_size() == sizes[1] + 1
 
 
 def compiled_forms(mesh, dtype=jnp.bfloat16):
     abstract, total = abstract_on(mesh, dtype), abstract_on(mesh, jnp.float32)
-    f32 = ("float32",) * len(SHAPES)
-    weight = np.float32(0.1)
+    arguments = ([abstract] * 4, np.ones(4, np.float32), np.float32(0.1), ("float32",) * len(SHAPES))
     return {
-        "add_weighted": averager.add_weighted.lower(total, abstract, weight),
-        "add_weighted_compensated": array_sums.add_weighted_compensated.lower(
-            total["up"], total["up"], abstract["up"], weight
-        ),
-        "add_fused": array_sums.add_fused.lower(total, [abstract] * 4, np.ones(4, np.float32)),
-        "fused_average": array_sums.fused_average.lower(
-            total, [abstract] * 4, np.ones(4, np.float32), weight, f32, "plain"
-        ),
-        "fused_average_narrow": array_sums.fused_average_narrow.lower(
-            total, [abstract] * 4, np.ones(4, np.float32), weight, f32, "plain"
-        ),
-        "fused_average_many": array_sums.fused_average_many.lower(
-            (total,) * 3, [abstract] * 4, np.ones((3, 4), np.float32), f32
-        ),
+        "add_weighted": averager.add_weighted.lower(total, [abstract], np.ones(1, np.float32)),
+        "add_weighted, 4": averager.add_weighted.lower(total, [abstract] * 4, np.ones(4, np.float32)),
+        "fused_average": averager.fused_average.lower(total, *arguments),
+        "fused_average_narrow": averager.fused_average_narrow.lower(total, *arguments),
     }
 
 
@@ -210,17 +180,15 @@ def test_no_collective_no_temporary_and_the_total_is_updated_in_place(shape):
         memory = compiled.memory_analysis()
         assert memory.temp_size_in_bytes <= max(shard_bytes.values()), name
         assert "input_output_alias" in compiled.as_text(), name
-        one_total = shard_bytes["up"] if name == "add_weighted_compensated" else sum(shard_bytes.values())
-        copies = {"add_weighted_compensated": 2, "fused_average_many": 3}.get(name, 1)
-        assert memory.alias_size_in_bytes >= copies * one_total, name
+        assert memory.alias_size_in_bytes >= sum(shard_bytes.values()), name
 
 
 def test_donated_totals_are_gone_and_their_memory_is_the_results():
     mesh = make_mesh((4, 2))
     params = on_mesh(make_checkpoints(1)[0], mesh)
-    total = averager.zeros_like_total(params)
+    total = jax.tree.map(jnp.zeros_like, params)
     where = {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in total.items()}
-    result = averager.add_weighted(total, params, np.float32(1))
+    result = averager.add_weighted(total, [params], np.float32([1]))
     assert all(x.is_deleted() for x in total.values())
     assert where == {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in result.items()}
     again = averager.average([params, params], [0.5, 0.5], out=result)
@@ -228,28 +196,14 @@ def test_donated_totals_are_gone_and_their_memory_is_the_results():
     assert where == {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in again.items()}
 
 
-@pytest.mark.parametrize("summation", array_sums.SUMMATIONS)
 @pytest.mark.parametrize("count", [3, 16, 17, 40])
-def test_long_sums_in_chunks(summation, count):
+def test_long_sums_in_chunks(count):
     plain = make_checkpoints(count, jnp.bfloat16)
     for c in (recipes.sma(count), recipes.ema(count, 0.1)):
-        result = averager.average(plain, c, dtype="float32", summation=summation)
+        result = averager.average(plain, c, dtype="float32")
         assert_close(result, expected(plain, c))
-
-
-def test_compensated_sums_keep_what_plain_ones_lose():
-    rng = np.random.default_rng(0)
-    for count in (16, 2000):
-        values_KxN = rng.uniform(0.5, 1.0, (count, 64)).astype(np.float32)
-        values_KxN[0] = 1e6
-        params_K = [{"w": x} for x in values_KxN]
-        want = values_KxN.astype(np.float64).mean(0)
-        error = {}
-        for summation in ("plain", "compensated"):
-            mean = averager.average(params_K, recipes.sma(count), summation=summation)["w"]
-            error[summation] = np.abs(np.float64(mean) / want - 1).max()
-        assert error["compensated"] < 1.3e-7, error
-        assert error["plain"] > (2 * error["compensated"] if count == 2000 else 0), error
+        (streamed,) = averager.average_stream(plain, c[None], dtype="float32")
+        jax.tree.map(np.testing.assert_array_equal, result, streamed)
 
 
 def test_weight_zero_leaves_a_checkpoint_unread():
@@ -257,47 +211,6 @@ def test_weight_zero_leaves_a_checkpoint_unread():
     params_K[0]["embed"][:] = np.nan
     c = recipes.coefficients("sma:2", [1, 2, 3])
     assert_close(averager.average(params_K, c), expected(params_K[1:], [0.5, 0.5]))
-
-
-def test_many_recipes_in_one_pass():
-    mesh = make_mesh((2, 4))
-    plain = make_checkpoints(6, jnp.bfloat16)
-    C = np.stack([recipes.sma(6), recipes.ema(6, 0.2), recipes.wma(6), recipes.lagfree(6)])
-    results = averager.average_many([on_mesh(p, mesh) for p in plain], C, dtype="float32")
-    for row, result in zip(C, results, strict=True):
-        assert_close(result, expected(plain, row))
-        assert_placed(result, abstract_on(mesh, jnp.float32))
-    # A result that NumPy has not looked at: since 0.11, JAX on CPU leaves those as they are.
-    out = averager.average_many([on_mesh(p, mesh) for p in plain], C, dtype="float32")
-    again = averager.average_many([on_mesh(p, mesh) for p in plain], C, dtype="float32", out=out)
-    assert all(x.is_deleted() for tree in out for x in tree.values())
-    for row, result in zip(C, again, strict=True):
-        assert_close(result, expected(plain, row))
-    with pytest.raises(ValueError, match="one weight each"):
-        averager.average_many(plain, C[:, :5])
-    with pytest.raises(ValueError, match="a row a recipe"):
-        averager.average_many(plain, C[0])
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
-def test_many_recipes_in_blocks(dtype, monkeypatch):
-    monkeypatch.setattr(array_sums, "BLOCK", 64)
-    rng = np.random.default_rng(0)
-    params_K = [
-        {"w": rng.normal(size=(3, 77)).astype(dtype), "n": np.arange(3), "empty": np.zeros((0,), dtype)}
-        for _ in range(4)
-    ]
-    C = np.stack([recipes.sma(4), recipes.wma(4)])
-    array_sums.fused_average_many.clear_cache()
-    results = averager.average_many(
-        params_K, C, dtype="float32", out=averager.average_many(params_K, C, dtype="float32")
-    )
-    array_sums.fused_average_many.clear_cache()
-    for row, result in zip(C, results, strict=True):
-        np.testing.assert_allclose(
-            result["w"], expected([{"w": p["w"]} for p in params_K], row)["w"], rtol=1e-5, atol=1e-6
-        )
-        np.testing.assert_array_equal(result["n"], [0, 1, 2])
 
 
 def test_integers_pass_through_when_equal_and_are_refused_otherwise():
@@ -315,7 +228,7 @@ def test_integers_pass_through_when_equal_and_are_refused_otherwise():
     result = averager.average(params_K, recipes.sma(3), dtype="bfloat16")
     assert result["ids"].dtype == np.int32 and result["flag"].dtype == bool and result["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(result["ids"], range(8))
-    total = averager.add_weighted(averager.zeros_like_total(params_K[0]), params_K[0], np.float32(0.3))
+    total = averager.add_weighted(None, [params_K[0]], np.float32([0.3]))
     np.testing.assert_array_equal(total["ids"], range(8))
     params_K[2] = make([0] * 8, False)
     with pytest.raises(ValueError, match=r"checkpoint 3 differs.* 2 leaves: flag; ids$"):
@@ -348,5 +261,3 @@ def test_wrong_weights_are_refused():
     for weights, message in (([1.0], "one weight each"), ([np.nan, 1], "finite")):
         with pytest.raises(ValueError, match=message):
             averager.average(params_K, weights)
-    with pytest.raises(ValueError, match="no summation"):
-        averager.average(params_K, [0.5, 0.5], summation="fast")

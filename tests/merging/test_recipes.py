@@ -92,14 +92,6 @@ def test_every_recipe_sums_to_one_on_any_positions(text, n, seed):
     assert window is None or not row[:-window].any()
 
 
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_composition_is_merging_the_merges(outer_rows, inner_rows, n, seed):
-    rng = np.random.default_rng(seed)
-    outer, inner, models = (rng.normal(size=s) for s in ((outer_rows, inner_rows), (inner_rows, n), (n, 3)))
-    np.testing.assert_allclose(recipes.compose(outer, inner) @ models, outer @ (inner @ models), atol=1e-12)
-    np.testing.assert_allclose(recipes.compose(outer[0], inner), recipes.compose(outer, inner)[0], atol=1e-12)
-
-
 @given(st.lists(st.floats(0.1, 1), min_size=1, max_size=8), st.randoms())
 def test_explicit_weights_permute_with_their_checkpoints(values, random):
     order = list(range(len(values)))

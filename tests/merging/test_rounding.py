@@ -1,0 +1,147 @@
+"""One definition of a weighted sum: every way to merge gives the same bits."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+import pma_jax as pma
+from pma_jax.evaluation import merges
+from pma_jax.merging import averager, recipes
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.merging.engine.rounding import split_coefficients, split_rows
+from pma_jax.merging.preview import Window
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs.snapshots import restore_params
+from pma_jax.runtime.mesh import local_mesh
+from pma_jax.storage.formats.open import open_source
+
+TOKENS = [100, 200, 300, 450, 500, 600]
+RECIPES = [
+    "sma",
+    "sma:3",
+    "ema:alpha=0.2",
+    "ema_closed:alpha=0.1",
+    "wma",
+    "wma:5",
+    "lawa:4",
+    *(f"decay:shape={shape}" for shape in recipes.SHAPES),
+    "power:sigma_rel=0.1",
+    "lagfree:lag=0.5,order=1",
+    "lagfree:lag=0,order=2",
+    "weights:0.3,0.1,0.25,0.05,0.2,0.1",
+    "weights:-0.5,1.5:2",
+    "weights:1:1",
+    "weights:0,0.5,0,0.25,0.25,0",
+]
+C = np.stack([recipes.coefficients(text, TOKENS) for text in RECIPES])
+
+
+def bits(x):
+    x = np.asarray(x)
+    return x.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.dtype.itemsize])
+
+
+def assert_same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        assert actual[name].dtype == x.dtype, name
+        np.testing.assert_array_equal(bits(actual[name]), bits(x), err_msg=name)
+
+
+def write_checkpoints(folder, dtype):
+    """Six safetensors of odd sizes, with zeros of both signs; returns their paths and their leaves."""
+    rng = np.random.default_rng(0)
+    leaves_K = []
+    for _ in TOKENS:
+        leaves = {"matrix": rng.standard_normal((1001, 33)), "vector": 1e3 * rng.standard_normal(777), "scalar": 0.3}
+        leaves["vector"][::7] = -0.0
+        leaves["vector"][1::7] *= rng.integers(0, 2, leaves["vector"][1::7].shape)
+        leaves_K.append({name: np.asarray(x).astype(dtype) for name, x in leaves.items()})
+    paths = [folder / str(tokens) for tokens in TOKENS]
+    for path, leaves in zip(paths, leaves_K, strict=True):
+        path.mkdir()
+        save_file(leaves, path / "model.safetensors")
+    return paths, leaves_K
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_storage_and_arrays_merge_to_the_same_bits(tmp_path, dtype):
+    paths, leaves_K = write_checkpoints(tmp_path, dtype)
+    together = [tmp_path / f"together-{r}" for r in range(len(C))]
+    merge(plan([open_source(path) for path in paths], C, recipes=RECIPES), together)
+    mesh = jax.make_mesh((8,), ("x",))
+    sharded_K = [
+        {name: jax.device_put(x, jax.NamedSharding(mesh, jax.P())) for name, x in leaves.items()}
+        | {"matrix": jax.device_put(leaves["matrix"][:1000], jax.NamedSharding(mesh, jax.P("x")))}
+        for leaves in leaves_K
+    ]
+    streamed_R = averager.average_stream(iter(leaves_K), C)
+    with jax.set_mesh(mesh):
+        streamed_on_mesh_R = averager.average_stream(iter(sharded_K), C)
+    for r, row in enumerate(C):
+        alone = tmp_path / f"alone-{r}"
+        merge(plan([open_source(path) for path in paths], row[None], recipes=[RECIPES[r]]), [alone])
+        expected = load_file(alone / "model.safetensors")
+        assert_same_bits(load_file(together[r] / "model.safetensors"), expected)
+        assert_same_bits(averager.average(leaves_K, row), expected)
+        assert_same_bits(streamed_R[r], expected)
+        expected["matrix"] = expected["matrix"][:1000]
+        assert_same_bits(averager.average(sharded_K, row), expected)
+        assert_same_bits(streamed_on_mesh_R[r], expected)
+
+
+def test_more_checkpoints_than_one_pass_sums(tmp_path):
+    count = averager.CHUNK * 2 + 3
+    rng = np.random.default_rng(0)
+    leaves_K = [{"w": rng.standard_normal(501).astype(np.float32)} for _ in range(count)]
+    for k, leaves in enumerate(leaves_K):
+        (tmp_path / str(k)).mkdir()
+        save_file(leaves, tmp_path / str(k) / "model.safetensors")
+    row = recipes.ema(count, 0.05)
+    merge(plan([open_source(tmp_path / str(k)) for k in range(count)], row[None]), [tmp_path / "out"])
+    expected = load_file(tmp_path / "out" / "model.safetensors")
+    assert_same_bits(averager.average(leaves_K, row), expected)
+    assert_same_bits(averager.average_stream(iter(leaves_K), row[None])[0], expected)
+
+
+def test_a_runs_merges_previews_and_sweeps_have_the_same_bits(finished, tmp_path, monkeypatch):
+    chosen = finished.snapshots
+    tokens = [s.tokens for s in chosen]
+    window = Window(len(chosen))
+    abstract = abstract_params(finished.config.model, local_mesh())
+    for snapshot in chosen:
+        window.add(snapshot.tokens, restore_params(snapshot, abstract))
+    swept = []
+    monkeypatch.setattr(
+        merges, "evaluator", lambda config, mesh: lambda trees: swept.extend(map(jax.device_get, trees)) or [0.0] * 4
+    )
+    texts = ["sma", "ema:alpha=0.2", "lagfree:lag=0.5", "decay:shape=minus_sqrt"]
+    rows = [recipes.coefficients(text, tokens) for text in texts]
+    merges.evaluate_merges(finished.config, chosen, rows, memory_bytes=1e9)
+    for text, row, in_sweep in zip(texts, rows, swept, strict=True):
+        stored = tiny.read(pma.merge(chosen, row, tmp_path / text, recipe=text))
+        ((_, preview),) = window.merges(text, [len(chosen)])
+        for tree in (pma.average(chosen, row), preview, in_sweep):
+            jax.tree.map(lambda x, y: np.testing.assert_array_equal(bits(x), bits(y)), tree, stored)
+
+
+def test_weights_of_integer_ratios_are_summed_as_integers():
+    for c, ratio, divisor in (
+        (recipes.sma(10), [1] * 10, 10),
+        (recipes.wma(4), [1, 2, 3, 4], 10),
+        (np.array([-0.5, 1.5]), [-1, 3], 2),
+        (np.array([0.0, 0.5, 0.5]), [0, 1, 1], 2),
+        (np.array([1.0]), [1], 1),
+        (np.array([2.0, 4.0]), [1, 2], 0.5),
+        (np.array([0.0]), [0], 1),
+    ):
+        multipliers, got_divisor = split_coefficients(c)
+        np.testing.assert_array_equal(multipliers, ratio)
+        assert got_divisor == divisor
+    multipliers, divisors = split_rows(np.stack([recipes.ema(5, 0.1), recipes.sma(5)]))
+    np.testing.assert_array_equal(multipliers, [recipes.ema(5, 0.1), np.ones(5)])
+    np.testing.assert_array_equal(divisors, [1, 5])
