@@ -15,9 +15,8 @@ import numpy as np
 
 from pma_jax import config as configuration
 from pma_jax.model.decoder import graph_definition, parameter_count
-from pma_jax.model.loss import on_mesh
 from pma_jax.runtime.allocator import keep_freed_memory
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import averages
 from pma_jax.training.state import make_state
 from pma_jax.training.step import make_train_step
@@ -35,7 +34,7 @@ def main() -> None:
     tokens_BxM = np.random.default_rng(0).integers(0, config.model.vocabulary_size, shape).astype(np.int32)
     with jax.set_mesh(mesh):
         state, step = make_state(config), make_train_step(config, graph_definition(config.model))
-        block, batch = averages.empty(state.params), on_mesh(mesh, tokens_BxM)
+        block, batch = averages.empty(state.params), put_batch(mesh, tokens_BxM)
         steps, adds = [], []
         for _ in range(options.rounds):
             begin = time.perf_counter()

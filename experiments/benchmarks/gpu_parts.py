@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pma_jax.runtime.mesh import put_batch
+
 # What the makers name for dense bfloat16 products, FLOPs a second (data sheets of H100, H200 SXM and A100).
 PEAKS = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12}
 RATE = 1e-4  # of learning: the speed does not depend on it
@@ -126,7 +128,6 @@ def measured_step(config, sizes: Sizes) -> dict[str, Any]:
     from memory_floor import compiled_bytes, floor
     from profile_costs import top_costs
 
-    from pma_jax.model.loss import on_mesh
     from pma_jax.planning.aot import programs
     from pma_jax.planning.cost import forward_flops, training_flops
     from pma_jax.runtime.mesh import check_mesh, make_mesh
@@ -141,7 +142,7 @@ def measured_step(config, sizes: Sizes) -> dict[str, Any]:
         step = programs(config, mesh)["train_step"]().compile()
         compile_seconds = time.perf_counter() - begin
         held: list[Any] = [make_state(config), None]
-        tokens = on_mesh(mesh, tokens_BxM)
+        tokens = put_batch(mesh, tokens_BxM)
 
         def turn():
             for _ in range(sizes.steps_a_turn):

@@ -29,11 +29,10 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.model.decoder import graph_definition
-from pma_jax.model.loss import on_mesh
 from pma_jax.runs import integrity, lock
 from pma_jax.runtime import signals
 from pma_jax.runtime.allocator import keep_freed_memory
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import finite, preemption
 from pma_jax.training.state import make_state
 from pma_jax.training.step import make_train_step
@@ -61,9 +60,9 @@ def _steps(config: Config, rounds: int) -> None:
     each_state = keep.state_interval_tokens / batch_tokens
     record = {"step": 1, "tokens": batch_tokens}
     numbers = {"loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1.0}
-    with jax.set_mesh(mesh), signals.noticed(interrupts=False) as notice:
+    with jax.set_mesh(mesh), signals.catch_signals(interrupts=False) as notice:
         state, step = make_state(config), make_train_step(config, graph_definition(config.model))
-        batch = on_mesh(mesh, tokens_BxM)
+        batch = put_batch(mesh, tokens_BxM)
         parts: dict[str, tuple[float, Callable[[], Any]]] = {  # name -> steps between two, what is done
             "is a snapshot finite": (each_snapshot, lambda: integrity.non_finite_leaves(state.params)),
             "digests of a snapshot": (each_snapshot, lambda: integrity.tree_digests(state.params)),
@@ -91,7 +90,7 @@ def _steps(config: Config, rounds: int) -> None:
         print(f"{name}: {took * 1e3:.4f} ms, every {between:g} steps: {took / between / step_s:.4%} of a step")
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
-        with lock.held(epath.Path(folder)):
+        with lock.hold(epath.Path(folder)):
             took = time.perf_counter() - begin
     horizon = config.training.total_tokens / batch_tokens
     total += took / horizon

@@ -22,9 +22,8 @@ import numpy as np
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.model.decoder import graph_definition
-from pma_jax.model.loss import on_mesh
 from pma_jax.runtime.allocator import keep_freed_memory
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import spikes
 from pma_jax.training.state import make_state
 from pma_jax.training.step import make_train_step
@@ -62,7 +61,7 @@ def overhead(config: Config, rounds: int) -> None:
     tokens_BxM = np.random.default_rng(0).integers(0, config.model.vocabulary_size, shape).astype(np.int32)
     without = dataclasses.replace(config, spikes=dataclasses.replace(config.spikes, detect=False))
     with jax.set_mesh(mesh):
-        batch, graph = on_mesh(mesh, tokens_BxM), graph_definition(config.model)
+        batch, graph = put_batch(mesh, tokens_BxM), graph_definition(config.model)
         runs: list[list[Any]] = [[make_state(c), make_train_step(c, graph), []] for c in (without, config)]
         for i in range(rounds):
             for run in runs if i % 2 else reversed(runs):

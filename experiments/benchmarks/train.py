@@ -33,6 +33,7 @@ import numpy as np
 from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.planning.cost import training_flops
 from pma_jax.runtime.allocator import keep_freed_memory
+from pma_jax.runtime.mesh import put_batch
 
 QWEN3_MOE = {"scan_layers": False, "qk_norm": True, "router_bias": False}  # what its experts and heads compute
 
@@ -203,7 +204,7 @@ def jax_step(_name, model, weights, tokens_BxM, axis="data"):
     import jax
 
     from pma_jax.model.decoder import graph_definition
-    from pma_jax.model.loss import evaluate, on_mesh
+    from pma_jax.model.loss import evaluate
     from pma_jax.runtime.mesh import make_mesh
     from pma_jax.training.state import make_state
     from pma_jax.training.step import make_train_step
@@ -217,7 +218,7 @@ def jax_step(_name, model, weights, tokens_BxM, axis="data"):
     jax.set_mesh(mesh)
     graph, state = graph_definition(model), make_state(config)
     params = jax.tree.map(lambda leaf, value: jax.device_put(value, leaf.sharding), state.params, weights)
-    tokens_BxM = on_mesh(mesh, tokens_BxM)
+    tokens_BxM = put_batch(mesh, tokens_BxM)
     report = {
         "loss": evaluate(graph, params, [tokens_BxM]),
         "flops_per_second": matrix_product_rate(

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.overrides, options.words = overrides, words
     _quiet()
     try:
-        with signals.noticed(interrupts=True), _together(options):
+        with signals.catch_signals(interrupts=True), _together(options):
             options.function(options)
     except (ValueError, OSError) as error:
         print(f"error: {error_line(error)}", file=sys.stderr)

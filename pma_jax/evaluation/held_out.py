@@ -10,15 +10,15 @@ import numpy as np
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
 from pma_jax.model.decoder import graph_definition
-from pma_jax.model.loss import PADDING, evaluate, on_mesh
+from pma_jax.model.loss import PADDING, evaluate
 from pma_jax.runtime import hosts
-from pma_jax.runtime.mesh import rows_here
+from pma_jax.runtime.mesh import local_rows, put_batch
 
 
 def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:
     """The first `evaluation.tokens` held-out predictions: int32 [B, L + 1] each, split along the batch axes."""
-    rows_b = rows_here(mesh, config.evaluation.batch_size_sequences)
-    return [on_mesh(mesh, tokens_bxM) for tokens_bxM in _windows(tokens, config, rows_b)]
+    rows_b = local_rows(mesh, config.evaluation.batch_size_sequences)
+    return [put_batch(mesh, tokens_bxM) for tokens_bxM in _windows(tokens, config, rows_b)]
 
 
 def evaluation_digest(tokens: shards.TokenSet, config: Config) -> str:

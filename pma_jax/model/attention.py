@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pma_jax.model.kernels.flash_attention import cudnn_attention, cudnn_supports, splash_attention, splash_supports
-from pma_jax.runtime.mesh import RULES, placed_as
+from pma_jax.runtime.mesh import RULES, reshard_like
 
 QUERY_BLOCKS = 2  # a block of queries meets only the keys up to its end: 3/4 of the square; more gain little
 KERNELS = {"gpu": (cudnn_supports, cudnn_attention), "tpu": (splash_supports, splash_attention)}  # platform -> its own
@@ -160,7 +160,7 @@ def _attend_block_backward(saved: tuple[jax.Array, ...], g_BxKxGxQxH: jax.Array)
     d_q = jnp.einsum("bkgqm,bkhm->bkgqh", d_scores_BxKxGxQxM, k)
     d_k = jnp.einsum("bkgqh,bkgqm->bkhm", q, d_scores_BxKxGxQxM)
     d_v = jnp.einsum("bkgqh,bkgqm->bkhm", g_BxKxGxQxH, weights_BxKxGxQxM)
-    return *(placed_as(x, d) for x, d in ((q, d_q), (k, d_k), (v, d_v))), None
+    return *(reshard_like(x, d) for x, d in ((q, d_q), (k, d_k), (v, d_v))), None
 
 
 _attend_block.defvjp(_attend_block_forward, _attend_block_backward)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import P
 
 from pma_jax.model.kernels.matmul import fast_transpose
-from pma_jax.runtime.mesh import RULES, axes_of, placed_as
+from pma_jax.runtime.mesh import RULES, axes_of, reshard_like
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -45,7 +45,7 @@ def _forward(
     objective, nats, d_x_BxLxD, d_head_DxV = _summed(
         x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=True
     )
-    return (objective, nats), (placed_as(x_BxLxD, d_x_BxLxD), placed_as(head_DxV, d_head_DxV))
+    return (objective, nats), (reshard_like(x_BxLxD, d_x_BxLxD), reshard_like(head_DxV, d_head_DxV))
 
 
 def _backward(

@@ -17,7 +17,7 @@ from pma_jax.model.attention import attention, rotary_tables, rotate
 from pma_jax.model.kernels.matmul import MATMUL_NAME, sharded_matmul
 from pma_jax.model.layers import embed_tokens, normal_param, ones_param, rms_norm, swiglu
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
-from pma_jax.runtime.mesh import RULES, abstract_on, gathered
+from pma_jax.runtime.mesh import RULES, abstract_arrays, gather_batch_axes
 
 Params = dict  # nested: name -> array; the plain pytree that is trained, saved and merged
 
@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """int32 [B, L] -> float32 logits [B, L, V]. A loss takes `hidden` and `head`, and never holds all logits."""
-        (x_BxLxD, _), head_DxV = self.hidden(tokens_BxL), gathered(self.head())
+        (x_BxLxD, _), head_DxV = self.hidden(tokens_BxL), gather_batch_axes(self.head())
         spec = RULES.spec("batch", None, "vocabulary")
         return jnp.einsum("bld,dv->blv", x_BxLxD, head_DxV, out_sharding=spec, preferred_element_type=jnp.float32)
 
@@ -143,7 +143,7 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
     """Describe the shape, dtype and sharding on `mesh` of every parameter."""
-    return abstract_on(mesh, lambda: init_params(config, jax.random.key(0)))
+    return abstract_arrays(mesh, lambda: init_params(config, jax.random.key(0)))
 
 
 def apply(graph: nnx.GraphDef, params: Params, tokens_BxL: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 
-from pma_jax.runtime.mesh import RULES, axes_of, placed_as
+from pma_jax.runtime.mesh import RULES, axes_of, reshard_like
 
 
 def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], spec: P, fan_in: int, gain: float = 1.0) -> nnx.Param:
@@ -69,7 +69,7 @@ def _backward(_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], g_BxLxD: ja
     if not any(mesh.shape[axis] > 1 for axis in axes):
         tokens_BxL, g_BxLxD = jax.reshard(tokens_BxL, P(None, None)), jax.reshard(g_BxLxD, P(None, None, None))
         d_VxD = _sum_by_token(tokens_BxL, g_BxLxD, 0, vocabulary_size)
-        return placed_as(table_VxD, d_VxD.astype(table_VxD.dtype)), None
+        return reshard_like(table_VxD, d_VxD.astype(table_VxD.dtype)), None
     vocabulary_axes, width_axes = axes_of(table[0]), axes_of(table[1])
     rows_per_device = vocabulary_size // math.prod(mesh.shape[axis] for axis in vocabulary_axes)
 

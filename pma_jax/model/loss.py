@@ -15,7 +15,6 @@ from flax import nnx
 
 from pma_jax.model.cross_entropy import cross_entropy
 from pma_jax.model.decoder import Params, make_decoder
-from pma_jax.runtime.mesh import RULES, rows_here
 
 PADDING = -1
 # Batches that were begun and are not done. Where a CPU counts as several devices, XLA holds back programs beyond 32 a
@@ -69,22 +68,6 @@ def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) 
             jax.block_until_ready(sums[-1 - MAX_BATCHES_IN_FLIGHT])
     nats, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
     return float(nats / count)
-
-
-def on_mesh(mesh: jax.sharding.Mesh, tokens_bxM: np.ndarray) -> jax.Array:
-    """A batch as one array split along the batch axes, of which this process has the rows that `rows_here` names."""
-    shares = math.prod(mesh.shape[axis] for axis in RULES.batch)
-    B = len(tokens_bxM) * shares // len(rows_here(mesh, shares))
-    rows_b = rows_here(mesh, B)
-
-    def share(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        first, stop, _ = index[0].indices(B)
-        begin = np.searchsorted(rows_b, first)
-        return tokens_bxM[begin : begin + stop - first]
-
-    sharding = jax.NamedSharding(mesh, RULES.spec("batch", None))
-    return jax.make_array_from_callback((B, tokens_bxM.shape[1]), sharding, share)
 
 
 def perplexity(nats_per_token: float) -> float:

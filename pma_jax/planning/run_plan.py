@@ -14,7 +14,7 @@ from pma_jax.config import Config, ModelConfig
 from pma_jax.model import experts
 from pma_jax.model.decoder import activated_parameter_count, parameter_count
 from pma_jax.planning import aot, cost, counts, disk, hlo, units
-from pma_jax.runtime.mesh import mesh_over
+from pma_jax.runtime.mesh import mesh_from_devices
 from pma_jax.training.state import abstract_state
 
 DAY = 86_400  # seconds
@@ -43,7 +43,7 @@ def plan(
     Raises:
       ValueError: a size does not divide over the mesh, or the mesh does not have as many devices as the topology.
     """
-    mesh = mesh_over(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
+    mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
     state = abstract_state(config, mesh)
     reports = {}
     for name, lower in aot.programs(config, mesh).items():

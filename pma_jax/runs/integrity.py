@@ -84,7 +84,7 @@ def _is_here(leaf: jax.Array | np.ndarray) -> bool:
 def _digest(leaf: jax.Array | np.ndarray) -> str:
     if isinstance(leaf, jax.Array) and not _is_here(leaf):
         if leaf.nbytes > _WHOLE_BYTES:
-            return leaf_digest(segments_over_devices(leaf))
+            return leaf_digest(segment_checksums_on_devices(leaf))
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
@@ -94,7 +94,7 @@ def _digest(leaf: jax.Array | np.ndarray) -> str:
     return leaf_digest(hasher.hexdigests())
 
 
-def segments_over_devices(leaf: jax.Array) -> list[str]:
+def segment_checksums_on_devices(leaf: jax.Array) -> list[str]:
     """The checksums (hex) of a leaf's segments, each summed up where it lies once they are dealt out to the devices.
 
     For leaves that no process holds whole: every device takes its share of the segments, and no more.

@@ -24,7 +24,7 @@ FILE_NAME = "lock"
 
 
 @contextlib.contextmanager
-def held(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
+def hold(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
     """Hold the lock of the run directory `folder`, which is made; yields what the user should know, if anything.
 
     When another process has it, raises ValueError that names the holder, or with `waits` waits until it is free.

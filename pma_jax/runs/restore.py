@@ -33,7 +33,7 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
     as_stored = jax.tree_util.tree_map_with_path(
         lambda key, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[_text(key)], sharding=leaf.sharding), abstract
     )
-    with readable(path):
+    with report_read_errors(path):
         restored = jax.block_until_ready(ocp.load_checkpointables(path, {name: as_stored})[name])
     # A snapshot's leaves are those of its one item; a state's are named after the item that they lie in.
     changed = integrity.changed_leaves(restored, recorded_digests(path), "" if name == "params" else f"{name}.")
@@ -46,7 +46,7 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
 
 def stored(path: epath.Path) -> dict[str, Any]:
     """What lies there, by name (params; state, block), with the shape and dtype of every leaf; reads no array."""
-    with readable(path):
+    with report_read_errors(path):
         return ocp.checkpointables_metadata(path).metadata
 
 
@@ -67,14 +67,14 @@ def recorded_digests(path: epath.Path) -> dict[str, str]:
     """Leaf -> digest, of a snapshot, a merge or a state; empty where an earlier version wrote it, without digests."""
     digests_of = steps.read_metadata(path, ()).get("leaves")
     if digests_of is None and (path / "provenance.json").exists():
-        with readable(path / "provenance.json"):
+        with report_read_errors(path / "provenance.json"):
             facts = json.loads((path / "provenance.json").read_text())
         digests_of = facts.get("leaves") if facts.get("checksum") == integrity.CHECKSUM else None
     return digests_of if isinstance(digests_of, dict) else {}
 
 
 @contextlib.contextmanager
-def readable(path: epath.Path) -> Iterator[None]:
+def report_read_errors(path: epath.Path) -> Iterator[None]:
     """What Orbax and TensorStore raise over broken files, of many types and pages long, as one error."""
     try:
         yield

@@ -101,7 +101,7 @@ def write_snapshot(params: Any, snapshot: Snapshot) -> None:
         raise ValueError(f"{snapshot.path} exists already: choose another --out, or remove it")
     snapshot.path.parent.mkdir(parents=True, exist_ok=True)
     metadata = digests.add_metadata_digest(_metadata(snapshot, params))
-    with steps.plain_arrays(), steps.writing(snapshot.path):
+    with steps.uncompressed_arrays(), steps.report_write_errors(snapshot.path):
         ocp.save_checkpointables(snapshot.path, {"params": params}, custom_metadata=metadata)
 
 
@@ -135,7 +135,7 @@ def _read_merge(folder: epath.Path) -> dict[str, Any] | None:
     path = folder / "provenance.json"
     if not path.exists():
         return None
-    with restore.readable(path):
+    with restore.report_read_errors(path):
         provenance = json.loads(path.read_text())
         return {
             "recipe": provenance["recipe"],

@@ -124,7 +124,7 @@ def write_parts(path: epath.Path, parts: dict[str, Any]) -> None:
     if path.exists() and hosts.is_first():
         path.rmtree()
     hosts.barrier("states.write_parts")
-    with steps.plain_arrays(), steps.writing(path):
+    with steps.uncompressed_arrays(), steps.report_write_errors(path):
         metadata = digests.add_metadata_digest(integrity.digest_metadata(parts))
         ocp.save_checkpointables(path, parts, custom_metadata=metadata)
 

@@ -57,7 +57,7 @@ def remove(path: epath.Path) -> None:
     path.rmtree()
 
 
-def plain_arrays(root: str | None = None) -> ocp.Context:
+def uncompressed_arrays(root: str | None = None) -> ocp.Context:
     """How arrays are written: weights hardly compress, and zstd decodes at a tenth of the rate of a plain read.
 
     Several processes meet at barriers with names: two folders are written at one time, and each needs its own `root`.
@@ -69,7 +69,7 @@ def plain_arrays(root: str | None = None) -> ocp.Context:
 
 
 @contextlib.contextmanager
-def writing(path: epath.PathLike) -> Iterator[None]:
+def report_write_errors(path: epath.PathLike) -> Iterator[None]:
     """What Orbax and TensorStore raise when a disk is full or may not be written, pages long, as one line."""
     try:
         yield
@@ -95,7 +95,7 @@ class StepWriter:
         self._tokens = {int(path.name): read_metadata(path, ("tokens",))["tokens"] for path in published(folder)}
         self._response: Any = None
         self._writing = 0
-        with plain_arrays(folder.name), writing(folder):
+        with uncompressed_arrays(folder.name), report_write_errors(folder):
             self._steps = ocp.training.Checkpointer(folder, cleanup_tmp_directories=True)
 
     def save(self, step: int, items: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ class StepWriter:
         if step in self._tokens:
             return
         self.finish()
-        with plain_arrays(self._folder.name), writing(self._folder / str(step)):
+        with uncompressed_arrays(self._folder.name), report_write_errors(self._folder / str(step)):
             # Forced: Orbax otherwise leaves out, without a word, a step below its newest, such as a damaged one redone.
             self._response = self._steps.save_checkpointables_async(
                 step, dict(items), custom_metadata=add_metadata_digest(found), force=True
@@ -121,7 +121,7 @@ class StepWriter:
         """
         response, self._response = self._response, None
         if response is not None:
-            with writing(self._folder / str(self._writing)):
+            with report_write_errors(self._folder / str(self._writing)):
                 response.result()
         steps = sorted(self._tokens, key=lambda step: self._tokens[step])
         for step, is_kept in zip(steps, self._kept([self._tokens[step] for step in steps]), strict=True):

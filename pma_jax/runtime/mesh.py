@@ -1,7 +1,7 @@
-"""The device mesh and the sharding rules: which mesh axis splits which logical dim.
+"""The device mesh and the sharding rules, which map logical dims of arrays to mesh axes.
 
-Every axis is explicit: an array's sharding is part of its type, and a product that would need to guess how to move data
-is an error, not a surprise. Axes (mesh) and dims (tensor) are two things; `Rules` is where they meet.
+Every mesh axis is explicit: an array's sharding is part of its type, and an operation whose output sharding would be
+ambiguous is an error. "Axis" means an axis of the mesh, "dim" a dimension of an array.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ AXES = ("data", "fsdp", "tensor", "expert")
 
 
 def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that split one dim: an entry of a partition."""
+    """Return the mesh axes in one entry of a `PartitionSpec`."""
     return (part,) if isinstance(part, str) else part or ()
 
 
@@ -31,24 +31,26 @@ def _partition(dims: Sequence[tuple[str, ...]]) -> P:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Mesh axis (or axes) of each logical dim; None leaves a dim whole."""
+    """Mesh axis (or axes) that splits each logical dim; None leaves a dim unsplit."""
 
     batch: tuple[str, ...] = ("data", "fsdp", "expert")  # B
-    width: str | None = "fsdp"  # D of parameters; activations keep D whole
+    width: str | None = "fsdp"  # D of parameters; D of activations is not split
     heads: str | None = "tensor"  # N and K
     hidden: str | None = "tensor"  # F
     vocabulary: str | None = "tensor"  # V
     experts: str | None = "expert"  # E
 
     def spec(self, *dims: str | None) -> P:
-        """The partition of an array whose dims carry these logical names (None: whole).
+        """Return the partition of an array with these logical dims (None: unsplit).
 
-        Inside a `jax.shard_map`, where an array is a device's own part, the axes that it is over are left out. Raises
-        ValueError when two dims would be split by the same mesh axis.
+        Inside `jax.shard_map` the manual axes are left out, because arrays are per-device shards there.
+
+        Raises:
+            ValueError: one mesh axis would split two dims.
         """
-        gone = jax.sharding.get_abstract_mesh().manual_axes
+        manual = jax.sharding.get_abstract_mesh().manual_axes
         named = [getattr(self, dim) if dim else None for dim in dims]
-        split = [tuple(a for a in axes_of(axis) if a not in gone) for axis in named]
+        split = [tuple(a for a in axes_of(axis) if a not in manual) for axis in named]
         flat = [a for axes in split for a in axes]
         for axis in flat:
             if flat.count(axis) > 1:
@@ -60,22 +62,27 @@ RULES = Rules()
 
 
 def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
-    """An explicit mesh over all devices; the CPU counts as `cpu_devices` of them if JAX starts here.
+    """Create an explicit mesh over all devices.
 
-    Raises ValueError when the sizes do not multiply to the number of devices.
+    Initialises the backend, on CPU with `cpu_devices` devices. An initialised backend stays as it is.
+
+    Raises:
+        ValueError: the product of the sizes is not the number of devices.
     """
     if sizes.cpu_devices:
-        with contextlib.suppress(RuntimeError):  # JAX has started: the devices are what they are
+        with contextlib.suppress(RuntimeError):  # the backend is initialised, which fixes the device count
             jax.config.update("jax_num_cpu_devices", sizes.cpu_devices)
-    return mesh_over(jax.devices(), sizes)
+    return mesh_from_devices(jax.devices(), sizes)
 
 
-def mesh_over(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.Mesh:
-    """An explicit mesh over `devices`, which need not be this machine's.
+def mesh_from_devices(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.Mesh:
+    """Create an explicit mesh over `devices`, which may be abstract ones of another machine.
 
-    Of several slices of TPUs each holds whole replicas: the axis `data` goes across them, and all others, which
-    exchange much more, stay inside one. Raises ValueError when the sizes do not multiply to the number of devices, or
-    a replica does not fit in a slice.
+    Each TPU slice holds complete replicas: only the axis `data` crosses slices, because the other axes communicate much
+    more.
+
+    Raises:
+        ValueError: the product of the sizes is not the number of devices, or a replica does not fit in a slice.
     """
     shape = [sizes.data, sizes.fsdp, sizes.tensor, sizes.expert]
     count = len(devices)
@@ -86,7 +93,7 @@ def mesh_over(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.
         shape[shape.index(-1)] = max(count // rest, 1)
     if math.prod(shape) != count:
         raise ValueError(
-            f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, and {count} are here"
+            f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, and {count} are available"
         )
     slices = _slices(devices)
     if shape[0] % len(slices):
@@ -100,35 +107,36 @@ def mesh_over(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.
 
 
 def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each slice of TPUs, which are joined by the data center's network; else all in one."""
-    found: dict[int, list[jax.Device]] = {}
+    """Group devices by TPU slice (slices are connected by the data center network); others form one group."""
+    by_slice: dict[int, list[jax.Device]] = {}
     for device in devices:
-        # The devices of a single slice do not say which one it is; GPUs use the word for a host.
+        # Devices of a single slice have no slice_index; on GPUs the attribute means the host.
         index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
-        found.setdefault(index, []).append(device)
-    sizes = {len(of_slice) for of_slice in found.values()}
+        by_slice.setdefault(index, []).append(device)
+    sizes = {len(of_slice) for of_slice in by_slice.values()}
     if len(sizes) > 1:
         raise ValueError(f"slices of {sorted(sizes)} devices: a mesh goes over slices of one size")
-    return [found[index] for index in sorted(found)]
+    return [by_slice[index] for index in sorted(by_slice)]
 
 
 def _slice_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     try:
         return jax.make_mesh(shape, AXES, devices=devices).devices
-    except NotImplementedError:  # an axis of the mesh is only a part of one of the TPU's torus
+    except NotImplementedError:  # a mesh axis covers only part of a physical TPU axis
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
 def platform_of(mesh: jax.sharding.Mesh) -> str:
-    """The platform of the mesh's devices, such as cpu, gpu or tpu: what a program for it is compiled for."""
+    """Return the platform that programs for this mesh are compiled for, such as cpu, gpu or tpu."""
     return mesh.devices.flat[0].platform
 
 
 def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Check that `config` can be trained on `mesh`.
 
-    Raises ValueError that names a size which does not divide over the mesh axes that split it, or says that the CPU
-    does not count as `mesh.cpu_devices`.
+    Raises:
+        ValueError: a size is not divisible by the mesh axes that split it, or the CPU backend was initialised with
+            another number of devices than `mesh.cpu_devices`.
     """
     wanted, here = config.mesh.cpu_devices, jax.local_device_count()
     if wanted and wanted != here and platform_of(mesh) == "cpu":
@@ -160,47 +168,70 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
             raise ValueError(f"{key} is {size}, and {' x '.join(axes)} splits it in {parts}: change it or the mesh")
 
 
-def rows_here(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray:
-    """The rows of a batch that this process's devices hold, increasing: what it has to read.
+def local_rows(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray:
+    """Return the batch rows that this process's devices hold, increasing: the rows that it must read.
 
-    All of them on one process. Where a mesh axis that does not split the batch goes across processes, several hold the
-    same rows.
+    Several processes hold the same rows if a mesh axis that does not split the batch crosses processes.
     """
     sharding = jax.NamedSharding(mesh, RULES.spec("batch"))
     shares = sharding.addressable_devices_indices_map((batch_size_sequences,)).values()
     return np.unique(np.concatenate([np.arange(batch_size_sequences)[rows] for rows in shares]))
 
 
+def put_batch(mesh: jax.sharding.Mesh, tokens_bxM: np.ndarray) -> jax.Array:
+    """Assemble a batch, split along the batch axes, from the rows of each process.
+
+    Args:
+        mesh: where the batch goes.
+        tokens_bxM: this process's rows, as `local_rows` lists them.
+
+    Returns:
+        The global array [B, M].
+    """
+    shares = math.prod(mesh.shape[axis] for axis in RULES.batch)
+    B = len(tokens_bxM) * shares // len(local_rows(mesh, shares))
+    rows_b = local_rows(mesh, B)
+
+    def share(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        first, stop, _ = index[0].indices(B)
+        begin = np.searchsorted(rows_b, first)
+        return tokens_bxM[begin : begin + stop - first]
+
+    sharding = jax.NamedSharding(mesh, RULES.spec("batch", None))
+    return jax.make_array_from_callback((B, tokens_bxM.shape[1]), sharding, share)
+
+
 def local_mesh() -> jax.sharding.Mesh:
-    """All devices along `data`: what evaluation and merging use when no mesh is named."""
+    """Create a mesh with all devices along `data`, the default for evaluation and merging."""
     return make_mesh(MeshConfig())
 
 
-def gathered(x: jax.Array) -> jax.Array:
-    """`x` whole along the mesh axes that split the batch: what parameters are, where they meet the batch."""
+def gather_batch_axes(x: jax.Array) -> jax.Array:
+    """Gather `x` along the mesh axes that split the batch, as parameters must be when applied to a batch."""
     sharding = jax.typeof(x).sharding
     if sharding.mesh.empty:
         return x
     return jax.reshard(x, _partition([tuple(a for a in axes_of(p) if a not in RULES.batch) for p in sharding.spec]))
 
 
-def placed_as(like: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` with the sharding of `like`: for gradients, as an einsum forgets the axis of a dim of size 1."""
+def reshard_like(like: jax.Array, x: jax.Array) -> jax.Array:
+    """Reshard `x` like `like`; needed for gradients, because einsum drops the mesh axis of a dim of size 1."""
     sharding = jax.typeof(like).sharding
     return x if sharding.mesh.empty else jax.reshard(x, sharding)
 
 
-def abstract_on(mesh: jax.sharding.Mesh, make: Callable[[], Any]) -> Any:
-    """Shape, dtype and sharding on `mesh` of each leaf that `make` would return; nothing is computed."""
+def abstract_arrays(mesh: jax.sharding.Mesh, make: Callable[[], Any]) -> Any:
+    """Evaluate `make` abstractly: return the shape, dtype and sharding on `mesh` of each leaf of its result."""
 
-    def on_devices(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = jax.NamedSharding(mesh, leaf.sharding.spec) if leaf.sharding else replicated(mesh)
+    def with_devices(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = jax.NamedSharding(mesh, leaf.sharding.spec) if leaf.sharding else replicated_sharding(mesh)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     with jax.set_mesh(mesh):
-        return jax.tree.map(on_devices, jax.eval_shape(make))
+        return jax.tree.map(with_devices, jax.eval_shape(make))
 
 
-def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    """The sharding that keeps a whole copy on every device."""
+def replicated_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    """Return the sharding that keeps a full copy on every device."""
     return jax.NamedSharding(mesh, P())

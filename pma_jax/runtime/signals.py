@@ -1,7 +1,7 @@
-"""What SIGTERM (a preemption) and SIGINT (Ctrl-C) do: the first asks to stop, a second ends the process at once.
+"""Handling of SIGTERM (preemption) and SIGINT (Ctrl-C): the first requests a stop, a second ends the process at once.
 
-Exit statuses are the shell's own for these signals: 130 for SIGINT, 143 for SIGTERM, so that a scheduler tells
-"stopped" from "done" (0), "could not" (1) and "called wrongly" (2).
+Exit statuses follow the shell: 130 for SIGINT, 143 for SIGTERM, so that a scheduler can distinguish "stopped" from
+"done" (0), "failed" (1) and "called wrongly" (2).
 """
 
 import contextlib
@@ -15,39 +15,38 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal stopped the work; the text says what is left. In Python code it is a KeyboardInterrupt."""
+    """Raised when a signal stops the work; its text describes what was saved."""
 
     def __init__(self, signal_number: int, text: str = ""):
         super().__init__(text)
         self.status = 128 + signal_number
 
 
-class Notice:
-    """The signal that has asked to stop, if one has."""
+class StopRequest:
+    """The signal that requested a stop, if any."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
 
     @property
     def name(self) -> str:
-        """Of the signal, such as SIGTERM."""
+        """Name of the signal, such as SIGTERM."""
         return signal.Signals(self.signal).name if self.signal else ""
 
 
 @contextlib.contextmanager
-def noticed(interrupts: bool) -> Iterator[Notice]:
-    """Within the block, note the first SIGINT or SIGTERM; a second leaves at once, with the status of that signal.
+def catch_signals(interrupts: bool) -> Iterator[StopRequest]:
+    """Record the first SIGINT or SIGTERM within the block; a second ends the process at once, with its status.
 
-    Leaving at once is what SIGKILL does, and everything on disk is safe from that. It works while the main thread is
-    deep in a compilation too, because another thread sees the signals. Where the main thread does not run this, nothing
-    changes.
+    Ending at once is like SIGKILL, which everything on disk survives. It also works while the main thread is inside a
+    compilation, because another thread reads the signals. Outside the main thread this context does nothing.
 
     Args:
-        interrupts: raise `Stopped` in the main thread at the first signal; otherwise the block has to look.
+        interrupts: raise `Stopped` in the main thread at the first signal; otherwise the block must poll the request.
     """
-    notice = Notice()
+    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield notice
+        yield request
         return
 
     def handle(number: int, frame: Any) -> None:
@@ -55,27 +54,27 @@ def noticed(interrupts: bool) -> Iterator[Notice]:
         if interrupts:
             raise Stopped(number)
 
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
-    fd_before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(reads, notice), name="signals", daemon=True).start()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    handlers = {number: signal.signal(number, handle) for number in SIGNALS}
+    previous_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=_read_signals, args=(read_end, request), name="signals", daemon=True).start()
     try:
-        yield notice
+        yield request
     finally:
-        signal.set_wakeup_fd(fd_before)
-        for number, handler in before.items():
+        signal.set_wakeup_fd(previous_fd)
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        os.close(writes)
+        os.close(write_end)
 
 
-def _watch(reads: int, notice: Notice) -> None:
-    while numbers := os.read(reads, 16):
+def _read_signals(read_end: int, request: StopRequest) -> None:
+    while numbers := os.read(read_end, 16):
         for number in numbers:
             if number not in SIGNALS:
                 continue
-            if notice.signal is not None:
-                os.write(2, b"stopped at once: what was published before is whole\n")
+            if request.signal is not None:
+                os.write(2, b"stopped at once: published checkpoints are intact\n")
                 os._exit(128 + number)
-            notice.signal = number
-    os.close(reads)
+            request.signal = number
+    os.close(read_end)

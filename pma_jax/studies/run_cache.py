@@ -92,7 +92,7 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
 
     def write() -> str:
         used = np.flatnonzero(row_K)
-        with lock.held(folder, waits=True):
+        with lock.hold(folder, waits=True):
             if not is_snapshot(target):
                 merge([until[k] for k in used], row_K[used], target, cell.recipe)
         return str(target)
@@ -121,7 +121,7 @@ def _finish(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any
     make_mesh(config.mesh)  # fixes the device count before listing the states initialises the backend
     folder = entry / "run"
     with contextlib.ExitStack() as stack:
-        hosts.enter_on_first(stack, lambda: lock.held(entry, waits=True))
+        hosts.enter_on_first(stack, lambda: lock.hold(entry, waits=True))
         exists = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
         if start and not exists:
             start(folder)

@@ -56,7 +56,7 @@ def fork(
 
 
 def _locked_fork(origin: dict[str, Any], saved: SavedState, config: Config, folder: epath.Path) -> Run:
-    with lock.held(folder) if hosts.is_first() else contextlib.nullcontext():
+    with lock.hold(folder) if hosts.is_first() else contextlib.nullcontext():
         return _fork(origin, saved, config, folder)
 
 

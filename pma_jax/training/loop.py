@@ -16,13 +16,13 @@ from pma_jax.data import batches, shards
 from pma_jax.evaluation.held_out import evaluation_digest, held_out_batches
 from pma_jax.merging import preview
 from pma_jax.model.decoder import graph_definition, parameter_count
-from pma_jax.model.loss import evaluate, on_mesh
+from pma_jax.model.loss import evaluate
 from pma_jax.runs import lock, snapshots, states
 from pma_jax.runs.directory import Run, create_run, is_run, open_run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
-from pma_jax.runtime.mesh import check_mesh, make_mesh, rows_here
-from pma_jax.runtime.signals import Notice
+from pma_jax.runtime.mesh import check_mesh, local_rows, make_mesh, put_batch
+from pma_jax.runtime.signals import StopRequest
 from pma_jax.storage.paths import absolute_path, check_bucket
 from pma_jax.training import averages, finite, preemption, recovery, resuming
 from pma_jax.training.metrics import MetricsLog
@@ -49,7 +49,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     check_start(config, workdir)
     with contextlib.ExitStack() as stack:
         notice = stack.enter_context(preemption.watched())
-        taken_over = hosts.enter_on_first(stack, lambda: lock.held(absolute_path(workdir)))
+        taken_over = hosts.enter_on_first(stack, lambda: lock.hold(absolute_path(workdir)))
         run = hosts.run_on_first_then_rest(lambda: open_or_create(config, workdir, run_metadata(tokens, config)))
         told = [taken_over] if taken_over else []
         while not _train_on(config, run, tokens, mesh, notice, told):
@@ -58,7 +58,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
 
 
 def _train_on(
-    config: Config, run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, notice: Notice, told: list[str]
+    config: Config, run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, notice: StopRequest, told: list[str]
 ) -> bool:
     """Train to the horizon (True), or to a spike from which the run goes back when it is resumed (False)."""
     newest = run.newest_state
@@ -108,7 +108,7 @@ def _train_on(
             tokens,
             config.training,
             position=position,
-            rows=rows_here(mesh, config.training.batch_size_sequences),
+            rows=local_rows(mesh, config.training.batch_size_sequences),
         )
         clock, began = Clock(seen), step
         pending: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -123,7 +123,7 @@ def _train_on(
                 raise preemption.stopped(notice, step, seen, is_saved=step > began)
             rate = learning_rate(config.schedule, config.training.total_tokens, seen + config.batch_tokens)
             rate *= recovery.warmup(config, restarts, seen + config.batch_tokens)
-            state, metrics = train_step(state, on_mesh(mesh, next(stream)), rate)
+            state, metrics = train_step(state, put_batch(mesh, next(stream)), rate)
             step, seen, position = (
                 step + 1,
                 seen + config.batch_tokens,

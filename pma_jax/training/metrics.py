@@ -14,7 +14,7 @@ from tensorboardX.proto import event_pb2
 
 from pma_jax.config import Config
 from pma_jax.runs.directory import Run, read_records, record_lines
-from pma_jax.runs.steps import writing
+from pma_jax.runs.steps import report_write_errors
 from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
 
@@ -46,7 +46,7 @@ class MetricsLog:
         """Append one record. Numbers are Python's, so that the JSON holds every digit."""
         if not self._writes:
             return
-        with writing(self._path):
+        with report_write_errors(self._path):
             self._file.write(record_lines([record]))
             self._board.add(_scalars(record), record["tokens"])
         shown = _shown(record)
@@ -66,14 +66,14 @@ class MetricsLog:
     def sync(self) -> None:
         """Every record is where a process that resumes finds it: before a state that vouches for them."""
         if self._writes:
-            with writing(self._path):
+            with report_write_errors(self._path):
                 self._file.sync()
 
     def close(self) -> None:
         """Flush and close everything."""
         if self._writes:
             self._bar.stop()
-            with writing(self._path):
+            with report_write_errors(self._path):
                 self._file.close()
                 self._board.close()
 

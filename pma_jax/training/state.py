@@ -8,7 +8,7 @@ import optax
 
 from pma_jax.config import Config
 from pma_jax.model.decoder import Params, init_params
-from pma_jax.runtime.mesh import abstract_on
+from pma_jax.runtime.mesh import abstract_arrays
 from pma_jax.training import averages, spikes
 from pma_jax.training.averages import RunningMean
 from pma_jax.training.optimizer import eval_params, initial_moments, reset_iterates
@@ -65,4 +65,4 @@ def with_params(config: Config, state: TrainState, params: Params) -> TrainState
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
     """Shape, dtype and sharding of every leaf: the one description that restoring and compiling read."""
     # The key is made inside: outside it would need a device, and ahead-of-time meshes have none.
-    return abstract_on(mesh, lambda: init_state(config, jax.random.key(0)))
+    return abstract_arrays(mesh, lambda: init_state(config, jax.random.key(0)))

@@ -8,7 +8,7 @@ import tiny
 EVALUATE = """
 import jax, numpy as np
 from pma_jax.config import MeshConfig, ModelConfig
-from pma_jax.model.loss import evaluate, on_mesh
+from pma_jax.model.loss import evaluate
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.model.decoder import graph_definition, init_params
 model = ModelConfig(vocabulary_size=32, width=32, layers=2, heads=2, kv_heads=2, head_dim=16, hidden=64)
@@ -16,7 +16,7 @@ mesh = make_mesh(MeshConfig())
 with jax.set_mesh(mesh):
     params = jax.jit(lambda key: init_params(model, key))(jax.random.key(0))
     tokens_KxBxM = np.random.default_rng(0).integers(0, 32, (200, 4, 33)).astype(np.int32)
-    batches = [on_mesh(mesh, tokens_BxM) for tokens_BxM in tokens_KxBxM]
+    batches = [put_batch(mesh, tokens_BxM) for tokens_BxM in tokens_KxBxM]
     graph = graph_definition(model)
     each = np.mean([evaluate(graph, params, [batch]) for batch in batches])
     print(jax.device_count(), evaluate(graph, params, batches), each)

@@ -12,8 +12,9 @@ from jax import P
 from pma_jax.config import ModelConfig
 from pma_jax.model import decoder
 from pma_jax.model.layers import rms_norm
-from pma_jax.model.loss import loss_sums, on_mesh
+from pma_jax.model.loss import loss_sums
 from pma_jax.runtime import mesh as meshes
+from pma_jax.runtime.mesh import put_batch
 
 TINY = ModelConfig(vocabulary_size=32, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=24)
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 11)).astype(np.int32)
@@ -194,7 +195,7 @@ def test_a_mesh_changes_no_number(shape):
         params = jax.tree.map(
             lambda a, x: jax.device_put(x, jax.NamedSharding(mesh, a.sharding.spec)), abstract, fresh(config)
         )
-        assert_close(loss_and_gradients(config, params, on_mesh(mesh, TOKENS)), expected)
+        assert_close(loss_and_gradients(config, params, put_batch(mesh, TOKENS)), expected)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)], ids=str)

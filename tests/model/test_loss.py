@@ -9,7 +9,7 @@ from flax import nnx
 
 from pma_jax.config import MeshConfig, ModelConfig
 from pma_jax.model import loss
-from pma_jax.runtime.mesh import AXES, RULES, make_mesh
+from pma_jax.runtime.mesh import AXES, RULES, make_mesh, put_batch
 
 V = 16
 RNG = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def test_a_split_vocabulary_changes_no_number(sizes):
     mesh = jax.make_mesh((*sizes, 1), AXES)
     with jax.set_mesh(mesh):
         table = jax.device_put(LOGITS, jax.NamedSharding(mesh, RULES.spec("batch", None, "vocabulary")))
-        objective, sums = jax.jit(lambda x, t: loss.loss_sums(None, x, t, 0.1))(table, loss.on_mesh(mesh, TOKENS))
+        objective, sums = jax.jit(lambda x, t: loss.loss_sums(None, x, t, 0.1))(table, put_batch(mesh, TOKENS))
         assert float(objective) == pytest.approx(reference(LOGITS, TOKENS, 0.1)[0], rel=1e-6)
         assert float(sums["count"]) == 48
 

@@ -10,8 +10,8 @@ from jax import P
 
 from pma_jax.config import ModelConfig
 from pma_jax.model import decoder, experts, moe
-from pma_jax.model.loss import loss_sums, on_mesh
-from pma_jax.runtime.mesh import AXES
+from pma_jax.model.loss import loss_sums
+from pma_jax.runtime.mesh import AXES, put_batch
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -185,7 +185,7 @@ def test_a_mesh_changes_no_number(shape, bias):
     mesh = mesh_of(*shape)
     with jax.set_mesh(mesh):
         params = placed(config, fresh(TINY, bias), mesh)
-        (value, sums), gradients = loss_sums_and_gradients(config, params, on_mesh(mesh, TOKENS))
+        (value, sums), gradients = loss_sums_and_gradients(config, params, put_batch(mesh, TOKENS))
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
     np.testing.assert_array_equal(sums["load_TxE"], expected_sums["load_TxE"])
     assert_close(gradients, expected_gradients)
@@ -201,7 +201,7 @@ def test_many_small_rounds_change_no_number(monkeypatch):
     mesh = mesh_of(expert=4)
     with jax.set_mesh(mesh):
         params = placed(TINY, fresh(TINY, SKEWED), mesh)
-        (value, sums), gradients = loss_sums_and_gradients(TINY, params, on_mesh(mesh, TOKENS))
+        (value, sums), gradients = loss_sums_and_gradients(TINY, params, put_batch(mesh, TOKENS))
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
     np.testing.assert_array_equal(sums["load_TxE"], expected_sums["load_TxE"])
     assert_close(gradients, expected_gradients)
@@ -216,7 +216,7 @@ def test_tokens_travel_by_all_to_all_and_experts_stay():
         assert params["blocks"]["moe"]["expert_up_ExDxF"].addressable_shards[0].data.shape == (1, 2, 16, 12)
         graph = decoder.graph_definition(config)
         run = jax.jit(decoder.apply, static_argnums=0)
-        text = run.lower(graph, params, on_mesh(mesh, TOKENS)).compile().as_text()
+        text = run.lower(graph, params, put_batch(mesh, TOKENS)).compile().as_text()
     assert "all-to-all" in text
     assert "f32[1,8,16,12]" not in text and "f32[8,16,12]" not in text, "no device sees all experts"
 
@@ -241,7 +241,7 @@ def test_the_order_of_experts_changes_nothing(shape):
     mesh = mesh_of(*shape)
     with jax.set_mesh(mesh):
         graph = decoder.graph_definition(TINY)
-        before, after = (apply(graph, placed(TINY, p, mesh), on_mesh(mesh, TOKENS)) for p in (params, permuted))
+        before, after = (apply(graph, placed(TINY, p, mesh), put_batch(mesh, TOKENS)) for p in (params, permuted))
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pma_jax.config import Config, EvaluationConfig, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.planning import aot, cost, counts, disk, hlo
-from pma_jax.runtime.mesh import make_mesh, mesh_over, platform_of
+from pma_jax.runtime.mesh import make_mesh, mesh_from_devices, platform_of
 from pma_jax.training.state import abstract_state
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
@@ -49,7 +49,7 @@ def test_the_merge_on_eight_devices_adds_in_place_without_a_collective(sizes):
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
 def test_the_merge_on_tpu_adds_in_place_without_a_collective(name):
-    mesh = mesh_over(aot.tpu_topology(name).devices, MeshConfig(1, 4, 2))
+    mesh = mesh_from_devices(aot.tpu_topology(name).devices, MeshConfig(1, 4, 2))
     report = assert_merge_adds_in_place(CONFIG, mesh)
     assert platform_of(mesh) == "tpu" and "T(8,128)" in report.text
 
@@ -57,7 +57,7 @@ def test_the_merge_on_tpu_adds_in_place_without_a_collective(name):
 @needs_libtpu
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
-    mesh = mesh_over(aot.tpu_topology("v5e:2x4").devices, MeshConfig(2, 2, 2))
+    mesh = mesh_from_devices(aot.tpu_topology("v5e:2x4").devices, MeshConfig(2, 2, 2))
     # Small, as compiling for TPU takes its time, but of whole tiles (8 x 128).
     model = ModelConfig(
         vocabulary_size=512,
@@ -91,7 +91,7 @@ def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
 
 @needs_libtpu
 def test_what_does_not_fit_is_the_compilers_word():
-    mesh = mesh_over(aot.tpu_topology("v5e:1x1").devices, MeshConfig())
+    mesh = mesh_from_devices(aot.tpu_topology("v5e:1x1").devices, MeshConfig())
     large = dataclasses.replace(MODEL, width=8192, hidden=65_536, layers=4, vocabulary_size=131_072)
     report = aot.compile_program(aot.programs(dataclasses.replace(CONFIG, model=large), mesh)["merge"], mesh)
     assert report.program is None and report.refusal is not None
@@ -111,7 +111,7 @@ def test_topologies_have_chips_and_devices(name, chips, devices):
 @needs_libtpu
 @pytest.mark.parametrize("sizes", [(1, 32, 4), (1, 64, 2), (2, 16, 4), (128, 1, 1)])
 def test_a_mesh_axis_may_be_a_part_of_the_torus(sizes):
-    mesh = mesh_over(aot.tpu_topology("v5p:4x4x8").devices, MeshConfig(*sizes))
+    mesh = mesh_from_devices(aot.tpu_topology("v5p:4x4x8").devices, MeshConfig(*sizes))
     assert tuple(mesh.shape.values()) == (*sizes, 1)
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
 
@@ -123,7 +123,7 @@ def test_a_mesh_axis_may_be_a_part_of_the_torus(sizes):
 def test_replicas_lie_in_one_slice_each(sizes, shape):
     topology = aot.tpu_topology("2*v5e:2x2")
     assert (topology.slices, topology.chips, len(topology.devices)) == (2, 8, 8)
-    mesh = mesh_over(topology.devices, MeshConfig(*sizes))
+    mesh = mesh_from_devices(topology.devices, MeshConfig(*sizes))
     assert mesh.devices.shape == shape and {d.id for d in mesh.devices.flat} == {d.id for d in topology.devices}
     slices = [{d.slice_index for d in replica.flat} for replica in mesh.devices]
     assert all(len(of_replica) == 1 for of_replica in slices)
@@ -135,16 +135,18 @@ def test_replicas_lie_in_one_slice_each(sizes, shape):
 def test_a_replica_over_several_slices_is_one_clear_error(sizes):
     devices = aot.tpu_topology("2*v5e:2x2").devices
     says = (
-        r"mesh.* needs 12 devices, and 8 are here" if sizes[0] == 3 else r"mesh\.data is 1, and 2 slices of 4 devices"
+        r"mesh.* needs 12 devices, and 8 are available"
+        if sizes[0] == 3
+        else r"mesh\.data is 1, and 2 slices of 4 devices"
     )
     with pytest.raises(ValueError, match=says) as raised:
-        mesh_over(devices, MeshConfig(*sizes))
+        mesh_from_devices(devices, MeshConfig(*sizes))
     assert "\n" not in str(raised.value)
 
 
 @needs_libtpu
 def test_between_slices_only_the_gradients_travel_once_a_step():
-    mesh = mesh_over(aot.tpu_topology("2*v5e:2x2").devices, MeshConfig(2, 4))
+    mesh = mesh_from_devices(aot.tpu_topology("2*v5e:2x2").devices, MeshConfig(2, 4))
     model = dataclasses.replace(MODEL, width=256, layers=1, head_dim=128, heads=2, kv_heads=2, compute_dtype="bfloat16")
     training = dataclasses.replace(TRAINING, batch_size_sequences=16, accumulation_steps=2)
     config = Config(model=model, training=training)

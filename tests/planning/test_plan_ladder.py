@@ -11,7 +11,7 @@ import pytest
 from pma_jax.config import MeshConfig
 from pma_jax.model import ladder
 from pma_jax.planning import aot, counts, disk
-from pma_jax.runtime.mesh import check_mesh, mesh_over
+from pma_jax.runtime.mesh import check_mesh, mesh_from_devices
 from pma_jax.training.state import abstract_state
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "plan_ladder"
@@ -87,7 +87,7 @@ def test_a_recorded_merge_adds_in_place_without_a_collective(name):
 def test_the_merge_of_the_largest_sizes_adds_in_place_without_a_collective(name):
     config, where = plan_ladder.planned_config(name), plan_ladder.SLICES[name]
     sizes = MeshConfig(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
-    mesh = mesh_over(aot.tpu_topology(where.topology).devices, sizes)
+    mesh = mesh_from_devices(aot.tpu_topology(where.topology).devices, sizes)
     leaves = jax.tree.leaves(abstract_state(config, mesh).params)
     report = aot.compile_program(aot.programs(config, mesh)["merge"], mesh)
     assert report.refusal is None and report.program.devices == mesh.size

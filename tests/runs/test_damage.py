@@ -207,4 +207,4 @@ def test_segments_that_are_dealt_out_to_devices_have_the_same_checksums():
     assert len(expected) == 3
     for spec in (jax.P("a", "b"), jax.P(None, ("a", "b")), jax.P()):
         leaf = jax.device_put(values, jax.NamedSharding(mesh, spec))
-        assert integrity.segments_over_devices(leaf) == expected
+        assert integrity.segment_checksums_on_devices(leaf) == expected

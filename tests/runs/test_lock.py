@@ -18,7 +18,7 @@ HOLDS = """
 import sys, time
 from etils import epath
 from pma_jax.runs import lock
-with lock.held(epath.Path(sys.argv[1])):
+with lock.hold(epath.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))
 """
@@ -34,19 +34,19 @@ def test_the_second_process_is_refused_and_told_who_the_first_is(tmp_path):
     folder = epath.Path(tmp_path / "run")
     with holder(folder) as first:
         who = rf"process {first.pid} on {re.escape(socket.gethostname())} \(since 20\d\d-[0-9T:+-]*\)"
-        with pytest.raises(ValueError, match=f"is being trained by {who}: wait until it ends"), lock.held(folder):
+        with pytest.raises(ValueError, match=f"is being trained by {who}: wait until it ends"), lock.hold(folder):
             pass
         first.send_signal(signal.SIGKILL)
     # The holder is dead: its lock is taken over, and that is told.
-    with lock.held(folder) as note:
+    with lock.hold(folder) as note:
         assert re.match(rf"taking over from {who}", note)
-    with lock.held(folder) as note:
+    with lock.hold(folder) as note:
         assert note is None, "given back in good order"
 
 
 def test_one_who_waits_gets_the_lock_when_it_is_free(tmp_path):
     folder = epath.Path(tmp_path / "run")
-    with holder(folder, seconds=0.5) as first, lock.held(folder, waits=True) as note:
+    with holder(folder, seconds=0.5) as first, lock.hold(folder, waits=True) as note:
         assert first.wait(timeout=60) == 0 and note is None
 
 
@@ -54,14 +54,14 @@ def test_a_process_that_got_the_dead_ones_number_is_not_taken_for_it(tmp_path):
     # Our own process lives, and the text says that it holds the lock; the kernel knows better.
     left = {"host": socket.gethostname(), "process": os.getpid(), "since": "2026-01-01T00:00:00+00:00"}
     (tmp_path / lock.FILE_NAME).write_text(json.dumps(left))
-    with lock.held(epath.Path(tmp_path)) as note:
+    with lock.hold(epath.Path(tmp_path)) as note:
         assert f"process {os.getpid()}" in note
 
 
 def test_one_process_excludes_itself_too(tmp_path):
     folder = epath.Path(tmp_path)
     refused = pytest.raises(ValueError, match=f"process {os.getpid()} on")
-    with lock.held(folder), refused, lock.held(folder):
+    with lock.hold(folder), refused, lock.hold(folder):
         pass
 
 
@@ -77,7 +77,7 @@ def test_many_at_once_one_wins(tmp_path):
 
 def test_what_is_no_lock_file_of_ours_does_no_harm(tmp_path):
     (tmp_path / lock.FILE_NAME).write_bytes(b"\xff\0 what is this")
-    with lock.held(epath.Path(tmp_path)) as note:
+    with lock.hold(epath.Path(tmp_path)) as note:
         assert note is None
 
 

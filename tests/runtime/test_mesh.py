@@ -7,7 +7,16 @@ import pytest
 from jax import P
 
 from pma_jax.config import MeshConfig, resolve
-from pma_jax.runtime.mesh import AXES, RULES, Rules, abstract_on, check_mesh, local_mesh, make_mesh, replicated
+from pma_jax.runtime.mesh import (
+    AXES,
+    RULES,
+    Rules,
+    abstract_arrays,
+    check_mesh,
+    local_mesh,
+    make_mesh,
+    replicated_sharding,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,9 +42,9 @@ def test_sizes_fill_the_devices(sizes, shape):
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ((4, 1, 1), "needs 4 devices, and 8 are here"),
+        ((4, 1, 1), "needs 4 devices, and 8 are available"),
         ((16, 1, 1), "needs 16"),
-        ((-1, 3, 1), "8 are here"),
+        ((-1, 3, 1), "8 are available"),
         ((-1, 16, 1), "needs 16"),
         ((-1, -1, 1), "at most one is -1"),
         ((0, 1, 1), "1 or more"),
@@ -105,7 +114,7 @@ def test_abstract_leaves_are_what_making_them_gives():
         split = jnp.zeros((4, 8), jnp.bfloat16, out_sharding=RULES.spec("width", "hidden"))
         return {"split": split, "whole": jnp.zeros((), jnp.int32)}
 
-    abstract = abstract_on(mesh, make)
+    abstract = abstract_arrays(mesh, make)
     with jax.set_mesh(mesh):
         made = jax.jit(make)()
     for name in made:
@@ -116,7 +125,7 @@ def test_abstract_leaves_are_what_making_them_gives():
 
 def test_the_local_mesh_has_every_device_along_data():
     assert dict(local_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "expert": 1}
-    assert len(jax.device_put(jnp.ones(3), replicated(local_mesh())).addressable_shards) == 8
+    assert len(jax.device_put(jnp.ones(3), replicated_sharding(local_mesh())).addressable_shards) == 8
 
 
 def test_a_cpu_counts_as_many_devices_as_asked_in_a_fresh_process():

@@ -12,10 +12,9 @@ import tiny
 from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.model import moe
 from pma_jax.model.decoder import graph_definition
-from pma_jax.model.loss import on_mesh
 from pma_jax.runs import states
 from pma_jax.runs.directory import open_run
-from pma_jax.runtime.mesh import AXES, make_mesh
+from pma_jax.runtime.mesh import AXES, make_mesh, put_batch
 from pma_jax.training.loop import train
 from pma_jax.training.optimizer import decay_mask
 from pma_jax.training.state import abstract_state, make_state
@@ -67,7 +66,7 @@ def steps(config, mesh, count=3):
         train_step = make_train_step(config, graph_definition(config.model))
         metrics, biases = [], []
         for seed in range(count):
-            state, found = train_step(state, on_mesh(mesh, batch(seed)), 1e-2)
+            state, found = train_step(state, put_batch(mesh, batch(seed)), 1e-2)
             metrics.append({name: float(value) for name, value in found.items() if name != "spike"})
             biases.append(np.array(state.params["blocks"]["moe"][moe.ROUTER_BIAS]))
         return jax.tree.map(np.asarray, state), metrics, biases

@@ -13,11 +13,10 @@ from etils import epath
 
 from pma_jax.data import batches, shards
 from pma_jax.model.decoder import abstract_params, graph_definition
-from pma_jax.model.loss import on_mesh
 from pma_jax.runs import snapshots, states, steps
 from pma_jax.runs.directory import create_run, find_snapshots, is_run, open_run
 from pma_jax.runs.snapshots import read_snapshot
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import loop
 from pma_jax.training.loop import train
 from pma_jax.training.schedule import learning_rate
@@ -98,7 +97,7 @@ def test_snapshots_are_the_parameters_of_their_step_though_the_state_is_donated(
         stream = batches.train_batches(tokens, config.training, position=0)
         for step in range(1, 25):
             rate = learning_rate(config.schedule, config.training.total_tokens, step * config.batch_tokens)
-            state, _ = train_step(state, on_mesh(mesh, next(stream)), rate)
+            state, _ = train_step(state, put_batch(mesh, next(stream)), rate)
             if step in wanted:
                 # Fetched before the next step is dispatched: nothing here is asynchronous.
                 tiny.assert_equal(tiny.read(wanted[step]), jax.tree.map(np.asarray, state.params))
@@ -137,12 +136,12 @@ KILLED = """
 import itertools, os, signal, sys
 from pma_jax import cli
 from pma_jax.training import loop
-place, calls, last = loop.on_mesh, itertools.count(1), int(sys.argv[1])
+place, calls, last = loop.put_batch, itertools.count(1), int(sys.argv[1])
 def place_or_die(mesh, batch):
     if next(calls) > last:
         os.kill(os.getpid(), signal.SIGKILL)
     return place(mesh, batch)
-loop.on_mesh = place_or_die
+loop.put_batch = place_or_die
 sys.exit(cli.main(sys.argv[2:]))
 """
 
@@ -165,7 +164,7 @@ def test_a_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
 
 
 def test_an_interrupt_from_the_keyboard_saves_what_is_being_written(finished, workspace, tmp_path, monkeypatch):
-    place, calls = loop.on_mesh, iter(range(100))
+    place, calls = loop.put_batch, iter(range(100))
 
     def interrupted(mesh, batch):
         if next(calls) == 16:
@@ -173,7 +172,7 @@ def test_an_interrupt_from_the_keyboard_saves_what_is_being_written(finished, wo
         return place(mesh, batch)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "on_mesh", interrupted)
+        patch.setattr(loop, "put_batch", interrupted)
         train(finished.config, tmp_path / "run")
     run = open_run(tmp_path / "run")
     assert run.snapshots[-1].step == run.states[-1].step == 16

@@ -11,9 +11,8 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.model.decoder import graph_definition
-from pma_jax.model.loss import on_mesh
 from pma_jax.runs.directory import open_run
-from pma_jax.runtime.mesh import AXES, check_mesh
+from pma_jax.runtime.mesh import AXES, check_mesh, put_batch
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step
@@ -69,7 +68,7 @@ def losses(name, shape):
         found = []
         for i in range(STEPS):
             rate = learning_rate(config.schedule, config.training.total_tokens, (i + 1) * config.batch_tokens)
-            state, metrics = step(state, on_mesh(mesh, batch(config, i)), rate)
+            state, metrics = step(state, put_batch(mesh, batch(config, i)), rate)
             found.append(float(metrics["loss"]))
     return found
 

@@ -93,7 +93,7 @@ def test_before_the_first_step_nothing_is_saved(finished, tmp_path, monkeypatch)
 
 def test_handlers_are_given_back(finished, tmp_path):
     before = [signal.getsignal(number) for number in signals.SIGNALS]
-    with signals.noticed(interrupts=True), signals.noticed(interrupts=False) as inner:
+    with signals.catch_signals(interrupts=True), signals.catch_signals(interrupts=False) as inner:
         assert inner.signal is None and inner.name == ""
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
 
@@ -102,7 +102,7 @@ TWICE = """
 import sys, time
 from pma_jax import cli
 from pma_jax.runtime import signals
-with signals.noticed(interrupts=False):
+with signals.catch_signals(interrupts=False):
     print("ready", flush=True)
     time.sleep(60)
 """
@@ -116,7 +116,7 @@ def test_a_second_signal_ends_the_process_at_once():
         process.wait(0.5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, "stopped at once: what was published before is whole\n")
+    assert (process.returncode, err) == (130, "stopped at once: published checkpoints are intact\n")
 
 
 def test_states_between_marks_count_as_none():

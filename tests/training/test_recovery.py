@@ -17,11 +17,10 @@ import tiny
 from pma_jax.data import batches, shards
 from pma_jax.merging.api import average
 from pma_jax.model.decoder import graph_definition
-from pma_jax.model.loss import on_mesh
 from pma_jax.runs import restore, states
 from pma_jax.runs.directory import find_snapshots, is_run, open_run, read_records
 from pma_jax.runs.snapshots import read_snapshot
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import loop, recovery, spikes
 from pma_jax.training.loop import train
 from pma_jax.training.schedule import learning_rate
@@ -165,7 +164,7 @@ def test_the_steps_after_going_back_are_those_of_the_restarted_state(recovered):
         step = make_train_step(run, graph_definition(run.model))
         stream = batches.train_batches(shards.prepare(run.data), run.training, position=8 * event["step"])
         for record in [r for r in recovered.metrics if r["kind"] == "train" and r["step"] > event["step"]][:6]:
-            state, metrics = step(state, on_mesh(make_mesh(run.mesh), next(stream)), record["learning_rate"])
+            state, metrics = step(state, put_batch(make_mesh(run.mesh), next(stream)), record["learning_rate"])
             assert record["loss"] == float(metrics["loss"])
 
 
@@ -278,14 +277,14 @@ sys.exit(cli.main(sys.argv[4:]))
 # Where the process dies: before a batch of the spike and after it; before the window is held, the event is written,
 # files are moved, the metrics are rewritten, the merged state is saved, the event is done.
 DEATHS = [
-    ("loop", "on_mesh", 43),
+    ("loop", "put_batch", 43),
     ("checkpoint", "write_parts", 0),
     ("recovery", "_write_event", 0),
     ("recovery", "_set_aside", 0),
     ("recovery", "_restarted", 0),
     ("recovery", "_rewrite_metrics", 0),
     ("recovery", "_write_event", 1),
-    ("loop", "on_mesh", 52),
+    ("loop", "put_batch", 52),
 ]
 
 
@@ -363,13 +362,13 @@ def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(workspace):
         state, step = make_state(keys), make_train_step(keys, graph_definition(keys.model))
         stream = batches.train_batches(shards.prepare(keys.data), keys.training, position=0)
         for _ in range(20):
-            state, metrics = step(state, on_mesh(mesh, next(stream)), 1e-3)
+            state, metrics = step(state, put_batch(mesh, next(stream)), 1e-3)
             assert not metrics["spike"].skipped
             # A head a thousand times as large: the gradient is far out.
             blown = jax.tree.map(lambda p: p, state.params)
         blown["unembedding_DxV"] = blown["unembedding_DxV"] * 1000
         expected = jax.tree.map(np.asarray, (blown, state.optimizer))
-        state, metrics = step(dataclasses.replace(state, params=blown), on_mesh(mesh, next(stream)), 1e-3)
+        state, metrics = step(dataclasses.replace(state, params=blown), put_batch(mesh, next(stream)), 1e-3)
         assert metrics["spike"].skipped and metrics["spike"].skips == 1
         tiny.assert_equal((state.params, state.optimizer), expected)
         assert state.step == 21

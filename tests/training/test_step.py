@@ -11,8 +11,7 @@ import tiny
 
 from pma_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from pma_jax.model.decoder import apply, graph_definition
-from pma_jax.model.loss import on_mesh
-from pma_jax.runtime.mesh import AXES, make_mesh
+from pma_jax.runtime.mesh import AXES, make_mesh, put_batch
 from pma_jax.training.optimizer import decay_mask
 from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step
@@ -50,7 +49,7 @@ def steps(config, mesh=None, batches=(0, 1, 2), ragged=True):
         train_step = make_train_step(config, graph_definition(config.model))
         found = []
         for seed, rate in zip(batches, RATES, strict=False):
-            state, metrics = train_step(state, on_mesh(mesh, batch(seed, ragged)), rate)
+            state, metrics = train_step(state, put_batch(mesh, batch(seed, ragged)), rate)
             found.append({name: float(value) for name, value in metrics.items() if name != "spike"})
         return jax.tree.map(np.asarray, state), found
 
@@ -215,7 +214,7 @@ def test_the_state_is_donated():
     config = make_config(MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        state, tokens = make_state(config), on_mesh(mesh, batch(0))
+        state, tokens = make_state(config), put_batch(mesh, batch(0))
         train_step = make_train_step(config, graph_definition(config.model))
         compiled = train_step.lower(state, tokens, RATES[0]).compile()
         pointers = {

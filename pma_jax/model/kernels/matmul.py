@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import P
 from jax.ad_checkpoint import checkpoint_name
 
-from pma_jax.runtime.mesh import gathered, placed_as
+from pma_jax.runtime.mesh import gather_batch_axes, reshard_like
 
 MATMUL_NAME = "product"  # what remat's policies know the results of products by: they do not see into a `custom_vjp`
 
@@ -26,7 +26,7 @@ def sharded_matmul(x_SxD: jax.Array, matrix_DxE: jax.Array, spec: P) -> jax.Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _sharded_matmul(x_SxD: jax.Array, matrix_DxE: jax.Array, spec: P) -> jax.Array:
-    return jnp.einsum("sd,de->se", x_SxD, gathered(matrix_DxE), out_sharding=spec)
+    return jnp.einsum("sd,de->se", x_SxD, gather_batch_axes(matrix_DxE), out_sharding=spec)
 
 
 def _forward(x_SxD: jax.Array, matrix_DxE: jax.Array, spec: P) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -35,9 +35,9 @@ def _forward(x_SxD: jax.Array, matrix_DxE: jax.Array, spec: P) -> tuple[jax.Arra
 
 def _backward(_spec: P, saved: tuple[jax.Array, jax.Array], g_SxE: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_SxD, matrix_DxE = saved
-    d_x = jnp.einsum("se,de->sd", g_SxE, gathered(matrix_DxE), out_sharding=jax.typeof(x_SxD).sharding)
+    d_x = jnp.einsum("se,de->sd", g_SxE, gather_batch_axes(matrix_DxE), out_sharding=jax.typeof(x_SxD).sharding)
     d_matrix = jnp.einsum("ds,se->de", fast_transpose(x_SxD), g_SxE, out_sharding=jax.typeof(matrix_DxE).sharding)
-    return placed_as(x_SxD, d_x), placed_as(matrix_DxE, d_matrix)
+    return reshard_like(x_SxD, d_x), reshard_like(matrix_DxE, d_matrix)
 
 
 def fast_transpose(x_SxD: jax.Array) -> jax.Array:
