@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from pma_jax import config as configuration
 from pma_jax.cli import main
-from pma_jax.data.tokenizer import bytes_tokenizer
+from pma_jax.data.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -130,7 +130,7 @@ def write_models(finished, folder: Path) -> None:
     """What docs/huggingface.md finds: three models with their tokenizer, a run, and texts."""
     for name, kind in (("llama", "llama"), ("other", "llama"), ("mixture", "mixture")):
         hf_models.write_theirs(folder / "models" / name, hf_models.model(kind))
-        bytes_tokenizer().save(folder / "models" / name / "tokenizer.json")
+        byte_tokenizer().save(folder / "models" / name / "tokenizer.json")
     shutil.copytree(finished.path, folder / "runs" / "demo")
     tiny.write_corpus(folder / "texts")
 

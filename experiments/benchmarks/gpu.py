@@ -14,8 +14,9 @@ in the JSON, the others go on, and the exit status is then 1. Parts:
   grouped_product  forward and backward of the experts' product, by each way that there is
   merge            the mean of N models on the mesh, as a share of STREAM add in the same run (bar 80%)
   training         the real loop: what a snapshot and a preview cost, and their share at the interval of the size
-Utilisation is the FLOPs that training needs (`planning.cost.training_flops`: attention counts the keys that are seen)
-over the peak that the chip's maker names. Needs the packages of pyproject.toml; pma_jax need not be installed.
+Utilisation is the FLOPs that training needs (`planning.cost.training_flops_per_token`: attention counts the keys that
+are seen) over the peak that the chip's maker names. Needs the packages of pyproject.toml; pma_jax need not be
+installed.
 """
 
 import argparse

@@ -128,8 +128,8 @@ def measured_step(config, sizes: Sizes) -> dict[str, Any]:
     from memory_floor import compiled_bytes, floor
     from profile_costs import top_costs
 
-    from pma_jax.planning.aot import programs
-    from pma_jax.planning.cost import forward_flops, training_flops
+    from pma_jax.planning.aot import program_lowerings
+    from pma_jax.planning.cost import forward_flops_per_token, training_flops_per_token
     from pma_jax.runtime.mesh import check_mesh, make_mesh
     from pma_jax.training.state import make_state
 
@@ -139,7 +139,7 @@ def measured_step(config, sizes: Sizes) -> dict[str, Any]:
     tokens_BxM = np.random.default_rng(0).integers(0, config.model.vocabulary_size, shape).astype(np.int32)
     with jax.set_mesh(mesh):
         begin = time.perf_counter()
-        step = programs(config, mesh)["train_step"]().compile()
+        step = program_lowerings(config, mesh)["train_step"]().compile()
         compile_seconds = time.perf_counter() - begin
         held: list[Any] = [make_state(config), None]
         tokens = put_batch(mesh, tokens_BxM)
@@ -155,9 +155,9 @@ def measured_step(config, sizes: Sizes) -> dict[str, Any]:
             raise RuntimeError(f"the loss is {loss}")
         costs = top_costs(turn, sizes.steps_a_turn, step.as_text() or "")
     device, devices = jax.devices()[0], jax.device_count()
-    needed = training_flops(config.model, L) * config.batch_tokens
+    needed = training_flops_per_token(config.model, L) * config.batch_tokens
     # PaLM's convention counts all L keys for each position, seen or not.
-    seen = forward_flops(config.model, L)["attention"]
+    seen = forward_flops_per_token(config.model, L)["attention"]
     all_keys = 4.0 * config.model.layers * config.model.heads * config.model.head_dim * L
     peak = next((rate for name, rate in PEAKS.items() if name in device.device_kind), None)
     used = (device.memory_stats() or {}).get("peak_bytes_in_use")

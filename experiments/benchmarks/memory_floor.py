@@ -20,7 +20,7 @@ from pma_jax.config import Config
 from pma_jax.config.rules import REMAT_POLICIES
 from pma_jax.model.attention import QUERY_BLOCKS
 from pma_jax.model.decoder import parameter_count
-from pma_jax.planning.aot import programs
+from pma_jax.planning.aot import program_lowerings
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.state import abstract_state
 
@@ -60,7 +60,7 @@ def compiled_and_floor(config: Config) -> dict:
     """
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        compiled = programs(config, mesh)["train_step"]().compile()
+        compiled = program_lowerings(config, mesh)["train_step"]().compile()
     took, least = compiled_bytes(compiled), floor(config, len(mesh.devices.flat), jax.default_backend() == "cpu")
     own = took["bytes"] - took["arguments"]
     return {

@@ -12,8 +12,8 @@ few steps each, and a busy neighbour meets all of them. Steps follow each other 
 fetched one step late, and a turn ends when all is computed. The contenders first compute the loss of the same weights
 on the same tokens, which must agree to 1e-4.
 Printed: the median step in milliseconds, tokens a second, the ratio to the fastest peer, CPU milliseconds a step (all
-threads), and the floor: the FLOPs that training needs (`planning.cost.training_flops`) at the rate of this machine's
-matrix products (by JAX, at the sizes of the MLP's).
+threads), and the floor: the FLOPs that training needs (`planning.cost.training_flops_per_token`) at the rate of this
+machine's matrix products (by JAX, at the sizes of the MLP's).
 Bar: pma_jax >= 1.0x the fastest peer. Needs `pip install -e '.[torch]'`, and a C++ compiler for compiling.
 """
 
@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
-from pma_jax.planning.cost import training_flops
+from pma_jax.planning.cost import training_flops_per_token
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.mesh import put_batch
 
@@ -112,7 +112,7 @@ def measure(shape, args):
         worker.communicate()
     seconds = {name: statistics.median(wall for wall, _ in taken) for name, taken in timings.items()}
     peer = min(taken for name, taken in seconds.items() if name != "pma_jax")
-    seconds["floor"] = training_flops(model, LENGTH) * tokens / first["pma_jax"]["flops_per_second"]
+    seconds["floor"] = training_flops_per_token(model, LENGTH) * tokens / first["pma_jax"]["flops_per_second"]
     for name, taken in seconds.items():
         cpu = statistics.median(cpu for _, cpu in timings[name]) if name in timings else float("nan")
         row = {"shape": shape, "contender": name, "ms": taken * 1e3, "tokens_per_second": tokens / taken}

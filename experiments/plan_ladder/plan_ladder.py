@@ -21,8 +21,8 @@ from typing import Any
 
 from pma_jax import config as configuration
 from pma_jax.model import ladder
-from pma_jax.planning import units
-from pma_jax.planning.run_plan import versions
+from pma_jax.planning import formatting
+from pma_jax.planning.run_plan import package_versions
 from pma_jax.studies import pages
 
 HERE = Path(__file__).parent
@@ -88,7 +88,7 @@ def identity(name: str) -> dict[str, Any]:
         "config_digest": configuration.digest(config),
         "topology": SLICES[name].topology,
         "overrides": SLICES[name].overrides(),
-        "versions": versions(),
+        "versions": package_versions(),
     }
 
 
@@ -163,8 +163,8 @@ def _row(name: str, result: dict[str, Any] | None) -> list[str]:
     step, merge, stored = plan["programs"]["train_step"], plan["programs"]["merge"], plan["storage"]
     mesh = " x ".join(f"{axis} {count}" for axis, count in plan["mesh"].items() if count > 1)
     head += [
-        units.count(plan["parameters"], digits=3),
-        units.count(plan["activated_parameters"], digits=3),
+        formatting.format_count(plan["parameters"], digits=3),
+        formatting.format_count(plan["activated_parameters"], digits=3),
         f"{size.sequence_length_tokens}",
     ]
     head += [plan["topology"]["name"], mesh, f"{SLICES[name].accumulation_steps}"]
@@ -179,15 +179,15 @@ def _row(name: str, result: dict[str, Any] | None) -> list[str]:
     return [
         *head,
         f"{fits} ({step['memory']['share_of_memory']:.0%})",
-        units.duration(run["step_seconds_at_least"], digits=2),
+        formatting.format_duration(run["step_seconds_at_least"], digits=2),
         step["roofline"]["limit"],
         f"{run['model_flops_utilization_at_most']:.0%}",
-        units.count(run["tokens_per_day_at_most"], digits=3),
-        f"{units.data(sent, digits=3)} ({', '.join(sorted(step['collectives']))})",
-        units.data(stored["snapshot_bytes"], digits=3),
-        units.data(stored["state_bytes"], digits=3),
-        f"{units.count(stored['interval_tokens'], digits=3)} x {stored['window']}",
-        units.duration(plan["storage_times"]["merge_window_seconds"], digits=2),
+        formatting.format_count(run["tokens_per_day_at_most"], digits=3),
+        f"{formatting.format_storage_bytes(sent, digits=3)} ({', '.join(sorted(step['collectives']))})",
+        formatting.format_storage_bytes(stored["snapshot_bytes"], digits=3),
+        formatting.format_storage_bytes(stored["state_bytes"], digits=3),
+        f"{formatting.format_count(stored['interval_tokens'], digits=3)} x {stored['window']}",
+        formatting.format_duration(plan["storage_times"]["merge_window_seconds"], digits=2),
         f"{alone}, {temporary} B, {merge['aliased_outputs']} of {plan['parameter_leaves']} leaves",
         f"{result['wall_seconds']:.0f} s ({result['cpu_seconds']:.0f} s)",
     ]

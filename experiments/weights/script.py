@@ -122,7 +122,7 @@ def learned(study: Study, trunks: list[Run], kind: str, window: int) -> dict[str
         mesh, snapshots = make_mesh(config.mesh), trunk.of_kind(kind)[-window:]
         abstract = abstract_params(config.model, mesh)
         with jax.set_mesh(mesh):
-            text = shards.prepare(config.data, progress=False)
+            text = shards.prepare_tokens(config.data, progress=False)
             batches = held_out_batches(text, dataclasses.replace(config, evaluation=longer), mesh)
             fitting = batches[judging:]
             params = [restore_params(s, abstract) for s in snapshots]

@@ -60,8 +60,8 @@ def open_workbench(config: Config, tokens: int = 0) -> Workbench:
     shares = math.prod(mesh.shape[axis] for axis in RULES.batch)
     rows = -(-wanted // (config.training.sequence_length_tokens * shares)) * shares
     evaluation = dataclasses.replace(config.evaluation, tokens=wanted, batch_size_sequences=rows)
-    prepared = shards.prepare(config.data)
-    shards.check_tokens(prepared, config.model)
+    prepared = shards.prepare_tokens(config.data)
+    shards.check_tokens_match_model(prepared, config.model)
     with jax.set_mesh(mesh):
         (batch_BxM,) = held_out_batches(prepared, dataclasses.replace(config, evaluation=evaluation), mesh)
         return Workbench(config, mesh, graph_definition(config.model), batch_BxM)

@@ -208,25 +208,25 @@ def inspect(options: argparse.Namespace) -> None:
 def plan(options: argparse.Namespace) -> None:
     """Compile a run for a TPU topology, without a TPU: memory, FLOPs, step time, storage, what merging saves."""
     from pma_jax import config as configuration
-    from pma_jax.planning import aot
-    from pma_jax.planning import run_plan as planning
+    from pma_jax.planning import aot, run_plan
+    from pma_jax.planning.plan_text import format_plan
 
     # Said before minutes of compiling, not after.
     if options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: make it first")
     raw = configuration.load(options.config)
     configuration.override(raw, options.overrides)
-    numbers = planning.plan(
+    numbers = run_plan.plan_run(
         configuration.resolve(raw),
         aot.tpu_topology(options.topology),
         storage_bytes_per_second=options.storage_bandwidth,
         annealing_share=options.annealing_share,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        log=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.out:
         locate(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
-    print(json.dumps(numbers, indent=2) if options.json else planning.as_text(numbers))
-    refused = planning.refusals(numbers)
+    print(json.dumps(numbers, indent=2) if options.json else format_plan(numbers))
+    refused = run_plan.out_of_memory_messages(numbers)
     if refused:
         raise ValueError(f"does not fit {options.topology}: {'; '.join(refused)}")
 

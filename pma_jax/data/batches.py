@@ -101,7 +101,7 @@ def validation_batches(
     return read()
 
 
-def read_windows(split: shards.Split, starts_b: np.ndarray, window_tokens: int) -> np.ndarray:
+def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens: int) -> np.ndarray:
     """Tokens [start, start + window_tokens) for each start: int32 [b, window_tokens], zeros past the stream's end."""
     ends = np.cumsum([shard.size for shard in split.shards])
     windows_bxW = np.zeros((len(starts_b), window_tokens), np.int32)

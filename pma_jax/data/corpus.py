@@ -22,7 +22,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pma_jax import config
-from pma_jax.data.pairs import function_pairs
+from pma_jax.data.pairs import extract_function_pairs
 from pma_jax.storage.paths import find, is_bucket, locate
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Document:
     prompt: str = ""  # what comes before the text, and is not learned
 
     @property
-    def whole(self) -> str:
+    def full_text(self) -> str:
         """The prompt and the text."""
         return self.prompt + self.text
 
@@ -56,7 +56,7 @@ class Corpus:
 
 
 @dataclasses.dataclass(frozen=True)
-class Survey:
+class CorpusScan:
     """What one pass over a corpus finds."""
 
     documents: int
@@ -99,7 +99,7 @@ def is_held_out(name: str, percent: float) -> bool:
     return 100 * share < percent
 
 
-def survey(corpus: Corpus, held_out_percent: float, advance: Callable[[int], None] = lambda _: None) -> Survey:
+def scan_corpus(corpus: Corpus, held_out_percent: float, advance: Callable[[int], None] = lambda _: None) -> CorpusScan:
     """Count documents and bytes, and remember the held-out texts by their hashes (32 bytes each).
 
     `advance` is told the UTF-8 bytes of each document as it is read.
@@ -107,21 +107,21 @@ def survey(corpus: Corpus, held_out_percent: float, advance: Callable[[int], Non
     documents = utf8_bytes = 0
     held_out = set()
     for document in corpus.read():
-        text_bytes = document.whole.encode()
+        text_bytes = document.full_text.encode()
         documents += 1
         utf8_bytes += len(text_bytes)
         advance(len(text_bytes))
         if is_held_out(document.name, held_out_percent):
             held_out.add(hashlib.sha256(text_bytes).digest())
-    return Survey(documents, utf8_bytes, frozenset(held_out))
+    return CorpusScan(documents, utf8_bytes, frozenset(held_out))
 
 
-def split_documents(corpus: Corpus, held_out_percent: float, found: Survey) -> Iterator[tuple[str, Document]]:
+def split_documents(corpus: Corpus, held_out_percent: float, found: CorpusScan) -> Iterator[tuple[str, Document]]:
     """(split, document) of every document, without training documents that repeat a held-out text."""
     for document in corpus.read():
         if is_held_out(document.name, held_out_percent):
             yield VALIDATION, document
-        elif hashlib.sha256(document.whole.encode()).digest() not in found.held_out_texts:
+        elif hashlib.sha256(document.full_text.encode()).digest() not in found.held_out_texts:
             yield TRAIN, document
 
 
@@ -134,7 +134,7 @@ def _cleaned(documents: Iterator[Document]) -> Iterator[Document]:
 
 def _functions(documents: Iterator[Document], limit_bytes: int) -> Iterator[Document]:
     for document in documents:
-        for prompt, body in function_pairs(document.text, limit_bytes):
+        for prompt, body in extract_function_pairs(document.text, limit_bytes):
             yield Document(document.name, body, prompt)
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 
 
-def function_pairs(source: str, limit_bytes: int) -> Iterator[tuple[str, str]]:
+def extract_function_pairs(source: str, limit_bytes: int) -> Iterator[tuple[str, str]]:
     """(signature and docstring, body) of every function that has both, top to bottom; both end with a newline.
 
     Each function is moved to the left margin; decorators are left out, and so is a function longer than `limit_bytes`

@@ -40,7 +40,7 @@ _ENCODE_CHARACTERS = 2**22  # text handed to the tokenizer at once
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class TokenStream:
     """One split's token stream: the shards in order, as if concatenated."""
 
     documents: int
@@ -64,15 +64,15 @@ class TokenSet:
     tokenizer: str  # bytes | bpe | a file's name
     vocabulary_size: int  # one more than the largest id that can occur
     end_of_document: int
-    train: Split
-    validation: Split
+    train: TokenStream
+    validation: TokenStream
 
     def load_tokenizer(self) -> tokenizing.Tokenizer:
         """The tokenizer that made these tokens, from `directory`/tokenizer.json."""
-        return tokenizing.load(self.directory / "tokenizer.json")
+        return tokenizing.load_tokenizer(self.directory / "tokenizer.json")
 
 
-def prepare(data: config.DataConfig, *, progress: bool = True, shard_bytes: int = SHARD_BYTES) -> TokenSet:
+def prepare_tokens(data: config.DataConfig, *, progress: bool = True, shard_bytes: int = SHARD_BYTES) -> TokenSet:
     """Tokenise the corpus of `data` into `data.cache_dir`, or open what is there already.
 
     The corpus is read to identify it (about a second a gigabyte), then only when it is new: twice for its survey and
@@ -106,7 +106,7 @@ def prepare(data: config.DataConfig, *, progress: bool = True, shard_bytes: int 
 
 
 def open_tokens(directory: str | Path) -> TokenSet:
-    """Map the tokens that `prepare` wrote to `directory`. Raises ValueError when they are missing or damaged."""
+    """Map the tokens that `prepare_tokens` wrote to `directory`. Raises ValueError when they are missing or damaged."""
     directory = Path(directory)
     try:
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
@@ -124,7 +124,7 @@ def open_tokens(directory: str | Path) -> TokenSet:
         raise ValueError(f"the tokens in {directory} are damaged ({error}): delete it and run again") from error
 
 
-def find_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
+def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
     """The tokenizer.json of the tokens with this digest, if `data.cache_dir` still has them; reads no text."""
     for meta in sorted(Path(data.cache_dir).expanduser().glob("*/meta.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -133,7 +133,7 @@ def find_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
     return None
 
 
-def check_tokens(tokens: TokenSet, model: config.ModelConfig) -> None:
+def check_tokens_match_model(tokens: TokenSet, model: config.ModelConfig) -> None:
     """Check that the tokenizer and the model agree.
 
     Raises ValueError when the tokenizer has ids that the model cannot embed, or ends documents with another id than the
@@ -157,7 +157,7 @@ def _key(data: config.DataConfig, corpus_digest: str) -> str:
     if tokenizer == "bpe":
         tokenizer = f"bpe {data.bpe_vocabulary_size}"
     elif tokenizer != "bytes":
-        tokenizer = f"file {tokenizing.load(tokenizer).digest}"
+        tokenizer = f"file {tokenizing.load_tokenizer(tokenizer).digest}"
     return _digest(data, corpus_digest, tokenizer)[:32]
 
 
@@ -211,7 +211,7 @@ def _write_tokens(
 ) -> dict[str, Any]:
     """Write the shards and tokenizer.json of every document; return what meta.json records."""
     surveying = bar.add_task("reading", total=None)
-    found = corpus.survey(source, data.held_out_percent, lambda size: bar.advance(surveying, size))
+    found = corpus.scan_corpus(source, data.held_out_percent, lambda size: bar.advance(surveying, size))
     if not found.documents:
         raise ValueError(f"the {data.source} corpus holds no text: every document is empty")
     bar.remove_task(surveying)
@@ -225,7 +225,7 @@ def _write_tokens(
         prompts = tokenizer.encode_many([document.prompt for _, document in block])
         ids = tokenizer.encode_many([document.text for _, document in block])
         for (split, document), prompt_P, ids_T in zip(block, prompts, ids, strict=True):
-            size = len(document.whole.encode())
+            size = len(document.full_text.encode())
             writers[split].write(np.concatenate([~prompt_P, ids_T, [tokenizer.end_of_document]]), size + 1)
             bar.advance(encoding, size)
     splits = {name: writer.close() for name, writer in writers.items()}
@@ -248,19 +248,19 @@ def _write_tokens(
 
 
 def _tokenizer(
-    data: config.DataConfig, source: corpus.Corpus, found: corpus.Survey, bar: rich.progress.Progress
+    data: config.DataConfig, source: corpus.Corpus, found: corpus.CorpusScan, bar: rich.progress.Progress
 ) -> tokenizing.Tokenizer:
     if data.tokenizer == "bytes":
-        return tokenizing.bytes_tokenizer()
+        return tokenizing.byte_tokenizer()
     if data.tokenizer != "bpe":
-        return tokenizing.load(data.tokenizer)
+        return tokenizing.load_tokenizer(data.tokenizer)
     task = bar.add_task("training a tokenizer", total=found.utf8_bytes)
 
     def train_texts() -> Iterator[str]:
         for split, document in corpus.split_documents(source, data.held_out_percent, found):
             if split == corpus.TRAIN:
-                bar.advance(task, len(document.whole.encode()))
-                yield document.whole
+                bar.advance(task, len(document.full_text.encode()))
+                yield document.full_text
 
     return tokenizing.train_bpe(train_texts(), data.bpe_vocabulary_size)
 
@@ -270,7 +270,7 @@ def _blocks(documents: Iterator[tuple[str, corpus.Document]]) -> Iterator[list[t
     block, characters = [], 0
     for document in documents:
         block.append(document)
-        characters += len(document[1].whole)
+        characters += len(document[1].full_text)
         if characters >= _ENCODE_CHARACTERS:
             yield block
             block, characters = [], 0
@@ -331,7 +331,7 @@ def _shard(folder: Path, split: str, index: int) -> Path:
     return folder / f"{split}-{index:05d}.bin"
 
 
-def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> Split:
+def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:
     counts = meta["splits"][name]
     shards = []
     for index, tokens in enumerate(counts["shard_tokens"]):
@@ -341,7 +341,7 @@ def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> Split:
             raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {tokens * dtype.itemsize}")
         # A plain array over the map: slicing np.memmap costs several times more.
         shards.append(np.asarray(np.memmap(path, dtype, mode="r")))
-    return Split(counts["documents"], counts["tokens"], counts["utf8_bytes"], tuple(shards))
+    return TokenStream(counts["documents"], counts["tokens"], counts["utf8_bytes"], tuple(shards))
 
 
 def _progress_bar(console: rich.console.Console) -> rich.progress.Progress:

@@ -21,7 +21,7 @@ import tokenizers.trainers
 from pma_jax.storage.paths import locate
 
 END_OF_DOCUMENT = "<|endoftext|>"
-END_NAMES = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")  # the first that a tokenizer.json has
+END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")  # the first that a tokenizer.json has
 _BYTE_VALUES = 256
 
 
@@ -58,12 +58,12 @@ class Tokenizer:
         return self.backend.decode(ids_T.tolist(), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a Hugging Face tokenizer.json; `load` reads it back."""
+        """Write a Hugging Face tokenizer.json; `load_tokenizer` reads it back."""
         Path(path).write_text(self.backend.to_str(pretty=True) + "\n", encoding="utf-8")
 
 
 @functools.cache
-def bytes_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
     """UTF-8 bytes: id b is byte b, and byte 0 ends a document."""
     alphabet = _byte_alphabet()
     vocabulary = {END_OF_DOCUMENT: 0} | {alphabet[value]: value for value in range(1, _BYTE_VALUES)}
@@ -96,10 +96,10 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     return _wrap("bpe", backend)
 
 
-def load(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a Hugging Face tokenizer.json, ours or anybody's.
 
-    Raises ValueError when there is no such file, it is not a tokenizer, or it has none of `END_NAMES`.
+    Raises ValueError when there is no such file, it is not a tokenizer, or it has none of `END_OF_DOCUMENT_NAMES`.
     """
     path = locate(path).expanduser()
     if not path.is_file():
@@ -109,7 +109,7 @@ def load(path: str | Path) -> Tokenizer:
     except Exception as error:  # the package raises bare Exception
         raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {str(error).splitlines()[0]}") from error
     loaded = _wrap(path.name, backend)
-    return bytes_tokenizer() if loaded.digest == bytes_tokenizer().digest else loaded
+    return byte_tokenizer() if loaded.digest == byte_tokenizer().digest else loaded
 
 
 def _wrap(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
@@ -117,9 +117,11 @@ def _wrap(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
     backend.no_padding()
     backend.encode_special_tokens = True
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    ends = [vocabulary[end] for end in END_NAMES if end in vocabulary]
+    ends = [vocabulary[end] for end in END_OF_DOCUMENT_NAMES if end in vocabulary]
     if not ends:
-        raise ValueError(f"tokenizer {name} has no end-of-document token: add one of {', '.join(END_NAMES)} to it")
+        raise ValueError(
+            f"tokenizer {name} has no end-of-document token: add one of {', '.join(END_OF_DOCUMENT_NAMES)} to it"
+        )
     digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
     return Tokenizer(name, max(vocabulary.values()) + 1, ends[0], digest, backend)
 

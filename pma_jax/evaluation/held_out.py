@@ -35,8 +35,8 @@ def evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Sequence[Any
     The text is read once, here. Raises ValueError when it cannot be read, or its tokens are past the model's
     vocabulary.
     """
-    tokens = shards.prepare(config.data, progress=hosts.is_first())
-    shards.check_tokens(tokens, config.model)
+    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first())
+    shards.check_tokens_match_model(tokens, config.model)
     with jax.set_mesh(mesh):
         graph = graph_definition(config.model)
         held_out = held_out_batches(tokens, config, mesh)

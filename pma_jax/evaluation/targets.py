@@ -31,7 +31,7 @@ def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) 
         mesh = make_mesh(config.mesh)
         params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, mesh))
         (loss,) = evaluate_all(config, [params], mesh)
-        bytes_per_token = shards.prepare(config.data).validation.bytes_per_token
+        bytes_per_token = shards.prepare_tokens(config.data).validation.bytes_per_token
         rows.append(
             {
                 "target": str(path),

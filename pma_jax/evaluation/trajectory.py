@@ -41,7 +41,7 @@ def losses_along(
       ValueError: there is no snapshot at an end, or a recipe is wrong.
     """
     config = dataclasses.replace(run.config, evaluation=evaluation or run.config.evaluation)
-    text = evaluation_digest(shards.prepare(config.data, progress=False), config)
+    text = evaluation_digest(shards.prepare_tokens(config.data, progress=False), config)
     known = _kept(run).get(text, {})
     cells = list(dict.fromkeys(cells))
     wanted = {_name(cell, end): (cell, end) for end in ends_tokens for cell in cells}

@@ -18,7 +18,7 @@ import numpy as np
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.interop import hf_config, hf_tokenizer
-from pma_jax.interop.hf_weights import ROUTER_BIAS_LEAF, Home, check_leaves, homes
+from pma_jax.interop.hf_weights import ROUTER_BIAS_LEAF, LeafMapping, check_leaves, map_leaves
 from pma_jax.merging.engine import journal
 from pma_jax.merging.gather import gather, snapshot_metadata
 from pma_jax.storage.formats import outputs, publish
@@ -62,24 +62,24 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     if source.kind != "safetensors" or fields is None:
         raise ValueError(f"{address}: holds no config.json with safetensors: give a Hugging Face model's directory")
     with _about(f"{source.origin}: config.json"):
-        model, notes = hf_config.from_hf(fields)
+        model, notes = hf_config.parse_hf_config(fields)
     if model.layers * max(model.experts, 1) > len(source.leaves):
         experts = f" of {model.experts} experts" if model.experts else ""
         raise ValueError(
             f"{address}: config.json says {model.layers} layers{experts}, and {len(source.leaves)} tensors are here"
         )
     leaves, surplus = _without_surplus(source, model)
-    found = homes(model)
-    wanted = {name: home.tensor_shape for home in found for name in home.tensors}
+    found = map_leaves(model)
+    wanted = {name: mapping.tensor_shape for mapping in found for name in mapping.tensors}
     check_leaves(source.origin, leaves, wanted, hf_config.architecture_of(model))
 
-    carried = hf_tokenizer.carried(source.files)
+    carried = hf_tokenizer.select_tokenizer_files(source.files)
     target = locate(out).absolute()
     if hf_tokenizer.FILE_NAME not in carried:
         notes += (f"no {hf_tokenizer.FILE_NAME} came along: `pma evaluate` needs --config.data.tokenizer=FILE",)
     config = _imported_config(model, fields, target / hf_tokenizer.FOLDER / hf_tokenizer.FILE_NAME)
-    facts = _imported_facts(source, fields, config)
-    ours = {home.leaf: LeafInfo(home.leaf_shape, "float32") for home in found}
+    facts = _imported_metadata(source, fields, config)
+    ours = {mapping.leaf: LeafInfo(mapping.leaf_shape, "float32") for mapping in found}
     texts, sizes, places = orbax_files(ours, _as_ours(source, ours), facts)
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in carried.values()}
     with _published(outputs.OutputLayout(texts, copies, sizes, {}, places), target) as placed:
@@ -126,20 +126,22 @@ def export_snapshot(
         raise ValueError(f"{snapshot} is not a snapshot of pma_jax: give RUN, RUN/snapshots/STEP or a merge's --out")
     config = configuration.resolve(facts["config"])
     with _about(source.origin):
-        hf_config.check_expressible(config.model)
+        hf_config.check_exportable(config.model)
         leaves, without = _without_bias(source, config.model)
-    found = homes(config.model)
-    check_leaves(source.origin, leaves, {home.leaf: home.leaf_shape for home in found}, "the model")
+    found = map_leaves(config.model)
+    check_leaves(source.origin, leaves, {mapping.leaf: mapping.leaf_shape for mapping in found}, "the model")
     if dtype not in ("keep", "float32", "bfloat16"):
         raise ValueError(f"the dtype {dtype!r} is not one of keep, float32, bfloat16")
-    kept = {home.leaf: source.leaves[home.leaf].dtype if dtype == "keep" else dtype for home in found}
+    kept = {mapping.leaf: source.leaves[mapping.leaf].dtype if dtype == "keep" else dtype for mapping in found}
     theirs = _in_their_order(
-        {name: LeafInfo(home.tensor_shape, kept[home.leaf]) for home in found for name in home.tensors}
+        {name: LeafInfo(mapping.tensor_shape, kept[mapping.leaf]) for mapping in found for name in mapping.tensors}
     )
     layout = outputs.safetensors_files(theirs, shard_bytes, {"format": "pt"})
     with _about(source.origin):
         imported = facts.get("imported") or {}
-        files = hf_tokenizer.find(source, config, bool(imported), None if tokenizer is None else Path(tokenizer))
+        files = hf_tokenizer.find_tokenizer_files(
+            source, config, bool(imported), None if tokenizer is None else Path(tokenizer)
+        )
         texts = _config_texts(config, imported, files, sorted(set(kept.values())))
     layout = replace(layout, texts={**layout.texts, **texts, **files.texts}, copies=files.copies)
     target = locate(out).absolute()
@@ -159,16 +161,19 @@ def export_snapshot(
 
 
 def _import_leaves(
-    source: CheckpointSource, found: list[Home], placed: Mapping[str, tuple[ByteRange, ...]], progress: Progress | None
+    source: CheckpointSource,
+    found: list[LeafMapping],
+    placed: Mapping[str, tuple[ByteRange, ...]],
+    progress: Progress | None,
 ) -> None:
     float32 = numpy_dtype("float32")
-    total, done = sum(source.leaves[name].nbytes for home in found for name in home.tensors), 0
-    for home in found:
-        byte_ranges = placed[home.leaf]
+    total, done = sum(source.leaves[name].nbytes for mapping in found for name in mapping.tensors), 0
+    for mapping in found:
+        byte_ranges = placed[mapping.leaf]
         with open_files([byte_range.path for byte_range in byte_ranges], os.O_WRONLY) as descriptors:
             start = 0
-            for name in home.tensors:
-                item = home.to_item(read_leaf(source, name), float32)
+            for name in mapping.tensors:
+                item = mapping.to_item(read_leaf(source, name), float32)
                 write_range(descriptors, byte_ranges, start, item.reshape(-1).view("uint8"))
                 start += item.nbytes
                 done += source.leaves[name].nbytes
@@ -178,16 +183,16 @@ def _import_leaves(
 
 def _export_leaves(
     source: CheckpointSource,
-    found: list[Home],
+    found: list[LeafMapping],
     theirs: Mapping[str, LeafInfo],
     placed: Mapping[str, tuple[ByteRange, ...]],
     progress: Progress | None,
 ) -> None:
     done = 0
-    total = sum(source.leaves[home.leaf].nbytes for home in found)
-    for home in found:
-        for name, item in zip(home.tensors, _items(source, home), strict=True):
-            tensor = home.to_tensor(item, numpy_dtype(theirs[name].dtype))
+    total = sum(source.leaves[mapping.leaf].nbytes for mapping in found)
+    for mapping in found:
+        for name, item in zip(mapping.tensors, _items(source, mapping), strict=True):
+            tensor = mapping.to_tensor(item, numpy_dtype(theirs[name].dtype))
             with open_files([byte_range.path for byte_range in placed[name]], os.O_WRONLY) as descriptors:
                 write_range(descriptors, placed[name], 0, tensor.reshape(-1).view("uint8"))
             done += item.nbytes
@@ -195,18 +200,18 @@ def _export_leaves(
                 progress(done, total)
 
 
-def _items(source: CheckpointSource, home: Home) -> Iterator[np.ndarray]:
+def _items(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.ndarray]:
     """The items of one of our leaves, in order.
 
     One is read at a time where any range can be. A snapshot that several devices wrote is cut across the layers: all of
     a leaf, or as much as is read together, is held then.
     """
-    leaf, count = source.leaves[home.leaf], len(home.tensors)
+    leaf, count = source.leaves[mapping.leaf], len(mapping.tensors)
     elements = leaf.elements // count
     together = max(1, min(leaf.chunk_elements, _TOGETHER_BYTES // ITEM_BYTES[leaf.dtype]) // elements)
     for start in range(0, count, together):
-        data = read_leaf_bytes(source, home.leaf, start * elements, min(start + together, count) * elements)
-        yield from data.view(numpy_dtype(leaf.dtype)).reshape(-1, *home.shape)
+        data = read_leaf_bytes(source, mapping.leaf, start * elements, min(start + together, count) * elements)
+        yield from data.view(numpy_dtype(leaf.dtype)).reshape(-1, *mapping.shape)
 
 
 def _without_bias(source: CheckpointSource, model: configuration.ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
@@ -298,7 +303,7 @@ def _imported_config(model: configuration.ModelConfig, fields: Mapping[str, Any]
     )
 
 
-def _imported_facts(source: CheckpointSource, fields: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def _imported_metadata(source: CheckpointSource, fields: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """What the snapshot says of itself: what each of ours does, and `imported`, which merges of it keep."""
     return {
         "step": source.step or 0,
@@ -316,7 +321,7 @@ def _imported_facts(source: CheckpointSource, fields: Mapping[str, Any], config:
 
 
 def _config_texts(
-    config: Config, imported: Mapping[str, Any], files: hf_tokenizer.Files, dtypes: list[str]
+    config: Config, imported: Mapping[str, Any], files: hf_tokenizer.TokenizerFiles, dtypes: list[str]
 ) -> dict[str, bytes]:
     """config.json and generation_config.json."""
     fields = imported.get("fields") or {}
@@ -325,8 +330,12 @@ def _config_texts(
         others = {name: fields[name] for name in _KEPT_FIELDS if name in fields}
     else:
         end = files.end_of_document
-        others = {"bos_token_id": hf_tokenizer.begin(config, end), "eos_token_id": end, "pad_token_id": None}
-    described = hf_config.to_hf(
+        others = {
+            "bos_token_id": hf_tokenizer.beginning_of_document(config, end),
+            "eos_token_id": end,
+            "pad_token_id": None,
+        }
+    described = hf_config.make_hf_config(
         config.model,
         dtype=dtypes[0] if len(dtypes) == 1 else "float32",
         max_position_embeddings=fields.get("max_position_embeddings") or config.training.sequence_length_tokens,

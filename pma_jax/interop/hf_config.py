@@ -63,7 +63,7 @@ def architecture_of(model: ModelConfig) -> str:
     return QWEN3 if model.qk_norm else LLAMA
 
 
-def from_hf(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, ...]]:
+def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, ...]]:
     """The model that a config.json describes, and notes, one line each.
 
     What a field's absence means is what transformers takes it to mean.
@@ -107,7 +107,9 @@ def from_hf(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, ...]]:
     return model, notes
 
 
-def to_hf(model: ModelConfig, *, dtype: str, max_position_embeddings: int, others: Mapping[str, Any]) -> dict[str, Any]:
+def make_hf_config(
+    model: ModelConfig, *, dtype: str, max_position_embeddings: int, others: Mapping[str, Any]
+) -> dict[str, Any]:
     """The config.json of our model: what transformers 4 and 5 both read.
 
     Args:
@@ -118,9 +120,9 @@ def to_hf(model: ModelConfig, *, dtype: str, max_position_embeddings: int, other
             its own default.
 
     Raises:
-        ValueError: as `check_expressible` does.
+        ValueError: as `check_exportable` does.
     """
-    check_expressible(model)
+    check_exportable(model)
     architecture = architecture_of(model)
     fields = {
         "architectures": [architecture],
@@ -163,7 +165,7 @@ def to_hf(model: ModelConfig, *, dtype: str, max_position_embeddings: int, other
     return dict(sorted(fields.items()))
 
 
-def check_expressible(model: ModelConfig) -> None:
+def check_exportable(model: ModelConfig) -> None:
     """Checks that transformers has a class that computes what this model does.
 
     Raises:

@@ -21,7 +21,7 @@ FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
 
 
 @dataclass(frozen=True)
-class Files:
+class TokenizerFiles:
     """Tokenizer files to write.
 
     Attributes:
@@ -37,17 +37,19 @@ class Files:
     notes: tuple[str, ...] = ()
 
 
-def carried(files: Iterable[Path]) -> dict[str, Path]:
+def select_tokenizer_files(files: Iterable[Path]) -> dict[str, Path]:
     """Those of the files beside a model that make up its tokenizer, by name."""
     return {path.name: path for path in files if is_sidecar(path, TOKENIZER_PATTERNS)}
 
 
-def begin(config: Config, end: Any) -> Any:
+def beginning_of_document(config: Config, end: Any) -> Any:
     """What begins a document, given what ends one: the end of the one before, where the model sees that."""
     return end if config.model.separator_token < 0 else None
 
 
-def find(source: CheckpointSource, config: Config, is_imported: bool, given: Path | None) -> Files:
+def find_tokenizer_files(
+    source: CheckpointSource, config: Config, is_imported: bool, given: Path | None
+) -> TokenizerFiles:
     """The tokenizer of a snapshot: the one given, the one that it was imported with, or the one of its run.
 
     Raises:
@@ -60,41 +62,41 @@ def find(source: CheckpointSource, config: Config, is_imported: bool, given: Pat
         # Its own, or, of a merge, that of the model that it was made from.
         folder = next((place for place in (source.path / FOLDER, Path(name).parent) if place.is_dir()), None)
         if folder is not None:
-            return Files(_carried_in(folder))
+            return TokenizerFiles(_carried_in(folder))
     if name == "bytes":
-        from pma_jax.data.tokenizer import bytes_tokenizer
+        from pma_jax.data.tokenizer import byte_tokenizer
 
-        return _described(bytes_tokenizer(), config)
+        return _described(byte_tokenizer(), config)
     path = _trained_bpe(source, config) if name == "bpe" else Path(name).expanduser()
     if path is not None and path.is_file():
         return _of_file(path, config)
     where = "no run's token cache has the BPE that it was trained with" if path is None else f"there is no {path}"
-    return Files(notes=(f"no tokenizer is written: {where}; name its {FILE_NAME} with --tokenizer",))
+    return TokenizerFiles(notes=(f"no tokenizer is written: {where}; name its {FILE_NAME} with --tokenizer",))
 
 
 def _carried_in(folder: Path) -> dict[str, Path]:
-    return carried(sorted(file for file in folder.iterdir() if file.is_file()))
+    return select_tokenizer_files(sorted(file for file in folder.iterdir() if file.is_file()))
 
 
-def _of_file(path: Path, config: Config) -> Files:
+def _of_file(path: Path, config: Config) -> TokenizerFiles:
     """A tokenizer.json with the files beside it that say how it is used; made where there are none."""
     from pma_jax.data import tokenizer as tokenizing
 
     beside = _carried_in(path.parent) if path.name == FILE_NAME and path.is_file() else {}
     if "tokenizer_config.json" in beside:
-        return Files(beside, {}, _end_of_document(path))
-    return _described(tokenizing.load(path), config)
+        return TokenizerFiles(beside, {}, _end_of_document(path))
+    return _described(tokenizing.load_tokenizer(path), config)
 
 
 def _end_of_document(path: Path) -> int | None:
     from pma_jax.data import tokenizer as tokenizing
 
     with contextlib.suppress(ValueError):  # some end documents otherwise; their own configuration says how
-        return tokenizing.load(path).end_of_document
+        return tokenizing.load_tokenizer(path).end_of_document
     return None
 
 
-def _described(tokenizer: Any, config: Config) -> Files:
+def _described(tokenizer: Any, config: Config) -> TokenizerFiles:
     """A tokenizer of ours as transformers reads it: text in a prompt that names a special token is that token there."""
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise ValueError(
@@ -103,7 +105,7 @@ def _described(tokenizer: Any, config: Config) -> Files:
         )
     end = tokenizer.backend.id_to_token(tokenizer.end_of_document)
     described = {
-        "bos_token": begin(config, end),
+        "bos_token": beginning_of_document(config, end),
         "clean_up_tokenization_spaces": False,
         "eos_token": end,
         "model_max_length": config.training.sequence_length_tokens,
@@ -114,12 +116,12 @@ def _described(tokenizer: Any, config: Config) -> Files:
         FILE_NAME: (tokenizer.backend.to_str(pretty=True) + "\n").encode(),
         "tokenizer_config.json": json_bytes(described),
     }
-    return Files({}, texts, tokenizer.end_of_document)
+    return TokenizerFiles({}, texts, tokenizer.end_of_document)
 
 
 def _trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
     """The BPE that the snapshot's run, or the run of what it was merged from, trained on its text."""
-    from pma_jax.data.shards import find_tokenizer
+    from pma_jax.data.shards import find_cached_tokenizer
 
     places = [source.path]
     with contextlib.suppress(ValueError):
@@ -127,7 +129,7 @@ def _trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
     for place in places:
         run = place.parent.parent / "run.json"  # RUN/snapshots/STEP
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            path = find_tokenizer(config.data, json.loads(run.read_text())["corpus"])
+            path = find_cached_tokenizer(config.data, json.loads(run.read_text())["corpus"])
             if path is not None:
                 return path
     return None

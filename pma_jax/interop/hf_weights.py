@@ -25,7 +25,7 @@ ROUTER_BIAS_LEAF = "blocks.moe.router_bias_E"
 
 
 @dataclass(frozen=True)
-class Home:
+class LeafMapping:
     """One leaf of ours and the tensors that it consists of.
 
     Attributes:
@@ -69,21 +69,21 @@ class Home:
         return rows.astype(dtype, order="C")
 
 
-def homes(model: ModelConfig) -> list[Home]:
+def map_leaves(model: ModelConfig) -> list[LeafMapping]:
     """The home of every parameter, in the order in which transformers writes its tensors.
 
     That order has layers outermost; here a leaf's layers follow each other.
     """
     return [
-        Home("embedding_VxD", "model.embed_tokens.weight", (model.vocabulary_size, model.width)),
-        *_attention_homes(model),
-        *_mlp_homes(model),
-        Home("final_norm_D", "model.norm.weight", (model.width,)),
-        *_unembedding_homes(model),
+        LeafMapping("embedding_VxD", "model.embed_tokens.weight", (model.vocabulary_size, model.width)),
+        *_attention_mappings(model),
+        *_mlp_mappings(model),
+        LeafMapping("final_norm_D", "model.norm.weight", (model.width,)),
+        *_unembedding_mappings(model),
     ]
 
 
-def _attention_homes(model: ModelConfig) -> list[Home]:
+def _attention_mappings(model: ModelConfig) -> list[LeafMapping]:
     D, N, K, H = model.width, model.heads, model.kv_heads, model.head_dim
     found = [
         _block(model, "attention_norm_D", "input_layernorm", (D,)),
@@ -99,7 +99,7 @@ def _attention_homes(model: ModelConfig) -> list[Home]:
     return found
 
 
-def _mlp_homes(model: ModelConfig) -> list[Home]:
+def _mlp_mappings(model: ModelConfig) -> list[LeafMapping]:
     D, E, F = model.width, model.experts, model.expert_hidden if model.experts else model.hidden
     if E:
         return [
@@ -115,16 +115,16 @@ def _mlp_homes(model: ModelConfig) -> list[Home]:
     ]
 
 
-def _unembedding_homes(model: ModelConfig) -> list[Home]:
+def _unembedding_mappings(model: ModelConfig) -> list[LeafMapping]:
     if model.tie_embeddings:
         return []
-    return [Home("unembedding_DxV", "lm_head.weight", (model.width, model.vocabulary_size), inputs=1)]
+    return [LeafMapping("unembedding_DxV", "lm_head.weight", (model.width, model.vocabulary_size), inputs=1)]
 
 
 def _block(
     model: ModelConfig, leaf: str, module: str, shape: tuple[int, ...], inputs: int = 0, each: tuple[int, ...] = ()
-) -> Home:
-    return Home(f"blocks.{leaf}", f"model.layers.{{}}.{module}.weight", shape, inputs, (model.layers, *each))
+) -> LeafMapping:
+    return LeafMapping(f"blocks.{leaf}", f"model.layers.{{}}.{module}.weight", shape, inputs, (model.layers, *each))
 
 
 def check_leaves(origin: str, have: Mapping[str, LeafInfo], wanted: Mapping[str, tuple[int, ...]], whose: str) -> None:

@@ -1,6 +1,6 @@
-"""Compile the real programs for a TPU topology on a machine that has no TPU, and read what the compiler says of them.
+"""Compile the programs of a run for a TPU topology on a machine without a TPU, and collect what the compiler reports.
 
-libtpu holds the compiler. It needs no device: a topology's devices can be compiled for, not run on.
+libtpu contains the compiler and needs no device: programs can be compiled for a topology's devices, not run on them.
 """
 
 import dataclasses
@@ -21,15 +21,24 @@ from pma_jax.merging.averager import abstract_totals, add_weighted
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import evaluation_step
 from pma_jax.planning import hlo
-from pma_jax.planning.cost import CHIPS, Chip, known_topologies
+from pma_jax.planning.cost import CHIPS, Chip, format_known_topologies
 from pma_jax.runtime.mesh import RULES, check_mesh
 from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
 
+# Field of `CompileReport` -> attribute of jax's CompiledMemoryStats.
+MEMORY_FIELDS = {
+    "argument_bytes": "argument_size_in_bytes",
+    "temporary_bytes": "temp_size_in_bytes",
+    "output_bytes": "output_size_in_bytes",
+    "aliased_bytes": "alias_size_in_bytes",
+    "code_bytes": "generated_code_size_in_bytes",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The devices of a slice of TPUs, or of several, to compile for."""
+    """The devices of one or more TPU slices, to compile for."""
 
     name: str  # such as v5p:4x4x8, or 2*v5p:4x4x8
     chip: Chip
@@ -38,53 +47,69 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """Chips of all slices; some have two devices."""
+        """Number of chips in all slices; some chips have two devices."""
         return len(self.devices) // self.chip.devices
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What the compiler made of one program; bytes and FLOPs are a device's. Where it does not fit, only why."""
+class CompileReport:
+    """Compiler statistics of one program, per device.
 
-    seconds: float  # that compiling took
-    refusal: str | None  # what the compiler said when the program does not fit; None: it compiled
+    Attributes:
+        seconds: compile time.
+        refusal: the compiler's message if the program does not fit in memory; all fields below are then unset.
+        argument_bytes: memory of the arguments.
+        temporary_bytes: memory of temporaries.
+        output_bytes: memory of the outputs.
+        aliased_bytes: the part of the outputs that reuses the arguments' memory.
+        code_bytes: memory of the program.
+        text: the compiled HLO text.
+        program: the parsed text.
+        compiler_flops: FLOPs of XLA's cost analysis, which counts a loop's body once.
+        compiler_bytes: bytes accessed of XLA's cost analysis, in any memory.
+        kernel_flops: FLOPs that the model needs in hand-written kernels.
+    """
+
+    seconds: float
+    refusal: str | None
     argument_bytes: int = 0
-    output_bytes: int = 0
-    aliased_bytes: int = 0  # outputs in the memory of arguments
     temporary_bytes: int = 0
+    output_bytes: int = 0
+    aliased_bytes: int = 0
     code_bytes: int = 0
     text: str = dataclasses.field(default="", repr=False)
     program: hlo.Program | None = dataclasses.field(default=None, repr=False)
-    compiler_flops: float | None = None  # its cost analysis, where the body of a loop counts once
-    compiler_bytes: float | None = None  # the same, bytes read and written anywhere
-    kernel_flops: float = 0.0  # what the model needs of its hand-written kernels
+    compiler_flops: float | None = None
+    compiler_bytes: float | None = None
+    kernel_flops: float = 0.0
 
     @property
     def bytes(self) -> int:
-        """Memory of a device while it runs: arguments, outputs that are not in their place, temporaries, code."""
+        """Peak memory while the program runs: arguments, outputs that are not aliased, temporaries, code."""
         fresh = self.output_bytes - self.aliased_bytes
         return self.argument_bytes + fresh + self.temporary_bytes + self.code_bytes
 
 
 def tpu_topology(name: str) -> Topology:
-    """The devices of a slice such as `v5p:4x4x8`, or of two as `2*v5p:4x4x8`; nothing is started.
+    """Look up the devices of a slice such as `v5p:4x4x8`, or of two slices as `2*v5p:4x4x8`.
 
-    Raises ValueError where libtpu is not installed, and for a name that it does not know.
+    Raises:
+        ValueError: libtpu is not installed, or does not know the name.
     """
     parts = re.fullmatch(r"(?:([1-9]\d*)\*)?([^:*]+):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
     chip = CHIPS.get(parts[2]) if parts else None
     if parts is None or chip is None:
         raise ValueError(
-            f"unknown topology {name!r}: give a chip and a shape, one of {known_topologies()}; of several slices how "
-            "many first, such as 2*v5e:4x4"
+            f"unknown topology {name!r}: give a chip and a shape, one of {format_known_topologies()}; for several "
+            "slices their number first, such as 2*v5e:4x4"
         )
     slices, one_slice = int(parts[1] or 1), f"{parts[2]}:{parts[3]}"
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise ValueError("compiling for TPU needs its compiler, which is not installed: pip install 'pma-jax[plan]'")
-    # No TPU is looked for, none is claimed, and another process may do the same.
+    # libtpu must not search for a TPU or lock it, so that several processes can compile at once.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
-    # Without these libtpu writes that it cannot find them to the terminal.
+    # Without these two libtpu prints warnings.
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-8")
     options: dict[str, Any] = {}
@@ -95,18 +120,21 @@ def tpu_topology(name: str) -> Topology:
     if all(size == "1" for size in parts[3].split("x")):
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **options)
+        description = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **options)
     except Exception as error:
-        known = known_topologies(parts[2])
+        known = format_known_topologies(parts[2])
         raise ValueError(f"libtpu knows no topology {name!r} ({_first_line(error)}): give one of {known}") from error
-    return Topology(name, chip, tuple(found.devices), slices)
+    return Topology(name, chip, tuple(description.devices), slices)
 
 
-def programs(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """The programs of a run by name, lowered when called: a train step, an evaluation step, one checkpoint of a merge.
+def program_lowerings(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """Return functions that lower the programs of a run: `train_step`, `evaluation_step` and `merge`.
 
-    They are the ones that training, evaluation and merging run, at the sizes of `config`, for the devices of `mesh`.
-    Raises ValueError that names a size which does not divide over the mesh.
+    These are the programs that training and evaluation run, and the one that adds a checkpoint to a merge on the mesh,
+    at the sizes of `config`, for the devices of `mesh`.
+
+    Raises:
+        ValueError: a size, which is named, does not divide over the mesh.
     """
     check_mesh(config, mesh)
     state = abstract_state(config, mesh)
@@ -131,8 +159,8 @@ def programs(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], 
     return {"train_step": train_step, "evaluation_step": evaluation, "merge": merge}
 
 
-def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.Mesh) -> Report:
-    """Lower and compile one of `programs`; that it does not fit is a report too, every other failure an error."""
+def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.Mesh) -> CompileReport:
+    """Lower and compile one of `program_lowerings`; a program that does not fit in memory is reported, not raised."""
     start = time.perf_counter()
     try:
         with jax.set_mesh(mesh):
@@ -140,22 +168,18 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Report(time.perf_counter() - start, _first_line(error))
+        return CompileReport(time.perf_counter() - start, _first_line(error))
     seconds = time.perf_counter() - start
     memory, costs, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
     assert memory is not None and text is not None
-    return Report(
+    return CompileReport(
         seconds,
         None,
-        memory.argument_size_in_bytes,
-        memory.output_size_in_bytes,
-        memory.alias_size_in_bytes,
-        memory.temp_size_in_bytes,
-        memory.generated_code_size_in_bytes,
-        text,
-        hlo.parse(text),
-        costs.get("flops"),
-        costs.get("bytes accessed"),
+        **{name: getattr(memory, attribute) for name, attribute in MEMORY_FIELDS.items()},
+        text=text,
+        program=hlo.parse_hlo(text),
+        compiler_flops=costs.get("flops"),
+        compiler_bytes=costs.get("bytes accessed"),
     )
 
 

@@ -83,12 +83,12 @@ CHIPS = {
 }
 
 
-def known_topologies(chip: str | None = None) -> str:
+def format_known_topologies(chip: str | None = None) -> str:
     """The slices that have a name, in one line; of one chip, or of all."""
     return "; ".join(f"{name}:{{{','.join(c.shapes)}}}" for name, c in CHIPS.items() if chip in (None, name))
 
 
-def matrix_parameters(model: ModelConfig) -> int:
+def matrix_parameter_count(model: ModelConfig) -> int:
     """Parameters of the blocks' matrices, which each token is multiplied by; neither embedding nor output.
 
     Of a mixture of experts: those of the shared experts, of the ones that a token is sent to, and of the router.
@@ -99,7 +99,7 @@ def matrix_parameters(model: ModelConfig) -> int:
     return model.layers * (attention + 3 * model.width * (model.shared_hidden + routed) + router)
 
 
-def forward_flops(model: ModelConfig, sequence_length_tokens: int) -> dict[str, float]:
+def forward_flops_per_token(model: ModelConfig, sequence_length_tokens: int) -> dict[str, float]:
     """FLOPs of one token's forward pass, 2 a multiply-add, by part; training takes three times as many.
 
     `parameters`: the blocks' matrices. `attention`: scores and weighted values, of the keys that a position sees and no
@@ -111,15 +111,15 @@ def forward_flops(model: ModelConfig, sequence_length_tokens: int) -> dict[str, 
     first = min(window, L)  # positions that see all before them; the rest see `window`
     seen = (first * (first + 1) / 2 + (L - first) * window) / L
     return {
-        "parameters": 2.0 * matrix_parameters(model),
+        "parameters": 2.0 * matrix_parameter_count(model),
         "attention": 4.0 * model.layers * model.heads * model.head_dim * seen,
         "output_projection": 2.0 * model.width * model.vocabulary_size,
     }
 
 
-def training_flops(model: ModelConfig, sequence_length_tokens: int) -> float:
+def training_flops_per_token(model: ModelConfig, sequence_length_tokens: int) -> float:
     """FLOPs that training needs a token: the forward pass, and twice that for the backward; nothing recomputed."""
-    return 3 * sum(forward_flops(model, sequence_length_tokens).values())
+    return 3 * sum(forward_flops_per_token(model, sequence_length_tokens).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +150,8 @@ def roofline(program: hlo.Program, chip: Chip, kernel_flops: float = 0.0) -> Roo
     """
     sent = sum(c.times * c.sent_bytes for c in counts.collectives(program))
     return Roofline(
-        (counts.product_flops(program) + kernel_flops) / (chip.flops_per_second / chip.devices),
-        counts.bytes_moved(program) / (chip.memory_bytes_per_second / chip.devices),
+        (counts.matmul_flops(program) + kernel_flops) / (chip.flops_per_second / chip.devices),
+        counts.memory_traffic_bytes(program) / (chip.memory_bytes_per_second / chip.devices),
         sent / (chip.network_bytes_per_second / chip.devices),
-        counts.slice_bytes(program) * chip.devices / (chip.slice_network_bytes_per_second or math.inf),
+        counts.inter_slice_bytes(program) * chip.devices / (chip.slice_network_bytes_per_second or math.inf),
     )

@@ -10,7 +10,15 @@ import re
 
 import numpy as np
 
-from pma_jax.planning.hlo import CALLS, Array, Instruction, Program, arrays_of, called_name, executed
+from pma_jax.planning.hlo import (
+    CALLS,
+    HloArray,
+    Instruction,
+    Program,
+    computation_name,
+    executed_instructions,
+    result_arrays,
+)
 
 COLLECTIVES = (
     "all-gather",
@@ -50,7 +58,7 @@ def collectives(program: Program) -> list[Collective]:
     An asynchronous one that XLA for TPU spreads over several fusions is one: they share its channel.
     """
     found, seen, reached = [], set(), set()
-    for home, computation, instruction, times in executed(program):
+    for home, computation, instruction, times in executed_instructions(program):
         reached.add(computation)
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
@@ -61,7 +69,7 @@ def collectives(program: Program) -> list[Collective]:
                 continue
             seen.add(channel)
         inside = program.computations[computation]
-        given = sum(array.bytes for name in instruction.operands for array in arrays_of(inside, name))
+        given = sum(array.bytes for name in instruction.operands for array in result_arrays(inside, name))
         group = _group_devices(instruction, program.devices)
         if kind == "all-reduce" and computation != home and _only_slices(inside, instruction.name):
             kind = "reduce-scatter"  # XLA for TPU writes it as a sum of which each device keeps its slice
@@ -72,23 +80,23 @@ def collectives(program: Program) -> list[Collective]:
     return found
 
 
-def slice_bytes(program: Program) -> int:
+def inter_slice_bytes(program: Program) -> int:
     """Bytes that a device sends to other slices: XLA for TPU hands them to the hosts, which add up and bring back."""
     total = 0
-    for _, computation, instruction, times in executed(program):
+    for _, computation, instruction, times in executed_instructions(program):
         if instruction.opcode == "send" and "megascale" in instruction.attributes:
             inside = program.computations[computation]
-            total += times * sum(array.bytes for array in arrays_of(inside, instruction.operands[0]))
+            total += times * sum(array.bytes for array in result_arrays(inside, instruction.operands[0]))
     return total
 
 
-def product_flops(program: Program) -> int:
+def matmul_flops(program: Program) -> int:
     """FLOPs of all matrix products outside of hand-written kernels, 2 a multiply-add; no element-wise work."""
     total = 0
-    for _, computation, instruction, times in executed(program):
+    for _, computation, instruction, times in executed_instructions(program):
         inside = program.computations[computation]
         if instruction.opcode == "dot":
-            lhs = arrays_of(inside, instruction.operands[0])[0]
+            lhs = result_arrays(inside, instruction.operands[0])[0]
             dims = [int(d) for d in (instruction.attribute("lhs_contracting_dims") or "").split(",") if d]
             total += times * 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[d] for d in dims)
         elif instruction.opcode == "convolution":
@@ -97,31 +105,31 @@ def product_flops(program: Program) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels:
+class KernelCounts:
     """The hand-written kernels that a program runs."""
 
     declared_flops: int  # of those that declare them, by the shapes of their buffers
     silent: int  # how many declare none
 
 
-def kernels(program: Program) -> Kernels:
+def count_kernels(program: Program) -> KernelCounts:
     """What the program's kernels say of themselves."""
     declared, silent = 0, 0
-    for _, _, instruction, times in executed(program):
+    for _, _, instruction, times in executed_instructions(program):
         if instruction.opcode == "custom-call" and times:
             flops = _declared_flops(instruction)
             declared += times * (flops or 0)
             silent += flops is None and '="tpu_custom_call"' in instruction.attributes
-    return Kernels(declared, silent)
+    return KernelCounts(declared, silent)
 
 
-def bytes_moved(program: Program) -> int:
+def memory_traffic_bytes(program: Program) -> int:
     """Bytes that instructions read from and write to main memory; what stays inside a fusion or on the chip is free.
 
     A slice of an array counts for what is taken of it, an update in place for what is written.
     """
     total = 0
-    for home, computation, instruction, times in executed(program):
+    for home, computation, instruction, times in executed_instructions(program):
         if computation == home:
             total += times * _traffic(program, program.computations[computation], instruction)
     return total
@@ -173,7 +181,7 @@ def _declared_flops(kernel: Instruction) -> int | None:
 
 def _convolution_flops(computation: dict[str, Instruction], convolution: Instruction) -> int:
     """Two for each multiply-add of an input that is there: XLA for TPU writes batched products as dilated windows."""
-    image, kernel = (arrays_of(computation, name)[0] for name in convolution.operands[:2])
+    image, kernel = (result_arrays(computation, name)[0] for name in convolution.operands[:2])
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     assert labels, convolution
     result = convolution.arrays[0].dims
@@ -210,22 +218,26 @@ def _traffic(program: Program, inside: dict[str, Instruction], instruction: Inst
     ):
         return 0
     if opcode == "fusion":
-        return _fusion_traffic(program.computations[called_name(instruction.attribute("calls"))], inside, instruction)
+        return _fusion_traffic(
+            program.computations[computation_name(instruction.attribute("calls"))], inside, instruction
+        )
     written = instruction.arrays
     if opcode.endswith("-start"):  # its result names its operands again
         written = written[len(instruction.operands) :]
     if opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
         return _main_bytes(written[:1]) + sum(a.bytes for a in written[:1] if _any_main(inside, instruction))
     if opcode in ("dynamic-update-slice", "scatter"):
-        return 2 * _main_bytes(arrays_of(inside, instruction.operands[1 if opcode == "dynamic-update-slice" else -1]))
-    return _main_bytes(written) + sum(_main_bytes(arrays_of(inside, name)) for name in instruction.operands)
+        return 2 * _main_bytes(
+            result_arrays(inside, instruction.operands[1 if opcode == "dynamic-update-slice" else -1])
+        )
+    return _main_bytes(written) + sum(_main_bytes(result_arrays(inside, name)) for name in instruction.operands)
 
 
 def _any_main(inside: dict[str, Instruction], instruction: Instruction) -> bool:
-    return any(array.in_main_memory for array in arrays_of(inside, instruction.operands[0]))
+    return any(array.in_main_memory for array in result_arrays(inside, instruction.operands[0]))
 
 
-def _main_bytes(arrays: tuple[Array, ...]) -> int:
+def _main_bytes(arrays: tuple[HloArray, ...]) -> int:
     return sum(array.bytes for array in arrays if array.in_main_memory)
 
 
@@ -234,7 +246,7 @@ def _fusion_traffic(fused: dict[str, Instruction], inside: dict[str, Instruction
     for parameter in fused.values():
         if parameter.opcode != "parameter":
             continue
-        outer = arrays_of(inside, fusion.operands[int(parameter.operands[0])])
+        outer = result_arrays(inside, fusion.operands[int(parameter.operands[0])])
         if not _main_bytes(outer):
             continue
         takes = _takes(fused, parameter.name)
@@ -247,7 +259,7 @@ def _fusion_traffic(fused: dict[str, Instruction], inside: dict[str, Instruction
         if not array.in_main_memory or result is None or result.opcode == "parameter":  # passed through
             continue
         updated = result.opcode == "dynamic-update-slice"
-        total += sum(a.bytes for a in arrays_of(fused, result.operands[1])) if updated else array.bytes
+        total += sum(a.bytes for a in result_arrays(fused, result.operands[1])) if updated else array.bytes
     return total
 
 

@@ -15,24 +15,24 @@ def tree_bytes(tree: object) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def device_bytes(tree: object) -> int:
+def bytes_per_device(tree: object) -> int:
     """The same, of one device's shards."""
     shards = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree)]
     return sum(math.prod(shape) * size for shape, size in shards)
 
 
-def snapshot_marks(config: Config) -> list[int]:
+def snapshot_save_points(config: Config) -> list[int]:
     """Tokens at which a run to the horizon saves a snapshot of each kind."""
     return sorted(_marks(config, config.checkpoint.interval_tokens) | {_horizon(config)})
 
 
-def state_marks(config: Config) -> list[int]:
+def state_save_points(config: Config) -> list[int]:
     """Tokens at which it saves a full state."""
     named = {_step_end(config, t) for t in config.checkpoint.keep_states_at_tokens if 0 < t <= _horizon(config)}
     return sorted(_marks(config, config.checkpoint.state_interval_tokens) | named | {_horizon(config)})
 
 
-def storage(config: Config, state: TrainState) -> dict[str, object]:
+def summarize_storage(config: Config, state: TrainState) -> dict[str, object]:
     """Counts and bytes of what is saved and what is kept, by the retention rules that the run itself follows.
 
     Args:
@@ -40,7 +40,7 @@ def storage(config: Config, state: TrainState) -> dict[str, object]:
       state: abstract.
     """
     keep = config.checkpoint
-    snapshots, states = snapshot_marks(config), state_marks(config)
+    snapshots, states = snapshot_save_points(config), state_save_points(config)
     kept = sum(kept_snapshots(config, snapshots))
     states_kept = sum(kept_states(config, states))
     snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)
@@ -60,11 +60,11 @@ def storage(config: Config, state: TrainState) -> dict[str, object]:
         "states_kept": states_kept,
         "bytes_at_the_end": at_end,
         "bytes_at_most": at_end + beside,
-        "block_mean_bytes_per_device": 0 if state.block is None else device_bytes(state.block),
+        "block_mean_bytes_per_device": 0 if state.block is None else bytes_per_device(state.block),
     }
 
 
-def times(config: Config, state: TrainState, bytes_per_second: float) -> dict[str, float]:
+def estimate_storage_seconds(config: Config, state: TrainState, bytes_per_second: float) -> dict[str, float]:
     """Seconds to write a snapshot, to write a state, and to merge a window: N snapshots read, one written."""
     snapshot = tree_bytes(state.params) / bytes_per_second
     return {

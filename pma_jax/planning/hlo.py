@@ -11,7 +11,7 @@ BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the others the name tells: f32
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
+class HloArray:
     """An array of a shape in the text; `in_main_memory` is false in a memory space on the chip (VMEM, SMEM)."""
 
     dtype: str
@@ -34,7 +34,7 @@ class Instruction:
 
     name: str
     opcode: str
-    arrays: tuple[Array, ...]  # of the result; several of a tuple
+    arrays: tuple[HloArray, ...]  # of the result; several of a tuple
     operands: tuple[str, ...]  # names; of a constant its value, of a parameter its number
     attributes: str
     is_root: bool
@@ -61,7 +61,7 @@ class Program:
         return 0 if start < 0 else len(re.findall(r"\((\d+), \{[^}]*\}", _until_closed(self.header[start:], "{", "}")))
 
 
-def parse(text: str) -> Program:
+def parse_hlo(text: str) -> Program:
     """The program of `compiled.as_text()`."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
@@ -82,9 +82,9 @@ def parse(text: str) -> Program:
     return Program(computations, entry, math.prod(counts), header)
 
 
-def loops(program: Program) -> list[int | None]:
+def loop_trip_counts(program: Program) -> list[int | None]:
     """The trips of every loop that runs, outer ones first; None where the text does not tell."""
-    whiles = [(home, i) for home, _, i, times in executed(program) if i.opcode == "while" and times]
+    whiles = [(home, i) for home, _, i, times in executed_instructions(program) if i.opcode == "while" and times]
     return [_trips(program, home, instruction) for home, instruction in whiles]
 
 
@@ -119,15 +119,15 @@ def _until_closed(text: str, opening: str, closing: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _shapes(text: str) -> tuple[Array, ...]:
+def _shapes(text: str) -> tuple[HloArray, ...]:
     found = re.findall(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?", text)
     return tuple(
-        Array(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), not re.search(r"S\([1-9]", layout))
+        HloArray(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), not re.search(r"S\([1-9]", layout))
         for dtype, dims, layout in found
     )
 
 
-def arrays_of(computation: dict[str, Instruction], name: str) -> tuple[Array, ...]:
+def result_arrays(computation: dict[str, Instruction], name: str) -> tuple[HloArray, ...]:
     """What the instruction of that name results in."""
     return computation[name].arrays if name in computation else ()
 
@@ -135,7 +135,7 @@ def arrays_of(computation: dict[str, Instruction], name: str) -> tuple[Array, ..
 # --- What runs, and how often -----------------------------------------------------------------------------------------
 
 
-def executed(
+def executed_instructions(
     program: Program, name: str | None = None, times: int = 1, home: str | None = None
 ) -> Iterator[tuple[str, str, Instruction, int]]:
     """(computation that is not a fusion's, computation, instruction, times) of all that can run.
@@ -148,26 +148,26 @@ def executed(
     for instruction in program.computations[name].values():
         yield home, name, instruction, times
         if instruction.opcode == "while":
-            body = called_name(instruction.attribute("body"))
-            yield from executed(program, body, times * (_trips(program, name, instruction) or 1))
+            body = computation_name(instruction.attribute("body"))
+            yield from executed_instructions(program, body, times * (_trips(program, name, instruction) or 1))
         elif instruction.opcode == "fusion":
-            yield from executed(program, called_name(instruction.attribute("calls")), times, home)
+            yield from executed_instructions(program, computation_name(instruction.attribute("calls")), times, home)
         elif instruction.opcode in CALLS:
             listed = instruction.attribute("branch_computations") or ""
             keys = ("to_apply", "calls", "true_computation", "false_computation")
             named = [*listed.split(","), *[instruction.attribute(key) or "" for key in keys]]
-            called = [callee for callee in map(called_name, named) if callee]
+            called = [callee for callee in map(computation_name, named) if callee]
             shortest = min(called, key=lambda callee: _length(program, callee)) if len(called) > 1 else None
             for callee in called:
-                yield from executed(program, callee, times if shortest in (None, callee) else 0)
+                yield from executed_instructions(program, callee, times if shortest in (None, callee) else 0)
 
 
 def _length(program: Program, name: str) -> int:
     """Instructions that a computation runs."""
-    return sum(times for _, _, _, times in executed(program, name))
+    return sum(times for _, _, _, times in executed_instructions(program, name))
 
 
-def called_name(name: str | None) -> str:
+def computation_name(name: str | None) -> str:
     """The computation that an attribute names."""
     return (name or "").strip().lstrip("%")
 
@@ -177,7 +177,7 @@ def _trips(program: Program, home: str, loop: Instruction) -> int | None:
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if noted:
         return int(noted[1])
-    condition = program.computations[called_name(loop.attribute("condition"))]
+    condition = program.computations[computation_name(loop.attribute("condition"))]
     compare = next(i for i in condition.values() if i.is_root)
     if compare.opcode != "compare" or compare.attribute("direction") != "LT":
         return None
@@ -185,7 +185,7 @@ def _trips(program: Program, home: str, loop: Instruction) -> int | None:
     if counter is None or counter.opcode != "get-tuple-element" or limit is None:
         return None
     index, before = int(counter.attribute("index") or 0), program.computations[home]
-    body = program.computations[called_name(loop.attribute("body"))]
+    body = program.computations[computation_name(loop.attribute("body"))]
     first = _constant(before, _element(before.get(loop.operands[0]), index))
     after = body.get(_element(next(i for i in body.values() if i.is_root), index))
     if first is None or after is None or after.opcode != "add":

@@ -17,7 +17,7 @@ from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
-from pma_jax.planning.units import align_columns
+from pma_jax.planning.formatting import align_columns
 from pma_jax.reporting import html
 from pma_jax.reporting.commands import reproduction_commands
 from pma_jax.reporting.drawing import DARK, LIGHT, PAGE_DPI, to_png

@@ -66,7 +66,7 @@ def _fork(origin: dict[str, Any], saved: SavedState, config: Config, folder: epa
         if run.metadata.get("forked_from") != origin:
             raise ValueError(f"{folder} holds another run: choose a --workdir that does not exist")
         return run
-    metadata = run_metadata(shards.prepare(config.data), config)
+    metadata = run_metadata(shards.prepare_tokens(config.data), config)
     states.copy_state(saved, folder)
     return create_run(folder, config, metadata | {"forked_from": origin})
 

@@ -42,8 +42,8 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     check_bucket(workdir)  # before the hours that data may take
     recovery.check(config)
     # --- Data, prepared once and cached by digest; devices; the run, which no other process may train ---------------
-    tokens = shards.prepare(config.data, progress=hosts.is_first())
-    shards.check_tokens(tokens, config.model)
+    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first())
+    shards.check_tokens_match_model(tokens, config.model)
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     check_start(config, workdir)

@@ -125,7 +125,7 @@ def test_off_diagonal_share_at_its_three_landmarks(rows, share):
 def test_products_of_the_decoder_agree_with_differences_of_its_gradient(finished):
     config, mesh = finished.config, make_mesh(finished.config.mesh)
     with jax.set_mesh(mesh):
-        held_out = held_out_batches(shards.prepare(config.data, progress=False), config, mesh)
+        held_out = held_out_batches(shards.prepare_tokens(config.data, progress=False), config, mesh)
         loss = text_loss(graph_definition(config.model), held_out)
         params = init_params(config.model, jax.random.key(0))
         vector = init_params(config.model, jax.random.key(1))

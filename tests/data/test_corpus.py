@@ -86,7 +86,7 @@ def test_held_out_share_is_stable_and_near_the_percentage():
 def test_a_held_out_text_never_trains_even_under_another_name(tmp_path):
     rows = [{"text": f"text {i % 50}"} for i in range(400)]
     opened = corpus.open_corpus(files(write_jsonl(tmp_path / "a.jsonl", rows)))
-    found = corpus.survey(opened, 5)
+    found = corpus.scan_corpus(opened, 5)
     splits = list(corpus.split_documents(opened, 5, found))
     train = {document.text for split, document in splits if split == "train"}
     validation = {document.text for split, document in splits if split == "validation"}

@@ -9,7 +9,7 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.data import corpus, shards
-from pma_jax.data.pairs import function_pairs
+from pma_jax.data.pairs import extract_function_pairs
 from pma_jax.evaluation.held_out import evaluate_all, held_out_batches
 from pma_jax.model.decoder import apply, graph_definition
 from pma_jax.runtime.mesh import make_mesh
@@ -56,7 +56,7 @@ def outer():
 
 
 def test_functions_from_docstring_to_body():
-    found = list(function_pairs(SOURCE, 1000))
+    found = list(extract_function_pairs(SOURCE, 1000))
     assert found[0] == ('def one(a,\n        b=1):\n    """Adds."""\n', "    # why\n    return a + b\n")
     assert found[2:] == [
         (
@@ -73,20 +73,20 @@ def test_functions_from_docstring_to_body():
 
 
 def test_pairs_longer_than_the_limit_are_left_out():
-    found = list(function_pairs(SOURCE, 1000))
+    found = list(extract_function_pairs(SOURCE, 1000))
     longest = max(len((prompt + body).encode()) for prompt, body in found)
-    assert len(list(function_pairs(SOURCE, longest))) == len(found)
-    assert len(list(function_pairs(SOURCE, longest - 1))) == len(found) - 1
+    assert len(list(extract_function_pairs(SOURCE, longest))) == len(found)
+    assert len(list(extract_function_pairs(SOURCE, longest - 1))) == len(found) - 1
 
 
 @pytest.mark.parametrize("source", ["def f(:\n", "print 1\n", "x = 1\n", "", "a\0b", "(" * 5000])
 def test_what_is_no_function_gives_nothing(source):
-    assert list(function_pairs(source, 1000)) == []
+    assert list(extract_function_pairs(source, 1000)) == []
 
 
 def test_other_newlines_and_form_feeds():
     source = 'def f():\r\n    """D."""\r\n    return "a\x0cb"\r\n'
-    assert list(function_pairs(source, 1000)) == [('def f():\n    """D."""\n', '    return "a\x0cb"\n')]
+    assert list(extract_function_pairs(source, 1000)) == [('def f():\n    """D."""\n', '    return "a\x0cb"\n')]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def data(tmp_path_factory):
 
 
 def test_prompts_are_stored_apart_from_what_is_learned(data):
-    tokens = shards.prepare(data, progress=False)
+    tokens = shards.prepare_tokens(data, progress=False)
     assert tokens.train.shards[0].dtype == np.int16
     pairs = [
         (document.name, document.prompt, document.text)
@@ -116,10 +116,10 @@ def test_prompts_are_stored_apart_from_what_is_learned(data):
 
 
 def test_the_same_sources_as_text_are_other_tokens(data):
-    text = shards.prepare(dataclasses.replace(data, task="text"), progress=False)
-    pairs = shards.prepare(data, progress=False)
-    longest = max(len(document.whole) for document in corpus.open_corpus(data).read())
-    shorter = shards.prepare(dataclasses.replace(data, pair_bytes=longest - 1), progress=False)
+    text = shards.prepare_tokens(dataclasses.replace(data, task="text"), progress=False)
+    pairs = shards.prepare_tokens(data, progress=False)
+    longest = max(len(document.full_text) for document in corpus.open_corpus(data).read())
+    shorter = shards.prepare_tokens(dataclasses.replace(data, pair_bytes=longest - 1), progress=False)
     assert len({text.digest, pairs.digest, shorter.digest}) == 3
     assert text.corpus_digest == pairs.corpus_digest and shorter.train.tokens < pairs.train.tokens
     assert {d.name for d in corpus.open_corpus(data).read()} == {f"{i:04d}.txt" for i in range(60)}
@@ -130,7 +130,7 @@ def test_training_learns_the_bodies_alone(data, workspace, tmp_path):
     config = tiny.config(workspace, **keys, training__sequence_length_tokens=64, preview__windows=())
     run = train(config, tmp_path / "run")
     mesh = make_mesh(config.mesh)
-    tokens = shards.prepare(data, progress=False)
+    tokens = shards.prepare_tokens(data, progress=False)
     params = tiny.read(run.snapshots[-1])
     with jax.set_mesh(mesh):
         graph, nats, count = graph_definition(config.model), 0.0, 0

@@ -56,7 +56,7 @@ def test_every_document_arrives_exactly_once_in_one_split(tmp_path, kind):
     if kind == "file":
         kind = str(tmp_path / "mine.json")
         tokenizer.train_bpe(texts, 400).save(kind)
-    tokens = shards.prepare(data_config(tmp_path, tokenizer=kind, bpe_vocabulary_size=500), progress=False)
+    tokens = shards.prepare_tokens(data_config(tmp_path, tokenizer=kind, bpe_vocabulary_size=500), progress=False)
     train, validation = documents_of(tokens, tokens.train), documents_of(tokens, tokens.validation)
     assert sorted(train + validation) == sorted(texts) and train and validation
     for split, made in ((tokens.train, train), (tokens.validation, validation)):
@@ -73,8 +73,10 @@ def test_every_document_arrives_exactly_once_in_one_split(tmp_path, kind):
 
 def test_shards_are_bounded_and_make_the_same_stream(tmp_path):
     make_files(tmp_path / "text")
-    whole = shards.prepare(data_config(tmp_path), progress=False)
-    many = shards.prepare(data_config(tmp_path, cache_dir=str(tmp_path / "many")), progress=False, shard_bytes=1000)
+    whole = shards.prepare_tokens(data_config(tmp_path), progress=False)
+    many = shards.prepare_tokens(
+        data_config(tmp_path, cache_dir=str(tmp_path / "many")), progress=False, shard_bytes=1000
+    )
     assert len(many.train.shards) > 10 and max(shard.nbytes for shard in many.train.shards) == 1000
     assert stream(many.train) == stream(whole.train) and stream(many.validation) == stream(whole.validation)
     assert many.digest == whole.digest
@@ -83,17 +85,17 @@ def test_shards_are_bounded_and_make_the_same_stream(tmp_path):
 
 def test_tokens_are_prepared_once_and_again_when_something_changes(tmp_path):
     make_files(tmp_path / "text")
-    first = shards.prepare(data_config(tmp_path), progress=False)
+    first = shards.prepare_tokens(data_config(tmp_path), progress=False)
     written = (first.directory / "meta.json").stat().st_mtime_ns
-    again = shards.prepare(data_config(tmp_path), progress=False)
+    again = shards.prepare_tokens(data_config(tmp_path), progress=False)
     assert again.directory == first.directory and (again.directory / "meta.json").stat().st_mtime_ns == written
     others = [
-        shards.prepare(data_config(tmp_path, held_out_percent=20), progress=False),
-        shards.prepare(data_config(tmp_path, tokenizer="bpe", bpe_vocabulary_size=300), progress=False),
-        shards.prepare(data_config(tmp_path, tokenizer="bpe", bpe_vocabulary_size=301), progress=False),
+        shards.prepare_tokens(data_config(tmp_path, held_out_percent=20), progress=False),
+        shards.prepare_tokens(data_config(tmp_path, tokenizer="bpe", bpe_vocabulary_size=300), progress=False),
+        shards.prepare_tokens(data_config(tmp_path, tokenizer="bpe", bpe_vocabulary_size=301), progress=False),
     ]
     make_files(tmp_path / "text", seed=1)
-    others.append(shards.prepare(data_config(tmp_path), progress=False))
+    others.append(shards.prepare_tokens(data_config(tmp_path), progress=False))
     assert len({tokens.digest for tokens in [first, *others]}) == 5
     assert others[-1].corpus_digest != first.corpus_digest
     assert len(folders(tmp_path)) == 5
@@ -101,17 +103,17 @@ def test_tokens_are_prepared_once_and_again_when_something_changes(tmp_path):
 
 def test_output_is_one_line_on_a_pipe_and_nothing_when_quiet(tmp_path, capsys):
     make_files(tmp_path / "text")
-    shards.prepare(data_config(tmp_path), progress=True)
+    shards.prepare_tokens(data_config(tmp_path), progress=True)
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "train and" in err and "\x1b" not in err
-    shards.prepare(data_config(tmp_path), progress=True)
-    shards.prepare(data_config(tmp_path, held_out_percent=30), progress=False)
+    shards.prepare_tokens(data_config(tmp_path), progress=True)
+    shards.prepare_tokens(data_config(tmp_path, held_out_percent=30), progress=False)
     assert capsys.readouterr() == ("", "")
 
 
 def prepare_in_process(data):
     # A config written as code: the child must do just what a user's program does.
-    code = f"from pma_jax.config import DataConfig\nfrom pma_jax.data import shards\nshards.prepare({data!r})"
+    code = f"from pma_jax.config import DataConfig\nfrom pma_jax.data import shards\nshards.prepare_tokens({data!r})"
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
 
@@ -136,14 +138,14 @@ def test_a_killed_preparation_leaves_nothing_that_looks_prepared(tmp_path, half_
     child.wait()
     [left] = folders(tmp_path)
     assert left.endswith(".tmp"), "the child was killed in the middle"
-    tokens = shards.prepare(data, progress=False)
+    tokens = shards.prepare_tokens(data, progress=False)
     assert folders(tmp_path) == [tokens.directory.name], "and the next process cleans up after it"
     assert tokens.train.documents + tokens.validation.documents == 1500
 
 
 def test_two_processes_at_once_both_end_well(tmp_path, half_way, capsys):
     data, child = half_way
-    tokens = shards.prepare(data)
+    tokens = shards.prepare_tokens(data)
     assert capsys.readouterr().err == "waiting for another process that prepares the same tokens\n"
     assert child.wait(timeout=60) == 0
     assert folders(tmp_path) == [tokens.directory.name]
@@ -152,11 +154,11 @@ def test_two_processes_at_once_both_end_well(tmp_path, half_way, capsys):
 
 def test_damaged_tokens_are_refused(tmp_path):
     make_files(tmp_path / "text")
-    tokens = shards.prepare(data_config(tmp_path), progress=False)
+    tokens = shards.prepare_tokens(data_config(tmp_path), progress=False)
     shard = tokens.directory / "train-00000.bin"
     os.truncate(shard, shard.stat().st_size - 1)
     with pytest.raises(ValueError, match=r"damaged \(train-00000.bin has .* bytes, not .*\): delete it"):
-        shards.prepare(data_config(tmp_path), progress=False)
+        shards.prepare_tokens(data_config(tmp_path), progress=False)
     (tokens.directory / "meta.json").unlink()
     with pytest.raises(ValueError, match=r"damaged .*: delete it and run again"):
         shards.open_tokens(tokens.directory)
@@ -166,30 +168,30 @@ def test_corpora_that_cannot_be_used(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(ValueError, match="files corpus holds no text"):
-        shards.prepare(data_config(tmp_path), progress=False)
+        shards.prepare_tokens(data_config(tmp_path), progress=False)
     (tmp_path / "text" / "a.jsonl").write_text('{"text": "one document"}\n')
     with pytest.raises(ValueError, match=r"no document fell into the validation split \(1 documents, .*=0.1\)"):
-        shards.prepare(data_config(tmp_path, held_out_percent=0.1), progress=False)
+        shards.prepare_tokens(data_config(tmp_path, held_out_percent=0.1), progress=False)
     with pytest.raises(ValueError, match="no tokenizer file"):
-        shards.prepare(data_config(tmp_path, tokenizer="bites"), progress=False)
+        shards.prepare_tokens(data_config(tmp_path, tokenizer="bites"), progress=False)
     assert folders(tmp_path) == [], "a failure leaves nothing behind"
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot write tokens to data.cache_dir .*file"):
-        shards.prepare(data_config(tmp_path, cache_dir=str(tmp_path / "file")), progress=False)
+        shards.prepare_tokens(data_config(tmp_path, cache_dir=str(tmp_path / "file")), progress=False)
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path):
     make_files(tmp_path / "text", documents=60)
-    tokens = shards.prepare(data_config(tmp_path), progress=False)
-    shards.check_tokens(tokens, config.ModelConfig(vocabulary_size=256))
+    tokens = shards.prepare_tokens(data_config(tmp_path), progress=False)
+    shards.check_tokens_match_model(tokens, config.ModelConfig(vocabulary_size=256))
     with pytest.raises(ValueError, match=r"ids up to 255 but model.vocabulary_size is 255: set it to 256 or more"):
-        shards.check_tokens(tokens, config.ModelConfig(vocabulary_size=255))
+        shards.check_tokens_match_model(tokens, config.ModelConfig(vocabulary_size=255))
 
 
 def test_documents_are_kept_apart_by_the_token_that_ends_them(tmp_path):
     make_files(tmp_path / "text", documents=60)
-    tokens = shards.prepare(data_config(tmp_path), progress=False)
-    shards.check_tokens(tokens, config.ModelConfig(separator_token=tokens.end_of_document))
+    tokens = shards.prepare_tokens(data_config(tmp_path), progress=False)
+    shards.check_tokens_match_model(tokens, config.ModelConfig(separator_token=tokens.end_of_document))
     wrong = tokens.end_of_document + 1
     with pytest.raises(ValueError, match=rf"separator_token is {wrong}, .* ends documents with {wrong - 1}"):
-        shards.check_tokens(tokens, config.ModelConfig(separator_token=wrong))
+        shards.check_tokens_match_model(tokens, config.ModelConfig(separator_token=wrong))

@@ -18,7 +18,7 @@ def bpe():
 
 
 def test_bytes_are_their_own_ids():
-    made = tokenizer.bytes_tokenizer()
+    made = tokenizer.byte_tokenizer()
     assert (made.name, made.vocabulary_size, made.end_of_document) == ("bytes", 256, 0)
     ids = made.encode("é!")
     assert ids.dtype == np.int32 and ids.tolist() == [0xC3, 0xA9, 0x21]
@@ -27,19 +27,19 @@ def test_bytes_are_their_own_ids():
 
 @given(st.text())
 def test_bytes_round_trip(text):
-    made = tokenizer.bytes_tokenizer()
+    made = tokenizer.byte_tokenizer()
     assert made.decode(made.encode(text)) == text
 
 
 def test_the_saved_bytes_tokenizer_is_a_hugging_face_one_with_the_same_ids(tmp_path):
-    made = tokenizer.bytes_tokenizer()
+    made = tokenizer.byte_tokenizer()
     made.save(tmp_path / "tokenizer.json")
     foreign = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "naïve €5 😀 \r\n\t" + "".join(map(chr, range(1, 128)))
     assert foreign.encode(text).ids == made.encode(text).tolist()
     assert foreign.decode(made.encode(text).tolist()) == text
     assert foreign.token_to_id("<|endoftext|>") == made.end_of_document
-    assert tokenizer.load(tmp_path / "tokenizer.json") == made
+    assert tokenizer.load_tokenizer(tmp_path / "tokenizer.json") == made
 
 
 def test_bpe_is_deterministic_and_shorter_than_bytes(bpe):
@@ -58,14 +58,14 @@ def test_special_tokens_in_a_text_are_text(bpe):
 
 
 def test_encode_many_is_encode_of_each(bpe):
-    for made in (bpe, tokenizer.bytes_tokenizer()):
+    for made in (bpe, tokenizer.byte_tokenizer()):
         many = made.encode_many([TRICKY, "", "cat"])
         assert [ids.tolist() for ids in many] == [made.encode(text).tolist() for text in (TRICKY, "", "cat")]
 
 
 def test_a_tokenizer_survives_its_file(bpe, tmp_path):
     bpe.save(tmp_path / "mine.json")
-    loaded = tokenizer.load(tmp_path / "mine.json")
+    loaded = tokenizer.load_tokenizer(tmp_path / "mine.json")
     assert (loaded.digest, loaded.name) == (bpe.digest, "mine.json")
     assert (loaded.vocabulary_size, loaded.end_of_document) == (280, 0)
     assert loaded.encode(TRICKY).tolist() == bpe.encode(TRICKY).tolist()
@@ -81,7 +81,7 @@ def test_a_foreign_tokenizer_is_used_plainly(tmp_path):
     foreign.enable_truncation(2)
     foreign.enable_padding(length=8)
     foreign.save(str(tmp_path / "tokenizer.json"))
-    made = tokenizer.load(tmp_path / "tokenizer.json")
+    made = tokenizer.load_tokenizer(tmp_path / "tokenizer.json")
     assert made.encode("cat dog cat dog").tolist() == [1, 2, 1, 2]
     assert made.end_of_document == 7
     assert made.vocabulary_size == 8, "ids may have gaps: the size covers the largest"
@@ -97,10 +97,10 @@ def test_tokenizer_mistakes_are_one_clear_line(tmp_path):
         ("endless.json", "endless.json has no end-of-document token: add one of"),
     ]:
         with pytest.raises(ValueError, match=message) as caught:
-            tokenizer.load(tmp_path / name)
+            tokenizer.load_tokenizer(tmp_path / name)
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="token id 256 is outside the tokenizer's vocabulary of 256"):
-        tokenizer.bytes_tokenizer().decode(np.array([65, 256]))
+        tokenizer.byte_tokenizer().decode(np.array([65, 256]))
 
 
 def test_the_file_is_plain_json(bpe, tmp_path):

@@ -67,11 +67,11 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_has_a_home_and_every_tensor_too(kind):
     made = config(kind)
-    found = hf_weights.homes(made.model)
+    found = hf_weights.map_leaves(made.model)
     abstract = jax.tree_util.tree_leaves_with_path(abstract_params(made.model, local_mesh()))
     ours = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in abstract}
-    assert {home.leaf: home.leaf_shape for home in found} == ours
-    assert {name: home.tensor_shape for home in found for name in home.tensors} == shapes(made.model)
+    assert {mapping.leaf: mapping.leaf_shape for mapping in found} == ours
+    assert {name: mapping.tensor_shape for mapping in found for name in mapping.tensors} == shapes(made.model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,7 +154,7 @@ def test_a_merge_in_bfloat16_is_kept_so(tmp_path):
 @pytest.mark.parametrize("kind", ["qwen3", "mixture"])
 def test_every_verb_takes_an_imported_model(tmp_path, workspace, capsys, kind):
     tensors = write_theirs(tmp_path / "theirs", hf_models.model(kind))
-    tokenizing.bytes_tokenizer().save(tmp_path / "theirs" / "tokenizer.json")
+    tokenizing.byte_tokenizer().save(tmp_path / "theirs" / "tokenizer.json")
     for name in ("one", "two"):
         assert main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / name)]) == 0
     assert f"{hf_models.ARCHITECTURES[hf_models.model_type(hf_models.model(kind))]}, " in capsys.readouterr().out
@@ -177,7 +177,7 @@ def test_every_verb_takes_an_imported_model(tmp_path, workspace, capsys, kind):
 
 def test_a_revision_of_the_hub_comes_in_with_its_step_and_tokens(tmp_path, monkeypatch):
     tensors = write_theirs(tmp_path / "blobs", QWEN3)
-    tokenizing.bytes_tokenizer().save(tmp_path / "blobs" / "tokenizer.json")
+    tokenizing.byte_tokenizer().save(tmp_path / "blobs" / "tokenizer.json")
     cached = tmp_path / "cache" / "c0ffee"  # the hub's client keeps links to its blobs
     cached.mkdir(parents=True)
     for file in (tmp_path / "blobs").iterdir():
@@ -310,9 +310,9 @@ def changed(tensors, how):
     if how == "unknown":
         return tensors | {
             "model.layers.0.mlp.gate.weight": np.zeros((4, 16), np.float32)
-        }, "mlp.gate.weight has no home"
+        }, "mlp.gate.weight has no mapping"
     if how == "bias":
-        return tensors | {name.replace("weight", "bias"): np.zeros(16, np.float32)}, "k_proj.bias has no home"
+        return tensors | {name.replace("weight", "bias"): np.zeros(16, np.float32)}, "k_proj.bias has no mapping"
     if how == "shape":
         return tensors | {name: tensors[name].T.copy()}, f"{name} is (16, 16), not"
     if how == "head":
@@ -341,17 +341,17 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
     ("change", "says"),
     [
         (lambda t: t.pop(EXPERT), f"1 differ: {EXPERT} is missing"),
-        (lambda t: t.update({EXPERT.replace(".3.", ".4."): t[EXPERT]}), "experts.4.up_proj.weight has no home"),
+        (lambda t: t.update({EXPERT.replace(".3.", ".4."): t[EXPERT]}), "experts.4.up_proj.weight has no mapping"),
         (lambda t: t.update({EXPERT: t[EXPERT].T.copy()}), f"{EXPERT} is (16, 12), not (12, 16)"),
         (lambda t: t.pop("model.layers.2.mlp.gate.weight"), "model.layers.2.mlp.gate.weight is missing"),
         (lambda t: t.update({"model.layers.2.mlp.gate.weight": np.zeros((5, 16), np.float32)}), "is (5, 16), not"),
         (
             lambda t: t.update({"model.layers.0.mlp.gate.e_score_correction_bias": np.zeros(4, np.float32)}),
-            "model.layers.0.mlp.gate.e_score_correction_bias has no home in Qwen3MoeForCausalLM",
+            "model.layers.0.mlp.gate.e_score_correction_bias has no mapping in Qwen3MoeForCausalLM",
         ),
         (
             lambda t: t.update({"model.layers.0.mlp.shared_expert.up_proj.weight": t[EXPERT]}),
-            "mlp.shared_expert.up_proj.weight has no home",
+            "mlp.shared_expert.up_proj.weight has no mapping",
         ),
     ],
 )
@@ -371,12 +371,12 @@ def test_fused_experts_are_named_beside_what_is_missing(tmp_path):
         left[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.zeros((4, 24, 16), np.float32)
         left[f"model.layers.{layer}.mlp.experts.down_proj"] = np.zeros((4, 16, 12), np.float32)
     write_directory(tmp_path / "theirs", made, left)
-    for says in ("experts.0.gate_proj.weight is missing", "experts.gate_up_proj has no home"):
+    for says in ("experts.0.gate_proj.weight is missing", "experts.gate_up_proj has no mapping"):
         assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / "theirs")
 
 
 def test_a_number_of_experts_that_is_not_there_is_named(tmp_path):
-    for count, says in ((3, "experts.3.gate_proj.weight has no home"), (5, "experts.4.gate_proj.weight is missing")):
+    for count, says in ((3, "experts.3.gate_proj.weight has no mapping"), (5, "experts.4.gate_proj.weight is missing")):
         write_theirs(tmp_path / str(count), hf_models.model("mixture"), num_experts=count)
         assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / str(count))
     write_theirs(tmp_path / "many", hf_models.model("mixture"), num_experts=10**11)
@@ -387,7 +387,7 @@ def test_a_number_of_experts_that_is_not_there_is_named(tmp_path):
     ("model", "says"),
     [
         ({"qk_norm": True}, "blocks.query_norm_H is missing"),
-        ({"tie_embeddings": True}, "unembedding_DxV has no home"),
+        ({"tie_embeddings": True}, "unembedding_DxV has no mapping"),
         ({"kv_heads": 4}, "blocks.key_DxKxH is (3, 16, 2, 8), not (3, 16, 4, 8)"),
     ],
 )
@@ -480,7 +480,7 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path):
     said = hf.import_model(tmp_path / "same", tmp_path / "ours")
     assert any("lm_head.weight is the embedding" in note for note in said["notes"])
     write_directory(tmp_path / "other", made, tensors | {"lm_head.weight": head + 1})
-    assert_refused(tmp_path / "no", "lm_head.weight has no home", hf.import_model, tmp_path / "other")
+    assert_refused(tmp_path / "no", "lm_head.weight has no mapping", hf.import_model, tmp_path / "other")
 
 
 def test_stored_frequencies_must_be_those_of_theta(tmp_path):
@@ -493,7 +493,7 @@ def test_stored_frequencies_must_be_those_of_theta(tmp_path):
     said = hf.import_model(tmp_path / "right", tmp_path / "ours")
     assert any("3 tensors of rotary frequencies" in note for note in said["notes"])
     write_directory(tmp_path / "wrong", made, tensors | dict.fromkeys(names, right * 2))
-    assert_refused(tmp_path / "no", "inv_freq has no home", hf.import_model, tmp_path / "wrong")
+    assert_refused(tmp_path / "no", "inv_freq has no mapping", hf.import_model, tmp_path / "wrong")
 
 
 # --- Tokenizers and the small files -----------------------------------------------------------------------------------
@@ -546,14 +546,14 @@ def test_a_trained_bpe_is_found_in_the_token_cache(tmp_path, workspace):
     keys = {name: getattr(data, name) for name in ("source", "files", "held_out_percent", "cache_dir")}
     made = config("llama", **keys, tokenizer="bpe", bpe_vocabulary_size=257)
     made = configuration.resolve(dataclasses.asdict(made) | {"model": hf_models.SIZES | {"vocabulary_size": 260}})
-    prepared = shards.prepare(made.data, progress=False)
+    prepared = shards.prepare_tokens(made.data, progress=False)
     run = create_run(tmp_path / "run", made, {"corpus": prepared.digest})
     write_ours(run.path / "snapshots" / "8", made)
     merge_one([run.path / "snapshots" / "8"], [1.0], tmp_path / "merged")
     expected = prepared.load_tokenizer()
     for source in (run.path / "snapshots" / "8", tmp_path / "merged"):
         hf.export_snapshot(source, tmp_path / f"{source.name}-out")
-        found = tokenizing.load(tmp_path / f"{source.name}-out" / "tokenizer.json")
+        found = tokenizing.load_tokenizer(tmp_path / f"{source.name}-out" / "tokenizer.json")
         assert found.digest == expected.digest
         described = json.loads((tmp_path / f"{source.name}-out" / "config.json").read_text())
         assert described["eos_token_id"] == described["bos_token_id"] == expected.end_of_document

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from pma_jax.config import ModelConfig
-from pma_jax.interop.hf_config import from_hf, to_hf
+from pma_jax.interop.hf_config import make_hf_config, parse_hf_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,10 +26,10 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
     model = dataclasses.replace(
         OURS, qk_norm=qk_norm, tie_embeddings=tie, norm_epsilon=3e-5, attention_window_tokens=window
     )
-    fields = to_hf(
+    fields = make_hf_config(
         model, dtype="bfloat16", max_position_embeddings=64, others={"eos_token_id": 3, "bos_token_id": None}
     )
-    assert from_hf(fields) == (model, ())
+    assert parse_hf_config(fields) == (model, ())
     assert fields["eos_token_id"] == 3 and fields["bos_token_id"] is None
     assert fields["torch_dtype"] == "bfloat16" and fields["max_position_embeddings"] == 64
 
@@ -81,7 +81,7 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
 @pytest.mark.parametrize("base", [LLAMA, QWEN3, MIXTURE], ids=["llama", "qwen3", "mixture"])
 def test_what_the_decoder_does_not_have_is_named(base, fields, says):
     with pytest.raises(ValueError) as raised:
-        from_hf(base | fields)
+        parse_hf_config(base | fields)
     assert says in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -103,7 +103,7 @@ def test_what_the_decoder_does_not_have_is_named(base, fields, says):
 )
 def test_what_is_wrong_with_a_mixture_is_named(fields, says):
     with pytest.raises(ValueError) as raised:
-        from_hf(MIXTURE | fields)
+        parse_hf_config(MIXTURE | fields)
     assert says in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -120,10 +120,10 @@ def test_a_mixture_there_and_back_is_the_same(normalized, window):
         router_bias=False,
         attention_window_tokens=window,
     )
-    fields = to_hf(
+    fields = make_hf_config(
         model, dtype="float32", max_position_embeddings=64, others={"eos_token_id": 3, "router_aux_loss_coef": 0.0}
     )
-    assert from_hf(fields) == (model, ())
+    assert parse_hf_config(fields) == (model, ())
     assert fields["model_type"] == "qwen3_moe" and fields["router_aux_loss_coef"] == 0
 
 
@@ -165,18 +165,18 @@ def test_the_fields_of_the_models_on_the_hub_are_known():
         "use_sliding_window": False,
         "vocab_size": 151936,
     }
-    model, notes = from_hf(base)
+    model, notes = parse_hf_config(base)
     assert notes == ()
     assert (model.experts, model.experts_per_token, model.expert_hidden, model.layers) == (128, 8, 768, 48)
     assert model.router_normalized and not model.router_bias and not model.shared_experts and model.qk_norm
     coder = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
-    assert from_hf(base | coder) == (model, ())
+    assert parse_hf_config(base | coder) == (model, ())
 
 
 def test_all_that_keeps_a_mixture_from_going_out_is_named():
     other = dataclasses.replace(OURS, experts=4, shared_experts=1, router_scores="sigmoid")
     with pytest.raises(ValueError) as raised:
-        to_hf(other, dtype="float32", max_position_embeddings=64, others={})
+        make_hf_config(other, dtype="float32", max_position_embeddings=64, others={})
     for says in ("model.qk_norm is False", "model.router_scores is 'sigmoid'", "model.shared_experts is 1"):
         assert says in str(raised.value)
 
@@ -192,20 +192,20 @@ def test_all_that_keeps_a_mixture_from_going_out_is_named():
     ],
 )
 def test_theta_is_read_in_every_form(fields):
-    assert from_hf(LLAMA | fields)[0].rope_theta == 7e4
+    assert parse_hf_config(LLAMA | fields)[0].rope_theta == 7e4
 
 
 def test_what_is_absent_is_what_transformers_takes_it_to_be():
-    llama = from_hf({name: value for name, value in LLAMA.items() if name != "num_key_value_heads"})[0]
+    llama = parse_hf_config({name: value for name, value in LLAMA.items() if name != "num_key_value_heads"})[0]
     assert (llama.kv_heads, llama.head_dim, llama.rope_theta, llama.norm_epsilon) == (4, 8, 1e4, 1e-6)
     assert not llama.tie_embeddings and not llama.qk_norm
-    qwen3 = from_hf({name: value for name, value in QWEN3.items() if name != "head_dim"})[0]
+    qwen3 = parse_hf_config({name: value for name, value in QWEN3.items() if name != "head_dim"})[0]
     assert qwen3.head_dim == 128 and qwen3.qk_norm
     few = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    mixture = from_hf({name: MIXTURE[name] for name in few} | {"num_attention_heads": 8})[0]
+    mixture = parse_hf_config({name: MIXTURE[name] for name in few} | {"num_attention_heads": 8})[0]
     assert (mixture.experts, mixture.experts_per_token, mixture.expert_hidden) == (128, 8, 768)
     assert (mixture.head_dim, mixture.kv_heads, mixture.router_normalized) == (4, 4, False)
-    assert from_hf(MIXTURE | {"num_experts": None, "num_local_experts": 16})[0].experts == 16
+    assert parse_hf_config(MIXTURE | {"num_experts": None, "num_local_experts": 16})[0].experts == 16
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,10 @@ def test_what_is_absent_is_what_transformers_takes_it_to_be():
     ],
 )
 def test_a_window_is_that_of_the_layers_which_use_it(fields, window):
-    assert from_hf(QWEN3 | fields) == (dataclasses.replace(from_hf(QWEN3)[0], attention_window_tokens=window), ())
+    assert parse_hf_config(QWEN3 | fields) == (
+        dataclasses.replace(parse_hf_config(QWEN3)[0], attention_window_tokens=window),
+        (),
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,7 @@ def test_a_window_is_that_of_the_layers_which_use_it(fields, window):
     ],
 )
 def test_the_window_of_a_mixture_is_that_of_all_layers(fields, window):
-    assert from_hf(MIXTURE | fields)[0].attention_window_tokens == window
+    assert parse_hf_config(MIXTURE | fields)[0].attention_window_tokens == window
 
 
 @pytest.mark.parametrize(
@@ -249,19 +252,19 @@ def test_the_window_of_a_mixture_is_that_of_all_layers(fields, window):
 )
 def test_a_window_of_some_layers_or_where_there_is_none_is_named(base, fields, says):
     with pytest.raises(ValueError, match=says):
-        from_hf(base | fields)
+        parse_hf_config(base | fields)
 
 
 def test_fields_that_nothing_reads_are_told():
-    (note,) = from_hf(LLAMA | {"unsloth_version": "1", "_name_or_path": "x", "use_cache": True})[1]
+    (note,) = parse_hf_config(LLAMA | {"unsloth_version": "1", "_name_or_path": "x", "use_cache": True})[1]
     assert "unsloth_version" in note and "name_or_path" not in note and "use_cache" not in note
-    (note,) = from_hf(QWEN3 | {"num_experts": 4, "router_aux_loss_coef": 0.1})[1]
+    (note,) = parse_hf_config(QWEN3 | {"num_experts": 4, "router_aux_loss_coef": 0.1})[1]
     assert "num_experts, router_aux_loss_coef" in note and "Qwen3ForCausalLM has no such" in note
 
 
 def test_a_llama_with_a_window_is_not_written():
     with pytest.raises(ValueError, match="attention_window_tokens is 7"):
-        to_hf(
+        make_hf_config(
             dataclasses.replace(OURS, attention_window_tokens=7),
             dtype="float32",
             max_position_embeddings=64,
@@ -272,5 +275,7 @@ def test_a_llama_with_a_window_is_not_written():
 def test_a_shape_that_transformers_refuses_is_not_written():
     odd = dataclasses.replace(OURS, width=30)
     with pytest.raises(ValueError, match=r"model.width \(30\)"):
-        to_hf(odd, dtype="float32", max_position_embeddings=64, others={})
-    assert to_hf(dataclasses.replace(odd, qk_norm=True), dtype="float32", max_position_embeddings=64, others={})
+        make_hf_config(odd, dtype="float32", max_position_embeddings=64, others={})
+    assert make_hf_config(
+        dataclasses.replace(odd, qk_norm=True), dtype="float32", max_position_embeddings=64, others={}
+    )

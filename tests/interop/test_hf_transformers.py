@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hf_models import KINDS, TOKENS, assert_logits, config, our_logits, read_theirs, write_ours
 
-from pma_jax.data.tokenizer import bytes_tokenizer
+from pma_jax.data.tokenizer import byte_tokenizer
 from pma_jax.interop.hf import export_snapshot, import_model
-from pma_jax.interop.hf_config import from_hf
+from pma_jax.interop.hf_config import parse_hf_config
 from pma_jax.merging.from_storage import merge_one
 
 torch = pytest.importorskip("torch")
@@ -107,7 +107,7 @@ def test_the_bytes_tokenizer_goes_along(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     for text in ("import os\n\tx = 1  # é 漢 🙂", "", "  a  "):
         ids = theirs(text)["input_ids"]
-        assert ids == bytes_tokenizer().encode(text).tolist() == list(text.encode())
+        assert ids == byte_tokenizer().encode(text).tolist() == list(text.encode())
         assert theirs.decode(ids) == text
     assert theirs.eos_token_id == 0 == json.loads((tmp_path / "theirs" / "config.json").read_text())["eos_token_id"]
 
@@ -118,7 +118,7 @@ def test_fields_and_their_absence_mean_what_they_do_there(name):
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2}
     few = sizes | {"num_attention_heads": 32, "architectures": [f"{name}ForCausalLM"]}
     whole = kind(**few)
-    model, notes = from_hf(few)
+    model, notes = parse_hf_config(few)
     assert notes == ()
     # Where the configuration of a mixture has no head dim, its attention takes the width's share.
     assert model.head_dim == (2 if name == "Qwen3Moe" else whole.head_dim)
@@ -129,5 +129,5 @@ def test_fields_and_their_absence_mean_what_they_do_there(name):
     assert model.norm_epsilon == whole.rms_norm_eps and model.tie_embeddings == whole.tie_word_embeddings
     assert model.rope_theta == whole.rope_parameters["rope_theta"]
     # Every field of this version is known: none is left unread.
-    assert from_hf(json.loads(whole.to_json_string(use_diff=False)) | few)[1] == ()
-    assert from_hf(json.loads(whole.to_json_string()) | few) == (model, ())
+    assert parse_hf_config(json.loads(whole.to_json_string(use_diff=False)) | few)[1] == ()
+    assert parse_hf_config(json.loads(whole.to_json_string()) | few) == (model, ())

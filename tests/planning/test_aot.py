@@ -24,7 +24,7 @@ def largest_shard_bytes(params):
 
 def assert_merge_adds_in_place(config, mesh):
     """No collective; no memory beyond one leaf; every leaf of the accumulator is the output's memory."""
-    report = aot.compile_program(aot.programs(config, mesh)["merge"], mesh)
+    report = aot.compile_program(aot.program_lowerings(config, mesh)["merge"], mesh)
     params = abstract_state(config, mesh).params
     assert report.refusal is None
     assert not re.search(r"\b(all-|reduce-scatter|collective-|send|recv)[\w-]*\(", report.text)
@@ -43,7 +43,7 @@ def test_the_merge_on_eight_devices_adds_in_place_without_a_collective(sizes):
     )
     assert report.aliased_bytes == totals
     # Total and checkpoint in, total out.
-    assert counts.bytes_moved(report.program) == pytest.approx(3 * totals, rel=0.01)
+    assert counts.memory_traffic_bytes(report.program) == pytest.approx(3 * totals, rel=0.01)
 
 
 @needs_libtpu
@@ -71,29 +71,29 @@ def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
     )
     training = TrainingConfig(sequence_length_tokens=128, batch_size_sequences=8)
     config = Config(model=model, training=training, evaluation=EvaluationConfig(batch_size_sequences=8))
-    reports = {name: aot.compile_program(lower, mesh) for name, lower in aot.programs(config, mesh).items()}
+    reports = {name: aot.compile_program(lower, mesh) for name, lower in aot.program_lowerings(config, mesh).items()}
     step, evaluation = reports["train_step"], reports["evaluation_step"]
     assert step.refusal is None and evaluation.refusal is None
     state = abstract_state(config, mesh)
     assert step.program.aliased_outputs == len(jax.tree.leaves(state))
-    assert hlo.loops(step.program) == [2, 2] and hlo.loops(evaluation.program) == [2]
+    assert hlo.loop_trip_counts(step.program) == [2, 2] and hlo.loop_trip_counts(evaluation.program) == [2]
     assert {c.kind for c in counts.collectives(step.program)} >= {"all-gather", "all-reduce", "reduce-scatter"}
     if head_dim == 128:  # Splash takes it
         assert all("splash" in report.text for report in (step, evaluation))
-        assert counts.kernels(step.program).silent == 2
+        assert counts.count_kernels(step.program).silent == 2
         return
     single = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])
     for name, report in (("train_step", step), ("evaluation_step", evaluation)):
-        on_cpu = aot.compile_program(aot.programs(config, single)[name], single)
-        whole = counts.product_flops(on_cpu.program)
-        assert 8 * counts.product_flops(report.program) == pytest.approx(whole, rel=0.02), name
+        on_cpu = aot.compile_program(aot.program_lowerings(config, single)[name], single)
+        whole = counts.matmul_flops(on_cpu.program)
+        assert 8 * counts.matmul_flops(report.program) == pytest.approx(whole, rel=0.02), name
 
 
 @needs_libtpu
 def test_what_does_not_fit_is_the_compilers_word():
     mesh = mesh_from_devices(aot.tpu_topology("v5e:1x1").devices, MeshConfig())
     large = dataclasses.replace(MODEL, width=8192, hidden=65_536, layers=4, vocabulary_size=131_072)
-    report = aot.compile_program(aot.programs(dataclasses.replace(CONFIG, model=large), mesh)["merge"], mesh)
+    report = aot.compile_program(aot.program_lowerings(dataclasses.replace(CONFIG, model=large), mesh)["merge"], mesh)
     assert report.program is None and report.refusal is not None
     assert "available HBM" in report.refusal and "\n" not in report.refusal
 
@@ -150,12 +150,12 @@ def test_between_slices_only_the_gradients_travel_once_a_step():
     model = dataclasses.replace(MODEL, width=256, layers=1, head_dim=128, heads=2, kv_heads=2, compute_dtype="bfloat16")
     training = dataclasses.replace(TRAINING, batch_size_sequences=16, accumulation_steps=2)
     config = Config(model=model, training=training)
-    report = aot.compile_program(aot.programs(config, mesh)["train_step"], mesh)
-    gradients = disk.device_bytes(abstract_state(config, mesh).params)
-    assert gradients <= counts.slice_bytes(report.program) <= 1.02 * gradients
+    report = aot.compile_program(aot.program_lowerings(config, mesh)["train_step"], mesh)
+    gradients = disk.bytes_per_device(abstract_state(config, mesh).params)
+    assert gradients <= counts.inter_slice_bytes(report.program) <= 1.02 * gradients
     assert max(c.group_devices for c in counts.collectives(report.program)) == 4
     bound = cost.roofline(report.program, cost.CHIPS["v5e"])
-    assert bound.slice_network_seconds == counts.slice_bytes(report.program) / 3.125e9
+    assert bound.slice_network_seconds == counts.inter_slice_bytes(report.program) / 3.125e9
     assert_merge_adds_in_place(config, mesh)
 
 
@@ -198,4 +198,4 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
 
 def test_sizes_that_do_not_divide_are_named():
     with pytest.raises(ValueError, match=r"model\.heads is 4, and tensor splits it in 8"):
-        aot.programs(CONFIG, make_mesh(MeshConfig(1, 1, 8)))
+        aot.program_lowerings(CONFIG, make_mesh(MeshConfig(1, 1, 8)))

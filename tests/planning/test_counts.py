@@ -50,7 +50,7 @@ ENTRY %main (a: bf16[1,16], b: f32[64]) -> (bf16[4,16], f32[8]) {
 
 def one_instruction(line, devices=16):
     """A program of one line that works on its parameters."""
-    return hlo.parse(f"""HloModule one, num_partitions={devices}
+    return hlo.parse_hlo(f"""HloModule one, num_partitions={devices}
 
 ENTRY %main (a: f32[8,4], b: f32[4,6]) -> f32[8,6] {{
   %a = f32[8,4]{{1,0}} parameter(0)
@@ -69,19 +69,19 @@ def on(mesh, shape, spec, dtype=jnp.float32):
 
 
 def test_a_recorded_program_for_tpu():
-    program = hlo.parse(RECORDED)
-    assert (program.devices, hlo.loops(program)) == (4, [5])
+    program = hlo.parse_hlo(RECORDED)
+    assert (program.devices, hlo.loop_trip_counts(program)) == (4, [5])
     gather, total = counts.collectives(program)
     assert gather == counts.Collective("all-gather", 1024 * 1024 * 2, 2, 5)
     assert gather.sent_bytes == 512 * 1024 * 2
     assert total == counts.Collective("all-reduce", 4, 4, 1)
-    assert counts.product_flops(program) == 5 * 2 * 256 * 1024 * 1024
+    assert counts.matmul_flops(program) == 5 * 2 * 256 * 1024 * 1024
     # The rows and, five times, a slice of the stacked matrices come from HBM; all but scalars then stays in VMEM.
-    assert counts.bytes_moved(program) == pytest.approx(256 * 1024 * 2 + 5 * 512 * 1024 * 2, abs=200)
+    assert counts.memory_traffic_bytes(program) == pytest.approx(256 * 1024 * 2 + 5 * 512 * 1024 * 2, abs=200)
 
 
 def test_a_gather_that_is_spread_over_fusions_is_one_and_a_sliced_sum_is_a_scatter():
-    gather, scatter = counts.collectives(hlo.parse(SPREAD))
+    gather, scatter = counts.collectives(hlo.parse_hlo(SPREAD))
     assert gather == counts.Collective("all-gather", 4 * 16 * 2, 4, 1)
     assert scatter == counts.Collective("reduce-scatter", 64 * 4, 8, 1)
     assert scatter.sent_bytes == 64 * 4 * 7 / 8
@@ -90,7 +90,7 @@ def test_a_gather_that_is_spread_over_fusions_is_one_and_a_sliced_sum_is_a_scatt
 def test_a_collective_of_another_thread_of_the_chip_is_found():
     # XLA for TPU7x hands collectives to the chip's SparseCores.
     (found,) = counts.collectives(
-        hlo.parse("""HloModule offloaded, num_partitions=8
+        hlo.parse_hlo("""HloModule offloaded, num_partitions=8
 
 %called (p: bf16[1,16], t: token[]) -> bf16[4,16] {
   %t = token[] parameter(1)
@@ -150,21 +150,21 @@ def test_the_bytes_of_a_collective(line, kind, payload):
     ],
 )
 def test_the_flops_of_an_instruction(line, count):
-    assert counts.product_flops(one_instruction(line)) == count
+    assert counts.matmul_flops(one_instruction(line)) == count
 
 
 @pytest.mark.parametrize(("config", "says"), [('{"cost_estimate":{"flops":"77"}}', (77, 0)), ("{}", (0, 1))])
 def test_what_a_kernel_declares_is_told_apart_and_that_it_is_silent_too(config, says):
     line = f'%r = f32[8,6]{{1,0}} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={config}'
     program = one_instruction(line)
-    assert counts.kernels(program) == counts.Kernels(*says) and counts.product_flops(program) == 0
+    assert counts.count_kernels(program) == counts.KernelCounts(*says) and counts.matmul_flops(program) == 0
 
 
 def test_the_flops_of_a_batched_product_that_is_written_as_a_dilated_convolution():
     # From a decoder's attention on TPU: scores of 2 x 16 heads, [1024, 128] times [128, 1024]. XLA for TPU says it with
     # a window over the batch, of which one element in 2 x 16 is real.
     window = "window={size=2x16 stride=1x15 lhs_dilate=2x16}"
-    program = hlo.parse(f"""HloModule scores, num_partitions=1
+    program = hlo.parse_hlo(f"""HloModule scores, num_partitions=1
 
 ENTRY %main (q: bf16[2,16,1024,128], k: bf16[2,16,128,1024]) -> f32[2,16,1024,1024] {{
   %q = bf16[2,16,1024,128] parameter(0)
@@ -172,7 +172,7 @@ ENTRY %main (q: bf16[2,16,1024,128], k: bf16[2,16,128,1024]) -> f32[2,16,1024,10
   ROOT %c = f32[2,16,1024,1024] convolution(%q, %k), {window}, dim_labels=01bf_01io->01bf
 }}
 """)
-    assert counts.product_flops(program) == 2 * (2 * 16) * 1024 * 128 * 1024
+    assert counts.matmul_flops(program) == 2 * (2 * 16) * 1024 * 128 * 1024
 
 
 def test_known_collectives_of_a_compile_for_eight_devices():
@@ -182,9 +182,9 @@ def test_known_collectives_of_a_compile_for_eight_devices():
         both = compiled(lambda x, w: jnp.einsum("sd,de->se", x, w, out_sharding=P("x", None)), x, w).as_text()
         whole = compiled(lambda x: jax.reshard(x, P("x", None)), x).as_text()
     # A sum over the 4 devices of `y` of products [8, 32]; a gather of [8, 64].
-    assert counts.collectives(hlo.parse(both)) == [counts.Collective("all-reduce", 8 * 32 * 4, 4, 1)]
-    assert counts.product_flops(hlo.parse(both)) == 2 * 8 * 16 * 32
-    assert counts.collectives(hlo.parse(whole)) == [counts.Collective("all-gather", 8 * 64 * 4, 4, 1)]
+    assert counts.collectives(hlo.parse_hlo(both)) == [counts.Collective("all-reduce", 8 * 32 * 4, 4, 1)]
+    assert counts.matmul_flops(hlo.parse_hlo(both)) == 2 * 8 * 16 * 32
+    assert counts.collectives(hlo.parse_hlo(whole)) == [counts.Collective("all-gather", 8 * 64 * 4, 4, 1)]
 
 
 def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
@@ -199,9 +199,9 @@ def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
 
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(part, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-        program = hlo.parse(compiled(mapped, on(mesh, (8 * 16, 3), P("x"))).as_text())
+        program = hlo.parse_hlo(compiled(mapped, on(mesh, (8 * 16, 3), P("x"))).as_text())
     found = {c.kind: c for c in counts.collectives(program)}
-    assert hlo.loops(program) == [7]
+    assert hlo.loop_trip_counts(program) == [7]
     assert found["all-reduce"] == counts.Collective("all-reduce", 16 * 3 * 4, 8, 7)
     assert found["reduce-scatter"] == counts.Collective("reduce-scatter", 16 * 3 * 4, 8, 1)
     assert found["collective-permute"].payload_bytes == found["collective-permute"].sent_bytes == 16 * 3 * 4
@@ -215,8 +215,8 @@ def test_flops_are_the_compilers_where_there_is_no_loop_and_all_of_them_where_th
     rolled, unrolled = (compiled(lambda x, w, u=u: chain(x, w, 6, u), x, w) for u in (1, 6))
     one = 2 * 128 * 64 * 64
     assert (
-        counts.product_flops(hlo.parse(rolled.as_text()))
-        == counts.product_flops(hlo.parse(unrolled.as_text()))
+        counts.matmul_flops(hlo.parse_hlo(rolled.as_text()))
+        == counts.matmul_flops(hlo.parse_hlo(unrolled.as_text()))
         == 6 * one
     )
     # The compiler's figure has the loop's body once, which is why it is not used.
@@ -226,18 +226,18 @@ def test_flops_are_the_compilers_where_there_is_no_loop_and_all_of_them_where_th
 
 def test_the_bytes_of_an_element_wise_program_are_those_of_its_arrays():
     x = np.ones((1000, 64), np.float32)
-    program = hlo.parse(compiled(lambda a, b: jnp.sin(a) * b + 1, x, x).as_text())
-    assert counts.bytes_moved(program) == 3 * x.nbytes
+    program = hlo.parse_hlo(compiled(lambda a, b: jnp.sin(a) * b + 1, x, x).as_text())
+    assert counts.memory_traffic_bytes(program) == 3 * x.nbytes
 
 
 def test_a_slice_costs_what_is_taken_of_the_array():
     stack = np.ones((50, 64, 64), np.float32)
-    program = hlo.parse(
+    program = hlo.parse_hlo(
         compiled(lambda s: jax.lax.scan(lambda c, x: (c + x * 2, None), s[0] * 0, s)[0], stack).as_text()
     )
     matrix = 64 * 64 * 4
     # Each of 50 steps reads a matrix and the sum, and writes the sum.
-    assert 50 * 3 * matrix <= counts.bytes_moved(program) <= 55 * 3 * matrix
+    assert 50 * 3 * matrix <= counts.memory_traffic_bytes(program) <= 55 * 3 * matrix
 
 
 LOOP = """HloModule loop, num_partitions=1
@@ -285,9 +285,9 @@ def test_a_loop_whose_length_the_text_does_not_tell_is_not_guessed(changes, trip
     text = LOOP
     for word, value in changes.items():
         text = text.replace(word, value)
-    program = hlo.parse(text)
-    assert hlo.loops(program) == [trips]
-    assert counts.product_flops(program) == (trips or 1) * 2 * 4**3
+    program = hlo.parse_hlo(text)
+    assert hlo.loop_trip_counts(program) == [trips]
+    assert counts.matmul_flops(program) == (trips or 1) * 2 * 4**3
 
 
 CONDITION = """HloModule condition, num_partitions=2
@@ -313,7 +313,7 @@ ENTRY %main (p: s32[], a: f32[4,4]) -> f32[4,4] {
 
 
 def test_of_a_condition_the_shortest_branch_counts():
-    program = hlo.parse(CONDITION)
-    assert counts.product_flops(program) == 2 * 4**3
-    assert counts.collectives(program) == [] and counts.kernels(program) == counts.Kernels(0, 0)
-    assert counts.bytes_moved(program) == 3 * 4**2 * 4
+    program = hlo.parse_hlo(CONDITION)
+    assert counts.matmul_flops(program) == 2 * 4**3
+    assert counts.collectives(program) == [] and counts.count_kernels(program) == counts.KernelCounts(0, 0)
+    assert counts.memory_traffic_bytes(program) == 3 * 4**2 * 4

@@ -32,7 +32,7 @@ def test_bytes_on_disk_of_a_run_that_keeps_some(workspace, tmp_path):
     config = tiny.config(workspace, **RETENTION)
     run = train(config, tmp_path / "run")
     state = abstract_state(config, make_mesh(config.mesh))
-    found = disk.storage(config, state)
+    found = disk.summarize_storage(config, state)
     folders = {
         name: sorted(int(p.name) for p in (run.path / kind.folder).iterdir()) for name, kind in SNAPSHOT_KINDS.items()
     }
@@ -70,25 +70,25 @@ def test_marks_are_the_runs_own(checkpoint_keys, total):
         }
     )
     ends = range(256, -(-total // 256) * 256 + 1, 256)
-    assert disk.snapshot_marks(config) == [t for t in ends if config.is_snapshot(t)]
-    assert disk.state_marks(config) == [t for t in ends if config.is_state(t)]
+    assert disk.snapshot_save_points(config) == [t for t in ends if config.is_snapshot(t)]
+    assert disk.state_save_points(config) == [t for t in ends if config.is_state(t)]
 
 
 def test_block_means_take_one_float32_model_of_memory(workspace):
     config = tiny.config(workspace, checkpoint__kinds=("block_mean",), mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     state = abstract_state(config, make_mesh(config.mesh))
-    found = disk.storage(config, state)
-    assert found["block_mean_bytes_per_device"] == disk.device_bytes(state.params) + 4
+    found = disk.summarize_storage(config, state)
+    assert found["block_mean_bytes_per_device"] == disk.bytes_per_device(state.params) + 4
     # Norms are whole on each device, matrices in four parts.
-    assert found["snapshot_bytes"] / 8 < disk.device_bytes(state.params) < found["snapshot_bytes"] / 2
+    assert found["snapshot_bytes"] / 8 < disk.bytes_per_device(state.params) < found["snapshot_bytes"] / 2
     without = abstract_state(tiny.config(workspace), make_mesh(config.mesh))
-    assert disk.storage(config, without)["block_mean_bytes_per_device"] == 0
+    assert disk.summarize_storage(config, without)["block_mean_bytes_per_device"] == 0
 
 
 def test_times_are_bytes_over_bandwidth(workspace):
     config = tiny.config(workspace, spikes__detect=False)
     state = jax.eval_shape(lambda s: s, abstract_state(config, make_mesh(config.mesh)))
-    found = disk.times(config, state, 1e6)
+    found = disk.estimate_storage_seconds(config, state, 1e6)
     assert found["write_snapshot_seconds"] == pytest.approx(disk.tree_bytes(state.params) / 1e6)
     assert found["merge_window_seconds"] == pytest.approx((3 + 1) * found["write_snapshot_seconds"])
     assert found["write_state_seconds"] == pytest.approx(3 * found["write_snapshot_seconds"], rel=1e-3)

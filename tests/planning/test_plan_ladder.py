@@ -89,11 +89,11 @@ def test_the_merge_of_the_largest_sizes_adds_in_place_without_a_collective(name)
     sizes = MeshConfig(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
     mesh = mesh_from_devices(aot.tpu_topology(where.topology).devices, sizes)
     leaves = jax.tree.leaves(abstract_state(config, mesh).params)
-    report = aot.compile_program(aot.programs(config, mesh)["merge"], mesh)
+    report = aot.compile_program(aot.program_lowerings(config, mesh)["merge"], mesh)
     assert report.refusal is None and report.program.devices == mesh.size
     for word in (*counts.COLLECTIVES, "send", "recv"):
         assert f" {word}(" not in report.text and f" {word}-start(" not in report.text
-    assert report.temporary_bytes <= max(map(disk.device_bytes, leaves))
+    assert report.temporary_bytes <= max(map(disk.bytes_per_device, leaves))
     assert report.program.aliased_outputs == len(leaves)
 
 

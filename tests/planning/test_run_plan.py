@@ -7,7 +7,7 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.cli import main
-from pma_jax.planning import aot, cost, run_plan
+from pma_jax.planning import aot, cost, plan_text, run_plan
 
 CHIP = cost.CHIPS["v5e"]
 
@@ -16,7 +16,7 @@ def planned(config, **changes):
     """A plan for the eight simulated devices, as if each were a chip."""
     topology = aot.Topology("8 CPU devices", CHIP, tuple(jax.devices()))
     options = {"storage_bytes_per_second": 1e6, "annealing_share": 0.25} | changes
-    return run_plan.plan(config, topology, **options)
+    return run_plan.plan_run(config, topology, **options)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_the_memory_of_a_step_is_the_states_and_the_batchs(numbers):
 
 
 def test_the_text_has_every_program_and_what_the_run_leaves(numbers):
-    text = run_plan.as_text(numbers)
+    text = plan_text.format_plan(numbers)
     for word in (
         "train step",
         "evaluation step",
@@ -64,7 +64,7 @@ def test_the_text_has_every_program_and_what_the_run_leaves(numbers):
     ):
         assert word in text, word
     assert "collectives of the merge: none" in text and "not fit" not in text
-    assert run_plan.refusals(numbers) == []
+    assert run_plan.out_of_memory_messages(numbers) == []
 
 
 def test_a_program_that_does_not_fit_is_never_said_to(workspace, monkeypatch):
@@ -72,13 +72,13 @@ def test_a_program_that_does_not_fit_is_never_said_to(workspace, monkeypatch):
     said = "RESOURCE_EXHAUSTED: 20G of 15.75G hbm"
 
     def only_merges(lower, mesh):
-        return compile_program(lower, mesh) if lower.__name__ == "merge" else aot.Report(1.0, said)
+        return compile_program(lower, mesh) if lower.__name__ == "merge" else aot.CompileReport(1.0, said)
 
     monkeypatch.setattr(aot, "compile_program", only_merges)
     numbers = planned(tiny.config(workspace))
     assert [p["compiled"] for p in numbers["programs"].values()] == [False, False, True]
-    assert run_plan.refusals(numbers) == [f"the train step: {said}", f"the evaluation step: {said}"]
-    text = run_plan.as_text(numbers)
+    assert run_plan.out_of_memory_messages(numbers) == [f"the train step: {said}", f"the evaluation step: {said}"]
+    text = plan_text.format_plan(numbers)
     assert text.count("no: does not fit") == 2 and text.count("yes, ") == 1 and "MFU" not in text
     assert "FLOP" in text.splitlines()[-1] and "chip hours" not in text
 
@@ -105,12 +105,12 @@ def test_a_mixtures_plan_has_the_exchange_of_its_experts_and_merges_its_bias():
     assert [p["collectives"]["all-to-all"]["count"] for p in (step, evaluation)] == [5, 3]
     assert merge["collectives"] == {} and merge["memory"]["temporary_bytes"] == 0
     assert merge["aliased_outputs"] == 14  # leaves, the bias among them
-    assert " parameters, " in run_plan.as_text(numbers).splitlines()[0]
+    assert " parameters, " in plan_text.format_plan(numbers).splitlines()[0]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 def test_a_mixture_on_tpu_multiplies_what_its_tokens_need():
-    numbers = run_plan.plan(
+    numbers = run_plan.plan_run(
         mixture(**{"mesh.expert": 4, "training.batch_size_sequences": 64}),
         aot.tpu_topology("v5e:2x2"),
         storage_bytes_per_second=1e9,

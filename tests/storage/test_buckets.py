@@ -165,12 +165,12 @@ def test_text_and_tokenizer_may_lie_in_a_bucket(folder, tmp_path):
     there = configuration.DataConfig(**keys, files=("gs://bucket/text/**/*.txt",))
     here = configuration.DataConfig(**keys, files=(str(folder / "text" / "**" / "*.txt"),))
     assert corpus.open_corpus(there).digest == corpus.open_corpus(here).digest
-    tokens = shards.prepare(there, progress=False)
+    tokens = shards.prepare_tokens(there, progress=False)
     shutil.copy(tokens.directory / "tokenizer.json", folder / "tokenizer.json")
     again = configuration.DataConfig(**keys, files=there.files, tokenizer="gs://bucket/tokenizer.json")
-    assert shards.prepare(again, progress=False).validation.tokens == tokens.validation.tokens
+    assert shards.prepare_tokens(again, progress=False).validation.tokens == tokens.validation.tokens
     with pytest.raises(ValueError, match="tokens are mapped into memory, so they lie on a disk"):
-        shards.prepare(configuration.DataConfig(**keys | {"cache_dir": "gs://bucket/cache"}, files=there.files))
+        shards.prepare_tokens(configuration.DataConfig(**keys | {"cache_dir": "gs://bucket/cache"}, files=there.files))
 
 
 def test_ranges_are_read_as_they_are(folder, monkeypatch):

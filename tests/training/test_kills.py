@@ -236,7 +236,7 @@ import sys, json
 from pathlib import Path
 from pma_jax import config
 from pma_jax.data import shards
-shards.prepare(config.from_json(Path(sys.argv[1]).read_text()).data, shard_bytes=20_000)
+shards.prepare_tokens(config.from_json(Path(sys.argv[1]).read_text()).data, shard_bytes=20_000)
 """
 
 
@@ -259,8 +259,8 @@ def test_preparing_data(workspace, tmp_path, kills, count):
         for name in names(cache):
             if not name.startswith("."):
                 shards.open_tokens(cache / name)
-    tokens = shards.prepare(config.data)
-    known = shards.prepare(tiny.config(workspace).data)
+    tokens = shards.prepare_tokens(config.data)
+    known = shards.prepare_tokens(tiny.config(workspace).data)
     assert tiny.contents(tokens.directory).keys() >= {"meta.json", "tokenizer.json"}
     assert tokens.digest == known.digest and tokens.train.tokens == known.train.tokens
     assert b"".join(s.tobytes() for s in tokens.train.shards) == b"".join(s.tobytes() for s in known.train.shards)

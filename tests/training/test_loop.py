@@ -81,7 +81,7 @@ def test_metrics_hold_every_step_evaluation_and_preview(finished):
 
 
 def test_the_run_says_what_it_was_made_of(finished):
-    tokens = shards.prepare(finished.config.data)
+    tokens = shards.prepare_tokens(finished.config.data)
     assert finished.metadata["corpus"] == tokens.digest
     assert len(finished.metadata["evaluation"]) == 16
     assert finished.metadata["versions"]["jax"] == jax.__version__
@@ -90,7 +90,7 @@ def test_the_run_says_what_it_was_made_of(finished):
 
 
 def test_snapshots_are_the_parameters_of_their_step_though_the_state_is_donated(finished):
-    config, tokens = finished.config, shards.prepare(finished.config.data)
+    config, tokens = finished.config, shards.prepare_tokens(finished.config.data)
     mesh, wanted = make_mesh(config.mesh), {s.step: s for s in finished.snapshots}
     with jax.set_mesh(mesh):
         state, train_step = make_state(config), make_train_step(config, graph_definition(config.model))
@@ -229,7 +229,7 @@ def test_another_configuration_is_refused_by_its_keys(copy, workspace):
 
 def test_a_changed_corpus_is_refused(tmp_path):
     config = tiny.config(tmp_path)
-    tokens = shards.prepare(config.data)
+    tokens = shards.prepare_tokens(config.data)
     create_run(tmp_path / "run", config, loop.run_metadata(tokens, config))
     (tmp_path / "text" / "more.txt").write_text("one more document\n")
     with pytest.raises(ValueError, match="the corpus has changed"):
