@@ -9,7 +9,7 @@ TESTS ?= tests
 # The point where the annealed branch leaves the constant one: 80% of the demo's horizon.
 FORK_TOKENS := 4096000
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint docs clean
 
 setup: .venv/.installed
 
@@ -36,5 +36,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyrefly check
 
+docs: setup
+	$(INSTALL) '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs docs/_build docs/generated

@@ -141,7 +141,7 @@ def torch_loop(inputs: list[Path], out: Path) -> None:
 
 
 def mergekit(inputs: list[Path], out: Path) -> None:
-    """mergekit's own linear merge (its interpreter runs this function)."""
+    """Mergekit's own linear merge (its interpreter runs this function)."""
     from mergekit.config import MergeConfiguration  # pyrefly: ignore
     from mergekit.merge import MergeOptions, run_merge  # pyrefly: ignore
 
@@ -271,7 +271,7 @@ def memory_over_imports(inputs: list[Path], scratch: Path) -> dict[str, int]:
 
 
 def safetensors_section(scratch: Path, rounds: int, count: int, cold: bool, mergekit_python: str) -> dict[str, Any]:
-    """safetensors -> safetensors, and memory for 3 and 30 checkpoints."""
+    """Safetensors -> safetensors, and memory for 3 and 30 checkpoints."""
     inputs = [scratch / "safetensors" / str(number) for number in range(count)]
     methods = ["floor", "ours", "ours sha256", "torch loop", *(["mergekit"] if mergekit_python else [])]
     found = measure(methods, inputs, scratch, rounds, cold, mergekit_python)

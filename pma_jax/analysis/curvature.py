@@ -20,7 +20,7 @@ Product = Callable[[Any], Any]  # a vector, as a parameter tree -> the matrix ti
 
 
 def hessian_product(loss: Callable[[Any], jax.Array], params: Any) -> Product:
-    """v -> H v, H the Hessian of `loss` at `params`: the gradient of <gradient, v>.
+    """V -> H v, H the Hessian of `loss` at `params`: the gradient of <gradient, v>.
 
     Reverse over reverse: the decoder's products have gradients of their own, which forward mode cannot see through.
     Costs about two gradients a product. Call under `jax.set_mesh` as the loss is.
@@ -30,7 +30,7 @@ def hessian_product(loss: Callable[[Any], jax.Array], params: Any) -> Product:
 
 
 def gauss_newton_product(outputs: Callable[[Any], tuple[jax.Array, jax.Array]], params: Any) -> Product:
-    """v -> G v, G = J' H_out J the Gauss-Newton matrix of mean cross-entropy at `params`: never negative.
+    """V -> G v, G = J' H_out J the Gauss-Newton matrix of mean cross-entropy at `params`: never negative.
 
     `outputs` gives logits [..., V] and the weight of each position [...], which need not sum to 1 (counted tokens: 1,
     padding: 0). H_out = diag(p) - p p' of the softmax p at each position.
@@ -58,7 +58,7 @@ def pairwise(product: Product, deltas_K: Sequence[Any]) -> np.ndarray:
 
 
 def slopes(loss: Callable[[Any], jax.Array], params: Any, deltas_K: Sequence[Any]) -> np.ndarray:
-    """gradient' delta_k of `loss` at `params`: float64 [K], from one gradient. Call under `jax.set_mesh`."""
+    """Gradient' delta_k of `loss` at `params`: float64 [K], from one gradient. Call under `jax.set_mesh`."""
     gradient = jax.jit(jax.grad(loss))(params)
     return np.array([float(inner(gradient, delta)) for delta in deltas_K])
 

@@ -30,7 +30,7 @@ class Plane:
         return optax.tree.add_scale(optax.tree.add_scale(self.origin, x, self.first), y, self.second)
 
     def coordinates(self, params: Any) -> tuple[float, float, float]:
-        """x and y of the nearest point of the plane, and the distance to it."""
+        """X and y of the nearest point of the plane, and the distance to it."""
         offset = optax.tree.sub(params, self.origin)
         x, y = inner(offset, self.first), inner(offset, self.second)
         rest = optax.tree.add_scale(optax.tree.add_scale(offset, -x, self.first), -y, self.second)

@@ -20,7 +20,7 @@ class NoiseSplit:
 
 
 def subset_rows(count: int) -> dict[int, np.ndarray]:
-    """m -> rows [C(count, m), count] of the means over every m of `count` replicas, for m = 1 to `count`."""
+    """M -> rows [C(count, m), count] of the means over every m of `count` replicas, for m = 1 to `count`."""
     rows = {}
     for m in range(1, count + 1):
         chosen = list(itertools.combinations(range(count), m))

@@ -115,7 +115,7 @@ def _visible(start: int, stop: int, first: int, segment_ids_BxL: jax.Array | Non
 
 
 def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position / theta^(2i/H), float32 [L, 1, h] each."""
+    """Cos and sin of position / theta^(2i/H), float32 [L, 1, h] each."""
     frequency_h = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angle_Lx1xh = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency_h
     return jnp.cos(angle_Lx1xh), jnp.sin(angle_Lx1xh)

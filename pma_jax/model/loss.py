@@ -71,7 +71,7 @@ def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) 
 
 
 def perplexity(nats_per_token: float) -> float:
-    """exp of the loss."""
+    """Exp of the loss."""
     return math.exp(nats_per_token)
 
 

@@ -136,7 +136,7 @@ class Run:
 
 
 def is_run(path: epath.PathLike) -> bool:
-    """Check for a run directory: run.json and config.json. (A Hugging Face model has only the second.)"""
+    """Check for a run directory: run.json and config.json (a Hugging Face model has only the second)."""
     return all((absolute_path(path) / name).exists() for name in ("run.json", "config.json"))
 
 

@@ -1,0 +1,96 @@
+"""Pages that are generated from the code when the site is built: configuration keys, the command line, notebooks.
+
+They are written to docs/generated/, which git ignores.
+"""
+
+import argparse
+import ast
+import collections
+import dataclasses
+import io
+import json
+import shutil
+import tokenize
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+from pma_jax.cli import arguments
+from pma_jax.config import Config, schema
+
+ROOT = Path(__file__).parents[2]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the generator with Sphinx."""
+    app.connect("builder-inited", generate)
+    return {"parallel_read_safe": True}
+
+
+def generate(app: Sphinx) -> None:
+    """Write every generated page."""
+    folder = Path(app.srcdir) / "generated"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "configuration.md").write_text(configuration_page())
+    (folder / "commands.md").write_text(commands_page())
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        notebook = json.loads(path.read_text())
+        # The notebooks use shell commands and magics, which the plain Python lexer rejects.
+        notebook["metadata"]["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
+        (folder / path.name).write_text(json.dumps(notebook))
+
+
+def configuration_page() -> str:
+    """Format every section and key of the configuration: type, default, and the comment of its field."""
+    comments = field_comments(Path(schema.__file__).read_text())
+    lines = [
+        "# Configuration keys\n",
+        "Generated from `pma_jax/config/schema.py`. Set a key in a configuration file (`c.training.seed = 1`) or on the",
+        "command line (`--config.training.seed=1`). Unknown keys raise.\n",
+    ]
+    for section in dataclasses.fields(Config):
+        default = getattr(Config(), section.name)
+        lines += [f"## {section.name}\n", f"{(type(default).__doc__ or '').strip()}\n"]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for field in dataclasses.fields(default):
+            value = getattr(default, field.name)
+            meaning = comments[type(default).__name__, field.name].replace("|", "\\|")
+            kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+            lines.append(f"| `{section.name}.{field.name}` | `{kind}` | `{value!r}` | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def field_comments(source: str) -> dict[tuple[str, str], str]:
+    """Map (class, field) to the comment on the lines of the field's definition."""
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    found: dict[tuple[str, str], str] = collections.defaultdict(str)
+    for node in ast.parse(source).body:
+        for field in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                lines = range(field.lineno, (field.end_lineno or field.lineno) + 1)
+                found[node.name, field.target.id] = " ".join(comments[line] for line in lines if line in comments)
+    return found
+
+
+def commands_page() -> str:
+    """Format the help of `pma` and of each verb."""
+    parser = arguments.parser(collections.defaultdict(lambda: print))
+    lines = ["# The command line\n", "Generated from the parser: what `pma --help` and `pma VERB --help` print.\n"]
+    lines.append(f"```text\n{_help(parser)}```\n")
+    verbs = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for name, verb in verbs.choices.items():
+        lines += [f"## pma {name}\n", f"```text\n{_help(verb)}```\n"]
+    return "\n".join(lines)
+
+
+def _help(parser: argparse.ArgumentParser) -> str:
+    width = 100  # argparse otherwise takes the terminal's
+    parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width)
+    return parser.format_help()

@@ -1,0 +1,168 @@
+"""The structure of the package: who may import whom, no circles, no loose modules, sizes, declared packages.
+
+`FLOORS` is the documentation of the layers: a file imports from its own floor and from those before it.
+"""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "pma_jax"
+FLOORS = (
+    ("config", "runtime"),
+    ("storage",),
+    ("data", "model", "replicas"),
+    ("runs",),
+    ("merging",),
+    ("evaluation",),
+    ("training",),
+    ("analysis", "interop", "planning"),
+    ("launch",),
+    ("studies",),
+    ("reporting",),
+    ("cli",),
+)
+FLOOR = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
+FILE_LINES, FUNCTION_LINES = 400, 60
+# Distribution name -> the name that is imported, where they differ.
+IMPORT_NAMES = {
+    "orbax-checkpoint": "orbax",
+    "ml-collections": "ml_collections",
+    "tensorboardx": "tensorboardX",
+    "huggingface-hub": "huggingface_hub",
+    "google-cloud-storage": "google",
+    "absl-py": "absl",
+}
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yield the modules of this package, or the names of others, that a file imports anywhere in its code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path}: relative import"
+            submodules = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else node.module for name in submodules)
+
+
+# The root's names are loaded when they are first used, and importing any module runs the root: it is on no floor.
+GRAPH = {
+    module: {name for name in _imports(path) if name in MODULES and name != "pma_jax"}
+    for module, path in MODULES.items()
+    if module != "pma_jax"
+}
+
+
+def _folder(module: str) -> str:
+    return _module(MODULES[module].parent)
+
+
+def _circle(graph: Mapping[str, set[str]]) -> list[str] | None:
+    """Return one circle of a directed graph, or None."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return None
+        for target in sorted(graph.get(node, ())):
+            if circle := visit(target, [*path, node]):
+                return circle
+        done.add(node)
+        return None
+
+    return next((circle for node in sorted(graph) if (circle := visit(node, []))), None)
+
+
+def test_only_init_is_loose_in_the_root_and_every_folder_has_a_floor():
+    assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert folders <= FLOOR.keys()
+
+
+def test_no_import_runs_upward():
+    upward = [
+        f"{module} imports {target}"
+        for module, targets in GRAPH.items()
+        for target in targets
+        if FLOOR[module.split(".")[1]] < FLOOR[target.split(".")[1]]
+    ]
+    assert not upward
+
+
+def test_no_circle_between_files():
+    assert _circle(GRAPH) is None
+
+
+def test_no_circle_between_folders():
+    folders: dict[str, set[str]] = {}
+    for module, targets in GRAPH.items():
+        folders.setdefault(_folder(module), set()).update(_folder(target) for target in targets)
+    for name, targets in folders.items():
+        targets.discard(name)
+    assert _circle(folders) is None
+    rooms: dict[str, set[str]] = {}
+    for module, targets in GRAPH.items():
+        room = module.split(".")[1]
+        rooms.setdefault(room, set()).update(target.split(".")[1] for target in targets)
+        rooms[room].discard(room)
+    assert _circle(rooms) is None
+
+
+@pytest.mark.parametrize("circle", [{"a": {"b"}, "b": {"a"}}, {"a": {"b"}, "b": {"c"}, "c": {"b"}}, {"a": {"a"}}])
+def test_a_circle_is_found(circle):
+    assert _circle(circle)
+    assert _circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+def test_one_class_per_name():
+    classes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in classes.items() if len(modules) > 1}
+
+
+def test_files_and_functions_are_short():
+    long = []
+    for path in MODULES.values():
+        text = path.read_text()
+        if len(text.splitlines()) > FILE_LINES:
+            long.append(f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > FUNCTION_LINES:
+                    long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines} lines")
+    assert not long
+
+
+def _distributions(requirements: list[str]) -> set[str]:
+    names = (re.split(r"[<>=!~\[; ]", text, maxsplit=1)[0].lower() for text in requirements)
+    return {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
+
+
+def test_every_imported_package_is_declared_and_every_declared_one_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    imported = {name.split(".")[0] for path in MODULES.values() for name in _imports(path)}
+    imported -= {"pma_jax", *sys.stdlib_module_names}
+    required = _distributions(project["dependencies"])
+    optional = _distributions([text for extra in project["optional-dependencies"].values() for text in extra])
+    assert imported <= required | optional
+    assert required <= imported
