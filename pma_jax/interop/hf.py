@@ -21,10 +21,12 @@ from pma_jax.interop import hf_config, hf_tokenizer
 from pma_jax.interop.hf_weights import ROUTER_BIAS_LEAF, LeafMapping, check_leaves, map_leaves
 from pma_jax.merging.engine import journal
 from pma_jax.merging.gather import gather, snapshot_metadata
-from pma_jax.storage.formats import outputs, publish
+from pma_jax.storage.formats import publish
 from pma_jax.storage.formats.byte_ranges import open_files, write_range
+from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.open import open_source, read_leaf, read_leaf_bytes
-from pma_jax.storage.formats.orbax_write import orbax_files
+from pma_jax.storage.formats.orbax_write import orbax_layout
+from pma_jax.storage.formats.safetensors import safetensors_layout
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource, LeafInfo, numpy_dtype
 from pma_jax.storage.json_files import json_bytes, read_object
 from pma_jax.storage.paths import locate
@@ -80,9 +82,9 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     config = _imported_config(model, fields, target / hf_tokenizer.FOLDER / hf_tokenizer.FILE_NAME)
     facts = _imported_metadata(source, fields, config)
     ours = {mapping.leaf: LeafInfo(mapping.leaf_shape, "float32") for mapping in found}
-    texts, sizes, places = orbax_files(ours, _as_ours(source, ours), facts)
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in carried.values()}
-    with _published(outputs.OutputLayout(texts, copies, sizes, {}, places), target) as placed:
+    layout = orbax_layout(ours, _as_ours(source, ours), facts)
+    with _published(replace(layout, copies=copies), target) as placed:
         _import_leaves(source, found, placed, progress)
     return {
         "out": str(target),
@@ -136,7 +138,7 @@ def export_snapshot(
     theirs = _in_their_order(
         {name: LeafInfo(mapping.tensor_shape, kept[mapping.leaf]) for mapping in found for name in mapping.tensors}
     )
-    layout = outputs.safetensors_files(theirs, shard_bytes, {"format": "pt"})
+    layout = safetensors_layout(theirs, shard_bytes, {"format": "pt"})
     with _about(source.origin):
         imported = facts.get("imported") or {}
         files = hf_tokenizer.find_tokenizer_files(
@@ -350,7 +352,7 @@ def _config_texts(
 
 
 def _as_ours(source: CheckpointSource, leaves: Mapping[str, LeafInfo]) -> CheckpointSource:
-    """How a snapshot of ours keys its leaves, for `orbax_files`."""
+    """How a snapshot of ours keys its leaves, for `orbax_layout`."""
     keys = {name: [{"key": part, "key_type": 2} for part in name.split(".")] for name in leaves}
     return replace(source, kind="orbax", leaves=leaves, metadata={"item": "params", "keys": keys, "sharding": {}})
 
@@ -369,7 +371,7 @@ def _about(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _published(layout: outputs.OutputLayout, target: Path) -> Iterator[Mapping[str, tuple[ByteRange, ...]]]:
+def _published(layout: OutputLayout, target: Path) -> Iterator[Mapping[str, tuple[ByteRange, ...]]]:
     """The places of the leaves in a directory beside `target`, which becomes `target` when the block ends well."""
     work = publish.working_directory(target, "")
     directory = work / "checkpoint"
@@ -379,8 +381,8 @@ def _published(layout: outputs.OutputLayout, target: Path) -> Iterator[Mapping[s
         try:
             if directory.exists():  # of a process that was killed
                 shutil.rmtree(directory)
-            outputs.create_files(layout, directory)
-            yield outputs.byte_ranges_in(layout, directory)
+            layout.create_files(directory)
+            yield layout.byte_ranges_in(directory)
             _refuse_existing(target)
             publish.publish(directory, target, list(layout.sizes), _DIGEST)
         finally:

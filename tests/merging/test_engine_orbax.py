@@ -219,7 +219,7 @@ def test_a_damaged_frame_is_one_line_and_publishes_nothing(tmp_path):
     text[:4] = b"\0\0\0\0"
     chunk.write_bytes(text)
     made = plan([open_source(tmp_path / str(k)) for k in range(2)], [0.5, 0.5])
-    with pytest.raises(ValueError, match="compressed chunk is damaged"):
+    with pytest.raises(ValueError, match="compressed chunk is corrupt"):
         merge(made, [tmp_path / "out"])
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 

@@ -22,7 +22,7 @@ from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import BLOCK_ELEMENTS, MergePlan, Unit, check_disk_space
 from pma_jax.merging.engine.units import MergeJob, merge_decoded, merge_plain
 from pma_jax.storage import atomic
-from pma_jax.storage.formats import outputs, publish
+from pma_jax.storage.formats import publish
 from pma_jax.storage.formats.open import read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES
 from pma_jax.storage.paths import is_bucket, locate
@@ -96,7 +96,7 @@ def merge(
         for work, is_published in zip(works, published, strict=True):
             work.mkdir(parents=True, exist_ok=True)
             if not is_published:
-                outputs.create_files(plan.layout, work / "checkpoint")
+                plan.layout.create_files(work / "checkpoint")
         read_bytes_here = _merge_units(plan, works, published, share, progress)
 
     def publish_all() -> None:
@@ -175,7 +175,7 @@ def _merge_units(
     plan: MergePlan, works: list[Path], published: list[bool], share: tuple[int, int], progress: Progress | None
 ) -> int:
     """Does this process's part of the units that are not done; returns the bytes read."""
-    places = [outputs.byte_ranges_in(plan.layout, work / "checkpoint") for work in works]
+    places = [plan.layout.byte_ranges_in(work / "checkpoint") for work in works]
     process, processes = share
     done = journal.find_intact_records(
         plan,

@@ -13,7 +13,8 @@ import numpy as np
 
 from pma_jax.merging.engine import sums
 from pma_jax.storage.digests import CHECKSUMS, SEGMENT_ELEMENTS
-from pma_jax.storage.formats import outputs
+from pma_jax.storage.formats.layout import OutputLayout
+from pma_jax.storage.formats.outputs import plan_output
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInfo, list_differences
 from pma_jax.storage.formats.zstd import DECODER_BYTES
 from pma_jax.storage.paths import RangeReader, is_bucket
@@ -72,7 +73,7 @@ class MergePlan:
     dtype: str
     checksum: str
     leaves: Mapping[str, LeafInfo]
-    layout: outputs.OutputLayout
+    layout: OutputLayout
     kind: str
     block_elements: int
     threads: int
@@ -146,7 +147,7 @@ def plan(
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
     known = {"tokens": sources[-1].tokens, "step": sources[-1].step}
     custom = {key: value for key, value in known.items() if value is not None} if metadata is None else metadata
-    layout = outputs.plan_output(list(sources), leaves, kind, shard_bytes, dtype, custom)
+    layout = plan_output(list(sources), leaves, kind, shard_bytes, dtype, custom)
     decoded, reads_ahead, decode_bytes = _plan_decoding(sources, len(rows), memory_limit_bytes)
     # What all sources and recipes hold of a block stays in cache together.
     block_elements = (

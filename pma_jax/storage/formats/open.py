@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.storage.formats import hub
+from pma_jax.storage.formats import hub, orbax_read
 from pma_jax.storage.formats import safetensors as safetensors_file
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.names import progress_from_name
@@ -93,8 +93,6 @@ def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
         return _open_safetensors(path, safetensors_file.read_header(files[0]), subtree)
     if files:
         raise ValueError(f"{path}: has {len(files)} safetensors files and no index; name one of them, or add the index")
-    from pma_jax.storage.formats import orbax_read
-
     if orbax_read.is_orbax(path):
         return orbax_read.open_orbax(path, subtree)
     pickles = [file for pattern in _PICKLES for file in sorted(path.glob(pattern))]
@@ -157,9 +155,7 @@ def read_leaf(source: CheckpointSource, name: str, start: int = 0, stop: int | N
 def read_leaf_bytes(source: CheckpointSource, name: str, start: int, stop: int) -> np.ndarray:
     """Read elements [start, stop) of a leaf as little-endian bytes in C order: uint8 [(stop - start) * item size]."""
     if name not in source.byte_ranges:
-        from pma_jax.storage.formats import orbax_read
-
-        return orbax_read.read_with_tensorstore(source, name, start, stop)
+            return orbax_read.read_with_tensorstore(source, name, start, stop)
     width = ITEM_BYTES[source.leaves[name].dtype]
     data = np.empty((stop - start) * width, np.uint8)
     ranges = source.byte_ranges[name]

@@ -1,15 +1,15 @@
-"""Writing an Orbax checkpoint as plain files: zarr3 arrays without compression, every byte at a known place.
+"""Lay out an Orbax checkpoint as zarr3 arrays in plain files without compression, every byte at a known offset.
 
-Orbax reads it like one of its own (it is what Orbax writes with use_ocdbt=False and no codec), and so does anything
-that reads zarr3. There is no database to keep consistent: threads, processes and a resumed merge write where they like.
+This is what Orbax writes with use_ocdbt=False and no codec, so Orbax and any zarr3 reader can open it. There is no
+database to keep consistent, so threads, processes and a resumed merge can write anywhere at any time.
 """
 
-import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ByteRange, CheckpointSource, LeafInfo
 
 # Small enough that a host which restores its shard reads little else, large enough to be read at the disk's speed.
@@ -18,47 +18,48 @@ _V1_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyT
 _V0_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 
 
-def orbax_files(
-    leaves: Mapping[str, LeafInfo], first: CheckpointSource, custom: Mapping[str, Any]
-) -> tuple[dict[str, bytes], dict[str, int], dict[str, tuple[ByteRange, ...]]]:
-    """The small files, the sizes of the files that hold chunks, and the places of the leaves, all by relative path.
+def orbax_layout(
+    leaves: Mapping[str, LeafInfo], template: CheckpointSource, custom_metadata: Mapping[str, Any]
+) -> OutputLayout:
+    """Lay out an Orbax checkpoint.
 
     Args:
-        leaves: the leaves to write, by name.
-        first: the source whose layout is kept: key paths and the item that holds the tree; for another format one flat
-            dictionary, as `orbax.checkpoint.v1.save` lays it out.
-        custom: the checkpoint's custom metadata.
+        leaves: The leaves to write, by name.
+        template: The source whose tree is kept: key paths and the item that holds it. For another format, the leaves
+            become one flat dictionary, as `orbax.checkpoint.v1.save` writes it.
+        custom_metadata: The checkpoint's custom metadata.
 
     Raises:
-        ValueError: a name cannot be a directory of its own.
+        ValueError: A leaf's name cannot be a directory name.
     """
     texts: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
-    places: dict[str, tuple[ByteRange, ...]] = {}
+    byte_ranges: dict[str, tuple[ByteRange, ...]] = {}
     tree = {}
-    is_orbax = first.kind == "orbax"
-    keys_of = first.metadata["keys"] if is_orbax else {}
-    item = first.metadata["item"] if is_orbax else "state"
+    is_orbax = template.kind == "orbax"
+    item = template.metadata["item"] if is_orbax else "state"
     folder = f"{item}/" if item else ""
     for name, leaf in leaves.items():
         if "/" in name or "\0" in name or name in {"", ".", ".."} or len(name.encode()) > 255:
             raise ValueError(
                 f"{name[:80]!r} cannot be the name of a directory; write it as safetensors (--format safetensors)"
             )
-        keys = keys_of.get(name) or [{"key": name, "key_type": 2}]
-        # Without devices to go by, what comes from another format is restored as numpy unless the reader says where to.
-        value = {
-            "value_type": "jax.Array" if is_orbax else "np.ndarray",
-            "skip_deserialize": False,
-            "write_shape": list(leaf.shape),
+        keys = (template.metadata["keys"].get(name) if is_orbax else None) or [{"key": name, "key_type": 2}]
+        tree[str(tuple(str(key["key"]) for key in keys))] = {
+            "key_metadata": keys,
+            "value_metadata": {
+                # A tree from another format has no shardings: Orbax restores it as numpy unless the reader gives some.
+                "value_type": "jax.Array" if is_orbax else "np.ndarray",
+                "skip_deserialize": False,
+                "write_shape": list(leaf.shape),
+            },
         }
-        tree[str(tuple(str(key["key"]) for key in keys))] = {"key_metadata": keys, "value_metadata": value}
         chunk = _chunk_shape(leaf)
         texts[f"{folder}{name}/zarr.json"] = _json(_array_metadata(leaf, chunk))
-        places[name] = tuple(_chunks(folder + name, leaf, chunk))
-        sizes |= {str(byte_range.path): _chunk_nbytes(leaf, chunk) for byte_range in places[name]}
-    if is_orbax and first.metadata["sharding"]:
-        texts[f"{folder}_sharding"] = _json(first.metadata["sharding"])
+        byte_ranges[name] = tuple(_chunk_ranges(folder + name, leaf, chunk))
+        sizes |= {str(part.path): _chunk_nbytes(leaf, chunk) for part in byte_ranges[name]}
+    if is_orbax and template.metadata["sharding"]:
+        texts[f"{folder}_sharding"] = _json(template.metadata["sharding"])
     texts[f"{folder}_METADATA"] = _json(
         {
             "tree_metadata": tree,
@@ -75,13 +76,13 @@ def orbax_files(
             "performance_metrics": {},
             "init_timestamp_nsecs": 0,
             "commit_timestamp_nsecs": 0,
-            "custom_metadata": dict(custom),
+            "custom_metadata": dict(custom_metadata),
         }
     )
     texts["commit_success.txt"] = b""
     if item == "state":
         texts["orbax.checkpoint"] = b""
-    return texts, sizes, places
+    return OutputLayout(texts, sizes, byte_ranges)
 
 
 def _json(value: Any) -> bytes:
@@ -89,14 +90,15 @@ def _json(value: Any) -> bytes:
 
 
 def _chunk_shape(leaf: LeafInfo) -> tuple[int, ...]:
-    """Whole rows of the leading axis, as many as divide it and fit; a chunk is then a run of the leaf's bytes."""
+    """Return a chunk of complete rows of the leading axis, which is a contiguous byte range of the leaf."""
     if not leaf.shape or not leaf.elements:
         return tuple(max(1, size) for size in leaf.shape)
-    rows, row_bytes = leaf.shape[0], leaf.nbytes // leaf.shape[0]
+    rows = leaf.shape[0]
     count = min(rows, max(1, -(-leaf.nbytes // CHUNK_BYTES)))
-    # A prime number of rows has no such divisor: then one padded chunk too many is cheaper than a file for every row.
+    # A divisor of the rows near the wanted count avoids padding. A prime number of rows has none: one padded chunk is
+    # then cheaper than one file per row.
     exact = next((parts for parts in range(count, min(rows, 4 * count) + 1) if rows % parts == 0), count)
-    return (-(-rows // exact) if row_bytes else rows, *leaf.shape[1:])
+    return (-(-rows // exact), *leaf.shape[1:])
 
 
 def _array_metadata(leaf: LeafInfo, chunk: tuple[int, ...]) -> dict[str, Any]:
@@ -117,15 +119,14 @@ def _chunk_nbytes(leaf: LeafInfo, chunk: tuple[int, ...]) -> int:
     return LeafInfo(chunk, leaf.dtype).nbytes
 
 
-def _chunks(folder: str, leaf: LeafInfo, chunk: tuple[int, ...]) -> list[ByteRange]:
+def _chunk_ranges(folder: str, leaf: LeafInfo, chunk: tuple[int, ...]) -> list[ByteRange]:
     if not leaf.elements:
         return []
     if not leaf.shape:
         return [ByteRange(Path(folder, "c"), 0, leaf.nbytes)]
     chunk_nbytes = _chunk_nbytes(leaf, chunk)
     tail = "/0" * (len(leaf.shape) - 1)
-    starts = itertools.count(0, chunk_nbytes)
     return [
         ByteRange(Path(folder, f"c/{number}{tail}"), 0, min(chunk_nbytes, leaf.nbytes - start))
-        for number, start in zip(range(-(-leaf.shape[0] // chunk[0])), starts, strict=False)
+        for number, start in enumerate(range(0, leaf.nbytes, chunk_nbytes))
     ]

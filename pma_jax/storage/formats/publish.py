@@ -1,8 +1,8 @@
-"""Publishing a finished checkpoint: by one rename on a disk, by an order of objects in a bucket, which has no rename.
+"""Publish a finished checkpoint: by one rename on a disk; by uploading in a fixed order to a bucket, which has no rename.
 
-In a bucket every object appears whole, and their order says what is done: first a mark that a publication is under way,
-then the arrays, then the texts that lead to them, then provenance.json and the commit mark, and at last the first mark
-goes. What has the first mark is not whole: the same merge writes over it, anything else refuses it.
+Every object in a bucket appears atomically. The order of upload is: a marker `publishing.json`, the files with arrays,
+the small files that refer to them, provenance.json, the commit marker; then `publishing.json` is removed. A directory
+that contains `publishing.json` is incomplete: the same merge uploads it again, every other writer refuses it.
 """
 
 import hashlib
@@ -14,43 +14,48 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pma_jax.storage import atomic
+from pma_jax.storage.json_files import read_object
 from pma_jax.storage.paths import is_bucket
 
 IN_PROGRESS_FILE = "publishing.json"
-_LAST = ("provenance.json", "commit_success.txt")
+_UPLOADED_LAST = ("provenance.json", "commit_success.txt")
 _THREADS = 8
 
 
 def working_directory(target: Path, suffix: str) -> Path:
-    """Where `target` is made: beside it on a disk, in the machine's directory for temporary files for a bucket."""
+    """Return where to build `target`: beside it on a disk, in the local temporary directory for a bucket."""
     if not is_bucket(target):
         return target.parent / f".{target.name}.partial{suffix}"
-    place = hashlib.sha256(str(target).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"pma-{place}.partial{suffix}"
+    key = hashlib.sha256(str(target).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"pma-{key}.partial{suffix}"
 
 
-def publish(directory: Path, target: Path, arrays: Sequence[str], digest: str) -> None:
-    """Make `directory` appear as `target`; `arrays` are the relative paths of the files that hold leaves.
+def publish(directory: Path, target: Path, array_files: Sequence[str], digest: str) -> None:
+    """Make the finished `directory` appear as `target`.
 
-    Where `target` is in a bucket, `digest` says in its mark what is being published.
+    Args:
+        directory: A complete checkpoint on a local disk.
+        target: The directory to create, on the same disk or in a bucket.
+        array_files: Relative paths of the files that hold leaves.
+        digest: Identifies what is published, in the marker of an interrupted upload.
     """
     if is_bucket(target):
-        _upload(directory, target, arrays, digest)
-        return
-    atomic.publish_directory(directory, target)
+        _upload(directory, target, array_files, digest)
+    else:
+        atomic.publish_directory(directory, target)
 
 
 def is_upload_interrupted(target: Path, digest: str) -> bool:
-    """Whether publishing what has this digest was interrupted; then `publish` writes over what is there."""
-    mark = target / IN_PROGRESS_FILE
-    return is_bucket(target) and mark.exists() and json.loads(mark.read_text())["digest"] == digest
+    """Return whether an upload with this digest was interrupted, so that `publish` may overwrite the target."""
+    marker = target / IN_PROGRESS_FILE
+    return is_bucket(target) and marker.exists() and read_object(marker).get("digest") == digest
 
 
-def _upload(directory: Path, target: Path, arrays: Sequence[str], digest: str) -> None:
+def _upload(directory: Path, target: Path, array_files: Sequence[str], digest: str) -> None:
     (target / IN_PROGRESS_FILE).write_text(json.dumps({"digest": digest}))
     files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    texts = files - set(arrays) - set(_LAST)
-    for names in (sorted(arrays), sorted(texts), *([name] for name in _LAST if name in files)):
+    small_files = files - set(array_files) - set(_UPLOADED_LAST)
+    for names in (sorted(array_files), sorted(small_files), *([name] for name in _UPLOADED_LAST if name in files)):
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(lambda name: _copy(directory / name, target / name), names):
                 pass
@@ -58,5 +63,5 @@ def _upload(directory: Path, target: Path, arrays: Sequence[str], digest: str) -
 
 
 def _copy(source: Path, target: Path) -> None:
-    with source.open("rb") as data, target.open("wb") as written:
-        shutil.copyfileobj(data, written, 2**22)
+    with source.open("rb") as data, target.open("wb") as out:
+        shutil.copyfileobj(data, out, 2**22)

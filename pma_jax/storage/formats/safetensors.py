@@ -1,7 +1,8 @@
-"""The safetensors format, read as untrusted bytes and written byte for byte the same every time.
+"""The safetensors format: validate headers as untrusted input, and write headers and shard indexes deterministically.
 
-A file is: the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets), the
-data. Nothing here imports more than numpy's neighbours: a merge of safetensors starts in a tenth of a second.
+A file is the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets), and the
+data. The safetensors library is not used: it gives no byte offsets and cannot write a header without the data. Nothing
+here imports more than numpy, so that a merge starts in a tenth of a second.
 """
 
 import json
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.json_files import json_bytes, parse_json, read_object
 
@@ -39,7 +41,7 @@ _MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors header says: where each leaf lies, in the order of the data."""
+    """A validated header: leaves and where their bytes are, in the order of the data, and `__metadata__`."""
 
     leaves: Mapping[str, LeafInfo]
     byte_ranges: Mapping[str, tuple[ByteRange, ...]]
@@ -47,10 +49,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks one file's header; the data is not touched.
+    """Read and validate the header of one file; the data is not read.
 
     Raises:
-        ValueError: the file is not a safetensors file that the specification allows; one line.
+        ValueError: The file violates the safetensors specification; one line.
     """
     with path.open("rb") as file:
         file_bytes = path.stat().st_size
@@ -66,31 +68,32 @@ def read_header(path: Path) -> Header:
         entries = parse_json(file.read(header_bytes), f"{path}: header")
     if not isinstance(entries, dict):
         raise ValueError(f"{path}: the header is not a JSON object; it is not a safetensors file")
-    return _check_header(entries, path, data_start=8 + header_bytes, data_bytes=file_bytes - 8 - header_bytes)
+    return _validate_header(entries, path, data_start=8 + header_bytes, data_bytes=file_bytes - 8 - header_bytes)
 
 
-def _check_header(entries: dict[str, Any], path: Path, data_start: int, data_bytes: int) -> Header:
+def _validate_header(entries: dict[str, Any], path: Path, data_start: int, data_bytes: int) -> Header:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"{path}: __metadata__ must map strings to strings")
-    runs = [(*_check_entry(name, entry, path), name) for name, entry in entries.items()]
-    runs.sort(key=lambda run: run[:2])
-    end_of_last, leaves, byte_ranges = 0, {}, {}
-    for start, end, leaf, name in runs:
-        if start != end_of_last:
-            how = "overlaps the one before it" if start < end_of_last else "leaves a hole before it"
+    parsed = [(*_parse_entry(name, entry, path), name) for name, entry in entries.items()]
+    parsed.sort(key=lambda entry: entry[:2])
+    previous_end, leaves, byte_ranges = 0, {}, {}
+    for start, end, leaf, name in parsed:
+        if start != previous_end:
+            how = "overlaps the one before it" if start < previous_end else "leaves a hole before it"
             raise ValueError(f"{path}: {name[:80]!r} at bytes {start}:{end} {how}; safetensors allows neither")
         leaves[name] = leaf
         byte_ranges[name] = (ByteRange(path, data_start + start, end - start),)
-        end_of_last = end
-    if end_of_last != data_bytes:
-        raise ValueError(f"{path}: the header describes {end_of_last} bytes of data and the file has {data_bytes}")
+        previous_end = end
+    if previous_end != data_bytes:
+        raise ValueError(f"{path}: the header describes {previous_end} bytes of data and the file has {data_bytes}")
     return Header(leaves, byte_ranges, metadata)
 
 
-def _check_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]:
+def _parse_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]:
+    """Return (start, end, leaf) of one header entry."""
     what = f"{path}: {name[:80]!r}"
-    # A name is repeated in messages and becomes a file name: no line breaks, no half of a surrogate pair.
+    # Names appear in messages and become file names, so line breaks and lone surrogates are refused.
     if not name.isprintable():
         raise ValueError(f"{what} is not a printable Unicode name")
     if not isinstance(entry, dict):
@@ -110,22 +113,17 @@ def _check_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]
 
 
 def read_index(path: Path) -> dict[str, list[str]]:
-    """Reads a shard index (`model.safetensors.index.json`) as {shard file name: leaf names it must hold}.
+    """Read a shard index (`model.safetensors.index.json`) as {shard file name: names of its leaves}.
 
     Raises:
-        ValueError: the index is not one, or names a file outside its own directory.
+        ValueError: The file is not an index, or refers to a file outside its own directory.
     """
     weight_map = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: has no weight_map; it is not an index of safetensors shards")
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        if (
-            not isinstance(shard, str)
-            or "\0" in shard
-            or PurePosixPath(shard).name != shard
-            or shard in {"", ".", ".."}
-        ):
+        if not isinstance(shard, str) or "\0" in shard or PurePosixPath(shard).name != shard or shard in {"", ".."}:
             raise ValueError(f"{path}: {name[:80]!r} points to {str(shard)[:80]!r}; a shard must lie beside its index")
         if not shard.endswith(".safetensors"):
             raise ValueError(
@@ -136,10 +134,10 @@ def read_index(path: Path) -> dict[str, list[str]]:
 
 
 def read_sharded(index_path: Path) -> Header:
-    """Reads the headers of all shards of an index, checked against it.
+    """Read the headers of all shards of an index as one, and validate them against the index.
 
     Raises:
-        ValueError: a shard is missing, or holds other leaves than the index says.
+        ValueError: A shard is missing, or its leaves are not those that the index lists.
     """
     leaves: dict[str, LeafInfo] = {}
     byte_ranges: dict[str, tuple[ByteRange, ...]] = {}
@@ -158,8 +156,46 @@ def read_sharded(index_path: Path) -> Header:
     return Header(leaves, byte_ranges, metadata)
 
 
-def header_bytes(leaves: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]) -> bytes:
-    """The length prefix and header of a file that holds `leaves` in this order; data starts 8-aligned."""
+def safetensors_layout(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadata: Mapping[str, str]) -> OutputLayout:
+    """Lay out the shards of `leaves`, in order, with at most `shard_bytes` each, and the index if there are several."""
+    shards = _split_into_shards(leaves, shard_bytes)
+    sizes, headers, byte_ranges = {}, {}, {}
+    for file, names in shards.items():
+        headers[file] = _header_bytes([(name, leaves[name]) for name in names], metadata)
+        end = len(headers[file])
+        for name in names:
+            byte_ranges[name] = (ByteRange(Path(file), end, leaves[name].nbytes),)
+            end += leaves[name].nbytes
+        sizes[file] = end
+    texts = {"model.safetensors.index.json": _index_bytes(shards, leaves)} if len(shards) > 1 else {}
+    return OutputLayout(texts, sizes, byte_ranges, headers)
+
+
+def _split_into_shards(leaves: Mapping[str, LeafInfo], shard_bytes: int) -> dict[str, list[str]]:
+    """Return file name -> leaf names, with the file names that transformers expects.
+
+    A leaf larger than `shard_bytes` gets a shard of its own.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, leaf in leaves.items():
+        if shards[-1] and filled + leaf.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += leaf.nbytes
+    count = len(shards)
+    return {
+        # Wide items first, as the reference writer orders them, so that every tensor is aligned to its item size.
+        "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors": sorted(
+            shard, key=lambda name: -ITEM_BYTES[leaves[name].dtype]
+        )
+        for number, shard in enumerate(shards, 1)
+    }
+
+
+def _header_bytes(leaves: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]) -> bytes:
+    """Return the length prefix and header of a file that holds `leaves` in this order; the data starts 8-aligned."""
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     start = 0
     for name, leaf in leaves:
@@ -171,29 +207,7 @@ def header_bytes(leaves: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, 
     return len(text).to_bytes(8, "little") + text
 
 
-def split_into_shards(leaves: Mapping[str, LeafInfo], shard_bytes: int) -> list[list[str]]:
-    """Cuts the leaves, in order, into shards of at most `shard_bytes` (a larger leaf gets a shard of its own)."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, leaf in leaves.items():
-        if shards[-1] and filled + leaf.nbytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += leaf.nbytes
-    # Wide items first, as the reference writer does, so that every tensor is aligned to its own item size.
-    return [sorted(shard, key=lambda name: -ITEM_BYTES[leaves[name].dtype]) for shard in shards]
-
-
-def shard_names(count: int) -> list[str]:
-    """The file names that transformers expects for `count` shards."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def index_bytes(shards: Mapping[str, Iterable[str]], leaves: Mapping[str, LeafInfo]) -> bytes:
-    """The text of `model.safetensors.index.json` for {file name: leaf names}."""
+def _index_bytes(shards: Mapping[str, Iterable[str]], leaves: Mapping[str, LeafInfo]) -> bytes:
     weight_map = {name: shard for shard, names in shards.items() for name in names}
     index = {
         "metadata": {
