@@ -102,8 +102,8 @@ def describe_merge(made: MergePlan, gathered: CheckpointSeries, outs: Sequence[P
         "dtype": made.dtype,
         "read_bytes": made.read_bytes,
         "write_bytes": made.write_bytes,
-        "memory_bytes": made.memory_bytes,
-        "cores": made.threads * made.processes,
+        "memory_bytes": made.schedule.memory_bytes,
+        "cores": made.schedule.threads * made.schedule.processes,
         "notes": [*gathered.notes, *made.notes],
     }
 

@@ -182,7 +182,7 @@ def test_a_revision_of_the_hub_comes_in_with_its_step_and_tokens(tmp_path, monke
     cached.mkdir(parents=True)
     for file in (tmp_path / "blobs").iterdir():
         (cached / file.name).symlink_to(file)
-    monkeypatch.setattr(hub, "_ask", lambda address, question: str(cached))
+    monkeypatch.setattr(hub, "_call_api", lambda address, request: str(cached))
     made = hf.import_model("hf://org/suite@step100-tokens5B", tmp_path / "ours")
     assert (
         made["tokenizer"] == ["tokenizer.json"]

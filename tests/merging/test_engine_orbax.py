@@ -90,7 +90,7 @@ def test_every_layout_merges_and_orbax_reads_it_back(tmp_path, kind, decoder, mo
     made = plan(sources, ROW)
     # Whatever is raw is read without decoding, but for values so small that a database keeps them in its index.
     is_plain = bool({"emb", "params.emb"} & sources[0].byte_ranges.keys())
-    is_streamed = bool({"emb", "params.emb"} & made.streamed)
+    is_streamed = bool({"emb", "params.emb"} & made.schedule.zstd_leaves)
     if "chunks" not in kind:
         assert (is_plain, is_streamed) == ("raw" in kind, "raw" not in kind and decoder == "zstandard")
     merge(made, [tmp_path / "out"])
@@ -158,16 +158,16 @@ def test_a_database_with_several_levels(tmp_path):
 
 def test_regions_bound_the_memory(tmp_path, monkeypatch):
     """A leaf in many chunks is decoded a few rows at a time; the result is the same."""
-    from pma_jax.merging.engine import plan as planning
+    from pma_jax.merging.engine import schedule
 
     monkeypatch.setattr(zarr, "is_available", lambda: False)
     for k in range(3):
         save_v1(tmp_path / str(k), {"w": tree(k)["emb"]}, chunk=512)
     sources = [open_source(tmp_path / str(k)) for k in range(3)]
     merge(plan(sources, ROW), [tmp_path / "a"])
-    monkeypatch.setattr(planning, "_REGION_BYTES", 1024)
+    monkeypatch.setattr(schedule, "_REGION_BYTES", 1024)
     made = plan(sources, ROW)
-    assert made.decoded["w"] < sources[0].leaves["w"].elements
+    assert made.schedule.decoded_regions["w"] < sources[0].leaves["w"].elements
     merge(made, [tmp_path / "b"])
     for out in "ab":
         assert verify(tmp_path / out, with_sources=True) == []

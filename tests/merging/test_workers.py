@@ -14,8 +14,7 @@ import tiny
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 
-from pma_jax.merging.engine import plan as planning
-from pma_jax.merging.engine import workers
+from pma_jax.merging.engine import schedule, workers
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
 from pma_jax.merging.engine.provenance import verify
@@ -47,7 +46,8 @@ def sources(tmp_path, request):
 
 def with_helpers(sources, rows, only=False):
     """A plan for two helpers, who do all of the work if `only`."""
-    return dataclasses.replace(plan(sources, rows), processes=3, threads=0 if only else 1)
+    made = plan(sources, rows)
+    return dataclasses.replace(made, schedule=dataclasses.replace(made.schedule, processes=3, threads=0 if only else 1))
 
 
 @pytest.mark.parametrize("rows", [ROWS[0], ROWS], ids=["one recipe", "two recipes"])
@@ -61,14 +61,14 @@ def test_helpers_merge_to_the_bytes_of_one_process(sources, tmp_path, rows, only
 
 
 def test_processes_are_planned_where_each_has_enough_to_read_and_fits(sources, monkeypatch):
-    assert plan(sources, ROWS, cores=64).processes == 1
+    assert plan(sources, ROWS, cores=64).schedule.processes == 1
     each = sum(source.nbytes for source in sources) // 5 - 1000
-    monkeypatch.setattr(planning, "HELPED_BYTES", each)
+    monkeypatch.setattr(schedule, "MIN_BYTES_PER_PROCESS", each)
     made = plan(sources, ROWS[0], cores=64)
-    assert (made.processes, made.threads) == (5, 1)
-    assert plan(sources, ROWS[0], cores=2).processes == 2
-    few = plan(sources, ROWS[0], cores=64, memory_limit_bytes=made.memory_bytes // 2)
-    assert 1 <= few.processes < 5 and few.memory_bytes <= made.memory_bytes // 2
+    assert (made.schedule.processes, made.schedule.threads) == (5, 1)
+    assert plan(sources, ROWS[0], cores=2).schedule.processes == 2
+    few = plan(sources, ROWS[0], cores=64, memory_limit_bytes=made.schedule.memory_bytes // 2)
+    assert 1 <= few.schedule.processes < 5 and few.schedule.memory_bytes <= made.schedule.memory_bytes // 2
     assert few.digest == made.digest, "another number of processes goes on with the same merge"
 
 
@@ -99,7 +99,7 @@ def test_a_helper_that_is_killed_ends_the_merge_and_what_is_done_stays(sources, 
 
     monkeypatch.setattr(workers.subprocess, "Popen", remembered)
     made = with_helpers(sources, ROWS[0], only=True)
-    with pytest.raises(ChildProcessError, match=r"status -9 \(killed: out of memory\?\); the same command goes on"):
+    with pytest.raises(ChildProcessError, match=r"status -9 \(killed: out of memory\?\); run the same command again"):
         merge(made, [tmp_path / "out"], progress=lambda done, total: [p.kill() for p in started])
     assert not (tmp_path / "out").exists() and all(p.returncode is not None for p in started)
     monkeypatch.undo()
@@ -117,7 +117,8 @@ made = plan([open_source(path) for path in sys.argv[2:]], np.array([0.2, 0.3, 0.
 def wait(done, total):
     print(done, flush=True)
     time.sleep(60)
-merge(dataclasses.replace(made, threads=0, processes=3), [sys.argv[1]], progress=wait)
+schedule = dataclasses.replace(made.schedule, threads=0, processes=3)
+merge(dataclasses.replace(made, schedule=schedule), [sys.argv[1]], progress=wait)
 """
 
 

@@ -1,4 +1,4 @@
-"""What a merge has finished, so that it can go on after a crash; one line of JSON a unit, appended as it is written."""
+"""The journal of a merge: one line of JSON per finished unit, appended as it is written, to resume after a crash."""
 
 import json
 import os
@@ -22,10 +22,10 @@ class Record:
     """A finished unit.
 
     Attributes:
-        unit: its number in the plan's order.
-        read: for each source, the checksum of each segment that was read.
-        written: for each recipe, the checksum of each segment that was written.
-        squares: for each recipe, what `kernels.squares` measured on a sample.
+        unit: Its number in the plan's order.
+        read: For each source, the checksums of the segments that were read.
+        written: For each recipe, the checksums of the segments that were written.
+        squares: For each recipe, the result of `sums.squared_changes` on a sample.
     """
 
     unit: int
@@ -35,30 +35,30 @@ class Record:
 
 
 def journal_path(work: Path, process: int) -> Path:
-    """The file in which one process of the merge in `work` notes what it has done."""
+    """Return the journal of one process of the merge in `work`."""
     return work / f"journal.{process}.jsonl"
 
 
 @contextmanager
 def open_appender(path: Path) -> Iterator[Callable[[Record], None]]:
-    """A function that notes a finished unit; safe to call from several threads."""
+    """Yield a function that appends a record to the journal; threads may call it concurrently."""
     lock = threading.Lock()
     with path.open("ab") as file:
 
-        def note(record: Record) -> None:
+        def append(record: Record) -> None:
             line = json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n"
             with lock:
                 file.write(line)
                 file.flush()
 
-        # A line that a crash tore must not swallow the next one.
+        # The last line may be incomplete after a crash; a new line keeps the next record apart from it.
         if file.tell():
             file.write(b"\n")
-        yield note
+        yield append
 
 
 def read_records(work: Path) -> dict[int, Record]:
-    """What all processes noted; a torn last line (the crash itself) is as if it were not there."""
+    """Read the records of all processes by unit number; lines that a crash left incomplete are ignored."""
     records: dict[int, Record] = {}
     for path in sorted(work.glob("journal.*.jsonl")):
         for line in path.read_bytes().splitlines():
@@ -72,50 +72,57 @@ def read_records(work: Path) -> dict[int, Record]:
 
 
 def find_intact_records(
-    plan: MergePlan, records: Mapping[int, Record], places: Sequence[Mapping[str, Sequence[ByteRange]] | None]
+    plan: MergePlan,
+    records: Mapping[int, Record],
+    output_ranges: Sequence[Mapping[str, Sequence[ByteRange]] | None],
 ) -> dict[int, Record]:
-    """The records whose output is on the disk as they say; a power cut may have lost what was noted.
+    """Return the records whose output is on the disk with the recorded checksums: a power failure may have lost some.
 
-    `places` has, for each recipe, where its leaves are, or None where it has been published.
+    Args:
+        plan: The merge.
+        records: Unit number -> record.
+        output_ranges: For each recipe, where its leaves are written; None if it has been published.
     """
     return {
         number: records[number]
         for number, unit in enumerate(plan.units())
         if number in records
         and all(
-            place is None
-            or segment_digests(plan.leaves[unit.name], place[unit.name], unit, plan.checksum)
-            == records[number].written[r]
-            for r, place in enumerate(places)
+            ranges is None
+            or compute_segment_digests(plan.leaves[unit.name], ranges[unit.name], unit, plan.checksum)
+            == records[number].written[row]
+            for row, ranges in enumerate(output_ranges)
         )
     }
 
 
-def segment_digests(leaf: LeafInfo, byte_ranges: Sequence[ByteRange], unit: Unit, checksum: str) -> list[str]:
-    """The checksum of each segment of a unit as it lies on the disk."""
-    hasher, width = SegmentHasher(ITEM_BYTES[leaf.dtype], checksum), ITEM_BYTES[leaf.dtype]
+def compute_segment_digests(leaf: LeafInfo, ranges: Sequence[ByteRange], unit: Unit, checksum: str) -> list[str]:
+    """Read a unit from `ranges` and return the checksum of each of its segments."""
+    width = ITEM_BYTES[leaf.dtype]
+    hasher = SegmentHasher(width, checksum)
     buffer = np.empty(2**20, np.uint8)
-    with open_files([byte_range.path for byte_range in byte_ranges], os.O_RDONLY) as descriptors:
+    with open_files([part.path for part in ranges], os.O_RDONLY) as files:
         for start in range(unit.start * width, unit.stop * width, len(buffer)):
             piece = buffer[: min(len(buffer), unit.stop * width - start)]
-            read_range(descriptors, byte_ranges, start, piece)
+            read_range(files, ranges, start, piece)
             hasher.update(piece)
     return hasher.hexdigests()
 
 
 @contextmanager
 def lock_work_directory(work: Path, process: int) -> Iterator[None]:
-    """Keeps a second process from doing the same work at the same time; the lock ends with the process.
+    """Create `work` and lock this process's share of it against a second process; the lock ends with the process.
 
-    The directory is made. Whoever ends removes it with the lock in it.
+    The last process of a merge deletes the directory and its locks.
 
     Raises:
-        ValueError: another process holds it, or the file system has no locks.
+        ValueError: Another process holds the lock, or the file system has no locks.
     """
-    with locks.locked(work / f"lock.{process}", lambda _: f"{work}: another process is writing this; wait for it") as (
-        _,
-        is_locked,
-    ):
+
+    def refusal(_: object) -> str:
+        return f"{work}: another process is writing this; wait for it"
+
+    with locks.locked(work / f"lock.{process}", refusal) as (_, is_locked):
         if not is_locked:
             raise ValueError(f"{work}: this file system has no locks; write to another one")
         yield

@@ -1,4 +1,7 @@
-"""What a merged checkpoint is made of, written beside it, and checking that it still is."""
+"""The provenance of a merged checkpoint: written beside it as JSON, and used to verify it.
+
+provenance.json lists every input with its coefficient and digests, and the digests of all files that were written.
+"""
 
 import contextlib
 import hashlib
@@ -13,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax.merging.engine import sums
-from pma_jax.merging.engine.journal import Record, segment_digests
+from pma_jax.merging.engine.journal import Record, compute_segment_digests
 from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.storage.digests import (
     CHECKSUMS,
@@ -24,22 +27,21 @@ from pma_jax.storage.digests import (
     leaf_digest,
 )
 from pma_jax.storage.formats.open import open_source, read_leaf_bytes
-from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInfo
+from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.json_files import read_object
 from pma_jax.storage.paths import locate
 
 FILE_NAME = "provenance.json"
-# Rounding noise of half of what merging moved: about where a bfloat16 result is no longer better than the newest
-# source.
+# Ratio of rounding error to the change by merging. At about this ratio a bfloat16 result loses what merging gains.
 _ROUNDING_WARNING = 0.5
 
 
 def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str) -> dict[str, Any]:
-    """The provenance of merged checkpoint `row`; the same inputs give the same text, so it has no clock in it."""
+    """Return the provenance of merged checkpoint `row`. It has no timestamp: equal inputs give equal text."""
     units = list(plan.units())
     sources = []
     for k, source in enumerate(plan.sources):
-        digests = _leaf_digests(plan, units, [records[n].read[k] for n in range(len(units))])
+        digests = _collect_leaf_digests(plan, units, [records[n].read[k] for n in range(len(units))])
         sources.append(
             {
                 "source": source.origin,
@@ -51,9 +53,9 @@ def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str
                 "leaves": digests,
             }
         )
-    written = _leaf_digests(plan, units, [records[n].written[row] for n in range(len(units))])
+    written = _collect_leaf_digests(plan, units, [records[n].written[row] for n in range(len(units))])
     squares = np.sum([records[n].squares[row] for n in range(len(units))] or [[0.0, 0.0]], axis=0)
-    layout = plan.layout
+    inputs = plan.sources[0].leaves
     return {
         "made_by": "pma merge",
         "command": command,
@@ -61,14 +63,14 @@ def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str
         "coefficients": plan.coefficients[row].tolist(),
         "tokens": plan.sources[-1].tokens,
         "dtype": plan.dtype,
-        "accumulation_dtypes": sorted({sums.accumulation_dtype(leaf.dtype) for leaf in _summed(plan).values()}),
-        "copied_leaves": [name for name, leaf in plan.sources[0].leaves.items() if not leaf.is_summed],
+        "accumulation_dtypes": sorted({sums.accumulation_dtype(x.dtype) for x in inputs.values() if x.is_summed}),
+        "copied_leaves": [name for name, leaf in inputs.items() if not leaf.is_summed],
         "rounding_over_moved": math.sqrt(squares[0] / squares[1]) if squares[1] else None,
         "checksum": plan.checksum,
         "digest": checkpoint_digest(plan.leaves, written),
         "leaves": written,
-        "files": {name: _text_digest(text) for name, text in layout.texts.items()}
-        | {name: file_digest(path) for name, path in layout.copies.items()},
+        "files": {name: hashlib.sha256(text).hexdigest() for name, text in plan.layout.texts.items()}
+        | {name: file_digest(path) for name, path in plan.layout.copies.items()},
         "sources": sources,
         "notes": list(plan.notes),
         "plan": plan.digest,
@@ -76,19 +78,11 @@ def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str
     }
 
 
-def _summed(plan: MergePlan) -> dict[str, LeafInfo]:
-    return {name: leaf for name, leaf in plan.sources[0].leaves.items() if leaf.is_summed}
-
-
-def _leaf_digests(plan: MergePlan, units: list[Unit], segments: list[list[str]]) -> dict[str, str]:
-    of_leaf: dict[str, list[str]] = {name: [] for name in plan.leaves}
+def _collect_leaf_digests(plan: MergePlan, units: list[Unit], segments: list[list[str]]) -> dict[str, str]:
+    segments_of: dict[str, list[str]] = {name: [] for name in plan.leaves}
     for unit, digests in zip(units, segments, strict=True):
-        of_leaf[unit.name] += digests
-    return {name: leaf_digest(digests) for name, digests in of_leaf.items()}
-
-
-def _text_digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()
+        segments_of[unit.name] += digests
+    return {name: leaf_digest(digests) for name, digests in segments_of.items()}
 
 
 def _versions() -> dict[str, str]:
@@ -98,47 +92,47 @@ def _versions() -> dict[str, str]:
     return versions | {"python": platform.python_version()}
 
 
-def check_inputs_unchanged(plan: MergePlan, facts: Mapping[str, Any]) -> None:
-    """Compare what a merge read of its sources with the digests that these carry, if they do; costs no read.
+def check_inputs_unchanged(plan: MergePlan, provenance: Mapping[str, Any]) -> None:
+    """Compare what a merge has read with the digests recorded in its sources, where they have some; reads nothing.
 
     Raises:
-        ValueError: a source is not what was written; names the source, the leaf and the files that hold it.
+        ValueError: A source is corrupt; names the source, the leaves and the files that hold them.
     """
-    for source, entry in zip(plan.sources, facts["sources"], strict=True):
-        wanted = recorded_digests(source, plan.checksum)
-        changed = [name for name, digest in entry["leaves"].items() if wanted.get(name, digest) != digest]
+    for source, entry in zip(plan.sources, provenance["sources"], strict=True):
+        recorded = recorded_digests(source, plan.checksum)
+        changed = [name for name, digest in entry["leaves"].items() if recorded.get(name, digest) != digest]
         if changed:
             raise ValueError(
-                f"{source.origin} is damaged: {len(changed)} leaves are not what was written: "
+                f"{source.origin} is corrupt: {len(changed)} leaves are not what was written: "
                 f"{', '.join(f'{name} ({format_leaf_files(source, name)})' for name in changed[:5])}"
             )
 
 
 def recorded_digests(source: CheckpointSource, checksum: str) -> dict[str, str]:
-    """Leaf -> digest as a checkpoint carries them: a snapshot of ours in its metadata, a merge in its provenance.
+    """Return leaf -> digest as recorded in a snapshot's metadata or a merge's provenance.
 
-    Empty where it has none that this version knows, or of another checksum.
+    Empty if there are none that this version supports, or they use another checksum.
     """
-    facts, item = source.metadata.get("custom", {}), source.metadata.get("item", "")
-    if METADATA_DIGEST_KEY not in facts:
-        facts, item = {}, ""
+    recorded, item = source.metadata.get("custom", {}), source.metadata.get("item", "")
+    if METADATA_DIGEST_KEY not in recorded:
+        recorded, item = {}, ""
         with contextlib.suppress(ValueError):
-            facts = read(source.path)
-    if facts.get("checksum") != checksum:
+            recorded = read(source.path)
+    if recorded.get("checksum") != checksum:
         return {}
-    # A state has the leaves of its items, by the items' names.
-    return {name.removeprefix(f"{item}."): digest for name, digest in facts["leaves"].items()}
+    # In a training state, the item's name is the first part of every leaf's name.
+    return {name.removeprefix(f"{item}."): digest for name, digest in recorded["leaves"].items()}
 
 
 def format_leaf_files(source: CheckpointSource, name: str) -> str:
-    """The files that hold a leaf, for a message."""
-    paths = list(dict.fromkeys(str(byte_range.path) for byte_range in source.byte_ranges.get(name, ())))
+    """List the files that hold a leaf, for a message."""
+    paths = list(dict.fromkeys(str(part.path) for part in source.byte_ranges.get(name, ())))
     return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "") or str(source.path)
 
 
-def rounding_warning(plan: MergePlan, facts: Mapping[str, Any], row: int) -> str | None:
-    """A warning, if rounding to the output's dtype loses more than merging gains."""
-    ratio = facts["rounding_over_moved"]
+def rounding_warning(plan: MergePlan, provenance: Mapping[str, Any], row: int) -> str | None:
+    """Return a warning if rounding to the output dtype loses a large part of what merging changed."""
+    ratio = provenance["rounding_over_moved"]
     if ratio is None or ratio <= _ROUNDING_WARNING:
         return None
     dtypes = sorted({leaf.dtype for leaf in plan.leaves.values() if leaf.is_summed})
@@ -148,66 +142,62 @@ def rounding_warning(plan: MergePlan, facts: Mapping[str, Any], row: int) -> str
     )
 
 
-def write(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Writes `provenance.json` into a directory."""
-    (directory / FILE_NAME).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def write(directory: Path, provenance: Mapping[str, Any]) -> None:
+    """Write `provenance.json` into a directory."""
+    (directory / FILE_NAME).write_text(json.dumps(provenance, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Reads a merged checkpoint's provenance.
+    """Read the provenance of a merged checkpoint.
 
     Raises:
-        ValueError: there is none, or it is not one; one line.
+        ValueError: There is none, or it is invalid; one line.
     """
     path = directory / FILE_NAME
     if not path.is_file():
         raise ValueError(f"{directory}: has no {FILE_NAME}; it was not made by pma merge")
-    facts = read_object(path)
-    wanted = {"leaves": dict, "files": dict, "sources": list, "digest": str, "plan": str}
-    if not all(isinstance(facts.get(key), kind) for key, kind in wanted.items()):
+    provenance = read_object(path)
+    expected = {"leaves": dict, "files": dict, "sources": list, "digest": str, "plan": str}
+    if not all(isinstance(provenance.get(key), kind) for key, kind in expected.items()):
         raise ValueError(f"{path}: is not a provenance that this version wrote")
-    if facts.get("checksum") not in CHECKSUMS:
+    if provenance.get("checksum") not in CHECKSUMS:
         raise ValueError(f"{path}: has checksums that this version does not know; it knows {', '.join(CHECKSUMS)}")
-    return facts
+    return provenance
 
 
 def read_plan_digest(directory: Path) -> str | None:
-    """The digest of the plan that made a directory; None if no merge made it."""
+    """Return the digest of the plan that made a directory; None if no merge made it."""
     try:
         return read(directory)["plan"]
     except ValueError:
         return None
 
 
-def compute_digests(source: CheckpointSource, checksum: str) -> dict[str, str]:
-    """The digest of every leaf of a checkpoint; reads all of it."""
-    return {name: compute_leaf_digest(source, name, checksum) for name in source.leaves}
-
-
 def compute_leaf_digest(source: CheckpointSource, name: str, checksum: str) -> str:
-    """The digest of one leaf of a checkpoint; reads all of it."""
+    """Read one leaf of a checkpoint and return its digest."""
     leaf = source.leaves[name]
     if name in source.byte_ranges:
-        return leaf_digest(segment_digests(leaf, source.byte_ranges[name], Unit(name, 0, leaf.elements), checksum))
+        unit = Unit(name, 0, leaf.elements)
+        return leaf_digest(compute_segment_digests(leaf, source.byte_ranges[name], unit, checksum))
     hasher = SegmentHasher(ITEM_BYTES[leaf.dtype], checksum)
     hasher.update(read_leaf_bytes(source, name, 0, leaf.elements))
     return leaf_digest(hasher.hexdigests())
 
 
 def verify(directory: str | Path, with_sources: bool = False) -> list[str]:
-    """Recomputes a merged checkpoint's digests; every difference, one line each, none if it is what was written.
+    """Recompute the digests of a merged checkpoint and list the differences, one line each.
 
     Args:
-        directory: what `merge` published.
-        with_sources: also read every source again, where its provenance says it was.
+        directory: A directory that `merge` published.
+        with_sources: Also read every source again, from where the provenance says it was.
 
     Raises:
-        ValueError: the directory has no provenance, or is no checkpoint any more.
+        ValueError: The directory has no provenance, or is no longer a checkpoint.
     """
     directory = locate(directory)
-    facts = read(directory)
-    problems = _compare(directory.name, open_source(directory), facts)
-    for name, digest in facts["files"].items():
+    provenance = read(directory)
+    problems = _compare(directory.name, open_source(directory), provenance)
+    for name, digest in provenance["files"].items():
         path = directory / name
         if ".." in Path(name).parts or Path(name).is_absolute():
             problems.append(f"{FILE_NAME}: names {name[:80]!r}, which is outside")
@@ -215,16 +205,19 @@ def verify(directory: str | Path, with_sources: bool = False) -> list[str]:
             problems.append(f"{name}: is missing")
         elif file_digest(path) != digest:
             problems.append(f"{name}: has changed")
-    for entry in facts["sources"] if with_sources else []:
-        problems += _compare(entry["source"], open_source(entry["source"]), facts | entry)
+    for entry in provenance["sources"] if with_sources else []:
+        problems += _compare(entry["source"], open_source(entry["source"]), provenance | entry)
     return problems
 
 
-def _compare(what: str, source: CheckpointSource, facts: Mapping[str, Any]) -> list[str]:
-    found, leaves = compute_digests(source, facts["checksum"]), facts["leaves"]
-    problems = [f"{what}: {name} has changed" for name in leaves if name in found and found[name] != leaves[name]]
-    problems += [f"{what}: {name} is missing" for name in leaves if name not in found]
-    problems += [f"{what}: {name} is new" for name in found if name not in leaves]
-    if not problems and checkpoint_digest(source.leaves, found) != facts["digest"]:
+def _compare(what: str, source: CheckpointSource, provenance: Mapping[str, Any]) -> list[str]:
+    recorded = provenance["leaves"]
+    actual = {name: compute_leaf_digest(source, name, provenance["checksum"]) for name in source.leaves}
+    problems = [
+        f"{what}: {name} has changed" for name in recorded if actual.get(name, recorded[name]) != recorded[name]
+    ]
+    problems += [f"{what}: {name} is missing" for name in recorded if name not in actual]
+    problems += [f"{what}: {name} is new" for name in actual if name not in recorded]
+    if not problems and checkpoint_digest(source.leaves, actual) != provenance["digest"]:
         problems.append(f"{what}: a shape or dtype has changed")
     return problems

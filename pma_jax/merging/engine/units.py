@@ -1,4 +1,4 @@
-"""Merging one unit of work: blocks that stay in cache, every source's in turn, each byte digested as it goes by."""
+"""Merge one unit of work: block by block, all sources in turn, with checksums of every byte read and written."""
 
 import os
 from collections import deque
@@ -13,86 +13,89 @@ from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.storage.digests import SegmentHasher
-from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, write_range
+from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, split_range, write_range
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
 from pma_jax.storage.formats.zstd import ZstdReader
 
-# Rounding is measured on the first elements of every unit: one in five hundred, far more than its estimate needs.
+# Rounding is measured on the first elements of every unit: 1 in 512, which is ample for a ratio of two sums.
 _SAMPLE_ELEMENTS = 2**12
 
 
 @dataclass(frozen=True)
 class MergeJob:
-    """What every thread and process of a merge shares.
+    """What all threads and processes of a merge share.
 
     Attributes:
-        plan: the merge.
-        weights: its coefficients, as the kernels use them.
-        places: for each recipe, where its leaves are written.
+        plan: The merge.
+        weights: Its coefficients as the kernels use them.
+        output_ranges: For each recipe, where its leaves are written.
     """
 
     plan: MergePlan
     weights: sums.KernelWeights
-    places: Sequence[Mapping[str, Sequence[ByteRange]]]
+    output_ranges: Sequence[Mapping[str, Sequence[ByteRange]]]
+
+    def new_scratch(self) -> sums.Scratch:
+        """Allocate the buffers of one thread."""
+        return sums.new_scratch(len(self.plan.recipes), len(self.plan.sources), self.plan.schedule.block_elements)
 
 
-def merge_plain(job: MergeJob, number: int, unit: Unit, scratch: sums.Scratch) -> Record:
-    """Merges a segment of a leaf that lies in files, or a whole leaf of zstd frames: block by block, all sources."""
-    plan, leaf = job.plan, job.plan.sources[0].leaves[unit.name]
-    width = ITEM_BYTES[leaf.dtype]
-    outs = [place[unit.name] for place in job.places]
-    read = [SegmentHasher(ITEM_BYTES[leaf.dtype], plan.checksum) for _ in plan.sources]
-    written = [SegmentHasher(ITEM_BYTES[plan.leaves[unit.name].dtype], plan.checksum) for _ in plan.recipes]
-    squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
+class _UnitStatistics:
+    """Checksums and rounding statistics of one unit, collected while it is merged."""
+
+    def __init__(self, plan: MergePlan, unit: Unit):
+        width, out_width = (ITEM_BYTES[leaves[unit.name].dtype] for leaves in (plan.sources[0].leaves, plan.leaves))
+        self.read = [SegmentHasher(width, plan.checksum) for _ in plan.sources]
+        self.written = [SegmentHasher(out_width, plan.checksum) for _ in plan.recipes]
+        self.squares = [[0.0, 0.0] for _ in plan.recipes]
+
+    def to_record(self, number: int) -> Record:
+        read, written = ([hasher.hexdigests() for hasher in hashers] for hashers in (self.read, self.written))
+        return Record(number, read, written, self.squares)
+
+
+def merge_sequential_unit(job: MergeJob, number: int, unit: Unit, scratch: sums.Scratch) -> Record:
+    """Merge a segment of a leaf that is stored as raw bytes, or a complete leaf that is stored as zstd frames."""
+    plan, width = job.plan, ITEM_BYTES[job.plan.sources[0].leaves[unit.name].dtype]
+    out_width = ITEM_BYTES[plan.leaves[unit.name].dtype]
+    output_ranges = [ranges[unit.name] for ranges in job.output_ranges]
+    statistics = _UnitStatistics(plan, unit)
     with ExitStack() as stack:
-        targets = stack.enter_context(
-            open_files([byte_range.path for runs in outs for byte_range in runs], os.O_WRONLY)
-        )
-        readers = [_reader(source, unit, stack) for source in plan.sources]
+        targets = stack.enter_context(open_files([part.path for parts in output_ranges for part in parts], os.O_WRONLY))
+        readers = [_open_reader(source, unit, stack) for source in plan.sources]
         for start, elements in _blocks(plan, unit.start, unit.stop):
             raw = scratch.raw[: elements * width]
             for k, reader in enumerate(readers):
                 reader(start * width, raw)
-                read[k].update(raw)
-                _add(job, unit.name, scratch, elements, k)
-            for r, runs in enumerate(outs):
-                data = _finish(job, unit, start, scratch, elements, r, squares[r] if start == unit.start else None)
-                written[r].update(data)
-                write_range(targets, runs, start * ITEM_BYTES[plan.leaves[unit.name].dtype], data)
-    return Record(
-        number, [hasher.hexdigests() for hasher in read], [hasher.hexdigests() for hasher in written], squares
-    )
+                statistics.read[k].update(raw)
+                _add_block(job, unit.name, scratch, elements, k)
+            for row, ranges in enumerate(output_ranges):
+                squares = statistics.squares[row] if start == unit.start else None
+                data = _finish_block(job, unit, start, scratch, elements, row, squares)
+                statistics.written[row].update(data)
+                write_range(targets, ranges, start * out_width, data)
+    return statistics.to_record(number)
 
 
-def _reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Callable[[int, np.ndarray], None]:
-    """What reads bytes of a unit's leaf from an offset on into an array; called for one block after the other."""
-    width = ITEM_BYTES[source.leaves[unit.name].dtype]
+def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Callable[[int, np.ndarray], None]:
+    """Return a function (byte offset in the leaf, uint8 array to fill), to be called for consecutive blocks."""
     if unit.name in source.zstd_frames:
         assert unit.start == 0, "a frame is decoded from its beginning"
         frames = stack.enter_context(closing(ZstdReader(source.zstd_frames[unit.name])))
         return lambda start, into: frames.read(into)
-    runs = source.byte_ranges[unit.name]
-    paths = [byte_range.path for byte_range in _touched(runs, unit, width)]
-    descriptors = stack.enter_context(open_files(paths, os.O_RDONLY))
-    prefetch(descriptors, runs, unit.start * width, unit.stop * width)
-    return lambda start, into: read_range(descriptors, runs, start, into)
+    ranges = source.byte_ranges[unit.name]
+    start, stop = (elements * ITEM_BYTES[source.leaves[unit.name].dtype] for elements in (unit.start, unit.stop))
+    files = stack.enter_context(open_files([part.path for part in split_range(ranges, start, stop)], os.O_RDONLY))
+    prefetch(files, ranges, start, stop)
+    return lambda start, into: read_range(files, ranges, start, into)
 
 
-def _touched(byte_ranges: Sequence[ByteRange], unit: Unit, width: int) -> list[ByteRange]:
-    begin, touched = 0, []
-    for byte_range in byte_ranges:
-        if begin < unit.stop * width and begin + byte_range.nbytes > unit.start * width:
-            touched.append(byte_range)
-        begin += byte_range.nbytes
-    return touched
-
-
-def _add(job: MergeJob, name: str, scratch: sums.Scratch, elements: int, source: int) -> None:
-    """Adds the block in `scratch.raw`; a leaf that is not summed is kept from the first source, and compared.
+def _add_block(job: MergeJob, name: str, scratch: sums.Scratch, elements: int, source: int) -> None:
+    """Add the block in `scratch.raw`; a leaf that is not summed is kept from the first source and compared.
 
     Raises:
-        ValueError: an integer leaf differs between sources.
+        ValueError: An integer leaf differs between sources.
     """
     leaf = job.plan.sources[0].leaves[name]
     if leaf.is_summed:
@@ -107,16 +110,16 @@ def _add(job: MergeJob, name: str, scratch: sums.Scratch, elements: int, source:
     if source == 0:
         scratch.rounded[:nbytes] = scratch.raw[:nbytes]
     elif not np.array_equal(scratch.rounded[:nbytes], scratch.raw[:nbytes]):
-        raise ValueError(_unequal(name, leaf.dtype, job.plan.sources[source].origin))
+        raise ValueError(_unequal_message(name, leaf.dtype, job.plan.sources[source].origin))
 
 
-def _finish(
+def _finish_block(
     job: MergeJob, unit: Unit, start: int, scratch: sums.Scratch, elements: int, row: int, squares: list[float] | None
 ) -> np.ndarray:
-    """The bytes of a finished block; measures rounding into `squares` if given.
+    """Return the bytes of a finished block; measure the rounding into `squares` if given.
 
     Raises:
-        ValueError: the result is not finite; names the leaf and the source it comes from.
+        ValueError: The result is not finite; names the leaf and the source it comes from.
     """
     leaf, out = job.plan.sources[0].leaves[unit.name], job.plan.leaves[unit.name]
     if not leaf.is_summed:
@@ -126,13 +129,13 @@ def _finish(
     exact = sums.exact_values(scratch, leaf.dtype, elements, job.weights, row, sample) if is_sampled else None
     data = sums.finish_block(scratch, leaf.dtype, out.dtype, elements, job.weights, row)
     if data is None:
-        raise ValueError(_not_finite(job.plan, unit.name, start, start + elements))
+        raise ValueError(_not_finite_message(job.plan, unit.name, start, start + elements))
     if squares is not None and exact is not None:
         squares[:] = sums.squared_changes(scratch, leaf.dtype, out.dtype, sample, exact)
     return data
 
 
-def _not_finite(plan: MergePlan, name: str, start: int, stop: int) -> str:
+def _not_finite_message(plan: MergePlan, name: str, start: int, stop: int) -> str:
     for source in plan.sources:
         with np.errstate(invalid="ignore"):  # a signalling NaN
             values = read_leaf(source, name, start, stop).astype(np.float64)
@@ -142,64 +145,60 @@ def _not_finite(plan: MergePlan, name: str, start: int, stop: int) -> str:
     return f"{name}: the weighted sum overflows {plan.leaves[name].dtype} between elements {start} and {stop}"
 
 
-def merge_decoded(job: MergeJob, todo: Sequence[tuple[int, Unit]], note: Callable[[int, Record], None]) -> None:
-    """Merges leaves that tensorstore decodes, and notes each; the next regions are read while one is added."""
+def merge_decoded_units(
+    job: MergeJob, todo: Sequence[tuple[int, Unit]], finish_unit: Callable[[int, Record], None]
+) -> None:
+    """Merge leaves that tensorstore decodes; the next regions are read while one is added."""
     if not todo:
         return
-    plan = job.plan
-    largest = max(plan.decoded[unit.name] for _, unit in todo)
-    totals = np.zeros((len(plan.recipes), 8 * largest + 64), np.uint8)
-    scratch = sums.new_scratch(len(plan.recipes), len(plan.sources), plan.block_elements)
-    with ThreadPoolExecutor(plan.reads_ahead) as pool:
-        # One region is being added while the others are in flight.
-        regions = _ahead(pool, plan, todo, plan.reads_ahead)
+    schedule = job.plan.schedule
+    largest = max(schedule.decoded_regions[unit.name] for _, unit in todo)
+    totals = np.zeros((len(job.plan.recipes), 8 * largest + 64), np.uint8)
+    scratch = job.new_scratch()
+    with ThreadPoolExecutor(schedule.regions_in_flight) as pool:
+        regions = _read_ahead(pool, job.plan, todo)
         for number, unit in todo:
-            note(number, _merge_regions(job, number, unit, regions, scratch, totals))
+            finish_unit(number, _merge_decoded_unit(job, number, unit, regions, scratch, totals))
 
 
 def _regions(plan: MergePlan, unit: Unit) -> Iterator[tuple[int, int]]:
-    step = plan.decoded[unit.name]
+    step = plan.schedule.decoded_regions[unit.name]
     for start in range(unit.start, unit.stop, step):
         yield start, min(start + step, unit.stop)
 
 
-def _ahead(
-    pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[int, Unit]], depth: int
-) -> Iterator[np.ndarray]:
-    """The bytes of every region of every unit and source, in order, with at most `depth` read or being read."""
-    wanted = (
+def _read_ahead(pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[int, Unit]]) -> Iterator[np.ndarray]:
+    """Yield the bytes of every region of every unit and source, in order, with a bounded number in flight."""
+    requests = (
         (source, unit.name, start, stop)
         for _, unit in todo
         for start, stop in _regions(plan, unit)
         for source in plan.sources
     )
-    flying: deque[Future[np.ndarray]] = deque()
+    in_flight: deque[Future[np.ndarray]] = deque()
     try:
-        for job in wanted:
-            flying.append(pool.submit(read_leaf_bytes, *job))
-            if len(flying) == depth:
-                yield flying.popleft().result()
-        while flying:
-            yield flying.popleft().result()
+        for request in requests:
+            in_flight.append(pool.submit(read_leaf_bytes, *request))
+            if len(in_flight) == plan.schedule.regions_in_flight:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
     finally:
-        for future in flying:
+        for future in in_flight:
             future.cancel()
 
 
-def _merge_regions(
+def _merge_decoded_unit(
     job: MergeJob, number: int, unit: Unit, regions: Iterator[np.ndarray], scratch: sums.Scratch, totals: np.ndarray
 ) -> Record:
     plan, leaf, out = job.plan, job.plan.sources[0].leaves[unit.name], job.plan.leaves[unit.name]
-    read = [SegmentHasher(ITEM_BYTES[leaf.dtype], plan.checksum) for _ in plan.sources]
-    written = [SegmentHasher(ITEM_BYTES[out.dtype], plan.checksum) for _ in plan.recipes]
-    squares: list[list[float]] = [[0.0, 0.0] for _ in plan.recipes]
+    statistics = _UnitStatistics(plan, unit)
     width = ITEM_BYTES[leaf.dtype]
     for start, stop in _regions(plan, unit):
-        newest = _add_region(job, unit, (start, stop), regions, read, scratch, totals)
-        with open_files(
-            [byte_range.path for place in job.places for byte_range in place[unit.name]], os.O_WRONLY
-        ) as targets:
-            for r, place in enumerate(job.places):
+        newest = _add_region(job, unit, (start, stop), regions, statistics.read, scratch, totals)
+        paths = [part.path for ranges in job.output_ranges for part in ranges[unit.name]]
+        with open_files(paths, os.O_WRONLY) as targets:
+            for row, ranges in enumerate(job.output_ranges):
                 for at, elements in _blocks(plan, start, stop):
                     part = slice((at - start) * width, (at - start + elements) * width)
                     is_sample = at == unit.start
@@ -207,13 +206,12 @@ def _merge_regions(
                         scratch.raw[: elements * width] = newest[part]
                     if not leaf.is_summed:
                         scratch.rounded[: elements * width] = newest[part]
-                    block = _over(scratch, totals, at - start)
-                    merged = _finish(job, unit, at, block, elements, r, squares[r] if is_sample else None)
-                    written[r].update(merged)
-                    write_range(targets, place[unit.name], at * ITEM_BYTES[out.dtype], merged)
-    return Record(
-        number, [hasher.hexdigests() for hasher in read], [hasher.hexdigests() for hasher in written], squares
-    )
+                    block = _with_sums_at(scratch, totals, at - start)
+                    squares = statistics.squares[row] if is_sample else None
+                    merged = _finish_block(job, unit, at, block, elements, row, squares)
+                    statistics.written[row].update(merged)
+                    write_range(targets, ranges[unit.name], at * ITEM_BYTES[out.dtype], merged)
+    return statistics.to_record(number)
 
 
 def _add_region(
@@ -221,30 +219,30 @@ def _add_region(
     unit: Unit,
     region: tuple[int, int],
     regions: Iterator[np.ndarray],
-    read: Sequence[SegmentHasher],
+    hashers: Sequence[SegmentHasher],
     scratch: sums.Scratch,
     totals: np.ndarray,
 ) -> np.ndarray:
-    """Adds every source's bytes of a region to the sums; returns the newest source's (uint8).
+    """Add every source's bytes of a region to the sums; return the newest source's (uint8).
 
     Raises:
-        ValueError: an integer leaf differs between sources.
+        ValueError: An integer leaf differs between sources.
     """
     start, stop = region
     plan, leaf = job.plan, job.plan.sources[0].leaves[unit.name]
     width = ITEM_BYTES[leaf.dtype]
     newest = next(regions)
-    kept = None if leaf.is_summed else newest
+    first = newest if not leaf.is_summed else None
     for k, source in enumerate(plan.sources):
         newest = newest if k == 0 else next(regions)
-        if kept is not None and not np.array_equal(newest, kept):
-            raise ValueError(_unequal(unit.name, leaf.dtype, source.origin))
+        if first is not None and not np.array_equal(newest, first):
+            raise ValueError(_unequal_message(unit.name, leaf.dtype, source.origin))
         for at, elements in _blocks(plan, start, stop):
             part = newest[(at - start) * width : (at - start + elements) * width]
-            # Digested block by block: what is then added is in cache already.
-            read[k].update(part)
+            # The checksum is computed per block, so that the block is in cache when it is added.
+            hashers[k].update(part)
             if leaf.is_summed:
-                block = _over(scratch, totals, at - start)
+                block = _with_sums_at(scratch, totals, at - start)
                 if elements % 2:
                     # The kernel pads an odd block in place.
                     scratch.raw[: part.size] = part
@@ -254,15 +252,16 @@ def _add_region(
     return newest
 
 
-def _unequal(name: str, dtype: str, origin: str) -> str:
+def _unequal_message(name: str, dtype: str, origin: str) -> str:
     return f"{name} ({dtype}) is not equal in {origin}, and is not a floating-point leaf that could be averaged"
 
 
 def _blocks(plan: MergePlan, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    for at in range(start, stop, plan.block_elements):
-        yield at, min(plan.block_elements, stop - at)
+    step = plan.schedule.block_elements
+    for at in range(start, stop, step):
+        yield at, min(step, stop - at)
 
 
-def _over(scratch: sums.Scratch, totals: np.ndarray, offset: int) -> sums.Scratch:
-    """The same buffers, but with the sums of the block that begins `offset` elements into the region."""
+def _with_sums_at(scratch: sums.Scratch, totals: np.ndarray, offset: int) -> sums.Scratch:
+    """Return the same buffers, with the sums of the block that starts `offset` elements into the region."""
     return replace(scratch, sums=totals[:, 8 * offset : 8 * offset + scratch.sums.shape[1]])

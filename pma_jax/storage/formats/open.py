@@ -155,7 +155,7 @@ def read_leaf(source: CheckpointSource, name: str, start: int = 0, stop: int | N
 def read_leaf_bytes(source: CheckpointSource, name: str, start: int, stop: int) -> np.ndarray:
     """Read elements [start, stop) of a leaf as little-endian bytes in C order: uint8 [(stop - start) * item size]."""
     if name not in source.byte_ranges:
-            return orbax_read.read_with_tensorstore(source, name, start, stop)
+        return orbax_read.read_with_tensorstore(source, name, start, stop)
     width = ITEM_BYTES[source.leaves[name].dtype]
     data = np.empty((stop - start) * width, np.uint8)
     ranges = source.byte_ranges[name]

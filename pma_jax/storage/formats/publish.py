@@ -1,4 +1,4 @@
-"""Publish a finished checkpoint: by one rename on a disk; by uploading in a fixed order to a bucket, which has no rename.
+"""Publish a finished checkpoint: by one rename on a disk; by an ordered upload to a bucket, which has no rename.
 
 Every object in a bucket appears atomically. The order of upload is: a marker `publishing.json`, the files with arrays,
 the small files that refer to them, provenance.json, the commit marker; then `publishing.json` is removed. A directory

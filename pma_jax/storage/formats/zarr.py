@@ -251,7 +251,7 @@ def _chunk_ranges(store: Store, name: str, leaf: LeafInfo, encoding: _Encoding) 
 
 
 def _length_in_shard(shard: ByteRange) -> int | None:
-    """Return the length of a shard's only chunk if its index says that the chunk comes first, right before the index."""
+    """Return the length of a shard's only chunk if its index puts the chunk first and itself right after."""
     if shard.nbytes < _SHARD_INDEX_BYTES:
         return None
     with shard.path.open("rb") as file:

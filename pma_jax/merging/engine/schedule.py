@@ -1,0 +1,125 @@
+"""How a merge divides its work: blocks, threads, worker processes, decoded regions, and the memory that they take."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pma_jax.merging.engine import sums
+from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
+from pma_jax.storage.formats.zstd import DECODER_BYTES
+from pma_jax.storage.paths import RangeReader, is_bucket
+
+# Small enough for one core's share of the caches, large enough that threads seldom contend for the interpreter's lock.
+BLOCK_ELEMENTS = 2**18
+MIN_BLOCK_ELEMENTS = 2**12
+# The interpreter, numpy and thread stacks, beside the buffers.
+_BASE_BYTES = 48 * 2**20
+# A worker process takes a fifth of a second to start, which pays off only with this much to read.
+MIN_BYTES_PER_PROCESS = 2**30
+# More threads only wait for the interpreter's lock.
+_MAX_THREADS = 2
+# tensorstore holds an array's compressed bytes and the decoded result at once.
+_DECODE_FACTOR = 2
+_REGION_BYTES = 32 * 2**20
+# tensorstore and its libraries, once loaded.
+_TENSORSTORE_BYTES = 160 * 2**20
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The division of a merge's work.
+
+    Attributes:
+        block_elements: Number of elements that are summed at a time.
+        threads: Threads of this process that merge leaves which can be read sequentially.
+        processes: Processes that do so: this one and its workers.
+        zstd_leaves: Leaves that some source stores as zstd frames, decoded block by block.
+        decoded_regions: Leaves that tensorstore decodes: name -> elements per region.
+        regions_in_flight: Decoded regions that are held or being read at once.
+        memory_bytes: Upper estimate of the peak resident memory.
+    """
+
+    block_elements: int
+    threads: int
+    processes: int
+    zstd_leaves: frozenset[str]
+    decoded_regions: dict[str, int]
+    regions_in_flight: int
+    memory_bytes: int
+
+
+def make_schedule(
+    sources: Sequence[CheckpointSource], recipe_count: int, memory_limit_bytes: int, cores: int | None
+) -> Schedule:
+    """Divide the work of merging `sources` with `recipe_count` recipes within a memory limit.
+
+    Args:
+        sources: The inputs; all have the same leaves.
+        recipe_count: Number of merged checkpoints.
+        memory_limit_bytes: Maximum resident memory.
+        cores: Cores to use; None for those that this process may use.
+
+    Raises:
+        ValueError: The memory limit is too low; one line that says by how much.
+    """
+    decoded, in_flight, decode_bytes = _plan_decoding(sources, recipe_count, memory_limit_bytes)
+    leaves = sources[0].leaves
+    # With several recipes, one block of every source and recipe stays in cache together.
+    several = max(MIN_BLOCK_ELEMENTS, 16 * BLOCK_ELEMENTS // (recipe_count + len(sources)))
+    block_elements = BLOCK_ELEMENTS if recipe_count == 1 else several
+    zstd_leaves = frozenset(
+        name for name in leaves if name not in decoded and not all(name in source.byte_ranges for source in sources)
+    )
+    dtypes = {leaf.dtype for leaf in leaves.values()}
+    thread_bytes = sums.scratch_bytes(recipe_count, len(sources), block_elements, dtypes)
+    thread_bytes += len(sources) * DECODER_BYTES if zstd_leaves else 0
+    thread_bytes += sum(is_bucket(source.path) for source in sources) * RangeReader.AHEAD_BYTES
+    sequential_bytes = len(sources) * sum(leaf.nbytes for name, leaf in leaves.items() if name not in decoded)
+    budget_bytes = memory_limit_bytes - _BASE_BYTES - decode_bytes
+    threads, processes = _plan_parallelism(thread_bytes, cores, sequential_bytes, budget_bytes)
+    memory_bytes = decode_bytes + processes * (_BASE_BYTES + threads * thread_bytes)
+    return Schedule(block_elements, threads, processes, zstd_leaves, decoded, in_flight, memory_bytes)
+
+
+def _plan_parallelism(
+    thread_bytes: int, cores: int | None, sequential_bytes: int, budget_bytes: int
+) -> tuple[int, int]:
+    """Return (threads per process, processes): single-threaded processes if each has enough to read, else threads."""
+    cores = cores or len(os.sched_getaffinity(0))
+    if budget_bytes < thread_bytes:
+        missing = (thread_bytes - budget_bytes) // 2**20 + 1
+        raise ValueError(f"{missing} MiB more memory are needed; raise the limit or merge fewer recipes at once")
+    affordable = (budget_bytes + _BASE_BYTES) // (thread_bytes + _BASE_BYTES)
+    processes = min(cores, sequential_bytes // MIN_BYTES_PER_PROCESS, affordable)
+    if processes > 1:
+        return 1, processes
+    return min(cores, _MAX_THREADS, budget_bytes // thread_bytes), 1
+
+
+def _plan_decoding(
+    sources: Sequence[CheckpointSource], recipe_count: int, limit_bytes: int
+) -> tuple[dict[str, int], int, int]:
+    """Return (leaf that tensorstore decodes -> elements per region, regions in flight, bytes that they take)."""
+    leaves = sources[0].leaves
+    regions: dict[str, int] = {}
+    for name, leaf in leaves.items():
+        if all(name in source.byte_ranges or name in source.zstd_frames for source in sources):
+            continue
+        # Regions are multiples of the largest chunk. Smaller chunks of other sources may be decoded twice, which costs
+        # time and no accuracy.
+        chunk = max(source.leaves[name].chunk_elements for source in sources)
+        regions[name] = min(leaf.elements, max(1, _REGION_BYTES // ITEM_BYTES[leaf.dtype] // chunk) * chunk)
+    if not regions:
+        return {}, 0, 0
+    largest = max(regions, key=lambda name: regions[name] * ITEM_BYTES[leaves[name].dtype])
+    dtype = leaves[largest].dtype
+    region_bytes = regions[largest] * ITEM_BYTES[dtype]
+    sum_bytes = regions[largest] * ITEM_BYTES[sums.accumulation_dtype(dtype)] * recipe_count
+    for in_flight in (3, 2, 1):
+        total = _TENSORSTORE_BYTES + sum_bytes + in_flight * _DECODE_FACTOR * region_bytes
+        if total + _BASE_BYTES <= limit_bytes:
+            return regions, in_flight, total
+    raise ValueError(
+        f"{largest} is stored in pieces of {region_bytes // 2**20} MiB, and merging it needs "
+        f"{(total + _BASE_BYTES) // 2**20 + 1} MiB of memory; raise the memory limit"
+    )
