@@ -1,4 +1,4 @@
-"""`pma merge`: from what a user names to merged checkpoints on disk, by the engine. Imports neither JAX nor Orbax."""
+"""Merge checkpoints from storage to storage as `pma merge` does. Imports neither JAX nor Orbax."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from pma_jax.storage.paths import locate
 
 
 def plan_merge(
-    gathered: CheckpointSeries,
+    series: CheckpointSeries,
     recipe_texts: Sequence[str],
     *,
     dtype: str = "keep",
@@ -27,61 +27,73 @@ def plan_merge(
     memory_limit_bytes: int = 2**30,
     shard_bytes: int = 5 * 10**9,
 ) -> tuple[MergePlan, CheckpointSeries]:
-    """The plan of one merge a recipe, all in one pass over the checkpoints; and the checkpoints that take part.
+    """Plan one merge per recipe, all in one pass over the checkpoints.
+
+    Args:
+        series: The checkpoints, oldest first.
+        recipe_texts: Recipes, as `recipes.parse` reads them.
+        dtype: As for `engine.plan.plan`.
+        format: As for `engine.plan.plan`.
+        memory_limit_bytes: As for `engine.plan.plan`.
+        shard_bytes: As for `engine.plan.plan`.
+
+    Returns:
+        The plan, and the checkpoints that have a nonzero coefficient.
 
     Raises:
-        ValueError: a recipe cannot be read or does not fit the checkpoints, or the plan refuses; one line.
+        ValueError: A recipe is invalid or does not fit the checkpoints, or they cannot be merged; one line.
     """
     if len(set(recipe_texts)) < len(recipe_texts):
         raise ValueError("two recipes are the same: leave one out")
-    positions = gathered.positions
+    positions = series.positions
     if (np.diff(positions) <= 0).any():  # parallel runs, named one by one
-        gathered = replace(gathered, unit="order", notes=(*gathered.notes, "several are at one position: order counts"))
+        note = "several checkpoints have the same position: they are merged in order"
+        series = replace(series, unit="order", notes=(*series.notes, note))
         positions = np.arange(len(positions))
     by_tokens = [text for text in recipe_texts if recipes.parse(text).name in ("power", "decay")]
-    if gathered.unit == "order" and by_tokens and len(positions) > 1:
+    if series.unit == "order" and by_tokens and len(positions) > 1:
         raise ValueError(
-            f"{by_tokens[0]} weighs by tokens, and those of these checkpoints are not known or not increasing: "
+            f"{by_tokens[0]} computes weights from tokens, which are not known or not increasing here: "
             "give --tokens-per-step, or another recipe"
         )
     rows = np.stack([recipes.coefficients(text, positions) for text in recipe_texts])
-    gathered, rows = drop_unused(gathered, rows)
+    series, rows = drop_unused(series, rows)
     made = plan(
-        gathered.sources,
+        series.sources,
         rows,
         recipes=recipe_texts,
         dtype=dtype,
         format=format,
         memory_limit_bytes=memory_limit_bytes,
         shard_bytes=shard_bytes,
-        metadata=_merged_metadata(gathered.sources),
+        metadata=_merged_metadata(series.sources),
     )
-    return made, gathered
+    return made, series
 
 
 def merge_one(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, recipe: str = "weights") -> None:
-    """Writes sum_k weights[k] * checkpoint k, the checkpoints in the order that is given; `recipe` is only told.
+    """Write sum_k weights[k] * checkpoint k to `out`; the provenance names `recipe`.
 
     Raises:
-        ValueError: see `plan_merge` and `engine.merge`; nothing is published then.
+        ValueError: As `plan_merge` and `engine.merge`; nothing is published then.
     """
     sources = [open_source(address) for address in addresses]
     rows = np.atleast_2d(np.asarray(weights, np.float64))
     if rows.shape != (1, len(sources)):
-        raise ValueError(f"{rows.size} weights for {len(sources)} snapshots: give one weight a snapshot")
+        raise ValueError(f"{rows.size} weights for {len(sources)} snapshots: give one weight per snapshot")
     check_same_kind(sources)
     engine.merge(plan(sources, rows, recipes=[recipe], metadata=_merged_metadata(sources)), [out])
 
 
 def output_paths(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:
-    """The directory of each merge: `out`, or one below it for each of several recipes."""
+    """Return the output directory of each recipe: `out` itself for one, else a directory in it named by the recipe."""
     if len(recipe_texts) == 1:
         return [locate(out)]
     return [locate(out) / text.replace(":", "-").replace("/", "-") for text in recipe_texts]
 
 
-def describe_merge(made: MergePlan, gathered: CheckpointSeries, outs: Sequence[Path]) -> dict[str, Any]:
-    """What a merge would do, ready for JSON: every input with its coefficients, bytes, memory, outputs, notes."""
+def describe_merge(made: MergePlan, series: CheckpointSeries, outs: Sequence[Path]) -> dict[str, Any]:
+    """Describe a planned merge, ready for JSON: inputs with their coefficients, bytes, memory, outputs, notes."""
     inputs = [
         {
             "source": source.origin,
@@ -104,18 +116,18 @@ def describe_merge(made: MergePlan, gathered: CheckpointSeries, outs: Sequence[P
         "write_bytes": made.write_bytes,
         "memory_bytes": made.schedule.memory_bytes,
         "cores": made.schedule.threads * made.schedule.processes,
-        "notes": [*gathered.notes, *made.notes],
+        "notes": [*series.notes, *made.notes],
     }
 
 
 def format_plan(description: Mapping[str, Any]) -> str:
-    """The description for a person."""
+    """Format a description from `describe_merge` as lines of text, for --dry-run."""
     lines = [f"inputs, oldest first, and their coefficients in {', '.join(description['recipes'])}:"]
     for entry in description["inputs"]:
-        where = "" if entry["tokens"] is None else f"  {entry['tokens']:,} tokens"
-        where = f"  step {entry['step']:,}" if not where and entry["step"] is not None else where
+        position = f"  step {entry['step']:,}" if entry["step"] is not None else ""
+        position = f"  {entry['tokens']:,} tokens" if entry["tokens"] is not None else position
         weights = "  ".join(f"{c:+.6f}" for c in entry["coefficients"])
-        lines.append(f"  {weights}{where}  {entry['source']}")
+        lines.append(f"  {weights}{position}  {entry['source']}")
     lines.append(
         f"{description['leaves']} leaves; reads {_bytes(description['read_bytes'])}, "
         f"writes {_bytes(description['write_bytes'])} of {description['format']} (dtype {description['dtype']}), "
@@ -126,7 +138,7 @@ def format_plan(description: Mapping[str, Any]) -> str:
 
 
 def format_result(description: Mapping[str, Any]) -> str:
-    """What a merge did, for a person."""
+    """Format the description of a finished merge, which also has its `seconds`, as two or more lines of text."""
     inputs = description["inputs"]
     known = [entry["tokens"] for entry in inputs if entry["tokens"] is not None]
     span = f" ({known[0]:,} to {known[-1]:,} tokens)" if len(known) == len(inputs) else ""
@@ -136,10 +148,10 @@ def format_result(description: Mapping[str, Any]) -> str:
 
 
 def _merged_metadata(sources: Sequence[CheckpointSource]) -> dict[str, Any] | None:
-    """What the merge says of itself where every input is a snapshot of ours: it is one too; None otherwise."""
-    facts = [snapshot_metadata(source) for source in sources]
-    newest = facts[-1]
-    return drop_digests(newest) | {"loss": None} if newest is not None and all(facts) else None
+    """Return snapshot metadata for the merge if every input is a pma_jax snapshot, so that it is one too; else None."""
+    metadata = [snapshot_metadata(source) for source in sources]
+    newest = metadata[-1]
+    return drop_digests(newest) | {"loss": None} if newest is not None and all(metadata) else None
 
 
 def _bytes(count: int) -> str:

@@ -1,11 +1,11 @@
-"""From what a user names to the checkpoints of a merge, oldest first, with their positions on the way of training.
+"""Resolve what the user names to the checkpoints of a merge, oldest first, with their positions in training.
 
-A name may be a run of ours, a checkpoint of any format, a directory of checkpoints, or a pattern of hub revisions.
-Nothing here imports JAX or Orbax: a merge should start at once.
+A name may be a run directory, a checkpoint of any format, a directory of checkpoints, or a pattern of hub revisions.
+Neither JAX nor Orbax is imported, so that a merge starts without delay.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ class CheckpointSeries:
     """Checkpoints, oldest first.
 
     Attributes:
-        sources: the checkpoints.
-        positions: float64 or int64 [K], increasing: tokens where all are known, else steps, else 0 … K-1.
-        unit: "tokens", "steps" or "order": what the positions count.
-        stages: the run, stage or directory that each was found in; None for one that was named itself.
-        notes: what was guessed or is odd, one line each.
+        sources: K checkpoints.
+        positions: float64 or int64 [K], increasing: tokens if all are known, else steps, else 0 … K-1.
+        unit: What the positions count: "tokens", "steps" or "order".
+        stages: For each, the run, stage or directory that contains it; None for a checkpoint that was named itself.
+        notes: Guesses and irregularities that the user should know, one line each.
     """
 
     sources: tuple[CheckpointSource, ...]
@@ -39,6 +39,15 @@ class CheckpointSeries:
     unit: str
     stages: tuple[str | None, ...]
     notes: tuple[str, ...] = ()
+
+    def take(self, indexes: Sequence[int]) -> "CheckpointSeries":
+        """Return the series of the checkpoints at `indexes`, with the same notes."""
+        return replace(
+            self,
+            sources=tuple(self.sources[i] for i in indexes),
+            positions=self.positions[list(indexes)],
+            stages=tuple(self.stages[i] for i in indexes),
+        )
 
 
 def gather(
@@ -48,41 +57,40 @@ def gather(
     kind: str | None = None,
     tokens_per_step: int | None = None,
 ) -> CheckpointSeries:
-    """Opens every checkpoint that the addresses stand for: metadata only, and of the hub's nothing but their names.
+    """Open every checkpoint that the addresses name: metadata only, and for hub revisions nothing but their names.
 
     Args:
-        addresses: runs, checkpoints, directories of checkpoints, hf://org/repo@revision (or a pattern of revisions).
-        subtree: where an Orbax tree holds the parameters; guessed, and told, if None.
-        kind: which snapshots of a run: "point" or "block_mean"; the first that the run saves, if None.
-        tokens_per_step: gives tokens to checkpoints of which only the step is known.
+        addresses: Runs, checkpoints, directories of checkpoints, hf://org/repo@revision (or a pattern of revisions).
+        subtree: Where an Orbax tree holds the parameters; if None it is guessed, and the guess noted.
+        kind: Which snapshots of a run, "point" or "block_mean"; if None, the first kind that the run saves.
+        tokens_per_step: Gives tokens to checkpoints for which only the step is known.
 
     Raises:
-        ValueError: an address is nothing that can be merged, or different kinds of snapshots are mixed; one line.
+        ValueError: An address names no checkpoint, or different kinds of snapshots are mixed; one line.
     """
     notes: list[str] = []
-    found: list[tuple[str, str | None]] = []
+    sources: list[CheckpointSource] = []
+    stages: list[str | None] = []
     for address in addresses:
-        named, said = _expand(str(address), kind)
-        found += named
-        notes += said
-    sources = [
-        open_deferred(place, subtree) if place.startswith("hf://") else open_source(place, subtree)
-        for place, _ in found
-    ]
+        places, stage_of, place_notes = _expand(str(address), kind)
+        notes += place_notes
+        for place in places:
+            open_place = open_deferred if place.startswith(hub.PREFIX) else open_source
+            sources.append(open_place(place, subtree))
+            stages.append(stage_of(place))
     if tokens_per_step is not None:
         sources = [_with_tokens(source, tokens_per_step) for source in sources]
-    stages = [stage for _, stage in found]
     unit, positions = _positions(sources)
-    order = np.argsort(positions, kind="stable")
     if unit == "order" and len(sources) > 1:
-        notes.append("neither tokens nor steps are known of every checkpoint: the order is that of the command")
-    chosen = [sources[i] for i in order]
-    check_same_kind(chosen)
-    return CheckpointSeries(tuple(chosen), positions[order], unit, tuple(stages[i] for i in order), tuple(notes))
+        notes.append("neither tokens nor steps are known for every checkpoint: the order is that of the command")
+    series = CheckpointSeries(tuple(sources), positions, unit, tuple(stages), tuple(notes))
+    series = series.take(np.argsort(positions, kind="stable").tolist())
+    check_same_kind(series.sources)
+    return series
 
 
 def select_checkpoints(
-    gathered: CheckpointSeries,
+    series: CheckpointSeries,
     *,
     last: int | None = None,
     between: tuple[int | None, int | None] | None = None,
@@ -90,95 +98,84 @@ def select_checkpoints(
     tolerance: int | None = None,
     across_stages: bool = False,
 ) -> CheckpointSeries:
-    """Those that take part; the arguments are those of `selection.select`, in tokens.
+    """Select checkpoints for a merge; the arguments are those of `selection.select`, in tokens.
 
-    Checkpoints that were named one by one are merged as named: only what was found in a run, a directory or a suite
-    is checked for crossing from one stage or run to another.
+    If every checkpoint was named itself and nothing is to be selected, the series is returned as it is: stage
+    boundaries are checked only for checkpoints that a run, a directory or a revision pattern contributed.
 
     Raises:
-        ValueError: nothing is left, a boundary would be crossed, or tokens are needed and not known; one line.
+        ValueError: Nothing is selected, a stage boundary would be crossed, or tokens are needed and not known.
     """
-    if (between is not None or every is not None) and gathered.unit != "tokens":
+    if (between is not None or every is not None) and series.unit != "tokens":
         raise ValueError(
-            "the tokens of these checkpoints are not all known, so none can be chosen by tokens: "
+            "the tokens of these checkpoints are not all known, so none can be selected by tokens: "
             "give --tokens-per-step, or name the checkpoints"
         )
-    if set(gathered.stages) == {None} and last is None and between is None and every is None:
-        return gathered
-    chosen = selection.select(
-        gathered.positions,
+    if set(series.stages) == {None} and last is None and between is None and every is None:
+        return series
+    selected = selection.select(
+        series.positions,
         last=last,
         between=between,
         every=every,
         tolerance=tolerance,
-        stages=gathered.stages,
+        stages=series.stages,
         across_stages=across_stages,
     )
-    notes = [note if gathered.unit == "tokens" else note.replace("tokens", gathered.unit) for note in chosen.notes]
-    return _at(gathered, list(chosen.indexes), (*gathered.notes, *notes))
+    notes = [note if series.unit == "tokens" else note.replace("tokens", series.unit) for note in selected.notes]
+    return replace(series.take(selected.indexes), notes=(*series.notes, *notes))
 
 
-def drop_unused(gathered: CheckpointSeries, coefficients: np.ndarray) -> tuple[CheckpointSeries, np.ndarray]:
-    """Without the checkpoints that every row of `coefficients` (float64 [R, K]) leaves out; the hub's are fetched now.
+def drop_unused(series: CheckpointSeries, coefficients: np.ndarray) -> tuple[CheckpointSeries, np.ndarray]:
+    """Drop the checkpoints whose coefficients (float64 [R, K]) are all zero, and download the remaining hub revisions.
 
     Raises:
-        ValueError: a revision cannot be fetched; one line.
+        ValueError: A revision cannot be downloaded; one line.
     """
     columns = np.flatnonzero(coefficients.any(axis=0)).tolist()
-    kept = _at(gathered, columns, gathered.notes)
-    return replace(kept, sources=tuple(load_deferred(source) for source in kept.sources)), coefficients[:, columns]
+    series = series.take(columns)
+    return replace(series, sources=tuple(map(load_deferred, series.sources))), coefficients[:, columns]
 
 
 def snapshot_metadata(source: CheckpointSource) -> dict[str, Any] | None:
-    """What a snapshot of ours says of itself; None for any other checkpoint."""
-    facts = source.metadata.get("custom", {}) if source.kind == "orbax" else {}
-    return facts if {"tokens", "step", "config", "kind"} <= facts.keys() else None
+    """Return the metadata of a snapshot that pma_jax wrote; None for any other checkpoint."""
+    metadata = source.metadata.get("custom", {}) if source.kind == "orbax" else {}
+    return metadata if {"tokens", "step", "config", "kind"} <= metadata.keys() else None
 
 
 def check_same_kind(sources: Sequence[CheckpointSource]) -> None:
-    """Raises ValueError when points and block means, or snapshots of ours and other checkpoints, are mixed."""
-    facts = [snapshot_metadata(source) for source in sources]
-    kinds = {fact["kind"]: source.origin for fact, source in zip(facts, sources, strict=True) if fact is not None}
+    """Raise ValueError if points and block means, or pma_jax's snapshots and other checkpoints, are mixed."""
+    metadata = [snapshot_metadata(source) for source in sources]
+    kinds = {entry["kind"]: source.origin for entry, source in zip(metadata, sources, strict=True) if entry is not None}
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise ValueError(f"{first} is a {one} and {second} a {other}: points and block means do not mix")
-    if kinds and None in facts:
-        odd = sources[facts.index(None)].origin
-        raise ValueError(f"{odd} has none of pma_jax's metadata: it is damaged, or not of this version")
+    if kinds and None in metadata:
+        odd = sources[metadata.index(None)].origin
+        raise ValueError(f"{odd} has none of pma_jax's metadata: it is corrupt, or of another version")
 
 
-def _at(gathered: CheckpointSeries, indexes: list[int], notes: tuple[str, ...]) -> CheckpointSeries:
-    return replace(
-        gathered,
-        sources=tuple(gathered.sources[i] for i in indexes),
-        positions=gathered.positions[indexes],
-        stages=tuple(gathered.stages[i] for i in indexes),
-        notes=notes,
-    )
-
-
-def _expand(address: str, kind: str | None) -> tuple[list[tuple[str, str | None]], list[str]]:
-    """((place, stage) of each checkpoint, notes)."""
-    if address.startswith("hf://"):
+def _expand(address: str, kind: str | None) -> tuple[list[str], Callable[[str], str | None], list[str]]:
+    """Return (the places of the checkpoints, a function from place to stage, notes)."""
+    if address.startswith(hub.PREFIX):
         places, notes = hub.list_revisions(address)
-        return [(place, hub.stage(place) if len(places) > 1 else None) for place in places], notes
+        return places, hub.stage if len(places) > 1 else lambda _: None, notes
     path = locate(address)
     if (path / "run.json").is_file() and (path / "config.json").is_file():
-        return _of_run(path, kind), []
+        return _list_snapshots(path, kind), lambda _: str(path), []
     if kind is not None:
         raise ValueError(f"{address} is not a run, so it has no {kind} snapshots to choose from: leave --kind out")
-    inside = _inside(path)
-    if not inside:
-        return [(address, None)], []
-    inside.sort(key=lambda child: [int(number) for number in _NUMBERS.findall(child.name)] or [0])
-    return [(str(child), str(path)) for child in inside], [
-        f"{address} is read as a directory of {len(inside)} checkpoints"
-    ]
+    children = _list_checkpoints(path)
+    if not children:
+        return [address], lambda _: None, []
+    children.sort(key=lambda child: [int(number) for number in _NUMBERS.findall(child.name)] or [0])
+    note = f"{address} is read as a directory of {len(children)} checkpoints"
+    return [str(child) for child in children], lambda _: str(path), [note]
 
 
-def _of_run(run: Path, kind: str | None) -> list[tuple[str, str | None]]:
-    """A run's published snapshots: those that have their commit mark."""
-    from pma_jax import config as configuration  # the dictionaries of its files cost more to import than a small merge
+def _list_snapshots(run: Path, kind: str | None) -> list[str]:
+    """List a run's published snapshots: those with a commit marker."""
+    from pma_jax import config as configuration  # its imports take longer than a small merge
 
     path = run / "config.json"
     try:
@@ -186,28 +183,31 @@ def _of_run(run: Path, kind: str | None) -> list[tuple[str, str | None]]:
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read: {error_line(error)}") from error
     steps = [step for step in (run / configuration.SNAPSHOT_KINDS[kind].folder).glob("*") if step.name.isdigit()]
-    published = [step for step in steps if (step / "commit_success.txt").is_file()]
+    published = [str(step) for step in steps if (step / "commit_success.txt").is_file()]
     if not published:
-        raise ValueError(f"{run} has no {kind} snapshot: train until the first token mark")
-    return [(str(step), str(run)) for step in published]
+        raise ValueError(f"{run} has no {kind} snapshot: train until the first snapshot is due")
+    return published
 
 
-def _inside(path: Path) -> list[Path]:
-    """The checkpoints in a directory that is none itself."""
+def _list_checkpoints(path: Path) -> list[Path]:
+    """List the checkpoints in a directory; empty if the directory is itself a checkpoint."""
     own = ("*.safetensors", "*.safetensors.index.json", "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
-    if not path.is_dir() or any(next(path.glob(mark), None) is not None for mark in own):
+    if not path.is_dir() or _has_any(path, *own):
         return []
-    return [child for child in path.iterdir() if child.is_dir() and _is_whole(child)]
+    return [child for child in path.iterdir() if child.is_dir() and _is_complete_checkpoint(child)]
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete_checkpoint(path: Path) -> bool:
     if ".orbax-checkpoint-tmp" in path.name or path.name.startswith("."):
         return False
-    if next(path.glob("*.safetensors"), None) is not None:
-        return True
-    # The items of one Orbax checkpoint (params, state) have trees of their own: steps are told by their numbers.
-    marks = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_METADATA")
-    return bool(_NUMBERS.search(path.name)) and any(next(path.glob(mark), None) is not None for mark in marks)
+    # The items of one Orbax checkpoint (params, state) have trees of their own: only steps have a number in their name.
+    is_step = _NUMBERS.search(path.name) is not None
+    orbax_files = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_METADATA")
+    return _has_any(path, "*.safetensors") or (is_step and _has_any(path, *orbax_files))
+
+
+def _has_any(path: Path, *patterns: str) -> bool:
+    return any(next(path.glob(pattern), None) is not None for pattern in patterns)
 
 
 def _with_tokens(source: CheckpointSource, tokens_per_step: int) -> CheckpointSource:

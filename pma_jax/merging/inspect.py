@@ -1,4 +1,4 @@
-"""What a directory holds: kind, leaves, shapes, dtypes, tokens, provenance. Any format that can be merged."""
+"""Describe what a path holds (`pma inspect`): a run, a snapshot, or any checkpoint that can be merged."""
 
 from typing import Any
 
@@ -11,17 +11,22 @@ from pma_jax.storage.formats.open import describe_source, open_source
 
 
 def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
-    """Facts of a run, a snapshot or any checkpoint that can be merged; reads no array.
+    """Describe a run, a snapshot or any checkpoint that can be merged, ready for JSON; reads no array.
 
-    Raises ValueError for anything else.
+    Args:
+        path: A directory, a file, or hf://org/repo@revision.
+        subtree: Where an Orbax tree of another trainer holds the parameters; guessed if None.
+
+    Raises:
+        ValueError: There is no readable run or checkpoint.
     """
     if is_run(path):
         run = open_run(path)
         return {
             "kind": "run",
             "path": str(run.path),
-            "snapshots": _marks(run, "point"),
-            "block_means": _marks(run, "block_mean"),
+            "snapshots": _list_snapshots(run, "point"),
+            "block_means": _list_snapshots(run, "block_mean"),
             "states": [{"step": s.step, "tokens": s.tokens} for s in run.states],
             "facts": run.metadata,
         }
@@ -42,37 +47,40 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
     }
 
 
-def as_text(facts: dict[str, Any]) -> str:
-    """The facts for a person."""
-    lines = [f"{facts['path']}: {facts['kind']}"]
-    if facts["kind"] == "run":
-        for kind in ("snapshots", "block_means", "states"):
-            marks, what = facts[kind], kind.replace("_", " ")
-            if not marks and kind == "block_means":
-                continue
-            span = f", {marks[0]['tokens']:,} to {marks[-1]['tokens']:,} tokens" if marks else ""
-            loss = f", newest held-out loss {marks[-1]['loss']:.4f}" if marks and kind != "states" else ""
-            lines.append(f"{len(marks)} {what}{span}{loss}")
-        lines += [f"{key}: {value}" for key, value in facts["facts"].items()]
-        return "\n".join(lines)
-    if "merge" not in facts:
-        known = [f"{facts[key]:,} {key}" for key in ("step", "tokens") if facts[key] is not None]
-        lines.append(", ".join([*known, f"{facts['parameters']:,} parameters, {facts['nbytes']:,} bytes"]))
-        lines += [f"note: {note}" for note in facts["notes"]]
-        return "\n".join(lines + _leaf_lines(facts))
-    lines.append(f"step {facts['step']:,}, {facts['tokens']:,} tokens, {facts['parameters']:,} parameters")
-    if merge := facts["merge"]:
-        lines.append(
-            f"{merge['recipe']} of {len(merge['sources'])} snapshots, summed in {merge['accumulation_dtype']}:"
-        )
-        for source, c in zip(merge["sources"], merge["coefficients"], strict=True):
-            lines.append(f"  {c:+.6f}  {source['tokens']:,} tokens  {source['path']}")
-    return "\n".join(lines + _leaf_lines(facts))
+def as_text(description: dict[str, Any]) -> str:
+    """Format a description from `inspect` as lines of text."""
+    lines = [f"{description['path']}: {description['kind']}"]
+    if description["kind"] == "run":
+        return "\n".join(lines + _run_lines(description))
+    if "merge" not in description:
+        known = [f"{description[key]:,} {key}" for key in ("step", "tokens") if description[key] is not None]
+        size = f"{description['parameters']:,} parameters, {description['nbytes']:,} bytes"
+        lines.append(", ".join([*known, size]))
+        lines += [f"note: {note}" for note in description["notes"]]
+    else:
+        step, tokens, parameters = (description[key] for key in ("step", "tokens", "parameters"))
+        lines.append(f"step {step:,}, {tokens:,} tokens, {parameters:,} parameters")
+        if merge := description["merge"]:
+            count, dtype = len(merge["sources"]), merge["accumulation_dtype"]
+            lines.append(f"{merge['recipe']} of {count} snapshots, summed in {dtype}:")
+            for source, coefficient in zip(merge["sources"], merge["coefficients"], strict=True):
+                lines.append(f"  {coefficient:+.6f}  {source['tokens']:,} tokens  {source['path']}")
+    for name, leaf in description["leaves"].items():
+        lines.append(f"  {name}  {leaf['dtype']} {tuple(leaf['shape'])}")
+    return "\n".join(lines)
 
 
-def _leaf_lines(facts: dict[str, Any]) -> list[str]:
-    return [f"  {name}  {leaf['dtype']} {tuple(leaf['shape'])}" for name, leaf in facts["leaves"].items()]
+def _run_lines(description: dict[str, Any]) -> list[str]:
+    lines = []
+    for kind in ("snapshots", "block_means", "states"):
+        steps = description[kind]
+        if not steps and kind == "block_means":
+            continue
+        span = f", {steps[0]['tokens']:,} to {steps[-1]['tokens']:,} tokens" if steps else ""
+        loss = f", newest held-out loss {steps[-1]['loss']:.4f}" if steps and kind != "states" else ""
+        lines.append(f"{len(steps)} {kind.replace('_', ' ')}{span}{loss}")
+    return lines + [f"{key}: {value}" for key, value in description["facts"].items()]
 
 
-def _marks(run: Run, kind: str) -> list[dict[str, Any]]:
+def _list_snapshots(run: Run, kind: str) -> list[dict[str, Any]]:
     return [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in run.of_kind(kind)]

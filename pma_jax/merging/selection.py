@@ -1,7 +1,7 @@
-"""Which checkpoints take part in a merge, by tokens: the last N, a range, every V; and what was odd about them.
+"""Select the checkpoints of a merge by tokens (the last N, a range, every V tokens), and note irregularities.
 
-Published suites have gaps, off-grid steps and several stages or parallel runs under one roof. Whatever is not an even
-grid of one trajectory is told in the notes, and a boundary between stages is never crossed unless asked for.
+Published suites have gaps, off-grid steps, and several stages or parallel runs in one place. Everything that is not an
+even grid of one trajectory is in the notes, and crossing a boundary between stages is an error unless allowed.
 """
 
 import dataclasses
@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-OFF_GRID_SHARE = 0.1  # of the interval: the default tolerance, and how uneven a grid may be without a note
+# Fraction of the interval: the default tolerance, and how uneven a grid may be without a note.
+OFF_GRID_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Indexes into the checkpoints that were offered, oldest first, and lines for the user."""
+    """Indexes of the selected checkpoints, oldest first, and notes for the user, one line each."""
 
     indexes: tuple[int, ...]
     notes: tuple[str, ...] = ()
@@ -32,29 +33,29 @@ def select(
     stages: Sequence[str | None] | None = None,
     across_stages: bool = False,
 ) -> Selection:
-    """Chooses checkpoints by their positions.
+    """Select checkpoints by their positions.
 
     Args:
-      tokens: integers [K], oldest first; increasing within a stage, while parallel runs may share positions.
-      last: the newest N of those that the other conditions leave.
-      between: (A, B) in tokens, both included; None leaves that end open.
-      every: V in tokens: from the newest backwards, the checkpoint nearest to each multiple of V, unless it is further
-        from it than the tolerance.
-      tolerance: in tokens; by default a tenth of V.
-      stages: [K], the stage or run that each checkpoint belongs to; None is a stage of its own.
-      across_stages: allow the selection to hold checkpoints of several stages.
+        tokens: Integers [K], oldest first; strictly increasing within a stage, while parallel runs may share positions.
+        last: The newest N of the checkpoints that satisfy the other conditions.
+        between: (A, B) in tokens, both inclusive; None leaves that end open.
+        every: V in tokens: going back from the newest, the checkpoint nearest to each multiple of V, if it is within
+            the tolerance.
+        tolerance: In tokens; a tenth of V by default.
+        stages: [K], the stage or run that each checkpoint belongs to; None counts as one more stage.
+        across_stages: Allow checkpoints of several stages in the selection.
 
     Returns:
-      Selection; notes tell the range, the tolerance, off-grid and missing checkpoints and crossed boundaries.
+        The selection; its notes list the grid, off-grid and missing checkpoints, and crossed boundaries.
 
     Raises:
-      ValueError: nothing is selected, fewer than `last` are there, positions are out of order, or the selection
-        crosses a boundary (which is named) without `across_stages`.
+        ValueError: Nothing is selected, there are fewer than `last` checkpoints, positions are out of order, or the
+            selection crosses a boundary (which is named) without `across_stages`.
     """
     t = np.asarray(tokens)
     labels = list(stages) if stages is not None else [None] * len(t)
     if len(labels) != len(t):
-        raise ValueError(f"{len(labels)} stages for {len(t)} checkpoints: give one each")
+        raise ValueError(f"{len(labels)} stages for {len(t)} checkpoints: give one per checkpoint")
     if last is not None and last < 1:
         raise ValueError(f"last = {last}: select at least 1 checkpoint")
     if every is not None and every <= 0:
@@ -69,7 +70,7 @@ def select(
     if last is not None:
         if len(chosen) < last:
             raise ValueError(
-                f"{last} checkpoints are asked for and {len(chosen)} are there: take fewer, or widen the range"
+                f"{last} checkpoints are requested and there are {len(chosen)}: take fewer, or widen the range"
             )
         chosen = chosen[-last:]
     notes += _stage_notes(t, chosen, labels, across_stages)
@@ -91,7 +92,7 @@ def _in_range(t: np.ndarray, between: tuple[int | None, int | None] | None) -> n
     if not len(chosen):
         low_text, high_text = ("" if end is None else f"{end:,}" for end in (low, high))
         raise ValueError(
-            f"no checkpoint lies in {low_text}:{high_text} tokens: there are {len(t)}, from {t.min():,} to {t.max():,}"
+            f"no checkpoint is in {low_text}:{high_text} tokens: there are {len(t)}, from {t.min():,} to {t.max():,}"
         )
     return chosen
 
@@ -99,27 +100,27 @@ def _in_range(t: np.ndarray, between: tuple[int | None, int | None] | None) -> n
 def _on_grid(
     t: np.ndarray, chosen: np.ndarray, every: int, tolerance: float, last: int | None, notes: list[str]
 ) -> np.ndarray:
-    """The checkpoint nearest to each mark; marks are the newest one's position and every V before it."""
+    """Return the index nearest to each grid point: the newest position and every V tokens before it."""
     newest = int(t[chosen[-1]])
     notes.append(f"every {every:,} tokens back from {newest:,}, nearest within {tolerance:,.0f}")
-    nearest: dict[int, tuple[int, int]] = {}  # marks back from the newest -> (distance in tokens, index)
+    nearest: dict[int, tuple[int, int]] = {}  # grid points before the newest -> (distance in tokens, index)
     for i in chosen[::-1].tolist():
         back = (newest - int(t[i]) + every // 2) // every
         off = abs(int(t[i]) - (newest - back * every))
         if off <= tolerance:
             nearest[back] = min(nearest.get(back, (off, i)), (off, i))
-    found = sorted(nearest)[:last]
-    for later, earlier in itertools.pairwise(found):
+    points = sorted(nearest)[:last]
+    for later, earlier in itertools.pairwise(points):
         if earlier - later > 1:
-            marks = f"{newest - (earlier - 1) * every:,}"
+            span = f"{newest - (earlier - 1) * every:,}"
             if earlier - later > 2:
-                marks += f" to {newest - (later + 1) * every:,}"
-            notes.append(f"missing: no checkpoint near {marks} tokens")
-    for back in found:
+                span += f" to {newest - (later + 1) * every:,}"
+            notes.append(f"missing: no checkpoint near {span} tokens")
+    for back in points:
         off, i = nearest[back]
         if off:
             notes.append(f"off grid: {t[i]:,} tokens stands for {newest - back * every:,}")
-    return np.array([nearest[back][1] for back in found[::-1]])
+    return np.array([nearest[back][1] for back in points[::-1]])
 
 
 def _check_order(t: np.ndarray, labels: list[str | None]) -> None:
@@ -134,7 +135,7 @@ def _check_order(t: np.ndarray, labels: list[str | None]) -> None:
 
 
 def _stage_notes(t: np.ndarray, chosen: np.ndarray, labels: list[str | None], across_stages: bool) -> list[str]:
-    """A line for each boundary inside the selection, or the error that names the first."""
+    """Return a note for each boundary that the selection crosses; raise for the first if crossing is not allowed."""
     lines = []
     for a, b in itertools.pairwise(chosen):
         if labels[a] != labels[b]:
@@ -151,18 +152,18 @@ def _stage_notes(t: np.ndarray, chosen: np.ndarray, labels: list[str | None], ac
 
 
 def _gap_notes(t: np.ndarray) -> list[str]:
-    """What is uneven about a selection that was not put on a grid: missing checkpoints and off-grid ones."""
-    steps = np.diff(t)
-    if len(steps) < 2:
+    """Return notes about missing and off-grid checkpoints, for a selection without a requested grid."""
+    intervals = np.diff(t)
+    if len(intervals) < 2:
         return []
-    usual = float(np.median(steps))
+    usual = float(np.median(intervals))
     notes = []
-    for before, after, step in zip(t[:-1], t[1:], steps, strict=True):
-        missing = round(step / usual) - 1
+    for before, after, interval in zip(t[:-1], t[1:], intervals, strict=True):
+        missing = round(interval / usual) - 1
         if missing >= 1:
             notes.append(
                 f"missing: about {missing} between {before:,} and {after:,} tokens (usual interval {usual:,.0f})"
             )
-        elif abs(step - usual) > OFF_GRID_SHARE * usual:
-            notes.append(f"off grid: {after:,} tokens is {step:,} after {before:,} (usual interval {usual:,.0f})")
+        elif abs(interval - usual) > OFF_GRID_SHARE * usual:
+            notes.append(f"off grid: {after:,} tokens is {interval:,} after {before:,} (usual interval {usual:,.0f})")
     return notes

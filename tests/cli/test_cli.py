@@ -215,8 +215,8 @@ def test_a_damaged_snapshot_is_one_line_in_a_terminal_too(copy):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--last", "7"], "7 checkpoints are asked for and 6 are there"),
-        (["--tokens", "1:2"], "no checkpoint lies in 1:2 tokens"),
+        (["--last", "7"], "7 checkpoints are requested and there are 6"),
+        (["--tokens", "1:2"], "no checkpoint is in 1:2 tokens"),
         (["--recipe", "smaa"], "'sma'"),
         (["--recipe", "ema:alpha=2"], "alpha"),
         (["--recipe", "ema:beta=0.2"], "alpha"),

@@ -371,6 +371,7 @@ print(before, peak_kib())
 def test_the_block_size_changes_nothing(paths, tmp_path):
     made = plan([open_source(path) for path in paths], np.array([0.2, 0.3, 0.5]))
     merge(made, [tmp_path / "a"])
-    merge(dataclasses.replace(made, block_elements=2**12), [tmp_path / "b"])
+    schedule = dataclasses.replace(made.schedule, block_elements=2**12)
+    merge(dataclasses.replace(made, schedule=schedule), [tmp_path / "b"])
     name = "model.safetensors"
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()

@@ -183,9 +183,9 @@ def test_twins_at_one_position_are_merged_as_named(pma, fails, suite, tmp_path):
     write(tmp_path / "twin" / "step500", 501)
     words = ["merge", suite / "step500", tmp_path / "twin" / "step500", "--out", tmp_path / "out"]
     status, _, err = pma(*words)
-    assert status == 0 and "order counts" in err
+    assert status == 0 and "merged in order" in err
     np.testing.assert_allclose(merged(tmp_path / "out"), mean((500, 501), (0.5, 0.5)), rtol=1e-6)
-    assert "weighs by tokens" in fails(*words[:-1], tmp_path / "no", "--recipe", "power:sigma_rel=0.1")
+    assert "computes weights from tokens" in fails(*words[:-1], tmp_path / "no", "--recipe", "power:sigma_rel=0.1")
 
 
 def test_a_run_is_not_mixed_with_others(fails, finished, tmp_path):

@@ -13,7 +13,7 @@ TENTHS = np.arange(1, 31) * 100_000
 def test_last():
     assert select(TENTHS, last=3) == Selection((27, 28, 29))
     assert select(TENTHS).indexes == tuple(range(30))
-    with pytest.raises(ValueError, match="31 checkpoints are asked for and 30 are there"):
+    with pytest.raises(ValueError, match="31 checkpoints are requested and there are 30"):
         select(TENTHS, last=31)
 
 
@@ -21,7 +21,7 @@ def test_between_includes_both_ends():
     assert select(TENTHS, between=(200_000, 400_000)).indexes == (1, 2, 3)
     assert select(TENTHS, between=(None, 200_000)).indexes == (0, 1)
     assert select(TENTHS, between=(2_900_000, None), last=1).indexes == (29,)
-    with pytest.raises(ValueError, match=r"no checkpoint lies in 1:2 tokens: there are 30, from 100,000 to 3,000,000"):
+    with pytest.raises(ValueError, match=r"no checkpoint is in 1:2 tokens: there are 30, from 100,000 to 3,000,000"):
         select(TENTHS, between=(1, 2))
 
 
@@ -44,7 +44,7 @@ def test_last_of_a_grid_goes_back_past_what_is_missing():
     chosen = select(tokens, every=1_000, last=3)
     assert [tokens[i] for i in chosen.indexes] == [2_000, 4_000, 5_000]
     assert any("missing: no checkpoint near 3,000" in note for note in chosen.notes)
-    with pytest.raises(ValueError, match="5 checkpoints are asked for and 4 are there"):
+    with pytest.raises(ValueError, match="5 checkpoints are requested and there are 4"):
         select(tokens, every=1_000, last=5)
 
 

@@ -1,9 +1,8 @@
-"""The arithmetic of the engine: a weighted sum of blocks in float32, on blocks small enough to stay in cache.
+"""Numpy kernels of the engine: weighted sums in float32, on blocks small enough to stay in cache.
 
-bfloat16 is the upper half of float32, so two of them lie in one 32-bit word: `word << 16` is the first and
-`word & 0xffff0000` the second, exactly. Sums are kept apart for the two halves and only put together once, when a block
-is
-finished: four full-width passes a word and source, three times the rate of numpy's own bfloat16 addition.
+bfloat16 is the upper half of float32, so one 32-bit word holds two values: `word << 16` is the first and
+`word & 0xffff0000` the second, exactly. The two halves are summed separately and interleaved once, when a block is
+finished: four full-width passes per word and source, three times the rate of numpy's own bfloat16 addition.
 """
 
 import functools
@@ -19,7 +18,7 @@ _UPPER_HALF = np.uint32(0xFFFF0000)
 _SIXTEEN = np.uint32(16)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = 0x7F800000
-# The least float32 that rounds to infinity in bfloat16.
+# The smallest float32 that rounds to infinity in bfloat16.
 _BF16_OVERFLOW = 0x7F7F8000
 # With several rows, a strip of every source and of one row's sum stays in the second-level cache.
 _STRIP_ELEMENTS = 2**13
@@ -30,9 +29,9 @@ class KernelWeights:
     """The coefficients as the kernels use them.
 
     Attributes:
-        rows: float64 [R, K]; the multiplier of each source while summing, see `rounding.split_coefficients`.
-        divisors: float64 [R]; the one number a finished row is divided by.
-        first: [R]; the first source with a weight, which starts the sum.
+        rows: float64 [R, K]; the multiplier of each source, see `rounding.split_coefficients`.
+        divisors: float64 [R]; the divisor of each finished sum.
+        first: int [R]; the first source with a nonzero weight, which starts the sum.
     """
 
     rows: np.ndarray
@@ -41,21 +40,22 @@ class KernelWeights:
 
 
 def kernel_weights(coefficients: np.ndarray) -> KernelWeights:
-    """Turns float64 [R, K] into what the kernels use."""
+    """Convert coefficients, float64 [R, K], to multipliers and divisors."""
     rows, divisors = split_rows(coefficients)
     return KernelWeights(rows, divisors, np.argmax(coefficients != 0, axis=1))
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """One thread's buffers, reused for every block: fresh pages cost more than the arithmetic on them.
+    """The buffers of one thread, reused for every block: page faults cost more than the arithmetic.
 
     Attributes:
-        raw: uint8 [block_bytes + padding]; the bytes of one source's block.
-        rounded: uint8 [2 * block_bytes]; the bytes of one finished block, in the output's dtype.
-        sums: uint8 [R, 2 * block_bytes]; viewed as float32 or float64.
-        wide: uint8 [2, 2 * block_bytes]; temporaries, viewed as needed.
-        stack: uint8 [K, 2 * block_bytes]; every source's block, widened, until `combine_staged`; empty for one row.
+        raw: uint8 [block_bytes + padding]; one source's block as stored.
+        rounded: uint8 [2 * block_bytes]; one finished block in the output dtype.
+        sums: uint8 [R, 2 * block_bytes]; the sums, viewed as float32 or float64.
+        wide: uint8 [2, 2 * block_bytes]; temporaries.
+        stack: uint8 [K, 2 * block_bytes]; all sources' blocks in the accumulation dtype, for `combine_staged`; empty
+            for one row.
     """
 
     raw: np.ndarray
@@ -66,7 +66,7 @@ class Scratch:
 
 
 def new_scratch(rows: int, sources: int, block_elements: int) -> Scratch:
-    """Buffers for blocks of up to `block_elements` elements of any dtype, `rows` recipes and `sources` checkpoints."""
+    """Allocate buffers for blocks of up to `block_elements` elements, `rows` recipes and `sources` checkpoints."""
     widest = 8 * block_elements + 64
 
     def aligned(*shape: int) -> np.ndarray:
@@ -74,20 +74,19 @@ def new_scratch(rows: int, sources: int, block_elements: int) -> Scratch:
         skip = -flat.ctypes.data % 4096
         return flat[skip : skip + int(np.prod(shape))].reshape(shape)
 
-    # Zeros that are never touched take no memory: what a merge does not use costs nothing.
-    several = 1 if rows > 1 else 0
-    stack = aligned(several * sources, widest)
+    # Zeroed pages that are never touched take no memory, so unused buffers cost nothing.
+    stack = aligned(sources if rows > 1 else 0, widest)
     return Scratch(aligned(widest), aligned(widest), aligned(rows, widest), aligned(2, widest), stack)
 
 
 def scratch_bytes(rows: int, sources: int, block_elements: int, dtypes: set[str]) -> int:
-    """Upper bound of the memory that one thread's buffers touch, in bytes, for leaves of `dtypes`."""
+    """Return an upper bound in bytes of the memory that one thread's buffers use for leaves of `dtypes`."""
     widest = 8 if "float64" in dtypes else 4
     return (rows + (sources if rows > 1 else 0) + 4) * (widest * block_elements + 4160)
 
 
 def accumulation_dtype(dtype: str) -> str:
-    """The dtype that leaves of `dtype` are summed in: float32, or float64 where float32 would lose what is stored."""
+    """Return the dtype in which leaves of `dtype` are summed: float64 for float64, else float32."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -101,7 +100,7 @@ def _sums(scratch: Scratch, dtype: str, elements: int) -> np.ndarray:
 
 
 def _widened(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> list[np.ndarray]:
-    """The raw block in the accumulation dtype, in `into` or as it lies: two halves for bfloat16, else one array."""
+    """Return the raw block in the accumulation dtype, converted into `into` if needed: two halves for bfloat16."""
     if dtype == "bfloat16":
         words = (elements + 1) // 2
         if elements % 2:
@@ -119,10 +118,10 @@ def _widened(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> l
     return [wide]
 
 
-# What is not finite is refused by `finish_block`, with the leaf's and the source's name: a warning says less.
+# `finish_block` reports values that are not finite, with the names of the leaf and the source.
 @np.errstate(over="ignore", invalid="ignore")
 def add_block(scratch: Scratch, dtype: str, elements: int, weights: KernelWeights, source: int) -> None:
-    """Adds the block in `scratch.raw` (source number `source`) to every row's sum, with its weight."""
+    """Add the block in `scratch.raw`, of source number `source`, to every row's sum with its weight."""
     widened = _widened(scratch, dtype, elements, scratch.wide.reshape(-1))
     sums = _sums(scratch, dtype, elements)
     for strip in _strips(sums, weights):
@@ -132,7 +131,7 @@ def add_block(scratch: Scratch, dtype: str, elements: int, weights: KernelWeight
 
 @np.errstate(over="ignore", invalid="ignore")
 def stage_block(scratch: Scratch, dtype: str, elements: int, source: int) -> None:
-    """Keeps the block in `scratch.raw`, widened, as source number `source` of what `combine_staged` sums."""
+    """Convert the block in `scratch.raw` and keep it as source number `source` for `combine_staged`."""
     into = scratch.stack[source]
     widened = _widened(scratch, dtype, elements, into)
     if dtype == accumulation_dtype(dtype):
@@ -141,7 +140,7 @@ def stage_block(scratch: Scratch, dtype: str, elements: int, source: int) -> Non
 
 @np.errstate(over="ignore", invalid="ignore")
 def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: KernelWeights) -> None:
-    """Sums the staged blocks for all rows, a strip in cache at a time."""
+    """Sum the staged blocks for all rows, one strip in cache at a time."""
     sums = _sums(scratch, dtype, elements)
     staged = scratch.stack[:, : sums[0].nbytes].view(sums.dtype).reshape(-1, *sums.shape[1:])
     multipliers = weights.rows.astype(sums.dtype)
@@ -149,7 +148,7 @@ def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: KernelW
     for strip in _strips(sums, weights):
         for half in range(sums.shape[1]):
             totals = sums[:, half, strip]
-            # A loop in C: a third of the time of separate calls for each row and source.
+            # A loop in C: a third of the time of one call per row and source.
             np.einsum("rk,kn->rn", multipliers, staged[:, half, strip], out=totals)
             # It starts from zero, which loses the sign of a negative zero.
             if not is_exact or not totals.all():
@@ -159,21 +158,21 @@ def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: KernelW
 
 @functools.cache
 def _einsum_rounds_products() -> bool:
-    """Whether `np.einsum` rounds a product before it adds it, as `rounding` defines; NumPy built with FMA does not."""
+    """Return whether `np.einsum` rounds products before adding, as `rounding` defines; not with FMA."""
     x = np.float32(1 + 2**-12)
     terms = np.full((2, 67), [[-(x * x)], [x]], np.float32)  # 67: full vectors and a remainder
     return not np.einsum("rk,kn->rn", np.array([[1, x]], np.float32), terms).any()
 
 
 def _strips(sums: np.ndarray, weights: KernelWeights) -> Iterator[slice]:
-    """Slices of the last axis: everything for one row, which streams through, else strips that stay in cache."""
+    """Yield slices of the last axis: all of it for one row, strips that stay in cache for several."""
     count = sums.shape[-1]
     step = _STRIP_ELEMENTS if len(weights.rows) > 1 else max(count, 1)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: KernelWeights, source: int) -> None:
-    """Adds one source's values, [elements], to every row's sums, [R, elements], as `rounding` defines it."""
+    """Add one source's values, [elements], to every row's sums, [R, elements], as `rounding` defines it."""
     product = scratch.rounded[: wide.nbytes].view(wide.dtype)
     for total, multipliers, first in zip(totals, weights.rows, weights.first, strict=True):
         multiplier = totals.dtype.type(multipliers[source])
@@ -190,16 +189,16 @@ def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights:
 def finish_block(
     scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: KernelWeights, row: int
 ) -> np.ndarray | None:
-    """Divides a row's sum, rounds it to nearest even, and returns its bytes (uint8, in `scratch.rounded`).
+    """Divide a row's sum, round to nearest even, and return its bytes (uint8, in `scratch.rounded`).
 
-    Returns None when the result is not finite in `out_dtype`; the sums are then useless.
+    Returns None if the result is not finite in `out_dtype`; the sums are then invalid.
     """
     sums = _sums(scratch, dtype, elements)[row]
     if weights.divisors[row] != 1:
         np.divide(sums, sums.dtype.type(weights.divisors[row]), out=sums)
     out = scratch.rounded[: ITEM_BYTES[out_dtype] * elements]
     if dtype == out_dtype == "bfloat16":
-        # A NaN of bfloat16 has nothing in its lower half that rounding could carry over: what is not finite stays so.
+        # The lower half of a bfloat16 NaN is zero, so rounding keeps NaN and infinity.
         _round_to_bf16(sums, scratch)
         bits = scratch.wide.reshape(-1)[: out.nbytes].view(np.uint16)
         np.bitwise_and(out.view(np.uint16), np.uint16(_MAGNITUDE >> 16), out=bits)
@@ -217,7 +216,7 @@ def finish_block(
         return out
     narrow = out.view(numpy_dtype(out_dtype))
     flat = sums[0] if len(sums) == 1 else sums.T.reshape(-1)[:elements]
-    # Overflow is told by the check of the result, once, with the leaf's name.
+    # The check of the result reports an overflow.
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(narrow, flat, casting="unsafe")
     return out if np.isfinite(narrow).all() else None
@@ -252,13 +251,17 @@ def _round_to_bf16(sums: np.ndarray, scratch: Scratch) -> None:
 def squared_changes(
     scratch: Scratch, dtype: str, out_dtype: str, elements: int, merged: np.ndarray
 ) -> tuple[float, float]:
-    """What rounding costs and what merging moves, on one block: both float64 sums of squares.
+    """Measure on one block how much rounding and merging change the weights.
 
-    `merged` is the block's exact result (accumulation dtype [elements]), and `scratch` is in the state that
-    `finish_block` and the last `add_block` left it in.
+    Args:
+        scratch: As `finish_block` and the last `add_block` left it.
+        dtype: Of the sources.
+        out_dtype: Of the result.
+        elements: Number of elements to measure.
+        merged: The exact result, [elements] in the accumulation dtype.
 
     Returns:
-        (sum of (rounded - merged)^2, sum of (newest source - merged)^2).
+        float64 (sum of (rounded - merged)^2, sum of (newest source - merged)^2).
     """
     rounded = scratch.rounded[: ITEM_BYTES[out_dtype] * elements].view(numpy_dtype(out_dtype)).astype(np.float64)
     newest = scratch.raw[: ITEM_BYTES[dtype] * elements].view(numpy_dtype(dtype)).astype(np.float64)
