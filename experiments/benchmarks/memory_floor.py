@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
-from pma_jax.config.rules import REMAT_POLICIES
 from pma_jax.model.attention import QUERY_BLOCKS
 from pma_jax.model.decoder import parameter_count
 from pma_jax.planning.aot import program_lowerings
@@ -39,7 +38,7 @@ def main() -> None:
         changes = ["mesh.cpu_devices=0", "model.scan_layers=True"]
         changes += [f"training.batch_size_sequences={args.batch}"] if args.batch else []
         configuration.override(raw, [*changes, *args.set])
-        for policy in REMAT_POLICIES:
+        for policy in ("none", "full", "dots"):
             raw.model.remat = policy
             found = compiled_and_floor(configuration.resolve(raw))
             if args.json:

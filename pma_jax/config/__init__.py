@@ -1,4 +1,4 @@
-"""A run's configuration: `defaults()` starts one, `resolve` checks and freezes it."""
+"""Run configuration: `defaults()` creates a mutable one, `resolve` validates and freezes it."""
 
 from pma_jax.config.load import (
     defaults,
@@ -11,6 +11,7 @@ from pma_jax.config.load import (
     to_json,
 )
 from pma_jax.config.schema import (
+    DECAY_SHAPES,
     SNAPSHOT_KINDS,
     CheckpointConfig,
     Config,
@@ -27,6 +28,7 @@ from pma_jax.config.schema import (
 )
 
 __all__ = [
+    "DECAY_SHAPES",
     "SNAPSHOT_KINDS",
     "CheckpointConfig",
     "Config",

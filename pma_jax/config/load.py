@@ -1,8 +1,8 @@
-"""Reading a configuration: files, overrides, checks, its JSON and its digest.
+"""Read a configuration: files, overrides, JSON and digest.
 
-A configuration is a file with `get_config() -> ml_collections.ConfigDict`, which starts from `defaults()` and changes
-fields, or the name of a shipped one (`demo`). Overrides such as `--config.checkpoint.interval_tokens=4e6` are applied
-to that dictionary; `resolve` turns it into the frozen, validated `Config` that the rest of the package reads.
+A configuration is a Python file with `get_config() -> ml_collections.ConfigDict`, which modifies `defaults()`, or the
+name of a shipped one (`demo`). `resolve` applies overrides such as `checkpoint.interval_tokens=4e6` and returns the
+frozen, validated `Config` that the rest of the package reads.
 """
 
 import ast
@@ -11,43 +11,71 @@ import difflib
 import hashlib
 import importlib.util
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import ml_collections
 
 from pma_jax.config.rules import validate
 from pma_jax.config.schema import Config
 
+_TYPES = {section: get_type_hints(section_type) for section, section_type in get_type_hints(Config).items()}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
 
 def defaults() -> ml_collections.ConfigDict:
-    """The default of every key as a `ConfigDict`: where a configuration file starts. Unknown keys raise."""
-    return _to_config_dict(Config())
+    """Return the default of every key as a locked `ConfigDict`, in which assigning an unknown key raises."""
+    return ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
 
 
-def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
-    """Check `raw` and freeze it. Raises ValueError that names the key and what it should be."""
+def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any] | Config, overrides: Iterable[str] = ()) -> Config:
+    """Apply `section.key=value` overrides, fill in defaults, convert, validate and freeze a configuration.
+
+    Raises:
+        ValueError: a key is unknown or has a wrong value; the message names it and what it accepts.
+    """
+    if isinstance(raw, Config):
+        raw = dataclasses.asdict(raw)
     mapping = raw.to_dict() if isinstance(raw, ml_collections.ConfigDict) else raw
+    _refuse_unknown("", mapping, _TYPES)
+    values = {}
+    for section, types in _TYPES.items():
+        given = mapping.get(section, {})
+        _refuse_unknown(f"{section}.", given, types)
+        values[section] = {key: _convert(f"{section}.{key}", value, types[key]) for key, value in given.items()}
+    override(values, overrides)
     default = Config()
-    valid = dataclasses.asdict(default)
-    _refuse_unknown("", mapping, valid)
-    sections = {}
-    for name, keys in valid.items():
-        section = mapping.get(name, {})
-        _refuse_unknown(f"{name}.", section, keys)
-        values = {key: _as_type(f"{name}.{key}", value, keys[key]) for key, value in section.items()}
-        sections[name] = dataclasses.replace(getattr(default, name), **values)
-    config = Config(**sections)
+    config = Config(**{name: dataclasses.replace(getattr(default, name), **keys) for name, keys in values.items()})
     validate(config)
     return config
 
 
-def load(name: str) -> ml_collections.ConfigDict:
-    """Call `get_config()` of a file, or of a shipped configuration by name.
+def override(raw: ml_collections.ConfigDict | dict[str, dict[str, Any]], assignments: Iterable[str]) -> None:
+    """Apply `section.key=value` overrides to `raw` in place.
 
-    Raises ValueError when there is no such file, or it does not define `get_config`.
+    Values are parsed as the type of their key: `4e6` is an integer for an integer key, `3,6` a tuple for a tuple key.
+
+    Raises:
+        ValueError: a key is unknown (the message names the nearest one), or its value has another type.
+    """
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        section, _, key = path.partition(".")
+        if not equals:
+            raise ValueError(f"override {assignment!r} has no value: write --config.{path}=VALUE")
+        if key not in _TYPES.get(section, ()):
+            valid = [f"{section}.{key}" for section in _TYPES for key in _TYPES[section]]
+            raise ValueError(f"unknown config key {path!r}{_nearest(path, valid)}")
+        hint = _TYPES[section][key]
+        raw[section][key] = _convert(path, _parse(text, hint), hint)
+
+
+def load(name: str) -> ml_collections.ConfigDict:
+    """Call `get_config()` of a configuration file, or of a shipped one by name.
+
+    Raises:
+        ValueError: there is no such file, or it does not define a working `get_config`.
     """
     path = _find(name)
     spec = importlib.util.spec_from_file_location("pma_jax_user_config", path)
@@ -69,41 +97,23 @@ def load(name: str) -> ml_collections.ConfigDict:
     return raw
 
 
-def override(raw: ml_collections.ConfigDict, assignments: Iterable[str]) -> None:
-    """Apply `section.key=value` texts to `raw` in place.
-
-    Values are read as the key's own type: `4e6` is an integer for an integer key, `3,6` a tuple for a tuple key. Raises
-    ValueError that names the nearest valid key, or the type that was expected.
-    """
-    for assignment in assignments:
-        path, equals, text = assignment.partition("=")
-        section, dot, key = path.partition(".")
-        if not equals:
-            raise ValueError(f"override {assignment!r} has no value: write --config.{path}=VALUE")
-        if not dot or section not in raw or key not in raw[section]:
-            valid = [f"{s}.{k}" for s in raw for k in raw[s]]
-            raise ValueError(f"unknown config key {path!r}{_nearest(path, valid)}")
-        default = dataclasses.asdict(Config())[section][key]
-        raw[section][key] = _as_type(path, _parse(text, default), default)
-
-
 def to_json(config: Config) -> str:
-    """The resolved configuration as canonical JSON: sorted keys, one line a key."""
+    """Format a configuration as canonical JSON: sorted keys, one per line."""
     return json.dumps(dataclasses.asdict(config), indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str) -> Config:
-    """The inverse of `to_json`."""
+    """Parse the output of `to_json`."""
     return resolve(json.loads(text))
 
 
 def digest(config: Config) -> str:
-    """SHA-256 (16 hex digits) of what decides the run's numbers: all but where it runs."""
+    """Compute the SHA-256 (first 16 hex digits) of all keys that affect the run's results."""
     return hashlib.sha256(json.dumps(_identity(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """`section.key: old -> new` for every key that decides the run's numbers and differs."""
+    """List `section.key: old -> new` for every key that differs and affects the run's results."""
     a, b = _identity(old), _identity(new)
     return [
         f"{section}.{key}: {a[section][key]} -> {b[section][key]}"
@@ -115,25 +125,20 @@ def differences(old: Config, new: Config) -> list[str]:
 
 def _identity(config: Config) -> dict[str, dict[str, Any]]:
     identity: dict[str, dict[str, Any]] = dataclasses.asdict(config)
-    # The mesh and the cache say where a run lives; the run may move.
+    # Mesh and cache may change when a run moves to another machine.
     del identity["mesh"]
     del identity["data"]["cache_dir"]
     return identity
 
 
-def _to_config_dict(config: Config) -> ml_collections.ConfigDict:
-    raw = ml_collections.ConfigDict(dataclasses.asdict(config))
-    return raw.lock()
-
-
 def _find(name: str) -> Path:
     path = Path(name)
-    if path.suffix == ".py" or path.is_file():  # a folder of that name, such as a run's, is not meant
+    if path.suffix == ".py" or path.is_file():  # a directory of that name, such as a run's, does not count
         if path.is_file():
             return path
         raise ValueError(f"no configuration file {name}: check the path, or name a shipped one")
     package = Path(__file__).parents[1]
-    # A wheel carries configs/ inside the package; in a clone it stands beside the package.
+    # A wheel contains configs/ inside the package; a clone has it beside the package.
     folders = [package / "shipped_configs", package.parent / "configs"]
     shipped = {file.stem: file for folder in folders for file in folder.glob("[a-z]*.py")}
     if name not in shipped:
@@ -148,49 +153,34 @@ def _nearest(key: str, valid: Iterable[str]) -> str:
 def _refuse_unknown(prefix: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
     for key in given:
         if key not in valid:
-            raise ValueError(f"unknown config key {prefix + key!r}{_nearest(key, list(valid))}")
+            raise ValueError(f"unknown config key {prefix + key!r}{_nearest(key, valid)}")
 
 
-def _parse(text: str, default: Any) -> Any:
-    if isinstance(default, str):
+def _parse(text: str, hint: Any) -> Any:
+    """Parse the text of an override; `_convert` refuses what does not have the right type."""
+    if hint is str or get_origin(hint) is Literal:
         return text
-    if isinstance(default, bool):
+    if hint is bool:
         return {"true": True, "false": False, "1": True, "0": False}.get(text.lower(), text)
-    if isinstance(default, tuple):
-        text = text.strip().strip("()[]").strip(",")
-        return tuple(_literal(item.strip()) for item in text.split(",")) if text else ()
-    return _literal(text)
-
-
-def _literal(text: str) -> Any:
+    if get_origin(hint) is tuple:
+        items = text.strip().strip("()[]").strip(",")
+        return tuple(_parse(item.strip(), get_args(hint)[0]) for item in items.split(",")) if items else ()
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
 
 
-def _as_type(key: str, value: Any, default: Any) -> Any:
-    """`value` as the type of `default`, or ValueError; a whole float such as 4e6 is an integer."""
-    if isinstance(default, bool):
-        if isinstance(value, bool):
-            return value
-    elif isinstance(default, int):
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, float) and math.isfinite(value) and value == math.floor(value):
-            return int(value)
-    elif isinstance(default, float):
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    elif isinstance(default, tuple):
-        if isinstance(value, tuple | list):
-            item = "" if key in ("data.files", "checkpoint.kinds") else 0
-            return tuple(_as_type(key, v, item) for v in value)
-    elif isinstance(value, str):
+def _convert(key: str, value: Any, hint: Any) -> Any:
+    """Convert a value to the type of its key; an integral float such as 4e6 becomes an int."""
+    if get_origin(hint) is tuple and isinstance(value, tuple | list):
+        return tuple(_convert(key, item, get_args(hint)[0]) for item in value)
+    hint = str if get_origin(hint) is Literal else hint
+    is_bool = isinstance(value, bool)
+    if hint is float and isinstance(value, int | float) and not is_bool:
+        return float(value)
+    if hint is int and not is_bool and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if hint in _TYPE_NAMES and isinstance(value, hint) and is_bool == (hint is bool):
         return value
-    raise ValueError(f"config key {key!r} takes {_kind(default)}, not {value!r}")
-
-
-def _kind(default: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return names.get(type(default), "a list such as 3,6,10")
+    raise ValueError(f"config key {key!r} takes {_TYPE_NAMES.get(hint, 'a list such as 3,6,10')}, not {value!r}")

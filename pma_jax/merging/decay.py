@@ -6,19 +6,12 @@ weights c over checkpoints are weights w over updates, and a decay that never ra
 that later gradients would have been taken at other points.
 """
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-# What is left of the learning rate at t, the share of the decay that has passed (0 <= t <= 1).
-SHAPES: dict[str, Callable[[float], float]] = {
-    "linear": lambda t: 1 - t,
-    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
-    "minus_sqrt": lambda t: 1 - math.sqrt(t),
-    "exponential": lambda t: 1 - 0.1 ** (1 - t),
-}
+from pma_jax.config import DECAY_SHAPES
 
 
 def from_update_weights(weights: ArrayLike) -> np.ndarray:
@@ -42,7 +35,7 @@ def decay(n: int, shape: str | Callable[[float], float] = "linear") -> np.ndarra
 
     Args:
       n: checkpoints, at least 1.
-      shape: a name in SHAPES, or f(t): what is left of the rate at t in (0, 1).
+      shape: a name in DECAY_SHAPES, or f(t): what is left of the rate at t in (0, 1).
 
     Returns:
       float64 [n], sums to 1, oldest first.
@@ -66,9 +59,11 @@ def decay_at(tokens: ArrayLike, shape: str | Callable[[float], float] = "linear"
     Returns:
       float64 [n], sums to 1, oldest first.
     """
-    f = shape if callable(shape) else SHAPES.get(shape)
+    f = shape if callable(shape) else DECAY_SHAPES.get(shape)
     if f is None:
-        raise ValueError(f"decay has no shape {shape!r}: choose one of {', '.join(SHAPES)}, or pass a function of t")
+        raise ValueError(
+            f"decay has no shape {shape!r}: choose one of {', '.join(DECAY_SHAPES)}, or pass a function of t"
+        )
     t = np.asarray(tokens, np.float64)
     n = len(t)
     if n < 1:

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pma_jax.merging.decay import SHAPES, decay, decay_at, from_update_weights
+from pma_jax.config import DECAY_SHAPES
+from pma_jax.merging.decay import decay, decay_at, from_update_weights
 from pma_jax.merging.lagfree import lagfree, mean_age
 from pma_jax.merging.power import gamma_from_sigma_rel, power
 
 __all__ = [
-    "SHAPES",
     "Recipe",
     "coefficients",
     "decay",
@@ -258,8 +258,8 @@ def _convert(name: str, key: str, kind: type, text: str) -> Any:
     except (ValueError, KeyError):
         wanted = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}[kind]
         raise ValueError(f"{key} of {name} must be {wanted}, not {text!r}") from None
-    if key == "shape" and value not in SHAPES:
-        raise ValueError(f"decay has no shape {text!r}: {_nearest(text, SHAPES)}")
+    if key == "shape" and value not in DECAY_SHAPES:
+        raise ValueError(f"decay has no shape {text!r}: {_nearest(text, DECAY_SHAPES)}")
     return value
 
 

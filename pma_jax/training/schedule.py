@@ -1,17 +1,6 @@
 """The learning rate as a function of tokens: warm-up, stable, decay (WSD)."""
 
-import math
-from collections.abc import Callable
-
-from pma_jax.config import ScheduleConfig
-
-# Share of (peak - final) that is left after the fraction t in [0, 1] of the decay.
-DECAY_SHAPES: dict[str, Callable[[float], float]] = {
-    "none": lambda t: 1.0,
-    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,  # the paper's (arXiv 2505.12082, Section 3)
-    "linear": lambda t: 1 - t,
-    "minus_sqrt": lambda t: 1 - math.sqrt(t),  # arXiv 2405.18392, Section 3
-}
+from pma_jax.config import DECAY_SHAPES, ScheduleConfig
 
 
 def learning_rate(schedule: ScheduleConfig, total_tokens: int, tokens: int) -> float:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pma_jax.config import DECAY_SHAPES
 from pma_jax.merging import recipes
 
 # WSM, Figure 2, n = 10, to three decimals.
@@ -24,13 +25,13 @@ def test_decay_rows_are_the_papers(shape):
     np.testing.assert_allclose(recipes.coefficients(f"decay:shape={shape}", np.arange(5, 15)), recipes.decay(10, shape))
 
 
-@pytest.mark.parametrize("shape", [*recipes.SHAPES, lambda t: (1 - t) ** 3])
+@pytest.mark.parametrize("shape", [*DECAY_SHAPES, lambda t: (1 - t) ** 3])
 def test_decay_weights_turn_a_constant_rate_trajectory_into_the_decayed_one(shape):
     rng = np.random.default_rng(0)
     n, rate = 12, 0.03
     gradients = rng.normal(size=(n - 1, 5))
     constant = np.cumsum(np.concatenate([rng.normal(size=(1, 5)), -rate * gradients]), axis=0)
-    f = shape if callable(shape) else recipes.SHAPES[shape]
+    f = shape if callable(shape) else DECAY_SHAPES[shape]
     decayed = constant[0].copy()
     for i, gradient in enumerate(gradients, start=1):
         decayed -= rate * f(i / n) * gradient

@@ -8,6 +8,7 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 import pma_jax as pma
+from pma_jax.config import DECAY_SHAPES
 from pma_jax.evaluation import merges
 from pma_jax.merging import averager, recipes
 from pma_jax.merging.engine.merge import merge
@@ -28,7 +29,7 @@ RECIPES = [
     "wma",
     "wma:5",
     "lawa:4",
-    *(f"decay:shape={shape}" for shape in recipes.SHAPES),
+    *(f"decay:shape={shape}" for shape in DECAY_SHAPES),
     "power:sigma_rel=0.1",
     "lagfree:lag=0.5,order=1",
     "lagfree:lag=0,order=2",
