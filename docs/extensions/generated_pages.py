@@ -47,8 +47,8 @@ def configuration_page() -> str:
     comments = field_comments(Path(schema.__file__).read_text())
     lines = [
         "# Configuration keys\n",
-        "Generated from `pma_jax/config/schema.py`. Set a key in a configuration file (`c.training.seed = 1`) or on the",
-        "command line (`--config.training.seed=1`). Unknown keys raise.\n",
+        "Generated from `pma_jax/config/schema.py`. Set a key in a configuration file (`c.training.seed = 1`) or on",
+        "the command line (`--config.training.seed=1`). Unknown keys raise.\n",
     ]
     for section in dataclasses.fields(Config):
         default = getattr(Config(), section.name)
@@ -57,10 +57,18 @@ def configuration_page() -> str:
         for field in dataclasses.fields(default):
             value = getattr(default, field.name)
             meaning = comments[type(default).__name__, field.name].replace("|", "\\|")
-            kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-            lines.append(f"| `{section.name}.{field.name}` | `{kind}` | `{value!r}` | {meaning} |")
+            lines.append(f"| `{section.name}.{field.name}` | `{format_type(field.type)}` | `{value!r}` | {meaning} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def format_type(hint: Any) -> str:
+    """Format a field's type, with its choices (Literal) or sign (Annotated)."""
+    if get_origin(hint) is Literal:
+        return ", ".join(get_args(hint))
+    if get_origin(hint) is Annotated:
+        return f"{get_args(hint)[0].__name__}, {get_args(hint)[1]}"
+    return str(hint) if get_origin(hint) else hint.__name__
 
 
 def field_comments(source: str) -> dict[tuple[str, str], str]:

@@ -62,9 +62,8 @@ def train(options: argparse.Namespace) -> None:
     from pma_jax import config as configuration
     from pma_jax.training import loop
 
-    raw = configuration.load(options.config)
-    configuration.override(raw, options.overrides)
-    _say_done(loop.train(configuration.resolve(raw), options.workdir))
+    config = configuration.resolve(configuration.load(options.config), options.overrides)
+    _say_done(loop.train(config, options.workdir))
 
 
 def fork(options: argparse.Namespace) -> None:
@@ -214,10 +213,8 @@ def plan(options: argparse.Namespace) -> None:
     # Said before minutes of compiling, not after.
     if options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: make it first")
-    raw = configuration.load(options.config)
-    configuration.override(raw, options.overrides)
     numbers = run_plan.plan_run(
-        configuration.resolve(raw),
+        configuration.resolve(configuration.load(options.config), options.overrides),
         aot.tpu_topology(options.topology),
         storage_bytes_per_second=options.storage_bandwidth,
         annealing_share=options.annealing_share,

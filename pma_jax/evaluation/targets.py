@@ -1,6 +1,5 @@
 """The held-out loss of runs and snapshots, for `pma evaluate`."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +23,7 @@ def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) 
     rows = []
     for path in paths:
         snapshot = find_snapshots([path])[-1]
-        raw = configuration.defaults()
-        raw.update(json.loads(configuration.to_json(snapshot.config)))
-        configuration.override(raw, overrides)
-        config = configuration.resolve(raw)
+        config = configuration.resolve(snapshot.config, overrides)
         mesh = make_mesh(config.mesh)
         params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, mesh))
         (loss,) = evaluate_all(config, [params], mesh)

@@ -1,7 +1,6 @@
 """A new run from another run's full state: to anneal, to change the data, to try another rate."""
 
 import contextlib
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,10 +21,7 @@ from pma_jax.training.loop import run_metadata
 
 def fork_config(source: Run, overrides: Iterable[str]) -> Config:
     """The configuration of `source` with `section.key=value` texts applied."""
-    raw = configuration.defaults()
-    raw.update(json.loads(configuration.to_json(source.config)))
-    configuration.override(raw, overrides)
-    return configuration.resolve(raw)
+    return configuration.resolve(source.config, overrides)
 
 
 def fork(
