@@ -12,7 +12,7 @@ import json
 import shutil
 import tokenize
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from sphinx.application import Sphinx
 
