@@ -13,7 +13,7 @@ import jax
 
 from pma_jax.analysis.comparison import paired_difference
 from pma_jax.analysis.learned import learn_weights
-from pma_jax.analysis.text_loss import text_loss
+from pma_jax.analysis.workbench import text_loss
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches

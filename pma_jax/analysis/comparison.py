@@ -1,6 +1,7 @@
-"""Comparing methods over seeds, rankings of hyper-parameters, how smooth a series is, and what merging saves."""
+"""Statistics of losses: differences over seeds, rankings, noise against replicas, smoothness, tokens saved."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import scipy.stats
@@ -84,3 +85,43 @@ def roughness(series_n: ArrayLike) -> float:
     if len(series) < 2 or not (series > 0).all():
         raise ValueError("roughness is of 2 or more values above 0")
     return float(np.sqrt(np.mean(np.diff(np.log(series)) ** 2)))
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseSplit:
+    """L(m) = floor + noise / m in nats per token, for the mean of m replicas.
+
+    Replicas are runs that continue from one point with other data orders. Where the loss is quadratic and the replicas'
+    noise independent, the noise of one replica adds `noise`, and `floor` is the loss of the path that they share.
+    """
+
+    floor: float
+    noise: float
+
+
+def subset_rows(count: int) -> dict[int, np.ndarray]:
+    """Return, for m = 1 … count, the rows of weights [C(count, m), count] of the means over every m replicas."""
+    rows = {}
+    for m in range(1, count + 1):
+        chosen = list(itertools.combinations(range(count), m))
+        rows[m] = np.zeros((len(chosen), count))
+        for row, members in zip(rows[m], chosen, strict=True):
+            row[list(members)] = 1 / m
+    return rows
+
+
+def fit_noise(counts_n: ArrayLike, loss_n: ArrayLike) -> NoiseSplit:
+    """Fit L(m) = floor + noise / m by least squares.
+
+    Args:
+        counts_n: [n], numbers of replicas m.
+        loss_n: [n], losses of their means.
+
+    Raises:
+        ValueError: There are fewer than 2 different counts.
+    """
+    counts, loss = np.asarray(counts_n, np.float64), np.asarray(loss_n, np.float64)
+    if len(np.unique(counts)) < 2:
+        raise ValueError("the loss of means over two numbers of replicas, or more, tells noise from the rest")
+    noise, floor = np.polyfit(1 / counts, loss, 1)
+    return NoiseSplit(float(floor), float(noise))

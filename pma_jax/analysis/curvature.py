@@ -14,23 +14,28 @@ import numpy as np
 import scipy.sparse.linalg
 from numpy.typing import ArrayLike
 
-from pma_jax.analysis.inner import inner
-
 Product = Callable[[Any], Any]  # a vector, as a parameter tree -> the matrix times it
 
 
+def inner_product(first: Any, second: Any) -> jax.Array:
+    """Return the sum over all leaves of first · second, float32 []; each device sums its own shards first."""
+    # Not a dot of flattened leaves: flattening a sharded leaf would gather it.
+    products = jax.tree.map(lambda a, b: jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32)), first, second)
+    return sum(jax.tree.leaves(products), jnp.zeros(()))
+
+
 def hessian_product(loss: Callable[[Any], jax.Array], params: Any) -> Product:
-    """V -> H v, H the Hessian of `loss` at `params`: the gradient of <gradient, v>.
+    """Return v -> H v, H the Hessian of `loss` at `params`: the gradient of <gradient, v>.
 
     Reverse over reverse: the decoder's products have gradients of their own, which forward mode cannot see through.
     Costs about two gradients a product. Call under `jax.set_mesh` as the loss is.
     """
-    product = jax.jit(lambda at, vector: jax.grad(lambda p: inner(jax.grad(loss)(p), vector))(at))
+    product = jax.jit(lambda at, vector: jax.grad(lambda p: inner_product(jax.grad(loss)(p), vector))(at))
     return lambda vector: product(params, vector)
 
 
 def gauss_newton_product(outputs: Callable[[Any], tuple[jax.Array, jax.Array]], params: Any) -> Product:
-    """V -> G v, G = J' H_out J the Gauss-Newton matrix of mean cross-entropy at `params`: never negative.
+    """Return v -> G v, G = J' H_out J the Gauss-Newton matrix of mean cross-entropy at `params`: never negative.
 
     `outputs` gives logits [..., V] and the weight of each position [...], which need not sum to 1 (counted tokens: 1,
     padding: 0). H_out = diag(p) - p p' of the softmax p at each position.
@@ -53,14 +58,14 @@ def pairwise(product: Product, deltas_K: Sequence[Any]) -> np.ndarray:
     matrix_KxK = np.zeros((len(deltas_K), len(deltas_K)))
     for j, delta in enumerate(deltas_K):
         curved = product(delta)
-        matrix_KxK[:, j] = [float(inner(other, curved)) for other in deltas_K]
+        matrix_KxK[:, j] = [float(inner_product(other, curved)) for other in deltas_K]
     return (matrix_KxK + matrix_KxK.T) / 2
 
 
 def slopes(loss: Callable[[Any], jax.Array], params: Any, deltas_K: Sequence[Any]) -> np.ndarray:
-    """Gradient' delta_k of `loss` at `params`: float64 [K], from one gradient. Call under `jax.set_mesh`."""
+    """Return gradient' delta_k of `loss` at `params`: float64 [K], from one gradient. Call under `jax.set_mesh`."""
     gradient = jax.jit(jax.grad(loss))(params)
-    return np.array([float(inner(gradient, delta)) for delta in deltas_K])
+    return np.array([float(inner_product(gradient, delta)) for delta in deltas_K])
 
 
 def merging_gain(matrix_KxK: ArrayLike, weights_K: ArrayLike) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from numpy.typing import ArrayLike
 
-from pma_jax.analysis.inner import inner
+from pma_jax.analysis.curvature import inner_product
 from pma_jax.merging.averager import average
 
 
@@ -30,9 +30,9 @@ class Plane:
         return optax.tree.add_scale(optax.tree.add_scale(self.origin, x, self.first), y, self.second)
 
     def coordinates(self, params: Any) -> tuple[float, float, float]:
-        """X and y of the nearest point of the plane, and the distance to it."""
+        """Return x and y of the nearest point of the plane, and the distance to it."""
         offset = optax.tree.sub(params, self.origin)
-        x, y = inner(offset, self.first), inner(offset, self.second)
+        x, y = inner_product(offset, self.first), inner_product(offset, self.second)
         rest = optax.tree.add_scale(optax.tree.add_scale(offset, -x, self.first), -y, self.second)
         return float(x), float(y), float(optax.tree.norm(rest))
 
@@ -47,7 +47,7 @@ def plane_through(first: Any, second: Any, third: Any) -> Plane:
     if not float(length) > 0:
         raise ValueError("the first two models are equal: a plane goes through three that differ")
     x_axis = optax.tree.scale(1 / length, along)
-    rest = optax.tree.add_scale(across, -inner(across, x_axis), x_axis)
+    rest = optax.tree.add_scale(across, -inner_product(across, x_axis), x_axis)
     height = optax.tree.norm(rest)
     if not float(height) > 1e-5 * float(optax.tree.norm(across)):
         raise ValueError("the three models lie on one line: give one that lies beside it")
@@ -64,7 +64,7 @@ def principal_plane(params_K: Sequence[Any]) -> Plane:
         raise ValueError(f"{len(params_K)} models do not span a plane: give 3 or more")
     mean = average(params_K, np.full(len(params_K), 1 / len(params_K)))
     apart_K = [optax.tree.sub(params, mean) for params in params_K]
-    gram_KxK = np.array([[float(inner(a, b)) for b in apart_K] for a in apart_K])
+    gram_KxK = np.array([[float(inner_product(a, b)) for b in apart_K] for a in apart_K])
     values_K, vectors_KxK = np.linalg.eigh(gram_KxK)
     if not values_K[-2] > 1e-6 * values_K[-1]:
         raise ValueError("the models lie on one line: there is no plane that they lie nearest to")
@@ -78,13 +78,13 @@ def plane_of_two_weights(params: Any, leaf: str, first: tuple[int, ...], second:
     """The plane over two single weights of one leaf, all others as in `params`: the plane of PMA's Figure 8.
 
     Args:
-      params: the origin.
-      leaf: its name, such as "blocks/mlp/up".
-      first: the index of the weight along x.
-      second: that of the weight along y.
+        params: the origin.
+        leaf: its name, such as "blocks/mlp/up".
+        first: the index of the weight along x.
+        second: that of the weight along y.
 
     Raises:
-      ValueError: no leaf has that name (the names are listed), an index is outside, or both are the same.
+        ValueError: no leaf has that name (the names are listed), an index is outside, or both are the same.
     """
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)]
     if leaf not in names:

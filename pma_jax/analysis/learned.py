@@ -37,13 +37,13 @@ def learn_weights(
     another: K numbers can overfit a short one.
 
     Args:
-      loss: of a parameter tree, differentiable; called under jit.
-      params_K: K trees of one structure, in memory all at once, and as much again for their differences.
-      start: [K], sums to 1.
-      steps: of L-BFGS, at most; it stops when it no longer gains.
+        loss: of a parameter tree, differentiable; called under jit.
+        params_K: K trees of one structure, in memory all at once, and as much again for their differences.
+        start: [K], sums to 1.
+        steps: of L-BFGS, at most; it stops when it no longer gains.
 
     Raises:
-      ValueError: there are fewer than 2 trees, or `start` has another length or sum.
+        ValueError: there are fewer than 2 trees, or `start` has another length or sum.
     """
     count = len(params_K)
     if count < 2:

@@ -15,7 +15,7 @@ import optax
 import scipy.signal
 from numpy.typing import ArrayLike
 
-from pma_jax.analysis.inner import inner
+from pma_jax.analysis.curvature import inner_product
 
 
 def frequency_response(
@@ -24,9 +24,9 @@ def frequency_response(
     """H(f) of a recipe, complex128 [F].
 
     Args:
-      weights_K: coefficients, oldest first.
-      frequencies_F: in cycles a unit of `positions_K`; 0.5 is the fastest that evenly spaced snapshots show.
-      positions_K: of the snapshots, such as tokens; by default 0, 1, 2, ...
+        weights_K: coefficients, oldest first.
+        frequencies_F: in cycles a unit of `positions_K`; 0.5 is the fastest that evenly spaced snapshots show.
+        positions_K: of the snapshots, such as tokens; by default 0, 1, 2, ...
     """
     weights = np.asarray(weights_K, np.float64)
     positions = np.arange(len(weights)) if positions_K is None else np.asarray(positions_K, np.float64)
@@ -48,7 +48,7 @@ def projections(params_K: Sequence[Any], directions_D: Sequence[Any], origin: An
     rows = []
     for params in params_K:
         offset = optax.tree.sub(params, origin)
-        rows.append([float(inner(offset, direction)) for direction in directions_D])
+        rows.append([float(inner_product(offset, direction)) for direction in directions_D])
     return np.array(rows, np.float64)
 
 

@@ -1,4 +1,7 @@
-"""The held-out tokens of a configuration, on the mesh, and the loss of any parameters on them."""
+"""The held-out tokens of a configuration, placed on the mesh, and the loss of parameters on them.
+
+Dimensions: B sequences, L predictions per sequence, M = L + 1 tokens; lower-case b is this process's share of B.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,24 +19,26 @@ from pma_jax.runtime.mesh import local_rows, put_batch
 
 
 def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:
-    """The first `evaluation.tokens` held-out predictions: int32 [B, L + 1] each, split along the batch axes."""
+    """Return the first `evaluation.tokens` held-out predictions: int32 [B, M] batches, sharded over the batch axes."""
     rows_b = local_rows(mesh, config.evaluation.batch_size_sequences)
     return [put_batch(mesh, tokens_bxM) for tokens_bxM in _windows(tokens, config, rows_b)]
 
 
 def evaluation_digest(tokens: shards.TokenSet, config: Config) -> str:
-    """SHA-256 (16 hex digits) of the held-out windows: equal digests, comparable losses."""
+    """Return 16 hex digits of the SHA-256 of the held-out windows; losses with equal digests are comparable."""
     digest = hashlib.sha256()
     for tokens_BxM in _windows(tokens, config):
         digest.update(tokens_BxM.tobytes())
     return digest.hexdigest()[:16]
 
 
-def evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Sequence[Any]], list[float]]:
-    """What gives the held-out nats a token of parameter trees on `mesh`, on the text that `config` names.
+def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Sequence[Any]], list[float]]:
+    """Return a function of parameter trees on `mesh` that returns their held-out losses in nats per token.
 
-    The text is read once, here. Raises ValueError when it cannot be read, or its tokens are past the model's
-    vocabulary.
+    The held-out text that `config` names is read once, here.
+
+    Raises:
+        ValueError: The text cannot be read, or has tokens outside the model's vocabulary.
     """
     tokens = shards.prepare_tokens(config.data, progress=hosts.is_first())
     shards.check_tokens_match_model(tokens, config.model)
@@ -43,15 +48,15 @@ def evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Sequence[Any
 
     def losses(trees: Sequence[Any]) -> list[float]:
         with jax.set_mesh(mesh):
-            # Each waits for the one before: with more collectives in flight than threads, XLA on CPU comes to a halt.
+            # One at a time: with more collectives in flight than threads, XLA on CPU deadlocks.
             return [evaluate(graph, params, held_out) for params in trees]
 
     return losses
 
 
 def evaluate_all(config: Config, trees: Iterable[Any], mesh: jax.sharding.Mesh) -> Iterator[float]:
-    """Held-out nats a token of each parameter tree, drawn one at a time; raises as `evaluator` does."""
-    losses = evaluator(config, mesh)
+    """Yield the held-out loss of each parameter tree, drawn one at a time; raises as `make_evaluator` does."""
+    losses = make_evaluator(config, mesh)
     for params in trees:
         yield losses([params])[0]
 

@@ -1,6 +1,6 @@
-"""The held-out loss of merges: rows of weights over stored snapshots, each snapshot read once.
+"""The held-out loss of merges given as rows of weights over stored snapshots; each snapshot is read once per pass.
 
-Legend: R merges, K snapshots.
+Dimensions: R merges, K snapshots.
 """
 
 import dataclasses
@@ -16,22 +16,22 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pma_jax.config import Config
-from pma_jax.evaluation.held_out import evaluator
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.merging.averager import average_stream
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import Snapshot, restore_params
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
 
-MEMORY_SHARE = 0.5  # of what is free: the rest is for evaluating
-BESIDE_MERGES = 2  # models in memory besides the merges: the snapshot that is being added and the one being read
+MEMORY_SHARE = 0.5  # of the free memory; the rest is for evaluating
+SNAPSHOTS_IN_MEMORY = 2  # the one being added and the one being read
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluatedMerges:
-    """The loss of each merge, and what it took."""
+    """The loss of each merge, and the cost of evaluating them."""
 
-    losses: list[float]  # nats a token
+    losses: list[float]  # nats per token
     passes: int  # over the snapshots
     seconds: dict[str, float]  # `read` (a merge is added while the next snapshot is read) and `evaluate`
 
@@ -39,20 +39,20 @@ class EvaluatedMerges:
 def evaluate_merges(
     config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike, memory_bytes: float | None = None
 ) -> EvaluatedMerges:
-    """The loss of each row's merge on the held-out text that `config.evaluation` names.
+    """Evaluate each row's merge on the held-out text that `config.evaluation` names.
 
-    A snapshot that no row uses is not read; each other one is read once, and the next one while one is added to all
-    merges. Memory holds the merges and two snapshots; where not all merges fit into `memory_bytes`, they are made in
-    several passes, and each pass reads the snapshots again.
+    Snapshots that no row uses are not read. The next snapshot loads while one is added to all merges. Memory holds the
+    merges and two snapshots; if not all merges fit into `memory_bytes`, they are made in several passes, and each pass
+    reads the snapshots again.
 
     Args:
-      config: of the model, the text and the mesh; it may be another than the snapshots' own in its `evaluation`.
-      snapshots: K, of one model; points and block means may be mixed, as no row should mix them.
-      weights_RxK: [R, K], float64 on the host, a row a merge.
-      memory_bytes: of one device; by default half of what is free.
+        config: Of the model, the text and the mesh; its `evaluation` may differ from the snapshots' own.
+        snapshots: K snapshots of one model. Points and block means may both be listed, as long as no row mixes them.
+        weights_RxK: [R, K], float64, one row per merge.
+        memory_bytes: Per device; by default half of the free memory.
 
     Raises:
-      ValueError: a snapshot is damaged or does not fit the model.
+        ValueError: A snapshot is corrupt or does not fit the model.
     """
     rows_RxK = np.asarray(weights_RxK, np.float64)
     mesh = make_mesh(config.mesh)
@@ -62,7 +62,7 @@ def evaluate_merges(
     passes = math.ceil(len(rows_RxK) / at_once)
     seconds = {"read": 0.0, "evaluate": 0.0}
     timed_read = _timed(restore_params, seconds, "read")
-    losses_of = _timed(evaluator(config, mesh), seconds, "evaluate")
+    losses_of = _timed(make_evaluator(config, mesh), seconds, "evaluate")
     losses: list[float] = []
     for group_RxK in np.array_split(rows_RxK, passes):
         used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
@@ -85,14 +85,14 @@ def _timed(function: Callable[..., Any], seconds: dict[str, float], name: str) -
 
 
 def _merges_that_fit(abstract: Any, memory_bytes: float) -> int:
-    """How many merges a device's memory holds beside what is being read; at least 1. Merges are summed in float32."""
+    """Return how many float32 merges fit into a device's memory beside two snapshots; at least 1."""
     leaves = jax.tree.leaves(abstract)
     model_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * max(x.dtype.itemsize, 4) for x in leaves)
-    return max(int(memory_bytes // model_bytes) - BESIDE_MERGES, 1)
+    return max(int(memory_bytes // model_bytes) - SNAPSHOTS_IN_MEMORY, 1)
 
 
 def _free_bytes(mesh: jax.sharding.Mesh) -> float:
-    """The share of a device's free memory that merges may take; CPU devices share the host's."""
+    """Return the bytes of a device's free memory that merges may use; CPU devices share the host's memory."""
     stats = mesh.local_devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return MEMORY_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
@@ -100,7 +100,7 @@ def _free_bytes(mesh: jax.sharding.Mesh) -> float:
 
 
 def _free_host_bytes() -> int:
-    # What the kernel's cache of files holds counts as free; where the kernel does not say, all memory does.
+    # MemAvailable counts the page cache as free. Systems without /proc/meminfo: all memory.
     meminfo = pathlib.Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]

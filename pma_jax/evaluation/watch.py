@@ -16,8 +16,8 @@ import numpy as np
 from etils import epath
 
 from pma_jax.config import SNAPSHOT_KINDS, Config
-from pma_jax.evaluation.held_out import evaluator
-from pma_jax.evaluation.sweep import row_text
+from pma_jax.evaluation.held_out import make_evaluator
+from pma_jax.evaluation.sweep import cell_text
 from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
@@ -48,15 +48,15 @@ def watch(
     several processes, the first looks at the directory and writes, and all go by what it sees.
 
     Args:
-      run: the run.
-      recipe: the recipe's text, by default `preview.recipe`.
-      windows: numbers of snapshots, by default `preview.windows` (`checkpoint.window` where there are none).
-      kind: of snapshots, by default the first that the run saves.
-      poll_seconds: between looks at the run's directory.
-      once: preview what is there, and end.
+        run: the run.
+        recipe: the recipe's text, by default `preview.recipe`.
+        windows: numbers of snapshots, by default `preview.windows` (`checkpoint.window` where there are none).
+        kind: of snapshots, by default the first that the run saves.
+        poll_seconds: between looks at the run's directory.
+        once: preview what is there, and end.
 
     Raises:
-      ValueError: the recipe is wrong or refuses a window, or the held-out text cannot be read.
+        ValueError: the recipe is wrong or refuses a window, or the held-out text cannot be read.
     """
     config = run.config
     recipe, kind = recipe or config.preview.recipe, kind or config.checkpoint.kinds[0]
@@ -75,7 +75,7 @@ def watch(
             earlier = [s for s in published.snapshots if s.tokens <= snapshot.tokens]
             reach = newest.reach(earlier)
             wanted = [
-                n for n in windows if n <= reach and (row_text(recipe, n, kind=kind), snapshot.tokens) not in done
+                n for n in windows if n <= reach and (cell_text(recipe, n, kind=kind), snapshot.tokens) not in done
             ]
             # While the first window fills up, each snapshot is read when it comes: later it may be gone.
             fills = snapshot is waiting[-1] and reach < windows[-1] and not config.is_horizon(snapshot.tokens)
@@ -84,11 +84,11 @@ def watch(
                 handled = max(handled, snapshot.tokens) if failed[0] is snapshot else handled
                 yield published.drop(*failed)
                 break
-            losses_of = losses_of or (evaluator(config, newest.mesh) if wanted else None)
+            losses_of = losses_of or (make_evaluator(config, newest.mesh) if wanted else None)
             for n, (_, merged) in zip(wanted, newest.window.merges(recipe, wanted), strict=True):
                 assert losses_of is not None
                 record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
-                record |= {"recipe": row_text(recipe, n, kind=kind), "loss": losses_of([merged])[0]}
+                record |= {"recipe": cell_text(recipe, n, kind=kind), "loss": losses_of([merged])[0]}
                 if hosts.is_first():
                     with contextlib.closing(LineFile(log)) as file:
                         file.write(record_lines([record]))

@@ -1,4 +1,4 @@
-"""Merging snapshots of ours: on the mesh as arrays, or from storage to storage."""
+"""Merging a run's snapshots: into arrays on a mesh, or from storage to storage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +17,23 @@ from pma_jax.storage.paths import absolute_path
 
 
 def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.sharding.Mesh | None = None) -> Any:
-    """sum_k weights[k] * snapshots[k], float32, sharded on `mesh` (default: all devices).
+    """Average snapshots into arrays: sum_k weights[k] · snapshots[k], in float32.
 
-    Reads one snapshot at a time: each device holds the sum and one model. Raises ValueError when the counts differ or
-    a snapshot does not fit the first one's model, or is of another kind (points and block means do not mix).
+    Snapshots are read one at a time: each device holds the sum and two models.
+
+    Args:
+        snapshots: K snapshots of one model, all points or all block means.
+        weights: [K].
+        mesh: Of the result; by default all devices.
+
+    Returns:
+        The parameters, sharded on the mesh.
+
+    Raises:
+        ValueError: The counts differ, or a snapshot does not fit the first one's model or is of another kind.
     """
     if len(snapshots) != np.size(weights):
-        raise ValueError(f"{np.size(weights)} weights for {len(snapshots)} snapshots: give one weight a snapshot")
+        raise ValueError(f"{np.size(weights)} weights for {len(snapshots)} snapshots: give one weight per snapshot")
     check_one_kind(snapshots)
     mesh = mesh or local_mesh()
     abstract = abstract_params(snapshots[0].config.model, mesh)
@@ -33,11 +43,19 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
 
 
 def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike, recipe: str = "weights") -> Snapshot:
-    """Write the merge of `snapshots` at `out`, as a snapshot that says what it was made of.
+    """Merge snapshots from storage to storage, without loading a model.
 
-    From storage to storage: no model is ever held, in memory or on a device. Its tokens and step are those of the
-    newest input, its kind that of all. Raises ValueError when `out` exists, the inputs do not fit, or a value is not
-    finite.
+    Args:
+        snapshots: K snapshots of one model, all points or all block means.
+        weights: [K].
+        out: The directory to create.
+        recipe: Recorded in the result's metadata.
+
+    Returns:
+        The merged snapshot, with the tokens and step of the newest input.
+
+    Raises:
+        ValueError: `out` exists, the inputs do not fit together, or a value is not finite.
     """
     target = absolute_path(out)
     from_storage.merge_one([str(s.path) for s in snapshots], weights, str(target), recipe)

@@ -1,8 +1,8 @@
 """Weights with a chosen mean age: a local polynomial fit to the trajectory, evaluated at a chosen point.
 
-A mean of N checkpoints removes noise but lags: it stands where training was half a window ago. Fitting a line to the
-checkpoints and evaluating it at the newest end removes the lag and keeps part of the noise reduction; evaluating it
-between the newest end and the window's middle trades one for the other.
+A mean of N checkpoints removes noise but lags: it is where training was half a window ago. A straight line fitted to
+the checkpoints and evaluated at the newest one has no lag and keeps part of the noise reduction; evaluated between
+there and the middle of the window it trades one for the other.
 """
 
 import numpy as np
@@ -10,35 +10,35 @@ from numpy.typing import ArrayLike
 
 
 def mean_age(coefficients: ArrayLike, tokens: ArrayLike) -> float:
-    """How far a merge stands behind the newest checkpoint: sum_k c_k (t_K - t_k), in tokens.
+    """Return how far a merge lags behind the newest checkpoint: sum_k c_k (t_K - t_k), in tokens.
 
     Args:
-      coefficients: [K], oldest first.
-      tokens: [K], positions in tokens, oldest first.
+        coefficients: [K], oldest first.
+        tokens: [K], positions in tokens, oldest first.
     """
     t = np.asarray(tokens, np.float64)
     return float(np.dot(np.asarray(coefficients, np.float64), t[-1] - t))
 
 
 def lagfree(tokens: ArrayLike | int, lag: float = 0.0, order: int = 1) -> np.ndarray:
-    """The least-norm weights that reproduce every polynomial of this order at a point `lag` behind the newest.
+    """Return the least-norm weights that reproduce every polynomial of this order at a position behind the newest.
 
-    With e = t_K - lag · a, a the mean age of the plain mean over these checkpoints, they solve
+    With e = t_K - lag · a, where a is the mean age of the plain mean, they solve
         minimise |c|²  subject to  sum_k c_k (t_k - e)^j = (1 if j = 0 else 0),  j = 0 … order.
-    Order 1 fixes the sum (1) and the mean age (lag · a): a straight-line fit evaluated at e. Order 2 also removes
-    the curvature's part: a parabola. Least norm is least noise when checkpoints carry independent noise. lag = 1 of
-    order 1 is the plain mean; with two checkpoints order 1 at lag 0 is the newest alone.
+    Order 1 fixes the sum (1) and the mean age (lag · a): a straight-line fit evaluated at e. Order 2 also removes the
+    contribution of curvature: a parabola. The least norm is the least noise if checkpoints carry independent noise.
+    Order 1 with lag = 1 is the plain mean; with two checkpoints and lag = 0 it is the newest one alone.
 
     Args:
-      tokens: [K], positions in tokens, increasing, any spacing; or n, for n even positions.
-      lag: 0 (the newest end) to 1 (the plain mean's age), at most 2.
-      order: 1 or 2.
+        tokens: [K], positions in tokens, increasing, any spacing; or n, for n even positions.
+        lag: 0 (the newest end) to 1 (the plain mean's age), at most 2.
+        order: 1 or 2.
 
     Returns:
-      float64 [K], sums to 1, oldest first; older weights are negative when lag is small.
+        float64 [K], sums to 1, oldest first; older weights are negative when lag is small.
 
     Raises:
-      ValueError: lag or order is out of range, or there are too few checkpoints for the order.
+        ValueError: lag or order is out of range, or there are too few checkpoints for the order.
     """
     t = np.arange(float(tokens)) if isinstance(tokens, int) else np.asarray(tokens, np.float64)
     if order not in (1, 2):

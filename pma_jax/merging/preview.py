@@ -1,4 +1,4 @@
-"""Previews: the merged model of the newest snapshots, while they are still at hand."""
+"""Previews: merges of a run's newest snapshots, from copies of them in host memory."""
 
 import collections
 from collections.abc import Iterator, Sequence
@@ -11,25 +11,25 @@ from pma_jax.merging.recipes import coefficients
 
 
 class Window:
-    """The newest snapshots' parameters in host memory, sharded as they were: `size` times one model, no more."""
+    """The parameters of the newest `size` snapshots in host memory, with their shardings."""
 
     def __init__(self, size: int):
         self.size = size
-        self._held: collections.deque[tuple[int, Any]] = collections.deque(maxlen=size)
+        self._newest: collections.deque[tuple[int, Any]] = collections.deque(maxlen=size)
 
     def add(self, tokens: int, params: Any) -> None:
-        """Copy `params` (arrays on devices) to host memory; the devices' arrays may be donated afterwards."""
+        """Copy `params` (arrays on devices) to host memory; they may be donated afterwards."""
         if self.size:
-            self._held.append((tokens, _moved(params, "pinned_host")))
+            self._newest.append((tokens, _move(params, "pinned_host")))
 
     def merges(self, recipe: str, windows: Sequence[int]) -> Iterator[tuple[str, Any]]:
-        """`(recipe:N, merged parameters on the devices)` for each N that has enough snapshots, smallest first."""
-        held = list(self._held)
-        for n in sorted(n for n in windows if n <= len(held)):
-            tokens = [t for t, _ in held[-n:]]
-            params = [_moved(p, "device") for _, p in held[-n:]]
+        """Yield (`RECIPE:N`, merged parameters on the devices) for each window N that is filled, smallest first."""
+        newest = list(self._newest)
+        for n in sorted(n for n in windows if n <= len(newest)):
+            tokens = [t for t, _ in newest[-n:]]
+            params = [_move(p, "device") for _, p in newest[-n:]]
             yield f"{recipe}:{n}", average(params, coefficients(recipe, tokens))
 
 
-def _moved(params: Any, memory_kind: str) -> Any:
+def _move(params: Any, memory_kind: str) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(memory_kind)), params)

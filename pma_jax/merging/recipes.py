@@ -1,10 +1,10 @@
-"""Recipes: token positions -> coefficients. Every merge is a row c over checkpoints; only c differs between methods.
+"""Recipes: token positions of checkpoints -> coefficients. Every merge is a weighted sum.
 
-PMA (arXiv 2505.12082), Eq. 1: M_avg = sum_i w_i M_i over sequential checkpoints of one trajectory, oldest first. A
-coefficient row is float64 [K] on the host and sums to 1.
-Decay shapes live in decay.py, power-function EMAs in power.py, local fits in lagfree.py; all are names here too.
+PMA (arXiv 2505.12082), Eq. 1: M_avg = sum_i w_i M_i over the checkpoints of one trajectory, oldest first. A recipe
+gives the w_i, float64 [K] on the host, which sum to 1. Decay shapes are in decay.py, power-function EMAs in power.py
+and local fits in lagfree.py; all are exported here.
 
-As text, `NAME[:PARAMETER=VALUE,…][:WINDOW]`: `sma`, `ema:alpha=0.2:10`, `decay:shape=cosine`,
+A recipe as text is `NAME[:PARAMETER=VALUE,…][:WINDOW]`: `sma`, `ema:alpha=0.2:10`, `decay:shape=cosine`,
 `lagfree:lag=0.5,order=1`, `weights:0.2,0.3,0.5`. The window is the number of newest checkpoints that take part.
 """
 
@@ -41,29 +41,29 @@ __all__ = [
     "wma",
 ]
 
-SUM_TOLERANCE = 1e-6  # how far explicit weights may be from a sum of 1: decimals in a text, not float error
+SUM_TOLERANCE = 1e-6  # of explicit weights, which are rounded decimals
 
 
 def sma(n: int) -> np.ndarray:
-    """Simple moving average, PMA Eq. 3: w_i = 1/N. float64 [n]."""
+    """Return the weights of the simple moving average, PMA Eq. 3: w_i = 1/N; float64 [n]."""
     _check_count("sma", n)
     return np.full(n, 1.0 / n)
 
 
 def ema(n: int, alpha: float) -> np.ndarray:
-    """Exponential moving average as the paper's recursion, PMA Eq. 4: M^(i) = α M_i + (1-α) M^(i-1), M^(1) = M_1.
+    """Return the weights of the exponential moving average, PMA Eq. 4: M^(i) = α M_i + (1-α) M^(i-1), M^(1) = M_1.
 
     So w_i = α (1-α)^(N-i), and the oldest checkpoint, where the recursion starts, gets (1-α)^(N-1). Section 4.2 of the
-    paper also prints the closed form without that start (`ema_closed`). The recursion is taken as the paper's: it sums
-    to 1 where the printed closed form does not (0.651 for α = 0.1, N = 10), and only its mean ages (in intervals, N =
-    10: WMA 3.00 < EMA 0.2 3.46 < SMA 4.50 < EMA 0.1 5.51) order the methods as Figure 4 does at 204B tokens.
+    paper also prints a closed form without that start (`ema_closed`). The recursion must be what the paper used: it
+    sums to 1, where the printed closed form does not (0.651 for α = 0.1, N = 10), and only its mean ages (in intervals,
+    N = 10: WMA 3.00 < EMA 0.2 3.46 < SMA 4.50 < EMA 0.1 5.51) order the methods as Figure 4 does at 204B tokens.
 
     Args:
-      n: checkpoints.
-      alpha: weight of the NEW model, in (0, 1]; what many libraries call `decay` is 1 - alpha.
+        n: Number of checkpoints.
+        alpha: Weight of the NEW model, in (0, 1]; the `decay` of many libraries is 1 - alpha.
 
     Returns:
-      float64 [n], sums to 1, oldest first.
+        float64 [n], sums to 1, oldest first.
     """
     _check_count("ema", n)
     _check_alpha(alpha)
@@ -73,7 +73,7 @@ def ema(n: int, alpha: float) -> np.ndarray:
 
 
 def ema_closed(n: int, alpha: float) -> np.ndarray:
-    """EMA's closed form, PMA section 4.2, over its sum: w_i = α (1-α)^(N-i) / (1 - (1-α)^N). float64 [n]."""
+    """Return EMA's closed form, PMA Section 4.2, over its sum: w_i = α (1-α)^(N-i) / (1 - (1-α)^N); float64 [n]."""
     _check_count("ema_closed", n)
     _check_alpha(alpha)
     w = (1.0 - alpha) ** np.arange(n - 1, -1, -1, dtype=np.float64)
@@ -81,35 +81,35 @@ def ema_closed(n: int, alpha: float) -> np.ndarray:
 
 
 def wma(n: int) -> np.ndarray:
-    """Weighted moving average, PMA Eq. 5: w_i = i / (N(N+1)/2), i = 1 the oldest. float64 [n]."""
+    """Return the weighted moving average's weights, PMA Eq. 5: w_i = i / (N(N+1)/2), i = 1 the oldest; float64 [n]."""
     _check_count("wma", n)
     return np.arange(1, n + 1) / (n * (n + 1) / 2)
 
 
 def lawa(n: int) -> np.ndarray:
-    """Latest weight averaging (arXiv 2209.14981): the plain mean of the k latest checkpoints. float64 [n].
+    """Return the weights of latest weight averaging (LAWA, arXiv 2209.14981): `sma`'s, float64 [n].
 
-    Its weights are `sma`'s; what the name adds is the selection, so as text it takes its k as the window: `lawa:5`.
+    LAWA is the mean of the k latest checkpoints. As text its k is the window: `lawa:5`.
     """
     return sma(n)
 
 
 def weights(values: ArrayLike, normalize: bool = False) -> np.ndarray:
-    """Explicit weights, oldest first; negative ones are allowed.
+    """Validate explicit weights, of which some may be negative.
 
     Args:
-      values: [n], finite.
-      normalize: divide by the sum; otherwise the sum must be 1 within 1e-6 (and is made exactly so).
+        values: [n], finite, oldest first.
+        normalize: Divide by the sum. Otherwise the sum must be 1 within 1e-6, and is then made exactly 1.
 
     Returns:
-      float64 [n], sums to 1.
+        float64 [n], sums to 1.
 
     Raises:
-      ValueError: a weight is not finite, or the sum is not 1 (or is 0, with `normalize`).
+        ValueError: A weight is not finite, or the sum is not 1 (with `normalize`: is 0).
     """
     w = np.asarray(values, np.float64)
     if w.ndim != 1 or len(w) == 0 or not np.isfinite(w).all():
-        raise ValueError("weights must be a list of finite numbers, one a checkpoint")
+        raise ValueError("weights must be a list of finite numbers, one per checkpoint")
     total = math.fsum(w)
     if normalize and abs(total) < SUM_TOLERANCE * np.abs(w).sum():
         raise ValueError("weights that sum to 0 cannot be normalised")
@@ -120,10 +120,10 @@ def weights(values: ArrayLike, normalize: bool = False) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe as written: what `parse` returns and `str` gives back."""
+    """A parsed recipe; `str` formats it as text."""
 
     name: str
-    params: tuple[tuple[str, Any], ...] = ()  # as given, in canonical order
+    params: tuple[tuple[str, Any], ...] = ()  # (name, value), in canonical order
     window: int | None = None  # newest checkpoints that take part; None: all
 
     def __str__(self) -> str:
@@ -134,14 +134,13 @@ class Recipe:
 
 
 def parse(text: str) -> Recipe:
-    """Reads a recipe's text form; see the module's docstring for the grammar.
+    """Parse a recipe's text; the module's docstring has the grammar.
 
     Raises:
-      ValueError: the name, a parameter or a value is wrong; names the nearest that is right.
+        ValueError: The name, a parameter or a value is invalid; the message suggests the nearest valid one.
     """
     name, *parts = [part.strip() for part in text.strip().split(":")]
-    if name not in _METHODS:
-        raise ValueError(f"no recipe is called {name!r}: {_nearest(name, _METHODS)}")
+    method = _method(name)
     # In `weights:1` the 1 is a weight, so the window of `weights` can only come third.
     lists_values = name == "weights"
     window = None
@@ -150,27 +149,27 @@ def parse(text: str) -> Recipe:
         if window < 1:
             raise ValueError(f"the window in {text!r} must be at least 1 checkpoint")
     if len(parts) > 1:
-        raise ValueError(f"{text!r} has too many parts: write {_METHODS[name].example}, then a window such as :10")
+        raise ValueError(f"{text!r} has too many parts: write {method.example}, then a window such as :10")
     recipe = Recipe(name, _parse_params(name, parts[0] if parts else ""), window)
-    # A trial at a handy size finds values out of range now and not after an hour of reading.
+    # Evaluate it once, so that values out of range are reported now and not after checkpoints were read.
     trial = dict(recipe.params)
     size = window or len(trial["values"]) if lists_values else min(window or 3, 3)
-    _METHODS[name].row(np.arange(1, size + 1) * 10**15, **trial)
+    method.row(np.arange(1, size + 1) * 10**15, **trial)
     return recipe
 
 
 def coefficients(recipe: str | Recipe, tokens: ArrayLike) -> np.ndarray:
-    """The row of coefficients that a recipe means for these checkpoints.
+    """Return the coefficients of a recipe over these checkpoints.
 
     Args:
-      recipe: text or Recipe.
-      tokens: integers [K], positions of the checkpoints, oldest first, increasing.
+        recipe: Text or Recipe.
+        tokens: Integers [K], token positions of the checkpoints, oldest first, increasing.
 
     Returns:
-      float64 [K], sums to 1; 0 for checkpoints older than the window.
+        float64 [K], sums to 1; 0 for checkpoints older than the window.
 
     Raises:
-      ValueError: the recipe is wrong, positions do not increase, or there are fewer checkpoints than the window.
+        ValueError: The recipe is invalid, positions do not increase, or there are fewer checkpoints than the window.
     """
     recipe = parse(recipe) if isinstance(recipe, str) else recipe
     t = np.asarray(tokens)
@@ -181,17 +180,14 @@ def coefficients(recipe: str | Recipe, tokens: ArrayLike) -> np.ndarray:
     window = len(t) if recipe.window is None else recipe.window
     if window > len(t):
         raise ValueError(f"{recipe} asks for {window} checkpoints and there are {len(t)}: choose a smaller window")
-    method = _METHODS.get(recipe.name)
-    if method is None:
-        raise ValueError(f"no recipe is called {recipe.name!r}: {_nearest(recipe.name, _METHODS)}")
     row = np.zeros(len(t))
-    row[len(t) - window :] = method.row(t[len(t) - window :], **dict(recipe.params))
+    row[len(t) - window :] = _method(recipe.name).row(t[len(t) - window :], **dict(recipe.params))
     return row
 
 
 @dataclasses.dataclass(frozen=True)
 class _Method:
-    """What the text form knows of a recipe."""
+    """A recipe's coefficients as a function of positions, and the parameters of its text form."""
 
     row: Callable[..., np.ndarray]  # (tokens [K], **params) -> float64 [K]
     params: dict[str, type]
@@ -220,8 +216,14 @@ _METHODS = {
 }
 
 
+def _method(name: str) -> _Method:
+    if name not in _METHODS:
+        raise ValueError(f"no recipe is called {name!r}: {_nearest(name, _METHODS)}")
+    return _METHODS[name]
+
+
 def _parse_params(name: str, text: str) -> tuple:
-    """Reads `key=value,…` (for `weights`, bare numbers first) against what the recipe takes; canonical order."""
+    """Parse `key=value,…` (for `weights`, bare numbers first) into the recipe's parameters, in canonical order."""
     method = _METHODS[name]
     given: dict[str, object] = {}
     values: list[float] = []

@@ -25,7 +25,7 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import snapshot_at
+from pma_jax.evaluation.trajectory import snapshot_index_at
 from pma_jax.merging.api import merge
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run, is_run, open_run
@@ -85,8 +85,8 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
       ValueError: `run` has too few snapshots, or none at `at_tokens`.
     """
     snapshots = run.of_kind(cell.kind)
-    until = snapshots[: snapshot_at(snapshots, at_tokens, run.config.batch_tokens) + 1]
-    row_K = cell.row(np.array([s.tokens for s in until]))
+    until = snapshots[: snapshot_index_at(snapshots, at_tokens, run.config.batch_tokens) + 1]
+    row_K = cell.weights(np.array([s.tokens for s in until]))
     folder = run.path.parent / "merged"
     target = folder / f"{cell.text.replace('/', '-').replace(':', '-')}-{until[-1].tokens}"
 

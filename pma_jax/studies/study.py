@@ -29,7 +29,7 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config, EvaluationConfig
 from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW, losses_along
+from pma_jax.evaluation.trajectory import RAW, evaluate_along_run
 from pma_jax.model.decoder import abstract_params, activated_parameter_count, parameter_count
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
@@ -156,7 +156,7 @@ class Study:
     def losses(self, run: Run, cells: Iterable[Cell], ends: Sequence[int]) -> dict[tuple[Cell, int], float]:
         """Return the held-out loss of each merge at each end, in units; merges that lack snapshots are left out."""
         tokens = [end * self.unit_tokens(run) for end in ends]
-        losses = losses_along(run, cells, tokens, self.evaluation_config(run))
+        losses = evaluate_along_run(run, cells, tokens, self.evaluation_config(run))
         return {(cell, at // self.unit_tokens(run)): loss for (cell, at), loss in losses.items()}
 
     def loss(self, run: Run, cell: Cell = RAW, end: int | None = None) -> float:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pma_jax.analysis.learned import learn_weights
-from pma_jax.analysis.text_loss import text_loss
+from pma_jax.analysis.workbench import text_loss
 from pma_jax.data import shards
-from pma_jax.evaluation.held_out import evaluator, held_out_batches
+from pma_jax.evaluation.held_out import held_out_batches, make_evaluator
 from pma_jax.model.decoder import abstract_params, graph_definition
 from pma_jax.runs import snapshots
 from pma_jax.runtime.mesh import make_mesh
@@ -67,7 +67,7 @@ def test_learned_weights_beat_the_mean_on_the_text_they_were_learned_on(finished
         learned = learn_weights(loss, params_K, steps=30)
         mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *params_K)
         merged = jax.tree.map(lambda *leaves: sum(map(operator.mul, learned.weights.tolist(), leaves)), *params_K)
-    of_last, of_mean, of_learned = evaluator(config, mesh)([params_K[-1], mean, merged])
+    of_last, of_mean, of_learned = make_evaluator(config, mesh)([params_K[-1], mean, merged])
     assert alone == pytest.approx(of_last, rel=1e-5)
     assert learned.start_loss == pytest.approx(of_mean, rel=1e-5)
     assert learned.loss == pytest.approx(of_learned, rel=1e-5)

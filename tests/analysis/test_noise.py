@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from pma_jax.analysis.noise import fit_noise, subset_rows
+from pma_jax.analysis.comparison import fit_noise, subset_rows
 
 
 def test_rows_are_the_means_of_every_subset():

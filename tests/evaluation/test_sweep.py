@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from pma_jax.evaluation import merges
-from pma_jax.evaluation.sweep import row_text, sweep
+from pma_jax.evaluation.sweep import cell_text, sweep
 from pma_jax.merging import recipes
 from pma_jax.runs import restore
 from pma_jax.runs.directory import open_run
@@ -175,4 +175,4 @@ def test_what_it_took_is_told(copy):
     ],
 )
 def test_row_texts(cell, text):
-    assert row_text(*cell) == text
+    assert cell_text(*cell) == text

@@ -1,6 +1,8 @@
 """Losses along a run: each is that of numpy's merge of the snapshots that were there."""
 
+import concurrent.futures
 import dataclasses
+import json
 import shutil
 
 import numpy as np
@@ -9,7 +11,7 @@ import tiny
 
 from pma_jax.evaluation import trajectory
 from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW, losses_along
+from pma_jax.evaluation.trajectory import RAW, evaluate_along_run
 from pma_jax.merging import recipes
 from pma_jax.runs.directory import open_run
 
@@ -26,7 +28,7 @@ def run(finished, tmp_path):
 
 
 def test_each_loss_is_that_of_numpys_merge_of_what_was_there(run):
-    found = losses_along(run, CELLS, [3 * V, 6 * V])
+    found = evaluate_along_run(run, CELLS, [3 * V, 6 * V])
     assert set(found) == {(cell, end) for cell in CELLS for end in (3 * V, 6 * V)} - {(Cell("lagfree", 4), 3 * V)}
     for (cell, end), loss in found.items():
         there = [s for s in run.of_kind(cell.kind) if s.tokens <= end]
@@ -42,16 +44,29 @@ def test_what_is_known_is_not_computed_again(run, monkeypatch):
     monkeypatch.setattr(
         trajectory, "evaluate_merges", lambda c, s, rows: asked.append(np.shape(rows)[0]) or evaluate(c, s, rows)
     )
-    first = losses_along(run, [RAW, Cell("sma", 3)], [6 * V])
-    assert losses_along(run, [Cell("sma", 3)], [6 * V]) == {(Cell("sma", 3), 6 * V): first[Cell("sma", 3), 6 * V]}
-    both = losses_along(run, [RAW, Cell("sma", 3), Cell("sma", 99)], [5 * V, 6 * V])
-    losses_along(run, [Cell("sma", 99)], [5 * V, 6 * V])
+    first = evaluate_along_run(run, [RAW, Cell("sma", 3)], [6 * V])
+    assert evaluate_along_run(run, [Cell("sma", 3)], [6 * V]) == {(Cell("sma", 3), 6 * V): first[Cell("sma", 3), 6 * V]}
+    both = evaluate_along_run(run, [RAW, Cell("sma", 3), Cell("sma", 99)], [5 * V, 6 * V])
+    evaluate_along_run(run, [Cell("sma", 99)], [5 * V, 6 * V])
     assert asked == [2, 2] and both.items() >= first.items()
     shorter = dataclasses.replace(run.config.evaluation, tokens=300)
-    other = losses_along(run, [RAW], [6 * V], shorter)
+    other = evaluate_along_run(run, [RAW], [6 * V], shorter)
     assert asked == [2, 2, 1] and other[RAW, 6 * V] != first[RAW, 6 * V], "another text is another loss"
 
 
 def test_an_end_without_a_snapshot_is_named(run):
     with pytest.raises(ValueError, match=r"no snapshot at 1,500 tokens \(there are: 1,024, 2,048"):
-        losses_along(run, [RAW], [1500])
+        evaluate_along_run(run, [RAW], [1500])
+
+
+def test_processes_that_store_losses_at_once_keep_each_others(finished, tmp_path):
+    run = open_run(shutil.copytree(finished.path, tmp_path / "run"))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: trajectory._store(run, f"text {i % 3}", {f"cell {i}": float(i)}), range(60)))
+    stored = json.loads((run.path / trajectory.FILE_NAME).read_text())
+    assert {name: loss for losses in stored.values() for name, loss in losses.items()} == {
+        f"cell {i}": float(i) for i in range(60)
+    }
+    (run.path / trajectory.FILE_NAME).write_text("{")
+    with pytest.raises(ValueError, match=r"losses\.json: not readable as JSON"):
+        evaluate_along_run(run, [RAW], [6 * V])

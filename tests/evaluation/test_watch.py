@@ -23,13 +23,13 @@ def copy(finished, tmp_path):
 @pytest.fixture
 def evaluated(monkeypatch):
     """One item an evaluation."""
-    make, calls = watching.evaluator, []
+    make, calls = watching.make_evaluator, []
 
     def counted(config, mesh):
         losses = make(config, mesh)
         return lambda trees: calls.append(len(trees)) or losses(trees)
 
-    monkeypatch.setattr(watching, "evaluator", counted)
+    monkeypatch.setattr(watching, "make_evaluator", counted)
     return calls
 
 

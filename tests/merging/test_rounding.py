@@ -118,7 +118,9 @@ def test_a_runs_merges_previews_and_sweeps_have_the_same_bits(finished, tmp_path
         window.add(snapshot.tokens, restore_params(snapshot, abstract))
     swept = []
     monkeypatch.setattr(
-        merges, "evaluator", lambda config, mesh: lambda trees: swept.extend(map(jax.device_get, trees)) or [0.0] * 4
+        merges,
+        "make_evaluator",
+        lambda config, mesh: lambda trees: swept.extend(map(jax.device_get, trees)) or [0.0] * 4,
     )
     texts = ["sma", "ema:alpha=0.2", "lagfree:lag=0.5", "decay:shape=minus_sqrt"]
     rows = [recipes.coefficients(text, tokens) for text in texts]
