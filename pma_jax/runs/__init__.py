@@ -1,1 +1,1 @@
-"""Run directories: snapshots and states, restoring, retention, the lock."""
+"""Run directories: snapshots, states, restoring, retention and the lock."""

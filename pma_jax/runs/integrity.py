@@ -1,9 +1,9 @@
-"""Whether arrays are what was saved: digests of every leaf, taken before they are written, checked when they are read.
+"""Digests of every leaf, computed on arrays before they are written and checked after they are read.
 
-A leaf's digest is that of `storage/digests.py`: of its elements in C order, whatever the mesh and the files it is in.
-So the same digest is checked by the trainer that resumes on another mesh, and by a merge in the pass that it makes over
-the bytes anyway. It covers the way from the device through the file system and back, and so every bit of every file
-that holds array data; names, shapes and dtypes are compared with the model, the other facts have a seal of their own.
+A leaf's digest (`storage/digests.py`) covers its elements in C order, independent of mesh and files. The same digest is
+checked by training that resumes on another mesh, and by a merge in its one pass over the bytes. It protects the path
+from the device through the file system and back, so every bit of array data; names, shapes and dtypes are compared with
+the model, and the other metadata have a digest of their own.
 """
 
 import functools
@@ -21,12 +21,12 @@ from jax.experimental import multihost_utils
 from pma_jax.storage.digests import SEGMENT_ELEMENTS, SegmentHasher, leaf_digest, new_checksum
 
 CHECKSUM = "xxh3_128"
-_SMALL_BYTES = 2**20  # less is summed up at once than a thread costs
-_WHOLE_BYTES = 2**24  # leaves up to this are gathered whole where several processes hold them
+_SMALL_BYTES = 2**20  # below this a thread costs more than the checksum
+_GATHERED_BYTES = 2**24  # leaves up to this size are gathered to every process
 
 
 def tree_digests(tree: Any) -> dict[str, str]:
-    """Name -> digest (hex) of every leaf. Where several processes hold the tree, all must call; all get the same."""
+    """Map the name of every leaf to its digest (hex). A collective: all processes that hold the tree must call it."""
     leaves = named_leaves(tree)
     small = sum(leaf.nbytes for leaf in leaves.values()) <= _SMALL_BYTES
     if small or not all(_is_here(leaf) for leaf in leaves.values()):
@@ -36,20 +36,20 @@ def tree_digests(tree: Any) -> dict[str, str]:
 
 
 def named_leaves(tree: Any) -> dict[str, jax.Array]:
-    """Name, as the merging engine calls it (keys joined by "."), -> leaf."""
+    """Map names, as the merging engine spells them (keys joined by "."), to leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def changed_leaves(tree: Any, stored: Mapping[str, str], prefix: str = "") -> list[str]:
-    """Names of the leaves whose digest is not the stored one, which has `prefix` before the name; none stored: none."""
+    """List leaves whose digest differs from the stored one (under `prefix` + name); none if no digests are stored."""
     if not stored:
         return []
     return [name for name, digest in tree_digests(tree).items() if stored.get(prefix + name) != digest]
 
 
 def non_finite_leaves(tree: Any) -> list[str]:
-    """Names of the floating-point leaves that hold a NaN or an infinity; waits for the device."""
+    """List floating-point leaves with a NaN or an infinity; waits for the device."""
     leaves = {n: leaf for n, leaf in named_leaves(tree).items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     if not leaves:
         return []
@@ -83,7 +83,7 @@ def _is_here(leaf: jax.Array | np.ndarray) -> bool:
 
 def _digest(leaf: jax.Array | np.ndarray) -> str:
     if isinstance(leaf, jax.Array) and not _is_here(leaf):
-        if leaf.nbytes > _WHOLE_BYTES:
+        if leaf.nbytes > _GATHERED_BYTES:
             return leaf_digest(segment_checksums_on_devices(leaf))
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -95,17 +95,17 @@ def _digest(leaf: jax.Array | np.ndarray) -> str:
 
 
 def segment_checksums_on_devices(leaf: jax.Array) -> list[str]:
-    """The checksums (hex) of a leaf's segments, each summed up where it lies once they are dealt out to the devices.
+    """Compute the checksums (hex) of a leaf's segments after distributing them over the devices.
 
-    For leaves that no process holds whole: every device takes its share of the segments, and no more.
+    For leaves that no process holds completely: each device receives only its share of the segments.
     """
     assert isinstance(leaf.sharding, jax.sharding.NamedSharding), leaf.sharding
     devices = leaf.sharding.mesh.devices.reshape(-1)
-    # A flat mesh of its own: what moves here is not the model's to say.
+    # A flat mesh, independent of the model's sharding.
     flat = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "all"), jax.sharding.PartitionSpec("all"))
     count = -(-leaf.size // SEGMENT_ELEMENTS)
     rows = _as_segments(leaf, leaf.sharding, -(-count // len(devices)) * len(devices), flat)
-    found = np.zeros((rows.shape[0], new_checksum(CHECKSUM).digest_size), np.uint8)
+    checksums = np.zeros((rows.shape[0], new_checksum(CHECKSUM).digest_size), np.uint8)
     for shard in rows.addressable_shards:
         first = shard.index[0].start or 0
         for row, segment in enumerate(np.asarray(shard.data), start=first):
@@ -113,17 +113,17 @@ def segment_checksums_on_devices(leaf: jax.Array) -> list[str]:
             if elements > 0:
                 checksum = new_checksum(CHECKSUM)
                 checksum.update(np.ascontiguousarray(segment[:elements]).view(np.uint8))
-                found[row] = np.frombuffer(checksum.digest(), np.uint8)
+                checksums[row] = np.frombuffer(checksum.digest(), np.uint8)
     if jax.process_count() > 1:
-        found = np.max(multihost_utils.process_allgather(found), axis=0)
-    return [row.tobytes().hex() for row in found[:count]]
+        checksums = np.max(multihost_utils.process_allgather(checksums), axis=0)
+    return [row.tobytes().hex() for row in checksums[:count]]
 
 
 def _as_segments(
-    leaf: jax.Array, lies: jax.sharding.NamedSharding, rows: int, wanted: jax.sharding.NamedSharding
+    leaf: jax.Array, sharding: jax.sharding.NamedSharding, rows: int, wanted: jax.sharding.NamedSharding
 ) -> jax.Array:
-    auto = jax.sharding.Mesh(lies.mesh.devices, lies.mesh.axis_names)
-    placed = jax.sharding.NamedSharding(auto, lies.spec)
+    auto = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    placed = jax.sharding.NamedSharding(auto, sharding.spec)
     shards = [shard.data for shard in leaf.addressable_shards]
     plain = jax.make_array_from_single_device_arrays(leaf.shape, placed, shards)
     with jax.set_mesh(auto):

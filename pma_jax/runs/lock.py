@@ -1,9 +1,9 @@
-"""One process trains in a run directory: the second is refused, and told who the first is.
+"""The lock of a run directory: only one process trains in it, and a second one gets an error that names the first.
 
-The lock is the kernel's (`flock` on RUN/lock), so it ends with its holder however that ends, and no other process that
-happens to get its number is taken for it. The file says who holds it: host, process, since when. Where it holds: on
-local file systems, and on shared ones whose locks reach over hosts (NFS, and Lustre or GPFS so mounted). Object stores
-(gs://) and file systems without locks have none: there, that only one process trains is the user's to see to.
+The lock is the kernel's (`flock` on RUN/lock), so it ends with its holder, however that ends, and does not depend on
+process IDs, which are reused. The file names the holder: host, process ID, start time. The lock works on local file
+systems, and on shared ones with locks across hosts (NFS; Lustre and GPFS if mounted so). Object stores (gs://) and some
+file systems have no locks; there, training with only one process is the user's responsibility.
 """
 
 import contextlib
@@ -25,22 +25,34 @@ FILE_NAME = "lock"
 
 @contextlib.contextmanager
 def hold(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
-    """Hold the lock of the run directory `folder`, which is made; yields what the user should know, if anything.
+    """Hold the lock of the run directory `folder`, which is created.
 
-    When another process has it, raises ValueError that names the holder, or with `waits` waits until it is free.
+    Args:
+        folder: the run directory.
+        waits: wait while another process holds the lock.
+
+    Yields:
+        A note for the user, or None.
+
+    Raises:
+        ValueError: another process holds the lock (the message names it), and `waits` is False.
     """
     if "://" in str(folder):
         yield None
         return
     refusal = None if waits else lambda file: _refusal(folder, file)
     with locks.locked(Path(folder) / FILE_NAME, refusal) as (file, is_locked):
-        note = None if is_locked else f"{folder}: this file system has no locks; see that no second process trains here"
-        left = _holder(file)
-        if left and is_locked:
-            note = f"taking over from {left}, which ended without giving {folder} back"
+        note = (
+            None
+            if is_locked
+            else f"{folder}: this file system has no locks: make sure that no second process trains here"
+        )
+        previous = _holder(file)
+        if previous and is_locked:
+            note = f"taking over from {previous}, which ended without releasing {folder}"
         file.seek(0)
         file.truncate()
-        file.write(json.dumps(_ourselves()))
+        file.write(json.dumps(_this_process()))
         file.flush()
         try:
             yield note
@@ -50,11 +62,11 @@ def hold(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
 
 
 def _refusal(folder: epath.Path, file: IO[str]) -> str:
-    who = _holder(file) or "another process"
-    return f"{folder} is being trained by {who}: wait until it ends, stop it, or choose another --workdir"
+    holder = _holder(file) or "another process"
+    return f"{folder} is being trained by {holder}: wait until it ends, stop it, or choose another --workdir"
 
 
-def _ourselves() -> dict[str, object]:
+def _this_process() -> dict[str, object]:
     now = datetime.datetime.now(datetime.UTC)
     return {
         "host": socket.gethostname(),
@@ -67,7 +79,7 @@ def _ourselves() -> dict[str, object]:
 def _holder(file: IO[str]) -> str | None:
     file.seek(0)
     try:
-        who = json.loads(file.read(10_000))
-        return f"process {who['process']} on {who['host']} (since {who['since']})"
+        holder = json.loads(file.read(10_000))
+        return f"process {holder['process']} on {holder['host']} (since {holder['since']})"
     except (ValueError, KeyError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""Arrays in a snapshot or a state: what lies there, and reading it back, checked by names, shapes and digests."""
+"""Restore the arrays of a snapshot or a state, checked by names, shapes and digests; list what is stored."""
 
 import contextlib
 import json
@@ -15,27 +15,28 @@ from pma_jax.runtime.errors import error_line
 
 
 def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
-    """The pytree `name` that lies at `path`, with the shapes, dtypes and shardings of `abstract`.
+    """Restore the pytree stored as `name` at `path` with the shapes, dtypes and shardings of `abstract`.
 
-    Raises ValueError that names every leaf (the first ten, and a count) that is missing, unknown, of another shape, or
-    not what was written (by its digest).
+    Raises:
+        ValueError: leaves are missing, unknown, of another shape, or corrupt (by their digest). The message gives their
+            number and names the first ten.
     """
     metadata = stored(path).get(name)
-    lies = shapes(metadata)
-    if not lies:
+    stored_shapes = shapes(metadata)
+    if not stored_shapes:
         raise ValueError(f"{path} is damaged or incomplete: it lists no arrays")
-    differences = _leaf_differences(lies, shapes(abstract))
+    differences = _leaf_differences(stored_shapes, shapes(abstract))
     if differences:
         listed = "; ".join(differences[:10])
         raise ValueError(f"{path} does not fit the model: {len(differences)} leaves differ: {listed}")
-    # As stored, so that the digests are of what is there; then as wanted.
+    # Restore in the stored dtypes, which the digests cover, and convert afterwards.
     dtypes = {_text(key): leaf.dtype for key, leaf in jax.tree_util.tree_flatten_with_path(metadata)[0]}
     as_stored = jax.tree_util.tree_map_with_path(
         lambda key, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[_text(key)], sharding=leaf.sharding), abstract
     )
     with report_read_errors(path):
         restored = jax.block_until_ready(ocp.load_checkpointables(path, {name: as_stored})[name])
-    # A snapshot's leaves are those of its one item; a state's are named after the item that they lie in.
+    # Leaf names of a snapshot have no prefix; those of a state start with the name of their item.
     changed = integrity.changed_leaves(restored, recorded_digests(path), "" if name == "params" else f"{name}.")
     if changed:
         raise ValueError(
@@ -45,13 +46,13 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
 
 
 def stored(path: epath.Path) -> dict[str, Any]:
-    """What lies there, by name (params; state, block), with the shape and dtype of every leaf; reads no array."""
+    """Read the shape and dtype of every leaf, by item (params; state, block), but no array."""
     with report_read_errors(path):
         return ocp.checkpointables_metadata(path).metadata
 
 
 def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
-    """Name -> shape, dtype and number of elements of each stored parameter; reads no array."""
+    """Map each stored parameter to its shape, dtype and number of elements, without reading arrays."""
     leaves = jax.tree_util.tree_flatten_with_path(stored(path)["params"])[0]
     return {
         _text(key): {
@@ -64,28 +65,28 @@ def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
 
 
 def recorded_digests(path: epath.Path) -> dict[str, str]:
-    """Leaf -> digest, of a snapshot, a merge or a state; empty where an earlier version wrote it, without digests."""
+    """Read the digest of each leaf of a snapshot, merge or state; empty if an earlier version wrote it without them."""
     digests_of = steps.read_metadata(path, ()).get("leaves")
     if digests_of is None and (path / "provenance.json").exists():
         with report_read_errors(path / "provenance.json"):
-            facts = json.loads((path / "provenance.json").read_text())
-        digests_of = facts.get("leaves") if facts.get("checksum") == integrity.CHECKSUM else None
+            provenance = json.loads((path / "provenance.json").read_text())
+        digests_of = provenance.get("leaves") if provenance.get("checksum") == integrity.CHECKSUM else None
     return digests_of if isinstance(digests_of, dict) else {}
 
 
 @contextlib.contextmanager
 def report_read_errors(path: epath.Path) -> Iterator[None]:
-    """What Orbax and TensorStore raise over broken files, of many types and pages long, as one error."""
+    """Convert read errors of Orbax and TensorStore, of many types and pages long, to a ValueError of one line."""
     try:
         yield
     except Exception as error:
-        said = error_line(error)
-        said = said if len(said) <= 300 else f"{said[:300]} ..."
-        raise ValueError(f"{path} is damaged or incomplete: {type(error).__name__}: {said}") from error
+        reason = error_line(error)
+        reason = reason if len(reason) <= 300 else f"{reason[:300]} ..."
+        raise ValueError(f"{path} is damaged or incomplete: {type(error).__name__}: {reason}") from error
 
 
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every leaf; Orbax's metadata of a dataclass is a dict, so names are text, whatever the key."""
+    """Map the name of every leaf to its shape. Names are text, because Orbax's metadata turn dataclasses into dicts."""
     return {_text(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
@@ -94,7 +95,7 @@ def _text(path: Any) -> str:
 
 
 def _leaf_differences(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
-    found = [f"{name} is missing" for name in wanted if name not in stored]
-    found += [f"{name} is unknown" for name in stored if name not in wanted]
+    differences = [f"{name} is missing" for name in wanted if name not in stored]
+    differences += [f"{name} is unknown" for name in stored if name not in wanted]
     both = [name for name in wanted if name in stored and stored[name] != wanted[name]]
-    return found + [f"{name} is {stored[name]}, not {wanted[name]}" for name in both]
+    return differences + [f"{name} is {stored[name]}, not {wanted[name]}" for name in both]

@@ -1,11 +1,14 @@
-"""A folder of numbered steps, each there whole or not at all: writing them in the background, taking them away.
+"""A folder of numbered steps that are published and removed atomically, and written in the background.
 
-    FOLDER/<step>/commit_success.txt     without this mark the step does not exist
+    FOLDER/<step>/commit_success.txt     commit marker: without it the step does not exist
     FOLDER/<step>/_CHECKPOINT_METADATA   the step's metadata, with a digest of their own
     FOLDER/<step>/<item>/                the arrays
 
-A step is published by one rename, and ends by the removal of its mark: what is then left is nobody's. So a process that
-is killed while it writes or removes a step leaves either the whole step, or something that the next start clears away.
+A step is published by one rename, and removed marker first; without a commit marker it is garbage, removed at start. A
+process that is killed while it writes or removes a step therefore leaves either the complete step or garbage.
+
+Orbax's preservation policies could choose what to keep, but Orbax deletes a step as a plain tree; a kill during that
+would leave a partial step with its marker, so removal is done here.
 """
 
 import contextlib
@@ -24,43 +27,47 @@ METADATA_FILE = "_CHECKPOINT_METADATA"
 
 
 def published(folder: epath.Path) -> list[epath.Path]:
-    """The steps in `folder`, oldest first."""
+    """List the published steps in `folder`, oldest first."""
     return [path for path in _numbered(folder) if (path / COMMIT_MARKER).exists()]
 
 
 def unpublished(folder: epath.Path) -> list[epath.Path]:
-    """What is named like a step and is none: half removed, half copied, empty."""
+    """List entries with the name of a step but no commit marker: partially removed or copied, or empty."""
     return [path for path in _numbered(folder) if not (path / COMMIT_MARKER).exists()]
 
 
 def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
-    """What a step, or a snapshot anywhere, says of itself; reads one small file.
+    """Read the metadata of a step, or of a snapshot outside a run, from its one small file.
 
-    Raises ValueError that names the file when it is missing, damaged, or without one of `keys`.
+    Raises:
+        ValueError: the file is missing, corrupt, or lacks one of `keys`; the message names it.
     """
     file = path / METADATA_FILE
     try:
-        found = json.loads(file.read_text())["custom_metadata"]
+        metadata = json.loads(file.read_text())["custom_metadata"]
     except FileNotFoundError as error:
         raise ValueError(f"{path} is damaged or incomplete: {METADATA_FILE} is missing") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(found, dict) or not found.keys() >= set(keys):
+    if not isinstance(metadata, dict) or not metadata.keys() >= set(keys):
         raise ValueError(f"{path} has none of pma_jax's metadata: it is damaged, or not of this version")
-    check_metadata_digest(found, file)
-    return found
+    check_metadata_digest(metadata, file)
+    return metadata
 
 
 def remove(path: epath.Path) -> None:
-    """Take a step away: first its mark, so that at no time half of it is taken for a step."""
+    """Remove a step, its marker first, so that a partial one never counts as a step."""
     (path / COMMIT_MARKER).unlink(missing_ok=True)
     path.rmtree()
 
 
 def uncompressed_arrays(root: str | None = None) -> ocp.Context:
-    """How arrays are written: weights hardly compress, and zstd decodes at a tenth of the rate of a plain read.
+    """Create the Orbax context for writing uncompressed arrays.
 
-    Several processes meet at barriers with names: two folders are written at one time, and each needs its own `root`.
+    Weights hardly compress, and zstd decodes at a tenth of the rate of a plain read.
+
+    Args:
+        root: prefix of barrier names between processes; folders that are written concurrently need different ones.
     """
     context = ocp.Context()
     context.array.saving.use_compression = False
@@ -70,24 +77,28 @@ def uncompressed_arrays(root: str | None = None) -> ocp.Context:
 
 @contextlib.contextmanager
 def report_write_errors(path: epath.PathLike) -> Iterator[None]:
-    """What Orbax and TensorStore raise when a disk is full or may not be written, pages long, as one line."""
+    """Convert write errors of Orbax and TensorStore, which can be pages long, to a ValueError of one line."""
     try:
         yield
     except Exception as error:
-        said = error_line(error)
-        if "No space left on device" in said or "ENOSPC" in said or "Disk quota exceeded" in said:
-            said = "no space is left on the device: make room"
-        elif "Read-only file system" in said or "Permission denied" in said:
-            said = "it may not be written (read-only, or without permission): change that"
+        reason = error_line(error)
+        if "No space left on device" in reason or "ENOSPC" in reason or "Disk quota exceeded" in reason:
+            reason = "no space is left on the device: make room"
+        elif "Read-only file system" in reason or "Permission denied" in reason:
+            reason = "it may not be written (read-only, or without permission): change that"
         else:
-            said = f"{type(error).__name__}: {said[:300]}"
-        raise ValueError(f"{path} could not be written, and what was there before is whole: {said}") from error
+            reason = f"{type(error).__name__}: {reason[:300]}"
+        raise ValueError(f"{path} could not be written; existing checkpoints are intact: {reason}") from error
 
 
 class StepWriter:
-    """Writes steps into a folder, one at a time, in the background; a context manager.
+    """Write steps into a folder, one at a time, in the background; a context manager.
 
-    `kept` says of the tokens of all steps, ascending, which are kept: the others go once a newer one is published.
+    Args:
+        folder: the folder of steps.
+        kept: retention rule: maps the tokens of all steps, ascending, to whether each is kept. The others are removed
+            after the next step is published.
+        removes: whether this process removes steps.
     """
 
     def __init__(self, folder: epath.Path, kept: Callable[[Sequence[int]], list[bool]], removes: bool):
@@ -98,26 +109,28 @@ class StepWriter:
         with uncompressed_arrays(folder.name), report_write_errors(folder):
             self._steps = ocp.training.Checkpointer(folder, cleanup_tmp_directories=True)
 
-    def save(self, step: int, items: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-        """Start writing a step; returns when the arrays may be donated. A step that exists is kept.
+    def save(self, step: int, items: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+        """Start writing a step; return when the arrays may be donated. An existing step is kept.
 
-        Raises ValueError, one line, when the step before could not be written, or this cannot.
+        Raises:
+            ValueError: the previous step, or this one, could not be written.
         """
         if step in self._tokens:
             return
         self.finish()
         with uncompressed_arrays(self._folder.name), report_write_errors(self._folder / str(step)):
-            # Forced: Orbax otherwise leaves out, without a word, a step below its newest, such as a damaged one redone.
+            # Without `force`, Orbax silently skips a step below its newest, such as the rewrite of a corrupt one.
             self._response = self._steps.save_checkpointables_async(
-                step, dict(items), custom_metadata=add_metadata_digest(found), force=True
+                step, dict(items), custom_metadata=add_metadata_digest(metadata), force=True
             )
         self._writing = step
-        self._tokens[step] = found["tokens"]
+        self._tokens[step] = metadata["tokens"]
 
     def finish(self) -> None:
-        """Wait until what is being written is published, and remove what is not kept.
+        """Wait until the current step is published, then apply the retention rule.
 
-        Raises ValueError, one line, when it could not be written.
+        Raises:
+            ValueError: the step could not be written.
         """
         response, self._response = self._response, None
         if response is not None:
@@ -137,12 +150,12 @@ class StepWriter:
         try:
             self.finish()
         except BaseException:
-            with contextlib.suppress(Exception):  # the same again, pages long
+            with contextlib.suppress(Exception):  # the same error again, pages long
                 self._steps.close()
             raise
         self._steps.close()
 
 
 def _numbered(folder: epath.Path) -> list[epath.Path]:
-    found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
-    return sorted(found, key=lambda path: int(path.name))
+    paths = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
+    return sorted(paths, key=lambda path: int(path.name))

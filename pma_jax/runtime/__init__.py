@@ -1,1 +1,1 @@
-"""Runtime: devices and their mesh, the processes of one job, signals, the C allocator, errors."""
+"""Runtime: the device mesh, the processes of a job, signals, the C allocator, formatting of errors."""

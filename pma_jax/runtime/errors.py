@@ -1,6 +1,6 @@
-"""What a person is told of an error: one line."""
+"""Formatting of exceptions."""
 
 
 def error_line(error: BaseException) -> str:
-    """What `error` says, its line ends and runs of blanks as one blank each; its kind, where it says nothing."""
+    """Format an exception as one line: its message with whitespace collapsed, or its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,9 +1,9 @@
-"""Several processes that work as one: joining them, agreeing on what only one has seen, and leaving together.
+"""Coordination of the processes of one multi-process job: join, agree on what only one of them knows, exit.
 
-JAX's own multi-controller runtime does the work: every process runs the same program over one mesh of all their
-devices. What lies outside of a program, such as what a directory holds, each process could see differently, and then
-they would wait for each other for ever: there, process 0 looks and tells the others. Alone, every function here does
-nothing but what it wraps.
+JAX's multi-controller runtime does the work: every process runs the same program over one mesh of all devices. State
+outside that program, such as the contents of a directory, may look different to each process; if they then took
+different branches, they would deadlock in the next collective. Process 0 therefore reads such state and broadcasts it.
+In a single process every function here only calls what it wraps.
 """
 
 import contextlib
@@ -16,7 +16,9 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax._src.distributed import global_state  # jax.process_index() would start the devices, and with them settle them
+
+# There is no public way to read these without initialising the backend, which fixes the device count.
+from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
 from pma_jax.runtime.errors import error_line
@@ -25,21 +27,21 @@ T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 100  # JAX's own default
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Process 0 keeps the others' connections: it goes last, so that they can say their own errors.
-_LAST_WORDS_SECONDS = 2.0
+# Process 0 hosts the coordination service, so it exits last, after the others have reported their own errors.
+_EXIT_DELAY_SECONDS = 2.0
 
 
 def join(heartbeat_seconds: int = HEARTBEAT_SECONDS) -> None:
-    """Join the other processes of this job; comes before anything that uses a device, and waits until all are there.
+    """Join the other processes of this job. Call it before any use of a device; it waits until all have joined.
 
-    Where they are is what the environment's `VARIABLES` say, all three; else what JAX finds out by itself, on Cloud
-    TPU, SLURM, Open MPI and Kubernetes (GKE).
+    The environment's `VARIABLES` (all three) describe the job; without them JAX detects it, on Cloud TPU, SLURM, Open
+    MPI and Kubernetes (GKE).
 
     Args:
-        heartbeat_seconds: a process that was not heard of for so long is taken for dead, and the others stop.
+        heartbeat_seconds: a process without a heartbeat for this long is considered dead, and the others stop.
 
     Raises:
-        ValueError: the variables are wrong, or nothing says what the job is.
+        ValueError: the variables are inconsistent, or no job is detected.
     """
     address, count, index = (os.environ.get(name) for name in VARIABLES)
     if (count is None) != (index is None) or (count is not None and address is None):
@@ -52,25 +54,25 @@ def join(heartbeat_seconds: int = HEARTBEAT_SECONDS) -> None:
             heartbeat_timeout_seconds=heartbeat_seconds,
         )
     except (ValueError, RuntimeError) as error:
-        said = error_line(error)[:300]
+        reason = error_line(error)[:300]
         raise ValueError(
-            f"cannot join the processes of a job: {said}: --distributed is for Cloud TPU, SLURM, Open MPI, Kubernetes "
-            f"with jax[k8s], or with {', '.join(VARIABLES)} set"
+            f"cannot join the processes of a job: {reason}: --distributed is for Cloud TPU, SLURM, Open MPI, "
+            f"Kubernetes with jax[k8s], or with {', '.join(VARIABLES)} set"
         ) from error
 
 
 def process_index_and_count() -> tuple[int, int]:
-    """(this process, number of processes); starts no device. (0, 1) alone."""
+    """Return (index of this process, number of processes) without initialising the backend."""
     return global_state.process_id, global_state.num_processes
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes what there is one of: metrics, tables, reports."""
+    """Whether this process is process 0, which writes what exists once: metrics, tables, reports."""
     return global_state.process_id == 0
 
 
 def gather(text: str) -> list[str]:
-    """Every process's text, by process; waits for all of them. Starts the devices where there are several."""
+    """All-gather one text per process, in order; with several processes, wait for all and initialise the backend."""
     if global_state.num_processes == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
@@ -81,52 +83,68 @@ def gather(text: str) -> list[str]:
     return [rows[p, :size].tobytes().decode() for p, size in enumerate(sizes.tolist())]
 
 
-def broadcast_from_first(look: Callable[[], str]) -> str:
-    """What `look` returns in process 0, in all processes; it is not called in the others.
+def broadcast_from_first(read: Callable[[], str]) -> str:
+    """Call `read` in process 0 only, and return its result in all processes.
 
     Raises:
-        ValueError: in all processes, where it raises in process 0.
+        ValueError: in all processes, if `read` raises ValueError or OSError.
     """
-    return _first(look)[0]
+    if global_state.num_processes == 1:
+        return read()
+    text, error = "", ""
+    if is_first():
+        try:
+            text = read()
+        except (ValueError, OSError) as raised:
+            error = error_line(raised)
+    text, error = gather(text)[0], gather(error)[0]
+    if error:
+        raise ValueError(error)
+    return text
 
 
 def run_on_first_then_rest(work: Callable[[], T]) -> T:
-    """What `work` returns: process 0 does it, then the others do what is left of it.
+    """Run `work` in process 0, then in all others, which find its side effects done. Return this process's result.
 
     Raises:
-        ValueError: in all processes, where it raises in process 0.
+        ValueError: in all processes, if `work` raises ValueError or OSError in process 0.
     """
-    made: list[T] = []
+    results: list[T] = []
 
-    def by_first() -> str:
-        made.append(work())
+    def run_on_first() -> str:
+        results.append(work())
         return ""
 
-    _first(by_first)
-    return made[0] if made else work()
+    broadcast_from_first(run_on_first)
+    return results[0] if results else work()
 
 
 def barrier(name: str) -> None:
-    """Wait until all processes have come here, which `name` says, the same in all."""
+    """Wait until all processes reach the barrier of this name."""
     if global_state.num_processes > 1:
         multihost_utils.sync_global_devices(f"pma_jax.{name}")
 
 
 def raise_if_any_failed(error: Exception | None) -> None:
-    """Wait for all processes; raise ValueError in all of them where one has an error, naming the first that has."""
-    said = gather("" if error is None else error_line(error))
-    failed = [p for p, line in enumerate(said) if line]
+    """Wait for all processes, then raise if any of them has an error.
+
+    Raises:
+        Exception: this process's own error.
+        ValueError: another process failed; the message names the first.
+    """
+    errors = gather("" if error is None else error_line(error))
     if error is not None:
         raise error
-    if failed:
-        raise ValueError(f"process {failed[0]} could not: {said[failed[0]]}")
+    for process, line in enumerate(errors):
+        if line:
+            raise ValueError(f"process {process} failed: {line}")
 
 
 def enter_on_first(stack: contextlib.ExitStack, make: Callable[[], AbstractContextManager[T]]) -> T | None:
-    """What a context manager gives process 0, which alone enters it, into its `stack`; None in the others.
+    """Enter a context manager in process 0 only, on its `stack`; return its value there, and None in the others.
 
     Raises:
-        ValueError: in all processes, where process 0 cannot enter it.
+        ValueError: in all processes, if process 0 cannot enter it.
     """
     value, problem = None, None
     if is_first():
@@ -138,27 +156,12 @@ def enter_on_first(stack: contextlib.ExitStack, make: Callable[[], AbstractConte
     return value
 
 
-def _first(look: Callable[[], str]) -> tuple[str]:
-    if global_state.num_processes == 1:
-        return (look(),)
-    text, error = "", ""
-    if is_first():
-        try:
-            text = look()
-        except (ValueError, OSError) as raised:
-            error = error_line(raised)
-    text, error = gather(text)[0], gather(error)[0]
-    if error:
-        raise ValueError(error)
-    return (text,)
-
-
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Where there are several processes, an error inside (or Ctrl-C) ends this one at once, with its line.
+    """End this process at once on an error (or Ctrl-C) inside the block, if there are several processes.
 
-    Closing files in order would wait for the others, who wait for this one; that it is gone is what tells them. A stop
-    that all have agreed on, which says what is saved, goes its way.
+    An orderly exit would wait in collectives for the others, while they wait for this process; they notice that it is
+    gone. A stop that all processes agreed on (a KeyboardInterrupt with a text) propagates normally.
     """
     try:
         yield
@@ -170,11 +173,11 @@ def exit_on_error() -> Iterator[None]:
 
 
 def exit_with_error(error: BaseException) -> None:
-    """Say an error in one line, with the process that has it, and end this process now: status 1, 130 for Ctrl-C."""
+    """Print an error in one line with this process's index, and exit at once: status 1, or 130 for Ctrl-C."""
     index, count = process_index_and_count()
     line = error_line(error)
     if isinstance(error, KeyboardInterrupt):
-        line = "stopped, and with it the others; the same command on all goes on from what is saved"
+        line = "stopped, and the others with it: run the same command on all to resume from the last saved state"
     elif isinstance(error, jax.errors.JaxRuntimeError):
         line = f"another process has gone, or the devices failed: start the same command on all again ({line[:300]})"
     elif not isinstance(error, (ValueError, OSError)):
@@ -182,5 +185,5 @@ def exit_with_error(error: BaseException) -> None:
     print(f"error: process {index} of {count}: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if index == 0:
-        time.sleep(_LAST_WORDS_SECONDS)
+        time.sleep(_EXIT_DELAY_SECONDS)
     os._exit(getattr(error, "status", 130) if isinstance(error, KeyboardInterrupt) else 1)

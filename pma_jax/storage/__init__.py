@@ -1,1 +1,1 @@
-"""Storage: paths of a disk or a bucket, locks, digests, small files."""
+"""Storage: paths on disks and in buckets, atomic writes, locks, digests, small files."""

@@ -1,4 +1,4 @@
-"""Small JSON files that come with checkpoints: read as data from a stranger, written the same every time."""
+"""Small JSON files of checkpoints: parsed as untrusted data, and written in one format."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ LIMIT_BYTES = 100_000_000
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds, of at most `LIMIT_BYTES`.
+    """Read a JSON object from a file of at most `LIMIT_BYTES`.
 
     Raises:
         ValueError: one line that names the file and the reason.
@@ -24,18 +24,18 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """JSON as data from a stranger: UTF-8, no duplicate keys, no NaN, no depth that breaks the parser.
+    """Parse untrusted JSON: UTF-8 only, no duplicate keys, no NaN, no nesting that breaks the parser.
 
     Raises:
         ValueError: one line that names `what` and the reason.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
+        value = dict(pairs)
+        if len(value) != len(pairs):
             twice, count = Counter(name for name, _ in pairs).most_common(1)[0]
             raise ValueError(f"the name {twice[:80]!r} appears {count} times")
-        return made
+        return value
 
     def refuse(constant: str) -> float:
         raise ValueError(f"{constant} is not JSON")
@@ -50,5 +50,5 @@ def parse_json(data: bytes, what: str) -> Any:
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """The text of a file that people read too."""
+    """Format an object as indented UTF-8 JSON."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,18 +1,19 @@
-"""A text file that grows by whole lines, on a disk or in a bucket: metrics and previews."""
+"""A text file to which complete lines are appended, on a disk or in a bucket: metrics and previews."""
 
+import os
 import time
 
 from etils import epath
 
 from pma_jax.storage.paths import is_bucket
 
-BUCKET_SECONDS = 30.0  # between two writes of an object, which is written whole each time
+BUCKET_SECONDS = 30.0  # minimum time between rewrites of an object
 
 
 class LineFile:
-    """Appends lines to `path`; what is there already stays.
+    """Append lines to `path`, after its present contents.
 
-    On a disk each line is written at once. An object in a bucket cannot grow: it is written anew, with every line, when
+    On a disk, each line is written at once. An object in a bucket cannot grow: it is rewritten with all lines when
     `BUCKET_SECONDS` have passed, and by `sync` and `close`.
     """
 
@@ -23,7 +24,7 @@ class LineFile:
         self._waiting, self._written = False, time.monotonic()
 
     def write(self, line: str) -> None:
-        """Append one line, which ends with a line break."""
+        """Append one line, which must end with a line break."""
         if self._file is not None:
             self._file.write(line)
             self._file.flush()
@@ -34,14 +35,16 @@ class LineFile:
             self.sync()
 
     def sync(self) -> None:
-        """Others can read every line now."""
-        if self._waiting:
+        """Make every line durable, and readable for others."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        elif self._waiting:
             self._lines = ["".join(self._lines)]
             self._path.write_text(self._lines[0])
             self._waiting, self._written = False, time.monotonic()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write all remaining lines and close the file."""
         self.sync()
         if self._file is not None:
             self._file.close()

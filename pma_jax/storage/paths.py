@@ -1,7 +1,8 @@
-"""Paths of a disk and addresses in a bucket (gs://bucket/name), with one interface: that of pathlib.
+"""Paths on disks and addresses in buckets (gs://bucket/name) behind one interface, that of pathlib.
 
-What reaches a bucket is etils.epath, the path layer of Orbax, over fsspec. Neither is imported for a path of a disk: a
-merge should start at once. An object appears whole and cannot be changed or renamed; directories are only names.
+Buckets are accessed through etils.epath, the path layer of Orbax, over fsspec. Neither is imported for paths on a disk,
+so that a merge starts quickly. Objects appear atomically and cannot be changed or renamed; directories are only name
+prefixes.
 """
 
 import functools
@@ -14,16 +15,16 @@ from typing import Any
 
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an address such as gs://bucket/name (hf:// is not: it is the hub's)."""
+    """Check for a bucket address such as gs://bucket/name; hf:// addresses belong to the Hugging Face hub."""
     text = str(path)
     return "://" in text and not text.startswith("hf://")
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """The path as what reads it: pathlib's for a disk; for a bucket what can do the same.
+    """Return a `pathlib.Path` for a disk, or an object with the same interface for a bucket.
 
     Raises:
-        ValueError: a library that buckets need is not installed, or there is no such kind of address.
+        ValueError: as `check_bucket`.
     """
     if not is_bucket(path):
         return Path(path)
@@ -44,7 +45,7 @@ def absolute_path(path: str | os.PathLike[str]) -> Any:
 
 
 def check_bucket(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError, with what to install, when an address cannot be reached for want of a library."""
+    """Raise ValueError if a bucket address is not supported, or a library for it is not installed."""
     if not is_bucket(path):
         return
     text = str(path)
@@ -55,25 +56,25 @@ def check_bucket(path: str | os.PathLike[str]) -> None:
         file_system(text)
         from google.cloud import storage  # noqa: F401  # pyrefly: ignore[missing-import]
     except ImportError as error:
-        raise ValueError(f"{text}: buckets need libraries of their own: pip install 'pma-jax[gcs]' ({error})") from None
+        raise ValueError(f"{text}: buckets need additional libraries: pip install 'pma-jax[gcs]' ({error})") from None
 
 
 def file_system(address: str) -> tuple[Any, str]:
-    """(fsspec's file system, what it calls this address)."""
+    """Return fsspec's file system for an address, and the address's key in it."""
     import fsspec
 
     return fsspec.core.url_to_fs(address)
 
 
 def find(pattern: str) -> list[Path]:
-    """The objects that match an address with *, ? and **; all below it where it has none of them. Sorted by name."""
+    """List objects by name: those that match an address with *, ? or **, or all below an address without them."""
     system, key = file_system(pattern)
     keys = system.glob(key) if glob.has_magic(pattern) else system.find(key)
     return [locate(f"{pattern.partition('://')[0]}://{name}") for name in sorted(keys)]
 
 
 class RangeReader:
-    """Reads ranges of an object, `AHEAD_BYTES` at a time: what is asked for next is mostly what comes next."""
+    """Read byte ranges of an object, at least `AHEAD_BYTES` at a time, because most reads are sequential."""
 
     AHEAD_BYTES = 8 * 2**20
 
@@ -82,7 +83,7 @@ class RangeReader:
         self._start, self._data = 0, b""
 
     def readinto(self, into: memoryview, offset: int) -> int:
-        """Fill `into` with the bytes from `offset` on; returns how many there were, 0 at the end of the object."""
+        """Fill `into` with the bytes from `offset` on; return their number, 0 at the end of the object."""
         skip = offset - self._start
         if not 0 <= skip < len(self._data):
             wanted = max(len(into), self.AHEAD_BYTES)
@@ -97,11 +98,11 @@ def _bucket_path() -> Any:
     from etils.epath.gpath import PosixGPath
 
     class BucketPath(PosixGPath):
-        """An address in a bucket, with what pathlib.Path has besides."""
+        """An address in a bucket, with the methods of pathlib.Path that etils lacks."""
 
         def stat(self) -> Any:
-            found = super().stat()
-            return SimpleNamespace(st_size=found.length, st_mtime_ns=found.mtime * 10**9)
+            status = super().stat()
+            return SimpleNamespace(st_size=status.length, st_mtime_ns=status.mtime * 10**9)
 
         def absolute(self) -> "BucketPath":
             return self
@@ -114,7 +115,7 @@ def _bucket_path() -> Any:
             return super().open(mode, **options)
 
         def rglob(self, pattern: str) -> Iterator[Any]:
-            assert pattern == "*", "a bucket lists everything below a name at once, and nothing else"
+            assert pattern == "*", "a bucket lists everything below a prefix"
             return iter(find(str(self)))
 
     return BucketPath

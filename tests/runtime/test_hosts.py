@@ -91,7 +91,7 @@ def test_processes_agree():
     job = processes.script(AGREE, [], 2).check()
     said = ["refused by 0", "refused by 0"]
     lines = [[line for line in job.out(p).splitlines() if "Gloo" not in line] for p in (0, 1)]
-    assert lines == [[*said, "ValueError process 1 could not: no room"], [*said, "OSError no room"]]
+    assert lines == [[*said, "ValueError process 1 failed: no room"], [*said, "OSError no room"]]
 
 
 EVERY_VERB = """
@@ -376,7 +376,7 @@ def test_what_one_process_refuses_all_refuse(tmp_path):
     job = processes.pma(["merge", *paths, "--out", tmp_path / "out"], 2)
     assert job.wait() == [1, 1]
     assert "error: process 1 of 2: " in job.error(1) and "only finite values merge" in job.error(1)
-    assert "error: process 0 of 2: process 1 could not: " in job.error(0)
+    assert "error: process 0 of 2: process 1 failed: " in job.error(0)
     assert [p.name for p in tmp_path.iterdir()] == ["models"]
 
 
