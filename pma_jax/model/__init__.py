@@ -1,1 +1,1 @@
-"""The model: a decoder-only transformer in flax nnx."""
+"""A decoder-only transformer in flax nnx, its loss, and the paper's ladder of sizes."""

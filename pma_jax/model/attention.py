@@ -1,7 +1,7 @@
-"""Causal attention, one call with a kernel a platform, and rotary positions.
+"""Causal attention with one kernel per platform, and rotary position embeddings.
 
-Legend: B batch, L positions, N query heads, K key and value heads, G = N / K queries a key head, H head dim, h = H / 2,
-Q queries of a block, M keys that the block sees.
+Legend: B batch, L positions, N query heads, K key and value heads, G = N / K query heads per key head, H head dim,
+h = H / 2, Q queries of a block, M keys that the block attends to.
 """
 
 import functools
@@ -14,8 +14,11 @@ import jax.numpy as jnp
 from pma_jax.model.kernels.flash_attention import cudnn_attention, cudnn_supports, splash_attention, splash_supports
 from pma_jax.runtime.mesh import RULES, reshard_like
 
-QUERY_BLOCKS = 2  # a block of queries meets only the keys up to its end: 3/4 of the square; more gain little
-KERNELS = {"gpu": (cudnn_supports, cudnn_attention), "tpu": (splash_supports, splash_attention)}  # platform -> its own
+QUERY_BLOCKS = 2  # a block of queries reads only keys up to its end, 3/4 of the square; more blocks gain little
+KERNELS = {
+    "gpu": (cudnn_supports, cudnn_attention),
+    "tpu": (splash_supports, splash_attention),
+}  # platform -> (supports, kernel)
 
 
 def attention(
@@ -25,36 +28,39 @@ def attention(
     segment_ids_BxL: jax.Array | None = None,
     window_tokens: int = 0,
 ) -> jax.Array:
-    """Causal grouped-query attention, scaled by 1 / sqrt(H); [B, L, N, H] in the dtype of `q`.
+    """Compute causal grouped-query attention, scaled by 1 / sqrt(H).
 
-    Softmax is float32 whatever the inputs. The platform of the mesh chooses the kernel: cuDNN's flash attention on GPU,
-    Splash on TPU, each where it takes the shape (`cudnn_supports`, `splash_supports`); XLA elsewhere.
+    The softmax is float32 for all dtypes. The platform of the mesh determines the kernel: cuDNN's flash attention on
+    GPU and Splash on TPU, if they support the shape (`cudnn_supports`, `splash_supports`), else XLA.
 
     Args:
         q_BxLxNxH: queries.
         k_BxLxKxH: keys; query head n reads key head n // G.
         v_BxLxKxH: values.
-        segment_ids_BxL: int32; positions see only those of the same number. None: all are one document.
-        window_tokens: how many positions one sees, itself included; 0: all before it.
+        segment_ids_BxL: int32; positions attend only within their segment. None: each row is one segment.
+        window_tokens: the number of positions that one attends to, itself included; 0: all before it.
+
+    Returns:
+        [B, L, N, H] in the dtype of the queries.
     """
     mesh = jax.sharding.get_abstract_mesh()
     platform = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
-    takes, kernel = KERNELS.get(platform, (None, None))
-    if takes is None or kernel is None or not takes(q_BxLxNxH.shape[1], q_BxLxNxH.shape[3], q_BxLxNxH.dtype):
+    supports, kernel = KERNELS.get(platform, (None, None))
+    if supports is None or kernel is None or not supports(q_BxLxNxH.shape[1], q_BxLxNxH.shape[3], q_BxLxNxH.dtype):
         return xla_attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL, window_tokens)
-    return _on_shards(
+    return _run_on_shards(
         functools.partial(kernel, window_tokens=window_tokens), q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL
     )
 
 
-def _on_shards(
+def _run_on_shards(
     kernel: Callable[..., jax.Array],
     q_BxLxNxH: jax.Array,
     k_BxLxKxH: jax.Array,
     v_BxLxKxH: jax.Array,
     segment_ids_BxL: jax.Array | None,
 ) -> jax.Array:
-    """Each device runs the kernel on its own sequences and heads: none of them is split."""
+    """Run the kernel on each device's own sequences and heads; neither is split further."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return kernel(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL)
@@ -64,7 +70,7 @@ def _on_shards(
         in_specs=(heads, heads, heads, None if segment_ids_BxL is None else rows),
         out_specs=heads,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        check_vma=False,  # the kernels' calls do not say which axes their results vary over
+        check_vma=False,  # the kernels do not declare over which axes their results vary
     )(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL)
 
 
@@ -75,14 +81,14 @@ def xla_attention(
     segment_ids_BxL: jax.Array | None,
     window_tokens: int,
 ) -> jax.Array:
-    """See `attention`; on any platform, with memory for the square of scores."""
+    """Compute `attention` on any platform, with memory for the full matrix of scores."""
     B, L, N, H = q_BxLxNxH.shape
     K = k_BxLxKxH.shape[2]
-    # Said, not left to JAX: of one key head it would split the queries that share it.
+    # Explicit, because JAX would split the queries that share a key head.
     grouped = RULES.spec("batch", None, "heads", None, None)
     q_BxLxKxGxH = _reshaped(q_BxLxNxH * (1 / math.sqrt(H)), (B, L, K, N // K, H), grouped)
-    # Heads before positions, and keys and values transposed: every batched product, the gradients' too, then reads its
-    # large operand row by row.
+    # With heads before positions, and keys and values transposed, every batched product (of the gradients too) reads
+    # its large operand row by row.
     q_BxKxGxLxH = q_BxLxKxGxH.transpose(0, 2, 3, 1, 4)
     k_BxKxHxL, v_BxKxHxL = k_BxLxKxH.transpose(0, 2, 3, 1), v_BxLxKxH.transpose(0, 2, 3, 1)
     size = -(-L // QUERY_BLOCKS)
@@ -103,7 +109,7 @@ def _reshaped(x: jax.Array, shape: tuple[int, ...], spec: jax.P) -> jax.Array:
 
 
 def _visible(start: int, stop: int, first: int, segment_ids_BxL: jax.Array | None, window_tokens: int) -> jax.Array:
-    """Which of the keys first … stop - 1 the queries start … stop - 1 see: bool, [Q, M] or [B, 1, 1, Q, M]."""
+    """Mask of the keys first … stop - 1 for the queries start … stop - 1: bool, [Q, M] or [B, 1, 1, Q, M]."""
     distance_QxM = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
     visible_QxM = distance_QxM >= 0
     if window_tokens:
@@ -115,14 +121,14 @@ def _visible(start: int, stop: int, first: int, segment_ids_BxL: jax.Array | Non
 
 
 def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cos and sin of position / theta^(2i/H), float32 [L, 1, h] each."""
+    """Compute cos and sin of position / theta^(2i/H), float32 [L, 1, h] each."""
     frequency_h = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angle_Lx1xh = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency_h
     return jnp.cos(angle_Lx1xh), jnp.sin(angle_Lx1xh)
 
 
-def rotate(x_BxLxNxH: jax.Array, cos_Lx1xh: jax.Array, sin_Lx1xh: jax.Array) -> jax.Array:
-    """Rotary positions (RoFormer, arXiv 2104.09864): the halves of H turn by the tables' angles; float32 inside."""
+def apply_rotary(x_BxLxNxH: jax.Array, cos_Lx1xh: jax.Array, sin_Lx1xh: jax.Array) -> jax.Array:
+    """Rotate the two halves of H by the tables' angles, in float32 (RoFormer, arXiv 2104.09864)."""
     a, b = jnp.split(x_BxLxNxH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([a * cos_Lx1xh - b * sin_Lx1xh, b * cos_Lx1xh + a * sin_Lx1xh], axis=-1)
     return rotated.astype(x_BxLxNxH.dtype)
@@ -130,7 +136,7 @@ def rotate(x_BxLxNxH: jax.Array, cos_Lx1xh: jax.Array, sin_Lx1xh: jax.Array) -> 
 
 @jax.custom_vjp
 def _attend_block(q_BxKxGxQxH: jax.Array, k_BxKxHxM: jax.Array, v_BxKxHxM: jax.Array, visible: jax.Array) -> jax.Array:
-    """Q positions attend to those of M keys that they see, at least one each; [B, K, G, Q, H]."""
+    """Attend from Q positions to the visible ones of M keys, at least one each: [B, K, G, Q, H]."""
     return _attend_block_forward(q_BxKxGxQxH, k_BxKxHxM, v_BxKxHxM, visible)[0]
 
 
@@ -142,15 +148,15 @@ def _attend_block_forward(
     weights_BxKxGxQxM = jnp.exp(scores_BxKxGxQxM - jnp.max(scores_BxKxGxQxM, axis=-1, keepdims=True))
     inverse_BxKxGxQx1 = 1 / jnp.sum(weights_BxKxGxQxM, axis=-1, keepdims=True)
     weights_BxKxGxQxM = weights_BxKxGxQxM.astype(v.dtype)
-    # Normalised after the product: H numbers a query to scale, not M.
+    # Normalised after the product, which scales H numbers per query instead of M.
     y_BxKxGxQxH = jnp.einsum("bkgqm,bkhm->bkgqh", weights_BxKxGxQxM, v, preferred_element_type=jnp.float32)
     y_BxKxGxQxH = (y_BxKxGxQxH * inverse_BxKxGxQx1).astype(q.dtype)
     return y_BxKxGxQxH, (q, k, v, weights_BxKxGxQxM, inverse_BxKxGxQx1, y_BxKxGxQxH)
 
 
 def _attend_block_backward(saved: tuple[jax.Array, ...], g_BxKxGxQxH: jax.Array) -> tuple[jax.Array | None, ...]:
-    # The softmax's row sum over M, of weights times their gradients, equals one over H, of outputs times theirs
-    # (FlashAttention, arXiv 2205.14135, Appendix B.2); what autodiff derives, XLA on CPU runs at half the speed.
+    # The softmax's row sum over M (weights times their gradients) equals a sum over H (outputs times their gradients)
+    # (FlashAttention, arXiv 2205.14135, Appendix B.2). On CPU, XLA runs autodiff's version at half the speed.
     q, k, v, weights_BxKxGxQxM, inverse_BxKxGxQx1, y_BxKxGxQxH = saved
     g32_BxKxGxQxH = g_BxKxGxQxH.astype(jnp.float32) * inverse_BxKxGxQx1
     row_BxKxGxQx1 = jnp.sum(g32_BxKxGxQxH * y_BxKxGxQxH, axis=-1, keepdims=True)

@@ -1,7 +1,7 @@
-"""Cross-entropy of hidden states, without ever holding the logits of all positions.
+"""Cross-entropy of hidden states, without storing the logits of all positions.
 
-Legend: B batch, L positions, S = B L, C positions of a chunk, D width, V vocabulary; inside `jax.shard_map` a device's
-own parts of them.
+Legend: B batch, L positions, S = B L, N chunks of C positions, D width, V vocabulary. Inside `jax.shard_map` arrays are
+one device's parts.
 """
 
 import functools
@@ -21,28 +21,31 @@ from pma_jax.runtime.mesh import RULES, axes_of, reshard_like
 def cross_entropy(
     x_BxLxD: jax.Array, head_DxV: jax.Array, targets_BxL: jax.Array, z_loss_weight: float, chunk_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Two float32 sums over the positions whose target is 0 or more: the objective, and nats (which has no gradient).
+    """Sum the objective and the cross-entropy over the positions whose target is not negative.
 
     The objective is cross-entropy plus `z_loss_weight` times log(Z)^2 (PaLM, arXiv 2204.02311, Section 5). Logits are
-    float32, of at most `chunk_tokens` positions a device at a time, and the vocabulary may be split: each chunk's
-    gradient is taken while its logits are there, so nothing is computed twice. Call under `jax.set_mesh`.
+    float32, computed in chunks, and the vocabulary may be sharded. The gradient of each chunk is computed together with
+    its logits, so that nothing is computed twice. Call under `jax.set_mesh`.
 
     Args:
-        x_BxLxD: the last hidden states, split along the batch axes.
-        head_DxV: the output projection in the dtype of `x_BxLxD`, split as its parameter is: gathered along the width
-            here, and its gradient is summed and split in one go.
-        targets_BxL: int32; below 0: not counted.
-        z_loss_weight: see above.
-        chunk_tokens: see above; 1 or more.
+        x_BxLxD: the last hidden states, sharded along the batch axes.
+        head_DxV: the output projection in the dtype of `x_BxLxD`, sharded as its parameter. It is gathered along the
+            width, and its gradient is reduce-scattered.
+        targets_BxL: int32; negative targets are not counted.
+        z_loss_weight: weight of log(Z)^2.
+        chunk_tokens: the most positions per device in one chunk; 1 or more.
+
+    Returns:
+        Two float32 scalars: the objective, and nats, which has no gradient.
     """
-    objective, nats = _summed(x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=False)
+    objective, nats = _sum_on_mesh(x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=False)
     return objective, nats
 
 
 def _forward(
     x_BxLxD: jax.Array, head_DxV: jax.Array, targets_BxL: jax.Array, z_loss_weight: float, chunk_tokens: int
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    objective, nats, d_x_BxLxD, d_head_DxV = _summed(
+    objective, nats, d_x_BxLxD, d_head_DxV = _sum_on_mesh(
         x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=True
     )
     return (objective, nats), (reshard_like(x_BxLxD, d_x_BxLxD), reshard_like(head_DxV, d_head_DxV))
@@ -58,7 +61,7 @@ def _backward(
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _summed(
+def _sum_on_mesh(
     x_BxLxD: jax.Array,
     head_DxV: jax.Array,
     targets_BxL: jax.Array,
@@ -66,13 +69,13 @@ def _summed(
     chunk_tokens: int,
     with_gradients: bool,
 ) -> tuple[jax.Array, ...]:
-    """The two sums, and with gradients those by `x` and `head`; each device works on its own positions and words."""
+    """Compute the two sums, and on request the gradients of `x` and `head`, with positions and vocabulary sharded."""
     x, head, rows = RULES.spec("batch", None, None), RULES.spec("width", "vocabulary"), RULES.spec("batch", None)
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     split = any(mesh.shape[axis] > 1 for axis in axes)
     own = functools.partial(
-        _own_share,
+        _sum_on_device,
         z_loss_weight=z_loss_weight,
         chunk_tokens=chunk_tokens,
         with_gradients=with_gradients,
@@ -80,19 +83,19 @@ def _summed(
         width_axes=axes_of(head[0]) if split else (),
         vocabulary_axes=axes_of(head[1]) if split else (),
     )
-    if not split:  # XLA on CPU would keep sums over one device, each of which waits
-        whole = (jax.reshard(array, P(*[None] * array.ndim)) for array in (x_BxLxD, head_DxV, targets_BxL))
-        return own(*whole)
+    if not split:  # XLA on CPU would not remove collectives over one device, each of which synchronises
+        full = (jax.reshard(array, P(*[None] * array.ndim)) for array in (x_BxLxD, head_DxV, targets_BxL))
+        return own(*full)
     return jax.shard_map(
         own,
         in_specs=(x, head, rows),
         out_specs=(P(), P(), x, head) if with_gradients else (P(), P()),
         axis_names=set(axes),
-        check_vma=False,  # as around it: see `accumulate`
+        check_vma=False,  # off in the enclosing shard_map as well: see `accumulate` in training/step.py
     )(jax.reshard(x_BxLxD, x), jax.reshard(head_DxV, head), jax.reshard(targets_BxL, rows))
 
 
-def _own_share(
+def _sum_on_device(
     x_BxLxD: jax.Array,
     head_DxV: jax.Array,
     targets_BxL: jax.Array,
@@ -117,12 +120,12 @@ def _own_share(
     def add_chunk(sums: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]):
         x_CxD, targets_C = chunk
         logits_CxV = jnp.einsum("cd,dv->cv", x_CxD, head_DxV, preferred_element_type=jnp.float32)
-        largest_C = _over(jax.lax.pmax, vocabulary_axes, jnp.max(logits_CxV, axis=1))
+        largest_C = _reduce(jax.lax.pmax, vocabulary_axes, jnp.max(logits_CxV, axis=1))
         weights_CxV = jnp.exp(logits_CxV - largest_C[:, None])
-        # Not a gather: XLA fuses the comparison, and a target in another device's part of the vocabulary matches none.
+        # A comparison, which XLA fuses, instead of a gather: a target in another device's part of V matches nothing.
         hit_CxV = targets_C[:, None] - first == jnp.arange(V)
         rows_2xC = jnp.stack([jnp.sum(weights_CxV, axis=1), jnp.sum(jnp.where(hit_CxV, logits_CxV, 0), axis=1)])
-        total_C, target_C = _over(jax.lax.psum, vocabulary_axes, rows_2xC)
+        total_C, target_C = _reduce(jax.lax.psum, vocabulary_axes, rows_2xC)
         log_z_C = largest_C + jnp.log(total_C)
         counted_C = (targets_C >= 0).astype(jnp.float32)
         nats = jnp.sum((log_z_C - target_C) * counted_C)
@@ -142,15 +145,15 @@ def _own_share(
     else:
         sums, d_x = jax.lax.scan(add_chunk, sums, (x_NxCxD, targets_NxC))
     objective, nats, *gradient = sums
-    numbers = _over(jax.lax.psum, batch_axes, (objective, nats))
+    numbers = _reduce(jax.lax.psum, batch_axes, (objective, nats))
     if d_x is None:
         return numbers
-    d_head_DxV = _over(jax.lax.psum, tuple(axis for axis in batch_axes if axis not in width_axes), gradient[0])
+    d_head_DxV = _reduce(jax.lax.psum, tuple(axis for axis in batch_axes if axis not in width_axes), gradient[0])
     if width_axes:
         d_head_DxV = jax.lax.psum_scatter(d_head_DxV, width_axes, scatter_dimension=0, tiled=True)
     d_x_BxLxD = jnp.reshape(d_x, (-1, D))[:S].reshape(x_BxLxD.shape)
-    return *numbers, _over(jax.lax.psum, vocabulary_axes, d_x_BxLxD), d_head_DxV.astype(head_DxV.dtype)
+    return *numbers, _reduce(jax.lax.psum, vocabulary_axes, d_x_BxLxD), d_head_DxV.astype(head_DxV.dtype)
 
 
-def _over(collective: Callable[[Any, tuple[str, ...]], Any], axes: tuple[str, ...], x: Any) -> Any:
+def _reduce(collective: Callable[[Any, tuple[str, ...]], Any], axes: tuple[str, ...], x: Any) -> Any:
     return collective(x, axes) if axes else x

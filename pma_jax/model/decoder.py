@@ -1,8 +1,10 @@
-"""A decoder-only transformer: RMSNorm, rotary grouped-query attention, SwiGLU; blocks stacked and scanned.
+"""A decoder-only transformer: RMSNorm, rotary grouped-query attention and SwiGLU in stacked, scanned blocks.
 
 Legend: B batch, L positions, S = B L, V vocabulary, D width, N query heads, K key and value heads, H head dim, F hidden
-width, T layers, E … the dims that a matrix maps D to, or to D. Parameters are float32 and carry their sharding from the
-initialiser on; a matrix is cast to the compute dtype and gathered along `fsdp` where it is used.
+width, T layers, E … the dims that a matrix maps D to or from.
+
+Parameters are float32 and sharded by their initialisers; a matrix is cast to the compute dtype and gathered along
+`fsdp` where it is used.
 """
 
 import functools
@@ -13,22 +15,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pma_jax.config import ModelConfig
-from pma_jax.model.attention import attention, rotary_tables, rotate
+from pma_jax.model.attention import apply_rotary, attention, rotary_tables
 from pma_jax.model.kernels.matmul import MATMUL_NAME, sharded_matmul
 from pma_jax.model.layers import embed_tokens, normal_param, ones_param, rms_norm, swiglu
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
-from pma_jax.runtime.mesh import RULES, abstract_arrays, gather_batch_axes
+from pma_jax.runtime.mesh import RULES, abstract_arrays, check_model_on_mesh, gather_batch_axes
 
-Params = dict  # nested: name -> array; the plain pytree that is trained, saved and merged
+Params = dict  # nested dict, name -> array: the pytree that is trained, saved and merged
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """One layer: attention and MLP, each with a norm before it, added to the residual stream."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c, spec = config, RULES.spec
         D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.shared_hidden
-        # The two matrices that write to the residual stream start smaller, so that its size does not grow with depth.
+        # Matrices that write to the residual stream start smaller, so that its norm does not grow with depth.
         shrink = 1 / math.sqrt(2 * c.layers)
         self.config = nnx.static(config)
         self.attention_norm_D = ones_param(D)
@@ -50,9 +52,9 @@ class Block(nnx.Module):
     def __call__(
         self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], segment_ids_BxL: jax.Array | None
     ) -> tuple[jax.Array, RouterSums]:
-        """[B, L, D] -> [B, L, D], and what its router sums up.
+        """Map [B, L, D] to [B, L, D], and return the router's sums (empty for a dense model).
 
-        `rotary` is what `rotary_tables` gives for L and H, documents are `attention`'s.
+        `rotary` is the result of `rotary_tables` for L and H; `segment_ids_BxL` is passed to `attention`.
         """
         c, router = self.config, {}
         normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm_D[...], c.norm_epsilon)
@@ -70,30 +72,31 @@ class Block(nnx.Module):
     ) -> jax.Array:
         c = self.config
         q_BxLxNxH, k_BxLxKxH, v_BxLxKxH = (
-            _widen(x_BxLxD, w[...], "heads") for w in (self.query_DxNxH, self.key_DxKxH, self.value_DxKxH)
+            _project_from_width(x_BxLxD, w[...], "heads") for w in (self.query_DxNxH, self.key_DxKxH, self.value_DxKxH)
         )
         if c.qk_norm:
             q_BxLxNxH = rms_norm(q_BxLxNxH, self.query_norm_H[...], c.norm_epsilon)
             k_BxLxKxH = rms_norm(k_BxLxKxH, self.key_norm_H[...], c.norm_epsilon)
-        q_BxLxNxH, k_BxLxKxH = rotate(q_BxLxNxH, *rotary), rotate(k_BxLxKxH, *rotary)
+        q_BxLxNxH, k_BxLxKxH = apply_rotary(q_BxLxNxH, *rotary), apply_rotary(k_BxLxKxH, *rotary)
         y_BxLxNxH = attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL, c.attention_window_tokens)
-        return _narrow(y_BxLxNxH, self.output_NxHxD[...], "heads")
+        return _project_to_width(y_BxLxNxH, self.output_NxHxD[...], "heads")
 
     def _mlp(self, x_BxLxD: jax.Array) -> jax.Array:
-        gate_BxLxF = _widen(x_BxLxD, self.gate_DxF[...], "hidden")
-        up_BxLxF = _widen(x_BxLxD, self.up_DxF[...], "hidden")
-        return _narrow(swiglu(gate_BxLxF, up_BxLxF), self.down_FxD[...], "hidden")
+        gate_BxLxF = _project_from_width(x_BxLxD, self.gate_DxF[...], "hidden")
+        up_BxLxF = _project_from_width(x_BxLxD, self.up_DxF[...], "hidden")
+        return _project_to_width(swiglu(gate_BxLxF, up_BxLxF), self.down_FxD[...], "hidden")
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits.
+    """The language model: token ids to logits.
 
-    Raises ValueError when a dim does not divide by the mesh axis that splits it.
+    Raises:
+        ValueError: a dim does not divide by the mesh axis that splits it.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c = config
-        _check_divides(c)
+        check_model_on_mesh(c, jax.sharding.get_abstract_mesh().shape)
         self.config = nnx.static(config)
         self.embedding_VxD = normal_param(
             rngs, (c.vocabulary_size, c.width), RULES.spec("vocabulary", "width"), c.width
@@ -106,37 +109,37 @@ class Decoder(nnx.Module):
             )
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
-        """int32 [B, L] -> float32 logits [B, L, V]. A loss takes `hidden` and `head`, and never holds all logits."""
+        """Map int32 [B, L] to float32 logits [B, L, V]; a loss avoids storing them by `hidden` and `head`."""
         (x_BxLxD, _), head_DxV = self.hidden(tokens_BxL), gather_batch_axes(self.head())
         spec = RULES.spec("batch", None, "vocabulary")
         return jnp.einsum("bld,dv->blv", x_BxLxD, head_DxV, out_sharding=spec, preferred_element_type=jnp.float32)
 
     def hidden(self, tokens_BxL: jax.Array) -> tuple[jax.Array, RouterSums]:
-        """int32 [B, L] -> normed states [B, L, D] in the compute dtype: what the head turns into logits.
+        """Map int32 [B, L] to the normed hidden states [B, L, D] in the compute dtype, which `head` maps to logits.
 
-        And what each layer's router sums up, stacked over T; no entries where the model is dense.
+        Also return the routers' sums, stacked over T; the dict is empty for a dense model.
         """
         c = self.config
         x_BxLxD = embed_tokens(self.embedding_VxD[...], tokens_BxL, jnp.dtype(c.compute_dtype))
         segment_ids_BxL = None if c.separator_token < 0 else segment_ids(tokens_BxL, c.separator_token)
-        x_BxLxD, router = _through_blocks(self.blocks, x_BxLxD, segment_ids_BxL, c)
+        x_BxLxD, router = _apply_blocks(self.blocks, x_BxLxD, segment_ids_BxL, c)
         return rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon), router
 
     def head(self) -> jax.Array:
-        """The output projection [D, V] in the compute dtype, split as its parameter is."""
+        """Return the output projection [D, V] in the compute dtype, sharded as its parameter."""
         head_DxV = self.embedding_VxD[...].T if self.config.tie_embeddings else self.unembedding_DxV[...]
         return head_DxV.astype(jnp.dtype(self.config.compute_dtype))
 
 
 def graph_definition(config: ModelConfig) -> nnx.GraphDef:
-    """The static half of a `Decoder`; call under `jax.set_mesh`."""
+    """Return the graph definition of a `Decoder`, its static part; call under `jax.set_mesh`."""
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=jax.random.key(0)))))
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Fresh float32 parameters as a nested dict; traceable, so `jax.eval_shape` gives shapes and shardings.
+    """Initialise the float32 parameters; traceable, so that `jax.eval_shape` gives shapes and shardings.
 
-    With the router's bias, which is saved and merged like them: `moe.ROUTER_BIAS`.
+    They include the router's bias (`moe.ROUTER_BIAS`), which is saved and merged like parameters.
     """
     return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=key)), (nnx.Param, RouterBias)))
 
@@ -147,22 +150,22 @@ def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 
 
 def apply(graph: nnx.GraphDef, params: Params, tokens_BxL: jax.Array) -> jax.Array:
-    """Logits [B, L, V] of the model that `graph` and `params` make."""
+    """Compute the logits [B, L, V] of a model for int32 tokens [B, L]."""
     return make_decoder(graph, params)(tokens_BxL)
 
 
 def make_decoder(graph: nnx.GraphDef, params: Params) -> Decoder:
-    """The `Decoder` that `graph` and `params` make."""
+    """Build a `Decoder` from its graph definition and parameters."""
     return nnx.merge(graph, nnx.State(params))
 
 
 def parameter_count(params: Params) -> int:
-    """Number of scalars in a tree of arrays or of their shapes."""
+    """Count the scalars in a tree of arrays or abstract arrays."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def activated_parameter_count(params: Params, config: ModelConfig) -> int:
-    """Number of scalars that one token meets: of the routed experts only those that it is sent to."""
+    """Count the parameters that are used for one token: of the routed experts only `experts_per_token`."""
     if not config.experts:
         return parameter_count(params)
     routed = {name: leaf for name, leaf in params["blocks"]["moe"].items() if name.startswith("expert_")}
@@ -171,15 +174,15 @@ def activated_parameter_count(params: Params, config: ModelConfig) -> int:
 
 
 def segment_ids(tokens_BxL: jax.Array, separator_token: int) -> jax.Array:
-    """int32 [B, L]: how many documents ended before each token of a window; a separator belongs to what it ends."""
+    """Number the documents of each window: int32 [B, L], from 0. A separator belongs to the document that it ends."""
     ends_BxL = (tokens_BxL == separator_token).astype(jnp.int32)
     return jnp.cumsum(ends_BxL, axis=1) - ends_BxL
 
 
-def _through_blocks(
+def _apply_blocks(
     blocks: Block, x_BxLxD: jax.Array, segment_ids_BxL: jax.Array | None, config: ModelConfig
 ) -> tuple[jax.Array, RouterSums]:
-    # Made once, outside the scan and what it recomputes.
+    # Computed once, outside the scan and outside rematerialised code.
     rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
 
     def step(x_BxLxD, block):
@@ -200,38 +203,20 @@ def _through_blocks(
     return x_BxLxD, jax.tree.map(lambda *sums: jnp.stack(sums), *routers)
 
 
-def _widen(x_BxLxD: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
-    """[B, L, D] times [D, E …] -> [B, L, E …], the first dim of E split along the tensor axis."""
+def _project_from_width(x_BxLxD: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
+    """Multiply [B, L, D] by [D, E …] to [B, L, E …], with the first dim of E sharded along the tensor axis."""
     B, L, D = x_BxLxD.shape
     matrix_DxE = jnp.reshape(matrix.astype(x_BxLxD.dtype), (D, -1), out_sharding=RULES.spec("width", split))
-    # Two flat dims: with three, XLA on CPU transposes the gradient before the product that makes the weight's.
+    # Flattened to two dims: with three, XLA on CPU transposes the gradient before the product for the weight.
     y_SxE = sharded_matmul(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", split))
     sharding = RULES.spec("batch", None, split, *[None] * (matrix.ndim - 2))
     return jnp.reshape(y_SxE, (B, L, *matrix.shape[1:]), out_sharding=sharding)
 
 
-def _narrow(x_BxLxE: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
-    """[B, L, E …] times [E …, D] -> [B, L, D]: sums over dims whose first is split along the tensor axis."""
+def _project_to_width(x_BxLxE: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
+    """Multiply [B, L, E …] by [E …, D] to [B, L, D], summing over E, whose first dim is sharded on the tensor axis."""
     B, L, D = *x_BxLxE.shape[:2], matrix.shape[-1]
     matrix_ExD = jnp.reshape(matrix.astype(x_BxLxE.dtype), (-1, D), out_sharding=RULES.spec(split, "width"))
     x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", split))
     y_SxD = sharded_matmul(x_SxE, matrix_ExD, RULES.spec("batch", None))
     return jnp.reshape(y_SxD, (B, L, D), out_sharding=RULES.spec("batch", None, None))
-
-
-def _check_divides(config: ModelConfig) -> None:
-    dims = {
-        "vocabulary_size": "vocabulary",
-        "width": "width",
-        "heads": "heads",
-        "kv_heads": "heads",
-        **({"experts": "experts", "expert_hidden": "hidden"} if config.experts else {"hidden": "hidden"}),
-    }
-    for key, dim in dims.items():
-        size, axis = getattr(config, key), getattr(RULES, dim)
-        devices = jax.sharding.get_abstract_mesh().shape.get(axis, 1)
-        if size % devices:
-            raise ValueError(
-                f"model.{key} ({size}) does not divide by the {devices} devices of mesh.{axis}, which split it: "
-                f"change one of the two"
-            )

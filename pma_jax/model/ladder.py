@@ -1,15 +1,15 @@
-"""The paper's model ladder (PMA, arXiv 2505.12082) and a few small sizes of each kind: shapes, intervals and windows.
+"""The paper's ladder of model sizes (PMA, arXiv 2505.12082) and a few smaller ones: shapes, intervals and windows.
 
-The paper names sizes; it prints no shape, rate, batch or corpus. Those here are ours:
+The paper publishes sizes, but no shapes, learning rates, batch sizes or corpora. Those here are chosen as follows:
 
-- Shapes are of today's open models: head dim 64 or 128, grouped queries, queries and keys normalised, SwiGLU of about
-  3.5 widths; mixtures of 64 or 128 small experts of which 4 to 8 are chosen, the larger with a shared one, sigmoid
-  scores balanced by a bias. Both counts, activated and total, are within 5% of the name.
-- A run is 20 windows long, as the paper's 1.3B/13B is (80B tokens of 1.6T).
-- Peak rate and batch follow the scaling laws of DeepSeek LLM (arXiv 2401.02954, Equation 1) for a run of that compute.
+- Shapes resemble current open models: head dim 64 or 128, grouped queries, normalised queries and keys, SwiGLU of about
+  3.5 widths; mixtures of 32 to 128 experts of which 4 to 8 are chosen, some with a shared expert, with sigmoid scores
+  balanced by a bias. Activated and total parameters are within 5% of the name.
+- A run is 20 windows long, like the paper's 1.3B/13B model (80B of 1.6T tokens).
+- Peak rate and batch size follow the scaling laws of DeepSeek LLM (arXiv 2401.02954, Equation 1) for that compute.
 
-Snapshot interval and window are the paper's where it prints them (Section 4.3 and Appendix A), else
-`recommend_interval`. What a run reads (`config.data`) and the mesh it runs on are the user's to set.
+Snapshot interval and window are the paper's where it publishes them (Section 4.3 and Appendix A), else from
+`recommend_interval`. The user sets the data (`config.data`) and, if needed, the mesh.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import numpy as np
 from pma_jax import config as configuration
 from pma_jax.config import ModelConfig
 
-# (activated parameters, interval in tokens, window) that the paper prints, for dense models and mixtures of experts.
+# Published (activated parameters, interval in tokens, window) of dense models and mixtures of experts.
 DENSE_POINTS = ((411e6, 2e9, 6), (2e9, 5e9, 6), (8e9, 15e9, 10), (70e9, 40e9, 10))
 MIXTURE_POINTS = ((0.7e9, 4e9, 10), (1.3e9, 8e9, 10), (10e9, 80e9, 10))
 WINDOWS_PER_RUN = 20
@@ -29,14 +29,14 @@ WINDOWS_PER_RUN = 20
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """A rung: what its name promises, and its shape.
+    """One model size of the ladder.
 
     Attributes:
-        activated: parameters that a token meets, as named.
-        total: all parameters, as named.
+        activated: nominal parameters used per token.
+        total: nominal parameters.
         model: the shape.
-        sequence_length_tokens: of training.
-        published: the interval (tokens) and window that the paper prints for it, if it does.
+        sequence_length_tokens: training sequence length.
+        published: the paper's snapshot interval (tokens) and window for this size, if published.
     """
 
     activated: float
@@ -111,7 +111,7 @@ SIZES = {
 
 
 def get_config(name: str) -> ml_collections.ConfigDict:
-    """The configuration of a size, to be changed further: a `--config` file is one call of this."""
+    """Return the configuration of a size, which a `--config` file returns as it is or changed."""
     size = SIZES[name]
     model = size.model
     interval, window = size.published or recommend_interval(size.activated, mixture=model.experts > 0)
@@ -120,7 +120,7 @@ def get_config(name: str) -> ml_collections.ConfigDict:
     c = configuration.defaults()
     c.model.update(dataclasses.asdict(model))
     c.training.sequence_length_tokens = size.sequence_length_tokens
-    c.training.batch_size_sequences = max(8, _power_of_two(batch_tokens / size.sequence_length_tokens))
+    c.training.batch_size_sequences = max(8, _nearest_power_of_two(batch_tokens / size.sequence_length_tokens))
     step_tokens = c.training.batch_size_sequences * size.sequence_length_tokens
     c.training.total_tokens = int(total_tokens)
     c.training.log_interval_tokens = 10 * step_tokens
@@ -139,12 +139,12 @@ def get_config(name: str) -> ml_collections.ConfigDict:
 
 
 def recommend_interval(active_params: float, mixture: bool = False) -> tuple[int, int]:
-    """Snapshot interval in tokens (two digits) and window for a model of so many activated parameters.
+    """Recommend a snapshot interval in tokens (two significant digits) and a window, by activated parameters.
 
-    The interval is a power law fitted to the paper's points in logarithms, of dense models or of mixtures of experts:
-    together they follow none, as mixtures want much longer intervals. It is within a factor 1.3 of each point. Outside
-    of the points (411M to 70B dense, 0.7B to 10B mixtures) it is an extrapolation. The window is 10, and 6 for dense
-    models below 4B, halfway (in logarithms) between the paper's largest with 6 and its smallest with 10.
+    The interval is a power law fitted in logarithms to the paper's points, separately for dense models and mixtures of
+    experts, which need much longer intervals. It is within a factor of 1.3 of each point, and an extrapolation outside
+    their range (411M to 70B dense, 0.7B to 10B mixtures). The window is 10, or 6 for dense models below 4B, which is
+    the (logarithmic) midpoint between the paper's largest model with 6 and its smallest with 10.
     """
     points = np.log(np.array([(params, tokens) for params, tokens, _ in (MIXTURE_POINTS if mixture else DENSE_POINTS)]))
     slope, offset = np.polyfit(points[:, 0], points[:, 1], 1)
@@ -153,10 +153,10 @@ def recommend_interval(active_params: float, mixture: bool = False) -> tuple[int
 
 
 def scaling_law_rate_and_batch(active_params: float, total_tokens: float) -> tuple[float, float]:
-    """Peak rate and tokens a batch for a run of 6 N D FLOPs (DeepSeek LLM, arXiv 2401.02954, Equation 1)."""
+    """Return peak rate and tokens per batch for 6 N D FLOPs (DeepSeek LLM, arXiv 2401.02954, Equation 1)."""
     flops = 6 * active_params * total_tokens
     return float(f"{0.3118 * flops**-0.1250:.1e}"), 0.2920 * flops**0.3271
 
 
-def _power_of_two(x: float) -> int:
+def _nearest_power_of_two(x: float) -> int:
     return 2 ** round(np.log2(x))

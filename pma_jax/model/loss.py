@@ -1,7 +1,9 @@
-"""Held-out loss: nats a token, and what follows from it.
+"""The loss of a batch and of a data set, in nats per token, and quantities derived from it.
 
-Legend: B batch, L positions, M = L + 1 tokens of a window, D width. An id t below 0 is not counted as a target; as an
-input it stands for -t - 1, so that what is not learned (a prompt) is still seen. Padding, -1, is seen as id 0.
+Legend: B batch, L positions, M = L + 1 tokens of a window, D width, E experts, T layers.
+
+An id t < 0 is masked: it does not count as a target, and as an input it is read as -t - 1, so that the model still sees
+a prompt that it does not learn. Padding, -1, is read as id 0.
 """
 
 import functools
@@ -17,8 +19,8 @@ from pma_jax.model.cross_entropy import cross_entropy
 from pma_jax.model.decoder import Params, make_decoder
 
 PADDING = -1
-# Batches that were begun and are not done. Where a CPU counts as several devices, XLA holds back programs beyond 32 a
-# device on the threads that the running ones need to meet in their collectives: then nothing ever ends.
+# Batches that may be dispatched and unfinished. On a CPU with several simulated devices XLA queues programs beyond 32
+# per device on the threads that the running programs need for their collectives, which then deadlock.
 MAX_BATCHES_IN_FLIGHT = 8
 
 
@@ -30,10 +32,14 @@ def loss_sums(
     balance_loss_weight: float = 0.0,
     router_z_loss_weight: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sums over the tokens that count: the objective, and `nats` and `count` apart; `load_TxE` where there are experts.
+    """Sum the training objective over the targets of a batch.
 
-    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2, plus the routers' auxiliary losses (padding
-    counts there: it is routed too). Sums, not means, so that batches of any raggedness add up exactly.
+    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2, plus the routers' auxiliary losses (which count
+    padding too, as it is routed). Sums, not means, so that batches with different numbers of targets add up exactly.
+
+    Returns:
+        The objective (float32), and a dict with the float32 sums `nats` (cross-entropy) and `count` (targets), and for
+        a mixture of experts `load_TxE` (int32, tokens per expert).
     """
     inputs_BxL, targets_BxL = tokens_BxM[:, :-1], tokens_BxM[:, 1:]
     model = make_decoder(graph, params)
@@ -48,19 +54,19 @@ def loss_sums(
 
 
 def unmask_ids(inputs_BxL: jax.Array) -> jax.Array:
-    """The ids that the model reads: t, and -t - 1 where t is below 0."""
+    """Return the ids that the model reads: t, or -t - 1 for a masked id t < 0."""
     return jnp.where(inputs_BxL < 0, ~inputs_BxL, inputs_BxL)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sum of nats and count of the tokens of one batch: what `evaluate` runs on each."""
+    """Return the sum of nats and the number of targets of one batch."""
     _, sums = loss_sums(graph, params, tokens_BxM)
     return sums["nats"], sums["count"]
 
 
 def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) -> float:
-    """Mean nats a token over `batches` of int32 [B, M]; call under `jax.set_mesh`."""
+    """Compute the mean nats per target over `batches` of int32 [B, M]; call under `jax.set_mesh`."""
     sums = []
     for tokens_BxM in batches:
         sums.append(evaluation_step(graph, params, tokens_BxM))
@@ -71,10 +77,10 @@ def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) 
 
 
 def perplexity(nats_per_token: float) -> float:
-    """Exp of the loss."""
+    """Return exp of the loss."""
     return math.exp(nats_per_token)
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Loss in bits a byte of UTF-8: comparable between tokenizers."""
+    """Convert the loss to bits per UTF-8 byte, which is comparable between tokenizers."""
     return nats_per_token / math.log(2) / bytes_per_token

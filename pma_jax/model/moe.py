@@ -1,6 +1,6 @@
-"""A mixture of experts in place of a block's MLP: the router, its balancing, and the experts behind it.
+"""A mixture of experts in place of a block's MLP: the router, load balancing, and the experts.
 
-Legend: B batch, L positions, S = B L tokens, D width, E experts, K experts a token, F hidden width of an expert,
+Legend: B batch, L positions, S = B L tokens, D width, E experts, K experts per token, F hidden width of an expert,
 T layers.
 
 The router's bias (auxiliary-loss-free balancing, arXiv 2408.15664) takes part in choosing experts, never in their
@@ -23,16 +23,16 @@ from pma_jax.model.experts import apply_experts
 from pma_jax.model.layers import normal_param
 from pma_jax.runtime.mesh import RULES
 
-ROUTER_BIAS = "router_bias_E"  # the one leaf of the tree that is not a parameter
-RouterSums = dict[str, jax.Array]  # load_E int32: rows of each expert; balance, z: float32 sums over all positions
+ROUTER_BIAS = "router_bias_E"  # the one leaf of the tree of parameters that is not trained by gradient
+RouterSums = dict[str, jax.Array]  # load_E int32: tokens per expert; balance, z: float32 sums over positions
 
 
 class RouterBias(nnx.Variable):
-    """State of the router that is saved with the parameters and not trained as they are."""
+    """Router state that is saved with the parameters but not trained by gradient."""
 
 
 class MixtureOfExperts(nnx.Module):
-    """Router and experts; what all tokens share (`model.shared_experts`) is the block's own MLP."""
+    """Router and routed experts; shared experts (`model.shared_experts`) are the block's own MLP."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c, spec = config, RULES.spec
@@ -47,12 +47,12 @@ class MixtureOfExperts(nnx.Module):
         self.expert_down_ExFxD = normal_param(rngs, (E, F, D), spec("experts", "hidden", "width"), F, shrink)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, RouterSums]:
-        """[B, L, D] -> [B, L, D], and the router's sums over the batch."""
+        """Map [B, L, D] to [B, L, D], and return the router's sums over the batch."""
         c, spec = self.config, RULES.spec
         mesh = jax.sharding.get_abstract_mesh()
         axes = tuple(a for a in mesh.axis_names if a not in mesh.manual_axes)
         batch, widening = spec("batch", None, None), spec("experts", "width", "hidden")
-        parts = {  # name -> the array, and how the devices share it
+        parts = {  # name -> array, partition
             "x_BxLxD": (x_BxLxD, batch),
             "router_DxE": (self.router_DxE[...], P(None, None)),
             "bias_E": (self.router_bias_E[...] if c.router_bias else jnp.zeros((c.experts,)), P(None)),
@@ -61,20 +61,21 @@ class MixtureOfExperts(nnx.Module):
             "down_ExFxD": (self.expert_down_ExFxD[...], spec("experts", "hidden", "width")),
         }
         y_BxLxD, sums = jax.shard_map(
-            functools.partial(_own_part, c, mesh, axes),
+            functools.partial(_apply_on_device, c, mesh, axes),
             in_specs=({name: part for name, (_, part) in parts.items()},),
             out_specs=(batch, {"load_E": spec("experts"), "balance": P(), "z": P()}),
             axis_names=set(axes),
-            check_vma=False,  # Megablox's results do not say over which axes they vary
+            check_vma=False,  # Megablox does not declare over which axes its results vary
         )({name: jax.reshard(x, part) for name, (x, part) in parts.items()})
         return y_BxLxD, sums | {"load_E": jax.reshard(sums["load_E"], P(None))}
 
 
 def route(config: ModelConfig, logits_SxE: jax.Array, bias_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Scores [S, E], and of each token's chosen experts the weights [S, K] (float32) and indices [S, K] (int32).
+    """Choose K experts per token: those with the largest score plus bias.
 
-    The K largest of score plus bias are chosen; a weight is the score itself, or its share of the K where
-    `router_normalized`.
+    Returns:
+        Scores [S, E]; weights [S, K] (float32), which are scores, normalised over K if `router_normalized`; and the
+        indices [S, K] of the experts (int32).
     """
     score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[config.router_scores]
     scores_SxE = score(logits_SxE)
@@ -86,19 +87,19 @@ def route(config: ModelConfig, logits_SxE: jax.Array, bias_E: jax.Array) -> tupl
 
 
 def update_router_bias(bias_TxE: jax.Array, load_TxE: jax.Array, rate: float) -> jax.Array:
-    """The bias after a step: up by `rate` for experts with less than the mean load, down for those with more.
+    """Return the bias after a step: `rate` higher for experts below the mean load, `rate` lower for those above.
 
-    Algorithm 1 of arXiv 2408.15664.
+    This is Algorithm 1 of arXiv 2408.15664.
     """
     load_TxE = load_TxE.astype(jnp.float32)
     return bias_TxE + rate * jnp.sign(jnp.mean(load_TxE, axis=-1, keepdims=True) - load_TxE)
 
 
 def load_metrics(load_TxE: jax.Array, tokens: int, experts_per_token: int) -> dict[str, jax.Array]:
-    """How uneven the load is, and how many of the tokens' choices no expert worked on.
+    """Measure how uneven the load of the experts is, and how many assignments were dropped.
 
     `load_max_violation` and `load_min_violation` are (load - mean) / mean of the fullest and the emptiest expert of any
-    layer (MaxVio, arXiv 2408.15664, Equation 4): 0 is even, -1 an expert without a token.
+    layer (MaxVio, arXiv 2408.15664, Equation 4): 0 if the load is even, -1 for an expert without a token.
     """
     mean = tokens * experts_per_token / load_TxE.shape[-1]
     violation_TxE = load_TxE.astype(jnp.float32) / mean - 1
@@ -110,40 +111,40 @@ def load_metrics(load_TxE: jax.Array, tokens: int, experts_per_token: int) -> di
     }
 
 
-def _own_part(
+def _apply_on_device(
     config: ModelConfig,
     mesh: jax.sharding.AbstractMesh,
     axes: tuple[str, ...],
     own: dict[str, jax.Array],
 ) -> tuple[jax.Array, RouterSums]:
-    """What one device does with its tokens and its experts; `axes` are those of the shard_map around it."""
+    """Route one device's tokens and apply its experts; `axes` are those of the enclosing shard_map."""
     B, L, D = own["x_BxLxD"].shape
     x_SxD = own["x_BxLxD"].reshape(B * L, D)
-    # Float32 on every platform: rounded scores would choose other experts.
+    # float32 on every platform, because rounded scores would choose other experts.
     logits_SxE = jnp.dot(x_SxD.astype(jnp.float32), own["router_DxE"], precision=jax.lax.Precision.HIGHEST)
     scores_SxE, weights_SxK, chosen_SxK = route(config, logits_SxE, own["bias_E"])
     width_dims = {"gate_ExDxF": 1, "up_ExDxF": 1, "down_ExFxD": 2}
-    gate, up, down = (_gathered(own[name], x_SxD.dtype, dim, axes) for name, dim in width_dims.items())
+    gate, up, down = (_gather_width(own[name], x_SxD.dtype, dim, axes) for name, dim in width_dims.items())
     parts = mesh.shape[RULES.experts] if RULES.experts in axes else 1
     y_SxD, load_e = apply_experts(x_SxD, weights_SxK, chosen_SxK, (gate, up, down), parts)
     if RULES.hidden in axes:
         y_SxD = jax.lax.psum(y_SxD, RULES.hidden)
     batch_axes = tuple(a for a in RULES.batch if a in axes)
     sums = {
-        "balance": _balance(scores_SxE.reshape(B, L, -1), chosen_SxK.reshape(B, L, -1)),
+        "balance": _balance_loss(scores_SxE.reshape(B, L, -1), chosen_SxK.reshape(B, L, -1)),
         "z": jnp.sum(jnp.square(jax.nn.logsumexp(logits_SxE, axis=-1))),
     }
     sums = jax.lax.psum(sums, batch_axes)
-    # A device's experts already worked for every device of the expert axis.
+    # Along the expert axis a device's experts have already processed the tokens of every device.
     load_e = jax.lax.psum(load_e, tuple(a for a in batch_axes if a != RULES.experts))
     return y_SxD.astype(x_SxD.dtype).reshape(B, L, D), sums | {"load_E": load_e}
 
 
-def _balance(scores_BxLxE: jax.Array, chosen_BxLxK: jax.Array) -> jax.Array:
-    """The auxiliary loss, summed over positions: of each sequence L E sum_e f_e p_e, L where the experts share evenly.
+def _balance_loss(scores_BxLxE: jax.Array, chosen_BxLxK: jax.Array) -> jax.Array:
+    """Compute the load-balancing loss, summed over positions: L E sum_e f_e p_e per sequence, which is L if balanced.
 
-    f is the share of the choices that fell on an expert, p its mean share of the scores (Switch, arXiv 2101.03961,
-    Equations 4 to 6), in groups of tokens as GShard (arXiv 2006.16668) has them. A group is a sequence: so the sum does
+    f_e is the share of assignments to expert e, and p_e its mean share of the scores (Switch, arXiv 2101.03961,
+    Equations 4 to 6), within groups of tokens as in GShard (arXiv 2006.16668). A group is one sequence, so the sum does
     not depend on how a batch is split over microbatches and devices.
     """
     (_, L, E), K = scores_BxLxE.shape, chosen_BxLxK.shape[-1]
@@ -152,7 +153,7 @@ def _balance(scores_BxLxE: jax.Array, chosen_BxLxK: jax.Array) -> jax.Array:
     return E * jnp.sum(count_BxE / (L * K) * jnp.sum(share_BxLxE, axis=1))
 
 
-def _gathered(matrix: jax.Array, dtype: jnp.dtype, width_dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """The matrices of this device's experts in the compute dtype, whole along `fsdp`."""
+def _gather_width(matrix: jax.Array, dtype: jnp.dtype, width_dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """Cast a device's expert matrices to the compute dtype and gather them along `fsdp`."""
     matrix = matrix.astype(dtype)
     return jax.lax.all_gather(matrix, RULES.width, axis=width_dim, tiled=True) if RULES.width in axes else matrix

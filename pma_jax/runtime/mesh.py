@@ -7,7 +7,7 @@ ambiguous is an error. "Axis" means an axis of the mesh, "dim" a dimension of an
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax import P
 from jax.experimental import mesh_utils
 
-from pma_jax.config import Config, MeshConfig
+from pma_jax.config import Config, MeshConfig, ModelConfig
 
 AXES = ("data", "fsdp", "tensor", "expert")
 
@@ -144,13 +144,23 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
             f"mesh.cpu_devices is {wanted}, and JAX already runs with {here} in this process: train in a fresh one, or "
             f"set it to {here}"
         )
-    model, training = config.model, config.training
+    training = config.training
+    per_step = training.batch_size_sequences // training.accumulation_steps
     sizes = {
-        "training.batch_size_sequences / accumulation_steps": (
-            "batch",
-            training.batch_size_sequences // training.accumulation_steps,
-        ),
+        "training.batch_size_sequences / accumulation_steps": ("batch", per_step),
         "evaluation.batch_size_sequences": ("batch", config.evaluation.batch_size_sequences),
+    }
+    _check_divides(sizes, mesh.shape)
+    check_model_on_mesh(config.model, mesh.shape)
+
+
+def check_model_on_mesh(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:
+    """Check that each size of the model divides by the mesh axes (name -> devices) that split it.
+
+    Raises:
+        ValueError: a size does not; the message names it and the axes.
+    """
+    sizes = {
         "model.width": ("width", model.width),
         "model.heads": ("heads", model.heads),
         "model.kv_heads": ("heads", model.kv_heads),
@@ -160,10 +170,13 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
         sizes |= {"model.experts": ("experts", model.experts), "model.expert_hidden": ("hidden", model.expert_hidden)}
     else:
         sizes |= {"model.hidden": ("hidden", model.hidden)}
+    _check_divides(sizes, axis_sizes)
+
+
+def _check_divides(sizes: Mapping[str, tuple[str, int]], axis_sizes: Mapping[str, int]) -> None:
     for key, (dim, size) in sizes.items():
-        axes = getattr(RULES, dim)
-        axes = axes if isinstance(axes, tuple) else (axes,)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
+        axes = axes_of(getattr(RULES, dim))
+        parts = math.prod(axis_sizes.get(axis, 1) for axis in axes)
         if size % parts:
             raise ValueError(f"{key} is {size}, and {' x '.join(axes)} splits it in {parts}: change it or the mesh")
 

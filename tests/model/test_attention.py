@@ -6,7 +6,7 @@ import reference
 
 from pma_jax.config import MeshConfig
 from pma_jax.model import attention as module
-from pma_jax.model.attention import rotary_tables, rotate
+from pma_jax.model.attention import apply_rotary, rotary_tables
 from pma_jax.runtime.mesh import RULES, make_mesh
 
 attention = jax.jit(module.attention)
@@ -97,7 +97,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
     length, head_dim = 24, 8
     tables = rotary_tables(length, head_dim, 100.0)
     q, k = (np.broadcast_to(heads(1, 1, 1, head_dim, seed=s), (1, length, 1, head_dim)) for s in (0, 1))
-    turned_q, turned_k = rotate(q, *tables), rotate(k, *tables)
+    turned_q, turned_k = apply_rotary(q, *tables), apply_rotary(k, *tables)
     np.testing.assert_allclose(np.linalg.norm(turned_q, axis=-1), np.linalg.norm(q, axis=-1), rtol=1e-5)
     products = np.einsum("lh,mh->lm", turned_q[0, :, 0], turned_k[0, :, 0])
     for distance in range(-5, 6):

@@ -222,9 +222,9 @@ def test_parameters_carry_their_sharding():
 @pytest.mark.parametrize(
     ("changes", "shape", "says"),
     [
-        ({"kv_heads": 1}, (1, 1, 2), r"model.kv_heads \(1\) .* 2 devices of mesh.tensor"),
-        ({"width": 20}, (1, 8, 1), r"model.width \(20\) .* 8 devices of mesh.fsdp"),
-        ({"hidden": 30}, (2, 1, 4), r"model.hidden \(30\) .* 4 devices of mesh.tensor"),
+        ({"kv_heads": 1}, (1, 1, 2), r"model.kv_heads is 1, and tensor splits it in 2"),
+        ({"width": 20}, (1, 8, 1), r"model.width is 20, and fsdp splits it in 8"),
+        ({"hidden": 30}, (2, 1, 4), r"model.hidden is 30, and tensor splits it in 4"),
         ({"vocabulary_size": 33}, (1, 1, 2), r"model.vocabulary_size \(33\) .* mesh.tensor"),
     ],
 )

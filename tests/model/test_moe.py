@@ -296,8 +296,8 @@ def test_bfloat16_keeps_float32_gradients_and_nearly_the_loss():
 @pytest.mark.parametrize(
     ("changes", "shape", "says"),
     [
-        ({"experts": 6}, (1, 1, 1, 4), r"model.experts \(6\) .* 4 devices of mesh.expert"),
-        ({"expert_hidden": 13}, (1, 1, 2, 1), r"model.expert_hidden \(13\) .* 2 devices of mesh.tensor"),
+        ({"experts": 6}, (1, 1, 1, 4), r"model.experts is 6, and expert splits it in 4"),
+        ({"expert_hidden": 13}, (1, 1, 2, 1), r"model.expert_hidden is 13, and tensor splits it in 2"),
     ],
 )
 def test_a_size_that_does_not_divide_is_one_error(changes, shape, says):

@@ -1,1 +1,1 @@
-"""Kernels: products and attention with an implementation per platform."""
+"""Matrix products and attention with one implementation per platform."""

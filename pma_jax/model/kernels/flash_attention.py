@@ -1,7 +1,7 @@
-"""Flash attention of the accelerators' own libraries: cuDNN on GPU, Splash on TPU.
+"""Flash attention from vendor libraries: cuDNN on GPU, Splash on TPU.
 
-Legend: B batch, L positions, N query heads, K key and value heads, G = N / K queries a key head, H head dim. All arrays
-are a device's own: `attention` splits batch and heads over the mesh before it calls.
+Legend: B batch, L positions, N query heads, K key and value heads, G = N / K query heads per key head, H head dim.
+Arrays are one device's parts: `attention` splits batch and heads over the mesh.
 """
 
 import math
@@ -10,17 +10,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-LANES = 128  # what Splash's blocks are multiples of
+LANES = 128  # Splash's blocks are multiples of this
 LARGEST_BLOCK = 512
 
 
 def cudnn_supports(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
-    """Whether cuDNN's flash attention takes this shape: 16-bit inputs, heads of a multiple of 8 up to 128."""
+    """Return whether cuDNN supports this shape: 16-bit inputs, head dims up to 128 in multiples of 8."""
     return dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 128 and length > 1
 
 
 def splash_supports(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
-    """Whether Splash takes this shape: positions in whole blocks, heads of a multiple of 64."""
+    """Return whether Splash supports this shape: lengths in multiples of 128, head dims in multiples of 64."""
     return length % LANES == 0 and head_dim % 64 == 0 and dtype in (jnp.bfloat16, jnp.float32)
 
 
@@ -32,7 +32,7 @@ def cudnn_attention(
     window_tokens: int,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """See `attention`; `implementation` is `jax.nn.dot_product_attention`'s. Documents cost a mask of B L L bytes."""
+    """Compute `attention` by `jax.nn.dot_product_attention`. Segments need a mask of B L L bytes."""
     same_Bx1xLxL = (
         None if segment_ids_BxL is None else (segment_ids_BxL[:, None, :, None] == segment_ids_BxL[:, None, None])
     )
@@ -55,8 +55,8 @@ def splash_attention(
     window_tokens: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `attention`; `interpret` runs the kernel's program without a TPU, slowly."""
-    # Imported here: Pallas takes a while to import, and only a TPU needs it.
+    """Compute `attention` by Splash; `interpret` emulates the kernel without a TPU, slowly."""
+    # Imported here, because Pallas is slow to import and only needed on TPU.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

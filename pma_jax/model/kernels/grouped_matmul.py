@@ -1,11 +1,11 @@
-"""The product of rows, sorted by group, with one matrix a group: what a dropless mixture of experts computes.
+"""Product of rows, sorted by group, with one matrix per group: the core of a mixture of experts without dropping.
 
-Legend: R rows, E groups, D the dim that is summed over, F the matrices' other dim, t rows of a block, N blocks.
+Legend: R rows, E groups, D the contracted dim, F the other dim of the matrices, t rows per block, N blocks.
 
-On TPU it is Megablox (grouped matrix products in Pallas, after MegaBlocks, arXiv 2211.15841). Elsewhere rows are cut
-into blocks of one group each, and a group without rows is never visited: `jax.lax.ragged_dot` lowers on CPU and GPU to
-a dense product over all groups, E times the arithmetic. On NVIDIA's GPUs all blocks are one batched product; on other
-platforms a loop over the blocks that there are.
+On TPU this is Megablox (grouped matrix products in Pallas, after MegaBlocks, arXiv 2211.15841). On other platforms rows
+are divided into blocks of one group each, and groups without rows are skipped: on NVIDIA GPUs all blocks are one
+batched product, elsewhere a loop visits the blocks. `jax.lax.ragged_dot` is not used because on CPU and GPU it lowers
+to a dense product over all groups, with E times the arithmetic.
 """
 
 import functools
@@ -19,11 +19,17 @@ TPU_TILE = (512, 1024, 1024)  # rows, D, F of one step of Megablox; 2 of each fi
 
 @jax.custom_vjp
 def grouped_matmul(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """Row r times the matrix of its group: [R, F] in the dtype of the rows, summed in float32.
+    """Multiply each row by the matrix of its group, accumulating in float32.
 
-    The first `sizes_E[0]` (int32) rows are of group 0, the next `sizes_E[1]` of group 1, and so on; where they add up
-    to less than R, the rows past them are of no group, and what they give is not defined. No sharding: an array here is
-    a device's own part (call it inside a `jax.shard_map`).
+    Call it inside a `jax.shard_map`: arrays are one device's parts.
+
+    Args:
+        rows_RxD: rows sorted by group.
+        matrices_ExDxF: one matrix per group.
+        sizes_E: rows per group, int32. Rows past their sum belong to no group, and their results are undefined.
+
+    Returns:
+        [R, F] in the dtype of the rows.
     """
     return _forward(rows_RxD, matrices_ExDxF, sizes_E)[0]
 
@@ -61,7 +67,7 @@ def _backward(saved: tuple[jax.Array, ...], g_RxF: jax.Array) -> tuple[jax.Array
 grouped_matmul.defvjp(_forward, _backward)
 
 
-# --- A loop over blocks: any platform ---------------------------------------------------------------------------------
+# --- Any platform: a loop over blocks ---------------------------------------------------------------------------------
 
 
 def _product_by_blocks(
@@ -70,7 +76,7 @@ def _product_by_blocks(
     contracted = 1 if transposed else 0
     R, F = rows_RxD.shape[0], matrices_ExDxF.shape[1 if transposed else 2]
     t, count, block = _blocks(R, sizes_E)
-    rows_RxD = _padded(rows_RxD, t)
+    rows_RxD = _pad_rows(rows_RxD, t)
 
     def add(i: jax.Array, y_RxF: jax.Array) -> jax.Array:
         group, start, _ = block(i)
@@ -79,16 +85,16 @@ def _product_by_blocks(
         y_txF = jax.lax.dot_general(
             rows_txD, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.float32
         )
-        # A group's last block reaches into the next group, whose own blocks come later and write over it.
+        # A group's last block extends into the next group, whose own blocks are written later and replace it.
         return jax.lax.dynamic_update_slice_in_dim(y_RxF, y_txF.astype(rows_RxD.dtype), start, 0)
 
     return jax.lax.fori_loop(0, count, add, jnp.zeros((R + t, F), rows_RxD.dtype))[:R]
 
 
 def _outer_by_blocks(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """The gradient of the matrices: for each group, its rows' transpose times their gradients; [E, D, F]."""
+    """Compute the gradient of the matrices [E, D, F]: per group, the transposed rows times their gradients."""
     t, count, block = _blocks(rows_RxD.shape[0], sizes_E)
-    rows_RxD, g_RxF = _padded(rows_RxD, t), _padded(g_RxF, t)
+    rows_RxD, g_RxF = _pad_rows(rows_RxD, t), _pad_rows(g_RxF, t)
 
     def add(i: jax.Array, d_ExDxF: jax.Array) -> jax.Array:
         group, start, length = block(i)
@@ -106,8 +112,11 @@ def _outer_by_blocks(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) 
 def _blocks(
     rows: int, sizes_E: jax.Array
 ) -> tuple[int, jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]]:
-    """Rows of a block, how many blocks have rows, and of the i-th its group, first row, and rows of its group."""
-    # A quarter of an even share: half of the last block of a group is wasted, an eighth of the arithmetic then.
+    """Return t, the number of blocks with rows, and a function from a block's index to its position.
+
+    The position is the block's group, its first row, and the number of rows left in the group from there.
+    """
+    # A quarter of an even share: half of each group's last block is wasted on average, an eighth of the arithmetic.
     t = min(max(32, -(-rows // (4 * sizes_E.shape[0]))), 512)
     blocks_E = -(-sizes_E // t)
     end_E = jnp.cumsum(blocks_E)
@@ -121,14 +130,14 @@ def _blocks(
     return t, end_E[-1], block
 
 
-def _padded(rows_RxD: jax.Array, extra: int) -> jax.Array:
+def _pad_rows(rows_RxD: jax.Array, extra: int) -> jax.Array:
     return jnp.pad(rows_RxD, ((0, extra), (0, 0)))
 
 
-# --- One batched product of all blocks: GPU ---------------------------------------------------------------------------
+# --- GPU: one batched product of all blocks ---------------------------------------------------------------------------
 
-# A loop would wait in every round for the host, which on a GPU takes as long as the block's product, and a block alone
-# does not fill the chip. The price: each block has a copy of its group's matrix, and up to E blocks are empty.
+# On a GPU each iteration of a loop would wait for the host, as long as the block's product takes, and one block does
+# not fill the device. The cost of batching: each block has a copy of its group's matrix, and up to E blocks are empty.
 
 
 def _product_by_batch(
@@ -146,16 +155,16 @@ def _outer_by_batch(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -
     index_Nxt, group_N, _ = _batch(rows_RxD.shape[0], sizes_E)
     rows_NxtxD, g_NxtxF = (x.at[index_Nxt].get(mode="fill", fill_value=0) for x in (rows_RxD, g_RxF))
     d_NxDxF = jnp.einsum("ntd,ntf->ndf", rows_NxtxD, g_NxtxF, preferred_element_type=jnp.float32)
-    # Summed by a product: a scatter would add atomically, in another order each time. Empty blocks add zeros.
+    # Summed by a product, because a scatter would add atomically, in a nondeterministic order. Empty blocks add zeros.
     of_group_ExN = (jnp.arange(sizes_E.shape[0])[:, None] == group_N).astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if rows_RxD.dtype == jnp.float32 else None
     return jnp.einsum("en,ndf->edf", of_group_ExN, d_NxDxF, precision=precision).astype(rows_RxD.dtype)
 
 
 def _batch(rows: int, sizes_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The rows of each block [N, t] (past the last row where it has fewer), its group [N], and each row's place [R]."""
+    """Return the row indices [N, t] of each block (R for none), its group [N], and the slot of each row [R]."""
     E = sizes_E.shape[0]
-    # A quarter of an even share, in whole tiles, as of those the empty blocks cost a quarter of the arithmetic.
+    # A quarter of an even share, rounded up to tiles: empty blocks then cost a quarter of the arithmetic.
     t = min(-(-rows // (4 * E * 128)) * 128, rows)
     blocks_E = -(-sizes_E // t)
     end_E, end_row_E = jnp.cumsum(blocks_E), jnp.cumsum(sizes_E)
@@ -169,7 +178,7 @@ def _batch(rows: int, sizes_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     return index_Nxt, group_N, first_E[group_R] * t + row_R - first_row_E[group_R]
 
 
-# --- Megablox: TPU ----------------------------------------------------------------------------------------------------
+# --- TPU: Megablox ----------------------------------------------------------------------------------------------------
 
 
 def _product_by_megablox(
@@ -178,7 +187,7 @@ def _product_by_megablox(
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     F = matrices_ExDxF.shape[1 if transposed else 2]
-    rows, tile = _tiled(rows_RxD, F)
+    rows, tile = _pad_to_tiles(rows_RxD, F)
     y = gmm(rows, matrices_ExDxF, sizes_E, rows.dtype, tile, transpose_rhs=transposed)
     return y[: rows_RxD.shape[0]]
 
@@ -186,12 +195,12 @@ def _product_by_megablox(
 def _outer_by_megablox(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    rows, tile = _tiled(rows_RxD, g_RxF.shape[1])
-    return tgmm(rows.T, _tiled(g_RxF, 1)[0], sizes_E, rows.dtype, tile)
+    rows, tile = _pad_to_tiles(rows_RxD, g_RxF.shape[1])
+    return tgmm(rows.T, _pad_to_tiles(g_RxF, 1)[0], sizes_E, rows.dtype, tile)
 
 
-def _tiled(rows_RxD: jax.Array, F: int) -> tuple[jax.Array, tuple[int, int, int]]:
-    """The rows, padded to a whole number of tiles, and the tile's sizes."""
+def _pad_to_tiles(rows_RxD: jax.Array, F: int) -> tuple[jax.Array, tuple[int, int, int]]:
+    """Pad the rows to a multiple of the tile, and return the tile's sizes."""
     R, D = rows_RxD.shape
     tile_rows = min(TPU_TILE[0], -(-R // 128) * 128)
-    return _padded(rows_RxD, -R % tile_rows), (tile_rows, min(TPU_TILE[1], D), min(TPU_TILE[2], F))
+    return _pad_rows(rows_RxD, -R % tile_rows), (tile_rows, min(TPU_TILE[1], D), min(TPU_TILE[2], F))

@@ -1,6 +1,6 @@
-"""The product of activations and a matrix, with a gradient that is fast on every platform.
+"""The product of activations and a sharded matrix, with a gradient that is fast on every platform.
 
-Legend: S positions of all sequences, D the dim that is summed over, E the matrix's other dim.
+Legend: S positions of all sequences, D the contracted dim, E the other dim of the matrix.
 """
 
 import functools
@@ -12,14 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pma_jax.runtime.mesh import gather_batch_axes, reshard_like
 
-MATMUL_NAME = "product"  # what remat's policies know the results of products by: they do not see into a `custom_vjp`
+MATMUL_NAME = "product"  # names products for remat policies, which do not look inside a `custom_vjp`
 
 
 def sharded_matmul(x_SxD: jax.Array, matrix_DxE: jax.Array, spec: P) -> jax.Array:
-    """[S, D] times [D, E] -> [S, E], partitioned as `spec`.
+    """Multiply [S, D] by [D, E] to [S, E], partitioned as `spec`.
 
-    A matrix that is split by a mesh axis of the positions (`fsdp`) is gathered along it where it is used, here and once
-    more for the gradient of `x`; its own gradient is summed and split in one go.
+    A matrix that is sharded along a mesh axis of the positions (`fsdp`) is gathered where it is used, and again for the
+    gradient of `x_SxD`; its own gradient is reduce-scattered.
     """
     return checkpoint_name(_sharded_matmul(x_SxD, matrix_DxE, spec), MATMUL_NAME)
 
@@ -41,8 +41,8 @@ def _backward(_spec: P, saved: tuple[jax.Array, jax.Array], g_SxE: jax.Array) ->
 
 
 def fast_transpose(x_SxD: jax.Array) -> jax.Array:
-    """[S, D] -> [D, S], for the product that makes a weight's gradient."""
-    # XLA on CPU multiplies by x transposed, but at two thirds of the speed that it reaches once x lies transposed.
+    """Transpose [S, D] to [D, S] for the product that computes a weight's gradient."""
+    # XLA on CPU can multiply by a transposed view, but at two thirds of the speed of a transposed copy.
     return jax.lax.platform_dependent(x_SxD, cpu=_transpose_in_memory, default=jnp.transpose)
 
 
