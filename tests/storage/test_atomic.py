@@ -1,0 +1,34 @@
+import threading
+from pathlib import Path
+
+import pytest
+
+from pma_jax.storage import atomic
+
+
+def test_concurrent_writers_leave_one_complete_file(tmp_path):
+    path, texts = tmp_path / "file", [letter * 100_000 for letter in "abcd"]
+    threads = [threading.Thread(target=atomic.write_text, args=(path, text)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_text() in texts
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    atomic.write_text(path, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            atomic.write_text(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_is_published_with_its_contents(tmp_path):
+    (tmp_path / "work" / "below").mkdir(parents=True)
+    (tmp_path / "work" / "below" / "file").write_text("text")
+    atomic.publish_directory(tmp_path / "work", tmp_path / "done")
+    assert (tmp_path / "done" / "below" / "file").read_text() == "text" and not (tmp_path / "work").exists()
