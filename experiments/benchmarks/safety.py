@@ -33,7 +33,7 @@ from pma_jax.runs import integrity, lock
 from pma_jax.runtime import signals
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.mesh import make_mesh, put_batch
-from pma_jax.training import finite, preemption
+from pma_jax.training import preemption, step_records
 from pma_jax.training.state import make_state
 from pma_jax.training.step import make_train_step
 
@@ -68,8 +68,8 @@ def _steps(config: Config, rounds: int) -> None:
             "digests of a snapshot": (each_snapshot, lambda: integrity.tree_digests(state.params)),
             "is a state finite": (each_state, lambda: integrity.non_finite_leaves(state.params)),
             "digests of a state": (each_state, lambda: integrity.tree_digests(state)),
-            "are loss and gradient finite": (1, lambda: finite.check_record(record, numbers, state.params)),
-            "has a signal come": (1, lambda: preemption.asked(notice, 1)),
+            "are loss and gradient finite": (1, lambda: step_records.check_finite(record, numbers, state.params)),
+            "has a signal come": (1, lambda: preemption.is_stop_requested(notice, 1)),
         }
         steps: list[float] = []
         times: dict[str, list[float]] = {name: [] for name in parts}

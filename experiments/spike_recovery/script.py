@@ -127,7 +127,7 @@ def resolved(seed: int, overrides: list[str]) -> Any:
 
 def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str, Any]:
     """Train one arm to its end, or to where it is given up; what it says of itself, kept beside the run."""
-    from pma_jax.training import recovery
+    from pma_jax.training import rollback
     from pma_jax.training.loop import train
 
     path = folder / slug(arm)
@@ -142,7 +142,7 @@ def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str
     except ValueError as raised:
         error = str(raised)
     run = open_run(path)
-    records, events = run.metrics, recovery.events(run)
+    records, events = run.metrics, rollback.events(run)
     declared = [r for r in records if r["kind"] == "spike" and r["verdict"] == "irrecoverable"]
     steps = [r for r in records if r["kind"] == "train"]
     evaluations = [[r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation"]

@@ -73,11 +73,11 @@ def fork(options: argparse.Namespace) -> None:
     keep_freed_memory()
     _join(options)
     from pma_jax.runs.directory import open_run
-    from pma_jax.training import forking, loop
+    from pma_jax.training import fork, loop
 
     source = open_run(options.run)
-    config = forking.fork_config(source, options.overrides)
-    forking.fork(source, options.at_tokens, config, options.workdir, options.weights)
+    config = fork.fork_config(source, options.overrides)
+    fork.fork(source, options.at_tokens, config, options.workdir, options.weights)
     _say_done(loop.train(config, options.workdir))
 
 

@@ -26,7 +26,7 @@ from pma_jax.runs.directory import Run, read_records
 from pma_jax.runtime.mesh import AXES
 from pma_jax.storage import atomic
 from pma_jax.storage.paths import absolute_path
-from pma_jax.training import recovery
+from pma_jax.training import rollback
 
 Report = dict[str, Any]
 Curve = list[list[float]]  # [tokens, loss] pairs, by tokens
@@ -151,8 +151,8 @@ def spike_rows(run: Run) -> list[dict[str, Any]]:
     the optimizer state, whether data was skipped, the attempt, and the discarded held-out losses.
     """
     rows = [{key: r[key] for key in SPIKE_KEYS} | {"went_back": None} for r in run.metrics if r["kind"] == "spike"]
-    for event in recovery.events(run):
-        records = read_records(run.path / recovery.FOLDER / str(event["number"]) / "metrics.jsonl")
+    for event in rollback.events(run):
+        records = read_records(run.path / rollback.FOLDER / str(event["number"]) / "metrics.jsonl")
         went_back = {
             "tokens": event["tokens"],
             "recipe": event["recipe"],

@@ -8,7 +8,7 @@
     RUN/metrics.jsonl          one record per line, written by the training process
     RUN/watch.jsonl            preview records written by `pma watch`; a separate file, because two writers would race
     RUN/lock                   held by the training process (runs/lock.py)
-    RUN/damaged/               corrupt steps that resuming set aside (training/resuming.py)
+    RUN/damaged/               corrupt steps that resuming set aside (training/resume.py)
 
 Snapshots and states are written asynchronously and published atomically: a step without its commit marker does not
 exist (runs/steps.py). Each snapshot contains its configuration, so a copied or merged one is self-describing. Each

@@ -20,19 +20,42 @@ STATES = "states"  # subdirectory of a run directory
 
 
 @dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a run has trained."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # tokens consumed
+    position: int = 0  # sequences of the data consumed, including those that a rollback skipped
+
+    def after_step(self, config: Config) -> "Progress":
+        """Return the progress after one more optimizer step."""
+        sequences = config.training.batch_size_sequences
+        return Progress(self.step + 1, self.tokens + config.batch_tokens, self.position + sequences)
+
+
+@dataclasses.dataclass(frozen=True)
 class SavedState:
     """The metadata of a full state on disk."""
 
     path: epath.Path
-    step: int
-    tokens: int
-    position: int  # sequences of the data consumed
+    progress: Progress
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.progress.step
+
+    @property
+    def tokens(self) -> int:
+        """Tokens consumed."""
+        return self.progress.tokens
 
 
 def read_state(path: epath.Path) -> SavedState:
     """Read a state's metadata, but no array. Raises ValueError when they are corrupt."""
-    metadata = steps.read_metadata(path, ("step", "tokens", "position"))
-    return SavedState(path, metadata["step"], metadata["tokens"], metadata["position"])
+    keys = ("step", "tokens", "position")
+    metadata = steps.read_metadata(path, keys)
+    return SavedState(path, Progress(*(metadata[key] for key in keys)))
 
 
 def kept_states(config: Config, tokens: Sequence[int]) -> list[bool]:
@@ -53,7 +76,7 @@ def kept_states(config: Config, tokens: Sequence[int]) -> list[bool]:
     return [at in newest or config.is_named_state(at) for at in tokens]
 
 
-def save_state(writer: StepWriter, state: Any, step: int, tokens: int, position: int) -> None:
+def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
     """Start writing a full state; return when the arrays may be donated. An existing step is kept.
 
     Fields of `state` (a dataclass with `params`) whose default is None are optional. Each is stored as an item of its
@@ -62,11 +85,11 @@ def save_state(writer: StepWriter, state: Any, step: int, tokens: int, position:
     Raises:
         ValueError: a leaf of the parameters is not finite, or the previous step could not be written.
     """
-    integrity.refuse_non_finite(state.params, step, tokens)
+    integrity.refuse_non_finite(state.params, progress.step, progress.tokens)
     names = _optional_fields(state)
     parts = {name: part for name in names if (part := getattr(state, name)) is not None}
     items = {"state": dataclasses.replace(state, **dict.fromkeys(names))} | parts
-    writer.save(step, items, {"step": step, "tokens": tokens, "position": position} | integrity.digest_metadata(items))
+    writer.save(progress.step, items, dataclasses.asdict(progress) | integrity.digest_metadata(items))
 
 
 def restore_state(saved: SavedState, abstract: Any) -> Any:

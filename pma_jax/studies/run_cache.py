@@ -34,7 +34,7 @@ from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import atomic
 from pma_jax.storage.paths import absolute_path
-from pma_jax.training import forking
+from pma_jax.training import fork
 from pma_jax.training.loop import train
 
 
@@ -62,18 +62,18 @@ def get_or_fork(
     Raises:
       ValueError: as `fork` and `train` do.
     """
-    config = forking.fork_config(source, changes)
+    config = fork.fork_config(source, changes)
     make_mesh(config.mesh)  # initialise the backend before states are listed; see _finish
     parts = [
         entry_key(cache, source),
-        forking.state_at(source, at_tokens).tokens,
+        fork.state_at(source, at_tokens).tokens,
         _weights_key(weights),
         configuration.digest(config),
     ]
     name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def start(folder: epath.Path) -> None:
-        forking.fork(source, at_tokens, config, folder, weights.path if weights else None)
+        fork.fork(source, at_tokens, config, folder, weights.path if weights else None)
 
     return _finish(absolute_path(cache) / name, config, start)
 

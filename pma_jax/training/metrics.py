@@ -58,7 +58,7 @@ class MetricsLog:
     def _task(self) -> rich.progress.TaskID:
         return self._bar.task_ids[0]
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """One line for the person who watches."""
         if self._writes:
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -69,7 +69,10 @@ class MetricsLog:
             with report_write_errors(self._path):
                 self._file.sync()
 
-    def close(self) -> None:
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         """Flush and close everything."""
         if self._writes:
             self._bar.stop()
@@ -113,11 +116,11 @@ def _shown(record: Record) -> str:
     if record["kind"] == "block_mean":
         return f"{millions}  held-out loss of the block mean {record['loss']:.4f}"
     if record["kind"] == "spike":
-        return told(record)
+        return describe_spike(record)
     return f"{millions}  held-out loss of {record['recipe']} {record['loss']:.4f}"
 
 
-def told(spike: Record) -> str:
+def describe_spike(spike: Record) -> str:
     """A spike in one line."""
     loss = "not finite" if spike["loss"] is None else f"{spike['loss']:.4f}"
     return (

@@ -1,4 +1,4 @@
-"""Stopping a run at a step boundary when a signal asks for it: a state is saved, and no step is lost."""
+"""Stopping a run at a step boundary when a signal requests it: a state is saved, and no step is lost."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,14 +6,15 @@ from collections.abc import Iterator
 import jax
 from jax.experimental import multihost_utils
 
+from pma_jax.runs.states import Progress
 from pma_jax.runtime.signals import Stopped, StopRequest, catch_signals
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[StopRequest]:
-    """Within the block SIGTERM and SIGINT ask the loop to stop.
+def stop_requests() -> Iterator[StopRequest]:
+    """Within the block, record a SIGTERM or SIGINT for `is_stop_requested` instead of ending the process.
 
-    Several processes must agree on the step: they leave SIGTERM to JAX, whose coordination service does that.
+    Several processes must stop at the same step: they leave SIGTERM to JAX's coordination service.
     """
     if jax.process_count() > 1:
         yield StopRequest()
@@ -22,15 +23,17 @@ def watched() -> Iterator[StopRequest]:
         yield notice
 
 
-def asked(notice: StopRequest, step: int) -> bool:
-    """Whether to stop before the step after `step`; the same in all processes. Each step is asked about once."""
+def is_stop_requested(notice: StopRequest, step: int) -> bool:
+    """Return whether to stop after `step`, the same in all processes; call it once for each step."""
     if jax.process_count() > 1:
         return multihost_utils.reached_preemption_sync_point(step)
     return notice.signal is not None
 
 
-def stopped(notice: StopRequest, step: int, tokens: int, is_saved: bool) -> Stopped:
-    """What to raise once the state is being saved; it is told when the writers have published it."""
+def stopped(notice: StopRequest, progress: Progress | None) -> Stopped:
+    """Return the exception to raise at a stop; `progress` is the state's that is being saved, None if there is none."""
     by = notice.name or "a preemption"
-    what = f"the state at step {step:,} ({tokens:,} tokens) is saved" if is_saved else "no step was done"
-    return Stopped(notice.signal or 15, f"stopped by {by}: {what}; the same command goes on from there")
+    done = (
+        f"the state at step {progress.step:,} ({progress.tokens:,} tokens) is saved" if progress else "no step was done"
+    )
+    return Stopped(notice.signal or 15, f"stopped by {by}: {done}; repeat the command to continue from there")

@@ -184,7 +184,7 @@ def observe(
     return Detector(losses_W, norms_W, *counts, peak=peak), reading
 
 
-def settled(detector: Detector) -> Detector:
+def close_spike(detector: Detector) -> Detector:
     """The detector after the run has gone back to before the spike: the window as it was, and no spike open."""
     zero = jnp.zeros_like(detector.onset)
     return dataclasses.replace(detector, far_out=zero, onset=zero, loss_out=zero, back=zero, declared=zero)

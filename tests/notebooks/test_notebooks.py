@@ -12,7 +12,7 @@ import tiny
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
-from pma_jax.training.forking import fork, fork_config
+from pma_jax.training.fork import fork, fork_config
 from pma_jax.training.loop import train
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"

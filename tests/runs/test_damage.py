@@ -125,7 +125,7 @@ def test_where_every_state_is_damaged_the_run_does_not_begin_anew_by_itself(copy
         flip(array_file(copy.path / "states" / str(step)))
     shutil.rmtree(copy.path / "states" / "24")
     before = tiny.contents(Path(copy.path))
-    with pytest.raises(ValueError, match=r"no state of .* is whole .*states/16 is damaged"):
+    with pytest.raises(ValueError, match=r"no state of .* is intact .*states/16 is damaged"):
         train(copy.config, copy.path)
     assert tiny.contents(Path(copy.path)) == before
 

@@ -11,7 +11,7 @@ from etils import epath
 
 from pma_jax.runs import lock
 from pma_jax.runs.directory import open_run
-from pma_jax.training.forking import fork
+from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 
 HOLDS = """

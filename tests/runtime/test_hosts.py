@@ -22,7 +22,7 @@ from pma_jax.runs.directory import open_run, read_records
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import local_mesh
 from pma_jax.storage.paths import absolute_path
-from pma_jax.training import recovery
+from pma_jax.training import rollback
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state
 
@@ -106,7 +106,7 @@ from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
 from pma_jax.training.loop import train
-from pma_jax.training.forking import fork
+from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 config, fork_config = (config.from_json(Path(path).read_text()) for path in sys.argv[1:3])
 workdir, forked = sys.argv[3:5]
@@ -228,9 +228,9 @@ config = config.from_json(Path(sys.argv[1]).read_text())
 last = int(sys.argv[3])
 save = states.save_state
 class Stop(BaseException): pass
-def save_and_stop(writer, state, step, *rest):
-    save(writer, state, step, *rest)
-    if step == last:
+def save_and_stop(writer, state, progress):
+    save(writer, state, progress)
+    if progress.step == last:
         raise Stop
 states.save_state = save_and_stop
 try:
@@ -328,7 +328,7 @@ def test_processes_go_back_from_a_spike_together(workspace, tmp_path):
     (file,) = write_configs(tmp_path, config=tiny.config(workspace, **spike))
     processes.script(TRAIN, [file, tmp_path / "run"], 2).check(600)
     run = open_run(tmp_path / "run")
-    (event,) = recovery.events(run)
+    (event,) = rollback.events(run)
     assert event["done"] and event["spike"]["verdict"] == "irrecoverable"
     assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 65)), "one record a step"
     merged = [tiny.named(read(s)) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]

@@ -24,7 +24,7 @@ from pma_jax.runs.snapshots import is_snapshot, read_snapshot
 from pma_jax.storage.formats import publish
 from pma_jax.storage.lines import LineFile
 from pma_jax.storage.paths import RangeReader, absolute_path, locate
-from pma_jax.training.forking import fork
+from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 
 
@@ -52,9 +52,9 @@ def run(finished, folder):
 def test_training_into_a_bucket_is_training(finished, workspace, folder, monkeypatch):
     config, save = tiny.config(workspace), states.save_state
 
-    def save_and_stop(writer, state, step, *rest):
-        save(writer, state, step, *rest)
-        if step == 16:
+    def save_and_stop(writer, state, progress):
+        save(writer, state, progress)
+        if progress.step == 16:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(states, "save_state", save_and_stop)

@@ -26,7 +26,7 @@ from pma_jax.runs.directory import find_snapshots, open_run
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import averages
 from pma_jax.training.averages import RunningMean
-from pma_jax.training.forking import fork, fork_config
+from pma_jax.training.fork import fork, fork_config
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state, make_state
 

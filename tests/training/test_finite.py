@@ -4,8 +4,9 @@ import tiny
 
 from pma_jax.runs import states
 from pma_jax.runs.directory import Run, open_run
+from pma_jax.runs.states import Progress
 from pma_jax.storage.paths import absolute_path
-from pma_jax.training import finite, loop
+from pma_jax.training import loop, marks
 from pma_jax.training.loop import train
 
 
@@ -45,9 +46,9 @@ def test_a_step_right_before_a_snapshot_is_seen_before_it_is_saved(workspace, tm
 
 
 def test_a_loss_that_is_not_finite_is_not_recorded_with_a_snapshot():
-    finite.check_loss(1.0, "point", 4, 1024)
+    marks.check_loss(1.0, "point", Progress(4, 1024))
     with pytest.raises(ValueError, match=r"step 4 \(1,024 tokens\): the held-out loss of the point is inf"):
-        finite.check_loss(float("inf"), "point", 4, 1024)
+        marks.check_loss(float("inf"), "point", Progress(4, 1024))
 
 
 def test_a_state_of_weights_that_are_not_finite_is_not_saved(finished, tmp_path):
@@ -55,4 +56,4 @@ def test_a_state_of_weights_that_are_not_finite_is_not_saved(finished, tmp_path)
     with Run(absolute_path(tmp_path), finished.config).state_writer() as writer:
         state = type("State", (), {"params": params})()
         with pytest.raises(ValueError, match=r"step 3 \(768 tokens\): 1 leaves of the weights are not finite .*: w"):
-            states.save_state(writer, state, 3, 768, 24)
+            states.save_state(writer, state, Progress(3, 768, 24))

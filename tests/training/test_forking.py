@@ -7,8 +7,9 @@ import tiny
 
 from pma_jax.runs import snapshots, states
 from pma_jax.runs.directory import open_run
+from pma_jax.runs.states import Progress
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.training.forking import fork, fork_config
+from pma_jax.training.fork import fork, fork_config
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state
 
@@ -32,7 +33,7 @@ def annealed(finished, tmp_path_factory):
 def test_a_fork_carries_parameters_moments_and_data_position(finished, tmp_path):
     forked = fork(finished, FORK, finished.config, tmp_path / "fork")
     assert forked.metadata["forked_from"] == {"path": str(finished.path), "tokens": FORK, "step": 16}
-    assert [(s.step, s.tokens, s.position) for s in forked.states] == [(16, FORK, 16 * 8)]
+    assert [s.progress for s in forked.states] == [Progress(16, FORK, 16 * 8)]
     tiny.assert_equal(state(forked, 16), state(finished, 16))
     moments = tiny.named(state(forked, 16).optimizer)
     assert any(leaf.any() for name, leaf in moments.items() if "embedding" in name), "moments are not fresh zeros"
@@ -152,7 +153,7 @@ def test_a_fork_may_begin_with_other_weights_and_keeps_the_parents_optimizer_and
     changed = dataclasses.replace(state(finished, 16), params=snapshots.restore_params(weights, abstract.params))
     shutil.rmtree(by_hand.path / "states" / "16")
     with by_hand.state_writer() as writer:
-        states.save_state(writer, changed, 16, FORK, 16 * 8)
+        states.save_state(writer, changed, Progress(16, FORK, 16 * 8))
     assert tiny.numbers(run) == tiny.numbers(train(config, by_hand.path))
     assert tiny.numbers(run)[0] != tiny.numbers(annealed)[0]
     tiny.assert_equal(state(run, 24), state(by_hand, 24))

@@ -17,7 +17,7 @@ from pma_jax.runs import snapshots, states, steps
 from pma_jax.runs.directory import create_run, find_snapshots, is_run, open_run
 from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh, put_batch
-from pma_jax.training import loop
+from pma_jax.training import loop, resume
 from pma_jax.training.loop import train
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.state import abstract_state, make_state
@@ -61,7 +61,7 @@ def test_snapshots_and_states_lie_at_their_token_marks(finished):
     assert [s.step for s in finished.snapshots] == tiny.SNAPSHOTS
     assert [s.tokens for s in finished.snapshots] == [256 * step for step in tiny.SNAPSHOTS]
     assert [s.step for s in finished.states] == tiny.STATES
-    assert [s.position for s in finished.states] == [8 * step for step in tiny.STATES]
+    assert [s.progress.position for s in finished.states] == [8 * step for step in tiny.STATES]
 
 
 def test_metrics_hold_every_step_evaluation_and_preview(finished):
@@ -189,10 +189,10 @@ def test_a_state_that_was_published_before_its_snapshot_is_not_resumed_from(fini
 def test_a_state_vouches_for_the_records_up_to_it(workspace, tmp_path, monkeypatch):
     save, seen = states.save_state, []
 
-    def check(writer, state, step, tokens, position):
+    def check(writer, state, progress):
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        seen.append((step, [r["step"] for r in lines if r["kind"] == "train"]))
-        save(writer, state, step, tokens, position)
+        seen.append((progress.step, [r["step"] for r in lines if r["kind"] == "train"]))
+        save(writer, state, progress)
 
     monkeypatch.setattr(states, "save_state", check)
     train(tiny.config(workspace, training__total_tokens=2048, checkpoint__state_interval_tokens=1024), tmp_path / "run")
@@ -230,7 +230,7 @@ def test_another_configuration_is_refused_by_its_keys(copy, workspace):
 def test_a_changed_corpus_is_refused(tmp_path):
     config = tiny.config(tmp_path)
     tokens = shards.prepare_tokens(config.data)
-    create_run(tmp_path / "run", config, loop.run_metadata(tokens, config))
+    create_run(tmp_path / "run", config, resume.run_metadata(tokens, config))
     (tmp_path / "text" / "more.txt").write_text("one more document\n")
     with pytest.raises(ValueError, match="the corpus has changed"):
         train(config, tmp_path / "run")

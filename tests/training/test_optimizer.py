@@ -17,7 +17,7 @@ from pma_jax.runs import states
 from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import averages
-from pma_jax.training.forking import fork, fork_config
+from pma_jax.training.fork import fork, fork_config
 from pma_jax.training.loop import train
 from pma_jax.training.optimizer import apply_update, eval_params, initial_moments
 from pma_jax.training.state import abstract_state

@@ -15,13 +15,13 @@ from pma_jax.runs.directory import open_run
 from pma_jax.runs.states import kept_states
 from pma_jax.runtime import signals
 from pma_jax.training import loop
-from pma_jax.training.forking import fork
+from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 
 
 def signalled(monkeypatch, number, step):
     """Send this process a signal while the batch of `step` is placed."""
-    place, calls = loop.on_mesh, iter(range(10**6))
+    place, calls = loop.put_batch, iter(range(10**6))
 
     def place_and_signal(mesh, batch):
         if next(calls) == step:
@@ -29,7 +29,7 @@ def signalled(monkeypatch, number, step):
             time.sleep(0.05)  # the thread that watches must see it before the boundary
         return place(mesh, batch)
 
-    monkeypatch.setattr(loop, "on_mesh", place_and_signal)
+    monkeypatch.setattr(loop, "put_batch", place_and_signal)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -42,7 +42,7 @@ def test_a_signal_saves_a_state_at_the_next_boundary_and_no_step_is_lost(
     assert stopped.value.status == status
     name = signal.Signals(number).name
     assert re.fullmatch(
-        rf"stopped by {name}: the state at step 18 \(4,608 tokens\) is saved; the same command .*", str(stopped.value)
+        rf"stopped by {name}: the state at step 18 \(4,608 tokens\) is saved; repeat the command .*", str(stopped.value)
     )
     run = open_run(tmp_path / "run")
     assert [s.step for s in run.states] == [8, 16, 18]

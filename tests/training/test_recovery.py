@@ -21,7 +21,7 @@ from pma_jax.runs import restore, states
 from pma_jax.runs.directory import find_snapshots, is_run, open_run, read_records
 from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh, put_batch
-from pma_jax.training import loop, recovery, spikes
+from pma_jax.training import loop, rollback, spikes
 from pma_jax.training.loop import train
 from pma_jax.training.schedule import learning_rate
 from pma_jax.training.state import abstract_state, make_state
@@ -56,7 +56,7 @@ def recovered(workspace):
 
 
 def event_of(run):
-    (event,) = recovery.events(run)
+    (event,) = rollback.events(run)
     return event
 
 
@@ -71,7 +71,7 @@ def aside(run, number=1):
 def assert_same_run(actual, expected):
     """Every number, snapshot, state and event of two runs is bitwise the same."""
     assert tiny.numbers(actual) == tiny.numbers(expected)
-    assert recovery.events(actual) == recovery.events(expected)
+    assert rollback.events(actual) == rollback.events(expected)
     for kind in expected.config.checkpoint.kinds:
         for a, e in zip(actual.of_kind(kind), expected.of_kind(kind), strict=True):
             assert (a.step, a.tokens, a.loss) == (e.step, e.tokens, e.loss)
@@ -124,7 +124,7 @@ def test_the_restarted_state_is_the_mean_with_a_fresh_optimizer_and_the_window_o
     )
     event = event_of(run)
     restarted = next(s for s in run.states if s.step == event["step"])
-    assert (restarted.tokens, restarted.position) == (event["tokens"], 8 * event["step"])
+    assert (restarted.tokens, restarted.progress.position) == (event["tokens"], 8 * event["step"])
     abstract = abstract_state(run.config, make_mesh(run.config.mesh))
     state = states.restore_state(restarted, abstract)
     merged = [tiny.named(tiny.read(s)) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
@@ -181,7 +181,7 @@ def test_the_data_is_passed_over_where_the_configuration_says_so(recovered, work
     assert event["position_there"] == 8 * event["step"]
     assert event["position"] == 8 * event["spike"]["step"]
     ahead = event["spike"]["step"] - event["step"]
-    assert run.states[-1].position == 8 * (64 + ahead)
+    assert run.states[-1].progress.position == 8 * (64 + ahead)
     assert losses(run.metrics)[event["step"]] == losses(recovered.metrics)[event["step"]]
     assert losses(run.metrics)[event["step"] + 1] != losses(recovered.metrics)[event["step"] + 1]
 
@@ -222,21 +222,21 @@ def test_without_attempts_a_spike_is_told_and_training_goes_on(recovered, worksp
     told = [r for r in run.metrics if r["kind"] == "spike"]
     spike = event_of(recovered)["spike"]
     assert told[0] == spike
-    assert recovery.events(run) == [] and not (run.path / "spikes").exists()
+    assert rollback.events(run) == [] and not (run.path / "spikes").exists()
     assert losses(run.metrics) | losses(aside(recovered)) == losses(run.metrics), "the same run up to there"
 
 
 def test_the_attempts_are_bounded_and_each_goes_further_back(workspace, tmp_path):
     # No warm-up after going back: the rate is the one that throws it off.
     keys = config(workspace, spikes__warmup_tokens=0, training__total_tokens=96 * STEP)
-    with pytest.raises(ValueError, match="after 2 times of going back") as refused:
+    with pytest.raises(ValueError, match="after 2 rollbacks") as refused:
         train(keys, tmp_path / "run")
     assert "lower schedule.peak_rate" in str(refused.value)
     run = open_run(tmp_path / "run")
-    first, second = recovery.events(run)
+    first, second = rollback.events(run)
     assert (first["attempt"], second["attempt"]) == (1, 2)
     assert second["tokens"] < second["spike"]["onset_tokens"] - 4 * STEP, "the newest from before it is left out"
-    with pytest.raises(ValueError, match="after 2 times of going back"):
+    with pytest.raises(ValueError, match="after 2 rollbacks"):
         train(keys, tmp_path / "run")
 
 
@@ -257,15 +257,10 @@ def test_a_recipe_that_does_not_fit_is_refused_before_training(workspace, tmp_pa
 KILLED = """
 import itertools, os, signal, sys
 from pma_jax import cli
-from pma_jax.runs import restore
 from pma_jax.runs import states
-from pma_jax.runs.directory import find_snapshots
-from pma_jax.runs.directory import is_run
-from pma_jax.runs.directory import read_records
-from pma_jax.runs.snapshots import read_snapshot
-from pma_jax.training import loop, recovery
+from pma_jax.training import loop, rollback
 module, name, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
-home = {"checkpoint": checkpoint, "loop": loop, "recovery": recovery}[module]
+home = {"states": states, "loop": loop, "rollback": rollback}[module]
 real, calls = getattr(home, name), itertools.count(1)
 def or_die(*args, **kwargs):
     if next(calls) > last:
@@ -275,15 +270,15 @@ setattr(home, name, or_die)
 sys.exit(cli.main(sys.argv[4:]))
 """
 # Where the process dies: before a batch of the spike and after it; before the window is held, the event is written,
-# files are moved, the metrics are rewritten, the merged state is saved, the event is done.
+# snapshots and states are moved, records are moved, the merged state is made, the event is done.
 DEATHS = [
     ("loop", "put_batch", 43),
-    ("checkpoint", "write_parts", 0),
-    ("recovery", "_write_event", 0),
-    ("recovery", "_set_aside", 0),
-    ("recovery", "_restarted", 0),
-    ("recovery", "_rewrite_metrics", 0),
-    ("recovery", "_write_event", 1),
+    ("states", "write_parts", 0),
+    ("rollback", "_write_event", 0),
+    ("rollback", "_set_aside_steps", 0),
+    ("rollback", "_set_aside_records", 0),
+    ("rollback", "_merged_state", 0),
+    ("rollback", "_write_event", 1),
     ("loop", "put_batch", 52),
 ]
 

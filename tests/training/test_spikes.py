@@ -202,7 +202,9 @@ def test_after_going_back_the_window_is_the_one_from_before_the_spike():
     for i in range(700):
         detector, reading = step(detector, LIMITS, jnp.int32(i + 1), jnp.float32(losses[i]), jnp.float32(norms[i]))
     assert reading.code == IRRECOVERABLE
-    detector, reading = step(spikes.settled(detector), LIMITS, jnp.int32(580), jnp.float32(losses[580]), jnp.float32(1))
+    detector, reading = step(
+        spikes.close_spike(detector), LIMITS, jnp.int32(580), jnp.float32(losses[580]), jnp.float32(1)
+    )
     assert reading.code == CALM
     assert reading.median_loss == pytest.approx(np.median(losses[500:600]), rel=1e-6)
 

@@ -8,8 +8,8 @@ from pma_jax.interop import hf
 from pma_jax.runs.directory import is_run
 from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.training.initial_state import find_weights, make_first
 from pma_jax.training.loop import train
-from pma_jax.training.starting import check_start, starting_state
 from pma_jax.training.state import abstract_state
 
 
@@ -77,9 +77,8 @@ def imported(tmp_path_factory):
 def begun(config):
     """The parameters that a run of this configuration begins with, as numpy arrays."""
     mesh = make_mesh(config.mesh)
-    check_start(config, "nowhere")
     with jax.set_mesh(mesh):
-        state = starting_state(config, abstract_state(config, mesh))
+        state = make_first(config, abstract_state(config, mesh))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh).params)
     assert jax.tree.map(lambda leaf: leaf.sharding, state.params) == shardings
     assert not any(leaf.any() for leaf in jax.tree.leaves(state.optimizer))
@@ -137,9 +136,7 @@ def test_a_mixture_of_other_experts_is_refused(imported, workspace, tmp_path, ch
         train(other, tmp_path / "run")
 
 
-def test_keys_that_a_model_does_not_read_may_differ(imported, finished, workspace, tmp_path):
-    check_start(mixture(workspace, imported.path, model__hidden=7), tmp_path / "run")
-    dense = tiny.config(
-        workspace, training__start_from=str(finished.path), model__router_bias=False, model__expert_hidden=7
-    )
-    check_start(dense, tmp_path / "run")
+def test_keys_that_a_model_does_not_read_may_differ(imported, finished, workspace):
+    find_weights(mixture(workspace, imported.path, model__hidden=7), imported.path, "weights")
+    dense = tiny.config(workspace, model__router_bias=False, model__expert_hidden=7)
+    find_weights(dense, finished.path, "weights")

@@ -1,0 +1,105 @@
+"""Work at token marks: evaluate the model, save snapshots and states, preview merges."""
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pma_jax.config import SNAPSHOT_KINDS
+from pma_jax.merging import preview
+from pma_jax.model.decoder import Params
+from pma_jax.model.loss import evaluate
+from pma_jax.runs import snapshots, states
+from pma_jax.runs.directory import Run
+from pma_jax.runs.snapshots import Snapshot
+from pma_jax.runs.states import Progress
+from pma_jax.training import averages, resume
+from pma_jax.training.metrics import MetricsLog
+from pma_jax.training.state import TrainState, snapshot_params
+
+
+class Marks:
+    """Evaluates and saves at token marks, always on the same held-out tokens; call its methods under `jax.set_mesh`.
+
+    The newest snapshots stay in host memory, for previews.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        graph: nnx.GraphDef,
+        held_out: list[jax.Array],
+        log: MetricsLog,
+        stack: contextlib.ExitStack,
+    ):
+        """Open the writers of snapshots and states, which close with `stack`."""
+        self._run, self._config, self._log = run, run.config, log
+        # Snapshots are closed first: the state before is removed only when the newest state's snapshots are published.
+        self._states = stack.enter_context(run.state_writer())
+        self._snapshots = {kind: stack.enter_context(run.snapshot_writer(kind)) for kind in run.config.checkpoint.kinds}
+        self._graph, self._held_out = graph, held_out
+        self._window = preview.Window(max(run.config.preview.windows, default=0))
+
+    def load_preview_window(self, tokens: int, abstract: Params) -> None:
+        """Read the newest snapshots up to `tokens` into host memory, up to a corrupt one: no preview spans a gap."""
+        size, start = self._window.size, self._config.preview.start_tokens
+        newest = [s for s in self._run.snapshots if start <= s.tokens <= tokens]
+        restored: list[tuple[int, Params]] = []
+        for snapshot in newest[::-1][:size]:
+            params = resume.restore_snapshot(self._run, snapshot, abstract, self._log.print)
+            if params is None:
+                break
+            restored.append((snapshot.tokens, params))
+        for at, params in restored[::-1]:
+            self._window.add(at, params)
+
+    def take_snapshot(self, state: TrainState, progress: Progress) -> TrainState:
+        """Evaluate and save the model in each kind, and preview merges; return the state with a new block mean begun.
+
+        Points are evaluated even if they are not saved.
+        """
+        model = snapshot_params(self._config, state)
+        params = {"point": model}
+        if state.block is not None:
+            block = averages.block_mean_at_mark(state.block, model)
+            params["block_mean"] = block.mean
+            state = dataclasses.replace(state, block=averages.restart(block))
+        for kind in params:
+            self._evaluate_and_save(kind, params[kind], progress)
+        self._preview_merges(params[self._config.checkpoint.kinds[0]], progress)
+        return state
+
+    def save_state(self, state: TrainState, progress: Progress) -> None:
+        """Save the full state, which vouches for every record up to it: resuming from it does not write them again."""
+        self._log.sync()
+        states.save_state(self._states, state, progress)
+
+    def _evaluate_and_save(self, kind: str, params: Params, progress: Progress) -> None:
+        loss = evaluate(self._graph, params, self._held_out)
+        check_loss(loss, kind, progress)
+        self._write(SNAPSHOT_KINDS[kind].record, progress, loss=loss)
+        if kind in self._snapshots:
+            snapshot = Snapshot(self._run.path, progress.step, progress.tokens, loss, self._config, kind=kind)
+            snapshots.save_snapshot(self._snapshots[kind], params, snapshot)
+
+    def _preview_merges(self, params: Params, progress: Progress) -> None:
+        keys = self._config.preview
+        if progress.tokens >= keys.start_tokens:
+            self._window.add(progress.tokens, params)
+        for recipe, merged in self._window.merges(keys.recipe, keys.windows):
+            self._write("preview", progress, recipe=recipe, loss=evaluate(self._graph, merged, self._held_out))
+
+    def _write(self, kind: str, progress: Progress, **values: Any) -> None:
+        self._log.write({"kind": kind, "tokens": progress.tokens, "step": progress.step} | values)
+
+
+def check_loss(loss: float, kind: str, progress: Progress) -> None:
+    """Raise ValueError if the held-out loss of a snapshot is not finite: every merge with it would be useless."""
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"step {progress.step:,} ({progress.tokens:,} tokens): the held-out loss of the {kind} is {loss}; it is "
+            "not saved"
+        )
