@@ -42,14 +42,13 @@ def main() -> None:
     keep_freed_memory()
     config = configuration.resolve(configuration.load("demo"))
     overhead(config, options.rounds)
-    limits = spikes.Limits.of(config)
     alarms, steps = 0, 0
     for seed, degrees in enumerate(TAILS.values()):
         losses, norms = trace(options.steps // len(TAILS), seed, degrees)
-        readings = scan(limits, jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32))
+        readings = scan(config, jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32))
         alarms, steps = alarms + onsets(readings).size, steps + losses.size
     print(f"false alarms: {alarms} in {steps:,} clean steps (bar: 1 in 100,000)")
-    found = [planted(limits, seed) for seed in range(options.planted)]
+    found = [planted(config, seed) for seed in range(options.planted)]
     print(f"planted spikes found within 5 steps: {sum(f for f, _ in found)} of {len(found)}")
     print(f"told rightly whether they pass: {sum(told for _, told in found)} of {len(found)}")
 
@@ -77,19 +76,20 @@ def overhead(config: Config, rounds: int) -> None:
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        jax.block_until_ready(scan(spikes.Limits.of(config), losses, norms))
+        jax.block_until_ready(scan(config, losses, norms))
         times.append((time.perf_counter() - begin) / ALONE_STEPS)
     print(f"the detector alone, in a loop: {min(times) * 1e6:.0f} us, {min(times) / min(runs[0][2]):.2%} of a step")
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def scan(limits: spikes.Limits, losses: jax.Array, norms: jax.Array) -> spikes.Reading:
+def scan(config: Config, losses: jax.Array, norms: jax.Array) -> spikes.Reading:
     """Every reading of a trace."""
 
     def one(detector: spikes.Detector, x: Any) -> tuple[spikes.Detector, spikes.Reading]:
-        return spikes.observe(detector, limits, *x)
+        return spikes.observe(detector, config, *x)
 
-    return jax.lax.scan(one, spikes.empty(limits.window_steps), (jnp.arange(1, losses.size + 1), losses, norms))[1]
+    empty = spikes.empty(config.steps(config.spikes.window_tokens))
+    return jax.lax.scan(one, empty, (jnp.arange(1, losses.size + 1), losses, norms))[1]
 
 
 def onsets(readings: spikes.Reading) -> np.ndarray:
@@ -108,7 +108,7 @@ def trace(steps: int, seed: int, degrees: int) -> tuple[np.ndarray, np.ndarray]:
     return losses, (0.5 + 6 * np.exp(-t / 50)) * np.exp(0.25 * noise())
 
 
-def planted(limits: spikes.Limits, seed: int) -> tuple[bool, bool]:
+def planted(config: Config, seed: int) -> tuple[bool, bool]:
     """(found within 5 steps, told rightly whether it passes) of one spike in a trace of 2,000 steps."""
     rng = np.random.default_rng(1000 + seed)
     losses, norms = trace(2000, seed, list(TAILS.values())[seed % len(TAILS)])
@@ -117,7 +117,7 @@ def planted(limits: spikes.Limits, seed: int) -> tuple[bool, bool]:
     shape = np.minimum((t + 1) / 5, 1) * (0.5 ** (np.maximum(t - 5, 0) / 4) if passes else 1)
     losses[begin:] += height * shape
     norms[begin : begin + 10] *= 20
-    readings = scan(limits, jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32))
+    readings = scan(config, jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32))
     found = onsets(readings)
     lost = bool((np.asarray(readings.code) == spikes.IRRECOVERABLE).any())
     return bool(found.size and abs(found[0] - begin - 1) <= 5), lost != passes

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 
 import jax
 from etils import epath
@@ -22,7 +21,7 @@ from pma_jax.training import averages, initial_state, preemption, resume, rollba
 from pma_jax.training.marks import Marks
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.resume import open_or_create
-from pma_jax.training.schedule import learning_rate, warmup_after_rollback
+from pma_jax.training.schedule import learning_rate_after
 from pma_jax.training.state import TrainState, abstract_state, snapshot_params
 from pma_jax.training.step import make_train_step
 from pma_jax.training.step_records import StepRecords
@@ -86,7 +85,7 @@ def _train_to_horizon_or_spike(
         marks.load_preview_window(progress.tokens, abstract.params)
         rows = local_rows(mesh, config.training.batch_size_sequences)
         stream = batches.train_batches(tokens, config.training, position=progress.position, rows=rows)
-        train_step, rate_at = make_train_step(config, graph), _learning_rate(run)
+        train_step, rollbacks = make_train_step(config, graph), [event["tokens"] for event in rollback.events(run)]
         records = StepRecords(config, log, progress.tokens)
 
         # --- The loop: a step is dispatched before the metrics of the one before are fetched ----------------------
@@ -94,7 +93,7 @@ def _train_to_horizon_or_spike(
             raise preemption.stopped(notice, None)
         while not config.is_horizon(progress.tokens):
             progress = progress.after_step(config)
-            rate = rate_at(progress.tokens)
+            rate = learning_rate_after(rollbacks, config, progress.tokens)
             state, metrics = train_step(state, put_batch(mesh, next(stream)), rate)
             if state.block is not None and config.is_block_add(progress.tokens):
                 block = averages.add_to_block_mean(state.block, snapshot_params(config, state))
@@ -115,17 +114,6 @@ def _train_to_horizon_or_spike(
     if spike:  # only now are the writers closed, and every snapshot from before the spike published
         rollback.begin(run, spike, state, progress)
     return spike is None
-
-
-def _learning_rate(run: Run) -> Callable[[int], float]:
-    """Return the learning rate of the step that ends at given tokens, with the warm-up after the run's rollbacks."""
-    config, rollbacks = run.config, [event["tokens"] for event in rollback.events(run)]
-
-    def rate_at(tokens: int) -> float:
-        rate = learning_rate(config.schedule, config.training.total_tokens, tokens)
-        return rate * warmup_after_rollback(config.spikes.warmup_tokens, rollbacks, tokens)
-
-    return rate_at
 
 
 def _describe_start(config: Config, state: TrainState, progress: Progress) -> str:

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard, and the terminal."""
+"""The log of a run: metrics.jsonl, TensorBoard, and the terminal."""
 
 import os
 import sys
@@ -18,15 +18,15 @@ from pma_jax.runs.steps import report_write_errors
 from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
 
-_Event: Any = vars(event_pb2)["Event"]  # protobuf makes it when it is imported: no type checker sees it
-_START = 1  # SessionLog.START: TensorBoard drops what an earlier process drew from there on
+_Event: Any = vars(event_pb2)["Event"]  # created by protobuf at import: type checkers do not see it
+_START = 1  # SessionLog.START: TensorBoard drops an earlier process's events from that step on
 Record = dict[str, Any]  # always: kind (train | evaluation | block_mean | preview | spike | recovery), tokens
 
 
 class MetricsLog:
-    """Appends records to RUN/metrics.jsonl and TensorBoard; shows a bar on a terminal, plain lines otherwise.
+    """Appends records to RUN/metrics.jsonl and TensorBoard; shows a progress bar on a terminal, else plain lines.
 
-    Only process 0 writes. Opening drops the records past `tokens`: a resumed run writes them again.
+    Only process 0 writes. Opening it drops the records past `tokens`: a resumed run writes them again.
     """
 
     def __init__(self, run: Run, tokens: int, writes: bool):
@@ -43,7 +43,7 @@ class MetricsLog:
         self._bar.start()
 
     def write(self, record: Record) -> None:
-        """Append one record. Numbers are Python's, so that the JSON holds every digit."""
+        """Append one record; its numbers must be Python's, so that JSON keeps every digit."""
         if not self._writes:
             return
         with report_write_errors(self._path):
@@ -59,12 +59,12 @@ class MetricsLog:
         return self._bar.task_ids[0]
 
     def print(self, line: str) -> None:
-        """One line for the person who watches."""
+        """Print one line to the terminal."""
         if self._writes:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def sync(self) -> None:
-        """Every record is where a process that resumes finds it: before a state that vouches for them."""
+        """Flush the records to disk, before a state is saved from which they are not written again."""
         if self._writes:
             with report_write_errors(self._path):
                 self._file.sync()
@@ -82,9 +82,9 @@ class MetricsLog:
 
 
 class _Curves:
-    """TensorBoard's events, written by the thread that trains.
+    """TensorBoard events, written by the calling thread.
 
-    tensorboardX's own writer has a thread: on a full disk that dies, and training waits for it for ever.
+    tensorboardX's public writers use a thread: on a full disk it dies, and training waits for it forever.
     """
 
     def __init__(self, folder: epath.Path, begins: int):
@@ -121,7 +121,7 @@ def _shown(record: Record) -> str:
 
 
 def describe_spike(spike: Record) -> str:
-    """A spike in one line."""
+    """Return one line about a spike's record."""
     loss = "not finite" if spike["loss"] is None else f"{spike['loss']:.4f}"
     return (
         f"loss spike from {spike['onset_tokens']:,} to {spike['tokens']:,} tokens ({spike['verdict']}): loss {loss}, "

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pma_jax.config import DECAY_SHAPES, ScheduleConfig
+from pma_jax.config import DECAY_SHAPES, Config, ScheduleConfig
 
 
 def learning_rate(schedule: ScheduleConfig, total_tokens: int, tokens: int) -> float:
@@ -19,15 +19,16 @@ def learning_rate(schedule: ScheduleConfig, total_tokens: int, tokens: int) -> f
     return schedule.final_rate + (schedule.peak_rate - schedule.final_rate) * DECAY_SHAPES[schedule.decay](t)
 
 
-def warmup_after_rollback(warmup_tokens: int, rollbacks: Sequence[int], tokens: int) -> float:
-    """Return the factor in (0, 1] on the rate of the step that ends at `tokens`.
-
-    Linear from 0 to 1 over `warmup_tokens` since the newest rollback.
+def learning_rate_after(rollbacks: Sequence[int], config: Config, tokens: int) -> float:
+    """Return the rate of the step that ends at `tokens`, which rises linearly from 0 again after a rollback.
 
     Args:
-        warmup_tokens: `spikes.warmup_tokens`; 0: no warm-up.
         rollbacks: tokens to which the run rolled back, oldest first.
+        config: of the run; the warm-up takes `spikes.warmup_tokens`.
         tokens: of the step's end.
     """
+    rate = learning_rate(config.schedule, config.training.total_tokens, tokens)
     since = [tokens - at for at in rollbacks if at < tokens]
-    return min(since[-1] / warmup_tokens, 1.0) if since and warmup_tokens else 1.0
+    if not since or not config.spikes.warmup_tokens:
+        return rate
+    return rate * min(since[-1] / config.spikes.warmup_tokens, 1.0)

@@ -1,4 +1,4 @@
-"""The train state: what a step reads and replaces, as one plain pytree."""
+"""The train state: everything that a step reads and updates, as one pytree."""
 
 import dataclasses
 
@@ -18,10 +18,9 @@ from pma_jax.training.spikes import Detector
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Parameters and optimizer moments (float32), the optimizer steps done (int32 scalar), and what is optional.
+    """Optimizer steps done (int32 scalar), parameters and optimizer moments (float32), and optional parts.
 
-    The running block mean, the detector of spikes and the moving average are None, and cost nothing, where the
-    configuration has none.
+    The block mean, the spike detector and the exponential moving average are None if the configuration has none.
     """
 
     step: jax.Array
@@ -33,7 +32,7 @@ class TrainState:
 
 
 def init_state(config: Config, key: jax.Array) -> TrainState:
-    """A fresh state; traceable. Call under `jax.set_mesh`."""
+    """Return a fresh state; traceable. Call under `jax.set_mesh`."""
     params = init_params(config.model, key)
     block = averages.empty(params) if "block_mean" in config.checkpoint.kinds else None
     detector = spikes.empty(config.steps(config.spikes.window_tokens)) if config.spikes.detect else None
@@ -43,26 +42,26 @@ def init_state(config: Config, key: jax.Array) -> TrainState:
 
 
 def make_state(config: Config) -> TrainState:
-    """A fresh state from `training.seed`, made on the devices of the mesh that is set."""
+    """Make a fresh state from `training.seed` on the devices of the mesh that is set."""
     return jax.jit(lambda key: init_state(config, key))(jax.random.key(config.training.seed))
 
 
 def snapshot_params(config: Config, state: TrainState) -> Params:
-    """The weights that snapshots hold and evaluation sees: the optimizer's model, or the moving average of it.
+    """Return the weights that are evaluated and saved in snapshots: the moving average, or the optimizer's model.
 
-    Arrays of the state itself, which the next step takes over, or new ones.
+    They may be arrays of the state, which the next step donates.
     """
     return eval_params(config.optimizer, state.params, state.optimizer) if state.ema is None else state.ema.mean
 
 
 def with_params(config: Config, state: TrainState, params: Params) -> TrainState:
-    """`state` with these weights in place of its own. Averages of the old ones are forgotten, moments are not."""
+    """Return `state` with other weights: averages of the old ones restart, the optimizer's moments are kept."""
     mean = state.ema and averages.restart(state.ema)
     moments = reset_iterates(config.optimizer, state.optimizer, params)
     return dataclasses.replace(state, params=params, optimizer=moments, ema=mean)
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
-    """Shape, dtype and sharding of every leaf: the one description that restoring and compiling read."""
-    # The key is made inside: outside it would need a device, and ahead-of-time meshes have none.
+    """Return the shape, dtype and sharding of every leaf of the state, for restoring and compiling."""
+    # The key is made inside the function: outside it would need a device, which ahead-of-time meshes lack.
     return abstract_arrays(mesh, lambda: init_state(config, jax.random.key(0)))

@@ -49,7 +49,7 @@ def make_train_step(
 
 @functools.lru_cache(maxsize=8)
 def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.Mesh) -> Any:
-    training, limits = config.training, spikes.Limits.of(config)
+    training = config.training
     half_life_tokens = config.optimizer.ema_half_life_tokens
     ema_decay = averages.ema_decay(half_life_tokens, config.batch_tokens) if half_life_tokens else 0.0
 
@@ -59,7 +59,7 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
 
     def train_step(state: TrainState, tokens_BxM: jax.Array, rate: jax.Array) -> tuple[TrainState, Metrics]:
         gradients, sums = accumulate(objective, state.params, tokens_BxM, training.accumulation_steps)
-        counted = jnp.maximum(sums["count"], 1)  # a batch may be all prompts, of which nothing is learned
+        counted = jnp.maximum(sums["count"], 1)  # 0 if the batch has only prompts, which are not trained on
         gradients = jax.tree.map(lambda g: g / counted, gradients)
         params, moments = apply_update(config.optimizer, gradients, state.optimizer, state.params, rate)
         metrics = {
@@ -71,7 +71,7 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
             positions = tokens_BxM[:, 1:].size
             metrics |= moe.load_metrics(sums["load_TxE"], positions, config.model.experts_per_token)
         if config.model.experts and config.model.router_bias:
-            # Its gradient is zero and it does not decay: the optimizer has left it as it was.
+            # Its gradient is zero and it does not decay, so the optimizer did not change it.
             router = params["blocks"]["moe"]
             router[moe.ROUTER_BIAS] = moe.update_router_bias(
                 router[moe.ROUTER_BIAS], sums["load_TxE"], training.router_bias_rate
@@ -79,10 +79,10 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
         detector = state.detector
         if detector is not None:
             loss, norm = metrics["loss"], metrics["gradient_norm"]
-            detector, reading = spikes.observe(detector, limits, state.step + 1, loss, norm)
+            detector, reading = spikes.observe(detector, config, state.step + 1, loss, norm)
             metrics["spike"] = reading
-            if limits.skip_gradient_z:
-                # A choice of each element, in the loop that computes the update: nothing more is read.
+            if config.spikes.skip_gradient_z:
+                # An element-wise select, fused with the update: no extra memory traffic.
                 before, after = (state.params, state.optimizer), (params, moments)
                 params, moments = jax.tree.map(lambda old, new: jnp.where(reading.skipped, old, new), before, after)
         mean = None if state.ema is None else averages.add_to_ema(state.ema, params, ema_decay)
@@ -92,9 +92,10 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
 
 
 def compiler_options(platform: str) -> dict[str, bool | str]:
-    """What XLA is told about a train step: on CPU, where a device is one core's, it keeps to one thread a product.
+    """Return XLA's options for a train step.
 
-    Its library runs products alone; XLA's own loops are the faster ones for the rest.
+    On CPU its library computes only matrix products, because XLA's own loops are faster for the rest; with several
+    devices, each of one core, a product uses one thread.
     """
     if platform != "cpu":
         return {}
@@ -108,27 +109,27 @@ def accumulate(
     tokens_BxM: jax.Array,
     accumulation_steps: int,
 ) -> tuple[Params, Metrics]:
-    """Gradient of the summed objective and the sums, over `accumulation_steps` microbatches.
+    """Return the gradient of the summed objective and the sums, over `accumulation_steps` microbatches.
 
-    Sums over sums: dividing by the count once, afterwards, is exact however many tokens each microbatch counts. Each
-    part of the mesh's `data` axis adds up its own microbatches, so that what travels between them, travels once a step.
+    Sums, not means: dividing by the count once, afterwards, is exact however many tokens each microbatch counts. Each
+    shard of the mesh's `data` axis accumulates its own microbatches, so that there is one all-reduce per step.
     """
     gradient = jax.grad(objective, has_aux=True)
 
     def own_share(params: Params, tokens_BxM: jax.Array) -> tuple[Params, Metrics]:
         if accumulation_steps == 1:
             return gradient(params, tokens_BxM)
-        # Microbatch a takes every A-th row, so each device splits the rows that it already has.
+        # Microbatch a takes every A-th row, so each device splits the rows that it holds.
         strided = (tokens_BxM.shape[0] // accumulation_steps, accumulation_steps, tokens_BxM.shape[1])
         tokens_bxAxM = jnp.reshape(tokens_BxM, strided, out_sharding=RULES.spec("batch", None, None))
         tokens_AxbxM = jnp.moveaxis(tokens_bxAxM, 1, 0)
 
         def add(total, tokens_bxM):
-            # XLA for TPU would take sums over devices out of the loop, and fails at those that are split on the way.
-            found = jax.lax.platform_dependent(
-                gradient(params, tokens_bxM), tpu=jax.lax.optimization_barrier, default=lambda found: found
+            # XLA for TPU would hoist all-reduces out of the loop, and fails on reduce-scatters among them.
+            share = jax.lax.platform_dependent(
+                gradient(params, tokens_bxM), tpu=jax.lax.optimization_barrier, default=lambda share: share
             )
-            return jax.tree.map(jnp.add, total, found), None
+            return jax.tree.map(jnp.add, total, share), None
 
         shapes = jax.eval_shape(gradient, params, tokens_AxbxM[0])
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes)
@@ -137,14 +138,14 @@ def accumulate(
     def sum_of_shares(params: Params, tokens_BxM: jax.Array) -> tuple[Params, Metrics]:
         return jax.lax.psum(own_share(params, tokens_BxM), "data")
 
-    if jax.sharding.get_abstract_mesh().shape["data"] == 1:  # XLA refuses to sum over one part of a mesh with others
+    if jax.sharding.get_abstract_mesh().shape["data"] == 1:  # XLA refuses a sum over one of the mesh's shards
         return own_share(params, tokens_BxM)
     over_data = jax.shard_map(
         sum_of_shares,
         in_specs=(P(), P("data")),
         out_specs=P(),
         axis_names={"data"},
-        # Unchecked, gradients are each part's own, not summed use by use; and what Pallas returns cannot be checked.
+        # Unchecked, gradients stay local, not reduced use by use; and outputs of Pallas kernels cannot be checked.
         check_vma=False,
     )
     return over_data(params, tokens_BxM)

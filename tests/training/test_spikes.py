@@ -10,22 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pma_jax.config import Config
+from pma_jax.config import Config, SpikesConfig, TrainingConfig
 from pma_jax.training import spikes
-from pma_jax.training.spikes import CALM, IRRECOVERABLE, OPEN, RECOVERED, Limits
+from pma_jax.training.spikes import CALM, IRRECOVERABLE, OPEN, RECOVERED
 
-LIMITS = Limits(
-    window_steps=100,
-    patience_steps=60,
+# Durations in steps of one token.
+LIMITS = SpikesConfig(
+    window_tokens=100,
+    patience_tokens=60,
     confirm_steps=5,
     loss_z=6.0,
     gradient_z=8.0,
     minimum_rise_nats=0.1,
     skip_gradient_z=0.0,
-    stop=True,
+    attempts=1,
 )
-TOLD = dataclasses.replace(LIMITS, stop=False)  # what a run that never goes back sees
+TOLD = dataclasses.replace(LIMITS, attempts=0)  # what a run that never rolls back sees
 RECORDED = Path(__file__).parent / "recorded_traces.json"
+
+
+def in_steps(limits):
+    """A configuration with these thresholds whose steps are one token."""
+    return Config(spikes=limits, training=TrainingConfig(sequence_length_tokens=1, batch_size_sequences=1))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -33,10 +39,10 @@ def scan(limits, losses, norms):
     """Every reading of a trace, the first step being 1."""
 
     def one(detector, x):
-        return spikes.observe(detector, limits, *x)
+        return spikes.observe(detector, in_steps(limits), *x)
 
     steps = jnp.arange(1, len(losses) + 1)
-    return jax.lax.scan(one, spikes.empty(limits.window_steps), (steps, losses, norms))[1]
+    return jax.lax.scan(one, spikes.empty(limits.window_tokens), (steps, losses, norms))[1]
 
 
 def read(limits, losses, norms):
@@ -108,7 +114,7 @@ def test_larger_gradients_for_good_are_learned():
     norms[1000:] *= 100
     readings = read(TOLD, losses, norms)
     assert not (readings.code == IRRECOVERABLE).any()
-    assert (readings.code[1000 + TOLD.window_steps :] == CALM).all()
+    assert (readings.code[1000 + TOLD.window_tokens :] == CALM).all()
 
 
 def test_nothing_is_flagged_before_the_window_is_full():
@@ -147,7 +153,7 @@ def test_a_collapse_is_declared_when_the_patience_is_over():
     losses[600:] += 1
     readings = read(LIMITS, losses, norms)
     first = int(np.argmax(readings.code == IRRECOVERABLE))
-    assert first + 1 == 600 + LIMITS.patience_steps
+    assert first + 1 == 600 + LIMITS.patience_tokens
     assert readings.onset[first] == 601 and readings.declared[first] == first + 1
     assert (readings.code[602:first] == OPEN).all()
     assert readings.median_loss[first] == pytest.approx(np.median(losses[500:600]), rel=1e-6), "no loss of the spike"
@@ -197,13 +203,15 @@ def test_a_norm_that_is_not_finite_is_no_loss_where_its_update_is_skipped():
 def test_after_going_back_the_window_is_the_one_from_before_the_spike():
     losses, norms = trace(700)
     losses[600:] += 1
-    detector = spikes.empty(LIMITS.window_steps)
-    step = jax.jit(functools.partial(spikes.observe), static_argnums=1)
+    detector = spikes.empty(LIMITS.window_tokens)
+    step, keys = jax.jit(spikes.observe, static_argnums=1), in_steps(LIMITS)
     for i in range(700):
-        detector, reading = step(detector, LIMITS, jnp.int32(i + 1), jnp.float32(losses[i]), jnp.float32(norms[i]))
+        detector, reading = step(
+            detector, in_steps(LIMITS), jnp.int32(i + 1), jnp.float32(losses[i]), jnp.float32(norms[i])
+        )
     assert reading.code == IRRECOVERABLE
     detector, reading = step(
-        spikes.close_spike(detector), LIMITS, jnp.int32(580), jnp.float32(losses[580]), jnp.float32(1)
+        spikes.close_spike(detector), keys, jnp.int32(580), jnp.float32(losses[580]), jnp.float32(1)
     )
     assert reading.code == CALM
     assert reading.median_loss == pytest.approx(np.median(losses[500:600]), rel=1e-6)
@@ -214,7 +222,7 @@ def test_after_going_back_the_window_is_the_one_from_before_the_spike():
 
 @pytest.mark.parametrize("window", [16, 17, 99, 100])
 def test_z_scores_are_numpys(window):
-    limits = dataclasses.replace(LIMITS, window_steps=window)
+    limits = dataclasses.replace(LIMITS, window_tokens=window)
     losses, norms = trace(window + 1, tails=3.0)
     last = jax.tree.map(lambda x: x[-1], read(limits, losses, norms))
     for values, z in ((losses, last.loss_z), (np.log(norms), last.gradient_z)):
@@ -227,12 +235,6 @@ def test_a_trace_without_noise_makes_no_outlier_of_anything():
     losses, norms = np.full(300, 2.0), np.full(300, 1.0)
     losses[200:], norms[200:] = 2.05, 1.05
     assert spikes_found(read(TOLD, losses, norms)) == []
-
-
-def test_the_limits_of_a_configuration_are_in_its_steps():
-    limits = Limits.of(Config())
-    assert (limits.window_steps, limits.patience_steps) == (400_000 // 2048, 200_000 // 2048)
-    assert not limits.stop and not limits.skip_gradient_z
 
 
 # --- Recorded runs ----------------------------------------------------------------------------------------------------
