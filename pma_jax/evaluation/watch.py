@@ -39,44 +39,43 @@ def watch(
     poll_seconds: float = 5.0,
     once: bool = False,
 ) -> Iterator[str]:
-    """Follow `run` until the snapshot of its horizon; adds a record to RUN/watch.jsonl and yields a line a preview.
+    """Follow `run` until the snapshot at its horizon; append previews to RUN/watch.jsonl and yield one line for each.
 
-    A preview is what the trainer's is: `recipe` over the newest N snapshots from `preview.start_tokens` on. Only
-    published snapshots are read. One that cannot be read (retention took it away meanwhile, or it is damaged) is told,
-    and no merge reaches over it, nor over one that was gone before it was seen. What watch.jsonl has already is not
-    computed again. Host memory holds the largest window's models; the devices hold them while they are averaged. Of
-    several processes, the first looks at the directory and writes, and all go by what it sees.
+    A preview is the trainer's: `recipe` over the newest N snapshots from `preview.start_tokens` on. Only published
+    snapshots are read. A snapshot that cannot be read (removed by retention, or corrupt) is reported, and no merge
+    spans it, nor one that was removed before it was seen. Previews in watch.jsonl are not computed again. Host memory holds
+    the models of the largest window; the devices hold them while they are averaged. With several processes, the first
+    lists the directory and writes, and all follow what it sees.
 
     Args:
-        run: the run.
-        recipe: the recipe's text, by default `preview.recipe`.
-        windows: numbers of snapshots, by default `preview.windows` (`checkpoint.window` where there are none).
-        kind: of snapshots, by default the first that the run saves.
-        poll_seconds: between looks at the run's directory.
-        once: preview what is there, and end.
+        run: The run.
+        recipe: The recipe's text, by default `preview.recipe`.
+        windows: Numbers of snapshots, by default `preview.windows`, or `checkpoint.window` if there are none.
+        kind: Of snapshots, by default the first that the run saves.
+        poll_seconds: Interval between listings of the run's directory.
+        once: Preview the snapshots that exist, and return.
 
     Raises:
-        ValueError: the recipe is wrong or refuses a window, or the held-out text cannot be read.
+        ValueError: The recipe is invalid or rejects a window, or the held-out text cannot be read.
     """
     config = run.config
     recipe, kind = recipe or config.preview.recipe, kind or config.checkpoint.kinds[0]
     windows = sorted(set(windows or config.preview.windows or (config.checkpoint.window,)))
     for n in windows:
         recipes.coefficients(recipe, np.arange(1, n + 1))
+    names = {n: cell_text(recipe, n, kind=kind) for n in windows}
     log = run.path / "watch.jsonl"
     newest = _Newest(config, windows[-1])  # first: with several processes, what follows starts the devices
     done = hosts.run_on_first_then_rest(lambda: _done(log))
     published, losses_of = _Published(run, kind), None
-    handled = -1
+    handled = -1  # tokens
     while True:
         yield from published.look()
         waiting = [s for s in published.snapshots if s.tokens > handled]
         for snapshot in waiting:
             earlier = [s for s in published.snapshots if s.tokens <= snapshot.tokens]
             reach = newest.reach(earlier)
-            wanted = [
-                n for n in windows if n <= reach and (cell_text(recipe, n, kind=kind), snapshot.tokens) not in done
-            ]
+            wanted = [n for n in windows if n <= reach and (names[n], snapshot.tokens) not in done]
             # While the first window fills up, each snapshot is read when it comes: later it may be gone.
             fills = snapshot is waiting[-1] and reach < windows[-1] and not config.is_horizon(snapshot.tokens)
             failed = newest.read(earlier[-reach:]) if wanted or fills else None
@@ -87,17 +86,21 @@ def watch(
             losses_of = losses_of or (make_evaluator(config, newest.mesh) if wanted else None)
             for n, (_, merged) in zip(wanted, newest.window.merges(recipe, wanted), strict=True):
                 assert losses_of is not None
-                record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
-                record |= {"recipe": cell_text(recipe, n, kind=kind), "loss": losses_of([merged])[0]}
-                if hosts.is_first():
-                    with contextlib.closing(LineFile(log)) as file:
-                        file.write(record_lines([record]))
-                yield f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {record['recipe']} {record['loss']:.4f}"
+                yield _record_preview(log, snapshot, names[n], losses_of([merged])[0])
             handled = snapshot.tokens
         else:
             if once or config.is_horizon(handled):
                 return
             time.sleep(poll_seconds)
+
+
+def _record_preview(log: epath.Path, snapshot: Snapshot, name: str, loss: float) -> str:
+    """Append a preview to watch.jsonl, and return it as a line of text."""
+    record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
+    if hosts.is_first():
+        with contextlib.closing(LineFile(log)) as file:
+            file.write(record_lines([record | {"recipe": name, "loss": loss}]))
+    return f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {name} {loss:.4f}"
 
 
 class _Published:
