@@ -43,9 +43,9 @@ def watch(
 
     A preview is the trainer's: `recipe` over the newest N snapshots from `preview.start_tokens` on. Only published
     snapshots are read. A snapshot that cannot be read (removed by retention, or corrupt) is reported, and no merge
-    spans it, nor one that was removed before it was seen. Previews in watch.jsonl are not computed again. Host memory holds
-    the models of the largest window; the devices hold them while they are averaged. With several processes, the first
-    lists the directory and writes, and all follow what it sees.
+    spans it, nor one that was removed before it was seen. Previews in watch.jsonl are not computed again. Host memory
+    holds the models of the largest window; the devices hold them while they are averaged. Of several processes the
+    first lists the directory and writes.
 
     Args:
         run: The run.
@@ -67,11 +67,10 @@ def watch(
     log = run.path / "watch.jsonl"
     newest = _Newest(config, windows[-1])  # first: with several processes, what follows starts the devices
     done = hosts.run_on_first_then_rest(lambda: _done(log))
-    published, losses_of = _Published(run, kind), None
-    handled = -1  # tokens
+    published, losses_of, handled_tokens = _Published(run, kind), None, -1
     while True:
         yield from published.look()
-        waiting = [s for s in published.snapshots if s.tokens > handled]
+        waiting = [s for s in published.snapshots if s.tokens > handled_tokens]
         for snapshot in waiting:
             earlier = [s for s in published.snapshots if s.tokens <= snapshot.tokens]
             reach = newest.reach(earlier)
@@ -80,16 +79,16 @@ def watch(
             fills = snapshot is waiting[-1] and reach < windows[-1] and not config.is_horizon(snapshot.tokens)
             failed = newest.read(earlier[-reach:]) if wanted or fills else None
             if failed:
-                handled = max(handled, snapshot.tokens) if failed[0] is snapshot else handled
+                handled_tokens = max(handled_tokens, snapshot.tokens) if failed[0] is snapshot else handled_tokens
                 yield published.drop(*failed)
                 break
             losses_of = losses_of or (make_evaluator(config, newest.mesh) if wanted else None)
             for n, (_, merged) in zip(wanted, newest.window.merges(recipe, wanted), strict=True):
                 assert losses_of is not None
                 yield _record_preview(log, snapshot, names[n], losses_of([merged])[0])
-            handled = snapshot.tokens
+            handled_tokens = snapshot.tokens
         else:
-            if once or config.is_horizon(handled):
+            if once or config.is_horizon(handled_tokens):
                 return
             time.sleep(poll_seconds)
 
