@@ -1,16 +1,16 @@
-"""All experiments that share trunks, one after the other; what is done already is not done again.
+"""Run all experiments that share trunks, one after the other; finished work is not repeated.
 
 Command:   python experiments/run_all.py --runs runs/science
 
-    --jobs 2                            two at a time, each on its own half of the cores: for small models, where
-                                        two cores do less than twice what one does
-    --only stable_phase,learning_rate   these alone
-    --tiny --out FOLDER                 the whole set in a minute or two, to see that it runs; its numbers say nothing
-    --list                              what there is, and what has results
+    --jobs 2                            two at a time, each on half of the cores: faster for small models, which do not
+                                        use two cores fully
+    --only stable_phase,learning_rate   only these experiments
+    --tiny --out FOLDER                 all of them in a minute or two, to check that they run; the numbers mean nothing
+    --list                              list the experiments, and which have results
 
-Trained runs and evaluated merges are kept in --runs, so that a second call takes up where the first was cut, and a
-third only draws tables and figures anew. Everything else goes to every script: --seeds, --config.KEY=VALUE.
-One that fails is told, and the others go on; the exit status is then 1.
+--runs keeps trained runs and evaluated merges, so that a second call resumes an interrupted one, and a third only
+redraws tables and figures. All other options are passed to every script: --seeds, --config.KEY=VALUE. When a script
+fails, the failure is reported, the others continue, and the exit status is 1.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# In the order that trains soonest what others read; of two that run at once, few wait for the same run.
+# Ordered so that runs that several experiments use are trained first, and concurrent jobs rarely wait for the same run.
 QUESTIONS = (
     "stable_phase",
     "learning_rate",
@@ -39,13 +39,13 @@ QUESTIONS = (
 
 
 def main() -> int:
-    """Run the scripts; exit status 0: all did their work."""
+    """Run the scripts and return the exit status: 0 if all succeeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, help="folder of the runs, shared by all")
-    parser.add_argument("--only", type=lambda text: text.split(","), metavar="Q,Q", help="these questions alone")
-    parser.add_argument("--out", type=Path, help="write results to OUT/QUESTION instead of beside the scripts")
-    parser.add_argument("--jobs", type=int, default=1, help="questions at a time, each on its share of the cores (1)")
-    parser.add_argument("--list", action="store_true", help="what there is, and what has results")
+    parser.add_argument("--runs", type=Path, help="directory of the runs, shared by all")
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="Q,Q", help="only these experiments")
+    parser.add_argument("--out", type=Path, help="write results to OUT/NAME instead of next to the scripts")
+    parser.add_argument("--jobs", type=int, default=1, help="experiments at a time, each on its share of the cores (1)")
+    parser.add_argument("--list", action="store_true", help="list the experiments, and which have results")
     options, rest = parser.parse_known_args()
     there = [name for name in QUESTIONS if (FOLDER / name / "script.py").exists()]
     unknown = sorted(set(options.only or ()) - set(there))
@@ -58,22 +58,22 @@ def main() -> int:
         return 0
     if not options.runs:
         parser.error("give --runs FOLDER")
-    if not 1 <= options.jobs <= len(cores_here()):
-        parser.error(f"--jobs {options.jobs}: give 1 to {len(cores_here())}, the cores that there are")
+    if not 1 <= options.jobs <= len(available_cores()):
+        parser.error(f"--jobs {options.jobs}: give 1 to {len(available_cores())}, the number of cores")
     failed = run(chosen, options.runs, options.out, rest, options.jobs)
     if failed:
-        print(f"error: {', '.join(failed)} failed: see above, and give the same command again", file=sys.stderr)
+        print(f"error: {', '.join(failed)} failed: see above, then run the same command again", file=sys.stderr)
     return 1 if failed else 0
 
 
 def run(names: Sequence[str], runs: Path, out: Path | None, rest: Sequence[str], jobs: int) -> list[str]:
-    """Run the scripts, `jobs` at a time; returns those that failed, after all have ended."""
+    """Run the scripts, `jobs` at a time, and return the names of those that failed."""
     began = time.monotonic()
     shares: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
-    for share in shares_of_cores(jobs):
+    for share in split_cores(jobs):
         shares.put(share)
 
-    def one(numbered: tuple[int, str]) -> bool:
+    def run_one(numbered: tuple[int, str]) -> bool:
         number, name = numbered
         place = f"[{number} of {len(names)}] {name}"
         print(place, file=sys.stderr, flush=True)
@@ -85,23 +85,23 @@ def run(names: Sequence[str], runs: Path, out: Path | None, rest: Sequence[str],
         print(f"{place}: {verdict} in {minutes[0]:.1f} minutes, {minutes[1]:.1f} in all", file=sys.stderr, flush=True)
         return status == 0
 
-    with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: keep_to(shares.get())) as pool:
-        done = list(pool.map(one, enumerate(names, start=1)))
+    with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: bind_to_cores(shares.get())) as pool:
+        done = list(pool.map(run_one, enumerate(names, start=1)))
     return [name for name, well in zip(names, done, strict=True) if not well]
 
 
-def cores_here() -> list[int]:
-    """The cores that this process may use; all of the machine where the system cannot bind processes to cores."""
+def available_cores() -> list[int]:
+    """Return the cores that this process may use; all cores if the system cannot bind processes to cores."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def shares_of_cores(jobs: int) -> list[set[int]]:
-    """The cores of this process in `jobs` shares."""
-    return [set(cores_here()[job::jobs]) for job in range(jobs)]
+def split_cores(jobs: int) -> list[set[int]]:
+    """Split the available cores into `jobs` disjoint sets."""
+    return [set(available_cores()[job::jobs]) for job in range(jobs)]
 
 
-def keep_to(cores: set[int]) -> None:
-    """Bind this thread, and the processes that it starts, to these cores, where the system can."""
+def bind_to_cores(cores: set[int]) -> None:
+    """Bind this thread, and the processes that it starts, to `cores`, if the system supports that."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 

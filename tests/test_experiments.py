@@ -117,6 +117,6 @@ def test_the_one_command_goes_on_after_a_failure_and_tells(workspace, runs, tmp_
 def test_jobs_share_the_cores_without_one_in_common():
     cores, run_all = os.sched_getaffinity(0), loaded(FOLDER / "run_all.py")
     for jobs in range(1, len(cores) + 1):
-        shares = run_all.shares_of_cores(jobs)
+        shares = run_all.split_cores(jobs)
         assert sorted(itertools.chain(*shares)) == sorted(cores)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -170,7 +170,7 @@ def test_the_page_on_safety_does_what_it_says(finished, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     for words in commands("pma", ROOT / "docs" / "safety.md"):
         assert main(words) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
-    assert capfd.readouterr().out.count("every digest is that of what was written") == 4
+    assert capfd.readouterr().out.count("all data matches its digests") == 4
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def script():
 @pytest.mark.slow
 def test_the_script_trains_judges_and_draws(script, workspace, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "BASE", [])
-    monkeypatch.setattr(script, "WHOLE", {"clean": ["schedule.peak_rate=0.01"]})
+    monkeypatch.setattr(script, "FROM_SCRATCH", {"clean": ["schedule.peak_rate=0.01"]})
     monkeypatch.setattr(script, "RESET", [])
     tiny_arms = {"restart": "spikes.snapshots=1", "PMA-init N=3": "spikes.snapshots=3"}
     monkeypatch.setattr(script, "ARMS", {arm: [key, "spikes.attempts=1"] for arm, key in tiny_arms.items()})
@@ -73,7 +73,7 @@ def test_the_script_trains_judges_and_draws(script, workspace, tmp_path, monkeyp
         assert arms[arm]["evaluations"][0] == arms["nothing"]["evaluations"][0], "the same up to there"
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert script.table(results) in shown
+    assert script.format_table(results) in shown
     script.main()
     again = json.loads((tmp_path / "out" / "results.json").read_text())
     assert again == results, "what is finished is not done again"
@@ -82,8 +82,8 @@ def test_the_script_trains_judges_and_draws(script, workspace, tmp_path, monkeyp
 def test_the_table_of_the_readme_is_what_the_results_say(script):
     results = json.loads((FOLDER / "results.json").read_text())
     page = (FOLDER / "README.md").read_text()
-    assert script.table(results) in page
+    assert script.format_table(results) in page
     assert f"{results['machine_hours']:.2f} machine hours" in page
     assert results["never_collapsed"] == [] or str(results["never_collapsed"]) in page
-    judged = script.judged(json.loads(json.dumps(results["seeds"]))[next(iter(results["seeds"]))])
+    judged = script.judge(json.loads(json.dumps(results["seeds"]))[next(iter(results["seeds"]))])
     assert judged == next(iter(results["seeds"].values())), "the verdicts follow from the numbers"

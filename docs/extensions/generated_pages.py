@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from sphinx.application import Sphinx
 
-from pma_jax.cli import arguments
+from pma_jax import cli
 from pma_jax.config import Config, schema
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def field_comments(source: str) -> dict[tuple[str, str], str]:
 
 def commands_page() -> str:
     """Format the help of `pma` and of each verb."""
-    parser = arguments.parser(collections.defaultdict(lambda: print))
+    parser = cli.parser()
     lines = ["# The command line\n", "Generated from the parser: what `pma --help` and `pma VERB --help` print.\n"]
     lines.append(f"```text\n{_help(parser)}```\n")
     verbs = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))

@@ -186,7 +186,7 @@ def curve_report(results: dict[str, Any]) -> str:
             rows.append([size, name, *cells_of_row])
     header = ["size", "from", *(f"the first {share:.0%}" for share in SHARES), "itself, at the end"]
     return (
-        "**The annealed loss at the end** (over the last quarter), forecast less measured, nats a token."
+        "**The annealed loss at the end** (over the last quarter), forecast less measured, nats per token."
         f"\n\n{pages.format_table(header, rows)}"
     )
 
@@ -258,7 +258,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Tau and regret by what is seen; errors of the forecasts of the end, of each size."""
     shares = [*SHARES, 1.0]
     panels = []
-    for key, title in (("tau", "Kendall tau with the annealed ranking"), ("regret", "regret, nats a token")):
+    for key, title in (("tau", "Kendall tau with the annealed ranking"), ("regret", "regret, nats per token")):
         lines = [
             Line(name, shares, [float(np.mean(ranking(results, name, share)[key])) for share in shares])
             for name in FORECASTS

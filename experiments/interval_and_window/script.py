@@ -85,7 +85,7 @@ def report(results: dict[str, Any]) -> str:
                 for i in INTERVALS[1:]
             ]
             coarse.append([name, f"{end * unit / 1e6:.2f}M", *lost])
-    spans = ["best span N V, share of the tokens", "span, tokens a parameter"]
+    spans = ["best span N V, share of the tokens", "span, tokens per parameter"]
     lines = [pages.format_table(["size", "tokens", "best of the grid", "raw − best", *spans], rows)]
     lines.append(
         "Plain means of N points, V tokens apart; mean over seeds and 95% interval. The span is of each seed's best N "
@@ -101,7 +101,7 @@ def report(results: dict[str, Any]) -> str:
 def ruled(name: str, size: dict[str, Any]) -> str:
     """The span that `recommend_interval` names, N times V."""
     span = size["rule"]["window"] * size["rule"]["interval_tokens"]
-    return f"{span / 1e6:.1f}M tokens ({name}, {span / size['active_parameters']:.0f} a parameter)"
+    return f"{span / 1e6:.1f}M tokens ({name}, {span / size['active_parameters']:.0f} per parameter)"
 
 
 def scaling(results: dict[str, Any]) -> str:

@@ -145,7 +145,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
         lines.append(Line(name, [int(window) for window in windows], means))
     annealed = float(np.mean([seed["annealed"] for seed in results["seeds"].values()]))
     lines.append(Line("AdamW, annealed", [1, max(WINDOWS)], [annealed] * 2, dashed=True))
-    panel = LinePanel("held-out loss, nats a token", "snapshots merged, N", lines, log_x=True)
+    panel = LinePanel("held-out loss, nats per token", "snapshots merged, N", lines, log_x=True)
     return {"figure.png": to_png(draw_lines([panel]))}
 
 

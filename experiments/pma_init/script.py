@@ -65,7 +65,7 @@ def of_seed(study: Study, seed: int) -> dict[str, Any]:
 
 
 def trained(study: Study, trunk: Run, begin: Snapshot, keys: dict[str, Any], rate: float) -> Run:
-    """A run that begins with a snapshot's weights, a fresh optimizer and a short warm-up, and decays (cosine) to 0."""
+    """A run that starts from a snapshot's weights, a fresh optimizer and a short warm-up, and decays (cosine) to 0."""
     config = trunk.config
     total = config.training.total_tokens // keys["part"]
     changes = [
@@ -126,7 +126,7 @@ def report(results: dict[str, Any]) -> str:
             for begin in results["begins"]:
                 shown = [cell_text(results, task, rate, begin, of) for of in MEASURES.values()]
                 rows.append([f"x{rate}", begin, *shown])
-        parts.append(f"**{task.capitalize()}.**\n\n{pages.format_table(['rate', 'begun from', *MEASURES], rows)}")
+        parts.append(f"**{task.capitalize()}.**\n\n{pages.format_table(['rate', 'started from', *MEASURES], rows)}")
     note = (
         f"{results['size']}. Of `last`: the mean over seeds; of the others: less that of `last`, with the interval. "
         f"Losses are on {TEXT_TOKENS:,} held-out tokens of the task itself, in fine-tuning of bodies alone. Roughness "

@@ -1,11 +1,11 @@
-"""Does a run that fell over for good get up again from the mean of the snapshots before? (PMA, Section 4.5, Figure 7)
+"""Does a collapsed run recover from the mean of earlier snapshots? (PMA, Section 4.5, Figure 7)
 
 Command:   python experiments/spike_recovery/script.py --runs runs/spike_recovery
 
-For each seed, in order, a small decoder is trained at a rate that is far too high. Of those that collapse for good the
-first three go on: each arm begins with the collapsing run's own state and snapshots from before the spike, meets the
-spike, and does about it what its configuration says. What is finished in --runs is not done again, so several of
-these may share the seeds (--seeds) and one more collects. Other `--config.key=value` go to every run.
+For each seed, in order, a small decoder is trained at a rate that is far too high. The first three runs that collapse
+permanently continue: each arm starts from the collapsing run's own state and snapshots from before the spike, reaches
+the spike, and reacts to it as its configuration specifies. Finished arms in --runs are not repeated, so several
+processes can share the seeds (--seeds) and one more collects the results. Other `--config.key=value` go to every run.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-COLLAPSES = 3  # seeds that count
+COLLAPSES = 3  # collapsed seeds to use
 STEP = 512  # tokens
 RATE, CLEAN_RATE = 0.08, 0.01
 BASE = [
@@ -34,7 +34,7 @@ BASE = [
     f"training.log_interval_tokens={STEP}",
     f"schedule.peak_rate={RATE}",
     f"schedule.warmup_tokens={50 * STEP}",
-    # What holds a run back at such a rate is off, and the second moment has the memory of Adam's first paper.
+    # Whatever stabilises a run at such a rate is off, and b2 is that of the original Adam paper.
     "optimizer.clip_norm=0",
     "optimizer.weight_decay=0",
     "optimizer.b2=0.999",
@@ -46,26 +46,26 @@ BASE = [
     "evaluation.tokens=8192",
     "preview.windows=()",
     "mesh.cpu_devices=1",
-    # A batch of 512 tokens is noisy (spread 0.2 nats): a collapse is few of its spreads, and shows in that it stays.
+    # A batch of 512 tokens is noisy (spread 0.2 nats): a collapse is only a few spreads high, but it lasts.
     f"spikes.window_tokens={100 * STEP}",
     f"spikes.patience_tokens={60 * STEP}",
     "spikes.loss_z=1.7",
     "spikes.minimum_rise_nats=0.2",
     "spikes.confirm_steps=20",
 ]
-GO_BACK = ["spikes.attempts=1", "spikes.optimizer=restore"]
+ROLL_BACK = ["spikes.attempts=1", "spikes.optimizer=restore"]
 RESET = ["spikes.attempts=1", "spikes.optimizer=reset", f"spikes.warmup_tokens={25 * STEP}"]
 NOTHING = "nothing"
 COLUMN_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.4, 6.0, 0.9  # of the figure
 BEFORE = 0.25  # share of a panel's width that is before the spike
-WHOLE = {  # arms that are trained from the beginning
+FROM_SCRATCH = {  # arms that are trained from the first step
     "clean": [f"schedule.peak_rate={CLEAN_RATE}"],
     "skip updates": ["spikes.skip_gradient_z=4"],
 }
-ARMS = {  # arms that begin before the spike of `nothing`
-    "restart": [*GO_BACK, "spikes.snapshots=1"],
-    "restart, pass over data": [*GO_BACK, "spikes.snapshots=1", "spikes.skip_data=true"],
-    "PMA-init N=3, optimizer restored": [*GO_BACK, "spikes.snapshots=3"],
+ARMS = {  # arms that start before the spike of `nothing`
+    "restart": [*ROLL_BACK, "spikes.snapshots=1"],
+    "restart, pass over data": [*ROLL_BACK, "spikes.snapshots=1", "spikes.skip_data=true"],
+    "PMA-init N=3, optimizer restored": [*ROLL_BACK, "spikes.snapshots=3"],
     "PMA-init N=1": [*RESET, "spikes.snapshots=1"],
     "PMA-init N=3": [*RESET, "spikes.snapshots=3"],
     "PMA-init N=5": [*RESET, "spikes.snapshots=5"],
@@ -73,7 +73,7 @@ ARMS = {  # arms that begin before the spike of `nothing`
 
 
 def main() -> None:
-    """Train what is missing; with all of it there, write results.json and figure.png."""
+    """Train the arms that are missing, then write results.json and figure.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--seeds", default="0,1,2,3,4,5,6,7", help="tried in this order")
@@ -81,7 +81,7 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     overrides = [word.removeprefix("--config.") for word in rest]
     options.runs.mkdir(parents=True, exist_ok=True)
-    # Forty runs of a few programs: each is compiled once.
+    # Forty runs share a few programs: compile each once.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.runs.resolve() / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
@@ -89,16 +89,16 @@ def main() -> None:
     never = []
     for seed in map(int, options.seeds.split(",")):
         folder = options.runs / str(seed)
-        nothing = trained(folder, NOTHING, seed, overrides)
+        nothing = train_arm(folder, NOTHING, seed, overrides)
         if nothing["onset_tokens"] is None:
             never.append(seed)
             continue
         arms = {NOTHING: nothing}
-        arms |= {arm: trained(folder, arm, seed, [*overrides, *keys]) for arm, keys in WHOLE.items()}
+        arms |= {arm: train_arm(folder, arm, seed, [*overrides, *keys]) for arm, keys in FROM_SCRATCH.items()}
         for arm, keys in ARMS.items():
-            before_spike(folder, arm, seed, [*overrides, *keys], nothing["onset_tokens"])
-            arms[arm] = trained(folder, arm, seed, [*overrides, *keys])
-        seeds[seed] = judged(arms)
+            copy_before_spike(folder, arm, seed, [*overrides, *keys], nothing["onset_tokens"])
+            arms[arm] = train_arm(folder, arm, seed, [*overrides, *keys])
+        seeds[seed] = judge(arms)
         if len(seeds) == COLLAPSES:
             break
     results = {
@@ -106,18 +106,18 @@ def main() -> None:
         "clean_rate": CLEAN_RATE,
         "seeds": seeds,
         "never_collapsed": never,
-        "summary": summary(seeds),
+        "summary": summarize(seeds),
         "machine_hours": sum(arm["seconds"] for arms in seeds.values() for arm in arms.values()) / 3600,
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     if seeds:
         (options.out / "figure.png").write_bytes(draw(seeds))
-    print(table(results))
+    print(format_table(results))
 
 
-def resolved(seed: int, overrides: list[str]) -> Any:
-    """The configuration of a run."""
+def make_config(seed: int, overrides: list[str]) -> Any:
+    """Return the configuration of a run."""
     from pma_jax import config as configuration
 
     raw = configuration.load("demo")
@@ -125,20 +125,20 @@ def resolved(seed: int, overrides: list[str]) -> Any:
     return configuration.resolve(raw)
 
 
-def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """Train one arm to its end, or to where it is given up; what it says of itself, kept beside the run."""
+def train_arm(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+    """Train one arm until it ends or gives up; return its record, which is stored next to the run."""
     from pma_jax.training import rollback
     from pma_jax.training.loop import train
 
-    path = folder / slug(arm)
-    said = path.with_suffix(".json")
-    if said.exists():
-        return json.loads(said.read_text())
+    path = folder / folder_name(arm)
+    record_path = path.with_suffix(".json")
+    if record_path.exists():
+        return json.loads(record_path.read_text())
     from pma_jax.runs.directory import open_run
 
-    begin, error = time.perf_counter(), None
+    began, error = time.perf_counter(), None
     try:
-        train(resolved(seed, overrides), path)
+        train(make_config(seed, overrides), path)
     except ValueError as raised:
         error = str(raised)
     run = open_run(path)
@@ -146,7 +146,7 @@ def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str
     declared = [r for r in records if r["kind"] == "spike" and r["verdict"] == "irrecoverable"]
     steps = [r for r in records if r["kind"] == "train"]
     evaluations = [[r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation"]
-    facts = {
+    record = {
         "onset_tokens": declared[0]["onset_tokens"] if declared else None,
         "went_back_to_tokens": [event["tokens"] for event in events],
         "declared_tokens": [event["spike"]["tokens"] for event in events] + [r["tokens"] for r in declared],
@@ -154,24 +154,24 @@ def trained(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str
         "final_tokens": evaluations[-1][0],
         "final_loss": evaluations[-1][1],
         "skipped_updates": steps[-1].get("skipped_updates"),
-        "seconds": time.perf_counter() - begin,
+        "seconds": time.perf_counter() - began,
         "evaluations": evaluations,
-        "curve": curve(steps),
+        "curve": thin_curve(steps),
     }
-    said.write_text(json.dumps(facts) + "\n")
-    return facts
+    record_path.write_text(json.dumps(record) + "\n")
+    return record
 
 
-def before_spike(folder: Path, arm: str, seed: int, overrides: list[str], onset_tokens: int) -> None:
-    """Begin an arm with what the collapsing run had before its spike: state, snapshots and records."""
+def copy_before_spike(folder: Path, arm: str, seed: int, overrides: list[str], onset_tokens: int) -> None:
+    """Start an arm from what the collapsing run had before its spike: state, snapshots and metrics."""
     from pma_jax.runs import states
     from pma_jax.runs.directory import create_run, is_run, open_run
     from pma_jax.storage.paths import absolute_path
 
-    path = folder / slug(arm)
+    path = folder / folder_name(arm)
     if path.with_suffix(".json").exists() or is_run(path):
         return
-    source = open_run(folder / slug(NOTHING))
+    source = open_run(folder / folder_name(NOTHING))
     state = [s for s in source.states if s.tokens < onset_tokens][-1]
     if path.exists():
         shutil.rmtree(path)
@@ -180,30 +180,30 @@ def before_spike(folder: Path, arm: str, seed: int, overrides: list[str], onset_
         if snapshot.tokens <= state.tokens:
             shutil.copytree(snapshot.path, path / "snapshots" / snapshot.path.name)
     shutil.copy(source.path / "metrics.jsonl", path / "metrics.jsonl")
-    create_run(path, resolved(seed, overrides), source.metadata)
+    create_run(path, make_config(seed, overrides), source.metadata)
 
 
-def judged(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each arm with whether it passed the spike and came back.
+def judge(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Add to each arm whether it passed the spike and recovered.
 
-    Before: the median of the last three held-out losses before the spike. An arm passes when it was not given up, no
-    spike was declared after it went back, and its last loss is at most 0.1 nats above that; it is back when its last
-    loss is not above it.
+    The loss before is the median of the last three held-out losses before the spike. An arm passes if it did not give
+    up, no spike was declared after its last rollback, and its last loss is at most 0.1 nats above the loss before. It
+    is back if its last loss is not above the loss before.
     """
     onset = arms[NOTHING]["onset_tokens"]
     before = statistics.median([loss for tokens, loss in arms[NOTHING]["evaluations"] if tokens < onset][-3:])
-    for facts in arms.values():
-        again = len(facts["declared_tokens"]) > len(facts["went_back_to_tokens"])
-        ends_well = not facts["gave_up"] and not again
-        facts["before_loss"] = before
-        facts["passes"] = ends_well and facts["final_loss"] <= before + 0.1
-        facts["back"] = ends_well and facts["final_loss"] <= before
-        facts["above_clean"] = facts["final_loss"] - arms["clean"]["final_loss"]
+    for record in arms.values():
+        again = len(record["declared_tokens"]) > len(record["went_back_to_tokens"])
+        ends_well = not record["gave_up"] and not again
+        record["before_loss"] = before
+        record["passes"] = ends_well and record["final_loss"] <= before + 0.1
+        record["back"] = ends_well and record["final_loss"] <= before
+        record["above_clean"] = record["final_loss"] - arms["clean"]["final_loss"]
     return arms
 
 
-def summary(seeds: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each arm over the seeds."""
+def summarize(seeds: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Summarize each arm over the seeds."""
     return {
         arm: {
             "passes": sum(s[arm]["passes"] for s in seeds.values()),
@@ -216,8 +216,8 @@ def summary(seeds: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    """The README's table."""
+def format_table(results: dict[str, Any]) -> str:
+    """Format the README's table."""
     lines = [
         "| arm | passes the spike | back at the loss before it | last held-out loss, each seed | less that before |"
     ]
@@ -229,8 +229,8 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def curve(steps: list[dict[str, Any]], every: int = 10) -> list[list[float]]:
-    """[tokens, median loss, largest gradient norm] of each ten steps."""
+def thin_curve(steps: list[dict[str, Any]], every: int = 10) -> list[list[float]]:
+    """Return [tokens, median loss, largest gradient norm] of every `every` steps."""
     groups = [steps[i : i + every] for i in range(0, len(steps), every)]
     return [
         [
@@ -279,8 +279,8 @@ def draw(seeds: dict[int, dict[str, Any]]) -> bytes:
     return to_png(figure, dpi=110)
 
 
-def slug(arm: str) -> str:
-    """The folder of an arm."""
+def folder_name(arm: str) -> str:
+    """Return the name of an arm's folder."""
     return arm.lower().replace(", ", "-").replace(" ", "-").replace("=", "")
 
 

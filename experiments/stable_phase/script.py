@@ -49,8 +49,8 @@ def report(results: dict[str, Any]) -> str:
             rows.append([name, f"{size['parameters'] / 1e6:.2f}M", tokens, f"{sum(raw) / len(raw):.4f}", *shown])
     header = ["size", "parameters", "tokens", "raw loss", *(f"raw − SMA of {w}" for w in WINDOWS)]
     note = (
-        "Above 0 merging is better. Each cell is the mean over seeds and its 95% interval, in nats a token; there is a "
-        f"snapshot at every {results['ends'][-1]}th part of the horizon."
+        "Above 0 merging is better. Each cell is the mean over seeds and its 95% interval, in nats per token; there is "
+        f"a snapshot at every {results['ends'][-1]}th part of the horizon."
     )
     return f"{pages.format_table(header, rows)}\n\n{note}\n\n{found(results)}"
 
@@ -64,7 +64,7 @@ def found(results: dict[str, Any]) -> str:
         better, worse = sum(g.low > 0 for g in there), sum(g.high < 0 for g in there)
         lines.append(
             f"SMA of {cell.window}: clearly better than raw at {better} of {len(there)} positions, clearly worse at "
-            f"{worse}, not told apart at {len(there) - better - worse}."
+            f"{worse}, not distinguishable at {len(there) - better - worse}."
         )
     return " ".join(lines)
 

@@ -51,11 +51,11 @@ FOLLOWED += (("lagfree:lag=0.5", "block_mean"), ("lagfree", "block_mean"), ("lag
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the size's own: the higher, the more noise
 POWER = ("power:sigma_rel=0.05", "power:sigma_rel=0.1", "power:sigma_rel=0.15")  # over all snapshots: from token 0
 LEARNED = (("point", 4), ("block_mean", 4))  # kind, and the share of the units that is merged
-LEARNED_WIDE = ("block_mean", 2)  # besides, of the first size
+LEARNED_WIDE = ("block_mean", 2)  # also, for the first size
 FITTED_TOKENS, FITTED_STEPS = 16_384, 20  # of the text that weights are learned on, after the one they are judged by
 BASELINE = "sma"
 SHORT_SHARES = (32, 16)  # a short anneal takes one over so many of the tokens
-SHORT_WINDOW = 8  # of the merge that it begins with
+SHORT_WINDOW = 8  # of the merge that it starts from
 SHORT_RATES = (1.0, 0.3, 0.1)  # where it begins, as a share of the trunk's rate
 SHORT_SIZES = 2  # of the sizes
 
@@ -252,7 +252,7 @@ def short_table(results: dict[str, Any]) -> str:
             length = f"1/{results['units'] // short['length']}"
             rows.append([name, short["from"], f"{short['rate']:g}", length, share, above])
     gains = ["share of the long anneal's gain", "loss above the long anneal's"]
-    table = pages.format_table(["size", "begins with", "share of the rate", "share of the tokens", *gains], rows)
+    table = pages.format_table(["size", "starts from", "share of the rate", "share of the tokens", *gains], rows)
     return f"**A short anneal, from the raw model or from a merge**, over the last tokens:\n\n{table}"
 
 

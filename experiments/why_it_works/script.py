@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import optax
 
-from pma_jax.analysis import curvature, landscape, noise, spectrum
-from pma_jax.analysis.comparison import mean_interval
+from pma_jax.analysis import curvature, landscape, spectrum
+from pma_jax.analysis.comparison import fit_noise, mean_interval, subset_rows
 from pma_jax.analysis.workbench import Workbench, open_workbench
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
@@ -27,7 +27,7 @@ from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study, run_experiment
 
 TEXT_TOKENS = 8192  # held-out text of curvature and landscape
-REPLICAS = 5  # besides the trunk
+REPLICAS = 5  # in addition to the trunk
 RANDOM_DIRECTIONS, TOP_DIRECTIONS = 32, 4
 GRID = 17  # points along each axis of a contour plot
 TWO_WEIGHTS_OF = "blocks/query_DxNxH"
@@ -135,7 +135,7 @@ def planes(bench: Workbench, models: list[Any], merged: Any, annealed: Any) -> l
 
 
 def leaf_of(params: Any, name: str) -> Any:
-    """The leaf of a parameter tree that is called `name`."""
+    """Return the leaf of a parameter tree at the path `name`."""
     for part in name.split("/"):
         params = params[part]
     return params
@@ -151,7 +151,7 @@ def noise_and_drift(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     # A merge is a table of weights, replicas by time.
     last, even = np.eye(span)[-1], np.full(span, 1 / span)
     one, all_of_them = np.eye(len(replicas)), np.full(len(replicas), 1 / len(replicas))
-    subsets = noise.subset_rows(len(replicas))
+    subsets = subset_rows(len(replicas))
     groups = {
         **{f"mean of {m}": [np.outer(row, last) for row in rows] for m, rows in subsets.items()},
         "time": [np.outer(row, even) for row in one],
@@ -163,7 +163,7 @@ def noise_and_drift(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     losses = iter(evaluate_merges(config, snapshots, rows).losses)
     each = {name: [next(losses) for _ in tables] for name, tables in groups.items()}
     by_count = {m: float(np.mean(each[f"mean of {m}"])) for m in subsets}
-    split = noise.fit_noise(list(by_count), list(by_count.values()))
+    split = fit_noise(list(by_count), list(by_count.values()))
     return {
         "replicas": len(replicas),
         "by_count": {str(m): loss for m, loss in by_count.items()},
@@ -208,7 +208,7 @@ def quadratic_report(results: dict[str, Any]) -> str:
             if kind != "measured" or around == "merge":
                 rows.append(["" if kind == "measured" else name, kind.replace("_", "-"), *gains, *shares])
     header = ["expanded around", "", "over the mean of the losses", "over the last", "off-diagonal", "negative pairs"]
-    text = f"Gain of the mean of the last {results['window']} snapshots, nats a token"
+    text = f"Gain of the mean of the last {results['window']} snapshots, nats per token"
     return f"**A quadratic.** {text}:\n\n{pages.format_table(header, rows)}"
 
 
@@ -256,7 +256,7 @@ def response(results: dict[str, Any], recipe: str, frequencies: Any) -> np.ndarr
 
 
 def passed(results: dict[str, Any], seed: dict[str, Any], directions: str, recipe: str) -> float:
-    """Share of the path's power at a constant rate that a recipe lets through."""
+    """Share of the path's power at a constant rate that a recipe passes."""
     found = seed["spectrum"]
     power, frequencies = np.array(found[directions]["constant"]), np.array(found["frequencies"])
     return float((response(results, recipe, frequencies) ** 2 * power).sum() / power.sum())
@@ -281,11 +281,9 @@ def spectrum_report(results: dict[str, Any]) -> str:
         for d in DIRECTIONS
     ]
     left.append(["annealing over the last quarter", *decays])
-    text = "Power of the path over the last quarter, straight lines taken out; fast: above a quarter of a cycle a unit."
+    text = "Power of the path over the last quarter, linear trends removed; fast: above 0.25 cycles per unit."
     header = ["directions", "fast share, constant rate", "fast share, decaying rate"]
-    then = (
-        f"Share of that power that a recipe over {results['window']} snapshots lets through, and that annealing leaves:"
-    )
+    then = f"Share of that power that a recipe over {results['window']} snapshots passes, and that annealing leaves:"
     names = [f"along {name}" for name in DIRECTIONS.values()]
     tables = pages.format_table(header, speeds), pages.format_table(["", *names], left)
     return f"**The filter view.** {text}\n\n{tables[0]}\n\n{then}\n\n{tables[1]}"
@@ -333,7 +331,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
         Line(label, counts, flat(name), dashed=True)
         for label, name in (("mean over time", "time"), ("over both", "both"), ("annealed", "annealed"))
     ]
-    drawn = [LinePanel("held-out loss, nats a token", "replicas averaged, m", lines)]
+    drawn = [LinePanel("held-out loss, nats per token", "replicas averaged, m", lines)]
     frequencies = seeds[0]["spectrum"]["frequencies"][1:]
     for directions, name in (("random", "random directions"), ("top", "most curved directions")):
         power = {
@@ -341,10 +339,10 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             for rate in ("constant", "decaying")
         }
         spectral = [Line(f"{rate} rate", frequencies, values) for rate, values in power.items()]
-        drawn.append(LinePanel(f"log10 of power, {name}", "cycles a unit", spectral))
+        drawn.append(LinePanel(f"log10 of power, {name}", "cycles per unit", spectral))
     at = np.linspace(0, 0.5, 21)
     answers = [Line(display_name(recipe), at.tolist(), response(results, recipe, at).tolist()) for recipe in RECIPES]
-    drawn.append(LinePanel(f"response |H| of recipes over {results['window']}", "cycles a unit", answers, zero=True))
+    drawn.append(LinePanel(f"response |H| of recipes over {results['window']}", "cycles per unit", answers, zero=True))
     return {"planes.png": to_png(draw_contours(panels)), "figure.png": to_png(draw_lines(drawn, columns=2))}
 
 

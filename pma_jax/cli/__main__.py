@@ -2,6 +2,6 @@
 
 import sys
 
-from pma_jax.cli.verbs import main
+from pma_jax.cli.command import main
 
 sys.exit(main())

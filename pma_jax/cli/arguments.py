@@ -1,126 +1,79 @@
-"""What `pma VERB …` takes on the command line: one parser a verb, and the types of their arguments. Imports no JAX."""
+"""The options of `pma VERB …`: one argparse parser per verb, and the types of their values. Does not import JAX.
+
+The help of a verb is the docstring of its function in `verbs`.
+"""
 
 import argparse
-from collections.abc import Callable, Mapping
+import inspect
+import string
+import sys
+from collections.abc import Callable
 from typing import Any
 
+from pma_jax.cli import verbs as functions
 from pma_jax.config import SNAPSHOT_KINDS
 
+CONFIG_HELP = "a .py file with get_config(), or the name of a shipped configuration such as demo"
 
-def parser(functions: Mapping[str, Callable[[argparse.Namespace], None]]) -> argparse.ArgumentParser:
-    """The parser of all verbs; `function` of what it returns is the verb's own of `functions`, by name."""
-    whole = argparse.ArgumentParser(
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    The parsed options hold the name of the verb as `verb`, its function as `function`, and `takes_config`: whether
+    `--config.SECTION.KEY=VALUE` applies to it.
+    """
+    top = argparse.ArgumentParser(
         prog="pma",
-        description="Train language models by tokens, merge their checkpoints, and see what annealing would give.",
-        epilog="Every verb has --help with an example. A mistake is one line and exit status 1 (or 2: called wrongly).",
+        description="Train language models on a token schedule, merge their checkpoints, and preview annealing.",
+        epilog="Each verb has --help with an example. An error is one line, with exit status 1, or 2 for a wrong call.",
     )
-    verbs = whole.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_training_verbs(verbs)
+    _add_plan_verb(verbs)
+    _add_merge_verb(verbs)
+    _add_preview_verbs(verbs)
+    _add_evaluation_verbs(verbs)
+    _add_conversion_verbs(verbs)
+    return top
 
-    verb = _verb(verbs, functions, "train", "pma train --config demo --workdir runs/demo --config.training.seed=1")
-    verb.add_argument("--config", required=True, help="a .py file with get_config(), or a shipped name such as demo")
-    verb.add_argument("--workdir", required=True, help="the run's directory; a run that is there is resumed")
-    _takes_config(verb)
-    _takes_hosts(verb)
 
-    verb = _verb(
-        verbs,
-        functions,
-        "fork",
-        "pma fork runs/demo --at-tokens 4.9e6 --workdir runs/annealed "
-        "--config.schedule.decay=cosine --config.schedule.decay_start_tokens=4.9e6",
-    )
+def _add_training_verbs(verbs: Any) -> None:
+    verb = _add_verb(verbs, functions.train, _config(), _hosts())
+    verb.add_argument("--config", required=True, help=CONFIG_HELP)
+    verb.add_argument("--workdir", required=True, help="the run's directory; an existing run is resumed")
+
+    verb = _add_verb(verbs, functions.fork, _config(), _hosts())
     verb.add_argument("run", help="the run to start from")
-    verb.add_argument("--at-tokens", required=True, type=_tokens, help="where RUN saved a full state")
+    verb.add_argument("--at-tokens", required=True, type=_tokens, help="tokens at which RUN saved a full state")
     verb.add_argument("--workdir", required=True, help="the new run's directory; the same fork is resumed")
-    verb.add_argument("--weights", metavar="SNAPSHOT", help="begin with these instead, such as a merge (PMA-init)")
-    _takes_config(verb)
-    _takes_hosts(verb)
+    verb.add_argument("--weights", metavar="SNAPSHOT", help="start from these weights, such as a merge (PMA-init)")
 
-    _merge_options(
-        _verb(verbs, functions, "merge", "pma merge runs/demo --last 10 --recipe sma --out runs/demo/merged/sma-10")
-    )
 
-    verb = _verb(verbs, functions, "sweep", "pma sweep runs/demo --recipes sma,wma --windows 3,6,10,15")
-    verb.add_argument("run", help="the run whose newest snapshots are merged; RUN/sweep.json is written")
-    verb.add_argument("--recipes", default="sma,ema:alpha=0.1,ema:alpha=0.2,wma", type=_texts, metavar="R,R")
-    verb.add_argument("--windows", default="3,6,10,15", type=_windows, metavar="N,N")
-    verb.add_argument("--intervals", default="1", type=_windows, metavar="I,I", help="every I-th snapshot (default 1)")
-    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, default="point", help="of snapshots (default point)")
-    _takes_json(verb)
-    _takes_hosts(verb)
-
-    verb = _verb(verbs, functions, "watch", "pma watch runs/demo --recipe wma --windows 6,10")
-    verb.add_argument("run", help="a run that is being trained, or was; previews are added to RUN/watch.jsonl")
-    verb.add_argument("--recipe", help="such as wma (default: the run's preview.recipe)")
-    verb.add_argument("--windows", type=_windows, metavar="N,N", help="default: the run's preview.windows")
-    verb.add_argument(
-        "--kind", choices=SNAPSHOT_KINDS, help="of snapshots (default: the first kind that the run saves)"
-    )
-    verb.add_argument("--poll-seconds", default=5.0, type=_seconds, help="between looks at the run (default 5)")
-    verb.add_argument("--once", action="store_true", help="preview what is there, and end")
-    _takes_hosts(verb)
-
-    verb = _verb(
-        verbs, functions, "evaluate", "pma evaluate runs/demo runs/demo/merged/sma-10 --config.evaluation.tokens=131072"
-    )
-    verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
-    _takes_config(verb)
-    _takes_json(verb)
-    _takes_hosts(verb)
-
-    verb = _verb(verbs, functions, "inspect", "pma inspect runs/demo")
-    verb.add_argument("target", help="a run, a snapshot, or a checkpoint in any format that `pma merge` reads")
-    verb.add_argument("--subtree", help="where an Orbax tree holds the parameters")
-    verb.add_argument("--verify", action="store_true", help="read everything again, and compare it with its digests")
-    verb.add_argument("--with-sources", action="store_true", help="the same, of what a merge was made from too")
-    _takes_json(verb)
-
-    verb = _verb(
-        verbs, functions, "plan", "pma plan --config demo --topology v5e:2x2 --config.training.batch_size_sequences=64"
-    )
-    verb.add_argument("--config", required=True, help="a .py file with get_config(), or a shipped name such as demo")
+def _add_plan_verb(verbs: Any) -> None:
+    verb = _add_verb(verbs, functions.plan, _config(), _json())
+    verb.add_argument("--config", required=True, help=CONFIG_HELP)
     verb.add_argument(
         "--topology", required=True, metavar="CHIP:SHAPE", help="TPUs, such as v5p:4x4x8; 2*v5e:4x4 is two slices"
     )
-    verb.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
+    verb.add_argument("--out", metavar="FILE", help="also write the plan to FILE, as JSON")
     verb.add_argument(
         "--storage-bandwidth",
         default="1GB/s",
         type=_rate,
         metavar="SIZE/s",
-        help="of the storage of checkpoints, all devices together (default 1GB/s)",
+        help="of the checkpoint storage, for all devices together (default 1GB/s)",
     )
     verb.add_argument(
         "--annealing-share",
         default=0.2,
-        type=_share,
+        type=_positive_number("a share above 0 and up to 1, such as 0.2", at_most=1),
         metavar="SHARE",
-        help="of the tokens, of the annealing that merging replaces (default 0.2)",
+        help="share of the tokens that the annealing would take which merging replaces (default 0.2)",
     )
-    _takes_config(verb)
-    _takes_json(verb)
-
-    verb = _verb(verbs, functions, "import", "pma import models/Qwen3-0.6B --out imported/qwen3")
-    verb.add_argument("model", help="a Hugging Face model's directory, or hf://org/repo@revision")
-    verb.add_argument("--out", required=True, help="the snapshot to write; must not exist")
-    _takes_json(verb)
-
-    verb = _verb(verbs, functions, "export", "pma export runs/demo/merged/sma-10 --out models/demo")
-    verb.add_argument("snapshot", help="a snapshot of any kind, a merge, an imported model, or a run (its newest)")
-    verb.add_argument("--out", required=True, help="the directory to write; must not exist")
-    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of what is written")
-    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="of a safetensors file (5GB)")
-    verb.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, instead of the one that the run has")
-    _takes_json(verb)
-
-    verb = _verb(verbs, functions, "report", "pma report runs/demo runs/demo-annealed")
-    verb.add_argument("run", nargs="+", help="the run, then the runs forked from it")
-    verb.add_argument("--out", help="the directory to write to (default: the first run's)")
-    _takes_json(verb)
-    return whole
 
 
-def _merge_options(verb: argparse.ArgumentParser) -> None:
+def _add_merge_verb(verbs: Any) -> None:
+    verb = _add_verb(verbs, functions.merge, _json(), _hosts())
     verb.add_argument(
         "source",
         nargs="+",
@@ -134,57 +87,112 @@ def _merge_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--last", type=_positive, metavar="N", help="only the newest N")
     verb.add_argument("--tokens", type=_token_range, metavar="A:B", help="only from A to B tokens, both included")
     verb.add_argument("--every", type=_tokens, metavar="V", help="only every V tokens, back from the newest")
-    verb.add_argument("--tolerance", type=_tokens, metavar="T", help="how far from its mark --every takes one (V/10)")
-    verb.add_argument("--across-stages", action="store_true", help="let one merge span several runs or stages")
-    verb.add_argument("--tokens-per-step", type=_tokens, metavar="T", help="where a name tells only the step")
-    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="which snapshots of a run")
-    verb.add_argument("--subtree", help="where an Orbax tree holds the parameters, such as params or target/model")
-    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of what is written")
-    verb.add_argument("--format", default="keep", choices=("keep", "orbax", "safetensors"), help="of what is written")
+    verb.add_argument("--tolerance", type=_tokens, metavar="T", help="largest distance from --every's marks (V/10)")
+    verb.add_argument("--across-stages", action="store_true", help="allow a merge of several runs or stages")
+    verb.add_argument("--tokens-per-step", type=_tokens, metavar="T", help="for checkpoints named by step only")
+    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of a run's snapshots")
+    verb.add_argument("--subtree", help="path of the parameters in an Orbax tree, such as params or target/model")
+    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of the output")
+    verb.add_argument("--format", default="keep", choices=("keep", "orbax", "safetensors"), help="of the output")
     verb.add_argument("--memory-limit", default="1GiB", type=_size, metavar="SIZE", help="resident memory (1GiB)")
     verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="of a safetensors file (5GB)")
+    verb.add_argument("--dry-run", action="store_true", help="print the plan of the merge and write nothing")
+
+
+def _add_preview_verbs(verbs: Any) -> None:
+    verb = _add_verb(verbs, functions.sweep, _json(), _hosts())
+    verb.add_argument("run", help="the run whose newest snapshots are merged; RUN/sweep.json is written")
+    recipes, windows = "sma,ema:alpha=0.1,ema:alpha=0.2,wma", "3,6,10,15"
+    verb.add_argument("--recipes", default=recipes, type=_recipes, metavar="R,R", help=f"default {recipes}")
+    verb.add_argument("--windows", default=windows, type=_positives, metavar="N,N", help=f"default {windows}")
     verb.add_argument(
-        "--dry-run", action="store_true", help="print what would be read, summed and written; write nothing"
+        "--intervals", default="1", type=_positives, metavar="I,I", help="every I-th snapshot (default 1)"
     )
-    _takes_json(verb)
-    _takes_hosts(verb)
+    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, default="point", help="of snapshots (default point)")
+
+    verb = _add_verb(verbs, functions.watch, _hosts())
+    verb.add_argument("run", help="a run, in training or finished; previews are appended to RUN/watch.jsonl")
+    verb.add_argument("--recipe", help="such as wma (default: the run's preview.recipe)")
+    verb.add_argument("--windows", type=_positives, metavar="N,N", help="default: the run's preview.windows")
+    verb.add_argument(
+        "--kind", choices=SNAPSHOT_KINDS, help="of snapshots (default: the first kind that the run saves)"
+    )
+    seconds = _positive_number("a number of seconds above 0")
+    verb.add_argument("--poll-seconds", default=5.0, type=seconds, help="interval of checking the run (default 5)")
+    verb.add_argument("--once", action="store_true", help="preview the existing snapshots and exit")
 
 
-def _verb(
-    verbs: Any, functions: Mapping[str, Callable[[argparse.Namespace], None]], name: str, example: str
+def _add_evaluation_verbs(verbs: Any) -> None:
+    verb = _add_verb(verbs, functions.evaluate, _config(), _json(), _hosts())
+    verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
+
+    verb = _add_verb(verbs, functions.inspect, _json())
+    verb.add_argument("target", help="a run, a snapshot, or a checkpoint in any format that `pma merge` reads")
+    verb.add_argument("--subtree", help="path of the parameters in an Orbax tree")
+    verb.add_argument("--verify", action="store_true", help="read all data again and compare it with its digests")
+    verb.add_argument("--with-sources", action="store_true", help="--verify, including the sources of a merge")
+
+    verb = _add_verb(verbs, functions.report, _json())
+    verb.add_argument("run", nargs="+", help="the run, then the runs forked from it")
+    verb.add_argument("--out", help="the directory to write to (default: the first run's)")
+
+
+def _add_conversion_verbs(verbs: Any) -> None:
+    verb = _add_verb(verbs, functions.import_, _json())
+    verb.add_argument("model", help="a Hugging Face model's directory, or hf://org/repo@revision")
+    verb.add_argument("--out", required=True, help="the snapshot to write; must not exist")
+
+    verb = _add_verb(verbs, functions.export, _json())
+    verb.add_argument("snapshot", help="a snapshot of any kind, a merge, an imported model, or a run (its newest)")
+    verb.add_argument("--out", required=True, help="the directory to write; must not exist")
+    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of the output")
+    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="of a safetensors file (5GB)")
+    verb.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the run's")
+
+
+def _add_verb(
+    verbs: Any, function: Callable[[argparse.Namespace], None], *parents: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
-    text = functions[name].__doc__
+    text = inspect.getdoc(function) or ""
     verb = verbs.add_parser(
-        name,
-        help=text,
+        function.__name__.rstrip("_"),
+        help=text.partition("\n")[0],
         description=text,
-        epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=parents,
     )
-    verb.set_defaults(function=functions[name], takes_config=False)
+    verb.set_defaults(function=function, takes_config=any(p.get_default("takes_config") for p in parents))
     return verb
 
 
-def _takes_config(verb: argparse.ArgumentParser) -> None:
-    verb.set_defaults(takes_config=True)
-    verb.add_argument("--config.SECTION.KEY=VALUE", action="append", help="change any key of the configuration")
+def _config() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    options.set_defaults(takes_config=True)
+    group = options.add_argument_group("configuration")
+    group.add_argument("--config.SECTION.KEY=VALUE", action="store_true", help="change any key; may be repeated")
+    return options
 
 
-def _takes_json(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--json", action="store_true", help="print JSON for machines instead of a table")
+def _json() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument_group("output").add_argument("--json", action="store_true", help="print JSON, not a table")
+    return options
 
 
-def _takes_hosts(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--distributed", action="store_true", help="one of several processes of the same command (docs/hosts.md)"
+def _hosts() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    group = options.add_argument_group("several hosts")
+    group.add_argument(
+        "--distributed", action="store_true", help="this is one of several processes of the command (docs/hosts.md)"
     )
-    verb.add_argument(
+    group.add_argument(
         "--heartbeat-seconds",
         type=_positive,
         default=100,
         metavar="S",
-        help="stop when another process was not heard of for so long (100)",
+        help="stop after another process has been silent for this long (default 100)",
     )
+    return options
 
 
 def _tokens(text: str) -> int:
@@ -206,10 +214,9 @@ def _token_range(text: str) -> tuple[int, int]:
 
 def _size(text: str) -> int:
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ").strip()
-    unit = text[len(number) :].strip().upper()
+    number = text.rstrip(string.ascii_letters)
     try:
-        count = int(float(number) * units[unit])
+        count = int(float(number) * units[text[len(number) :].upper()])
     except (ValueError, KeyError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB or 500MB") from None
     if count < 1:
@@ -223,43 +230,37 @@ def _rate(text: str) -> int:
     return _size(text.removesuffix("/s"))
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and up to 1, such as 0.2")
-    return value
-
-
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
-def _windows(text: str) -> list[int]:
+def _positives(text: str) -> list[int]:
     return [_positive(item) for item in text.split(",")]
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
+def _positive_number(description: str, at_most: float = sys.float_info.max) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 < value <= at_most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
+        return value
+
+    return parse
 
 
-def _texts(text: str) -> list[str]:
-    # A comma also stands inside a recipe (lagfree:lag=0.5,order=1): a new one begins with a letter, without "=".
-    parts: list[str] = []
+def _recipes(text: str) -> list[str]:
+    # Commas also separate the arguments of a recipe (lagfree:lag=0.5,order=1): a recipe starts with a letter and has no
+    # "=" before its colon.
+    recipes: list[str] = []
     for item in text.split(","):
-        begins = item[:1].isalpha() and "=" not in item.split(":")[0]
-        if parts and not begins:
-            parts[-1] += f",{item}"
+        is_new = item[:1].isalpha() and "=" not in item.split(":")[0]
+        if recipes and not is_new:
+            recipes[-1] += f",{item}"
         else:
-            parts.append(item)
-    return parts
+            recipes.append(item)
+    return recipes

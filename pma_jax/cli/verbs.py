@@ -1,89 +1,52 @@
-"""`pma VERB …`: one function a verb, each thin. JAX is imported by the verbs that need it, not by `--help`."""
+"""The verbs of `pma VERB …`: one thin function each, whose docstring is its help.
+
+Each function imports what it needs, so that `--help` does not import JAX.
+"""
 
 import argparse
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pma_jax.cli.arguments import parser
-from pma_jax.runtime import signals
-from pma_jax.runtime.errors import error_line
 from pma_jax.storage.paths import is_bucket, locate
-
-CONFIG_PREFIX = "--config."
-NOTHING = "nothing was written"
-# Verb -> what is left when a signal stops it.
-AFTER_STOP = {
-    "train": "the same command goes on from the last saved state",
-    "fork": "the same command goes on from the last saved state",
-    "merge": "nothing was published; the same command goes on where this one stopped",
-    "sweep": "nothing of this grid was written",
-    "watch": "the same command goes on from the last preview",
-    "report": "what was written is whole; the same command writes the rest",
-    **dict.fromkeys(("evaluate", "inspect", "plan", "import", "export"), NOTHING),
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; exit status 0: done, 1: could not (one line says why), 2: called wrongly.
-
-    130 and 143: stopped by SIGINT (Ctrl-C) or SIGTERM; one line says what is left.
-    """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    overrides = [word.removeprefix(CONFIG_PREFIX) for word in words if word.startswith(CONFIG_PREFIX)]
-    options = parser(VERBS).parse_args([word for word in words if not word.startswith(CONFIG_PREFIX)])
-    if overrides and not options.takes_config:
-        print(f"error: `pma {options.verb}` takes no --config.key=value", file=sys.stderr)
-        return 2
-    options.overrides, options.words = overrides, words
-    _quiet()
-    try:
-        with signals.catch_signals(interrupts=True), _together(options):
-            options.function(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as stop:
-        print(str(stop) or f"stopped: {AFTER_STOP[options.verb]}", file=sys.stderr)
-        return getattr(stop, "status", 130)
-    return 0
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train, or resume what --workdir holds."""
-    from pma_jax.runtime.allocator import keep_freed_memory
+    """Train a model, or resume the run in --workdir.
 
-    keep_freed_memory()
-    _join(options)
-    from pma_jax import config as configuration
+    Example:
+        pma train --config demo --workdir runs/demo --config.training.seed=1
+    """
     from pma_jax.training import loop
 
-    config = configuration.resolve(configuration.load(options.config), options.overrides)
-    _say_done(loop.train(config, options.workdir))
+    _print_trained(loop.train(_load_config(options), options.workdir))
 
 
 def fork(options: argparse.Namespace) -> None:
-    """Start a new run from another's full state, and train it."""
-    from pma_jax.runtime.allocator import keep_freed_memory
+    r"""Start a new run from a full state of another run, and train it.
 
-    keep_freed_memory()
-    _join(options)
+    Example:
+        pma fork runs/demo --at-tokens 4.9e6 --workdir runs/annealed \
+            --config.schedule.decay=cosine --config.schedule.decay_start_tokens=4.9e6
+    """
     from pma_jax.runs.directory import open_run
     from pma_jax.training import fork, loop
 
     source = open_run(options.run)
     config = fork.fork_config(source, options.overrides)
     fork.fork(source, options.at_tokens, config, options.workdir, options.weights)
-    _say_done(loop.train(config, options.workdir))
+    _print_trained(loop.train(config, options.workdir))
 
 
 def merge(options: argparse.Namespace) -> None:
-    """Average checkpoints of any trainer, from storage to storage."""
-    _join(options)
+    """Average checkpoints of any trainer, from storage to storage.
+
+    Example:
+        pma merge runs/demo --last 10 --recipe sma --out runs/demo/merged/sma-10
+    """
     from pma_jax.merging import from_storage, gather
     from pma_jax.merging.engine import merge as engine
 
@@ -108,31 +71,31 @@ def merge(options: argparse.Namespace) -> None:
     )
     outs = from_storage.output_paths(options.out, recipes)
     description = from_storage.describe_merge(plan, gathered, outs)
-    (process, processes), meet = _share(options)
+    share, barrier = (0, 1), None
+    if options.distributed:  # one process alone does not import JAX
+        from pma_jax.runtime import hosts
+
+        share, barrier = hosts.process_index_and_count(), hosts.raise_if_any_failed
     if options.dry_run:
         engine.check_outputs(plan, outs)
     else:
-        with _progress(process == 0) as progress:
+        with _progress(is_shown=share[0] == 0) as progress:
             command = " ".join(["pma", *options.words])
-            merged = engine.merge(
-                plan, outs, command=command, progress=progress, share=(process, processes), barrier=meet
-            )
+            merged = engine.merge(plan, outs, command=command, progress=progress, share=share, barrier=barrier)
         description |= {"notes": [*gathered.notes, *merged.notes], "seconds": merged.seconds}
-    if process > 0:
+    if share[0] > 0:
         return
-    for note in dict.fromkeys(description["notes"]):
-        print(f"note: {note}", file=sys.stderr)
-    if options.json:
-        print(json.dumps(description, indent=2))
-    elif options.dry_run:
-        print(from_storage.format_plan(description))
-    else:
-        print(from_storage.format_result(description))
+    _print_notes(description["notes"])
+    describe = from_storage.format_plan if options.dry_run else from_storage.format_result
+    _print_result(options, description, lambda: describe(description))
 
 
 def sweep(options: argparse.Namespace) -> None:
-    """Evaluate a grid of merges of a run's newest snapshots."""
-    _join(options)
+    """Evaluate a grid of merges of a run's newest snapshots.
+
+    Example:
+        pma sweep runs/demo --recipes sma,wma --windows 3,6,10,15
+    """
     from pma_jax.evaluation import sweep as sweeping
     from pma_jax.runs.directory import open_run
     from pma_jax.runtime import hosts
@@ -141,22 +104,22 @@ def sweep(options: argparse.Namespace) -> None:
     result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind)
     if not hosts.is_first():
         return
-    from pma_jax.reporting import heat_map
+    from pma_jax.reporting.heat_map import write_sweep_figure
 
-    _table(options, result, [["merge", "loss"], *([r["text"], f"{r['loss']:.4f}"] for r in result["rows"])])
-    for text, why in result["left_out"].items():
-        print(f"note: {text} is left out: {why}", file=sys.stderr)
+    _print_table(options, result, [["merge", "loss"], *([r["text"], f"{r['loss']:.4f}"] for r in result["rows"])])
+    notes = [f"{text} is left out: {why}" for text, why in result["left_out"].items()]
     if result["passes"] > 1:
-        print(
-            f"note: not all merges fit into memory at once: snapshots were read {result['passes']} times",
-            file=sys.stderr,
-        )
-    print(f"written {heat_map.write_sweep_figure(result, run.path)}", file=sys.stderr)
+        notes.append(f"not all merges fit into memory at once: snapshots were read {result['passes']} times")
+    _print_notes(notes)
+    print(f"written {write_sweep_figure(result, run.path)}", file=sys.stderr)
 
 
 def watch(options: argparse.Namespace) -> None:
-    """Preview the merged models of a run that another process is training."""
-    _join(options)
+    """Preview the merged models of a run while another process trains it.
+
+    Example:
+        pma watch runs/demo --recipe wma --windows 6,10
+    """
     from pma_jax.evaluation import watch as watching
     from pma_jax.runs.directory import open_run
     from pma_jax.runtime import hosts
@@ -170,8 +133,11 @@ def watch(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Held-out loss of runs and snapshots."""
-    _join(options)
+    """Compute the held-out loss of runs and snapshots.
+
+    Example:
+        pma evaluate runs/demo runs/demo/merged/sma-10 --config.evaluation.tokens=131072
+    """
     from pma_jax.evaluation import targets
     from pma_jax.runtime import hosts
 
@@ -183,38 +149,42 @@ def evaluate(options: argparse.Namespace) -> None:
         [r["target"], f"{r['tokens']:,}", f"{r['loss']:.4f}", f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"]
         for r in rows
     ]
-    _table(options, rows, [header, *cells])
+    _print_table(options, rows, [header, *cells])
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """What a run or a checkpoint of any format holds."""
+    """Describe a run or a checkpoint of any format, or verify its digests.
+
+    Example:
+        pma inspect runs/demo
+    """
     from pma_jax.merging import inspect as inspection
     from pma_jax.merging import verify
 
     if options.verify or options.with_sources:
         problems = verify.verify(options.target, options.with_sources)
         if problems:
-            raise ValueError(f"{options.target} is not what was written: {'; '.join(problems[:10])} ({len(problems)})")
-        print(f"{options.target}: every digest is that of what was written")
+            raise ValueError(f"{options.target} is corrupt: {'; '.join(problems[:10])} ({len(problems)} in all)")
+        print(f"{options.target}: all data matches its digests")
         return
-    facts = inspection.inspect(options.target, options.subtree)
-    if options.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        print(inspection.as_text(facts))
+    description = inspection.inspect(options.target, options.subtree)
+    _print_result(options, description, lambda: inspection.as_text(description))
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Compile a run for a TPU topology, without a TPU: memory, FLOPs, step time, storage, what merging saves."""
-    from pma_jax import config as configuration
+    """Compile a run for a TPU topology without a TPU: memory, FLOPs, step time, storage, savings of merging.
+
+    Example:
+        pma plan --config demo --topology v5e:2x2 --config.training.batch_size_sequences=64
+    """
     from pma_jax.planning import aot, run_plan
     from pma_jax.planning.plan_text import format_plan
 
-    # Said before minutes of compiling, not after.
+    # Fail before minutes of compiling, not after.
     if options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir():
-        raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: make it first")
+        raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: create it first")
     numbers = run_plan.plan_run(
-        configuration.resolve(configuration.load(options.config), options.overrides),
+        _load_config(options),
         aot.tpu_topology(options.topology),
         storage_bytes_per_second=options.storage_bandwidth,
         annealing_share=options.annealing_share,
@@ -222,27 +192,35 @@ def plan(options: argparse.Namespace) -> None:
     )
     if options.out:
         locate(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
-    print(json.dumps(numbers, indent=2) if options.json else format_plan(numbers))
+    _print_result(options, numbers, lambda: format_plan(numbers))
     refused = run_plan.out_of_memory_messages(numbers)
     if refused:
         raise ValueError(f"does not fit {options.topology}: {'; '.join(refused)}")
 
 
 def import_(options: argparse.Namespace) -> None:
-    """Turn a Hugging Face model (Llama, Qwen3, Qwen3-MoE) into a snapshot."""
+    """Convert a Hugging Face model (Llama, Qwen3, Qwen3-MoE) to a snapshot.
+
+    Example:
+        pma import models/Qwen3-0.6B --out imported/qwen3
+    """
     from pma_jax.interop import hf
 
     with _progress() as progress:
-        made = hf.import_model(options.model, options.out, progress=progress)
-    _say_converted(options, made)
+        result = hf.import_model(options.model, options.out, progress=progress)
+    _print_converted(options, result)
 
 
 def export(options: argparse.Namespace) -> None:
-    """Turn a snapshot into a directory that Hugging Face transformers loads."""
+    """Convert a snapshot to a directory that Hugging Face transformers loads.
+
+    Example:
+        pma export runs/demo/merged/sma-10 --out models/demo
+    """
     from pma_jax.interop import hf
 
     with _progress() as progress:
-        made = hf.export_snapshot(
+        result = hf.export_snapshot(
             options.snapshot,
             options.out,
             dtype=options.dtype,
@@ -250,45 +228,70 @@ def export(options: argparse.Namespace) -> None:
             tokenizer=options.tokenizer,
             progress=progress,
         )
-    _say_converted(options, made)
+    _print_converted(options, result)
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write report.json, report.png and report.html of a run and its forks."""
+    """Write report.json, report.png and report.html of a run and its forks.
+
+    Example:
+        pma report runs/demo runs/demo-annealed
+    """
     from pma_jax.reporting import report as reporting
     from pma_jax.runs.directory import open_run
 
     run, *forks = [open_run(path) for path in options.run]
     numbers = reporting.build_report(run, forks)
     written = reporting.write_report(numbers, run, options.out or run.path)
-    if options.json:
-        print(json.dumps(numbers, indent=2))
-    else:
-        print(reporting.format_report(numbers))
+    _print_result(options, numbers, lambda: reporting.format_report(numbers))
     for path in written:
         print(f"written {path}", file=sys.stderr)
 
 
-# `import` is a word of Python's, so its function's name ends in "_".
-VERBS: dict[str, Callable[[argparse.Namespace], None]] = {
-    verb.__name__.rstrip("_"): verb
-    for verb in (train, fork, merge, sweep, watch, evaluate, inspect, plan, import_, export, report)
-}
+def _load_config(options: argparse.Namespace) -> Any:
+    from pma_jax import config as configuration
+
+    return configuration.resolve(configuration.load(options.config), options.overrides)
 
 
-def _table(options: argparse.Namespace, data: Any, rows: list[list[str]]) -> None:
-    if options.json:
-        print(json.dumps(data, indent=2))
+def _print_result(options: argparse.Namespace, data: Any, as_text: Callable[[], str]) -> None:
+    """Print `data` as JSON with --json, otherwise as text."""
+    print(json.dumps(data, indent=2) if options.json else as_text())
+
+
+def _print_table(options: argparse.Namespace, data: Any, rows: Sequence[Sequence[str]]) -> None:
+    from pma_jax.planning.formatting import align_columns
+
+    _print_result(options, data, lambda: align_columns(rows))
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in dict.fromkeys(notes):
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _print_converted(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    _print_notes(result["notes"])
+    tokenizer = f"tokenizer: {', '.join(result['tokenizer'])}" if result["tokenizer"] else "no tokenizer"
+    size = f"{result['parameters']:,} parameters, {result['bytes']:,} bytes"
+    text = f"{result['architecture']}, {size}; {tokenizer}\nwritten to {result['out']}"
+    _print_result(options, result, lambda: text)
+
+
+def _print_trained(run: Any) -> None:
+    from pma_jax.runtime import hosts
+
+    if not hosts.is_first():
         return
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        first, *rest = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join([first.strip().ljust(widths[0]), *rest]))
+    snapshots = run.snapshots
+    newest = snapshots[-1]
+    loss = "" if newest.loss is None else f", held-out loss {newest.loss:.4f}"
+    print(f"{run.path}: {newest.tokens:,} tokens, {len(snapshots)} snapshots{loss}")
 
 
 @contextlib.contextmanager
 def _progress(is_shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with bytes and rate on a terminal; nothing in a log."""
+    """Show a progress bar with bytes and their rate on a terminal, and nothing in a log."""
     if not is_shown or not sys.stderr.isatty():
         yield None
         return
@@ -296,78 +299,6 @@ def _progress(is_shown: bool = True) -> Iterator[Callable[[int, int], None] | No
     from rich.console import Console
 
     columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
-    with bars.Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task("", total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
-
-
-def _say_converted(options: argparse.Namespace, made: dict[str, Any]) -> None:
-    for note in made["notes"]:
-        print(f"note: {note}", file=sys.stderr)
-    if options.json:
-        print(json.dumps(made, indent=2))
-        return
-    tokenizer = f"tokenizer: {', '.join(made['tokenizer'])}" if made["tokenizer"] else "no tokenizer"
-    print(f"{made['architecture']}, {made['parameters']:,} parameters, {made['bytes']:,} bytes; {tokenizer}")
-    print(f"written to {made['out']}")
-
-
-@contextlib.contextmanager
-def _together(options: argparse.Namespace) -> Iterator[None]:
-    """With --distributed, an error of this process ends it with its line at once: the others may wait for it."""
-    if not getattr(options, "distributed", False):
-        yield
-        return
-    from pma_jax.runtime import hosts
-
-    with hosts.exit_on_error():
-        yield
-
-
-def _join(options: argparse.Namespace) -> None:
-    if not options.distributed:
-        return
-    from pma_jax.runtime import hosts
-
-    # JAX's collectives on CPU (gloo) chat on standard output, which is for tables and JSON.
-    sys.stdout = os.fdopen(os.dup(1), "w")
-    with Path(os.devnull).open("w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-    hosts.join(options.heartbeat_seconds)
-
-
-def _share(options: argparse.Namespace) -> tuple[tuple[int, int], Callable[[Exception | None], None] | None]:
-    """((this process, number of processes), how they meet); alone, without importing JAX."""
-    if not options.distributed:
-        return (0, 1), None
-    from pma_jax.runtime import hosts
-
-    return hosts.process_index_and_count(), hosts.raise_if_any_failed
-
-
-def _say_done(run: Any) -> None:
-    from pma_jax.runtime import hosts
-
-    if not hosts.is_first():
-        return
-    newest = run.snapshots[-1]
-    loss = "" if newest.loss is None else f", held-out loss {newest.loss:.4f}"
-    print(f"{run.path}: {newest.tokens:,} tokens, {len(run.snapshots)} snapshots{loss}")
-
-
-def _quiet() -> None:
-    """What the libraries log of their own housekeeping stays out of a user's terminal: errors come as exceptions."""
-    import logging
-
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    # Orbax logs a write that fails four times, with the traceback of every thread; main says it in one line.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    # A read that fails leaves others behind in Orbax's event loop; main says what failed, in one line.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    show = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        if "Event loop is closed" not in str(unraisable.exc_value):
-            show(unraisable)
-
-    sys.unraisablehook = hook
+    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

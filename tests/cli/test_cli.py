@@ -76,7 +76,7 @@ def test_help_is_quick_and_does_not_import_jax():
 def test_every_verb_has_help_with_an_example(pma, verb):
     status, out, _ = pma(verb, "--help")
     assert status == 0
-    assert f"example:\n  pma {verb} " in out
+    assert f"Example:\n    pma {verb} " in out
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_an_interrupted_watch_is_one_line(pma, finished, monkeypatch):
         yield
 
     monkeypatch.setattr(watch, "watch", interrupted)
-    assert pma("watch", finished.path) == (130, "", "stopped: the same command goes on from the last preview\n")
+    assert pma("watch", finished.path) == (130, "", "stopped: the same command continues after the last preview\n")
 
 
 def test_fork_trains_to_the_horizon(pma, finished, tmp_path):

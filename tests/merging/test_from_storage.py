@@ -10,7 +10,7 @@ import tiny
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
-from pma_jax.cli import verbs
+from pma_jax import cli
 from pma_jax.merging import from_storage, gather
 from pma_jax.runs.snapshots import read_snapshot
 
@@ -41,7 +41,7 @@ def write(folder: Path, step: int, dtype=np.float32):
 @pytest.fixture
 def pma(capsys):
     def call(*words):
-        status = verbs.main([str(word) for word in words])
+        status = cli.main([str(word) for word in words])
         return status, *capsys.readouterr()
 
     return call

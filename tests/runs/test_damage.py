@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 import pma_jax as pma
-from pma_jax.cli import verbs
+from pma_jax import cli
 from pma_jax.merging.verify import verify
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import integrity, restore, snapshots, steps
@@ -85,15 +85,15 @@ def test_a_damaged_snapshot_is_refused_by_name(copy, tmp_path, damage, capsys):
     snapshot = Path(copy.path / "snapshots" / "20")
     DAMAGES[damage](snapshot)
     out = tmp_path / "merged"
-    assert verbs.main(["merge", str(copy.path), "--last", "3", "--out", str(out)]) == 1
+    assert cli.main(["merge", str(copy.path), "--last", "3", "--out", str(out)]) == 1
     error = said(capsys)
     assert error.startswith("error: ") and error.count("\n") == 1 and str(snapshot) in error
     assert not out.exists() and not list(tmp_path.glob(".merged*"))
     with pytest.raises(ValueError, match=str(snapshot)):
         pma.average([read_snapshot(copy.path / "snapshots" / "24"), read_snapshot(snapshot)], [0.5] * 2)
     assert any(str(snapshot) in problem for problem in verify(copy.path))
-    assert verbs.main(["inspect", str(copy.path), "--verify"]) == 1
-    assert said(capsys).startswith(f"error: {copy.path} is not what was written: ")
+    assert cli.main(["inspect", str(copy.path), "--verify"]) == 1
+    assert said(capsys).startswith(f"error: {copy.path} is corrupt: ")
 
 
 def test_damaged_snapshots_are_written_anew_where_the_run_passes_them_again(finished, copy, capsys):
@@ -151,7 +151,7 @@ def test_a_damaged_record_of_the_run_is_one_clear_line(copy, name, how, capsys, 
     damaged = {"cut": content[:50] + b"\n" + content[90:], "zeros": b"\0" * len(content) + b"\n", "text": b"no\n"}[how]
     path.write_bytes(damaged)
     shutil.rmtree(copy.path / "states" / "24")
-    assert verbs.main(["train", "--config", file, "--workdir", str(copy.path)]) == 1
+    assert cli.main(["train", "--config", file, "--workdir", str(copy.path)]) == 1
     error = said(capsys).splitlines()[-1]
     assert error.startswith("error: ") and str(path) in error, error
     assert path.read_bytes() == damaged

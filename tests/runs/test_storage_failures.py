@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from pma_jax.cli import verbs
+from pma_jax import cli
 from pma_jax.merging.verify import verify
 from pma_jax.runs.directory import open_run
 from pma_jax.training.loop import train
@@ -28,7 +28,7 @@ def mounted(folder: Path, options: str):
 
 
 def failed(capsys, *words) -> str:
-    assert verbs.main([str(word) for word in words]) == 1
+    assert cli.main([str(word) for word in words]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("error: ") and sum(line.startswith("error: ") for line in lines) == 1, lines
     assert not any("Traceback" in line for line in lines)

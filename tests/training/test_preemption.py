@@ -8,7 +8,7 @@ import pytest
 import tiny
 from test_loop import assert_same_run
 
-from pma_jax.cli import verbs
+from pma_jax import cli
 from pma_jax.config import resolve
 from pma_jax.merging.engine import merge as engine
 from pma_jax.runs.directory import open_run
@@ -153,9 +153,7 @@ def test_other_verbs_stop_where_they_are_with_one_line(finished, tmp_path, monke
 
     monkeypatch.setattr(engine, "merge", interrupted)
     words = ["merge", str(finished.path), "--last", "2", "--out", str(tmp_path / "merged")]
-    assert verbs.main(words) == status
-    assert capsys.readouterr().err == (
-        "stopped: nothing was published; the same command goes on where this one stopped\n"
-    )
+    assert cli.main(words) == status
+    assert capsys.readouterr().err == ("stopped: nothing was published; the same command resumes the merge\n")
     monkeypatch.undo()
-    assert verbs.main(words) == 0
+    assert cli.main(words) == 0
