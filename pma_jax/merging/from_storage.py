@@ -19,23 +19,14 @@ from pma_jax.storage.paths import locate
 
 
 def plan_merge(
-    series: CheckpointSeries,
-    recipe_texts: Sequence[str],
-    *,
-    dtype: str = "keep",
-    format: str = "keep",
-    memory_limit_bytes: int = 2**30,
-    shard_bytes: int = 5 * 10**9,
+    series: CheckpointSeries, recipe_texts: Sequence[str], **options: Any
 ) -> tuple[MergePlan, CheckpointSeries]:
     """Plan one merge per recipe, all in one pass over the checkpoints.
 
     Args:
         series: The checkpoints, oldest first.
         recipe_texts: Recipes, as `recipes.parse` reads them.
-        dtype: As for `engine.plan.plan`.
-        format: As for `engine.plan.plan`.
-        memory_limit_bytes: As for `engine.plan.plan`.
-        shard_bytes: As for `engine.plan.plan`.
+        **options: `dtype`, `format`, `memory_limit_bytes` and `shard_bytes` of `engine.plan.plan`.
 
     Returns:
         The plan, and the checkpoints that have a nonzero coefficient.
@@ -58,16 +49,7 @@ def plan_merge(
         )
     rows = np.stack([recipes.coefficients(text, positions) for text in recipe_texts])
     series, rows = drop_unused(series, rows)
-    made = plan(
-        series.sources,
-        rows,
-        recipes=recipe_texts,
-        dtype=dtype,
-        format=format,
-        memory_limit_bytes=memory_limit_bytes,
-        shard_bytes=shard_bytes,
-        metadata=_merged_metadata(series.sources),
-    )
+    made = plan(series.sources, rows, recipes=recipe_texts, metadata=_merged_metadata(series.sources), **options)
     return made, series
 
 

@@ -95,10 +95,9 @@ def select_checkpoints(
     last: int | None = None,
     between: tuple[int | None, int | None] | None = None,
     every: int | None = None,
-    tolerance: int | None = None,
-    across_stages: bool = False,
+    **options: Any,
 ) -> CheckpointSeries:
-    """Select checkpoints for a merge; the arguments are those of `selection.select`, in tokens.
+    """Select checkpoints for a merge; arguments and `options` are those of `selection.select`, in tokens.
 
     If every checkpoint was named itself and nothing is to be selected, the series is returned as it is: stage
     boundaries are checked only for checkpoints that a run, a directory or a revision pattern contributed.
@@ -114,13 +113,7 @@ def select_checkpoints(
     if set(series.stages) == {None} and last is None and between is None and every is None:
         return series
     selected = selection.select(
-        series.positions,
-        last=last,
-        between=between,
-        every=every,
-        tolerance=tolerance,
-        stages=series.stages,
-        across_stages=across_stages,
+        series.positions, last=last, between=between, every=every, stages=series.stages, **options
     )
     notes = [note if series.unit == "tokens" else note.replace("tokens", series.unit) for note in selected.notes]
     return replace(series.take(selected.indexes), notes=(*series.notes, *notes))

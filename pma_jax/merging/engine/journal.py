@@ -34,16 +34,11 @@ class Record:
     squares: list[list[float]]
 
 
-def journal_path(work: Path, process: int) -> Path:
-    """Return the journal of one process of the merge in `work`."""
-    return work / f"journal.{process}.jsonl"
-
-
 @contextmanager
-def open_appender(path: Path) -> Iterator[Callable[[Record], None]]:
-    """Yield a function that appends a record to the journal; threads may call it concurrently."""
+def open_appender(work: Path, process: int) -> Iterator[Callable[[Record], None]]:
+    """Yield a function that appends a record to a process's journal in `work`; threads may call it concurrently."""
     lock = threading.Lock()
-    with path.open("ab") as file:
+    with (work / f"journal.{process}.jsonl").open("ab") as file:
 
         def append(record: Record) -> None:
             line = json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n"

@@ -101,42 +101,37 @@ def merge(
             f"{outputs[0].target}: several processes merge to a disk that all of them share; to a bucket, use one "
             "process"
         )
-    notes = list(plan.notes)
+    notes: list[str] = []
     read_bytes = 0
-
-    def merge_share() -> None:
-        nonlocal outputs, read_bytes
-        # Again, under the lock: another process may have finished the same merge in the meantime.
-        outputs = _resolve_outputs(plan, outs)
-        for output in outputs:
-            output.work.mkdir(parents=True, exist_ok=True)
-            if not output.is_published:
-                plan.layout.create_files(output.directory)
-        read_bytes = _merge_remaining(plan, outputs, share, progress)
-
-    def publish_all() -> None:
-        if process == 0:
-            notes.extend(_publish_outputs(plan, outputs, command))
-
     works = [output.work for output in outputs]
     with journal.lock_work_directory(works[0], process), _remove_if_refused(works, process):
-        _run_then_barrier(merge_share, barrier)
-        _run_then_barrier(publish_all, barrier)
-    return MergeResult(
-        tuple(output.target for output in outputs), tuple(notes), read_bytes, time.perf_counter() - started
-    )
+        with _barrier_after(barrier):
+            # Again, under the lock: another process may have finished the same merge in the meantime.
+            outputs = _resolve_outputs(plan, outs)
+            for output in outputs:
+                output.work.mkdir(parents=True, exist_ok=True)
+                if not output.is_published:
+                    plan.layout.create_files(output.directory)
+            read_bytes = _merge_remaining(plan, outputs, share, progress)
+        with _barrier_after(barrier):
+            if process == 0:
+                notes = _publish_outputs(plan, outputs, command)
+    targets = tuple(output.target for output in outputs)
+    return MergeResult(targets, (*plan.notes, *notes), read_bytes, time.perf_counter() - started)
 
 
-def _run_then_barrier(work: Callable[[], None], barrier: Barrier | None) -> None:
-    if barrier is None:
-        work()
-        return
+@contextmanager
+def _barrier_after(barrier: Barrier | None) -> Iterator[None]:
+    """Call `barrier` after the block, with the block's error or None."""
     problem = None
     try:
-        work()
+        yield
     except (ValueError, OSError) as error:
+        if barrier is None:
+            raise
         problem = error
-    barrier(problem)
+    if barrier is not None:
+        barrier(problem)
 
 
 @contextmanager
@@ -197,16 +192,15 @@ def _merge_remaining(
     )
     todo = [(n, unit) for n, unit in enumerate(plan.units()) if n % processes == process and n not in done]
     assert not (todo and any(output.is_published for output in outputs)), "published with unfinished units"
-    sizes = {n: _unit_read_bytes(plan, unit) for n, unit in todo}
-    total, read = sum(sizes.values()), 0
+    total, read = sum(_unit_read_bytes(plan, unit) for _, unit in todo), 0
     lock = threading.Lock()
-    with journal.open_appender(journal.journal_path(outputs[0].work, process)) as append:
+    with journal.open_appender(outputs[0].work, process) as append:
 
-        def finish_unit(number: int, record: Record) -> None:
+        def finish_unit(unit: Unit, record: Record) -> None:
             nonlocal read
             append(record)
             with lock:
-                read += sizes[number]
+                read += _unit_read_bytes(plan, unit)
                 if progress is not None:
                     progress(read, total)
 
@@ -243,7 +237,7 @@ def _check_equal_leaves(plan: MergePlan) -> None:
         )
 
 
-def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Callable[[int, Record], None]) -> None:
+def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None]) -> None:
     """Merge the units: sequential ones by threads or worker processes, then those that tensorstore decodes."""
     schedule = job.plan.schedule
     sequential: queue.SimpleQueue[tuple[int, Unit]] = queue.SimpleQueue()
@@ -256,7 +250,7 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
         try:
             while not stop.is_set():
                 number, unit = sequential.get_nowait()
-                finish_unit(number, merge_unit(number, unit))
+                finish_unit(unit, merge_unit(number, unit))
         except queue.Empty:
             return
         except BaseException:

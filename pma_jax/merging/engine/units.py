@@ -146,7 +146,7 @@ def _not_finite_message(plan: MergePlan, name: str, start: int, stop: int) -> st
 
 
 def merge_decoded_units(
-    job: MergeJob, todo: Sequence[tuple[int, Unit]], finish_unit: Callable[[int, Record], None]
+    job: MergeJob, todo: Sequence[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None]
 ) -> None:
     """Merge leaves that tensorstore decodes; the next regions are read while one is added."""
     if not todo:
@@ -158,7 +158,7 @@ def merge_decoded_units(
     with ThreadPoolExecutor(schedule.regions_in_flight) as pool:
         regions = _read_ahead(pool, job.plan, todo)
         for number, unit in todo:
-            finish_unit(number, _merge_decoded_unit(job, number, unit, regions, scratch, totals))
+            finish_unit(unit, _merge_decoded_unit(job, number, unit, regions, scratch, totals))
 
 
 def _regions(plan: MergePlan, unit: Unit) -> Iterator[tuple[int, int]]:

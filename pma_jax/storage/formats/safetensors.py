@@ -6,6 +6,7 @@ here imports more than numpy, so that a merge starts in a tenth of a second.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -15,25 +16,13 @@ from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.json_files import json_bytes, parse_json, read_object
 
-DTYPE_OF_CODE = {
-    "F64": "float64",
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
+_ABBREVIATIONS = {"FLOAT": "F", "UINT": "U", "INT": "I"}
+# bfloat16 -> BF16, float8_e4m3fn -> F8_E4M3, uint8 -> U8, bool -> BOOL.
+CODE_OF_DTYPE = {
+    dtype: re.sub("FNU?$", "", re.sub("FLOAT|UINT|INT", lambda word: _ABBREVIATIONS[word[0]], dtype.upper()))
+    for dtype in ITEM_BYTES
 }
-CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+DTYPE_OF_CODE = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
 # The reference implementation's own limit.
 HEADER_LIMIT_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64
@@ -167,8 +156,16 @@ def safetensors_layout(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadat
             byte_ranges[name] = (ByteRange(Path(file), end, leaves[name].nbytes),)
             end += leaves[name].nbytes
         sizes[file] = end
-    texts = {"model.safetensors.index.json": _index_bytes(shards, leaves)} if len(shards) > 1 else {}
-    return OutputLayout(texts, sizes, byte_ranges, headers)
+    if len(shards) == 1:
+        return OutputLayout({}, sizes, byte_ranges, headers)
+    index = {
+        "metadata": {
+            "total_parameters": sum(leaf.elements for leaf in leaves.values()),
+            "total_size": sum(leaf.nbytes for leaf in leaves.values()),
+        },
+        "weight_map": dict(sorted((name, file) for file, names in shards.items() for name in names)),
+    }
+    return OutputLayout({"model.safetensors.index.json": json_bytes(index)}, sizes, byte_ranges, headers)
 
 
 def _split_into_shards(leaves: Mapping[str, LeafInfo], shard_bytes: int) -> dict[str, list[str]]:
@@ -205,15 +202,3 @@ def _header_bytes(leaves: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str,
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _index_bytes(shards: Mapping[str, Iterable[str]], leaves: Mapping[str, LeafInfo]) -> bytes:
-    weight_map = {name: shard for shard, names in shards.items() for name in names}
-    index = {
-        "metadata": {
-            "total_parameters": sum(leaves[name].elements for name in weight_map),
-            "total_size": sum(leaves[name].nbytes for name in weight_map),
-        },
-        "weight_map": dict(sorted(weight_map.items())),
-    }
-    return json_bytes(index)

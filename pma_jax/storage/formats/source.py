@@ -12,24 +12,12 @@ from typing import Any, TypeGuard
 import numpy as np
 
 # Size in bytes of every supported storage dtype, by its numpy (or ml_dtypes) name.
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e8m0fnu": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-}
+ITEM_BYTES = (
+    dict.fromkeys(("float64", "int64", "uint64"), 8)
+    | dict.fromkeys(("float32", "int32", "uint32"), 4)
+    | dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2)
+    | dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "bool"), 1)
+)
 # float8_e8m0fnu holds exponents that scale other values: a sum of exponents is meaningless, so they must be equal.
 SUMMED_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
