@@ -49,8 +49,8 @@ def plan_merge(
         )
     rows = np.stack([recipes.coefficients(text, positions) for text in recipe_texts])
     series, rows = drop_unused(series, rows)
-    made = plan(series.sources, rows, recipes=recipe_texts, metadata=_merged_metadata(series.sources), **options)
-    return made, series
+    merge_plan = plan(series.sources, rows, recipes=recipe_texts, metadata=_merged_metadata(series.sources), **options)
+    return merge_plan, series
 
 
 def merge_one(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, recipe: str = "weights") -> None:
@@ -74,7 +74,7 @@ def output_paths(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:
     return [locate(out) / text.replace(":", "-").replace("/", "-") for text in recipe_texts]
 
 
-def describe_merge(made: MergePlan, series: CheckpointSeries, outs: Sequence[Path]) -> dict[str, Any]:
+def describe_merge(merge_plan: MergePlan, series: CheckpointSeries, outs: Sequence[Path]) -> dict[str, Any]:
     """Describe a planned merge, ready for JSON: inputs with their coefficients, bytes, memory, outputs, notes."""
     inputs = [
         {
@@ -83,22 +83,22 @@ def describe_merge(made: MergePlan, series: CheckpointSeries, outs: Sequence[Pat
             "tokens": source.tokens,
             "step": source.step,
             "bytes": source.nbytes,
-            "coefficients": made.coefficients[:, k].tolist(),
+            "coefficients": merge_plan.coefficients[:, k].tolist(),
         }
-        for k, source in enumerate(made.sources)
+        for k, source in enumerate(merge_plan.sources)
     ]
     return {
-        "recipes": list(made.recipes),
+        "recipes": list(merge_plan.recipes),
         "inputs": inputs,
-        "leaves": len(made.leaves),
+        "leaves": len(merge_plan.leaves),
         "outs": [str(out) for out in outs],
-        "format": made.kind,
-        "dtype": made.dtype,
-        "read_bytes": made.read_bytes,
-        "write_bytes": made.write_bytes,
-        "memory_bytes": made.schedule.memory_bytes,
-        "cores": made.schedule.threads * made.schedule.processes,
-        "notes": [*series.notes, *made.notes],
+        "format": merge_plan.kind,
+        "dtype": merge_plan.dtype,
+        "read_bytes": merge_plan.read_bytes,
+        "write_bytes": merge_plan.write_bytes,
+        "memory_bytes": merge_plan.schedule.memory_bytes,
+        "cores": merge_plan.schedule.threads * merge_plan.schedule.processes,
+        "notes": [*series.notes, *merge_plan.notes],
     }
 
 
@@ -124,9 +124,9 @@ def format_result(description: Mapping[str, Any]) -> str:
     inputs = description["inputs"]
     known = [entry["tokens"] for entry in inputs if entry["tokens"] is not None]
     span = f" ({known[0]:,} to {known[-1]:,} tokens)" if len(known) == len(inputs) else ""
-    made = ", ".join(description["recipes"])
+    names = ", ".join(description["recipes"])
     written = "\n".join(f"written to {out}" for out in description["outs"])
-    return f"{made} of {len(inputs)} checkpoints{span} in {description['seconds']:.1f} s\n{written}"
+    return f"{names} of {len(inputs)} checkpoints{span} in {description['seconds']:.1f} s\n{written}"
 
 
 def _merged_metadata(sources: Sequence[CheckpointSource]) -> dict[str, Any] | None:

@@ -128,8 +128,8 @@ def plan(
     if len({source.kind for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")
     notes = (*dict.fromkeys(notes), *layout.notes)
-    made = MergePlan(tuple(sources), rows, names, dtype, checksum, leaves, layout, kind, schedule, "", notes)
-    return replace(made, digest=_compute_digest(made))
+    merge_plan = MergePlan(tuple(sources), rows, names, dtype, checksum, leaves, layout, kind, schedule, "", notes)
+    return replace(merge_plan, digest=_compute_digest(merge_plan))
 
 
 def _check_coefficients(rows: np.ndarray, names: Sequence[str], count: int) -> None:
@@ -158,41 +158,43 @@ def _merged_leaf(leaf: LeafInfo, dtype: str) -> LeafInfo:
     return LeafInfo(leaf.shape, dtype if dtype != "keep" and leaf.is_summed else leaf.dtype)
 
 
-def _compute_digest(made: MergePlan) -> str:
+def _compute_digest(merge_plan: MergePlan) -> str:
     """Identify the merge by its sources (paths, sizes and modification times), coefficients and output."""
     stamps = []
-    for source in made.sources:
+    for source in merge_plan.sources:
         paths = sorted({part.path for ranges in source.byte_ranges.values() for part in ranges})
-        if not paths or made.schedule.decoded_regions or made.schedule.zstd_leaves:
+        if not paths or merge_plan.schedule.decoded_regions or merge_plan.schedule.zstd_leaves:
             paths += sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else []
         stamps.append([[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths])
     identity = [
         stamps,
-        made.coefficients.tolist(),
-        made.recipes,
-        made.dtype,
-        made.checksum,
-        made.kind,
-        sorted(made.layout.sizes.items()),
-        sorted((name, text.hex()) for name, text in made.layout.texts.items()),
-        *([unit.name, unit.start, unit.stop] for unit in made.units()),
+        merge_plan.coefficients.tolist(),
+        merge_plan.recipes,
+        merge_plan.dtype,
+        merge_plan.checksum,
+        merge_plan.kind,
+        sorted(merge_plan.layout.sizes.items()),
+        sorted((name, text.hex()) for name, text in merge_plan.layout.texts.items()),
+        *([unit.name, unit.start, unit.stop] for unit in merge_plan.units()),
     ]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def check_disk_space(made: MergePlan, outs: Sequence[Path]) -> None:
+def check_disk_space(merge_plan: MergePlan, outs: Sequence[Path]) -> None:
     """Check that there is one distinct output directory per recipe, and enough free disk space.
 
     Raises:
         ValueError: One of these does not hold; one line.
     """
-    if len(outs) != len(made.recipes):
-        raise ValueError(f"{len(made.recipes)} recipes need as many output directories, not {len(outs)}")
+    if len(outs) != len(merge_plan.recipes):
+        raise ValueError(f"{len(merge_plan.recipes)} recipes need as many output directories, not {len(outs)}")
     if len({out.absolute() for out in outs}) != len(outs):
         raise ValueError("two recipes have the same output directory")
     parent = outs[0].absolute().parent
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
-    if free < made.write_bytes:
-        raise ValueError(f"{parent}: {free} bytes are free and the merge writes {made.write_bytes}; free some space")
+    if free < merge_plan.write_bytes:
+        raise ValueError(
+            f"{parent}: {free} bytes are free and the merge writes {merge_plan.write_bytes}; free some space"
+        )

@@ -44,16 +44,8 @@ def orbax_layout(
             raise ValueError(
                 f"{name[:80]!r} cannot be the name of a directory; write it as safetensors (--format safetensors)"
             )
-        keys = (template.metadata["keys"].get(name) if is_orbax else None) or [{"key": name, "key_type": 2}]
-        tree[str(tuple(str(key["key"]) for key in keys))] = {
-            "key_metadata": keys,
-            "value_metadata": {
-                # A tree from another format has no shardings: Orbax restores it as numpy unless the reader gives some.
-                "value_type": "jax.Array" if is_orbax else "np.ndarray",
-                "skip_deserialize": False,
-                "write_shape": list(leaf.shape),
-            },
-        }
+        entry = _leaf_metadata(name, leaf, template)
+        tree[str(tuple(str(key["key"]) for key in entry["key_metadata"]))] = entry
         chunk = _chunk_shape(leaf)
         texts[f"{folder}{name}/zarr.json"] = _json(_array_metadata(leaf, chunk))
         byte_ranges[name] = tuple(_chunk_ranges(folder + name, leaf, chunk))
@@ -83,6 +75,20 @@ def orbax_layout(
     if item == "state":
         texts["orbax.checkpoint"] = b""
     return OutputLayout(texts, sizes, byte_ranges)
+
+
+def _leaf_metadata(name: str, leaf: LeafInfo, template: CheckpointSource) -> dict[str, Any]:
+    is_orbax = template.kind == "orbax"
+    keys = template.metadata["keys"].get(name) if is_orbax else None
+    return {
+        "key_metadata": keys or [{"key": name, "key_type": 2}],
+        "value_metadata": {
+            # A tree from another format has no shardings: Orbax restores it as numpy unless the reader gives some.
+            "value_type": "jax.Array" if is_orbax else "np.ndarray",
+            "skip_deserialize": False,
+            "write_shape": list(leaf.shape),
+        },
+    }
 
 
 def _json(value: Any) -> bytes:
