@@ -242,8 +242,8 @@ def test_a_snapshot_of_a_mesh_that_splits_its_experts_goes_out_with_few_reads(tm
     params = write_ours(tmp_path / "whole", made)
     mesh = dataclasses.replace(made, mesh=MeshConfig(data=1, fsdp=2, expert=4))
     write_ours(tmp_path / "split", mesh)
-    reads, read_bytes = [], hf.read_bytes
-    monkeypatch.setattr(hf, "read_bytes", lambda *args: reads.append(args) or read_bytes(*args))
+    reads, read_leaf_bytes = [], hf.read_leaf_bytes
+    monkeypatch.setattr(hf, "read_leaf_bytes", lambda *args: reads.append(args) or read_leaf_bytes(*args))
     hf.export_snapshot(tmp_path / "split", tmp_path / "from-split")
     # Each leaf once: its chunks hold all layers.
     assert len(reads) == len(jax.tree.leaves(params))
@@ -452,7 +452,7 @@ def test_one_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch, capsys, e
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(hf, "write_run", fails)
+    monkeypatch.setattr(hf, "write_range", fails)
     status = main(["export", str(tmp_path / "ours"), "--out", str(tmp_path / "deep" / "theirs")])
     err = capsys.readouterr().err
     assert status == (130 if isinstance(error, KeyboardInterrupt) else 1) and len(err.splitlines()) == 1
