@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # tests need. Without them the tests that compare with them are skipped.
 EXTRAS ?=
 TESTS ?= tests
-# The point where the annealed branch leaves the constant one: 80% of the demo's horizon.
+# The point where the annealed branches leave the constant one: 80% of the demo's horizon.
 FORK_TOKENS := 4096000
 
 .PHONY: setup demo test lint docs clean
@@ -23,9 +23,11 @@ demo: setup
 	$(BIN)/pma train --config demo --workdir runs/demo
 	$(BIN)/pma fork runs/demo --at-tokens $(FORK_TOKENS) --workdir runs/demo-annealed \
 		--config.schedule.decay=cosine --config.schedule.decay_start_tokens=$(FORK_TOKENS)
+	$(BIN)/pma fork runs/demo --at-tokens $(FORK_TOKENS) --workdir runs/demo-annealed-linear \
+		--config.schedule.decay=linear --config.schedule.decay_start_tokens=$(FORK_TOKENS)
 	$(BIN)/pma sweep runs/demo --recipes sma,ema:alpha=0.1,ema:alpha=0.2,wma --windows 3,6,10,15
 	$(BIN)/pma sweep runs/demo --kind block_mean --recipes sma,wma,lagfree:lag=0.5,lagfree --windows 6,10,15,20,25
-	$(BIN)/pma report runs/demo runs/demo-annealed
+	$(BIN)/pma report runs/demo runs/demo-annealed runs/demo-annealed-linear
 
 test: setup
 	$(if $(EXTRAS),$(INSTALL) '.[$(EXTRAS)]')

@@ -1,9 +1,15 @@
 """Configuration of the documentation site: `make docs` builds it."""
 
 import sys
+import typing
 from pathlib import Path
 
+import numpy.typing
+
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+
+# Signatures then say ArrayLike, not the long union that it stands for.
+numpy.typing.ArrayLike = typing.NewType("ArrayLike", object)
 
 project = "pma_jax"
 author = "The pma_jax developers"
@@ -18,6 +24,7 @@ extensions = [
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["_build", "extensions"]
 nb_execution_mode = "off"
+suppress_warnings = ["misc.highlighting_failure"]  # shell commands in notebooks that continue on the next line
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 

@@ -1,6 +1,6 @@
 """Pages that are generated from the code when the site is built: configuration keys, the command line, notebooks.
 
-They are written to docs/generated/, which git ignores.
+They are written to docs/generated/, which git ignores. Docstrings are adapted to reStructuredText on the way.
 """
 
 import argparse
@@ -20,11 +20,13 @@ from pma_jax import cli
 from pma_jax.config import Config, schema
 
 ROOT = Path(__file__).parents[2]
+SECTIONS = ("Args:", "Attributes:", "Example:", "Examples:", "Note:", "Raises:", "Returns:", "Yields:")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the generator with Sphinx."""
     app.connect("builder-inited", generate)
+    app.connect("autodoc-process-docstring", mark_literal_blocks, priority=100)  # before napoleon
     return {"parallel_read_safe": True}
 
 
@@ -40,6 +42,20 @@ def generate(app: Sphinx) -> None:
         # The notebooks use shell commands and magics, which the plain Python lexer rejects.
         notebook["metadata"]["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}
         (folder / path.name).write_text(json.dumps(notebook))
+
+
+def mark_literal_blocks(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Make indented lines before the first section of a docstring a literal block: formulas, tables, file layouts."""
+    end = next((i for i, line in enumerate(lines) if line in SECTIONS), len(lines))
+    marked: list[str] = []
+    literal = False
+    for line in lines[:end]:
+        if line.strip() and line.startswith("    ") != literal:
+            literal = not literal
+            marked += ["", "::", ""] if literal else [""]
+        # A vertical bar, as in |c|², would begin a substitution.
+        marked.append(line if literal or "`" in line else line.replace("|", "\\|"))
+    lines[:end] = [*marked, ""]
 
 
 def configuration_page() -> str:

@@ -123,13 +123,16 @@ def format_report(report: Report) -> str:
     """Format a report for a terminal: the finding, one row per model with its loss and share, and the notes."""
     bytes_only = report["tokenizer"] == "bytes"
     rows = [["model", "loss", "perplexity", *(["bits/byte"] if bytes_only else []), "recovered"]]
+    raw_loss, annealed_loss = report["raw_loss"], report["annealed_loss"]
     models = [
-        ("raw", report["raw_loss"], 0.0),
+        ("raw", raw_loss, 0.0),
         *((m["text"], m["loss"], m["recovered_share"]) for m in report["merges"]),
+        *(
+            (f"annealed ({fork['annealing']['shape']})", fork["loss"], _share(raw_loss, annealed_loss, fork["loss"]))
+            for fork in report["annealed_runs"]
+        ),
     ]
-    if report["annealed_loss"] is not None:
-        models.append((f"annealed ({report['annealing']['shape']})", report["annealed_loss"], 1.0))
-    has_shares = report["annealed_loss"] is not None and report["annealed_loss"] < report["raw_loss"]
+    has_shares = annealed_loss is not None and annealed_loss < raw_loss
     best = (report["best_merge"] or {}).get("text")
     for name, loss, share in models:
         bits = [f"{bits_per_byte(loss, 1):.4f}"] if bytes_only else []

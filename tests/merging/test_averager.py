@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -203,7 +204,7 @@ def test_long_sums_in_chunks(count):
         result = averager.average(plain, c, dtype="float32")
         assert_close(result, expected(plain, c))
         (streamed,) = averager.average_stream(plain, c[None], dtype="float32")
-        jax.tree.map(np.testing.assert_array_equal, result, streamed)
+        chex.assert_trees_all_equal(result, streamed, strict=True)
 
 
 def test_weight_zero_leaves_a_checkpoint_unread():
