@@ -1,1 +1,1 @@
-"""The data: where text comes from, how it becomes tokens, how tokens become batches."""
+"""Training data: corpora of documents, tokenizers, token shards and batches."""

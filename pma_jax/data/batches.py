@@ -1,10 +1,11 @@
-"""Batches of token windows; the position in the data is one integer, the sequences consumed so far.
+"""Batches of token windows. The position in the data is one integer: the number of sequences consumed so far.
 
-Window i of the train stream is its tokens [i*L, i*L + L + 1): inputs and targets are the same row, shifted by one, and
-every token is predicted once an epoch. Each epoch visits all windows in an order of its own, and the order depends on
-the seed only: not on the number of processes, nor on where a run was interrupted.
+Window i of the train stream holds its tokens [i*L, i*L + L + 1): inputs and targets are the same row, shifted by one,
+and every token is predicted once per epoch. Each epoch visits all windows in a different order, which depends only on
+the seed, not on the number of processes or on interruptions of the run.
 
-Shapes: B sequences a step over all processes, b those that one process reads, L sequence length in tokens.
+Shapes: B sequences per step over all processes, b sequences that one process reads, L sequence length in tokens, W
+window length in tokens.
 """
 
 import hashlib
@@ -17,16 +18,20 @@ import numpy as np
 from pma_jax import config
 from pma_jax.data import shards
 
-_READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # batches read ahead, in background threads
+_READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # prefetched batches, read in background threads
 
 
 def windows_per_epoch(tokens: shards.TokenSet, sequence_length_tokens: int) -> int:
-    """Training windows in one epoch. Raises ValueError when the train split is shorter than one window."""
+    """Return the number of training windows in one epoch.
+
+    Raises:
+        ValueError: The train split is shorter than one window.
+    """
     windows = (tokens.train.tokens - 1) // sequence_length_tokens
     if windows < 1:
         raise ValueError(
             f"the train split has {tokens.train.tokens} tokens, less than one window of {sequence_length_tokens} + 1: "
-            "give more text or lower training.sequence_length_tokens"
+            "add more text or lower training.sequence_length_tokens"
         )
     return windows
 
@@ -38,13 +43,17 @@ def train_batches(
     position: int,
     rows: np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
-    """Rows of each global batch, from `position` on, without end: int32 [b, L+1].
+    """Return an endless iterator over the global batches from `position` on.
 
     Args:
         tokens: The prepared corpus.
-        training: Batch size, sequence length, seed.
-        position: Sequences consumed before, over all processes: steps * B. Any value; nothing is replayed.
-        rows: Which rows of every global batch, integers [b]; all of them by default.
+        training: Batch size, sequence length and seed.
+        position: Number of sequences consumed so far over all processes (steps * B). Starting at any position takes
+            the same time: earlier batches are not read.
+        rows: Indices of the rows to read from each global batch, integers [b]; all rows by default.
+
+    Returns:
+        An iterator over int32 arrays [b, L+1].
 
     Raises:
         ValueError: The train split is shorter than one window.
@@ -56,8 +65,8 @@ def train_batches(
     windows = windows_per_epoch(tokens, length)
     order = grain.MapDataset.range(windows).shuffle(seed=_order_seed(training.seed)).repeat(None)
 
-    # One call gathers a batch, a third of the cost of a Grain source of windows; and of its own rows only, as looking
-    # up the order is what costs.
+    # Gathering a batch in one call costs a third of a Grain source of single windows. Only this process's rows are
+    # looked up, because the lookup in the shuffled order dominates the cost.
     def gather(step: int) -> np.ndarray:
         windows_b = np.array([order[position + step * B + row] for row in rows_b.tolist()])
         return read_windows(tokens.train, windows_b * length, length + 1)
@@ -73,15 +82,24 @@ def validation_batches(
     batch_size_sequences: int,
     rows: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The first `tokens_wanted` predictions of the held-out stream: int32 [b, L+1] and a bool mask [b, L] of targets.
+    """Return an iterator over the first `tokens_wanted` predictions of the held-out stream.
 
-    Always the same tokens in the same order: of each batch those in `rows` (integers [b]), by default all. The masks of
-    all rows together select exactly `tokens_wanted` targets; whatever the rows, there are as many batches, of one
-    shape. For bits per byte, a target stands for `tokens.validation.bytes_per_token` bytes: exact for the bytes
-    tokenizer, the split's average for others.
+    The tokens and their order are always the same. The masks of all rows together select exactly `tokens_wanted`
+    targets. The number of batches and their shape do not depend on `rows`. To compute bits per byte, count
+    `tokens.validation.bytes_per_token` bytes per target: exact for the bytes tokenizer, the split's average for others.
+
+    Args:
+        tokens: The prepared corpus.
+        sequence_length_tokens: L.
+        tokens_wanted: Number of targets to predict.
+        batch_size_sequences: Rows per global batch.
+        rows: Indices of the rows to read from each global batch, integers [b]; all rows by default.
+
+    Returns:
+        An iterator over pairs of int32 windows [b, L+1] and a bool mask [b, L] of the targets to count.
 
     Raises:
-        ValueError: There are fewer held-out tokens.
+        ValueError: The held-out split has fewer than `tokens_wanted` targets.
     """
     available = tokens.validation.tokens - 1
     if not 0 < tokens_wanted <= available:
@@ -102,7 +120,16 @@ def validation_batches(
 
 
 def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens: int) -> np.ndarray:
-    """Tokens [start, start + window_tokens) for each start: int32 [b, window_tokens], zeros past the stream's end."""
+    """Read tokens [start, start + window_tokens) for each start.
+
+    Args:
+        split: The token stream to read.
+        starts_b: First token of each window, integers [b].
+        window_tokens: W.
+
+    Returns:
+        int32 [b, W], with zeros past the end of the stream.
+    """
     ends = np.cumsum([shard.size for shard in split.shards])
     windows_bxW = np.zeros((len(starts_b), window_tokens), np.int32)
     for window_W, first in zip(windows_bxW, starts_b.tolist(), strict=True):
@@ -119,5 +146,5 @@ def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens:
 
 
 def _order_seed(seed: int) -> int:
-    # Grain adds the epoch to the seed: without a hash, seed 1 would begin with the second epoch of seed 0.
+    # Grain adds the epoch to the seed: without a hash, the first epoch of seed 1 would be the second of seed 0.
     return int.from_bytes(hashlib.sha256(f"data order {seed}".encode()).digest()[:4], "big")

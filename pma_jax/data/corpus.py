@@ -1,11 +1,12 @@
-"""Where text comes from: documents with stable names, streamed in a fixed order.
+"""Corpora: documents with stable names, streamed in a fixed order.
 
-A corpus is opened once (`open_corpus`) and may then be read any number of times; no more than one document, or one
-block of rows, is in memory at a time. Every mistake in a user's data is a ValueError of one line.
+`open_corpus` opens a corpus, which can then be read any number of times. At most one document, or one block of rows, is
+in memory at a time. Invalid user data raises a ValueError with a one-line message.
 
-A document's split is decided by a hash of its name, which does not depend on where the corpus lies: the file's path
-below its glob's fixed part, and a row number for formats with rows. A training document whose text equals a held-out
-one is dropped (`split_documents`): licence headers and empty packages repeat, and must not leak.
+The split of a document is decided by a hash of its name, which does not depend on the location of the corpus: the path
+of the file below the fixed part of its glob, and a row number for formats with rows. Training documents whose text
+equals a held-out text are dropped (`split_documents`), so that repeated texts, such as licence headers and empty
+packages, do not leak from training into validation.
 """
 
 import contextlib
@@ -30,20 +31,20 @@ if TYPE_CHECKING:
 
 TRAIN, VALIDATION = "train", "validation"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-_ROWS_READ = 1024  # rows of a Parquet file or a hub dataset held at once
+_BLOCK_ROWS = 1024  # rows of a Parquet file or a hub dataset in memory at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text and the name that decides its split: several may have the same name, and go to the same split."""
+    """A text and the name that decides its split. Documents that share a name belong to the same split."""
 
     name: str
     text: str
-    prompt: str = ""  # what comes before the text, and is not learned
+    prompt: str = ""  # precedes the text and is excluded from the loss
 
     @property
     def full_text(self) -> str:
-        """The prompt and the text."""
+        """The prompt followed by the text."""
         return self.prompt + self.text
 
 
@@ -51,13 +52,13 @@ class Document:
 class Corpus:
     """An opened source. `read()` starts a new pass over the documents, always in the same order."""
 
-    digest: str  # SHA-256 (hex) of every name and content of the source: a changed file changes it
+    digest: str  # SHA-256 (hex) of all names and contents of the source
     read: Callable[[], Iterator[Document]]
 
 
 @dataclasses.dataclass(frozen=True)
 class CorpusScan:
-    """What one pass over a corpus finds."""
+    """The totals of one pass over a corpus."""
 
     documents: int
     utf8_bytes: int
@@ -71,12 +72,14 @@ class _File:
 
 
 def open_corpus(data: config.DataConfig) -> Corpus:
-    """Find the documents of `data` and digest their content (about a second a gigabyte).
+    """Find the documents of `data` and compute the digest of their content (about one second per gigabyte).
 
-    NUL characters are dropped from texts (byte 0 ends a document), and so are documents that are then empty; a null
-    field counts as an empty document. With `data.task` functions, each pair of a document is one document, named as
-    its source is. Raises ValueError when the source is missing or cannot be read; a bad row raises ValueError when
-    `read` reaches it.
+    NUL characters are removed from texts, because byte 0 ends a document, and empty documents are dropped; a null field
+    counts as an empty document. If `data.task` is "functions", each function pair of a document becomes a document
+    with the name of its source.
+
+    Raises:
+        ValueError: The source is missing or cannot be read. An invalid row raises ValueError when `read` reaches it.
     """
     if data.source == "hub":
         table = _load_hub(data)
@@ -89,20 +92,23 @@ def open_corpus(data: config.DataConfig) -> Corpus:
         files = _packaged_files(data.package)
         digest, read = _digest_files(files), lambda: _read_packaged(files)
     if data.task == "functions":
-        return Corpus(digest, lambda: _functions(_cleaned(read()), data.pair_bytes))
-    return Corpus(digest, lambda: _cleaned(read()))
+        return Corpus(digest, lambda: _make_function_documents(_remove_nuls(read()), data.pair_bytes))
+    return Corpus(digest, lambda: _remove_nuls(read()))
 
 
 def is_held_out(name: str, percent: float) -> bool:
-    """Whether the document called `name` belongs to the `percent` that is held out for validation."""
-    share = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
-    return 100 * share < percent
+    """Return whether the document `name` belongs to the `percent` of documents held out for validation."""
+    fraction = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
+    return 100 * fraction < percent
 
 
 def scan_corpus(corpus: Corpus, held_out_percent: float, advance: Callable[[int], None] = lambda _: None) -> CorpusScan:
-    """Count documents and bytes, and remember the held-out texts by their hashes (32 bytes each).
+    """Count documents and bytes, and collect the hashes of the held-out texts (32 bytes each).
 
-    `advance` is told the UTF-8 bytes of each document as it is read.
+    Args:
+        corpus: The corpus to read.
+        held_out_percent: Percentage of documents held out for validation.
+        advance: Called with the UTF-8 bytes of each document after it is read.
     """
     documents = utf8_bytes = 0
     held_out = set()
@@ -116,23 +122,25 @@ def scan_corpus(corpus: Corpus, held_out_percent: float, advance: Callable[[int]
     return CorpusScan(documents, utf8_bytes, frozenset(held_out))
 
 
-def split_documents(corpus: Corpus, held_out_percent: float, found: CorpusScan) -> Iterator[tuple[str, Document]]:
-    """(split, document) of every document, without training documents that repeat a held-out text."""
+def split_documents(corpus: Corpus, held_out_percent: float, scan: CorpusScan) -> Iterator[tuple[str, Document]]:
+    """Yield (split, document) for each document, except training documents that repeat a held-out text."""
     for document in corpus.read():
         if is_held_out(document.name, held_out_percent):
             yield VALIDATION, document
-        elif hashlib.sha256(document.full_text.encode()).digest() not in found.held_out_texts:
+        elif hashlib.sha256(document.full_text.encode()).digest() not in scan.held_out_texts:
             yield TRAIN, document
 
 
-def _cleaned(documents: Iterator[Document]) -> Iterator[Document]:
+def _remove_nuls(documents: Iterator[Document]) -> Iterator[Document]:
+    """Remove NUL characters from each text, and drop documents without text."""
     for document in documents:
         text = document.text.replace("\0", "")
         if text:
             yield Document(document.name, text)
 
 
-def _functions(documents: Iterator[Document], limit_bytes: int) -> Iterator[Document]:
+def _make_function_documents(documents: Iterator[Document], limit_bytes: int) -> Iterator[Document]:
+    """Yield one document for each function pair of each Python source."""
     for document in documents:
         for prompt, body in extract_function_pairs(document.text, limit_bytes):
             yield Document(document.name, body, prompt)
@@ -141,16 +149,17 @@ def _functions(documents: Iterator[Document], limit_bytes: int) -> Iterator[Docu
 def _digest_files(files: list[_File]) -> str:
     total = hashlib.sha256()
     for file in files:
-        with _reading(file.path), file.path.open("rb") as stream:
+        with _report_read_errors(file.path), file.path.open("rb") as stream:
             content = hashlib.file_digest(stream, "sha256").digest()
-        # The name's length keeps (ab, c) and (a, bc) apart; the content's digest has a fixed one.
+        # The length of the name distinguishes (ab, c) from (a, bc); the digest of the content has a fixed length.
         name = os.fsencode(file.name)
         total.update(len(name).to_bytes(8, "big") + name + content)
     return total.hexdigest()
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _report_read_errors(path: Path) -> Iterator[None]:
+    """Raise an OSError of the block as a ValueError that names the file."""
     try:
         yield
     except OSError as error:
@@ -161,7 +170,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-# Packaged: Python's standard library, or the sources of an installed package.
+# --- Packaged: the standard library of Python, or the sources of an installed package ---------------------------------
 
 
 def _packaged_files(package: str) -> list[_File]:
@@ -172,12 +181,14 @@ def _packaged_files(package: str) -> list[_File]:
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
         files += [_File(path.relative_to(root).as_posix(), path) for path in paths]
     if not files:
-        raise ValueError(f"no .py files in {root}: this Python has no library to train on; set data.source=files")
+        raise ValueError(
+            f"no .py files in {root}: this Python installation has no sources to train on; set data.source=files"
+        )
     return sorted(files, key=lambda file: file.name)
 
 
 def _package_folder(package: str) -> Path:
-    # A dotted name would import its parent.
+    # find_spec would import the parent package of a dotted name.
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
@@ -188,32 +199,32 @@ def _package_folder(package: str) -> Path:
 
 def _read_packaged(files: list[_File]) -> Iterator[Document]:
     for file in files:
-        with _reading(file.path):
+        with _report_read_errors(file.path):
             content = file.path.read_bytes()
-        # The library's own tests hold files in other encodings: which ones is a fact of the content, so every
-        # machine with this Python skips the same.
+        # The standard library's tests contain files in other encodings. Skipping depends only on the content, so every
+        # machine with this Python version skips the same files.
         with contextlib.suppress(UnicodeDecodeError):
             yield Document(file.name, content.decode())
 
 
-# Files: globs of text, JSONL and Parquet.
+# --- Files: globs of text, JSONL and Parquet --------------------------------------------------------------------------
 
 
 def _match_files(patterns: tuple[str, ...]) -> list[_File]:
-    """The files of every glob, in the order of the globs, then of names; each file once."""
+    """Return the files of all globs without duplicates, ordered by glob and then by name."""
     if not patterns:
-        raise ValueError("data.source=files needs data.files: give globs of .txt, .jsonl or .parquet files")
-    found: dict[Path, _File] = {}
+        raise ValueError("data.source=files needs data.files: set it to globs of .txt, .jsonl or .parquet files")
+    matches: dict[Path, _File] = {}
     for pattern in patterns:
-        files = _match(pattern)
+        files = _match_glob(pattern)
         for file in files:
             if file.path.suffix not in SUFFIXES:
                 raise ValueError(f"{file.path} is not a {', '.join(SUFFIXES)} file: narrow data.files or convert it")
-            found.setdefault(file.path.resolve(), file)
-    return list(found.values())
+            matches.setdefault(file.path.resolve(), file)
+    return list(matches.values())
 
 
-def _match(pattern: str) -> list[_File]:
+def _match_glob(pattern: str) -> list[_File]:
     expanded = locate(pattern) if is_bucket(pattern) else Path(pattern).expanduser()
     if expanded.is_dir():
         raise ValueError(f"data.files: {pattern} is a folder: write a glob such as {expanded / '**' / '*.txt'}")
@@ -223,7 +234,7 @@ def _match(pattern: str) -> list[_File]:
         raise ValueError(f"data.files: no file {pattern}: check the path")
     fixed = next(index for index, part in enumerate(expanded.parts) if glob.has_magic(part))
     root = type(expanded)(*expanded.parts[:fixed])
-    # Not Path.glob: it takes hidden files, such as an editor's copies, for documents.
+    # Path.glob would also match hidden files, such as an editor's backup copies.
     if is_bucket(pattern):
         paths = [path for path in find(pattern) if not _is_hidden(path.relative_to(root))]
     else:
@@ -241,7 +252,7 @@ def _is_hidden(path: PurePath) -> bool:
 def _read_files(files: list[_File], field: str) -> Iterator[Document]:
     readers = {".txt": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     for file in files:
-        with _reading(file.path):
+        with _report_read_errors(file.path):
             yield from readers[file.path.suffix](file, field)
 
 
@@ -266,11 +277,11 @@ def _read_jsonl(file: _File, field: str) -> Iterator[Document]:
             if not isinstance(record, dict):
                 raise ValueError(f"{where} is not a JSON object: each line must be one, with the field {field!r}")
             if field not in record:
-                raise ValueError(_no_field(where, field, list(record)))
-            yield Document(f"{file.name}:{row}", _as_text(record[field], where, field))
+                raise ValueError(_missing_field_message(where, field, list(record)))
+            yield Document(f"{file.name}:{row}", _check_text(record[field], where, field))
 
 
-def _as_text(value: Any, where: str, field: str) -> str:
+def _check_text(value: Any, where: str, field: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -278,19 +289,19 @@ def _as_text(value: Any, where: str, field: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: the field {field!r} has half a surrogate pair, which is not text") from error
+        raise ValueError(f"{where}: the field {field!r} has half a surrogate pair, which is not valid text") from error
     return value
 
 
 def _read_parquet(file: _File, field: str) -> Iterator[Document]:
-    import pyarrow as pa  # here and below: 0.3 s to import, and most corpora need none of it
+    import pyarrow as pa  # imported in functions: it takes 0.3 s, and most corpora do not need it
     import pyarrow.parquet as pq
 
     try:
         with file.path.open("rb") as stream, pq.ParquetFile(stream) as table:
             _check_column(table.schema_arrow, str(file.path), field)
             row = 0
-            for block in table.iter_batches(batch_size=_ROWS_READ, columns=[field]):
+            for block in table.iter_batches(batch_size=_BLOCK_ROWS, columns=[field]):
                 for text in block.column(0).to_pylist():
                     row += 1
                     yield Document(f"{file.name}:{row}", text or "")
@@ -302,7 +313,7 @@ def _check_column(schema: "pa.Schema", where: str, field: str) -> None:
     import pyarrow as pa
 
     if field not in schema.names:
-        raise ValueError(_no_field(where, field, schema.names))
+        raise ValueError(_missing_field_message(where, field, schema.names))
     kind = schema.field(field).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -310,27 +321,27 @@ def _check_column(schema: "pa.Schema", where: str, field: str) -> None:
         raise ValueError(f"{where}: the column {field!r} is {kind}, not text: set data.text_field")
 
 
-def _no_field(where: str, field: str, present: list[str]) -> str:
+def _missing_field_message(where: str, field: str, present: list[str]) -> str:
     return f"{where} has no field {field!r}: set data.text_field to one of {', '.join(map(str, present)) or '(none)'}"
 
 
-# Hub: a Hugging Face dataset.
+# --- Hub: a Hugging Face dataset --------------------------------------------------------------------------------------
 
 
 def _load_hub(data: config.DataConfig) -> Any:
-    """The dataset (memory-mapped by `datasets`), narrowed to its text column."""
+    """Load the dataset (memory-mapped by `datasets`) with its text column only."""
     try:
         import datasets
     except ImportError as error:
-        raise ValueError("data.source=hub needs the package datasets: pip install 'pma-jax[hub]'") from error
+        raise ValueError("data.source=hub needs the package datasets: run pip install 'pma-jax[hub]'") from error
     if not data.hub_name:
-        raise ValueError("data.source=hub needs data.hub_name: the name of a dataset, or a local path")
+        raise ValueError("data.source=hub needs data.hub_name: set it to the name of a dataset or a local path")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     where = f"dataset {data.hub_name!r}"
     try:
         table = datasets.load_dataset(data.hub_name, data.hub_subset or None, split=data.hub_split)
-    except Exception as error:  # whatever the network, the builder or the files raise
+    except Exception as error:  # the network, the dataset builder and the files raise many types
         raise ValueError(f"cannot load {where}, split {data.hub_split!r}: {_first_line(error)}") from error
     _check_column(table.features.arrow_schema, where, data.text_field)
     return table.select_columns([data.text_field]).with_format("arrow")
@@ -338,7 +349,7 @@ def _load_hub(data: config.DataConfig) -> Any:
 
 def _read_hub(data: config.DataConfig, table: Any) -> Iterator[Document]:
     row = 0
-    for block in table.iter(batch_size=_ROWS_READ):
+    for block in table.iter(batch_size=_BLOCK_ROWS):
         for text in block.column(data.text_field).to_pylist():
             row += 1
             yield Document(f"{data.hub_split}:{row}", text or "")

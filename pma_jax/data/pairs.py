@@ -1,4 +1,4 @@
-"""Pairs of a prompt and an answer, of which the answer alone is learned: Python functions from docstring to body."""
+"""Prompt and answer pairs from Python functions: the signature with docstring is the prompt, the body the answer."""
 
 import ast
 import io
@@ -8,29 +8,33 @@ from collections.abc import Iterator
 
 
 def extract_function_pairs(source: str, limit_bytes: int) -> Iterator[tuple[str, str]]:
-    """(signature and docstring, body) of every function that has both, top to bottom; both end with a newline.
+    """Yield (signature with docstring, body) of each function that has a docstring and a body, in source order.
 
-    Each function is moved to the left margin; decorators are left out, and so is a function longer than `limit_bytes`
-    of UTF-8. A source that is not today's Python (the standard library's tests have some) gives nothing.
+    Functions are dedented and both parts end with a newline. Decorators are omitted. A source that the running Python
+    cannot parse yields nothing (the standard library's tests contain some).
+
+    Args:
+        source: Python source code.
+        limit_bytes: Maximum size of a function in bytes of UTF-8; longer functions are skipped.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as a "\d" in a text: nothing of the source is run
+            warnings.simplefilter("ignore")  # for example about "\d" in a string: the source is only parsed
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
-    # The parser's lines: str.splitlines would also break at form feeds.
+    # Split lines as the parser does: str.splitlines would also split at form feeds.
     lines = io.StringIO(source, newline=None).readlines()
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    for node in sorted(found, key=lambda node: node.lineno):
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for node in sorted(functions, key=lambda node: node.lineno):
         docstring_end, end = node.body[0].end_lineno, node.end_lineno
         if ast.get_docstring(node, clean=False) is None or len(node.body) == 1:
             continue
         assert docstring_end is not None and end is not None
-        if node.body[1].lineno == docstring_end:  # on the docstring's own line, behind a semicolon
+        if node.body[1].lineno == docstring_end:  # the body starts on the docstring's line, after a semicolon
             continue
-        moved = textwrap.dedent("".join(lines[node.lineno - 1 : end])).rstrip("\n").split("\n")
+        lines_of_function = textwrap.dedent("".join(lines[node.lineno - 1 : end])).rstrip("\n").split("\n")
         head = docstring_end - node.lineno + 1
-        prompt, body = ("\n".join(part) + "\n" for part in (moved[:head], moved[head:]))
+        prompt, body = ("\n".join(part) + "\n" for part in (lines_of_function[:head], lines_of_function[head:]))
         if len((prompt + body).encode()) <= limit_bytes:
             yield prompt, body

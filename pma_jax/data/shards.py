@@ -1,15 +1,15 @@
-"""Text becomes tokens once: memory-mapped shards of unsigned integers in a folder named by what decides them.
+"""Tokenised corpora: memory-mapped token shards in a directory named by a digest of everything that decides the ids.
 
-    CACHE_DIR/DIGEST/meta.json              counts, data type, digests
+    CACHE_DIR/DIGEST/meta.json              counts, dtype, digests
                      tokenizer.json         Hugging Face format
-                     train-00000.bin ...    ids, little-endian, of bounded size
+                     train-00000.bin ...    little-endian ids, files of bounded size
                      validation-00000.bin ...
 
-Each document's ids are followed by the tokenizer's end-of-document id. Where prompts come before what is learned, ids
-are signed, and a prompt's id t lies there as -t - 1: as a target it does not count (model/loss.py). A folder
-appears complete or not at all: it is written under a temporary name, synced and renamed.
+The ids of each document are followed by the tokenizer's end-of-document id. In data with prompts, ids are signed, and
+an id t of a prompt is stored as -t - 1, which excludes it as a target (model/loss.py). A directory is published
+atomically: it is written under a temporary name, synced and renamed.
 
-Shapes: T tokens, P those of a prompt.
+Shapes: T tokens, P tokens of a prompt.
 """
 
 import contextlib
@@ -36,77 +36,81 @@ from pma_jax.storage.paths import is_bucket
 
 FORMAT = 1
 SHARD_BYTES = 2**28
-_ENCODE_CHARACTERS = 2**22  # text handed to the tokenizer at once
+_ENCODE_CHARACTERS = 2**22  # characters of text per call of the tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenStream:
-    """One split's token stream: the shards in order, as if concatenated."""
+    """The token stream of one split: the concatenation of its shards."""
 
     documents: int
-    tokens: int  # T: with one end-of-document token a document
-    utf8_bytes: int  # of the text, and one more a document for its end
-    shards: tuple[np.ndarray, ...]  # uint8, uint16 or uint32, signed with prompts, [T of the shard], mapped, read-only
+    tokens: int  # T, including one end-of-document token per document
+    utf8_bytes: int  # of the text, plus one per document for its end
+    shards: tuple[np.ndarray, ...]  # memory-mapped, read-only [T of the shard]: uint8/16/32, signed with prompts
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes a token, over the whole split; exactly 1 for the bytes tokenizer."""
+        """UTF-8 bytes per token, averaged over the split; exactly 1 for the bytes tokenizer."""
         return self.utf8_bytes / self.tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenSet:
-    """A prepared corpus."""
+    """A tokenised corpus."""
 
     directory: Path
-    digest: str  # SHA-256 (hex) of what decides the ids: corpus, split, tokenizer, format
+    digest: str  # SHA-256 (hex) of all that decides the ids: corpus, split, tokenizer, format
     corpus_digest: str
-    tokenizer: str  # bytes | bpe | a file's name
+    tokenizer: str  # "bytes", "bpe" or a file name
     vocabulary_size: int  # one more than the largest id that can occur
     end_of_document: int
     train: TokenStream
     validation: TokenStream
 
     def load_tokenizer(self) -> tokenizing.Tokenizer:
-        """The tokenizer that made these tokens, from `directory`/tokenizer.json."""
+        """Load the tokenizer of these tokens from `directory`/tokenizer.json."""
         return tokenizing.load_tokenizer(self.directory / "tokenizer.json")
 
 
 def prepare_tokens(data: config.DataConfig, *, progress: bool = True, shard_bytes: int = SHARD_BYTES) -> TokenSet:
-    """Tokenise the corpus of `data` into `data.cache_dir`, or open what is there already.
+    """Tokenise the corpus of `data` into `data.cache_dir`, or open the tokens that are already cached there.
 
-    The corpus is read to identify it (about a second a gigabyte), then only when it is new: twice for its survey and
-    its tokens, once more to train a BPE. Memory is bounded by the largest document. Safe to kill, and safe to run in
-    many processes at once: one works, the others wait for it.
+    The corpus is read once to compute its digest (about one second per gigabyte). If it is not cached, it is read twice
+    more to count and to encode it, and once more to train a BPE. Memory is bounded by the largest document. The process
+    can be killed at any time. If several processes prepare the same tokens, one works and the others wait for it.
 
     Args:
-        data: Where text comes from and how it becomes tokens.
-        progress: Show a bar on a terminal, or one line elsewhere, on stderr.
-        shard_bytes: Largest size of a shard.
+        data: The source of the text, and the tokenizer.
+        progress: Show a progress bar on stderr if it is a terminal, else log one line there.
+        shard_bytes: Maximum size of a shard in bytes.
 
     Raises:
-        ValueError: The corpus or the tokenizer cannot be read, a split has no document, the cache cannot be written.
+        ValueError: The corpus or the tokenizer cannot be read, a split has no document, or the cache cannot be written.
     """
     if is_bucket(data.cache_dir):
-        raise ValueError(f"data.cache_dir: {data.cache_dir}: tokens are mapped into memory, so they lie on a disk")
+        raise ValueError(f"data.cache_dir: {data.cache_dir}: tokens are memory-mapped: set it to a local directory")
     source = corpus.open_corpus(data)
-    key = _key(data, source.digest)
+    key = _cache_key(data, source.digest)
     cache = Path(data.cache_dir).expanduser()
     target = cache / key
     if not target.exists():
         console = rich.console.Console(stderr=True, quiet=not progress, highlight=False, soft_wrap=True)
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            with _alone(cache, key, console):
+            with _lock_cache_entry(cache, key, console):
                 if not target.exists():
-                    _prepare_at(target, data, source, console, shard_bytes)
+                    _prepare_directory(target, data, source, console, shard_bytes)
         except OSError as error:
             raise ValueError(f"cannot write tokens to data.cache_dir {cache}: {error}") from error
     return open_tokens(target)
 
 
 def open_tokens(directory: str | Path) -> TokenSet:
-    """Map the tokens that `prepare_tokens` wrote to `directory`. Raises ValueError when they are missing or damaged."""
+    """Memory-map the tokens that `prepare_tokens` wrote to `directory`.
+
+    Raises:
+        ValueError: The tokens are missing or corrupt.
+    """
     directory = Path(directory)
     try:
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
@@ -121,11 +125,11 @@ def open_tokens(directory: str | Path) -> TokenSet:
             validation=_open_split(directory, corpus.VALIDATION, meta),
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"the tokens in {directory} are damaged ({error}): delete it and run again") from error
+        raise ValueError(f"the tokens in {directory} are corrupt ({error}): delete it and run again") from error
 
 
 def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
-    """The tokenizer.json of the tokens with this digest, if `data.cache_dir` still has them; reads no text."""
+    """Return the path of the tokenizer.json of the cached tokens with this digest, or None if they are not cached."""
     for meta in sorted(Path(data.cache_dir).expanduser().glob("*/meta.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads(meta.read_text(encoding="utf-8"))["digest"] == digest:
@@ -134,10 +138,11 @@ def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
 
 
 def check_tokens_match_model(tokens: TokenSet, model: config.ModelConfig) -> None:
-    """Check that the tokenizer and the model agree.
+    """Check that the ids of the tokenizer are valid for the model.
 
-    Raises ValueError when the tokenizer has ids that the model cannot embed, or ends documents with another id than the
-    model keeps them apart by.
+    Raises:
+        ValueError: The tokenizer has ids outside the model's vocabulary, or ends documents with another id than the
+            one that separates documents in the model.
     """
     if tokens.vocabulary_size > model.vocabulary_size:
         raise ValueError(
@@ -146,13 +151,13 @@ def check_tokens_match_model(tokens: TokenSet, model: config.ModelConfig) -> Non
         )
     if model.separator_token not in (-1, tokens.end_of_document):
         raise ValueError(
-            f"model.separator_token is {model.separator_token}, and the {tokens.tokenizer} tokenizer ends documents "
-            f"with {tokens.end_of_document}: set it to that, or to -1 to let packed documents see each other"
+            f"model.separator_token is {model.separator_token}, but the {tokens.tokenizer} tokenizer ends documents "
+            f"with {tokens.end_of_document}: set it to that, or to -1 to let packed documents attend to each other"
         )
 
 
-def _key(data: config.DataConfig, corpus_digest: str) -> str:
-    """Names the folder; a BPE is known by its settings, as it is not trained yet."""
+def _cache_key(data: config.DataConfig, corpus_digest: str) -> str:
+    """Return the name of the cache directory. A BPE, which is not trained yet, is identified by its settings."""
     tokenizer = data.tokenizer
     if tokenizer == "bpe":
         tokenizer = f"bpe {data.bpe_vocabulary_size}"
@@ -170,22 +175,23 @@ def _digest(data: config.DataConfig, corpus_digest: str, tokenizer: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone(cache: Path, key: str, console: rich.console.Console) -> Iterator[None]:
-    """Hold the lock of `key`; the kernel frees it when the process dies."""
+def _lock_cache_entry(cache: Path, key: str, console: rich.console.Console) -> Iterator[None]:
+    """Hold the lock of `key`, which the kernel releases when the process dies, and remove abandoned directories."""
 
-    def say_waiting() -> None:
-        console.print("waiting for another process that prepares the same tokens")
+    def report_waiting() -> None:
+        console.print("waiting for another process to prepare the same tokens")
 
-    with locks.locked(cache / f".{key}.lock", before_waiting=say_waiting) as (_, is_locked):
-        # Without locks (some network file systems) processes repeat each other's work; the rename stays atomic.
+    with locks.locked(cache / f".{key}.lock", before_waiting=report_waiting) as (_, is_locked):
+        # Without locks (some network file systems) several processes do the same work; the rename is still atomic.
         for abandoned in cache.glob(f".{key}.*.tmp") if is_locked else ():
             shutil.rmtree(abandoned)
         yield
 
 
-def _prepare_at(
+def _prepare_directory(
     target: Path, data: config.DataConfig, source: corpus.Corpus, console: rich.console.Console, shard_bytes: int
 ) -> None:
+    """Tokenise the corpus into a temporary directory and publish it as `target`."""
     temporary = target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
     try:
@@ -197,7 +203,7 @@ def _prepare_at(
         try:
             atomic.publish_directory(temporary, target)
         except OSError:
-            # Another process that could not see our lock was first; its tokens are the same.
+            # Another process that did not see the lock published first; its tokens are the same.
             if not target.exists():
                 raise
     finally:
@@ -209,31 +215,31 @@ def _prepare_at(
 def _write_tokens(
     folder: Path, data: config.DataConfig, source: corpus.Corpus, bar: rich.progress.Progress, shard_bytes: int
 ) -> dict[str, Any]:
-    """Write the shards and tokenizer.json of every document; return what meta.json records."""
-    surveying = bar.add_task("reading", total=None)
-    found = corpus.scan_corpus(source, data.held_out_percent, lambda size: bar.advance(surveying, size))
-    if not found.documents:
-        raise ValueError(f"the {data.source} corpus holds no text: every document is empty")
-    bar.remove_task(surveying)
-    tokenizer = _tokenizer(data, source, found, bar)
+    """Write the shards and tokenizer.json; return the content of meta.json."""
+    read_task = bar.add_task("reading", total=None)
+    scan = corpus.scan_corpus(source, data.held_out_percent, lambda size: bar.advance(read_task, size))
+    if not scan.documents:
+        raise ValueError(f"the {data.source} corpus has no text: every document is empty")
+    bar.remove_task(read_task)
+    tokenizer = _select_tokenizer(data, source, scan, bar)
     tokenizer.save(folder / "tokenizer.json")
 
-    dtype = _dtype(tokenizer.vocabulary_size, signed=data.task != "text")
+    dtype = _smallest_dtype(tokenizer.vocabulary_size, signed=data.task != "text")
     writers = {name: _ShardWriter(folder, name, dtype, shard_bytes) for name in (corpus.TRAIN, corpus.VALIDATION)}
-    encoding = bar.add_task("tokenising", total=found.utf8_bytes)
-    for block in _blocks(corpus.split_documents(source, data.held_out_percent, found)):
+    encode_task = bar.add_task("tokenising", total=scan.utf8_bytes)
+    for block in _group_documents(corpus.split_documents(source, data.held_out_percent, scan)):
         prompts = tokenizer.encode_many([document.prompt for _, document in block])
         ids = tokenizer.encode_many([document.text for _, document in block])
         for (split, document), prompt_P, ids_T in zip(block, prompts, ids, strict=True):
             size = len(document.full_text.encode())
             writers[split].write(np.concatenate([~prompt_P, ids_T, [tokenizer.end_of_document]]), size + 1)
-            bar.advance(encoding, size)
+            bar.advance(encode_task, size)
     splits = {name: writer.close() for name, writer in writers.items()}
     for name, split in splits.items():
         if not split["documents"]:
             raise ValueError(
-                f"no document fell into the {name} split ({found.documents} documents, "
-                f"data.held_out_percent={data.held_out_percent}): change the percentage or give more documents"
+                f"no document is in the {name} split ({scan.documents} documents, "
+                f"data.held_out_percent={data.held_out_percent}): change the percentage or add more documents"
             )
     return {
         "format": FORMAT,
@@ -247,17 +253,18 @@ def _write_tokens(
     }
 
 
-def _tokenizer(
-    data: config.DataConfig, source: corpus.Corpus, found: corpus.CorpusScan, bar: rich.progress.Progress
+def _select_tokenizer(
+    data: config.DataConfig, source: corpus.Corpus, scan: corpus.CorpusScan, bar: rich.progress.Progress
 ) -> tokenizing.Tokenizer:
+    """Return the tokenizer that `data` names; train it on the training documents if it is a BPE."""
     if data.tokenizer == "bytes":
         return tokenizing.byte_tokenizer()
     if data.tokenizer != "bpe":
         return tokenizing.load_tokenizer(data.tokenizer)
-    task = bar.add_task("training a tokenizer", total=found.utf8_bytes)
+    task = bar.add_task("training a tokenizer", total=scan.utf8_bytes)
 
     def train_texts() -> Iterator[str]:
-        for split, document in corpus.split_documents(source, data.held_out_percent, found):
+        for split, document in corpus.split_documents(source, data.held_out_percent, scan):
             if split == corpus.TRAIN:
                 bar.advance(task, len(document.full_text.encode()))
                 yield document.full_text
@@ -265,8 +272,8 @@ def _tokenizer(
     return tokenizing.train_bpe(train_texts(), data.bpe_vocabulary_size)
 
 
-def _blocks(documents: Iterator[tuple[str, corpus.Document]]) -> Iterator[list[tuple[str, corpus.Document]]]:
-    """Group documents until a block holds `_ENCODE_CHARACTERS`."""
+def _group_documents(documents: Iterator[tuple[str, corpus.Document]]) -> Iterator[list[tuple[str, corpus.Document]]]:
+    """Yield blocks of consecutive documents, each of at least `_ENCODE_CHARACTERS` characters except the last."""
     block, characters = [], 0
     for document in documents:
         block.append(document)
@@ -278,56 +285,59 @@ def _blocks(documents: Iterator[tuple[str, corpus.Document]]) -> Iterator[list[t
         yield block
 
 
-def _dtype(vocabulary_size: int, signed: bool = False) -> np.dtype:
+def _smallest_dtype(vocabulary_size: int, signed: bool = False) -> np.dtype:
+    """Return the smallest little-endian integer dtype that holds all ids."""
     ids = 2 * vocabulary_size if signed else vocabulary_size
     bits = 8 if ids <= 2**8 else 16 if ids <= 2**16 else 32
     return np.dtype(f"<{'i' if signed else 'u'}{bits // 8}")
 
 
 class _ShardWriter:
-    """Appends one split's ids to numbered files of at most `shard_bytes`."""
+    """Write the ids of one split to numbered files of at most `shard_bytes` bytes."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_bytes: int):
         self._folder, self._split, self._dtype = folder, split, dtype
-        self._room = shard_bytes // dtype.itemsize
-        assert self._room > 0, shard_bytes
-        self._shards: list[int] = []  # tokens of each
+        self._tokens_per_shard = shard_bytes // dtype.itemsize
+        assert self._tokens_per_shard > 0, shard_bytes
+        self._shard_tokens: list[int] = []
         self._documents = self._utf8_bytes = 0
         self._stream: Any = None
 
     def write(self, document_T: np.ndarray, utf8_bytes: int) -> None:
+        """Append the ids of one document."""
         self._documents += 1
         self._utf8_bytes += utf8_bytes
         ids_T = document_T.astype(self._dtype)
         while ids_T.size:
-            if self._stream is None or self._shards[-1] == self._room:
-                self._next()
-            part_T = ids_T[: self._room - self._shards[-1]]
+            if self._stream is None or self._shard_tokens[-1] == self._tokens_per_shard:
+                self._open_next()
+            part_T = ids_T[: self._tokens_per_shard - self._shard_tokens[-1]]
             self._stream.write(part_T.tobytes())
-            self._shards[-1] += part_T.size
+            self._shard_tokens[-1] += part_T.size
             ids_T = ids_T[part_T.size :]
 
     def close(self) -> dict[str, Any]:
-        self._finish()
+        """Close the last file and return the counts that meta.json records."""
+        self._close_stream()
         return {
             "documents": self._documents,
-            "tokens": sum(self._shards),
+            "tokens": sum(self._shard_tokens),
             "utf8_bytes": self._utf8_bytes,
-            "shard_tokens": self._shards,
+            "shard_tokens": self._shard_tokens,
         }
 
-    def _next(self) -> None:
-        self._finish()
-        self._stream = _shard(self._folder, self._split, len(self._shards)).open("wb")
-        self._shards.append(0)
+    def _open_next(self) -> None:
+        self._close_stream()
+        self._stream = _shard_path(self._folder, self._split, len(self._shard_tokens)).open("wb")
+        self._shard_tokens.append(0)
 
-    def _finish(self) -> None:
+    def _close_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
 
-def _shard(folder: Path, split: str, index: int) -> Path:
+def _shard_path(folder: Path, split: str, index: int) -> Path:
     return folder / f"{split}-{index:05d}.bin"
 
 
@@ -335,11 +345,11 @@ def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:
     counts = meta["splits"][name]
     shards = []
     for index, tokens in enumerate(counts["shard_tokens"]):
-        path = _shard(folder, name, index)
+        path = _shard_path(folder, name, index)
         dtype = np.dtype(meta["dtype"])
         if path.stat().st_size != tokens * dtype.itemsize:
-            raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {tokens * dtype.itemsize}")
-        # A plain array over the map: slicing np.memmap costs several times more.
+            raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {tokens * dtype.itemsize}")
+        # np.asarray: slicing a np.memmap takes several times longer than slicing a plain array over it.
         shards.append(np.asarray(np.memmap(path, dtype, mode="r")))
     return TokenStream(counts["documents"], counts["tokens"], counts["utf8_bytes"], tuple(shards))
 

@@ -1,8 +1,8 @@
-"""Text to token ids and back: bytes, a BPE trained on the corpus, or anybody's tokenizer.json.
+"""Tokenizers: UTF-8 bytes, a BPE trained on the corpus, or any Hugging Face tokenizer.json.
 
-Every tokenizer is a frozen `Tokenizer` and saves as a Hugging Face tokenizer.json, the bytes one too, so that a model
-can leave with its tokenizer. Special tokens written out in a text are text: a document that discusses
-`<|endoftext|>` does not end there.
+Every tokenizer, including the bytes tokenizer, is a frozen `Tokenizer` that is saved as a Hugging Face tokenizer.json,
+so that a model can be exported with its tokenizer. Special tokens that occur in a text are encoded as ordinary text: a
+document that discusses `<|endoftext|>` does not end there.
 """
 
 import dataclasses
@@ -21,7 +21,12 @@ import tokenizers.trainers
 from pma_jax.storage.paths import locate
 
 END_OF_DOCUMENT = "<|endoftext|>"
-END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")  # the first that a tokenizer.json has
+END_OF_DOCUMENT_NAMES = (
+    END_OF_DOCUMENT,
+    "</s>",
+    "<|end_of_text|>",
+    "<eos>",
+)  # the first one that a tokenizer.json has is used
 _BYTE_VALUES = 256
 
 
@@ -29,26 +34,30 @@ _BYTE_VALUES = 256
 class Tokenizer:
     """An immutable mapping between text and ids in [0, vocabulary_size)."""
 
-    name: str  # bytes | bpe | the file's name
+    name: str  # "bytes", "bpe" or the file name
     vocabulary_size: int  # one more than the largest id
     end_of_document: int  # the id that follows each document
     digest: str  # SHA-256 (hex) of the tokenizer.json
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
-    is_bytes: bool = False  # ids are the bytes themselves: no need of the backend
+    is_bytes: bool = False  # ids are byte values: encoding and decoding skip the backend
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, int32 [tokens], without special tokens around it."""
+        """Encode `text` as ids, int32 [T], without surrounding special tokens."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, in parallel where the backend can. All texts are held in memory."""
+        """Encode each text, in parallel where the backend supports it. All texts are held in memory."""
         if self.is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD. Raises ValueError for an id past the vocabulary."""
+        """Decode `ids` to text; bytes that are not valid UTF-8 become U+FFFD.
+
+        Raises:
+            ValueError: An id is outside the vocabulary.
+        """
         ids_T = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
         outside = ids_T[(ids_T < 0) | (ids_T >= self.vocabulary_size)]
         if outside.size:
@@ -64,25 +73,27 @@ class Tokenizer:
 
 @functools.cache
 def byte_tokenizer() -> Tokenizer:
-    """UTF-8 bytes: id b is byte b, and byte 0 ends a document."""
+    """Return the bytes tokenizer: the id of a byte is its value, and id 0 ends a document."""
     alphabet = _byte_alphabet()
     vocabulary = {END_OF_DOCUMENT: 0} | {alphabet[value]: value for value in range(1, _BYTE_VALUES)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens([END_OF_DOCUMENT])
-    return dataclasses.replace(_wrap("bytes", backend), is_bytes=True)
+    return dataclasses.replace(_make_tokenizer("bytes", backend), is_bytes=True)
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
-    """Byte-level BPE of at most `vocabulary_size` entries; the same texts give the same tokenizer.
+    """Train a byte-level BPE of at most `vocabulary_size` entries; the same texts give the same tokenizer.
 
-    Texts are streamed; the counts of distinct words are kept. Raises ValueError when `vocabulary_size` cannot hold the
-    bytes and the end-of-document token.
+    Texts are streamed; only the counts of distinct words are held in memory.
+
+    Raises:
+        ValueError: `vocabulary_size` is too small for the 256 bytes and the end-of-document token.
     """
-    smallest = _BYTE_VALUES + 1
-    if vocabulary_size < smallest:
-        raise ValueError(f"data.bpe_vocabulary_size must be {smallest} or more (bytes and {END_OF_DOCUMENT})")
+    minimum_size = _BYTE_VALUES + 1
+    if vocabulary_size < minimum_size:
+        raise ValueError(f"data.bpe_vocabulary_size must be {minimum_size} or more (bytes and {END_OF_DOCUMENT})")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -93,26 +104,28 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return _wrap("bpe", backend)
+    return _make_tokenizer("bpe", backend)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a Hugging Face tokenizer.json, ours or anybody's.
+    """Read a Hugging Face tokenizer.json, written by `Tokenizer.save` or by another library.
 
-    Raises ValueError when there is no such file, it is not a tokenizer, or it has none of `END_OF_DOCUMENT_NAMES`.
+    Raises:
+        ValueError: The file does not exist, is not a tokenizer, or has none of `END_OF_DOCUMENT_NAMES`.
     """
     path = locate(path).expanduser()
     if not path.is_file():
         raise ValueError(f"no tokenizer file {path}: data.tokenizer is bytes, bpe, or a path to a tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:  # the package raises bare Exception
+    except Exception as error:  # tokenizers raises bare Exception
         raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {str(error).splitlines()[0]}") from error
-    loaded = _wrap(path.name, backend)
+    loaded = _make_tokenizer(path.name, backend)
     return byte_tokenizer() if loaded.digest == byte_tokenizer().digest else loaded
 
 
-def _wrap(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
+def _make_tokenizer(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
+    """Disable truncation, padding and special tokens in texts, and find the end-of-document token."""
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -127,7 +140,7 @@ def _wrap(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in GPT-2's byte-level vocabularies."""
+    """Return the printable character that represents each byte in GPT-2's byte-level vocabularies."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(_BYTE_VALUES) if value not in printable]
     return [chr(value) if value in printable else chr(_BYTE_VALUES + others.index(value)) for value in range(256)]

@@ -146,7 +146,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_prepared(tmp_path, half_
 def test_two_processes_at_once_both_end_well(tmp_path, half_way, capsys):
     data, child = half_way
     tokens = shards.prepare_tokens(data)
-    assert capsys.readouterr().err == "waiting for another process that prepares the same tokens\n"
+    assert capsys.readouterr().err == "waiting for another process to prepare the same tokens\n"
     assert child.wait(timeout=60) == 0
     assert folders(tmp_path) == [tokens.directory.name]
     assert tokens.train.documents + tokens.validation.documents == 1500
@@ -157,20 +157,20 @@ def test_damaged_tokens_are_refused(tmp_path):
     tokens = shards.prepare_tokens(data_config(tmp_path), progress=False)
     shard = tokens.directory / "train-00000.bin"
     os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(ValueError, match=r"damaged \(train-00000.bin has .* bytes, not .*\): delete it"):
+    with pytest.raises(ValueError, match=r"corrupt \(train-00000.bin has .* bytes instead of .*\): delete it"):
         shards.prepare_tokens(data_config(tmp_path), progress=False)
     (tokens.directory / "meta.json").unlink()
-    with pytest.raises(ValueError, match=r"damaged .*: delete it and run again"):
+    with pytest.raises(ValueError, match=r"corrupt .*: delete it and run again"):
         shards.open_tokens(tokens.directory)
 
 
 def test_corpora_that_cannot_be_used(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(ValueError, match="files corpus holds no text"):
+    with pytest.raises(ValueError, match="files corpus has no text"):
         shards.prepare_tokens(data_config(tmp_path), progress=False)
     (tmp_path / "text" / "a.jsonl").write_text('{"text": "one document"}\n')
-    with pytest.raises(ValueError, match=r"no document fell into the validation split \(1 documents, .*=0.1\)"):
+    with pytest.raises(ValueError, match=r"no document is in the validation split \(1 documents, .*=0.1\)"):
         shards.prepare_tokens(data_config(tmp_path, held_out_percent=0.1), progress=False)
     with pytest.raises(ValueError, match="no tokenizer file"):
         shards.prepare_tokens(data_config(tmp_path, tokenizer="bites"), progress=False)
