@@ -75,14 +75,14 @@ def quadratic(bench: Workbench, models: list[Any], around: Any) -> dict[str, Any
     loss = jax.jit(objective)
     each, of_mean = [float(loss(model)) for model in models], float(loss(average(models, weights)))
     deltas = [optax.tree.sub(model, around) for model in models]
-    slopes = curvature.slopes(objective, around, deltas)
+    slopes = curvature.directional_slopes(objective, around, deltas)
     found: dict[str, Any] = {"measured": {"over_mean": np.mean(each) - of_mean, "over_last": each[-1] - of_mean}}
     products = {
         "hessian": curvature.hessian_product(objective, around),
         "gauss_newton": curvature.gauss_newton_product(bench.outputs, around),
     }
     for name, product in products.items():
-        matrix = curvature.pairwise(product, deltas)
+        matrix = curvature.pairwise_curvature(product, deltas)
         found[name] = {
             "over_mean": curvature.merging_gain(matrix, weights),
             "over_last": curvature.merging_gain_over_last(matrix, weights, slopes),

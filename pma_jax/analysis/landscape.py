@@ -26,7 +26,7 @@ class Plane:
     second: Any
 
     def at(self, x: jax.Array | float, y: jax.Array | float) -> Any:
-        """The parameters at a point of the plane."""
+        """Return the parameters at the point (x, y)."""
         return optax.tree.add_scale(optax.tree.add_scale(self.origin, x, self.first), y, self.second)
 
     def coordinates(self, params: Any) -> tuple[float, float, float]:
@@ -38,53 +38,58 @@ class Plane:
 
 
 def plane_through(first: Any, second: Any, third: Any) -> Plane:
-    """The plane of three models; `first` is its origin, and `second` lies on its x axis.
+    """Compute the plane through three models: `first` is the origin, and `second` is on the x axis.
 
-    Raises ValueError where they lie on one line (or are equal): there is no such plane.
+    Raises:
+        ValueError: Two models are equal, or all are on one line.
     """
     along, across = optax.tree.sub(second, first), optax.tree.sub(third, first)
     length = optax.tree.norm(along)
     if not float(length) > 0:
-        raise ValueError("the first two models are equal: a plane goes through three that differ")
+        raise ValueError("the first two models are equal: give three different models")
     x_axis = optax.tree.scale(1 / length, along)
     rest = optax.tree.add_scale(across, -inner_product(across, x_axis), x_axis)
     height = optax.tree.norm(rest)
     if not float(height) > 1e-5 * float(optax.tree.norm(across)):
-        raise ValueError("the three models lie on one line: give one that lies beside it")
+        raise ValueError("the three models are on one line, so there is no plane: replace one of them")
     return Plane(first, x_axis, optax.tree.scale(1 / height, rest))
 
 
 def principal_plane(params_K: Sequence[Any]) -> Plane:
-    """The plane that K models (3 or more) lie nearest to, by least squares; their mean is its origin.
+    """Fit the plane with the least squared distance to K models; the mean of the models is the origin.
 
-    From the [K, K] matrix of inner products: no matrix of parameters by parameters is made. Raises ValueError where
-    they lie on one line.
+    The principal axes come from the [K, K] matrix of inner products, so no parameters-by-parameters matrix is needed.
+
+    Args:
+        params_K: K >= 3 parameter trees.
+
+    Raises:
+        ValueError: There are fewer than 3 models, or they are on one line.
     """
     if len(params_K) < 3:
         raise ValueError(f"{len(params_K)} models do not span a plane: give 3 or more")
     mean = average(params_K, np.full(len(params_K), 1 / len(params_K)))
-    apart_K = [optax.tree.sub(params, mean) for params in params_K]
-    gram_KxK = np.array([[float(inner_product(a, b)) for b in apart_K] for a in apart_K])
+    deltas_K = [optax.tree.sub(params, mean) for params in params_K]
+    gram_KxK = np.array([[float(inner_product(a, b)) for b in deltas_K] for a in deltas_K])
     values_K, vectors_KxK = np.linalg.eigh(gram_KxK)
     if not values_K[-2] > 1e-6 * values_K[-1]:
-        raise ValueError("the models lie on one line: there is no plane that they lie nearest to")
-    axes = []
-    for place in (-1, -2):
-        axes.append(average(apart_K, vectors_KxK[:, place] / np.sqrt(values_K[place])))
+        raise ValueError("the models are on one line, so they define no plane: give other models")
+    axes = [average(deltas_K, vectors_KxK[:, i] / np.sqrt(values_K[i])) for i in (-1, -2)]
     return Plane(mean, *axes)
 
 
 def plane_of_two_weights(params: Any, leaf: str, first: tuple[int, ...], second: tuple[int, ...]) -> Plane:
-    """The plane over two single weights of one leaf, all others as in `params`: the plane of PMA's Figure 8.
+    """Return the plane in which two single weights of one leaf vary (PMA, Figure 8).
 
     Args:
-        params: the origin.
-        leaf: its name, such as "blocks/mlp/up".
-        first: the index of the weight along x.
-        second: that of the weight along y.
+        params: The origin.
+        leaf: Name of the leaf, such as "blocks/mlp/up".
+        first: Index of the weight along x.
+        second: Index of the weight along y.
 
     Raises:
-        ValueError: no leaf has that name (the names are listed), an index is outside, or both are the same.
+        ValueError: No leaf has that name (the error lists the names), an index is out of range, or the indices are
+            equal.
     """
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)]
     if leaf not in names:
@@ -94,22 +99,34 @@ def plane_of_two_weights(params: Any, leaf: str, first: tuple[int, ...], second:
         if len(index) != len(shape) or any(not 0 <= i < n for i, n in zip(index, shape, strict=True)):
             raise ValueError(f"{index} is not an index of {leaf}, whose shape is {shape}")
     if first == second:
-        raise ValueError(f"both weights are {first} of {leaf}: name two")
+        raise ValueError(f"both weights are {first} of {leaf}: give two different indices")
 
     def unit(index: tuple[int, ...]) -> Any:
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.zeros_like, params))
-        place = names.index(leaf)
-        one = np.zeros(shape, leaves[place].dtype)
+        i = names.index(leaf)
+        one = np.zeros(shape, leaves[i].dtype)
         one[index] = 1
-        # Placed as the leaf is: a scatter into a leaf that is split would need to be told where it goes.
-        leaves[place] = jax.device_put(one, leaves[place].sharding)
+        # Made on the host: a scatter into a sharded array would need an explicit output sharding.
+        leaves[i] = jax.device_put(one, leaves[i].sharding)
         return jax.tree.unflatten(structure, leaves)
 
     return Plane(params, unit(first), unit(second))
 
 
 def loss_over(loss: Callable[[Any], jax.Array], plane: Plane, xs_X: ArrayLike, ys_Y: ArrayLike) -> np.ndarray:
-    """`loss` at every point of a grid over the plane: float64 [Y, X], for a contour plot. One compile; one model."""
+    """Evaluate `loss` at every point of a grid on the plane, for a contour plot.
+
+    The loss is compiled once, and one model is in memory beside the plane.
+
+    Args:
+        loss: Function of a parameter tree.
+        plane: The plane.
+        xs_X: Grid coordinates along the first axis.
+        ys_Y: Grid coordinates along the second axis.
+
+    Returns:
+        Losses, float64 [Y, X].
+    """
     at = jax.jit(lambda plane_trees, x, y: loss(Plane(*plane_trees).at(x, y)))
     trees = (plane.origin, plane.first, plane.second)
     xs_X, ys_Y = np.asarray(xs_X, np.float32), np.asarray(ys_Y, np.float32)

@@ -1,4 +1,4 @@
-"""Loss curves and scaling laws: fits that say how far they can be trusted.
+"""Fits of loss curves and scaling laws.
 
 Legend: n measurements.
 """
@@ -13,14 +13,14 @@ from numpy.typing import ArrayLike
 
 @dataclasses.dataclass(frozen=True)
 class LossCurve:
-    """L(D) = floor + scale · D^-exponent, D in tokens, L in nats a token."""
+    """L(D) = floor + scale · D^-exponent, D in tokens, L in nats per token."""
 
     floor: float
     scale: float
     exponent: float
 
     def at(self, tokens: ArrayLike) -> np.ndarray:
-        """The loss at so many tokens."""
+        """Predict the loss at `tokens`, in nats per token."""
         return self.floor + self.scale * np.asarray(tokens, np.float64) ** -self.exponent
 
 
@@ -35,18 +35,24 @@ class ScalingLaw:
     beta: float
 
     def at(self, parameters: ArrayLike, tokens: ArrayLike) -> np.ndarray:
-        """The loss of a model of so many parameters at so many tokens."""
+        """Predict the loss of a model with `parameters` parameters after `tokens` tokens, in nats per token."""
         n, d = np.asarray(parameters, np.float64), np.asarray(tokens, np.float64)
         return self.e + self.a * n**-self.alpha + self.b * d**-self.beta
 
 
 def fit_loss_curve(tokens_n: ArrayLike, loss_n: ArrayLike, huber: float = 1e-3) -> LossCurve:
-    """The curve of least Huber loss in log L (threshold `huber`), the best of several starts.
+    """Fit a `LossCurve` by the Huber loss of log L, and return the best fit over several starting points.
 
-    Raises ValueError for fewer than 4 points (3 numbers are fitted), or where tokens or losses are not above 0.
+    Args:
+        tokens_n: Tokens of each measurement.
+        loss_n: Loss of each measurement, in nats per token.
+        huber: Threshold of the Huber loss, in log L.
+
+    Raises:
+        ValueError: There are fewer than 4 measurements (3 parameters are fitted), or a value is not above 0.
     """
     tokens, loss = _checked(4, tokens=tokens_n, loss=loss_n)
-    middle = np.exp(np.log(tokens).mean())  # fitted around it: exponent and scale are then nearly independent
+    middle = np.exp(np.log(tokens).mean())  # centred, so that exponent and scale are nearly independent
 
     def model(x: np.ndarray) -> np.ndarray:
         return np.logaddexp(x[0], x[1] - np.exp(x[2]) * np.log(tokens / middle))
@@ -59,10 +65,17 @@ def fit_loss_curve(tokens_n: ArrayLike, loss_n: ArrayLike, huber: float = 1e-3) 
 
 
 def fit_scaling_law(parameters_n: ArrayLike, tokens_n: ArrayLike, loss_n: ArrayLike, huber: float = 1e-3) -> ScalingLaw:
-    """The law of least Huber loss in log L over all starts of a grid (Hoffmann et al., Section 3.3).
+    """Fit a `ScalingLaw` by the Huber loss of log L, from a grid of starting points (Hoffmann et al., Section 3.3).
 
-    Raises ValueError for fewer than 6 points (5 numbers are fitted), for values that are not above 0, and where
-    parameters or tokens are all the same: one exponent could then be anything.
+    Args:
+        parameters_n: Number of parameters of each measurement's model.
+        tokens_n: Tokens of each measurement.
+        loss_n: Loss of each measurement, in nats per token.
+        huber: Threshold of the Huber loss, in log L.
+
+    Raises:
+        ValueError: There are fewer than 6 measurements (5 parameters are fitted), a value is not above 0, or all
+            measurements have the same number of parameters or tokens, which leaves its exponent undetermined.
     """
     parameters, tokens, loss = _checked(6, parameters=parameters_n, tokens=tokens_n, loss=loss_n)
     for name, values in (("parameters", parameters), ("tokens", tokens)):
@@ -93,7 +106,7 @@ def _checked(least: int, **named: ArrayLike) -> list[np.ndarray]:
     arrays = {name: np.asarray(values, np.float64) for name, values in named.items()}
     sizes = {values.shape for values in arrays.values()}
     if len(sizes) > 1 or len(next(iter(sizes))) != 1:
-        raise ValueError(f"give one number a measurement: the shapes are {[v.shape for v in arrays.values()]}")
+        raise ValueError(f"give one number per measurement: the shapes are {[v.shape for v in arrays.values()]}")
     for name, values in arrays.items():
         if len(values) < least:
             raise ValueError(f"{len(values)} measurements are too few for this fit: give {least} or more")

@@ -1,8 +1,9 @@
-"""Merging as a filter: what moves in the weights at which rate, and what a recipe lets through.
+"""Merging as a filter: the spectrum of the weights along training, and the frequency response of a recipe.
 
-A recipe is a finite impulse response over snapshots; its response at frequency f (cycles a snapshot) is
-H(f) = sum_k c_k exp(-2 pi i f a_k), a_k the age of snapshot k. H(0) = 1: what does not move stays. Noise between
-snapshots is white, |H|^2 passes of it; drift is near f = 0, and -Im H'(0) / 2 pi is the mean age, the lag.
+A recipe is a finite impulse response filter over snapshots. Its response at frequency f (cycles per snapshot) is
+H(f) = sum_k c_k exp(-2 pi i f a_k), with the age a_k of snapshot k. H(0) = 1: a constant passes unchanged. Independent
+noise of the snapshots is white, and a fraction |H|^2 of its power passes. Drift is near f = 0, and -Im H'(0) / 2 pi is
+the mean age, the lag.
 Legend: K snapshots, D directions, F frequencies.
 """
 
@@ -21,12 +22,12 @@ from pma_jax.analysis.curvature import inner_product
 def frequency_response(
     weights_K: ArrayLike, frequencies_F: ArrayLike, positions_K: ArrayLike | None = None
 ) -> np.ndarray:
-    """H(f) of a recipe, complex128 [F].
+    """Compute the frequency response H(f) of a recipe, complex128 [F].
 
     Args:
-        weights_K: coefficients, oldest first.
-        frequencies_F: in cycles a unit of `positions_K`; 0.5 is the fastest that evenly spaced snapshots show.
-        positions_K: of the snapshots, such as tokens; by default 0, 1, 2, ...
+        weights_K: Coefficients, oldest first.
+        frequencies_F: In cycles per unit of `positions_K`; 0.5 is the Nyquist frequency of unit spacing.
+        positions_K: Positions of the snapshots, such as tokens; by default 0, 1, 2, ...
     """
     weights = np.asarray(weights_K, np.float64)
     positions = np.arange(len(weights)) if positions_K is None else np.asarray(positions_K, np.float64)
@@ -35,7 +36,7 @@ def frequency_response(
 
 
 def random_directions(like: Any, count: int, seed: int = 0) -> list[Any]:
-    """`count` trees of the shapes of `like`, normal and of length 1: nearly orthogonal where parameters are many."""
+    """Draw `count` random unit trees with the shapes of `like`; with many parameters they are nearly orthogonal."""
     keys = jax.random.split(jax.random.key(seed), count)
     return [
         optax.tree.scale(1 / optax.tree.norm(tree), tree)
@@ -44,7 +45,7 @@ def random_directions(like: Any, count: int, seed: int = 0) -> list[Any]:
 
 
 def projections(params_K: Sequence[Any], directions_D: Sequence[Any], origin: Any) -> np.ndarray:
-    """(theta_k - origin) · direction_d: float64 [K, D]. Drawn one tree at a time: `params_K` may be a generator."""
+    """Compute (theta_k - origin) · direction_d, float64 [K, D]; `params_K` may be a generator of trees."""
     rows = []
     for params in params_K:
         offset = optax.tree.sub(params, origin)
@@ -53,12 +54,21 @@ def projections(params_K: Sequence[Any], directions_D: Sequence[Any], origin: An
 
 
 def power_spectrum(series_KxD: ArrayLike, interval: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Power a frequency of each series: frequencies [F] in cycles a unit of `interval`, density [F, D].
+    """Estimate the power spectral density of each of D series by a periodogram.
 
-    The straight line of each is taken out first and a Hann window laid on: drift would else leak into all frequencies.
-    F = K // 2 + 1. Raises ValueError for fewer than 4 points.
+    Each series is detrended linearly and multiplied by a Hann window, so that drift does not leak into all frequencies.
+
+    Args:
+        series_KxD: D series of K evenly spaced values.
+        interval: Spacing of the values.
+
+    Returns:
+        Frequencies [F], in cycles per unit of `interval`, and densities [F, D], with F = K // 2 + 1.
+
+    Raises:
+        ValueError: There are fewer than 4 values.
     """
     series = np.asarray(series_KxD, np.float64)
     if len(series) < 4:
-        raise ValueError(f"{len(series)} snapshots have no spectrum to speak of: give 4 or more")
+        raise ValueError(f"a spectrum needs 4 or more snapshots, not {len(series)}")
     return scipy.signal.periodogram(series, fs=1 / interval, window="hann", detrend="linear", axis=0)

@@ -16,9 +16,17 @@ from pma_jax.runtime.mesh import make_mesh
 
 
 def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """One row a target: a snapshot, or a run's newest. `overrides` (`section.key=value`) change the text or its length.
+    """Evaluate snapshots, or the newest snapshots of runs.
 
-    Raises ValueError when a target is neither, or a key is unknown.
+    Args:
+        paths: Snapshots and run directories.
+        overrides: `section.key=value`, such as another held-out text or more tokens of it.
+
+    Returns:
+        One row per path: target, tokens, loss (nats per token), perplexity, bits per byte.
+
+    Raises:
+        ValueError: A path is neither a run nor a snapshot, or a key is unknown.
     """
     rows = []
     for path in paths:

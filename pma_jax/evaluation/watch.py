@@ -43,9 +43,8 @@ def watch(
 
     A preview is the trainer's: `recipe` over the newest N snapshots from `preview.start_tokens` on. Only published
     snapshots are read. A snapshot that cannot be read (removed by retention, or corrupt) is reported, and no merge
-    spans it, nor one that was removed before it was seen. Previews in watch.jsonl are not computed again. Host memory
-    holds the models of the largest window; the devices hold them while they are averaged. Of several processes the
-    first lists the directory and writes.
+    spans it, nor one that was removed unseen. Previews in watch.jsonl are not computed again. Host memory holds the
+    models of the largest window; devices hold them while they are averaged. Process 0 lists the directory and writes.
 
     Args:
         run: The run.
@@ -62,12 +61,12 @@ def watch(
     recipe, kind = recipe or config.preview.recipe, kind or config.checkpoint.kinds[0]
     windows = sorted(set(windows or config.preview.windows or (config.checkpoint.window,)))
     for n in windows:
-        recipes.coefficients(recipe, np.arange(1, n + 1))
+        recipes.coefficients(recipe, np.arange(1, n + 1))  # validates the recipe
     names = {n: cell_text(recipe, n, kind=kind) for n in windows}
     log = run.path / "watch.jsonl"
     newest = _Newest(config, windows[-1])  # first: with several processes, what follows starts the devices
     done = hosts.run_on_first_then_rest(lambda: _done(log))
-    published, losses_of, handled_tokens = _Published(run, kind), None, -1
+    published, evaluate, handled_tokens = _Published(run, kind), None, -1
     while True:
         yield from published.look()
         waiting = [s for s in published.snapshots if s.tokens > handled_tokens]
@@ -75,17 +74,17 @@ def watch(
             earlier = [s for s in published.snapshots if s.tokens <= snapshot.tokens]
             reach = newest.reach(earlier)
             wanted = [n for n in windows if n <= reach and (names[n], snapshot.tokens) not in done]
-            # While the first window fills up, each snapshot is read when it comes: later it may be gone.
+            # Until the largest window is full, read each snapshot when it appears: retention may remove it later.
             fills = snapshot is waiting[-1] and reach < windows[-1] and not config.is_horizon(snapshot.tokens)
             failed = newest.read(earlier[-reach:]) if wanted or fills else None
             if failed:
                 handled_tokens = max(handled_tokens, snapshot.tokens) if failed[0] is snapshot else handled_tokens
                 yield published.drop(*failed)
                 break
-            losses_of = losses_of or (make_evaluator(config, newest.mesh) if wanted else None)
+            evaluate = evaluate or (make_evaluator(config, newest.mesh) if wanted else None)
             for n, (_, merged) in zip(wanted, newest.window.merges(recipe, wanted), strict=True):
-                assert losses_of is not None
-                yield _record_preview(log, snapshot, names[n], losses_of([merged])[0])
+                assert evaluate is not None
+                yield _record_preview(log, snapshot, names[n], evaluate([merged])[0])
             handled_tokens = snapshot.tokens
         else:
             if once or config.is_horizon(handled_tokens):

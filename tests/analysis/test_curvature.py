@@ -58,7 +58,7 @@ def test_slopes_are_products_with_the_gradient(params):
     deltas = [jax.tree.map(lambda p, k=k: jnp.full_like(p, k) * p**2, params) for k in (1.0, -2.0)]
     gradient = np.asarray(ravel_pytree(jax.grad(loss)(params))[0], np.float64)
     expected = [gradient @ np.asarray(ravel_pytree(delta)[0], np.float64) for delta in deltas]
-    np.testing.assert_allclose(curvature.slopes(loss, params, deltas), expected, rtol=1e-5)
+    np.testing.assert_allclose(curvature.directional_slopes(loss, params, deltas), expected, rtol=1e-5)
 
 
 def test_gauss_newton_is_the_hessian_of_the_outputs_seen_through_the_jacobian(params):
@@ -113,7 +113,7 @@ def test_pairs_are_products_of_the_deltas(params):
     deltas = [jax.tree.map(lambda x, k=key: jax.random.normal(k, x.shape), params) for key in keys]
     flat = np.stack([np.asarray(ravel_pytree(d)[0], np.float64) for d in deltas])
     expected = flat @ dense(loss, params) @ flat.T
-    found = curvature.pairwise(curvature.hessian_product(loss, params), deltas)
+    found = curvature.pairwise_curvature(curvature.hessian_product(loss, params), deltas)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 

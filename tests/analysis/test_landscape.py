@@ -95,7 +95,7 @@ def test_two_weights_of_a_leaf_that_is_split_over_devices():
 
 @pytest.mark.parametrize(
     ("leaf", "first", "second", "says"),
-    [("c", (0,), (1,), "one of a, b"), ("a", (0,), (3,), "not an index"), ("a", (1,), (1,), "name two")],
+    [("c", (0,), (1,), "one of a, b"), ("a", (0,), (3,), "not an index"), ("a", (1,), (1,), "two different indices")],
 )
 def test_weights_that_are_not_there_are_refused(points, leaf, first, second, says):
     with pytest.raises(ValueError, match=says):

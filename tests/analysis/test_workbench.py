@@ -26,8 +26,8 @@ def test_its_loss_and_outputs_have_curvature(finished):
     first, last = bench.models([finished.snapshots[0], finished.snapshots[-1]])
     delta = jax.tree.map(lambda a, b: a - b, last, first)
     with jax.set_mesh(bench.mesh):
-        hessian = curvature.pairwise(curvature.hessian_product(bench.loss, last), [delta])
-        gauss_newton = curvature.pairwise(curvature.gauss_newton_product(bench.outputs, last), [delta])
+        hessian = curvature.pairwise_curvature(curvature.hessian_product(bench.loss, last), [delta])
+        gauss_newton = curvature.pairwise_curvature(curvature.gauss_newton_product(bench.outputs, last), [delta])
     assert np.isfinite(hessian).all() and gauss_newton[0, 0] > 0
 
 
