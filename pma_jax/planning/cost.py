@@ -1,4 +1,4 @@
-"""What chips can do, what a decoder needs, and the time that the one takes for the other at the very least."""
+"""Peak rates of TPU chips, FLOPs of a decoder, and the roofline (the minimum time) of a compiled program."""
 
 import dataclasses
 import math
@@ -12,22 +12,20 @@ _TORUS = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Public figures of one chip."""
+    """Published figures of one chip."""
 
-    flops_per_second: float  # bfloat16 products, the peak
+    flops_per_second: float  # peak of bfloat16 matrix products
     memory_bytes: int  # HBM
     memory_bytes_per_second: float
-    network_bytes_per_second: float  # ICI: what a chip can send over all its links at once
-    slice_network_bytes_per_second: (
-        float | None
-    )  # a chip's share of its hosts' network, between slices; None: not known
-    devices: int  # that JAX sees in a chip; memory and links are shared out among them
-    shapes: tuple[str, ...]  # of slices that Google Cloud names; others may compile too
+    network_bytes_per_second: float  # ICI: send bandwidth over all links of a chip
+    slice_network_bytes_per_second: float | None  # a chip's share of the network between slices; None: unknown
+    devices: int  # JAX devices per chip, which share its memory and links
+    shapes: tuple[str, ...]  # topologies of slices that Google Cloud lists; others may compile too
     source: str
-    config: str = ""  # what libtpu calls the chip when it is one device, where that is not its default
+    config: str = ""  # libtpu's name of the configuration with one device per chip, if it is not the default
 
 
-# ICI is published as what one direction carries (1600 Gbit/s) or both together (400 GB/s): the same links.
+# Sources state ICI bandwidth for one direction (1600 Gbit/s) or for both together (400 GB/s) of the same links.
 CHIPS = {
     "v4": Chip(
         275e12,
@@ -84,14 +82,14 @@ CHIPS = {
 
 
 def format_known_topologies(chip: str | None = None) -> str:
-    """The slices that have a name, in one line; of one chip, or of all."""
+    """List the known topologies of one chip, or of all chips, in one line."""
     return "; ".join(f"{name}:{{{','.join(c.shapes)}}}" for name, c in CHIPS.items() if chip in (None, name))
 
 
 def matrix_parameter_count(model: ModelConfig) -> int:
-    """Parameters of the blocks' matrices, which each token is multiplied by; neither embedding nor output.
+    """Return the number of matrix parameters in the blocks that multiply each token, without embedding and output.
 
-    Of a mixture of experts: those of the shared experts, of the ones that a token is sent to, and of the router.
+    A mixture of experts counts the shared experts, the experts that a token is routed to, and the router.
     """
     attention = 2 * model.width * (model.heads + model.kv_heads) * model.head_dim
     routed = model.experts_per_token * model.expert_hidden if model.experts else 0
@@ -100,53 +98,62 @@ def matrix_parameter_count(model: ModelConfig) -> int:
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length_tokens: int) -> dict[str, float]:
-    """FLOPs of one token's forward pass, 2 a multiply-add, by part; training takes three times as many.
+    """Return the FLOPs of one token's forward pass by part, 2 per multiply-add. Training takes three times as many.
 
-    `parameters`: the blocks' matrices. `attention`: scores and weighted values, of the keys that a position sees and no
-    others: (L + 1) / 2 on average without a window, where PaLM (arXiv 2204.02311, Appendix B) counts all L.
-    `output_projection`: to the vocabulary. Norms, rotations and the softmax are left out, as Kaplan et al. do (arXiv
-    2001.08361, Section 2.1).
+    Norms, rotations and the softmax are not counted, as in Kaplan et al. (arXiv 2001.08361, Section 2.1).
+
+    Args:
+        model: The model.
+        sequence_length_tokens: L.
+
+    Returns:
+        `parameters`: the matrices of the blocks. `attention`: scores and weighted values of the keys that a position
+        attends to, (L + 1) / 2 on average without a window, where PaLM (arXiv 2204.02311, Appendix B) counts all L.
+        `output_projection`: the projection to the vocabulary.
     """
     L, window = sequence_length_tokens, model.attention_window_tokens or sequence_length_tokens
-    first = min(window, L)  # positions that see all before them; the rest see `window`
-    seen = (first * (first + 1) / 2 + (L - first) * window) / L
+    first = min(window, L)  # positions that attend to all before them; the rest attend to `window`
+    keys_per_query = (first * (first + 1) / 2 + (L - first) * window) / L
     return {
         "parameters": 2.0 * matrix_parameter_count(model),
-        "attention": 4.0 * model.layers * model.heads * model.head_dim * seen,
+        "attention": 4.0 * model.layers * model.heads * model.head_dim * keys_per_query,
         "output_projection": 2.0 * model.width * model.vocabulary_size,
     }
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length_tokens: int) -> float:
-    """FLOPs that training needs a token: the forward pass, and twice that for the backward; nothing recomputed."""
+    """Return the FLOPs per trained token: the forward pass plus twice that for the backward, without recomputation."""
     return 3 * sum(forward_flops_per_token(model, sequence_length_tokens).values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds that a program's products, memory traffic and collectives each take at a chip's peak."""
+    """Seconds that the products, memory traffic and collectives of a program take at the peak rates of a chip."""
 
     compute_seconds: float
     memory_seconds: float
     network_seconds: float  # inside a slice
-    slice_network_seconds: float  # between slices; 0 where a chip's figure is not known
+    slice_network_seconds: float  # between slices; 0 where the rate of the chip is unknown
 
     @property
     def seconds(self) -> float:
-        """The program is not quicker: everything overlaps, and the slowest of them goes at its peak."""
+        """Lower bound of the time of the program: all parts overlap, and the slowest runs at its peak rate."""
         return max(dataclasses.astuple(self))
 
     @property
     def limit(self) -> str:
-        """Which of them that is."""
+        """Name of the slowest part: compute, memory, network or slice network."""
         names = [field.name for field in dataclasses.fields(self)]
         return max(names, key=lambda name: getattr(self, name)).removesuffix("_seconds").replace("_", " ")
 
 
 def roofline(program: hlo.Program, chip: Chip, kernel_flops: float = 0.0) -> Roofline:
-    """The least time on one device of `chip`: its compiled products, memory traffic and collectives (as rings).
+    """Compute the minimum time of a program on one device of `chip`.
 
-    `kernel_flops` are those of its hand-written kernels.
+    Args:
+        program: The compiled program; its collectives are assumed to be rings.
+        chip: The peak rates.
+        kernel_flops: FLOPs of the program's custom kernels, which its text does not contain.
     """
     sent = sum(c.times * c.sent_bytes for c in counts.collectives(program))
     return Roofline(

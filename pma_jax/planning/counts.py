@@ -1,7 +1,8 @@
-"""What one device does in a compiled program: collectives, matrix products, memory traffic.
+"""Work of one device in a compiled program: collectives, FLOPs of matrix products, memory traffic.
 
-XLA's own cost analysis counts the body of a loop once, however often it runs; a scanned decoder is one loop. Here every
-instruction counts as often as the loops around it run, and of a condition the shortest branch.
+XLA's cost analysis counts the body of a loop once, however often it runs, and a scanned decoder is one loop. The
+functions here multiply each instruction by the trip counts of the loops around it, and count only the shortest branch
+of a conditional.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# Say where values are, or wait for them: no bytes move.
+# These instructions only name values or wait for them: they move no bytes.
 FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
 FREE += ("optimization-barrier", "add-dependency", "while", "domain", "iota", *CALLS)
 FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
@@ -37,51 +38,52 @@ FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program, by one device; `times` that it runs."""
+    """One collective of the program as one device executes it, `times` times."""
 
     kind: str
-    payload_bytes: int  # what is gathered, summed or exchanged: the whole of it on one device
+    payload_bytes: int  # the complete array that is gathered, summed or exchanged, on one device
     group_devices: int
     times: int
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends, each time, when the algorithm is a ring: no less is possible for any."""
+        """Bytes that a device sends per execution of a ring algorithm, the minimum over all algorithms."""
         others = (self.group_devices - 1) / self.group_devices
         share = {"all-reduce": 2 * others, "collective-permute": 1.0, "collective-broadcast": 1.0}
         return self.payload_bytes * share.get(self.kind, others)
 
 
 def collectives(program: Program) -> list[Collective]:
-    """Every collective that runs, with the number of times.
+    """Return the collectives that run, with the number of executions.
 
-    An asynchronous one that XLA for TPU spreads over several fusions is one: they share its channel.
+    An asynchronous collective that XLA for TPU splits over several fusions, which share its channel, counts once.
     """
-    found, seen, reached = [], set(), set()
-    for home, computation, instruction, times in executed_instructions(program):
-        reached.add(computation)
+    executed, seen_channels, visited = [], set(), set()
+    for caller, computation, instruction, times in executed_instructions(program):
+        visited.add(computation)
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
-        if computation != home:  # inside a fusion
-            channel = (home, kind, instruction.attribute("channel_id"))
-            if channel in seen:
+        if computation != caller:  # inside a fusion
+            channel = (caller, kind, instruction.attribute("channel_id"))
+            if channel in seen_channels:
                 continue
-            seen.add(channel)
+            seen_channels.add(channel)
         inside = program.computations[computation]
-        given = sum(array.bytes for name in instruction.operands for array in result_arrays(inside, name))
+        operand_bytes = sum(array.bytes for name in instruction.operands for array in result_arrays(inside, name))
         group = _group_devices(instruction, program.devices)
-        if kind == "all-reduce" and computation != home and _only_slices(inside, instruction.name):
-            kind = "reduce-scatter"  # XLA for TPU writes it as a sum of which each device keeps its slice
+        if kind == "all-reduce" and computation != caller and _only_slices(inside, instruction.name):
+            kind = "reduce-scatter"  # XLA for TPU writes it as a sum of which each device keeps a slice
         if times:
-            found.append(Collective(kind, given * group if kind == "all-gather" else given, group, times))
-    missed = [name for name in program.computations.keys() - reached if _has_collective(program.computations[name])]
-    assert not missed, f"collectives in computations that nothing seems to run: {missed}"
-    return found
+            payload = operand_bytes * group if kind == "all-gather" else operand_bytes
+            executed.append(Collective(kind, payload, group, times))
+    missed = [name for name in program.computations.keys() - visited if _has_collective(program.computations[name])]
+    assert not missed, f"collectives in computations that no instruction calls: {missed}"
+    return executed
 
 
 def inter_slice_bytes(program: Program) -> int:
-    """Bytes that a device sends to other slices: XLA for TPU hands them to the hosts, which add up and bring back."""
+    """Return the bytes that a device sends to other slices; on TPU the hosts transfer and reduce them (Megascale)."""
     total = 0
     for _, computation, instruction, times in executed_instructions(program):
         if instruction.opcode == "send" and "megascale" in instruction.attributes:
@@ -91,7 +93,7 @@ def inter_slice_bytes(program: Program) -> int:
 
 
 def matmul_flops(program: Program) -> int:
-    """FLOPs of all matrix products outside of hand-written kernels, 2 a multiply-add; no element-wise work."""
+    """Return the FLOPs of all matrix products outside custom kernels, 2 per multiply-add, without element-wise work."""
     total = 0
     for _, computation, instruction, times in executed_instructions(program):
         inside = program.computations[computation]
@@ -106,32 +108,33 @@ def matmul_flops(program: Program) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class KernelCounts:
-    """The hand-written kernels that a program runs."""
+    """Custom (Pallas) kernels that a program runs."""
 
-    declared_flops: int  # of those that declare them, by the shapes of their buffers
-    silent: int  # how many declare none
+    declared_flops: int  # total of the kernels that declare their FLOPs
+    undeclared: int  # number of TPU kernels that declare no FLOPs
 
 
 def count_kernels(program: Program) -> KernelCounts:
-    """What the program's kernels say of themselves."""
-    declared, silent = 0, 0
+    """Sum the FLOPs that the custom kernels of a program declare, and count those that declare none."""
+    declared, undeclared = 0, 0
     for _, _, instruction, times in executed_instructions(program):
         if instruction.opcode == "custom-call" and times:
             flops = _declared_flops(instruction)
             declared += times * (flops or 0)
-            silent += flops is None and '="tpu_custom_call"' in instruction.attributes
-    return KernelCounts(declared, silent)
+            undeclared += flops is None and '="tpu_custom_call"' in instruction.attributes
+    return KernelCounts(declared, undeclared)
 
 
 def memory_traffic_bytes(program: Program) -> int:
-    """Bytes that instructions read from and write to main memory; what stays inside a fusion or on the chip is free.
+    """Return the bytes that instructions read from and write to main memory.
 
-    A slice of an array counts for what is taken of it, an update in place for what is written.
+    Values inside a fusion and in on-chip memory are free. A slice counts the bytes that it reads, an in-place update
+    those that it writes.
     """
     total = 0
-    for home, computation, instruction, times in executed_instructions(program):
-        if computation == home:
-            total += times * _traffic(program, program.computations[computation], instruction)
+    for caller, computation, instruction, times in executed_instructions(program):
+        if computation == caller:
+            total += times * _instruction_traffic(program, program.computations[computation], instruction)
     return total
 
 
@@ -139,9 +142,9 @@ def memory_traffic_bytes(program: Program) -> int:
 
 
 def _group_devices(collective: Instruction, devices: int) -> int:
-    """Devices that take part together: the groups are listed, counted (`[2,4]<=[8]`) or axes of a mesh."""
-    _, found, text = collective.attributes.partition("replica_groups=")
-    if not found:
+    """Return the devices per replica group; groups are listed, counted (`[2,4]<=[8]`) or given as mesh axes."""
+    _, separator, text = collective.attributes.partition("replica_groups=")
+    if not separator:
         return devices
     if text.startswith("{{"):
         return text[2:].partition("}")[0].count(",") + 1
@@ -151,7 +154,7 @@ def _group_devices(collective: Instruction, devices: int) -> int:
     mesh = re.match(r"mesh\[([^\]]*)\](?:, device_ids=[^{]*)? \{([^}]*)\}", text)
     if mesh:
         sizes = dict(re.findall(r"['\"](\w+)['\"]=(\d+)", mesh[1]))
-        # Part of an axis is written 'x':(before)size.
+        # A part of an axis is written 'x':(before)size.
         axes = re.findall(r"['\"](\w+)['\"](?::\(\d+\)(\d+))?", mesh[2])
         return math.prod(int(part or sizes[axis]) for axis, part in axes)
     assert text.startswith("{}"), text[:200]
@@ -163,6 +166,7 @@ def _has_collective(computation: dict[str, Instruction]) -> bool:
 
 
 def _only_slices(computation: dict[str, Instruction], name: str) -> bool:
+    """Return whether all uses of an instruction are slices of its result."""
     users = [i for i in computation.values() if name in i.operands]
     return bool(users) and all(
         user.opcode == "dynamic-slice"
@@ -171,7 +175,7 @@ def _only_slices(computation: dict[str, Instruction], name: str) -> bool:
     )
 
 
-# --- Products and traffic ---------------------------------------------------------------------------------------------
+# --- Matrix products and memory traffic -------------------------------------------------------------------------------
 
 
 def _declared_flops(kernel: Instruction) -> int | None:
@@ -180,7 +184,10 @@ def _declared_flops(kernel: Instruction) -> int | None:
 
 
 def _convolution_flops(computation: dict[str, Instruction], convolution: Instruction) -> int:
-    """Two for each multiply-add of an input that is there: XLA for TPU writes batched products as dilated windows."""
+    """Return 2 FLOPs per multiply-add with an element of the image, not with padding or dilation gaps.
+
+    XLA for TPU writes batched matrix products as convolutions with dilated windows.
+    """
     image, kernel = (result_arrays(computation, name)[0] for name in convolution.operands[:2])
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     assert labels, convolution
@@ -196,20 +203,21 @@ def _convolution_flops(computation: dict[str, Instruction], convolution: Instruc
 
 
 def _window_pairs(attributes: str, dim: int, image: int, kernel: int, result: int) -> int:
-    """Pairs of a place in the result and one in the kernel that meet in an element of the image."""
+    """Return the number of (result, kernel) index pairs that read an element of the image, along one dimension."""
     window = re.search(r"window=\{([^}]*)\}", attributes)
     fields = dict(field.split("=") for field in window[1].split()) if window else {}
 
     def value(key: str, default: str) -> str:
         return fields[key].split("x")[dim] if key in fields else default
 
-    stride, before = int(value("stride", "1")), int(value("pad", "0_0").split("_")[0])
-    spread, gaps = int(value("lhs_dilate", "1")), int(value("rhs_dilate", "1"))
-    place = np.arange(result)[:, None] * stride - before + np.arange(kernel) * gaps
-    return int(np.sum((place >= 0) & (place % spread == 0) & (place // spread < image)))
+    stride, padding = int(value("stride", "1")), int(value("pad", "0_0").split("_")[0])
+    image_dilation, kernel_dilation = int(value("lhs_dilate", "1")), int(value("rhs_dilate", "1"))
+    index = np.arange(result)[:, None] * stride - padding + np.arange(kernel) * kernel_dilation
+    return int(np.sum((index >= 0) & (index % image_dilation == 0) & (index // image_dilation < image)))
 
 
-def _traffic(program: Program, inside: dict[str, Instruction], instruction: Instruction) -> int:
+def _instruction_traffic(program: Program, inside: dict[str, Instruction], instruction: Instruction) -> int:
+    """Return the bytes that one execution of an instruction reads and writes; `inside` is its computation."""
     opcode = instruction.opcode
     if (
         opcode in FREE
@@ -222,10 +230,10 @@ def _traffic(program: Program, inside: dict[str, Instruction], instruction: Inst
             program.computations[computation_name(instruction.attribute("calls"))], inside, instruction
         )
     written = instruction.arrays
-    if opcode.endswith("-start"):  # its result names its operands again
+    if opcode.endswith("-start"):  # the result repeats the operands
         written = written[len(instruction.operands) :]
     if opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
-        return _main_bytes(written[:1]) + sum(a.bytes for a in written[:1] if _any_main(inside, instruction))
+        return _main_bytes(written[:1]) + sum(a.bytes for a in written[:1] if _reads_main_memory(inside, instruction))
     if opcode in ("dynamic-update-slice", "scatter"):
         return 2 * _main_bytes(
             result_arrays(inside, instruction.operands[1 if opcode == "dynamic-update-slice" else -1])
@@ -233,7 +241,7 @@ def _traffic(program: Program, inside: dict[str, Instruction], instruction: Inst
     return _main_bytes(written) + sum(_main_bytes(result_arrays(inside, name)) for name in instruction.operands)
 
 
-def _any_main(inside: dict[str, Instruction], instruction: Instruction) -> bool:
+def _reads_main_memory(inside: dict[str, Instruction], instruction: Instruction) -> bool:
     return any(array.in_main_memory for array in result_arrays(inside, instruction.operands[0]))
 
 
@@ -249,8 +257,8 @@ def _fusion_traffic(fused: dict[str, Instruction], inside: dict[str, Instruction
         outer = result_arrays(inside, fusion.operands[int(parameter.operands[0])])
         if not _main_bytes(outer):
             continue
-        takes = _takes(fused, parameter.name)
-        total += _main_bytes(outer) if takes is None else min(takes, _main_bytes(outer))
+        sliced = _sliced_bytes(fused, parameter.name)
+        total += _main_bytes(outer) if sliced is None else min(sliced, _main_bytes(outer))
     root = next(i for i in fused.values() if i.is_root)
     results = [fused.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
     for array, result in zip(fusion.arrays, results, strict=False):
@@ -258,24 +266,24 @@ def _fusion_traffic(fused: dict[str, Instruction], inside: dict[str, Instruction
             result = fused.get(result.operands[0])
         if not array.in_main_memory or result is None or result.opcode == "parameter":  # passed through
             continue
-        updated = result.opcode == "dynamic-update-slice"
-        total += sum(a.bytes for a in result_arrays(fused, result.operands[1])) if updated else array.bytes
+        is_update = result.opcode == "dynamic-update-slice"
+        total += sum(a.bytes for a in result_arrays(fused, result.operands[1])) if is_update else array.bytes
     return total
 
 
-def _takes(fused: dict[str, Instruction], name: str) -> int | None:
-    """Bytes of an operand that a fusion reads when it only slices it or updates it in place; None: all."""
-    taken = 0
+def _sliced_bytes(fused: dict[str, Instruction], name: str) -> int | None:
+    """Return the bytes that a fusion reads of an operand that it only slices or updates in place; else None."""
+    total = 0
     for user in fused.values():
         if name not in user.operands:
             continue
         if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
-            taken += sum(array.bytes for array in user.arrays)
+            total += sum(array.bytes for array in user.arrays)
         elif user.opcode == "bitcast":
-            inner = _takes(fused, user.name)
+            inner = _sliced_bytes(fused, user.name)
             if inner is None:
                 return None
-            taken += inner
+            total += inner
         elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name) and user.opcode != "tuple":
             return None
-    return taken
+    return total

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and the time to write and to merge it."""
+"""Disk space of the snapshots and states of a run, and the time to write and merge them."""
 
 import math
 
@@ -11,41 +11,48 @@ from pma_jax.training.state import TrainState
 
 
 def tree_bytes(tree: object) -> int:
-    """Bytes of all arrays of a tree of abstract leaves; on disk Orbax adds some kilobytes of names and shapes."""
+    """Return the bytes of all arrays of a tree of abstract leaves; Orbax adds some kilobytes of metadata on disk."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def bytes_per_device(tree: object) -> int:
-    """The same, of one device's shards."""
+    """Return the bytes of the shards of a tree on one device."""
     shards = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree)]
     return sum(math.prod(shape) * size for shape, size in shards)
 
 
 def snapshot_save_points(config: Config) -> list[int]:
-    """Tokens at which a run to the horizon saves a snapshot of each kind."""
-    return sorted(_marks(config, config.checkpoint.interval_tokens) | {_horizon(config)})
+    """Return the tokens at which a run saves a snapshot of each kind, up to `training.total_tokens`."""
+    return sorted(_interval_step_ends(config, config.checkpoint.interval_tokens) | {_last_step_end(config)})
 
 
 def state_save_points(config: Config) -> list[int]:
-    """Tokens at which it saves a full state."""
-    named = {_step_end(config, t) for t in config.checkpoint.keep_states_at_tokens if 0 < t <= _horizon(config)}
-    return sorted(_marks(config, config.checkpoint.state_interval_tokens) | named | {_horizon(config)})
+    """Return the tokens at which a run saves a full state, up to `training.total_tokens`."""
+    requested = {
+        _step_end(config, t) for t in config.checkpoint.keep_states_at_tokens if 0 < t <= _last_step_end(config)
+    }
+    return sorted(
+        _interval_step_ends(config, config.checkpoint.state_interval_tokens) | requested | {_last_step_end(config)}
+    )
 
 
 def summarize_storage(config: Config, state: TrainState) -> dict[str, object]:
-    """Counts and bytes of what is saved and what is kept, by the retention rules that the run itself follows.
+    """Count the snapshots and states that a run saves and keeps, and their bytes, by the retention rules of the run.
 
     Args:
-      config: the run's.
-      state: abstract.
+        config: Configuration of the run.
+        state: Abstract training state.
+
+    Returns:
+        Counts and bytes, serialisable as JSON.
     """
     keep = config.checkpoint
     snapshots, states = snapshot_save_points(config), state_save_points(config)
     kept = sum(kept_snapshots(config, snapshots))
     states_kept = sum(kept_states(config, states))
     snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)
-    # The old one goes when the new one is there.
-    beside = len(keep.kinds) * (kept < len(snapshots)) * snapshot_bytes + (states_kept < len(states)) * state_bytes
+    # An old checkpoint is removed only after the new one is complete, so the peak has one more of each.
+    peak_extra = len(keep.kinds) * (kept < len(snapshots)) * snapshot_bytes + (states_kept < len(states)) * state_bytes
     at_end = len(keep.kinds) * kept * snapshot_bytes + states_kept * state_bytes
     return {
         "snapshot_bytes": snapshot_bytes,
@@ -59,13 +66,13 @@ def summarize_storage(config: Config, state: TrainState) -> dict[str, object]:
         "states_saved": len(states),
         "states_kept": states_kept,
         "bytes_at_the_end": at_end,
-        "bytes_at_most": at_end + beside,
+        "bytes_at_most": at_end + peak_extra,
         "block_mean_bytes_per_device": 0 if state.block is None else bytes_per_device(state.block),
     }
 
 
 def estimate_storage_seconds(config: Config, state: TrainState, bytes_per_second: float) -> dict[str, float]:
-    """Seconds to write a snapshot, to write a state, and to merge a window: N snapshots read, one written."""
+    """Return the seconds to write a snapshot or a state, and to merge a window (read N snapshots, write one)."""
     snapshot = tree_bytes(state.params) / bytes_per_second
     return {
         "bytes_per_second": bytes_per_second,
@@ -75,15 +82,16 @@ def estimate_storage_seconds(config: Config, state: TrainState, bytes_per_second
     }
 
 
-def _marks(config: Config, interval_tokens: int) -> set[int]:
-    last = _horizon(config) // interval_tokens
+def _interval_step_ends(config: Config, interval_tokens: int) -> set[int]:
+    """Return the tokens at the ends of the steps that reach the multiples of an interval."""
+    last = _last_step_end(config) // interval_tokens
     return {_step_end(config, k * interval_tokens) for k in range(1, last + 1)}
 
 
-def _horizon(config: Config) -> int:
+def _last_step_end(config: Config) -> int:
     return _step_end(config, config.training.total_tokens)
 
 
 def _step_end(config: Config, tokens: int) -> int:
-    """Tokens at the end of the step that reaches `tokens`."""
+    """Return the tokens consumed at the end of the step that reaches `tokens`."""
     return -(-tokens // config.batch_tokens) * config.batch_tokens

@@ -1,4 +1,4 @@
-"""XLA's text of a compiled program, read: its computations, and how often each instruction runs."""
+"""Parser for the HLO text of a compiled program: its computations, and how often each instruction runs."""
 
 import dataclasses
 import functools
@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 
 CALLS = ("call", "call-start", "async-start", "conditional")
-BITS = {"pred": 8, "token": 0, "opaque": 0}  # of the others the name tells: f32, bf16, s4, c64, f8e4m3fn
+BITS = {"pred": 8, "token": 0, "opaque": 0}  # other names contain their width: f32, bf16, s4, c64, f8e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
 class HloArray:
-    """An array of a shape in the text; `in_main_memory` is false in a memory space on the chip (VMEM, SMEM)."""
+    """The dtype and dims of an array; `in_main_memory` is false in an on-chip memory space (VMEM, SMEM)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -20,7 +20,7 @@ class HloArray:
 
     @property
     def bytes(self) -> int:
-        """Size without the padding of its layout."""
+        """Size in bytes, without the padding of the layout."""
         if self.dtype in BITS:
             return math.prod(self.dims) * BITS[self.dtype] // 8
         width = re.search(r"\d+", self.dtype)
@@ -30,24 +30,24 @@ class HloArray:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """One instruction of a computation."""
 
     name: str
     opcode: str
-    arrays: tuple[HloArray, ...]  # of the result; several of a tuple
-    operands: tuple[str, ...]  # names; of a constant its value, of a parameter its number
+    arrays: tuple[HloArray, ...]  # of the result; several for a tuple
+    operands: tuple[str, ...]  # names; the value of a constant, or the number of a parameter
     attributes: str
     is_root: bool
 
     def attribute(self, key: str) -> str | None:
-        """The value of `key=value` up to the next comma, or what its braces hold."""
-        found = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|([^,\s]+))", self.attributes)
-        return None if found is None else found[1] if found[1] is not None else found[2]
+        """Return the value of `key=value` up to the next comma, or the content of its braces; None if it is absent."""
+        match = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|([^,\s]+))", self.attributes)
+        return None if match is None else match[1] if match[1] is not None else match[2]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled module: its computations by name, each a dict of instructions by name."""
+    """A compiled module: computations by name, each a dict of instructions by name."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
@@ -56,13 +56,13 @@ class Program:
 
     @property
     def aliased_outputs(self) -> int:
-        """Outputs that take over an argument's memory."""
+        """Number of outputs that reuse the memory of an argument."""
         start = self.header.find("input_output_alias={")
         return 0 if start < 0 else len(re.findall(r"\((\d+), \{[^}]*\}", _until_closed(self.header[start:], "{", "}")))
 
 
 def parse_hlo(text: str) -> Program:
-    """The program of `compiled.as_text()`."""
+    """Parse the text that `compiled.as_text()` returns."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -70,10 +70,10 @@ def parse_hlo(text: str) -> Program:
         if opened:
             current = computations[opened[2]] = {}
             entry = opened[2] if opened[1] else entry
-        elif line == "}":  # more than that ends an attribute of several lines, as Pallas' kernels have
+        elif line == "}":  # longer lines close a multi-line attribute, such as that of a Pallas kernel
             current = None
         elif current is not None:
-            instruction = _instruction(line)
+            instruction = _parse_instruction(line)
             if instruction is not None:
                 current[instruction.name] = instruction
     header = text.partition("\n")[0]
@@ -83,19 +83,20 @@ def parse_hlo(text: str) -> Program:
 
 
 def loop_trip_counts(program: Program) -> list[int | None]:
-    """The trips of every loop that runs, outer ones first; None where the text does not tell."""
-    whiles = [(home, i) for home, _, i, times in executed_instructions(program) if i.opcode == "while" and times]
-    return [_trips(program, home, instruction) for home, instruction in whiles]
+    """Return the trip count of each loop that runs, outer loops first; None where the text does not state it."""
+    whiles = [(caller, i) for caller, _, i, times in executed_instructions(program) if i.opcode == "while" and times]
+    return [_trip_count(program, caller, instruction) for caller, instruction in whiles]
 
 
 # --- The text ---------------------------------------------------------------------------------------------------------
 
 
-def _instruction(line: str) -> Instruction | None:
-    named = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
-    if named is None:
+def _parse_instruction(line: str) -> Instruction | None:
+    """Parse one line of a computation; return None if it is not an instruction."""
+    match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if match is None:
         return None
-    rest = line[named.end() :]
+    rest = line[match.end() :]
     shape = _until_closed(rest, "(", ")") if rest.startswith("(") else rest.partition(" ")[0]
     called = rest[len(shape) :].lstrip()
     opcode = called.partition("(")[0]
@@ -105,78 +106,89 @@ def _instruction(line: str) -> Instruction | None:
         operands = (inside[1:-1],)
     else:
         operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(re.findall(r"([A-Za-z_][\w.\-]*)", inside))
-    return Instruction(named[2], opcode, _shapes(shape), operands, attributes, bool(named[1]))
+    return Instruction(match[2], opcode, _parse_arrays(shape), operands, attributes, bool(match[1]))
 
 
 def _until_closed(text: str, opening: str, closing: str) -> str:
-    """The beginning of `text` up to where its first bracket is closed."""
+    """Return `text` up to the bracket that closes its first opening bracket."""
     depth = 0
-    for found in re.finditer(rf"[{re.escape(opening)}{re.escape(closing)}]", text):
-        depth += 1 if found[0] == opening else -1
+    for bracket in re.finditer(rf"[{re.escape(opening)}{re.escape(closing)}]", text):
+        depth += 1 if bracket[0] == opening else -1
         if depth == 0:
-            return text[: found.end()]
-    raise AssertionError(f"an open bracket in the compiled text: {text[:80]}")
+            return text[: bracket.end()]
+    raise AssertionError(f"unbalanced brackets in the compiled text: {text[:80]}")
 
 
 @functools.lru_cache(maxsize=4096)
-def _shapes(text: str) -> tuple[HloArray, ...]:
-    found = re.findall(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?", text)
+def _parse_arrays(text: str) -> tuple[HloArray, ...]:
+    """Parse a shape such as `(f32[2,3]{1,0}, s32[])`."""
+    matches = re.findall(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?", text)
     return tuple(
         HloArray(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), not re.search(r"S\([1-9]", layout))
-        for dtype, dims, layout in found
+        for dtype, dims, layout in matches
     )
 
 
 def result_arrays(computation: dict[str, Instruction], name: str) -> tuple[HloArray, ...]:
-    """What the instruction of that name results in."""
+    """Return the result arrays of the instruction `name`, or () if the computation does not contain it."""
     return computation[name].arrays if name in computation else ()
 
 
-# --- What runs, and how often -----------------------------------------------------------------------------------------
+# --- Executed instructions and trip counts ----------------------------------------------------------------------------
 
 
 def executed_instructions(
-    program: Program, name: str | None = None, times: int = 1, home: str | None = None
+    program: Program, name: str | None = None, times: int = 1, caller: str | None = None
 ) -> Iterator[tuple[str, str, Instruction, int]]:
-    """(computation that is not a fusion's, computation, instruction, times) of all that can run.
+    """Yield each instruction that can run, with the number of times that it runs.
 
-    Of a condition the shortest branch runs, and what is in the others runs 0 times: what is counted is the least that
-    the program does. The exchange of experts has its further rounds behind one, which a balanced router does not need.
+    The shortest branch of a conditional counts as executed and the instructions of the others run 0 times, so that sums
+    are lower bounds. For example, the exchange of tokens between experts has further rounds in a branch that a balanced
+    router does not need.
+
+    Args:
+        program: The compiled program.
+        name: The computation to start from; the entry computation by default.
+        times: How often that computation runs.
+        caller: The computation that contains the fusion, if `name` is the computation of a fusion.
+
+    Yields:
+        (nearest enclosing computation that is not a fusion's, computation, instruction, times).
     """
     name = name or program.entry
-    home = home or name
+    caller = caller or name
     for instruction in program.computations[name].values():
-        yield home, name, instruction, times
+        yield caller, name, instruction, times
         if instruction.opcode == "while":
             body = computation_name(instruction.attribute("body"))
-            yield from executed_instructions(program, body, times * (_trips(program, name, instruction) or 1))
+            yield from executed_instructions(program, body, times * (_trip_count(program, name, instruction) or 1))
         elif instruction.opcode == "fusion":
-            yield from executed_instructions(program, computation_name(instruction.attribute("calls")), times, home)
+            yield from executed_instructions(program, computation_name(instruction.attribute("calls")), times, caller)
         elif instruction.opcode in CALLS:
-            listed = instruction.attribute("branch_computations") or ""
+            branches = instruction.attribute("branch_computations") or ""
             keys = ("to_apply", "calls", "true_computation", "false_computation")
-            named = [*listed.split(","), *[instruction.attribute(key) or "" for key in keys]]
-            called = [callee for callee in map(computation_name, named) if callee]
-            shortest = min(called, key=lambda callee: _length(program, callee)) if len(called) > 1 else None
+            names = [*branches.split(","), *[instruction.attribute(key) or "" for key in keys]]
+            called = [callee for callee in map(computation_name, names) if callee]
+            shortest = min(called, key=lambda callee: _instruction_count(program, callee)) if len(called) > 1 else None
             for callee in called:
                 yield from executed_instructions(program, callee, times if shortest in (None, callee) else 0)
 
 
-def _length(program: Program, name: str) -> int:
-    """Instructions that a computation runs."""
+def _instruction_count(program: Program, name: str) -> int:
+    """Return the number of instructions that a computation executes."""
     return sum(times for _, _, _, times in executed_instructions(program, name))
 
 
 def computation_name(name: str | None) -> str:
-    """The computation that an attribute names."""
+    """Return the name of a computation as an attribute gives it, without whitespace and `%`."""
     return (name or "").strip().lstrip("%")
 
 
-def _trips(program: Program, home: str, loop: Instruction) -> int | None:
-    """How often a loop runs: as XLA notes it, or from `i < constant` of an `i` that goes up by a constant."""
-    noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if noted:
-        return int(noted[1])
+def _trip_count(program: Program, caller: str, loop: Instruction) -> int | None:
+    """Return the trip count that XLA states, or that of a loop `i < constant` whose `i` grows by a constant."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if known:
+        return int(known[1])
     condition = program.computations[computation_name(loop.attribute("condition"))]
     compare = next(i for i in condition.values() if i.is_root)
     if compare.opcode != "compare" or compare.attribute("direction") != "LT":
@@ -184,24 +196,25 @@ def _trips(program: Program, home: str, loop: Instruction) -> int | None:
     counter, limit = condition.get(compare.operands[0]), _constant(condition, compare.operands[1])
     if counter is None or counter.opcode != "get-tuple-element" or limit is None:
         return None
-    index, before = int(counter.attribute("index") or 0), program.computations[home]
+    index, before = int(counter.attribute("index") or 0), program.computations[caller]
     body = program.computations[computation_name(loop.attribute("body"))]
-    first = _constant(before, _element(before.get(loop.operands[0]), index))
-    after = body.get(_element(next(i for i in body.values() if i.is_root), index))
+    first = _constant(before, _tuple_element(before.get(loop.operands[0]), index))
+    after = body.get(_tuple_element(next(i for i in body.values() if i.is_root), index))
     if first is None or after is None or after.opcode != "add":
         return None
     steps = [step for step in (_constant(body, name) for name in after.operands) if step is not None]
-    # XLA for TPU unrolls the loops that it turns a product and its collective into: they go up by twos.
+    # XLA for TPU unrolls the loops of collective matrix products by two: their counter grows by 2.
     return max(-(-(limit - first) // steps[0]), 0) if len(steps) == 1 and steps[0] > 0 else None
 
 
-def _element(made: Instruction | None, index: int) -> str:
-    return made.operands[index] if made is not None and made.opcode == "tuple" else ""
+def _tuple_element(instruction: Instruction | None, index: int) -> str:
+    """Return the name of an element of a tuple, or "" if the instruction does not make a tuple."""
+    return instruction.operands[index] if instruction is not None and instruction.opcode == "tuple" else ""
 
 
 def _constant(computation: dict[str, Instruction], name: str) -> int | None:
-    """The value of a scalar that is a constant, or a copy of one."""
-    found = computation.get(name)
-    while found is not None and found.opcode == "copy":
-        found = computation.get(found.operands[0])
-    return int(found.operands[0]) if found is not None and found.opcode == "constant" else None
+    """Return the value of a scalar that is a constant or a copy of one, else None."""
+    scalar = computation.get(name)
+    while scalar is not None and scalar.opcode == "copy":
+        scalar = computation.get(scalar.operands[0])
+    return int(scalar.operands[0]) if scalar is not None and scalar.opcode == "constant" else None
