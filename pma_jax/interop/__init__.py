@@ -1,1 +1,1 @@
-"""Models from and for other libraries: Hugging Face directories in and out."""
+"""Conversion of models from and to the formats of other libraries."""

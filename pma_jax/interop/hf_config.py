@@ -1,6 +1,6 @@
-"""Our `ModelConfig` and Hugging Face's config.json, each from the other.
+"""Conversion between `ModelConfig` and the config.json of Hugging Face models.
 
-Every field of a config.json that would change the numbers is read, or refused by name: nothing is approximated.
+Every field of a config.json that affects the logits is either converted or rejected by name: nothing is approximated.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MOST_LAYERS = 10_000
 
-# Field -> the value that leaves the numbers as our decoder computes them; absent is that value too.
+# Fields that the decoder does not have, with the only value that is accepted; an absent field has that value.
 _NEUTRAL: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -41,15 +41,16 @@ _NEUTRAL: dict[str, Any] = {
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
 }
-# Fields that are read below, and those that say nothing about the numbers of a forward pass.
-_READ = """architectures head_dim hidden_size intermediate_size layer_types max_position_embeddings model_type
+# Fields that are converted below.
+_CONVERTED = """architectures head_dim hidden_size intermediate_size layer_types max_position_embeddings model_type
     max_window_layers num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters
     rope_scaling rope_theta sliding_window tie_word_embeddings use_qk_norm use_sliding_window vocab_size"""
-# A router's auxiliary loss is trained with, and has no part in the logits.
+# Fields of a mixture of experts. The auxiliary loss of the router is used in training and does not affect the logits.
 _MIXTURE = """moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok num_local_experts
     output_router_logits router_aux_loss_coef"""
-# What Qwen3-MoE always does, and our mixtures may do otherwise. (A router's bias is in the weights, if it is not zero.)
-_MIXTURE_IS = {"qk_norm": True, "router_scores": "softmax", "shared_experts": 0}
+# Fixed in Qwen3-MoE, but configurable in pma_jax. (A router bias is allowed if the weights show that it is zero.)
+_QWEN3_MOE_VALUES = {"qk_norm": True, "router_scores": "softmax", "shared_experts": 0}
+# Fields that do not affect the logits.
 _HARMLESS = """attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range
     is_decoder label2id name_or_path output_attentions output_hidden_states pad_token_id
     pretraining_tp problem_type return_dict tokenizer_class torch_dtype transformers_version unk_token_id use_cache"""
@@ -57,49 +58,50 @@ _ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_facto
 
 
 def architecture_of(model: ModelConfig) -> str:
-    """The transformers class that computes what our decoder does."""
+    """Return the name of the transformers class that computes the same function as the model."""
     if model.experts:
         return QWEN3_MOE
     return QWEN3 if model.qk_norm else LLAMA
 
 
 def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, ...]]:
-    """The model that a config.json describes, and notes, one line each.
+    """Convert a config.json to a model. Absent fields have the defaults of transformers.
 
-    What a field's absence means is what transformers takes it to mean.
+    Returns:
+        The model, and one-line notes for the user.
 
     Raises:
-        ValueError: an architecture or a field that our decoder does not have, or a value that cannot be; it is named.
+        ValueError: The decoder does not have an architecture or a field, or a value is invalid; the message names it.
     """
     architecture = _architecture(fields)
     for name, neutral in (_NEUTRAL | {"use_qk_norm": architecture != LLAMA}).items():
         if name in fields and fields[name] not in (neutral, None):
             raise ValueError(f"{name} is {_short(fields[name])}, which the decoder does not have")
-    heads = _whole(fields, "num_attention_heads")
-    width = _whole(fields, "hidden_size")
-    head_dim = _whole(fields, "head_dim", 128 if architecture == QWEN3 else width // max(heads, 1))
-    # Where the field is absent, the class's own default holds; null means as many as there are queries.
+    heads = _positive_integer(fields, "num_attention_heads")
+    width = _positive_integer(fields, "hidden_size")
+    head_dim = _positive_integer(fields, "head_dim", 128 if architecture == QWEN3 else width // max(heads, 1))
+    # An absent field has the default of the class; null means one key and value head per query head.
     kv_heads = heads if "num_key_value_heads" in fields else {LLAMA: heads, QWEN3: 32, QWEN3_MOE: 4}[architecture]
-    layers = _whole(fields, "num_hidden_layers")
+    layers = _positive_integer(fields, "num_hidden_layers")
     if layers > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers}, more than {MOST_LAYERS}")
     sizes = {
-        "vocabulary_size": _whole(fields, "vocab_size"),
+        "vocabulary_size": _positive_integer(fields, "vocab_size"),
         "width": width,
         "layers": layers,
         "heads": heads,
-        "kv_heads": _whole(fields, "num_key_value_heads", kv_heads),
+        "kv_heads": _positive_integer(fields, "num_key_value_heads", kv_heads),
         "head_dim": head_dim,
-        "hidden": _whole(fields, "intermediate_size"),
+        "hidden": _positive_integer(fields, "intermediate_size"),
         "qk_norm": architecture != LLAMA,
         "tie_embeddings": _flag(fields, "tie_word_embeddings"),
         "attention_window_tokens": _window(fields, architecture, layers),
         "rope_theta": _rope_theta(fields),
         "norm_epsilon": _number(fields, "rms_norm_eps", 1e-6),
     }
-    known = {*_NEUTRAL, *_READ.split(), *_HARMLESS.split()}
+    known = {*_NEUTRAL, *_CONVERTED.split(), *_HARMLESS.split()}
     if architecture == QWEN3_MOE:
-        sizes |= _mixture(fields)
+        sizes |= _parse_mixture(fields)
         known |= {*_MIXTURE.split()}
     model = configuration.resolve({"model": sizes}).model
     unknown = sorted(name for name in fields if name not in known and not name.startswith("_"))
@@ -110,17 +112,17 @@ def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, 
 def make_hf_config(
     model: ModelConfig, *, dtype: str, max_position_embeddings: int, others: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The config.json of our model: what transformers 4 and 5 both read.
+    """Make the config.json of a model, readable by transformers 4 and 5.
 
     Args:
-        model: ours.
-        dtype: of the weights, such as "bfloat16".
-        max_position_embeddings: tokens of context that the model was trained on.
-        others: fields that have no part in the logits, `TOKEN_IDS` among them; where one is absent, transformers takes
-            its own default.
+        model: The model.
+        dtype: Dtype of the weights, such as "bfloat16".
+        max_position_embeddings: Context length in tokens that the model was trained with.
+        others: Fields that do not affect the logits, such as `TOKEN_IDS`; absent fields have the defaults of
+            transformers.
 
     Raises:
-        ValueError: as `check_exportable` does.
+        ValueError: transformers does not have such a model (`check_exportable`).
     """
     check_exportable(model)
     architecture = architecture_of(model)
@@ -151,7 +153,7 @@ def make_hf_config(
     else:
         window = model.attention_window_tokens
         fields |= {"sliding_window": window or None, "use_sliding_window": window > 0}
-        fields |= {"max_window_layers": 0 if window else model.layers}  # the layers from there on have the window
+        fields |= {"max_window_layers": 0 if window else model.layers}  # this layer and all later ones have the window
     if architecture == QWEN3_MOE:
         fields |= {
             "decoder_sparse_step": 1,
@@ -166,122 +168,125 @@ def make_hf_config(
 
 
 def check_exportable(model: ModelConfig) -> None:
-    """Checks that transformers has a class that computes what this model does.
+    """Check that transformers has a class that computes the same function as the model.
 
     Raises:
-        ValueError: it has none, or refuses such a shape; each key and value that is in the way is named.
+        ValueError: It has none, or rejects the shape; the message names each key and value that prevents the export.
     """
     architecture = architecture_of(model)
     if architecture == LLAMA and model.width % model.heads:
         raise ValueError(
-            f"model.width ({model.width}) does not divide by model.heads ({model.heads}): {LLAMA} of transformers "
-            "refuses that"
+            f"model.width ({model.width}) is not divisible by model.heads ({model.heads}), as {LLAMA} of "
+            "transformers requires"
         )
     if architecture == LLAMA and model.attention_window_tokens:
         raise ValueError(
-            f"model.attention_window_tokens is {model.attention_window_tokens}, and {LLAMA} has no window ({QWEN3}, "
-            "model.qk_norm=True, has)"
+            f"model.attention_window_tokens is {model.attention_window_tokens}, but {LLAMA} has no window: train with "
+            f"model.qk_norm=True to export as {QWEN3}"
         )
-    other = [
-        f"model.{key} is {getattr(model, key)!r} (there: {there!r})"
-        for key, there in _MIXTURE_IS.items()
-        if architecture == QWEN3_MOE and getattr(model, key) != there
+    different = [
+        f"model.{key} is {getattr(model, key)!r} instead of {value!r}"
+        for key, value in _QWEN3_MOE_VALUES.items()
+        if architecture == QWEN3_MOE and getattr(model, key) != value
     ]
-    if other:
-        raise ValueError(f"a mixture of experts goes out as {QWEN3_MOE}, which is another model: {', '.join(other)}")
+    if different:
+        raise ValueError(f"a mixture of experts is exported as {QWEN3_MOE}, which differs: {', '.join(different)}")
 
 
 def _architecture(fields: Mapping[str, Any]) -> str:
-    named = _list(fields, "architectures")
-    if len(named) != 1 or not isinstance(named[0], str):
-        raise ValueError(f"architectures is {_short(named)}, not one class such as {LLAMA}")
-    if named[0] not in MODEL_TYPES:
-        raise ValueError(f"the architecture {_short(named[0])} is not supported: {', '.join(MODEL_TYPES)} are")
-    # transformers goes by this one alone.
-    model_type = fields.get("model_type", MODEL_TYPES[named[0]])
-    if model_type != MODEL_TYPES[named[0]]:
-        raise ValueError(f"model_type is {_short(model_type)}, and architectures says {named[0]}")
-    return named[0]
+    names = _list(fields, "architectures")
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise ValueError(f"architectures is {_short(names)}, not one class such as {LLAMA}")
+    name = names[0]
+    if name not in MODEL_TYPES:
+        raise ValueError(f"the architecture {_short(name)} is not supported: use one of {', '.join(MODEL_TYPES)}")
+    # transformers selects the class by model_type only.
+    model_type = fields.get("model_type", MODEL_TYPES[name])
+    if model_type != MODEL_TYPES[name]:
+        raise ValueError(f"model_type is {_short(model_type)}, but architectures is {name}: they must agree")
+    return name
 
 
-def _mixture(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a mixture of experts; its router has no bias."""
-    experts = _whole(fields, "num_experts", _whole(fields, "num_local_experts", 128))
-    if _whole(fields, "num_local_experts", experts) != experts:  # the name that transformers 5 writes
-        raise ValueError(f"num_experts is {experts} and num_local_experts is {fields['num_local_experts']}")
+def _parse_mixture(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the fields of a mixture of experts, whose router has no bias."""
+    experts = _positive_integer(fields, "num_experts", _positive_integer(fields, "num_local_experts", 128))
+    if _positive_integer(fields, "num_local_experts", experts) != experts:  # the name in transformers 5
+        raise ValueError(f"num_experts is {experts} but num_local_experts is {fields['num_local_experts']}")
     return {
         "experts": experts,
-        "experts_per_token": _whole(fields, "num_experts_per_tok", 8),
-        "expert_hidden": _whole(fields, "moe_intermediate_size", 768),
+        "experts_per_token": _positive_integer(fields, "num_experts_per_tok", 8),
+        "expert_hidden": _positive_integer(fields, "moe_intermediate_size", 768),
         "router_normalized": _flag(fields, "norm_topk_prob"),
         "router_bias": False,
-        **_MIXTURE_IS,
+        **_QWEN3_MOE_VALUES,
     }
 
 
 def _window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
-    """Positions that each sees, in every layer; 0 where they see all before them."""
-    # Qwen3 reads sliding_window where use_sliding_window is set, and then in the layers from max_window_layers on. Of a
-    # mixture, older versions of transformers read it so too, and today's gives the window to all layers.
+    """Return the attention window of every layer in tokens; 0 if positions attend to all before them."""
+    # Qwen3 uses sliding_window if use_sliding_window is set, in the layers from max_window_layers on. For Qwen3-MoE,
+    # older versions of transformers do the same, and current ones use the window in all layers.
     is_qwen, is_mixture = architecture != LLAMA, architecture == QWEN3_MOE
     window = fields.get("sliding_window", 4096 if is_qwen else None)
     is_used = window is not None and _flag(fields, "use_sliding_window", not is_qwen)
     first = fields.get("max_window_layers", 0 if is_mixture else 28) if is_used else layers
     if type(first) is not int:
-        raise ValueError(f"max_window_layers is {_short(first)}, not a whole number")
-    by_number = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    kinds = _list(fields, "layer_types") or by_number
-    other = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
-    if other or len(kinds) != layers:
+        raise ValueError(f"max_window_layers is {_short(first)}, not an integer")
+    default_kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    kinds = _list(fields, "layer_types") or default_kinds
+    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if unknown or len(kinds) != layers:
         raise ValueError(
-            f"layer_types has {_short(other[0] if other else len(kinds))}, which the decoder does not have"
+            f"layer_types has {_short(unknown[0] if unknown else len(kinds))}, which the decoder does not have"
         )
     if is_used and not is_qwen:
         raise ValueError(f"sliding_window is {_short(window)}, which {architecture} does not have")
     if is_used and is_mixture and first:
         raise ValueError(
-            f"max_window_layers is {first}: versions of transformers read that differently in {architecture}"
+            f"max_window_layers is {first}: versions of transformers interpret it differently in {architecture}"
         )
     if "sliding_attention" not in kinds and not (is_used and is_mixture):
         return 0
     if "full_attention" in kinds or not is_used:
-        raise ValueError("layer_types and sliding_window give a window to some layers: the decoder has one for all")
-    return _whole(fields, "sliding_window", window)
+        raise ValueError(
+            "layer_types and sliding_window set a window for some layers only: the decoder has one for all"
+        )
+    return _positive_integer(fields, "sliding_window", window)
 
 
 def _rope_theta(fields: Mapping[str, Any]) -> float:
-    """The base of the wavelengths, from the top level or, as transformers 5 writes it, from `rope_parameters`."""
+    """Return the base of the wavelengths, from the top level or from `rope_parameters` (transformers 5)."""
     theta = _number(fields, "rope_theta", 10_000.0)
-    for place in ("rope_parameters", "rope_scaling"):
-        rope = fields.get(place) or {}
+    for location in ("rope_parameters", "rope_scaling"):
+        rope = fields.get(location) or {}
         if not isinstance(rope, Mapping):
-            raise ValueError(f"{place} is {_short(rope)}, not an object")
+            raise ValueError(f"{location} is {_short(rope)}, not an object")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            raise ValueError(f"{place} is of the type {_short(kind)}: the decoder's rotary positions are not scaled")
+            raise ValueError(f"{location} has the type {_short(kind)}: the decoder does not scale rotary positions")
         unknown = sorted(map(str, rope.keys() - _ROPE_KEYS))
         if unknown:
-            raise ValueError(f"{place} has {_short(unknown[0])}, which the decoder does not have")
+            raise ValueError(f"{location} has {_short(unknown[0])}, which the decoder does not have")
         if rope.get("partial_rotary_factor") not in (None, 1.0):
-            raise ValueError(f"{place} has partial_rotary_factor {_short(rope['partial_rotary_factor'])}, not 1")
+            raise ValueError(f"{location} has partial_rotary_factor {_short(rope['partial_rotary_factor'])}, not 1")
         theta = _number(rope, "rope_theta", theta)
     if theta <= 0:
         raise ValueError(f"rope_theta is {theta}, not above 0")
     return theta
 
 
-def _whole(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _positive_integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = fields.get(name)
     value = default if value is None else value
     if type(value) is not int or not 0 < value < 2**40:
-        raise ValueError(f"{name} is {_short(value)}, not a whole number above 0")
+        raise ValueError(f"{name} is {_short(value)}, not an integer above 0")
     return value
 
 
 def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
     value = fields.get(name)
     value = default if value is None else value
-    if type(value) not in (int, float) or not abs(value) < 1e300:  # 1e999 is JSON too, and so are 400 digits
+    if type(value) not in (int, float) or not abs(value) < 1e300:  # JSON allows 1e999 and integers of 400 digits
         raise ValueError(f"{name} is {_short(value)}, not a finite number")
     return float(value)
 

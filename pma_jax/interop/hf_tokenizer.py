@@ -1,7 +1,8 @@
-"""The tokenizer that goes with a model: which files, from where.
+"""Tokenizer files of imported and exported models.
 
-An imported snapshot keeps them in `tokenizer/`; its configuration's `data.tokenizer` is the tokenizer.json in there, so
-that merges of it find them too. A run of ours has a tokenizer.json in its token cache, or reads one by its path.
+An imported snapshot stores them in `tokenizer/`, and its `data.tokenizer` is the path of the tokenizer.json in that
+directory, so that merges of the snapshot use them too. A run of pma_jax has its tokenizer.json in the token cache, or
+names a file by its path.
 """
 
 import contextlib
@@ -25,10 +26,10 @@ class TokenizerFiles:
     """Tokenizer files to write.
 
     Attributes:
-        copies: name -> the file it is a copy of.
-        texts: name -> content, of those that are made.
-        end_of_document: the id that ends a document, where it is known.
-        notes: what the user should know, one line each.
+        copies: File name to the path of the file to copy.
+        texts: File name to the content of a generated file.
+        end_of_document: The id that ends a document, if it is known.
+        notes: One-line notes for the user.
     """
 
     copies: Mapping[str, Path] = field(default_factory=dict)
@@ -38,73 +39,80 @@ class TokenizerFiles:
 
 
 def select_tokenizer_files(files: Iterable[Path]) -> dict[str, Path]:
-    """Those of the files beside a model that make up its tokenizer, by name."""
+    """Return the tokenizer files among the files of a model, by file name."""
     return {path.name: path for path in files if is_sidecar(path, TOKENIZER_PATTERNS)}
 
 
 def beginning_of_document(config: Config, end: Any) -> Any:
-    """What begins a document, given what ends one: the end of the one before, where the model sees that."""
+    """Return the token that begins a document: the `end` of the previous one, if the model attends to it."""
     return end if config.model.separator_token < 0 else None
 
 
 def find_tokenizer_files(
-    source: CheckpointSource, config: Config, is_imported: bool, given: Path | None
+    source: CheckpointSource, config: Config, is_imported: bool, override: Path | None
 ) -> TokenizerFiles:
-    """The tokenizer of a snapshot: the one given, the one that it was imported with, or the one of its run.
+    """Find the tokenizer of a snapshot: the override, the one that was imported with it, or the one of its run.
+
+    Args:
+        source: The snapshot.
+        config: Configuration of the snapshot.
+        is_imported: Whether the snapshot was imported, or merged from imported snapshots.
+        override: A tokenizer.json to use instead.
 
     Raises:
-        ValueError: `given` is no tokenizer.json, or has ids past the model's vocabulary.
+        ValueError: `override` is not a tokenizer.json, or has ids outside the model's vocabulary.
     """
-    if given is not None:
-        return _of_file(given, config)
+    if override is not None:
+        return _collect_tokenizer_files(override, config)
     name = config.data.tokenizer
     if is_imported:
-        # Its own, or, of a merge, that of the model that it was made from.
-        folder = next((place for place in (source.path / FOLDER, Path(name).parent) if place.is_dir()), None)
+        # In the snapshot itself, or, for a merge, in the imported snapshot that it was merged from.
+        candidates = (source.path / FOLDER, Path(name).parent)
+        folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
         if folder is not None:
-            return TokenizerFiles(_carried_in(folder))
+            return TokenizerFiles(_list_tokenizer_files(folder))
     if name == "bytes":
         from pma_jax.data.tokenizer import byte_tokenizer
 
-        return _described(byte_tokenizer(), config)
-    path = _trained_bpe(source, config) if name == "bpe" else Path(name).expanduser()
+        return _generate_tokenizer_files(byte_tokenizer(), config)
+    path = _find_trained_bpe(source, config) if name == "bpe" else Path(name).expanduser()
     if path is not None and path.is_file():
-        return _of_file(path, config)
-    where = "no run's token cache has the BPE that it was trained with" if path is None else f"there is no {path}"
-    return TokenizerFiles(notes=(f"no tokenizer is written: {where}; name its {FILE_NAME} with --tokenizer",))
+        return _collect_tokenizer_files(path, config)
+    reason = "the token cache of the run does not contain its BPE" if path is None else f"{path} does not exist"
+    return TokenizerFiles(notes=(f"no tokenizer is written: {reason}; name its {FILE_NAME} with --tokenizer",))
 
 
-def _carried_in(folder: Path) -> dict[str, Path]:
+def _list_tokenizer_files(folder: Path) -> dict[str, Path]:
     return select_tokenizer_files(sorted(file for file in folder.iterdir() if file.is_file()))
 
 
-def _of_file(path: Path, config: Config) -> TokenizerFiles:
-    """A tokenizer.json with the files beside it that say how it is used; made where there are none."""
+def _collect_tokenizer_files(path: Path, config: Config) -> TokenizerFiles:
+    """Copy a tokenizer.json and the files that configure it, or generate its configuration if there is none."""
     from pma_jax.data import tokenizer as tokenizing
 
-    beside = _carried_in(path.parent) if path.name == FILE_NAME and path.is_file() else {}
-    if "tokenizer_config.json" in beside:
-        return TokenizerFiles(beside, {}, _end_of_document(path))
-    return _described(tokenizing.load_tokenizer(path), config)
+    files = _list_tokenizer_files(path.parent) if path.name == FILE_NAME and path.is_file() else {}
+    if "tokenizer_config.json" in files:
+        return TokenizerFiles(files, {}, _end_of_document(path))
+    return _generate_tokenizer_files(tokenizing.load_tokenizer(path), config)
 
 
 def _end_of_document(path: Path) -> int | None:
     from pma_jax.data import tokenizer as tokenizing
 
-    with contextlib.suppress(ValueError):  # some end documents otherwise; their own configuration says how
+    with contextlib.suppress(ValueError):  # unknown end-of-document token: tokenizer_config.json defines it
         return tokenizing.load_tokenizer(path).end_of_document
     return None
 
 
-def _described(tokenizer: Any, config: Config) -> TokenizerFiles:
-    """A tokenizer of ours as transformers reads it: text in a prompt that names a special token is that token there."""
+def _generate_tokenizer_files(tokenizer: Any, config: Config) -> TokenizerFiles:
+    """Generate the files of a `Tokenizer` for transformers, which parses special tokens that occur in a text."""
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise ValueError(
-            f"the tokenizer {tokenizer.name} has ids up to {tokenizer.vocabulary_size - 1}, and the model's vocabulary "
-            f"is {config.model.vocabulary_size}"
+            f"the tokenizer {tokenizer.name} has ids up to {tokenizer.vocabulary_size - 1}, but the model's vocabulary "
+            f"has {config.model.vocabulary_size}: choose another tokenizer"
         )
     end = tokenizer.backend.id_to_token(tokenizer.end_of_document)
-    described = {
+    fields = {
         "bos_token": beginning_of_document(config, end),
         "clean_up_tokenization_spaces": False,
         "eos_token": end,
@@ -114,20 +122,20 @@ def _described(tokenizer: Any, config: Config) -> TokenizerFiles:
     }
     texts = {
         FILE_NAME: (tokenizer.backend.to_str(pretty=True) + "\n").encode(),
-        "tokenizer_config.json": json_bytes(described),
+        "tokenizer_config.json": json_bytes(fields),
     }
     return TokenizerFiles({}, texts, tokenizer.end_of_document)
 
 
-def _trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
-    """The BPE that the snapshot's run, or the run of what it was merged from, trained on its text."""
+def _find_trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
+    """Find the BPE that was trained by the run of a snapshot, or by a run of the snapshots that it was merged from."""
     from pma_jax.data.shards import find_cached_tokenizer
 
-    places = [source.path]
+    snapshots = [source.path]
     with contextlib.suppress(ValueError):
-        places += [Path(entry["source"]) for entry in provenance.read(source.path)["sources"]]
-    for place in places:
-        run = place.parent.parent / "run.json"  # RUN/snapshots/STEP
+        snapshots += [Path(entry["source"]) for entry in provenance.read(source.path)["sources"]]
+    for snapshot in snapshots:
+        run = snapshot.parent.parent / "run.json"  # RUN/snapshots/STEP
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             path = find_cached_tokenizer(config.data, json.loads(run.read_text())["corpus"])
             if path is not None:

@@ -1,10 +1,10 @@
-"""Which Hugging Face tensor is which part of which leaf of ours, and how its dims lie.
+"""Mapping between the leaves of pma_jax's parameters and the tensors of Hugging Face models.
 
 Legend: T layers, D width, N query heads, K key and value heads, H head dim, F hidden, E experts, V vocabulary.
 
-Ours are stacked over layers (and experts) and map inputs to outputs (`query_DxNxH`); theirs are one a layer (and
-expert) and torch's way round, outputs by inputs (`q_proj.weight`, [N * H, D]). Heads and the rotary halves of H are in
-the same order in both: no row is permuted.
+Leaves are stacked over layers (and experts) and have inputs before outputs (`query_DxNxH`). Hugging Face stores one
+tensor per layer (and expert) with outputs before inputs, as torch does (`q_proj.weight`, [N * H, D]). Heads and the
+rotary halves of H have the same order in both, so no rows are permuted.
 """
 
 import itertools
@@ -15,25 +15,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from pma_jax.config import ModelConfig
-from pma_jax.storage.formats.source import LeafInfo
+from pma_jax.interop.hf_config import QWEN3_MOE
+from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
+from pma_jax.storage.formats.source import CheckpointSource, LeafInfo
 
-# What either side may store: our snapshots are float32, merged ones may be bfloat16.
+# Stored dtypes that can be converted: snapshots of runs are float32, merged ones can be bfloat16.
 DTYPES = ("float32", "bfloat16", "float16")
-_MOST_NAMED = 4  # of each kind of difference
-# The one leaf of ours without a home: it is no part of a Qwen3-MoE, and must be zero.
+_LISTED_DIFFERENCES = 4  # maximum number that an error message lists of each kind
+# The only leaf without a tensor: Qwen3-MoE has no router bias, so it must be zero.
 ROUTER_BIAS_LEAF = "blocks.moe.router_bias_E"
 
 
 @dataclass(frozen=True)
 class LeafMapping:
-    """One leaf of ours and the tensors that it consists of.
+    """A leaf of pma_jax and the Hugging Face tensors that it is stacked from.
 
     Attributes:
-        leaf: our leaf's name in storage.
-        name: theirs, with a `{}` for each dim of `stack`.
-        shape: of one item of the leaf: what one tensor holds.
-        inputs: how many leading dims of `shape` are the matrix's inputs; 0 where the tensor is no transposed matrix.
-        stack: leading dims of the leaf, over its items: (T,), of experts (T, E), or () where the leaf is one tensor.
+        leaf: Name of the leaf in storage.
+        name: Name of the tensors, with a `{}` for each dim of `stack`.
+        shape: Shape of one item of the leaf, which corresponds to one tensor.
+        inputs: Number of leading dims of `shape` that are inputs of the matrix; 0 if the tensor is not transposed.
+        stack: Leading dims of the leaf, over its items: (T,), (T, E) for experts, or () if the leaf is one tensor.
     """
 
     leaf: str
@@ -44,35 +46,35 @@ class LeafMapping:
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
-        """The shape of our leaf."""
+        """Shape of the leaf."""
         return self.stack + self.shape
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of each tensor of theirs."""
+        """Shape of each tensor."""
         if not self.inputs:
             return self.shape
         return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
 
     @property
     def tensors(self) -> list[str]:
-        """Their names, in the order in which their items lie in the leaf."""
+        """Names of the tensors, in the order of the items of the leaf."""
         return [self.name.format(*index) for index in itertools.product(*map(range, self.stack))]
 
     def to_item(self, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Their tensor as an item of our leaf: C order, `dtype`, one copy."""
+        """Convert a tensor to an item of the leaf, as a new array of `dtype` in C order."""
         return (tensor.T if self.inputs else tensor).astype(dtype, order="C").reshape(self.shape)
 
     def to_tensor(self, item: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """An item of our leaf as their tensor: C order, `dtype`, one copy."""
+        """Convert an item of the leaf to a tensor, as a new array of `dtype` in C order."""
         rows = item.reshape(self.tensor_shape[::-1]).T if self.inputs else item
         return rows.astype(dtype, order="C")
 
 
 def map_leaves(model: ModelConfig) -> list[LeafMapping]:
-    """The home of every parameter, in the order in which transformers writes its tensors.
+    """Return the mapping of every leaf of the model except the router bias.
 
-    That order has layers outermost; here a leaf's layers follow each other.
+    Leaves have the order in which transformers writes the tensors of one layer.
     """
     return [
         LeafMapping("embedding_VxD", "model.embed_tokens.weight", (model.vocabulary_size, model.width)),
@@ -85,33 +87,33 @@ def map_leaves(model: ModelConfig) -> list[LeafMapping]:
 
 def _attention_mappings(model: ModelConfig) -> list[LeafMapping]:
     D, N, K, H = model.width, model.heads, model.kv_heads, model.head_dim
-    found = [
-        _block(model, "attention_norm_D", "input_layernorm", (D,)),
-        _block(model, "query_DxNxH", "self_attn.q_proj", (D, N, H), inputs=1),
-        _block(model, "key_DxKxH", "self_attn.k_proj", (D, K, H), inputs=1),
-        _block(model, "value_DxKxH", "self_attn.v_proj", (D, K, H), inputs=1),
-        _block(model, "output_NxHxD", "self_attn.o_proj", (N, H, D), inputs=2),
-        _block(model, "mlp_norm_D", "post_attention_layernorm", (D,)),
+    mappings = [
+        _map_block_leaf(model, "attention_norm_D", "input_layernorm", (D,)),
+        _map_block_leaf(model, "query_DxNxH", "self_attn.q_proj", (D, N, H), inputs=1),
+        _map_block_leaf(model, "key_DxKxH", "self_attn.k_proj", (D, K, H), inputs=1),
+        _map_block_leaf(model, "value_DxKxH", "self_attn.v_proj", (D, K, H), inputs=1),
+        _map_block_leaf(model, "output_NxHxD", "self_attn.o_proj", (N, H, D), inputs=2),
+        _map_block_leaf(model, "mlp_norm_D", "post_attention_layernorm", (D,)),
     ]
     if model.qk_norm:
-        found.append(_block(model, "query_norm_H", "self_attn.q_norm", (H,)))
-        found.append(_block(model, "key_norm_H", "self_attn.k_norm", (H,)))
-    return found
+        mappings.append(_map_block_leaf(model, "query_norm_H", "self_attn.q_norm", (H,)))
+        mappings.append(_map_block_leaf(model, "key_norm_H", "self_attn.k_norm", (H,)))
+    return mappings
 
 
 def _mlp_mappings(model: ModelConfig) -> list[LeafMapping]:
     D, E, F = model.width, model.experts, model.expert_hidden if model.experts else model.hidden
     if E:
         return [
-            _block(model, "moe.router_DxE", "mlp.gate", (D, E), inputs=1),
-            _block(model, "moe.expert_gate_ExDxF", "mlp.experts.{}.gate_proj", (D, F), inputs=1, each=(E,)),
-            _block(model, "moe.expert_up_ExDxF", "mlp.experts.{}.up_proj", (D, F), inputs=1, each=(E,)),
-            _block(model, "moe.expert_down_ExFxD", "mlp.experts.{}.down_proj", (F, D), inputs=1, each=(E,)),
+            _map_block_leaf(model, "moe.router_DxE", "mlp.gate", (D, E), inputs=1),
+            _map_block_leaf(model, "moe.expert_gate_ExDxF", "mlp.experts.{}.gate_proj", (D, F), inputs=1, each=(E,)),
+            _map_block_leaf(model, "moe.expert_up_ExDxF", "mlp.experts.{}.up_proj", (D, F), inputs=1, each=(E,)),
+            _map_block_leaf(model, "moe.expert_down_ExFxD", "mlp.experts.{}.down_proj", (F, D), inputs=1, each=(E,)),
         ]
     return [
-        _block(model, "gate_DxF", "mlp.gate_proj", (D, F), inputs=1),
-        _block(model, "up_DxF", "mlp.up_proj", (D, F), inputs=1),
-        _block(model, "down_FxD", "mlp.down_proj", (F, D), inputs=1),
+        _map_block_leaf(model, "gate_DxF", "mlp.gate_proj", (D, F), inputs=1),
+        _map_block_leaf(model, "up_DxF", "mlp.up_proj", (D, F), inputs=1),
+        _map_block_leaf(model, "down_FxD", "mlp.down_proj", (F, D), inputs=1),
     ]
 
 
@@ -121,25 +123,101 @@ def _unembedding_mappings(model: ModelConfig) -> list[LeafMapping]:
     return [LeafMapping("unembedding_DxV", "lm_head.weight", (model.width, model.vocabulary_size), inputs=1)]
 
 
-def _block(
+def _map_block_leaf(
     model: ModelConfig, leaf: str, module: str, shape: tuple[int, ...], inputs: int = 0, each: tuple[int, ...] = ()
 ) -> LeafMapping:
+    """Map a leaf of the blocks, which is stacked over layers and over the dims in `each`, to `module` of each layer."""
     return LeafMapping(f"blocks.{leaf}", f"model.layers.{{}}.{module}.weight", shape, inputs, (model.layers, *each))
 
 
-def check_leaves(origin: str, have: Mapping[str, LeafInfo], wanted: Mapping[str, tuple[int, ...]], whose: str) -> None:
-    """Checks that `have` is exactly `wanted`, in a dtype that can be converted exactly or as asked.
+def check_leaves(
+    origin: str, leaves: Mapping[str, LeafInfo], expected: Mapping[str, tuple[int, ...]], model_name: str
+) -> None:
+    """Check that `leaves` has exactly the names and shapes of `expected`, and convertible dtypes (`DTYPES`).
+
+    Args:
+        origin: Address of the checkpoint, for messages.
+        leaves: Leaves or tensors of the checkpoint.
+        expected: Shape of each expected leaf or tensor.
+        model_name: Name of the model that expects them, for messages.
 
     Raises:
-        ValueError: leaves that are missing, unknown, or of another shape or dtype; the first of each kind are named.
+        ValueError: Leaves are missing, unknown, or have another shape or dtype; the first of each kind are listed.
     """
-    both = [(name, leaf) for name, leaf in have.items() if name in wanted]
-    wrong = [
-        [f"{name} is missing" for name in wanted if name not in have],
-        [f"{name[:80]} has no home in {whose}" for name in have if name not in wanted],
-        [f"{name} is {leaf.shape}, not {wanted[name]}" for name, leaf in both if leaf.shape != wanted[name]],
-        [f"{name} is {leaf.dtype}, not {', '.join(DTYPES)}" for name, leaf in both if leaf.dtype not in DTYPES],
+    common = [(name, leaf) for name, leaf in leaves.items() if name in expected]
+    differences = [
+        [f"{name} is missing" for name in expected if name not in leaves],
+        [f"{name[:80]} has no mapping in {model_name}" for name in leaves if name not in expected],
+        [f"{name} is {leaf.shape}, not {expected[name]}" for name, leaf in common if leaf.shape != expected[name]],
+        [f"{name} is {leaf.dtype}, not {', '.join(DTYPES)}" for name, leaf in common if leaf.dtype not in DTYPES],
     ]
-    count, named = sum(map(len, wrong)), [text for kind in wrong for text in kind[:_MOST_NAMED]]
+    count = sum(map(len, differences))
+    listed = [text for kind in differences for text in kind[:_LISTED_DIFFERENCES]]
     if count:
-        raise ValueError(f"{origin} does not fit {whose}: {count} differ: {'; '.join(named)}")
+        raise ValueError(f"{origin} does not fit {model_name}: {count} differ: {'; '.join(listed)}")
+
+
+def drop_zero_router_bias(source: CheckpointSource, model: ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
+    """Return the leaves without the router bias, which Qwen3-MoE does not have, and a note that reports it.
+
+    Raises:
+        ValueError: The bias is not zero: without it the router would select other experts.
+    """
+    leaves = dict(source.leaves)
+    if not (model.experts and model.router_bias) or ROUTER_BIAS_LEAF not in leaves:
+        return leaves, []
+    largest = np.abs(read_leaf(source, ROUTER_BIAS_LEAF).astype("float32")).max()
+    if largest != 0:  # also true for NaN
+        raise ValueError(
+            f"{ROUTER_BIAS_LEAF} is up to {largest:.2g}, but {QWEN3_MOE} has none: without it the router "
+            "would select other experts; train models for export with --config.model.router_bias=False"
+        )
+    del leaves[ROUTER_BIAS_LEAF]
+    return leaves, ["the router's bias is zero and was not exported: Qwen3-MoE has none"]
+
+
+def drop_redundant_tensors(source: CheckpointSource, model: ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
+    """Return the tensors without those that the configuration implies, and a note for each kind.
+
+    Old Llama checkpoints store the rotary frequencies, and some tied ones also the output projection. Tensors that
+    differ from the implied value are kept, so that the check of the names rejects them.
+    """
+    leaves, notes = dict(source.leaves), []
+    if model.tie_embeddings and _is_tied(source):
+        del leaves["lm_head.weight"]
+        notes.append("lm_head.weight is the embedding, to which it is tied: it was not imported")
+    frequencies = [name for name in leaves if name.endswith(".rotary_emb.inv_freq")]
+    redundant = [name for name in frequencies if _matches_rope_theta(source, name, model)]
+    for name in redundant:
+        del leaves[name]
+    if redundant:
+        notes.append(f"{len(redundant)} tensors of rotary frequencies were not imported: rope_theta implies them")
+    return leaves, notes
+
+
+def _is_tied(source: CheckpointSource) -> bool:
+    """Return whether the stored output projection equals the embedding bitwise."""
+    head, embedding = (source.leaves.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if head is None or embedding is None or head != embedding:
+        return False
+    block_elements = 2**22
+    return all(
+        read_leaf_bytes(source, "lm_head.weight", start, min(start + block_elements, head.elements)).tobytes()
+        == read_leaf_bytes(
+            source, "model.embed_tokens.weight", start, min(start + block_elements, head.elements)
+        ).tobytes()
+        for start in range(0, head.elements, block_elements)
+    )
+
+
+def _matches_rope_theta(source: CheckpointSource, name: str, model: ModelConfig) -> bool:
+    """Return whether a tensor holds the rotary frequencies that `model.rope_theta` implies."""
+    half = model.head_dim // 2
+    if source.leaves[name].shape != (half,) or not source.leaves[name].is_summed:
+        return False
+    stored = read_leaf(source, name).astype("float64")
+    # Tolerate half a unit in the last place of bfloat16, in which some checkpoints store them.
+    return all(
+        abs(value - model.rope_theta ** (-i / half)) <= 2**-8 * model.rope_theta ** (-i / half)
+        for i, value in enumerate(stored.tolist())
+    )

@@ -404,8 +404,8 @@ def test_an_export_with_a_leaf_that_does_not_fit_names_it(tmp_path, model, says)
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "config.json: rope_scaling is of the type 'llama3'"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "model_type is 'llama', and architectures says Qwen3Moe"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "config.json: rope_scaling has the type 'llama3'"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "model_type is 'llama', but architectures is Qwen3Moe"),
         ({"num_hidden_layers": 9000}, "9000 layers"),
         ({"hidden_size": 8}, "model.embed_tokens.weight is (256, 16), not (256, 8)"),
     ],
@@ -419,10 +419,10 @@ def test_what_is_no_model_is_refused(tmp_path, finished):
     write_theirs(tmp_path / "theirs", hf_models.model("llama"))
     (tmp_path / "theirs" / "config.json").unlink()
     (tmp_path / "empty").mkdir()
-    assert_refused(tmp_path / "ours", "holds no config.json", hf.import_model, tmp_path / "theirs")
+    assert_refused(tmp_path / "ours", "has no config.json", hf.import_model, tmp_path / "theirs")
     lone = tmp_path / "theirs" / "model.safetensors"
-    assert_refused(tmp_path / "ours", "holds no config.json", hf.import_model, lone)
-    assert_refused(tmp_path / "ours", "holds no config.json", hf.import_model, finished.snapshots[-1].path)
+    assert_refused(tmp_path / "ours", "has no config.json", hf.import_model, lone)
+    assert_refused(tmp_path / "ours", "has no config.json", hf.import_model, finished.snapshots[-1].path)
     assert_refused(tmp_path / "ours", "holds neither safetensors", hf.import_model, tmp_path / "empty")
     (tmp_path / "theirs" / "config.json").write_text("[1]")
     assert_refused(tmp_path / "ours", "is not a JSON object", hf.import_model, tmp_path / "theirs")
@@ -594,7 +594,7 @@ def test_a_model_that_keeps_packed_documents_apart_begins_with_none(tmp_path):
     made = configuration.resolve({"model": hf_models.SIZES | {"separator_token": 0}})
     write_ours(tmp_path / "ours", made)
     said = hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
-    assert "one a sequence" in said["notes"][0]
+    assert "one document per sequence" in said["notes"][0]
     for name, key in (("config.json", "bos_token_id"), ("tokenizer_config.json", "bos_token")):
         assert json.loads((tmp_path / "theirs" / name).read_text())[key] is None
 
