@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.kv_heads = 3
     c.model.head_dim = 32
     c.model.hidden = 256
-    c.model.scan_layers = False  # three blocks compile soon, and a step on CPU takes a quarter less
+    c.model.scan_layers = False  # three blocks compile quickly, and a step on CPU takes a quarter less time
     c.training.total_tokens = 5_120_000
     c.training.batch_size_sequences = 16
     c.schedule.peak_rate = 2e-3
@@ -24,9 +24,9 @@ def get_config() -> ml_collections.ConfigDict:
     c.checkpoint.kinds = ("point", "block_mean")  # previews are of points
     c.checkpoint.block_every_steps = 4
     c.checkpoint.state_interval_tokens = 1_024_000
-    c.checkpoint.keep_states_at_tokens = (4_096_000,)  # where the annealed branch leaves
+    c.checkpoint.keep_states_at_tokens = (4_096_000,)  # where the annealed branches start
     c.preview.windows = (10,)
-    c.preview.start_tokens = 819_200  # before, the weights still drift more than they jitter
+    c.preview.start_tokens = 819_200  # before this, the weights drift more than they jitter
     c.evaluation.tokens = 49_152
-    c.mesh.cpu_devices = 2  # a device a core beats one device of two threads
+    c.mesh.cpu_devices = 2  # one device per core is faster than one device with two threads
     return c

@@ -1,6 +1,6 @@
 """Mixture of experts, 15B activated of 150B parameters: interval and window by `recommend_interval`.
 
-Shape, rate and batch are ours: see `pma_jax.model.ladder`.
+Shape, learning rate and batch size are not in the paper: see `pma_jax.model.ladder`.
 
 Command:   pma train --config moe_15b_150b --workdir DIR --config.data.source=files --config.data.files=GLOB
 """

@@ -1,6 +1,6 @@
 """Mixture of experts, 330M activated of 3.3B parameters: interval and window by `recommend_interval`.
 
-Shape, rate and batch are ours: see `pma_jax.model.ladder`.
+Shape, learning rate and batch size are not in the paper: see `pma_jax.model.ladder`.
 
 Command:   pma train --config moe_330m_3b --workdir DIR --config.data.source=files --config.data.files=GLOB
 """

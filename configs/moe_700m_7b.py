@@ -1,6 +1,6 @@
 """Mixture of experts, 0.7B activated of 7B parameters: the paper's interval and window.
 
-Shape, rate and batch are ours: see `pma_jax.model.ladder`.
+Shape, learning rate and batch size are not in the paper: see `pma_jax.model.ladder`.
 
 Command:   pma train --config moe_700m_7b --workdir DIR --config.data.source=files --config.data.files=GLOB
 """

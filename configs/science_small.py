@@ -1,7 +1,7 @@
 """The smaller dense size of the experiments: 0.19M parameters, 3.1M tokens at a constant rate.
 
-Here are the shape, the rate and the horizon; marks, seeds and held-out text of the experiments come from
-`pma_jax.studies.study`.
+This file sets the shape, the learning rate and the horizon; `pma_jax.studies.study` sets the snapshot marks, seeds and
+held-out text of the experiments.
 
 Command:   python experiments/stable_phase/script.py --runs runs/science   (or: pma train --config science_small ...)
 """

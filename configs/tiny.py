@@ -1,4 +1,4 @@
-"""The smallest dense size: the demo, under its name on the ladder.
+"""The smallest dense size: the demo under another name.
 
 Command:   pma train --config tiny --workdir runs/tiny
 """

@@ -1,4 +1,4 @@
-"""The smallest mixture of experts: the demo with 8 experts, of which each token goes to 2 that are half as wide.
+"""The smallest mixture of experts: the demo with 8 experts of half the width, 2 of them per token.
 
 Command:   pma train --config tiny_moe --workdir runs/tiny_moe
 """

@@ -85,8 +85,7 @@ def test_every_other_command_is_known(page):
 
 def test_the_tables_are_what_the_report_says():
     report = json.loads((ROOT / "experiments" / "demo" / "report.json").read_text())
-    page, cells, windows, prefix = PAGES[0].read_text(), 0, [], ""
-    assert PAGES[0].name == "README.md"
+    page, cells, windows, prefix = (ROOT / "docs" / "demo.md").read_text(), 0, [], ""
     for line in page.splitlines():
         if line.startswith("| merge of the last N"):
             prefix = "block/" if "block means" in line else ""
@@ -101,6 +100,44 @@ def test_the_tables_are_what_the_report_says():
     assert cells == 36
     for value in ("raw_loss", "annealed_loss"):
         assert f"**{report[value]:.4f}**" in page
+
+
+def test_the_readmes_table_is_what_the_report_says():
+    report = json.loads((ROOT / "experiments" / "demo" / "report.json").read_text())
+    annealed = {run["annealing"]["shape"]: run["loss"] for run in report["annealed_runs"]}
+    assert report["annealed_loss"] == min(annealed.values())
+    losses = {
+        "raw, constant rate": report["raw_loss"],
+        "annealed, linear decay": annealed["linear"],
+        "annealed, cosine decay": annealed["cosine"],
+    } | report["merged_loss"]
+    gain = report["raw_loss"] - report["annealed_loss"]
+    rows = re.findall(r"^\| (.+) \| (\d\.\d{4}) \| (\d+)% \|$", PAGES[0].read_text(), re.MULTILINE)
+    for name, loss, share in rows:
+        text = re.search(r"`(.+)`", name)
+        value = losses[text[1] if text else name]
+        assert (loss, share) == (f"{value:.4f}", f"{(report['raw_loss'] - value) / gain * 100:.0f}"), name
+    assert len(rows) == 6
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_page_on_model_sizes_recommends_what_it_says():
+    (block,) = blocks("python", ROOT / "docs" / "ladder.md")
+    for line in block.splitlines():
+        if "recommend_interval(" in line:
+            names: dict = {}
+            exec(f"from pma_jax.model.ladder import recommend_interval\n{line}", names)
+            tokens, window = re.search(r"([\d.]+)B tokens, (\d+)", line).groups()
+            assert (f"{names['interval_tokens'] / 1e9:.2g}", names["window"]) == (tokens, int(window))
 
 
 def write_checkpoints(folder: Path) -> None:
@@ -232,13 +269,16 @@ def test_the_page_on_hosts_does_what_it_says(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_commands_do_what_the_page_says(tmp_path, monkeypatch, capfd):
+def test_the_commands_do_what_the_pages_say(tmp_path, monkeypatch, capfd):
     small = write_small_demo(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for words in commands("pma"):
-        small_words = [
-            small if before == "--config" else word for before, word in zip(["", *words], words, strict=False)
-        ]
-        assert main(small_words) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), {})
+    # In the order that a reader meets them: the pages go on with the README's run and merges.
+    for name in ("README", "docs/training", "docs/sweeps_and_previews", "docs/averaging_while_training"):
+        page = ROOT / f"{name}.md"
+        for words in commands("pma", page):
+            small_words = [
+                small if before == "--config" else word for before, word in zip(["", *words], words, strict=False)
+            ]
+            assert main(small_words) == 0, f"{name}: pma {shlex.join(words)}\n{capfd.readouterr().err}"
+        for block in blocks("python", page):
+            exec(compile(block, page.name, "exec"), {})
