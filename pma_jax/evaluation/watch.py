@@ -183,7 +183,7 @@ class _Newest:
 
 
 def _read_whole(snapshot: Snapshot, abstract: Any) -> Any:
-    """The parameters; ValueError when files went meanwhile: an array whose file is missing may be read as zeros."""
+    """Return the parameters. Raises ValueError if files were removed meanwhile: missing arrays may read as zeros."""
     params, problem = None, None
     try:
         before = _files(snapshot.path)

@@ -127,7 +127,7 @@ class Recipe:
     window: int | None = None  # newest checkpoints that take part; None: all
 
     def __str__(self) -> str:
-        """The text that parses to this recipe."""
+        """Return the text that parses to this recipe."""
         given = ",".join(_param_text(key, value) for key, value in self.params)
         parts = [self.name, given, "" if self.window is None else str(self.window)]
         return ":".join(part for part in parts if part)

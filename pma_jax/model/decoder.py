@@ -174,7 +174,7 @@ def activated_parameter_count(params: Params, config: ModelConfig) -> int:
 
 
 def segment_ids(tokens_BxL: jax.Array, separator_token: int) -> jax.Array:
-    """Number the documents of each window: int32 [B, L], from 0. A separator belongs to the document that it ends."""
+    """Return the document number of each token: int32 [B, L], from 0. A separator belongs to the document it ends."""
     ends_BxL = (tokens_BxL == separator_token).astype(jnp.int32)
     return jnp.cumsum(ends_BxL, axis=1) - ends_BxL
 
