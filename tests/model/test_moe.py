@@ -281,9 +281,9 @@ def test_the_bias_evens_out_a_skewed_router(scores):
 def test_the_balance_loss_is_least_when_even_and_most_when_all_tokens_agree():
     even = jnp.full((2, 8, 4), 0.25)
     cycling = jnp.stack([jnp.arange(8) % 4, (jnp.arange(8) + 1) % 4], axis=-1)[None].repeat(2, 0)
-    assert float(moe._balance(even, cycling)) == pytest.approx(2 * 8)
+    assert float(moe._balance_loss(even, cycling)) == pytest.approx(2 * 8)
     peaked = jnp.zeros((2, 8, 4)).at[..., 0].set(1.0)
-    assert float(moe._balance(peaked, jnp.zeros((2, 8, 1), jnp.int32))) == pytest.approx(2 * 8 * 4)
+    assert float(moe._balance_loss(peaked, jnp.zeros((2, 8, 1), jnp.int32))) == pytest.approx(2 * 8 * 4)
 
 
 def test_bfloat16_keeps_float32_gradients_and_nearly_the_loss():
