@@ -6,6 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # tests need. Without them the tests that compare with them are skipped.
 EXTRAS ?=
 TESTS ?= tests
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # The point where the annealed branches leave the constant one: 80% of the demo's horizon.
 FORK_TOKENS := 4096000
 
@@ -31,7 +32,8 @@ demo: setup
 
 test: setup
 	$(if $(EXTRAS),$(INSTALL) '.[$(EXTRAS)]')
-	$(BIN)/python -m pytest -n 2 $(TESTS)
+	PMA_TEST_DEVICES=1 $(PYTEST) -m "not mesh" $(TESTS) || [ $$? -eq 5 ]
+	PMA_TEST_DEVICES=8 $(PYTEST) -m mesh $(TESTS) || [ $$? -eq 5 ]
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -15,6 +15,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 # All test processes share compiled programs, and so does the next session: a tiny run takes 2 s instead of 16 s.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
+# XLA logs an error line for each program that it loads from the cache, about a tuning preference of its own.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

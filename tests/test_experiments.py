@@ -68,6 +68,7 @@ def test_a_script_runs_from_end_to_end(folder, runs, workspace, tmp_path):
     )
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("folder", QUESTIONS, ids=NAMES)
 def test_a_page_says_what_its_results_say(folder):
     page = (folder / "README.md").read_text()

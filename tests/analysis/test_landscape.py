@@ -81,6 +81,7 @@ def test_a_plane_over_two_weights_moves_nothing_else(points):
     np.testing.assert_allclose(moved, [0, 0, 0, 0, 2, -3, 0], atol=1e-6)
 
 
+@pytest.mark.mesh
 def test_two_weights_of_a_leaf_that_is_split_over_devices():
     mesh = make_mesh(MeshConfig(2, 2, 2))
     with jax.set_mesh(mesh):

@@ -130,6 +130,7 @@ def test_a_wrong_call_is_status_2(pma, words):
 # --- Mistakes: one line, status 1 -------------------------------------------------------------------------------------
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("assignment", "says"),
     [

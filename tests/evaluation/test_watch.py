@@ -199,6 +199,7 @@ def test_block_means_and_start_tokens(copy):
     assert previews(run)["block/wma:3", 24] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.mesh
 def test_a_run_that_resumes_keeps_what_was_watched_apart(copy):
     list(watch(copy))
     watched = (copy.path / "watch.jsonl").read_bytes()

@@ -237,6 +237,7 @@ def test_neither_way_needs_jax(tmp_path):
     assert ended.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.mesh
 def test_a_snapshot_of_a_mesh_that_splits_its_experts_goes_out_with_few_reads(tmp_path, monkeypatch):
     made = config("mixture")
     params = write_ours(tmp_path / "whole", made)
@@ -322,6 +323,7 @@ def changed(tensors, how):
     return tensors | {name: tensors[name].astype(np.int8)}, f"{name} is int8"
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("how", ["missing", "unknown", "bias", "shape", "head", "dtype"])
 def test_an_import_with_a_leaf_that_does_not_fit_names_it(tmp_path, how):
     made = hf_models.model("llama")
@@ -337,6 +339,7 @@ def test_an_import_with_a_leaf_that_does_not_fit_names_it(tmp_path, how):
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -363,6 +366,7 @@ def test_an_import_of_a_mixture_with_a_leaf_that_does_not_fit_names_it(tmp_path,
     assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / "theirs")
 
 
+@pytest.mark.mesh
 def test_fused_experts_are_named_beside_what_is_missing(tmp_path):
     made = hf_models.model("mixture")
     tensors = write_theirs(tmp_path / "whole", made)
@@ -375,6 +379,7 @@ def test_fused_experts_are_named_beside_what_is_missing(tmp_path):
         assert_refused(tmp_path / "ours", says, hf.import_model, tmp_path / "theirs")
 
 
+@pytest.mark.mesh
 def test_a_number_of_experts_that_is_not_there_is_named(tmp_path):
     for count, says in ((3, "experts.3.gate_proj.weight has no mapping"), (5, "experts.4.gate_proj.weight is missing")):
         write_theirs(tmp_path / str(count), hf_models.model("mixture"), num_experts=count)
@@ -383,6 +388,7 @@ def test_a_number_of_experts_that_is_not_there_is_named(tmp_path):
     assert_refused(tmp_path / "ours", "3 layers of 100000000000 experts", hf.import_model, tmp_path / "many")
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -445,6 +451,7 @@ def test_nothing_is_overwritten_and_a_killed_one_is_no_obstacle(tmp_path):
     assert tiny.contents(tmp_path) == before
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("error", [ValueError("no"), OSError("disk full"), KeyboardInterrupt()])
 def test_one_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch, capsys, error):
     write_ours(tmp_path / "ours", config("llama"))
@@ -472,6 +479,7 @@ def test_what_a_mixture_was_trained_with_leaves_as_it_came(tmp_path):
 # --- Copies of what the configuration says ----------------------------------------------------------------------------
 
 
+@pytest.mark.mesh
 def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path):
     made = hf_models.model("llama tied")
     tensors = write_theirs(tmp_path / "plain", made)
@@ -483,6 +491,7 @@ def test_a_tied_head_that_is_stored_must_be_the_embedding(tmp_path):
     assert_refused(tmp_path / "no", "lm_head.weight has no mapping", hf.import_model, tmp_path / "other")
 
 
+@pytest.mark.mesh
 def test_stored_frequencies_must_be_those_of_theta(tmp_path):
     made = hf_models.model("llama")
     tensors = write_theirs(tmp_path / "plain", made)

@@ -22,6 +22,7 @@ def by_numpy(snapshots, weights):
     )
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [None, MeshConfig(2, 2, 2), MeshConfig(1, 8, 1)], ids=str)
 @pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [-1.0, 0.5, 1.5]], ids=str)
 def test_average_is_numpys_on_any_mesh(finished, sizes, weights):

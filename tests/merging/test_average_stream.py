@@ -26,6 +26,7 @@ def abstract_on(mesh, dtype=jnp.float32):
     }
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
 def test_rows_match_float64_from_host_or_mesh(shape, dtype):
@@ -80,6 +81,7 @@ def test_loading_overlaps_adding_and_runs_one_ahead(monkeypatch):
         assert at["load", k + 2] > at["added", k], "but never two ahead"
 
 
+@pytest.mark.mesh
 def test_devices_hold_the_total_and_at_most_two_trees():
     mesh = jax.make_mesh((8,), ("x",))
     sharding = jax.NamedSharding(mesh, jax.P("x"))
@@ -109,6 +111,7 @@ def test_devices_hold_the_total_and_at_most_two_trees():
     assert 10 * leaf_bytes <= peak[0] <= 30 * leaf_bytes + 64  # and the multiplier
 
 
+@pytest.mark.mesh
 def test_the_loader_sees_the_callers_mesh():
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     seen = []

@@ -55,6 +55,7 @@ def abstract_on(mesh, dtype):
     return {k: jax.ShapeDtypeStruct(s, dtype, sharding=jax.NamedSharding(mesh, SPECS[k])) for k, s in SHAPES.items()}
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4), (1, 1), (1, 8)])
 @pytest.mark.parametrize("recipe", ["sma", "ema:alpha=0.2", "wma", "lagfree"])
 def test_both_forms_match_float64_on_any_mesh(shape, recipe):
@@ -72,6 +73,7 @@ def test_both_forms_match_float64_on_any_mesh(shape, recipe):
         assert_placed(result, params_K[0])
 
 
+@pytest.mark.mesh
 def test_checkpoints_of_other_meshes_are_averaged_on_the_firsts():
     plain = make_checkpoints(4)
     first, other = make_mesh((2, 4)), make_mesh((4, 2))
@@ -171,6 +173,7 @@ def compiled_forms(mesh, dtype=jnp.bfloat16):
     }
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
 def test_no_collective_no_temporary_and_the_total_is_updated_in_place(shape):
     mesh = make_mesh(shape)
@@ -184,6 +187,7 @@ def test_no_collective_no_temporary_and_the_total_is_updated_in_place(shape):
         assert memory.alias_size_in_bytes >= sum(shard_bytes.values()), name
 
 
+@pytest.mark.mesh
 def test_donated_totals_are_gone_and_their_memory_is_the_results():
     mesh = make_mesh((4, 2))
     params = on_mesh(make_checkpoints(1)[0], mesh)
@@ -214,6 +218,7 @@ def test_weight_zero_leaves_a_checkpoint_unread():
     assert_close(averager.average(params_K, c), expected(params_K[1:], [0.5, 0.5]))
 
 
+@pytest.mark.mesh
 def test_integers_pass_through_when_equal_and_are_refused_otherwise():
     mesh = make_mesh((4, 2))
     sharding = jax.NamedSharding(mesh, jax.P("fsdp"))

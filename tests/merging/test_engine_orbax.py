@@ -105,6 +105,7 @@ def test_every_layout_merges_and_orbax_reads_it_back(tmp_path, kind, decoder, mo
         np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("spec", [("x", None), (None, "x"), ("x", "y")])
 @pytest.mark.parametrize("compression", [True, False])
 def test_checkpoints_saved_on_a_mesh(tmp_path, spec, compression):

@@ -36,6 +36,7 @@ def on_mesh(params, run, mesh):
     )
 
 
+@pytest.mark.mesh
 def test_the_window_holds_the_newest_and_outlives_donation(workspace):
     config = tiny.config(workspace, mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     mesh = make_mesh(config.mesh)
@@ -60,6 +61,7 @@ def test_the_window_holds_the_newest_and_outlives_donation(workspace):
                 np.testing.assert_allclose(merges[f"wma:{n}"], np.full((4, 4), expected), rtol=1e-6)
 
 
+@pytest.mark.mesh
 def test_merges_keep_the_sharding(workspace):
     config = tiny.config(workspace)
     mesh = make_mesh(tiny.config(workspace, mesh__data=2, mesh__fsdp=4).mesh)

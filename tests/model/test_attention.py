@@ -41,6 +41,7 @@ def test_gradients_against_jax():
         np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("sizes", [MeshConfig(8, 1, 1), MeshConfig(2, 4, 1)], ids=str)
 def test_gradients_on_a_mesh_even_of_one_head(sizes, n):

@@ -34,6 +34,7 @@ def reference():
     return nats + WEIGHT * (log_z**2)[counted].sum(), nats, (d_logits @ head.T).reshape(X.shape), x.T @ d_logits
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
 def test_sums_and_gradients_are_numpys(sizes, chunk_tokens):
@@ -80,6 +81,7 @@ def test_memory_is_that_of_a_chunk(dtype):
     assert temporaries(chunk) < every_logit / 8
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
 @pytest.mark.usefixtures("compiled_in_a_hurry")

@@ -185,6 +185,7 @@ def test_bfloat16_compute_keeps_float32_gradients_and_nearly_the_loss():
 SHAPES = [(8, 1, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 1, 2)]
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_mesh_changes_no_number(shape):
     config = dataclasses.replace(TINY, scan_layers=shape != (4, 1, 2), qk_norm=True, remat="dots")
@@ -198,6 +199,7 @@ def test_a_mesh_changes_no_number(shape):
         assert_close(loss_and_gradients(config, params, put_batch(mesh, TOKENS)), expected)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)], ids=str)
 def test_a_mesh_changes_no_fresh_parameter(shape):
     with jax.set_mesh(mesh_of(*shape)):
@@ -207,6 +209,7 @@ def test_a_mesh_changes_no_fresh_parameter(shape):
     assert_close(jax.device_get(split), jax.device_get(whole), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.mesh
 def test_parameters_carry_their_sharding():
     config = dataclasses.replace(TINY, kv_heads=4)
     with jax.set_mesh(mesh_of(2, 2, 2)):
@@ -219,6 +222,7 @@ def test_parameters_carry_their_sharding():
     assert blocks["gate_DxF"].addressable_shards[0].data.size * 4 == blocks["gate_DxF"].size
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("changes", "shape", "says"),
     [

@@ -57,6 +57,7 @@ def test_values_and_gradients(name, window, packed):
         assert np.sum(np.asarray(gradient, np.float64) * direction) == pytest.approx(expected, rel=1e-4, abs=1e-2)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("window", [0, 3])
 def test_masks_on_a_mesh_are_those_of_one_device(window):
     rng = np.random.default_rng(0)

@@ -29,6 +29,7 @@ def gradient_of(mesh, tokens, g, dtype=jnp.float32):
     return np.asarray(d_table)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 2, 2)])
 def test_rows_and_gradient_are_numpys_on_any_mesh(sizes):
     rng = np.random.default_rng(1)
@@ -39,6 +40,7 @@ def test_rows_and_gradient_are_numpys_on_any_mesh(sizes):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.mesh
 def test_a_frequent_words_gradient_is_not_lost_to_rounding():
     """512 ones: a sum in bfloat16 would stop at 256."""
     tokens, g = np.full((B, L), 3, np.int32), jnp.ones((B, L, D), jnp.bfloat16)

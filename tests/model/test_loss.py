@@ -113,6 +113,7 @@ def test_large_logits_stay_finite():
     assert float(objective) == pytest.approx(reference(LOGITS * 1e4, TOKENS)[0], rel=1e-6)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
 def test_a_split_vocabulary_changes_no_number(sizes):
     mesh = jax.make_mesh((*sizes, 1), AXES)

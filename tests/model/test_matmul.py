@@ -18,6 +18,7 @@ def arrays():
     return (rng.standard_normal(shape).astype(np.float32) for shape in ((S, D), (D, E), (S, E)))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("sizes", "matrix_spec", "spec"),
     [

@@ -173,6 +173,7 @@ SHAPES = [
 QUICK = (1, 3, 5)  # the others are slow
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("shape", "bias"),
     [pytest.param(*case, marks=() if i in QUICK else pytest.mark.slow) for i, case in enumerate(SHAPES)],
@@ -195,6 +196,7 @@ def test_a_mesh_changes_no_number(shape, bias):
         assert metrics["load_max_violation"] > 1 and metrics["load_min_violation"] == -1
 
 
+@pytest.mark.mesh
 def test_many_small_rounds_change_no_number(monkeypatch):
     monkeypatch.setattr(experts, "ROUND_CAPACITY_FACTOR", 0.2)
     (expected, expected_sums), expected_gradients = on_one_device(TINY, SKEWED)
@@ -207,6 +209,7 @@ def test_many_small_rounds_change_no_number(monkeypatch):
     assert_close(gradients, expected_gradients)
 
 
+@pytest.mark.mesh
 def test_tokens_travel_by_all_to_all_and_experts_stay():
     mesh = mesh_of(2, 1, 1, 4)
     config = dataclasses.replace(TINY, scan_layers=False)
@@ -224,6 +227,7 @@ def test_tokens_travel_by_all_to_all_and_experts_stay():
 # --- Laws -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 4)], ids=str)
 def test_the_order_of_experts_changes_nothing(shape):
     order = np.random.default_rng(3).permutation(8)
@@ -278,6 +282,7 @@ def test_the_bias_evens_out_a_skewed_router(scores):
     assert float(moe.load_metrics(load[None], 4096, 3)["load_min_violation"]) > -0.05
 
 
+@pytest.mark.mesh
 def test_the_balance_loss_is_least_when_even_and_most_when_all_tokens_agree():
     even = jnp.full((2, 8, 4), 0.25)
     cycling = jnp.stack([jnp.arange(8) % 4, (jnp.arange(8) + 1) % 4], axis=-1)[None].repeat(2, 0)
@@ -293,6 +298,7 @@ def test_bfloat16_keeps_float32_gradients_and_nearly_the_loss():
     assert float(value) == pytest.approx(float(on_one_device(TINY)[0][0]), rel=2e-2)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("changes", "shape", "says"),
     [

@@ -34,6 +34,7 @@ def assert_merge_adds_in_place(config, mesh):
     return report
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)])
 def test_the_merge_on_eight_devices_adds_in_place_without_a_collective(sizes):
     mesh = make_mesh(MeshConfig(*sizes))
@@ -196,6 +197,7 @@ def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
         aot.tpu_topology("v5e:2x2")
 
 
+@pytest.mark.mesh
 def test_sizes_that_do_not_divide_are_named():
     with pytest.raises(ValueError, match=r"model\.heads is 4, and tensor splits it in 8"):
         aot.program_lowerings(CONFIG, make_mesh(MeshConfig(1, 1, 8)))

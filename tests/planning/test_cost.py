@@ -61,6 +61,7 @@ def test_recomputing_costs_a_forward_pass_more():
     assert 0.7 * blocks < remat - plain < 1.2 * blocks
 
 
+@pytest.mark.mesh
 def test_a_mesh_shares_the_products_out():
     whole = counts.matmul_flops(program("train_step", MODEL).program)
     mesh = make_mesh(MeshConfig(2, 2, 2))

@@ -175,6 +175,7 @@ ENTRY %main (q: bf16[2,16,1024,128], k: bf16[2,16,128,1024]) -> f32[2,16,1024,10
     assert counts.matmul_flops(program) == 2 * (2 * 16) * 1024 * 128 * 1024
 
 
+@pytest.mark.mesh
 def test_known_collectives_of_a_compile_for_eight_devices():
     mesh = jax.make_mesh((2, 4), ("x", "y"))
     with jax.set_mesh(mesh):
@@ -187,6 +188,7 @@ def test_known_collectives_of_a_compile_for_eight_devices():
     assert counts.collectives(hlo.parse_hlo(whole)) == [counts.Collective("all-gather", 8 * 64 * 4, 4, 1)]
 
 
+@pytest.mark.mesh
 def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
     mesh = jax.make_mesh((8,), ("x",))
 

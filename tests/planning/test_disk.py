@@ -74,6 +74,7 @@ def test_marks_are_the_runs_own(checkpoint_keys, total):
     assert disk.state_save_points(config) == [t for t in ends if config.is_state(t)]
 
 
+@pytest.mark.mesh
 def test_block_means_take_one_float32_model_of_memory(workspace):
     config = tiny.config(workspace, checkpoint__kinds=("block_mean",), mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     state = abstract_state(config, make_mesh(config.mesh))

@@ -24,6 +24,7 @@ def numbers(workspace):
     return planned(tiny.config(workspace, checkpoint__kinds=("point", "block_mean"), mesh__data=2, mesh__fsdp=4))
 
 
+@pytest.mark.mesh
 def test_a_plan_is_json_and_its_numbers_fit_together(numbers):
     numbers = json.loads(json.dumps(numbers))
     assert numbers["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1} and numbers["topology"]["chips"] == 8
@@ -40,6 +41,7 @@ def test_a_plan_is_json_and_its_numbers_fit_together(numbers):
     assert annealing["chip_hours_at_least"] == pytest.approx(8 * 6 * run["step_seconds_at_least"] / 3600)
 
 
+@pytest.mark.mesh
 def test_the_memory_of_a_step_is_the_states_and_the_batchs(numbers):
     memory = numbers["programs"]["train_step"]["memory"]
     state, blocks = numbers["storage"]["state_bytes"], numbers["storage"]["block_mean_bytes_per_device"]
@@ -50,6 +52,7 @@ def test_the_memory_of_a_step_is_the_states_and_the_batchs(numbers):
     assert memory["share_of_memory"] == memory["bytes"] / CHIP.memory_bytes
 
 
+@pytest.mark.mesh
 def test_the_text_has_every_program_and_what_the_run_leaves(numbers):
     text = plan_text.format_plan(numbers)
     for word in (
@@ -90,6 +93,7 @@ def mixture(**changes):
     return configuration.resolve(raw)
 
 
+@pytest.mark.mesh
 def test_a_mixtures_plan_has_the_exchange_of_its_experts_and_merges_its_bias():
     numbers = planned(mixture(**{"mesh.fsdp": 2, "mesh.expert": 4}))
     # Embedding and output, attention, router and bias, experts (8 of which a token meets 2), norms.

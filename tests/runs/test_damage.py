@@ -185,6 +185,7 @@ def test_every_bit_of_the_arrays_counts(finished, tmp_path):
     assert verify(tmp_path / "4") == []
 
 
+@pytest.mark.mesh
 def test_digests_are_those_of_merging_whatever_the_mesh(finished, workspace):
     snapshot = finished.snapshots[0]
     stored = restore.recorded_digests(snapshot.path)
@@ -198,6 +199,7 @@ def test_digests_are_those_of_merging_whatever_the_mesh(finished, workspace):
         assert digests.leaf_digest(hasher.hexdigests()) == stored[name.replace("/", ".")]
 
 
+@pytest.mark.mesh
 def test_segments_that_are_dealt_out_to_devices_have_the_same_checksums():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     values = np.random.default_rng(0).normal(size=(2048, 2056)).astype(np.float32)

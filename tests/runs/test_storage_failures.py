@@ -64,6 +64,7 @@ def test_a_full_disk_while_merging_publishes_nothing(finished, tmp_path, capsys)
         assert not (tmp_path / "disk" / "merged").exists()
 
 
+@pytest.mark.mesh
 def test_a_full_disk_while_the_merge_writes_publishes_nothing(finished, tmp_path, capsys, monkeypatch):
     from pma_jax.merging.engine import merge as engine
 

@@ -19,6 +19,7 @@ from pma_jax.runtime.mesh import (
 )
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
@@ -39,6 +40,7 @@ def test_sizes_fill_the_devices(sizes, shape):
     assert {d.id for d in mesh.devices.flat} == {d.id for d in jax.devices()}
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
@@ -56,6 +58,7 @@ def test_sizes_that_do_not_fill_the_devices_are_refused(sizes, says):
         make_mesh(MeshConfig(*sizes))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
@@ -77,6 +80,7 @@ def test_sizes_that_do_not_divide_over_the_mesh_are_named(sizes, says):
         check_mesh(resolve(sizes), mesh)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -107,6 +111,7 @@ def test_a_rule_can_be_changed():
     assert Rules(heads=None).spec("heads", "hidden") == P(None, "tensor")
 
 
+@pytest.mark.mesh
 def test_abstract_leaves_are_what_making_them_gives():
     mesh = make_mesh(MeshConfig(2, 2, 2))
 
@@ -123,6 +128,7 @@ def test_abstract_leaves_are_what_making_them_gives():
     assert made["split"].addressable_shards[0].data.shape == (2, 4)
 
 
+@pytest.mark.mesh
 def test_the_local_mesh_has_every_device_along_data():
     assert dict(local_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "expert": 1}
     assert len(jax.device_put(jnp.ones(3), replicated_sharding(local_mesh())).addressable_shards) == 8
@@ -140,6 +146,7 @@ make_mesh(MeshConfig(cpu_devices=6))
     assert done.stdout == "{'data': 2, 'fsdp': 3, 'tensor': 1, 'expert': 1} 6\n"
 
 
+@pytest.mark.mesh
 def test_training_refuses_a_number_of_cpu_devices_that_comes_too_late():
     config = resolve({"mesh": {"cpu_devices": 3}})
     mesh = make_mesh(config.mesh)
@@ -149,6 +156,7 @@ def test_training_refuses_a_number_of_cpu_devices_that_comes_too_late():
     check_mesh(resolve({"mesh": {"cpu_devices": 8}, "evaluation": {"batch_size_sequences": 8}}), mesh)
 
 
+@pytest.mark.mesh
 def test_inside_a_shard_map_its_own_axes_are_left_out():
     seen = []
 

@@ -150,6 +150,7 @@ def test_equal_blocks_average_to_the_dense_mean(blocks, count, seed):
 # --- On the mesh ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [MeshConfig(1, 8, 1), MeshConfig(2, 2, 2)], ids=str)
 def test_the_add_runs_in_place_on_every_device_alone(workspace, sizes):
     config = tiny.config(workspace, **DENSE)
@@ -177,6 +178,7 @@ def pointers(tree):
     return [s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
 
 
+@pytest.mark.mesh
 def test_adds_marks_and_resuming_compile_once(workspace, dense):
     config = dataclasses.replace(dense.config, mesh=MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)

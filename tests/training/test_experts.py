@@ -95,6 +95,7 @@ def test_the_bias_moves_by_its_rate_and_the_optimizer_leaves_it_alone():
         assert m["load_max_violation"] > 0 > m["load_min_violation"] >= -1
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("shape", "microbatches"),
     [((8, 1, 1, 1), 2), ((2, 1, 1, 4), 2), ((1, 2, 2, 2), 1)],
@@ -139,6 +140,7 @@ def mixture(workspace, tmp_path_factory):
     return train(config, tmp_path_factory.mktemp("mixture") / "run")
 
 
+@pytest.mark.mesh
 def test_a_run_learns_and_records_its_load(mixture):
     records = [r for r in mixture.metrics if r["kind"] == "train"]
     assert len(records) == 24
@@ -147,12 +149,14 @@ def test_a_run_learns_and_records_its_load(mixture):
     assert [r["recipe"] for r in mixture.metrics if r["kind"] == "preview"][-2:] == ["sma:2", "sma:3"]
 
 
+@pytest.mark.mesh
 def test_snapshots_hold_the_bias(mixture):
     stored = [tiny.named(tiny.read(s)) for s in mixture.snapshots]
     assert all(leaves[BIAS].shape == (2, 4) and leaves[BIAS].any() for leaves in stored)
     assert not np.array_equal(stored[0][BIAS], stored[-1][BIAS])
 
 
+@pytest.mark.mesh
 def test_merging_averages_the_bias_with_the_coefficients_of_the_parameters(mixture, tmp_path):
     from pma_jax.cli import main
 
@@ -167,6 +171,7 @@ def test_merging_averages_the_bias_with_the_coefficients_of_the_parameters(mixtu
         np.testing.assert_allclose(merged[name], expected, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
+@pytest.mark.mesh
 def test_previews_are_the_loss_of_the_averaged_model_bias_included(mixture):
     stored = [tiny.named(tiny.read(s)) for s in mixture.snapshots[-3:]]
     (preview,) = (
@@ -175,6 +180,7 @@ def test_previews_are_the_loss_of_the_averaged_model_bias_included(mixture):
     assert preview == pytest.approx(tiny.loss_of_sum(mixture, stored, [1 / 3] * 3), rel=1e-5)
 
 
+@pytest.mark.mesh
 def test_resuming_is_bitwise_the_uninterrupted_run(mixture, tmp_path):
     shutil.copytree(mixture.path, tmp_path / "run")
     copy = open_run(tmp_path / "run")

@@ -73,6 +73,7 @@ def losses(name, shape):
     return found
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("name", "shape"),
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],

@@ -240,6 +240,7 @@ def test_the_attempts_are_bounded_and_each_goes_further_back(workspace, tmp_path
         train(keys, tmp_path / "run")
 
 
+@pytest.mark.mesh
 def test_a_spike_before_the_first_snapshot_is_told(workspace, tmp_path):
     keys = config(workspace, checkpoint__interval_tokens=40 * STEP)
     with pytest.raises(ValueError, match="no snapshot from before it"):

@@ -85,6 +85,7 @@ def begun(config):
     return tiny.named(jax.tree.map(np.asarray, state.params))
 
 
+@pytest.mark.mesh
 @in_a_hurry
 def test_a_mixture_that_came_in_begins_as_it_is_and_with_a_bias_of_zero(imported, workspace):
     expected = tiny.named(tiny.read(imported))
@@ -95,6 +96,7 @@ def test_a_mixture_that_came_in_begins_as_it_is_and_with_a_bias_of_zero(imported
     tiny.assert_equal(with_bias, expected)
 
 
+@pytest.mark.mesh
 @in_a_hurry
 def test_a_mixture_that_came_in_trains_and_goes_out_and_on_from_another_mesh(imported, workspace, tmp_path):
     learning = {"training__total_tokens": 2048, "training__balance_loss_weight": 0.01, "preview__windows": ()}
@@ -108,6 +110,7 @@ def test_a_mixture_that_came_in_trains_and_goes_out_and_on_from_another_mesh(imp
     tiny.assert_equal(begun(mixture(workspace, run.path, mesh__data=1, mesh__fsdp=4, mesh__expert=2)), learnt)
 
 
+@pytest.mark.mesh
 @in_a_hurry
 def test_a_bias_goes_along_and_is_never_dropped(workspace, tmp_path):
     model = {"model__router_bias": True, "model__shared_experts": 1, "model__router_scores": "sigmoid"}

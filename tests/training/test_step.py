@@ -162,6 +162,7 @@ def test_accumulation_over_ragged_microbatches_is_one_batch(microbatches):
     assert [m["count"] for m in metrics] == counted and len(set(counted)) == 3
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("data", "fsdp", "tensor", "microbatches"),
     [(8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 2), (1, 1, 2, 1)],
@@ -173,6 +174,7 @@ def test_any_mesh_is_one_device(data, fsdp, tensor, microbatches):
     assert_metrics_close(metrics, expected_metrics)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_few_key_heads_train_on_any_mesh(kv_heads):
     config = make_config()
@@ -182,6 +184,7 @@ def test_few_key_heads_train_on_any_mesh(kv_heads):
         tiny.assert_close(steps(config, submesh(*sizes))[0], expected, rtol=2e-4, atol=5e-6)
 
 
+@pytest.mark.mesh
 def test_the_same_step_twice_is_bitwise_the_same():
     mesh = MeshConfig(2, 2, 2)
     first, second = steps(make_config(mesh)), steps(make_config(mesh))
@@ -189,6 +192,7 @@ def test_the_same_step_twice_is_bitwise_the_same():
     assert first[1] == second[1]
 
 
+@pytest.mark.mesh
 def test_every_mesh_starts_from_the_same_parameters_and_each_seed_from_its_own():
     config = make_config(MeshConfig(2, 2, 2))
     with jax.set_mesh(make_mesh(config.mesh)):
@@ -196,6 +200,7 @@ def test_every_mesh_starts_from_the_same_parameters_and_each_seed_from_its_own()
     assert not np.array_equal(fresh_state(1).params["embedding_VxD"], fresh_state(0).params["embedding_VxD"])
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_data_parallel_parts_meet_once_a_step(microbatches):
     config = make_config(MeshConfig(data=8), accumulation_steps=microbatches)
@@ -210,6 +215,7 @@ def test_data_parallel_parts_meet_once_a_step(microbatches):
     assert not re.search(r" (all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(", hlo)
 
 
+@pytest.mark.mesh
 def test_the_state_is_donated():
     config = make_config(MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)
@@ -237,6 +243,7 @@ def leaves(tree):
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+@pytest.mark.mesh
 def test_the_abstract_state_is_what_making_one_gives():
     config = make_config(MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)
