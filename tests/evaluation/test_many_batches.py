@@ -9,7 +9,7 @@ EVALUATE = """
 import jax, numpy as np
 from pma_jax.config import MeshConfig, ModelConfig
 from pma_jax.model.loss import evaluate
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.model.decoder import graph_definition, init_params
 model = ModelConfig(vocabulary_size=32, width=32, layers=2, heads=2, kv_heads=2, head_dim=16, hidden=64)
 mesh = make_mesh(MeshConfig())

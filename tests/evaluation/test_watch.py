@@ -203,8 +203,8 @@ def test_block_means_and_start_tokens(copy):
 def test_a_run_that_resumes_keeps_what_was_watched_apart(copy):
     list(watch(copy))
     watched = (copy.path / "watch.jsonl").read_bytes()
-    log = MetricsLog(copy, 2048, writes=True)
-    log.close()
+    with MetricsLog(copy, 2048, writes=True):
+        pass
     own = read_records(copy.path / "metrics.jsonl")
     assert own and all("by" not in r and r["tokens"] <= 2048 for r in own)
     assert (copy.path / "watch.jsonl").read_bytes() == watched

@@ -169,7 +169,7 @@ def test_text_and_tokenizer_may_lie_in_a_bucket(folder, tmp_path):
     shutil.copy(tokens.directory / "tokenizer.json", folder / "tokenizer.json")
     again = configuration.DataConfig(**keys, files=there.files, tokenizer="gs://bucket/tokenizer.json")
     assert shards.prepare_tokens(again, progress=False).validation.tokens == tokens.validation.tokens
-    with pytest.raises(ValueError, match="tokens are mapped into memory, so they lie on a disk"):
+    with pytest.raises(ValueError, match="tokens are memory-mapped: set it to a local directory"):
         shards.prepare_tokens(configuration.DataConfig(**keys | {"cache_dir": "gs://bucket/cache"}, files=there.files))
 
 
