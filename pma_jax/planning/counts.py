@@ -111,7 +111,7 @@ class KernelCounts:
     """Custom (Pallas) kernels that a program runs."""
 
     declared_flops: int  # total of the kernels that declare their FLOPs
-    undeclared: int  # number of TPU kernels that declare no FLOPs
+    silent: int  # number of TPU kernels that declare no FLOPs (a key of the plan's JSON)
 
 
 def count_kernels(program: Program) -> KernelCounts:

@@ -102,7 +102,7 @@ def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, report: ao
         "evaluation_step": (1, config.evaluation.batch_size_sequences, 1),
     }[name]
     kernels = counts.count_kernels(report.program)
-    attention = cost.forward_flops_per_token(config.model, length)["attention"] if kernels.undeclared else 0.0
+    attention = cost.forward_flops_per_token(config.model, length)["attention"] if kernels.silent else 0.0
     tokens = sequences // microbatches * length * mesh.shape["tensor"] // devices
     filled = _filled_share(config.model, tokens, mesh.shape["expert"])
     return passes * attention * sequences * length / devices + kernels.declared_flops * filled

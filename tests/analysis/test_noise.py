@@ -27,5 +27,5 @@ def test_independent_noise_in_a_bowl_is_found():
 
 
 def test_one_number_of_replicas_says_nothing():
-    with pytest.raises(ValueError, match="two numbers of replicas"):
+    with pytest.raises(ValueError, match="two or more different numbers of replicas"):
         fit_noise([3, 3], [1.0, 1.1])
