@@ -68,7 +68,7 @@ def test_a_full_disk_while_merging_publishes_nothing(finished, tmp_path, capsys)
 def test_a_full_disk_while_the_merge_writes_publishes_nothing(finished, tmp_path, capsys, monkeypatch):
     from pma_jax.merging.engine import merge as engine
 
-    monkeypatch.setattr(engine, "check_room", lambda *_: None)  # another process fills the disk after the check
+    monkeypatch.setattr(engine, "check_disk_space", lambda *_: None)  # another process fills the disk after the check
     with mounted(tmp_path / "disk", "size=32k"):
         error = failed(capsys, "merge", finished.path, "--last", 3, "--out", tmp_path / "disk" / "merged")
         assert "No space left on device" in error
