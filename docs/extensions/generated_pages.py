@@ -7,6 +7,7 @@ import argparse
 import ast
 import collections
 import dataclasses
+import inspect
 import io
 import json
 import shutil
@@ -68,11 +69,12 @@ def configuration_page() -> str:
     ]
     for section in dataclasses.fields(Config):
         default = getattr(Config(), section.name)
-        lines += [f"## {section.name}\n", f"{(type(default).__doc__ or '').strip()}\n"]
+        lines += [f"## {section.name}\n", f"{inspect.getdoc(type(default))}\n"]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for field in dataclasses.fields(default):
             value = getattr(default, field.name)
-            meaning = comments[type(default).__name__, field.name].replace("|", "\\|")
+            comment = comments[type(default).__name__, field.name].replace("|", "\\|")
+            meaning = f"{comment[:1].upper()}{comment[1:].rstrip('.')}."
             lines.append(f"| `{section.name}.{field.name}` | `{format_type(field.type)}` | `{value!r}` | {meaning} |")
         lines.append("")
     return "\n".join(lines)
@@ -88,17 +90,21 @@ def format_type(hint: Any) -> str:
 
 
 def field_comments(source: str) -> dict[tuple[str, str], str]:
-    """Map (class, field) to the comment on the lines of the field's definition."""
+    """Map (class, field) to the comment on the lines directly above the field and of its definition."""
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
+    source_lines = source.splitlines()
     found: dict[tuple[str, str], str] = collections.defaultdict(str)
     for node in ast.parse(source).body:
         for field in node.body if isinstance(node, ast.ClassDef) else ():
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                lines = range(field.lineno, (field.end_lineno or field.lineno) + 1)
+                first = field.lineno
+                while source_lines[first - 2].lstrip().startswith("#"):
+                    first -= 1
+                lines = range(first, (field.end_lineno or field.lineno) + 1)
                 found[node.name, field.target.id] = " ".join(comments[line] for line in lines if line in comments)
     return found
 

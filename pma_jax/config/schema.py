@@ -1,7 +1,7 @@
 """Every key of a run's configuration: type, choices, sign, unit (in its name), default and effect.
 
-Durations are configured in tokens; `Config` derives steps from them, here and nowhere else. Comments of keys say only
-what name and type do not.
+Durations are configured in tokens; steps are derived from them only here, in `Config`. The comment above or after a key
+is its entry in the documentation's table of keys, and is written to be understood alone.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ PositiveFloat = Annotated[float, ABOVE_ZERO]
 NonNegativeInt = Annotated[int, NOT_NEGATIVE]
 NonNegativeFloat = Annotated[float, NOT_NEGATIVE]
 
-# Decay shapes: the remaining share of (peak - final) after the fraction t in [0, 1] of the decay.
+# Shapes of a decay from a peak to a final rate: the share of (peak - final) that remains after fraction t of the decay.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: 1 - t,
     "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,  # PMA's annealing (arXiv 2505.12082, Section 3)
     "minus_sqrt": lambda t: 1 - math.sqrt(t),  # arXiv 2405.18392, Section 3
-    "exponential": lambda t: 1 - 0.1 ** (1 - t),  # WSM's Figure 2 (arXiv 2507.17634); for merging only
+    "exponential": lambda t: 1 - 0.1 ** (1 - t),  # WSM, Figure 2 (arXiv 2507.17634); only for recipes
 }
 
 
@@ -46,51 +46,65 @@ SNAPSHOT_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Source of the text, and its conversion to tokens."""
+    """Source of the text, and how it becomes tokens."""
 
-    source: Literal["packaged", "files", "hub"] = "packaged"  # installed Python sources | globs | Hugging Face dataset
-    package: str = ""  # for `packaged`: an installed package, such as scipy; empty: Python's standard library
+    # Source of the text. `packaged`: the sources of an installed Python package; `files`: local files;
+    # `hub`: a Hugging Face dataset.
+    source: Literal["packaged", "files", "hub"] = "packaged"
+    package: str = ""  # for `packaged`: name of an installed package, such as scipy; empty: Python's standard library
     files: tuple[str, ...] = ()  # for `files`: globs of .txt, .jsonl or .parquet files
-    text_field: str = "text"  # the field (JSONL) or column (Parquet, hub) with the document text
-    hub_name: str = ""  # for `hub`: dataset name or local path
-    hub_subset: str = ""  # for `hub`: dataset configuration; empty: the default one
-    hub_split: str = "train"  # for `hub`: dataset split
-    task: Literal["text", "functions"] = "text"  # all tokens | Python functions: signature and docstring -> body
-    pair_bytes: PositiveInt = 1024  # for `functions`: drop functions longer than this in total
-    tokenizer: str = "bytes"  # bytes | bpe (trained on the corpus) | path of a Hugging Face tokenizer.json
-    bpe_vocabulary_size: int = 4096  # for `bpe`: number of entries
-    held_out_percent: float = 2.0  # share of documents held out for evaluation, chosen by a hash of their name
-    cache_dir: str = "~/.cache/pma_jax"  # prepared tokens, one subdirectory per digest
+    text_field: str = "text"  # for `files` and `hub`: field (JSONL) or column (Parquet, dataset) that holds the text
+    hub_name: str = ""  # for `hub`: name of a dataset, or local path of one
+    hub_subset: str = ""  # for `hub`: name of the dataset's configuration (subset); empty: its default one
+    hub_split: str = "train"  # for `hub`: name of the dataset's split
+    # Training task. `text`: predict every token of a document; `functions`: documents are single Python functions, and
+    # only the body is predicted, from the signature and the docstring.
+    task: Literal["text", "functions"] = "text"
+    pair_bytes: PositiveInt = 1024  # for `functions`: maximum size of a function in bytes; longer ones are dropped
+    # `bytes`: one token per byte of UTF-8; `bpe`: a byte-level BPE trained on the corpus; any other text: the path of a
+    # Hugging Face tokenizer.json.
+    tokenizer: str = "bytes"
+    bpe_vocabulary_size: int = 4096  # for `bpe`: number of tokens
+    # Percentage of documents that are held out for evaluation, between 0 and 100, chosen by a hash of their names.
+    held_out_percent: float = 2.0
+    cache_dir: str = "~/.cache/pma_jax"  # local directory of prepared tokens, which runs on the same data share
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer."""
 
-    vocabulary_size: PositiveInt = 256  # V: rows of the embedding; at least the tokenizer's
-    width: PositiveInt = 128  # D: residual stream
-    layers: PositiveInt = 4  # number of blocks
-    heads: PositiveInt = 4  # N: query heads
-    kv_heads: PositiveInt = 4  # K: key and value heads; divides `heads`
-    head_dim: PositiveInt = 32  # H
+    vocabulary_size: PositiveInt = 256  # V: rows of the embedding; at least the tokenizer's vocabulary
+    width: PositiveInt = 128  # D: width of the residual stream
+    layers: PositiveInt = 4  # number of transformer blocks
+    heads: PositiveInt = 4  # N: number of query heads
+    kv_heads: PositiveInt = 4  # K: number of key and value heads; must divide `heads`
+    head_dim: PositiveInt = 32  # H: width of one attention head; must be even, for rotary positions
     hidden: PositiveInt = 384  # F: inner width of the gated MLP; unused by a mixture of experts
-    experts: NonNegativeInt = 0  # E: routed experts per block, replacing the MLP; 0: dense
-    experts_per_token: PositiveInt = 2  # routed experts that each token is sent to
-    expert_hidden: PositiveInt = 128  # inner width of one expert
-    shared_experts: NonNegativeInt = 0  # additional experts that process every token
-    router_scores: Literal["softmax", "sigmoid"] = "softmax"  # maps the router's logits to scores
-    router_normalized: bool = True  # normalise the weights of a token's experts to sum to 1; else use the scores
-    router_bias: bool = True  # a load-adjusted bias per expert that affects the choice of experts, not their weights
-    qk_norm: bool = False  # RMSNorm on queries and keys, with a scale per head dim
-    tie_embeddings: bool = False  # use the embedding as output projection
-    attention_window_tokens: NonNegativeInt = 0  # visible positions, including the current one; 0: all previous ones
-    separator_token: int = -1  # id that ends a document and limits attention to within documents; -1: no limit
-    rope_theta: float = 10_000.0  # base of the rotary wavelengths
-    norm_epsilon: float = 1e-6
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # parameters stay float32
-    remat: Literal["none", "full", "dots"] = "none"  # what the backward pass recomputes; dots: all but matmuls
-    logits_chunk_tokens: PositiveInt = 2048  # positions whose float32 logits a device holds at once in the loss
-    scan_layers: bool = True  # lax.scan over the stacked blocks; False unrolls them
+    experts: NonNegativeInt = 0  # E: routed experts per block, which replace the MLP; 0: a dense model
+    experts_per_token: PositiveInt = 2  # number of routed experts that process each token; at most `experts`
+    expert_hidden: PositiveInt = 128  # inner width of one expert's gated MLP
+    shared_experts: NonNegativeInt = 0  # number of additional experts per block that process every token
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"  # function that maps the router's logits to scores
+    # true: normalise the scores of a token's chosen experts to sum to 1 before weighting; false: use them unchanged.
+    router_normalized: bool = True
+    # Choose a token's experts by score plus a bias per expert, which is adjusted at every step to balance the load. The
+    # bias does not change the weights of the chosen experts.
+    router_bias: bool = True
+    qk_norm: bool = False  # normalise queries and keys by RMSNorm, with a learned scale per dim of the head
+    tie_embeddings: bool = False  # use the transposed embedding as output projection
+    # Positions that a token attends to, including its own (sliding window); 0: all previous positions.
+    attention_window_tokens: NonNegativeInt = 0
+    # Id of the token that ends a document, so that tokens attend only to tokens of their own document; -1: no limit.
+    separator_token: int = -1
+    rope_theta: float = 10_000.0  # base of the wavelengths of the rotary position embedding
+    norm_epsilon: float = 1e-6  # constant that RMSNorm adds to the mean square
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of activations; parameters stay float32
+    # Activations that the backward pass recomputes to save memory. `none`: none; `full`: all inside a block;
+    # `dots`: all inside a block except the results of matrix products.
+    remat: Literal["none", "full", "dots"] = "none"
+    logits_chunk_tokens: PositiveInt = 2048  # positions per device whose float32 logits the loss holds at once
+    scan_layers: bool = True  # true: lax.scan over the stacked blocks; false: unroll them, which compiles more slowly
 
     @property
     def shared_hidden(self) -> int:
@@ -100,114 +114,147 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with weight decay on matrices only, and averaging during training (used by snapshots and evaluation)."""
+    """AdamW with weight decay on matrices only, and averages of the weights during training.
 
-    name: Literal["adamw", "schedule_free_adamw"] = "adamw"  # schedule-free: arXiv 2405.15682
-    b1: float = 0.9  # schedule-free: interpolation between iterate and average where gradients are evaluated
-    b2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1  # multiplied by the learning rate; applies to leaves with two or more dims
-    clip_norm: float = 1.0  # global gradient norm; 0 turns clipping off
-    ema_half_life_tokens: NonNegativeInt = 0  # half-life of a moving average of the weights; 0: no average
+    If an average is configured, snapshots and evaluation use the averaged weights.
+    """
+
+    # `adamw`: AdamW (arXiv 1711.05101); `schedule_free_adamw`: its schedule-free variant (arXiv 2405.15682), which
+    # averages the iterates itself.
+    name: Literal["adamw", "schedule_free_adamw"] = "adamw"
+    # Decay rate of AdamW's first moment. For schedule_free_adamw: interpolation between the iterate (0) and the average
+    # (1) at which gradients are evaluated.
+    b1: float = 0.9
+    b2: float = 0.95  # decay rate of the second moment
+    epsilon: float = 1e-8  # constant that is added to the root of the second moment
+    weight_decay: float = 0.1  # decoupled decay, multiplied by the learning rate; norm scales and biases do not decay
+    clip_norm: float = 1.0  # maximum global norm of the gradient, which is scaled down to it; 0: no clipping
+    ema_half_life_tokens: NonNegativeInt = 0  # half-life of an exponential moving average of the weights; 0: no average
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning rate as a function of tokens: warm-up, stable, decay."""
+    """Learning rate as a function of tokens: linear warm-up, constant, decay."""
 
-    peak_rate: PositiveFloat = 3e-3
-    warmup_tokens: int = 200_000  # linear from 0
-    decay: Literal["none", "cosine", "linear", "minus_sqrt"] = "none"  # none: constant
-    decay_start_tokens: int = 0  # start of the decay, which ends at training.total_tokens
-    final_rate: float = 0.0  # at the end of the decay
+    peak_rate: PositiveFloat = 3e-3  # learning rate between warm-up and decay
+    warmup_tokens: int = 200_000  # length of the linear warm-up from 0 to the peak rate
+    decay: Literal["none", "cosine", "linear", "minus_sqrt"] = "none"  # shape of the decay; none: constant to the end
+    decay_start_tokens: int = 0  # tokens trained at which the decay starts; it ends at `training.total_tokens`
+    final_rate: float = 0.0  # learning rate at the end of the decay
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """Sizes of the training loop."""
+    """Length of a run, size of its steps, auxiliary losses and initial weights."""
 
-    total_tokens: PositiveInt = 6_000_000  # the horizon
-    sequence_length_tokens: PositiveInt = 128  # L
+    total_tokens: PositiveInt = 6_000_000  # length of the run; it ends with the first step that reaches it
+    sequence_length_tokens: PositiveInt = 128  # L: tokens per sequence
     batch_size_sequences: PositiveInt = 16  # B: sequences per optimizer step, over all devices
-    accumulation_steps: PositiveInt = 1  # microbatches per optimizer step; divides the batch
-    z_loss_weight: float = 0.0  # of log(Z)^2, averaged over tokens
-    router_bias_rate: NonNegativeFloat = 1e-3  # change per step of the bias of an over- or underloaded expert
-    balance_loss_weight: NonNegativeFloat = 0.0  # of the load-balancing loss (1 when even), summed over layers
-    router_z_loss_weight: NonNegativeFloat = 0.0  # of log(Z)^2 of router logits, mean over tokens, sum over layers
-    log_interval_tokens: PositiveInt = 100_000  # tokens between records in metrics.jsonl
-    seed: int = 0  # of initialisation and data order
-    start_from: str = ""  # a snapshot with the initial weights, such as an imported model; empty: random weights
+    accumulation_steps: PositiveInt = 1  # microbatches per optimizer step; must divide `batch_size_sequences`
+    # Weight of the z-loss in the objective: squared log-sum-exp of the output logits, mean
+    # over tokens.
+    z_loss_weight: float = 0.0
+    # Change per step of an expert's bias (`model.router_bias`): up if its load is below the mean, down if above.
+    router_bias_rate: NonNegativeFloat = 1e-3
+    # Weight of the experts' load-balancing loss in the objective; the loss is 1 per layer if the load is even, summed
+    # over layers.
+    balance_loss_weight: NonNegativeFloat = 0.0
+    # Weight of the routers' z-loss in the objective: squared log-sum-exp of their logits, mean over tokens, sum over
+    # layers.
+    router_z_loss_weight: NonNegativeFloat = 0.0
+    log_interval_tokens: PositiveInt = 100_000  # tokens between training records in metrics.jsonl
+    seed: int = 0  # seed of the initial weights and of the order of the data
+    start_from: str = ""  # path of a snapshot, such as an imported model, with the initial weights; empty: random ones
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """Snapshots (what merging reads) and states (what resuming and forking need)."""
+    """Snapshots (parameters, which merging reads) and states (everything that resuming and forking need)."""
 
     interval_tokens: PositiveInt = 100_000  # V: tokens between snapshots
-    kinds: tuple[str, ...] = ("point",)  # point: the weights; block_mean: their mean since the last mark; or both
-    block_every_steps: PositiveInt = 4  # j: a block mean adds every j-th step since its mark; costs a float32 model
-    window: PositiveInt = 10  # N: snapshots that a merge needs; retention keeps at least these
-    keep_windows: int = 0  # newest windows (N snapshots each) kept; 0 keeps every snapshot
-    archive_interval_tokens: int = 0  # also keep snapshots at multiples of this permanently; 0: none
+    # What snapshots contain. `point`: the weights at that step; `block_mean`: the mean of the weights over the interval
+    # since the previous snapshot; or both: `point,block_mean`.
+    kinds: tuple[str, ...] = ("point",)
+    # Number of steps per summand of a block mean (j): it averages the weights of every j-th step of its interval. The
+    # running sum takes the memory of a float32 model.
+    block_every_steps: PositiveInt = 4
+    window: PositiveInt = 10  # N: snapshots per merge; `keep_windows` counts in this unit
+    keep_windows: int = 0  # retention: the newest `keep_windows` times `window` snapshots are kept; 0: all
+    # Snapshots at multiples of this number of tokens are kept permanently, in addition to the newest; 0: none.
+    archive_interval_tokens: int = 0
     state_interval_tokens: PositiveInt = 1_000_000  # tokens between full states
-    keep_states: PositiveInt = 2  # newest states kept
-    keep_states_at_tokens: tuple[int, ...] = ()  # also save a state at each of these and keep it permanently, for forks
+    keep_states: PositiveInt = 2  # number of newest full states that are kept
+    # Positions, in tokens trained, at which a full state is saved as well and kept permanently, to fork from.
+    keep_states_at_tokens: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Validation loss, computed at every snapshot."""
+    """Validation loss on held-out text, computed at every snapshot."""
 
-    tokens: PositiveInt = 65_536  # held-out tokens per evaluation, always the same ones
-    batch_size_sequences: PositiveInt = 64
+    tokens: PositiveInt = 65_536  # held-out tokens per evaluation; every evaluation uses the same ones
+    batch_size_sequences: PositiveInt = 64  # sequences per evaluation batch, over all devices
 
 
 @dataclasses.dataclass(frozen=True)
 class PreviewConfig:
-    """Merged models evaluated during the run."""
+    """Merges of the newest snapshots, evaluated during the run."""
 
-    recipe: str = "sma"
-    start_tokens: int = 0  # leave out earlier snapshots: early in training, weights drift more than they jitter
-    windows: tuple[int, ...] = (10,)  # one preview per window; host memory: the largest window times the model
+    recipe: str = "sma"  # recipe of the merges, such as sma or ema:alpha=0.2
+    # Tokens trained before which snapshots are not merged: early on, the weights drift more than they fluctuate.
+    start_tokens: int = 0
+    # Window sizes, in snapshots: one preview each. The trainer holds as many models in host memory as the largest one.
+    windows: tuple[int, ...] = (10,)
 
 
 @dataclasses.dataclass(frozen=True)
 class SpikesConfig:
-    """Detection of loss spikes, and recovery from irrecoverable ones.
+    """Detection of loss spikes, and recovery from irrecoverable ones by rolling back to a merge.
 
-    A step is an outlier if its loss or gradient norm exceeds the median of the window by the given number of spreads.
+    A step is an outlier if its loss or gradient norm exceeds the median of recent normal steps (the window) by more
+    than a given number of spreads. A spread is 1.4826 times the median absolute deviation of the window: the standard
+    deviation of normal noise.
     """
 
-    detect: bool = True  # watch loss and gradient norm of every step; transient spikes are only logged
-    window_tokens: PositiveInt = 400_000  # normal steps that give median and spread; detection starts once it is full
-    loss_z: PositiveFloat = 6.0  # spreads above the median loss that make a step an outlier
-    gradient_z: PositiveFloat = 8.0  # the same for the logarithm of the gradient norm (before clipping)
-    minimum_rise_nats: NonNegativeFloat = 0.1  # a smaller rise of the loss is no outlier, however narrow the spread
-    confirm_steps: PositiveInt = 5  # a spike starts when a majority of the last N steps are outliers; at most 30
-    patience_tokens: PositiveInt = 200_000  # a spike whose loss has not recovered after this is irrecoverable
-    skip_gradient_z: NonNegativeFloat = 0.0  # skip updates with an outlying or non-finite gradient norm; 0: never
-    attempts: NonNegativeInt = 0  # rollbacks to before a spike, after which the run stops; 0: only log
-    snapshots: PositiveInt = 3  # N: newest snapshots before the spike to merge; each retry drops the newest
-    recipe: str = "sma"  # of that merge
-    optimizer: Literal["reset", "keep", "restore"] = "reset"  # after a rollback; restore: from the nearest state
-    warmup_tokens: NonNegativeInt = 0  # after a rollback: length of the linear warm-up to the scheduled rate
-    skip_data: bool = False  # after a rollback: skip the data up to where the spike was declared irrecoverable
+    detect: bool = True  # monitor loss and gradient norm of every step; spikes that recover are only logged
+    window_tokens: PositiveInt = 400_000  # length of the window; nothing is detected before it is full
+    loss_z: PositiveFloat = 6.0  # threshold of the loss for an outlier, in spreads above the median
+    gradient_z: PositiveFloat = 8.0  # threshold of the log gradient norm before clipping, in spreads above its median
+    minimum_rise_nats: NonNegativeFloat = 0.1  # minimum rise of the loss above the median for an outlier, in nats
+    confirm_steps: PositiveInt = 5  # a spike starts when a majority of the last N steps are outliers; N is at most 30
+    # A spike is declared irrecoverable if its loss has not recovered after this number of tokens.
+    patience_tokens: PositiveInt = 200_000
+    # Skip the update of a step whose gradient norm is not finite or exceeds this threshold, in spreads; 0: never.
+    skip_gradient_z: NonNegativeFloat = 0.0
+    # Rollbacks per irrecoverable spike, after which the run stops with an error; 0: only log spikes.
+    attempts: NonNegativeInt = 0
+    snapshots: PositiveInt = 3  # N: snapshots before the spike that a rollback merges; each retry drops the newest
+    recipe: str = "sma"  # recipe of the merge that a rollback starts from
+    # Optimizer moments after a rollback. `reset`: initialised; `keep`: unchanged; `restore`: those of the full
+    # state before the spike that is nearest to the merge.
+    optimizer: Literal["reset", "keep", "restore"] = "reset"
+    # Length of the linear warm-up from 0 to the scheduled learning rate after a rollback; 0: none.
+    warmup_tokens: NonNegativeInt = 0
+    # Data after a rollback. false: the same batches again; true: continue after the batch at which the spike was
+    # declared irrecoverable.
+    skip_data: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Number of devices along each mesh axis; one may be -1: all remaining devices."""
+    """Number of devices along each axis of the mesh. One axis may be -1: all remaining devices."""
 
-    data: int = -1  # splits the batch and replicates parameters; the only axis that crosses TPU slices
-    fsdp: int = 1  # splits batch and parameters
-    tensor: int = 1  # splits heads, hidden and vocabulary
-    expert: int = 1  # splits batch and experts; tokens are exchanged between their devices
-    cpu_devices: NonNegativeInt = 0  # devices to simulate on a CPU backend, best one per core; 0: JAX's default
+    data: int = -1  # splits the batch, replicates the parameters; the only axis that may span several TPU slices
+    fsdp: int = 1  # splits both the batch and the parameters (fully sharded data parallelism)
+    tensor: int = 1  # splits attention heads, the MLP's inner width and the vocabulary (tensor parallelism)
+    expert: int = 1  # splits the batch and the experts; its devices exchange tokens (all-to-all)
+    # Devices to simulate on a CPU backend; fastest with one per core. 0: leave JAX's setting unchanged.
+    cpu_devices: NonNegativeInt = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A resolved, validated run configuration."""
+    """The complete, validated configuration of a run."""
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -226,37 +273,38 @@ class Config:
         return self.training.batch_size_sequences * self.training.sequence_length_tokens
 
     def steps(self, tokens: int) -> int:
-        """Convert a duration to full optimizer steps, at least one."""
+        """Convert a duration in tokens to full optimizer steps, at least one."""
         return max(tokens // self.batch_tokens, 1)
 
     def is_mark(self, tokens: int, interval_tokens: int) -> bool:
-        """Whether the step that ended at `tokens` reached a multiple of `interval_tokens`.
+        """Return whether the step that ended at `tokens` reached a multiple of `interval_tokens`.
 
-        Marks are multiples in tokens, not of a rounded step count, and so do not drift.
+        Marks are multiples of tokens, not of a rounded number of steps, so they do not drift.
         """
         return tokens // interval_tokens > (tokens - self.batch_tokens) // interval_tokens
 
     def is_horizon(self, tokens: int) -> bool:
-        """Whether the run is complete."""
+        """Return whether a run that has trained on `tokens` is complete."""
         return tokens >= self.training.total_tokens
 
     def is_snapshot(self, tokens: int) -> bool:
-        """Whether a snapshot is saved at `tokens`: at every multiple of V and at the horizon."""
+        """Return whether a snapshot is saved at `tokens`: at every multiple of V and at the end of the run."""
         return self.is_mark(tokens, self.checkpoint.interval_tokens) or self.is_horizon(tokens)
 
     def is_block_add(self, tokens: int) -> bool:
-        """Whether the step that ended at `tokens` is added to the block mean: every j-th since the last snapshot mark.
+        """Return whether the step that ended at `tokens` is added to the block mean: every j-th since the last mark.
 
-        Counting from the mark, not from the start, gives intervals of equal length equally many summands.
+        Steps are counted from the mark, not from the start of the run, so that intervals of equal length have equally
+        many summands.
         """
         since_mark = (tokens - self.batch_tokens) % self.checkpoint.interval_tokens // self.batch_tokens + 1
         return "block_mean" in self.checkpoint.kinds and since_mark % self.checkpoint.block_every_steps == 0
 
     def is_state(self, tokens: int) -> bool:
-        """Whether a full state is saved at `tokens`: at its own marks, at configured tokens, and at the horizon."""
+        """Return whether a full state is saved at `tokens`: at its marks, at named tokens and at the end of the run."""
         every = self.is_mark(tokens, self.checkpoint.state_interval_tokens)
         return every or self.is_named_state(tokens) or self.is_horizon(tokens)
 
     def is_named_state(self, tokens: int) -> bool:
-        """Whether the step that ended at `tokens` reached one of `checkpoint.keep_states_at_tokens`."""
+        """Return whether the step that ended at `tokens` reached one of `checkpoint.keep_states_at_tokens`."""
         return any(tokens - self.batch_tokens < t <= tokens for t in self.checkpoint.keep_states_at_tokens)
