@@ -15,7 +15,7 @@ from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.storage.digests import SegmentHasher
 from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, split_range, write_range
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
-from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
+from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource, LeafInfo
 from pma_jax.storage.formats.zstd import ZstdReader
 
 # Rounding is measured on the first elements of every unit: 1 in 512, which is ample for a ratio of two sums.
@@ -57,8 +57,8 @@ class _UnitStatistics:
 
 def merge_sequential_unit(job: MergeJob, number: int, unit: Unit, scratch: sums.Scratch) -> Record:
     """Merge a segment of a leaf that is stored as raw bytes, or a complete leaf that is stored as zstd frames."""
-    plan, width = job.plan, ITEM_BYTES[job.plan.sources[0].leaves[unit.name].dtype]
-    out_width = ITEM_BYTES[plan.leaves[unit.name].dtype]
+    plan, leaf = job.plan, job.plan.sources[0].leaves[unit.name]
+    width, out_width = ITEM_BYTES[leaf.dtype], ITEM_BYTES[plan.leaves[unit.name].dtype]
     output_ranges = [ranges[unit.name] for ranges in job.output_ranges]
     statistics = _UnitStatistics(plan, unit)
     with ExitStack() as stack:
@@ -69,7 +69,7 @@ def merge_sequential_unit(job: MergeJob, number: int, unit: Unit, scratch: sums.
             for k, reader in enumerate(readers):
                 reader(start * width, raw)
                 statistics.read[k].update(raw)
-                _add_block(job, unit.name, scratch, elements, k)
+                _add_block(job, leaf, scratch, elements, k)
             for row, ranges in enumerate(output_ranges):
                 squares = statistics.squares[row] if start == unit.start else None
                 data = _finish_block(job, unit, start, scratch, elements, row, squares)
@@ -91,26 +91,16 @@ def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Call
     return lambda start, into: read_range(files, ranges, start, into)
 
 
-def _add_block(job: MergeJob, name: str, scratch: sums.Scratch, elements: int, source: int) -> None:
-    """Add the block in `scratch.raw`; a leaf that is not summed is kept from the first source and compared.
-
-    Raises:
-        ValueError: An integer leaf differs between sources.
-    """
-    leaf = job.plan.sources[0].leaves[name]
-    if leaf.is_summed:
-        if len(job.plan.recipes) == 1:
-            sums.add_block(scratch, leaf.dtype, elements, job.weights, source)
-        else:
-            sums.stage_block(scratch, leaf.dtype, elements, source)
-            if source == len(job.plan.sources) - 1:
-                sums.combine_staged(scratch, leaf.dtype, elements, job.weights)
+def _add_block(job: MergeJob, leaf: LeafInfo, scratch: sums.Scratch, elements: int, source: int) -> None:
+    """Add the block in `scratch.raw` to the sums; a leaf that is not summed has none."""
+    if not leaf.is_summed:
         return
-    nbytes = elements * ITEM_BYTES[leaf.dtype]
-    if source == 0:
-        scratch.rounded[:nbytes] = scratch.raw[:nbytes]
-    elif not np.array_equal(scratch.rounded[:nbytes], scratch.raw[:nbytes]):
-        raise ValueError(_unequal_message(name, leaf.dtype, job.plan.sources[source].origin))
+    if len(job.plan.recipes) == 1:
+        sums.add_block(scratch, leaf.dtype, elements, job.weights, source)
+        return
+    sums.stage_block(scratch, leaf.dtype, elements, source)
+    if source == len(job.plan.sources) - 1:
+        sums.combine_staged(scratch, leaf.dtype, elements, job.weights)
 
 
 def _finish_block(
@@ -123,7 +113,8 @@ def _finish_block(
     """
     leaf, out = job.plan.sources[0].leaves[unit.name], job.plan.leaves[unit.name]
     if not leaf.is_summed:
-        return scratch.rounded[: elements * ITEM_BYTES[leaf.dtype]]
+        # All sources have the same bytes: `merge` compares them before it merges.
+        return scratch.raw[: elements * ITEM_BYTES[leaf.dtype]]
     is_sampled = squares is not None and ITEM_BYTES[out.dtype] < 4
     sample = min(elements, _SAMPLE_ELEMENTS)
     exact = sums.exact_values(scratch, leaf.dtype, elements, job.weights, row, sample) if is_sampled else None
@@ -200,14 +191,8 @@ def _merge_decoded_unit(
         with open_files(paths, os.O_WRONLY) as targets:
             for row, ranges in enumerate(job.output_ranges):
                 for at, elements in _blocks(plan, start, stop):
-                    part = slice((at - start) * width, (at - start + elements) * width)
-                    is_sample = at == unit.start
-                    if is_sample:
-                        scratch.raw[: elements * width] = newest[part]
-                    if not leaf.is_summed:
-                        scratch.rounded[: elements * width] = newest[part]
-                    block = _with_sums_at(scratch, totals, at - start)
-                    squares = statistics.squares[row] if is_sample else None
+                    block = _block_of_region(scratch, totals, newest, at - start, elements, width)
+                    squares = statistics.squares[row] if at == unit.start else None
                     merged = _finish_block(job, unit, at, block, elements, row, squares)
                     statistics.written[row].update(merged)
                     write_range(targets, ranges[unit.name], at * ITEM_BYTES[out.dtype], merged)
@@ -223,37 +208,19 @@ def _add_region(
     scratch: sums.Scratch,
     totals: np.ndarray,
 ) -> np.ndarray:
-    """Add every source's bytes of a region to the sums; return the newest source's (uint8).
-
-    Raises:
-        ValueError: An integer leaf differs between sources.
-    """
+    """Add every source's bytes of a region to the sums; return the newest source's (uint8)."""
     start, stop = region
-    plan, leaf = job.plan, job.plan.sources[0].leaves[unit.name]
-    width = ITEM_BYTES[leaf.dtype]
-    newest = next(regions)
-    first = newest if not leaf.is_summed else None
-    for k, source in enumerate(plan.sources):
-        newest = newest if k == 0 else next(regions)
-        if first is not None and not np.array_equal(newest, first):
-            raise ValueError(_unequal_message(unit.name, leaf.dtype, source.origin))
-        for at, elements in _blocks(plan, start, stop):
-            part = newest[(at - start) * width : (at - start + elements) * width]
+    leaf = job.plan.sources[0].leaves[unit.name]
+    newest = np.empty(0, np.uint8)
+    for k, hasher in enumerate(hashers):
+        newest = next(regions)
+        for at, elements in _blocks(job.plan, start, stop):
+            block = _block_of_region(scratch, totals, newest, at - start, elements, ITEM_BYTES[leaf.dtype])
             # The checksum is computed per block, so that the block is in cache when it is added.
-            hashers[k].update(part)
+            hasher.update(block.raw)
             if leaf.is_summed:
-                block = _with_sums_at(scratch, totals, at - start)
-                if elements % 2:
-                    # The kernel pads an odd block in place.
-                    scratch.raw[: part.size] = part
-                else:
-                    block = replace(block, raw=part)
                 sums.add_block(block, leaf.dtype, elements, job.weights, k)
     return newest
-
-
-def _unequal_message(name: str, dtype: str, origin: str) -> str:
-    return f"{name} ({dtype}) is not equal in {origin}, and is not a floating-point leaf that could be averaged"
 
 
 def _blocks(plan: MergePlan, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -262,6 +229,9 @@ def _blocks(plan: MergePlan, start: int, stop: int) -> Iterator[tuple[int, int]]
         yield at, min(step, stop - at)
 
 
-def _with_sums_at(scratch: sums.Scratch, totals: np.ndarray, offset: int) -> sums.Scratch:
-    """Return the same buffers, with the sums of the block that starts `offset` elements into the region."""
-    return replace(scratch, sums=totals[:, 8 * offset : 8 * offset + scratch.sums.shape[1]])
+def _block_of_region(
+    scratch: sums.Scratch, totals: np.ndarray, data: np.ndarray, offset: int, elements: int, width: int
+) -> sums.Scratch:
+    """Return the same buffers, with the stored bytes and the sums of the block at `offset` elements in a region."""
+    raw = data[offset * width : (offset + elements) * width]
+    return replace(scratch, raw=raw, sums=totals[:, 8 * offset : 8 * offset + scratch.sums.shape[1]])
