@@ -1,16 +1,19 @@
 """Verify that stored arrays are what was written (`pma inspect --verify`): runs, snapshots, states and merges."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
 from pma_jax.merging.engine import provenance
 from pma_jax.runs import steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, is_run, open_run
-from pma_jax.storage.digests import METADATA_DIGEST_KEY
+from pma_jax.storage.digests import METADATA_DIGEST_KEY, checkpoint_digest, file_digest
 from pma_jax.storage.formats import orbax_read
-from pma_jax.storage.paths import absolute_path
+from pma_jax.storage.formats.open import open_source
+from pma_jax.storage.formats.source import CheckpointSource
+from pma_jax.storage.paths import absolute_path, locate
 
 
 def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
@@ -18,16 +21,16 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
 
     Args:
         path: A run (all its snapshots, block means, states and records), a snapshot, a state, or a merge.
-        with_sources: For a merge, also read its sources.
+        with_sources: For a merge, also read its sources, from where the provenance says they were.
 
     Raises:
-        ValueError: There are no digests to compare with, or a source no longer exists.
+        ValueError: There are no digests to compare with, or a merge or a source is no longer a checkpoint.
     """
     folder = absolute_path(path)
     if is_run(folder):
         return list(_verify_run(open_run(folder)))
     if (folder / provenance.FILE_NAME).exists() or not (folder / steps.METADATA_FILE).exists():
-        return provenance.verify(str(folder), with_sources)
+        return list(_verify_merge(locate(folder), with_sources))
     if METADATA_DIGEST_KEY not in steps.read_metadata(folder, ()):
         raise ValueError(f"{folder} has no digests: it was imported, or written by an earlier version")
     return list(_verify_step(folder))
@@ -54,26 +57,51 @@ def _verify_run(run: Run) -> Iterator[str]:
 
 def _verify_step(path: epath.Path) -> Iterator[str]:
     metadata = steps.read_metadata(path, ())
-    recorded = metadata["leaves"]
     # A snapshot has one item, "params". In a state, a leaf's name starts with its item and a part of that item.
     is_state = "position" in metadata
-    parts = {"/".join(name.split(".")[:2]) for name in recorded} if is_state else {"params"}
-    compared: set[str] = set()
-    for part in sorted(parts):
-        prefix = f"{part.split('/')[0]}." if is_state else ""
+    digests_of: dict[str, dict[str, str]] = {}
+    for name, digest in metadata["leaves"].items():
+        part = "/".join(name.split(".")[:2]) if is_state else "params"
+        digests_of.setdefault(part, {})[name.partition(".")[2] if is_state else name] = digest
+    for part, digests in sorted(digests_of.items()):
         try:
             source = orbax_read.open_orbax(Path(path), part)
         except (ValueError, OSError) as error:
             yield f"{path}: {part} cannot be read: {error}"
-            compared |= {name for name in recorded if name.startswith(part.replace("/", "."))}
             continue
-        for name in source.leaves:
-            compared.add(prefix + name)
-            try:
-                digest = provenance.compute_leaf_digest(source, name, metadata["checksum"])
-            except (ValueError, OSError) as error:
-                yield f"{path}: {name} cannot be read: {error}"
-                continue
-            if recorded.get(prefix + name) != digest:
-                yield f"{path}: {name} is not what was written ({provenance.format_leaf_files(source, name)})"
-    yield from (f"{path}: {name} is missing" for name in sorted(recorded.keys() - compared))
+        yield from _verify_leaves(str(path), source, digests)
+
+
+def _verify_merge(directory: Path, with_sources: bool) -> Iterator[str]:
+    recorded = provenance.read(directory)
+    yield from _verify_checkpoint(directory.name, open_source(directory), recorded)
+    for name, digest in recorded["files"].items():
+        path = directory / name
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            yield f"{provenance.FILE_NAME}: names {name[:80]!r}, which is outside"
+        elif not path.is_file():
+            yield f"{name}: is missing"
+        elif file_digest(path) != digest:
+            yield f"{name}: has changed"
+    for entry in recorded["sources"] if with_sources else []:
+        yield from _verify_checkpoint(entry["source"], open_source(entry["source"]), entry)
+
+
+def _verify_checkpoint(what: str, source: CheckpointSource, recorded: Mapping[str, Any]) -> Iterator[str]:
+    problems = list(_verify_leaves(what, source, recorded["leaves"]))
+    if not problems and checkpoint_digest(source.leaves, recorded["leaves"]) != recorded["digest"]:
+        problems.append(f"{what}: a shape or dtype has changed")
+    yield from problems
+
+
+def _verify_leaves(what: str, source: CheckpointSource, digests: Mapping[str, str]) -> Iterator[str]:
+    """Compare the leaves of a source with their recorded digests; `what` names the source in messages."""
+    for name in source.leaves:
+        try:
+            digest = provenance.compute_leaf_digest(source, name)
+        except (ValueError, OSError) as error:
+            yield f"{what}: {name} cannot be read: {error}"
+            continue
+        if digests.get(name) != digest:
+            yield f"{what}: {name} is not what was written ({provenance.format_leaf_files(source, name)})"
+    yield from (f"{what}: {name} is missing" for name in digests if name not in source.leaves)

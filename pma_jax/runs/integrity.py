@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 from jax.experimental import multihost_utils
 
-from pma_jax.storage.digests import SEGMENT_ELEMENTS, SegmentHasher, leaf_digest, new_checksum
+from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS, SegmentHasher, leaf_digest
 
-CHECKSUM = "xxh3_128"
 _SMALL_BYTES = 2**20  # below this a thread costs more than the checksum
 _GATHERED_BYTES = 2**24  # leaves up to this size are gathered to every process
 
@@ -89,7 +89,7 @@ def _digest(leaf: jax.Array | np.ndarray) -> str:
     elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
     host = np.ascontiguousarray(leaf)
-    hasher = SegmentHasher(host.dtype.itemsize, CHECKSUM)
+    hasher = SegmentHasher(host.dtype.itemsize)
     hasher.update(host.reshape(-1).view(np.uint8))
     return leaf_digest(hasher.hexdigests())
 
@@ -105,15 +105,14 @@ def segment_checksums_on_devices(leaf: jax.Array) -> list[str]:
     flat = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "all"), jax.sharding.PartitionSpec("all"))
     count = -(-leaf.size // SEGMENT_ELEMENTS)
     rows = _as_segments(leaf, leaf.sharding, -(-count // len(devices)) * len(devices), flat)
-    checksums = np.zeros((rows.shape[0], new_checksum(CHECKSUM).digest_size), np.uint8)
+    checksums = np.zeros((rows.shape[0], xxhash.xxh3_128().digest_size), np.uint8)
     for shard in rows.addressable_shards:
         first = shard.index[0].start or 0
         for row, segment in enumerate(np.asarray(shard.data), start=first):
             elements = min(SEGMENT_ELEMENTS, leaf.size - row * SEGMENT_ELEMENTS)
             if elements > 0:
-                checksum = new_checksum(CHECKSUM)
-                checksum.update(np.ascontiguousarray(segment[:elements]).view(np.uint8))
-                checksums[row] = np.frombuffer(checksum.digest(), np.uint8)
+                data = np.ascontiguousarray(segment[:elements]).data
+                checksums[row] = np.frombuffer(xxhash.xxh3_128_digest(data), np.uint8)
     if jax.process_count() > 1:
         checksums = np.max(multihost_utils.process_allgather(checksums), axis=0)
     return [row.tobytes().hex() for row in checksums[:count]]

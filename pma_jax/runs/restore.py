@@ -12,6 +12,7 @@ from orbax.checkpoint import v1 as ocp
 
 from pma_jax.runs import integrity, steps
 from pma_jax.runtime.errors import error_line
+from pma_jax.storage.digests import CHECKSUM
 
 
 def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
@@ -70,7 +71,7 @@ def recorded_digests(path: epath.Path) -> dict[str, str]:
     if digests_of is None and (path / "provenance.json").exists():
         with report_read_errors(path / "provenance.json"):
             provenance = json.loads((path / "provenance.json").read_text())
-        digests_of = provenance.get("leaves") if provenance.get("checksum") == integrity.CHECKSUM else None
+        digests_of = provenance.get("leaves") if provenance.get("checksum") == CHECKSUM else None
     return digests_of if isinstance(digests_of, dict) else {}
 
 

@@ -1,12 +1,12 @@
 """Digests of checkpoint contents, independent of the file format that stores them.
 
 A leaf's bytes (little-endian, C order) are cut into segments of `SEGMENT_ELEMENTS` elements. The leaf's digest is the
-sha256 of the concatenated checksums (xxh3_128 or sha256) of its segments. Several threads or processes can therefore
+sha256 of the concatenated checksums (xxh3_128) of its segments. Several threads or processes can therefore
 checksum segments while merging them, and a resumed merge need not read finished segments again. A checkpoint's digest
 covers the name, dtype, shape and digest of every leaf.
 
-xxh3_128 runs at about thirty times the rate of sha256, which on few cores would cost more than the merge itself; sha256
-also resists deliberate tampering.
+xxh3_128 finds damage but does not resist deliberate tampering. It runs at about thirty times the rate of sha256, which
+on few cores would cost more than the merge itself.
 """
 
 import hashlib
@@ -17,26 +17,20 @@ from typing import Any
 
 import xxhash
 
-CHECKSUMS = ("xxh3_128", "sha256")
+CHECKSUM = "xxh3_128"  # as it is called in metadata
 # Also the unit of work that threads and processes share, and that a resumed merge skips once it is done.
 SEGMENT_ELEMENTS = 2**21
 METADATA_DIGEST_KEY = "facts_digest"  # of the digest that covers all other metadata of a checkpoint
 _KEYS = ("checksum", "leaves", METADATA_DIGEST_KEY)
 
 
-def new_checksum(kind: str) -> Any:
-    """Create a hash object with `update` and `hexdigest` for one of `CHECKSUMS`."""
-    return xxhash.xxh3_128() if kind == "xxh3_128" else hashlib.sha256()
-
-
 class SegmentHasher:
     """Checksum a leaf's bytes, given in order in pieces of any size, segment by segment."""
 
-    def __init__(self, item_bytes: int, kind: str):
-        self._kind = kind
+    def __init__(self, item_bytes: int):
         self._segment_bytes = SEGMENT_ELEMENTS * item_bytes
         self._filled = 0
-        self._current = new_checksum(kind)
+        self._current = xxhash.xxh3_128()
         self._done: list[str] = []
 
     def update(self, data: Any) -> None:
@@ -58,7 +52,7 @@ class SegmentHasher:
 
     def _finish_segment(self) -> None:
         self._done.append(self._current.hexdigest())
-        self._current, self._filled = new_checksum(self._kind), 0
+        self._current, self._filled = xxhash.xxh3_128(), 0
 
 
 def leaf_digest(segments: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
-from pma_jax.merging.engine.provenance import verify
+from pma_jax.merging.verify import verify
 from pma_jax.storage.formats import zarr
 from pma_jax.storage.formats.open import open_source, read_leaf
 

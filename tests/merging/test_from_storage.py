@@ -214,7 +214,7 @@ def test_verify_names_what_changed(pma, fails, finished, tmp_path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert "has changed" in fails("inspect", tmp_path / "out", "--verify")
+    assert "is not what was written" in fails("inspect", tmp_path / "out", "--verify")
     assert pma("inspect", finished.snapshots[0].path, "--verify")[0] == 0
     (tmp_path / "out" / "provenance.json").unlink()
     assert "has no digests" in fails("inspect", tmp_path / "out", "--verify")

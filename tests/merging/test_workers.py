@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from pma_jax.merging.engine import schedule, workers
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
-from pma_jax.merging.engine.provenance import verify
+from pma_jax.merging.verify import verify
 from pma_jax.storage.formats.open import open_source
 
 ROWS = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])

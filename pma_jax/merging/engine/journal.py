@@ -84,17 +84,16 @@ def find_intact_records(
         if number in records
         and all(
             ranges is None
-            or compute_segment_digests(plan.leaves[unit.name], ranges[unit.name], unit, plan.checksum)
-            == records[number].written[row]
+            or compute_segment_digests(plan.leaves[unit.name], ranges[unit.name], unit) == records[number].written[row]
             for row, ranges in enumerate(output_ranges)
         )
     }
 
 
-def compute_segment_digests(leaf: LeafInfo, ranges: Sequence[ByteRange], unit: Unit, checksum: str) -> list[str]:
+def compute_segment_digests(leaf: LeafInfo, ranges: Sequence[ByteRange], unit: Unit) -> list[str]:
     """Read a unit from `ranges` and return the checksum of each of its segments."""
     width = ITEM_BYTES[leaf.dtype]
-    hasher = SegmentHasher(width, checksum)
+    hasher = SegmentHasher(width)
     buffer = np.empty(2**20, np.uint8)
     with open_files([part.path for part in ranges], os.O_RDONLY) as files:
         for start in range(unit.start * width, unit.stop * width, len(buffer)):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax.merging.engine.schedule import Schedule, make_schedule
-from pma_jax.storage.digests import CHECKSUMS, SEGMENT_ELEMENTS
+from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.outputs import plan_output
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, list_differences
@@ -37,7 +37,6 @@ class MergePlan:
         coefficients: float64 [R, K].
         recipes: R names, for the provenance and messages.
         dtype: "keep", "float32" or "bfloat16".
-        checksum: "xxh3_128" or "sha256", computed for every segment that is read or written.
         leaves: The merged leaves.
         layout: The files of each merged checkpoint (the same for every recipe).
         kind: "safetensors" or "orbax".
@@ -50,7 +49,6 @@ class MergePlan:
     coefficients: np.ndarray
     recipes: tuple[str, ...]
     dtype: str
-    checksum: str
     leaves: Mapping[str, LeafInfo]
     layout: OutputLayout
     kind: str
@@ -86,7 +84,6 @@ def plan(
     format: str = "keep",
     memory_limit_bytes: int = 2**30,
     shard_bytes: int = 5 * 10**9,
-    checksum: str = "xxh3_128",
     metadata: Mapping[str, Any] | None = None,
     cores: int | None = None,
 ) -> MergePlan:
@@ -100,7 +97,6 @@ def plan(
         format: "keep" (that of the first source), "safetensors" or "orbax".
         memory_limit_bytes: Maximum resident memory of the merge.
         shard_bytes: Maximum bytes of leaves per safetensors file.
-        checksum: "xxh3_128" or "sha256", for the digests in the provenance; see `storage.digests`.
         metadata: Custom metadata of a merged Orbax checkpoint; tokens and step of the newest source if None.
         cores: Cores to use; None for those that this process may use.
 
@@ -114,8 +110,6 @@ def plan(
     _check_coefficients(rows, names, len(sources))
     if dtype not in DTYPES:
         raise ValueError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if checksum not in CHECKSUMS:
-        raise ValueError(f"the checksum {checksum!r} is not one of {', '.join(CHECKSUMS)}")
     _check_leaves(sources)
     kind = sources[0].kind if format == "keep" else format
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
@@ -128,7 +122,7 @@ def plan(
     if len({source.kind for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")
     notes = (*dict.fromkeys(notes), *layout.notes)
-    merge_plan = MergePlan(tuple(sources), rows, names, dtype, checksum, leaves, layout, kind, schedule, "", notes)
+    merge_plan = MergePlan(tuple(sources), rows, names, dtype, leaves, layout, kind, schedule, "", notes)
     return replace(merge_plan, digest=_compute_digest(merge_plan))
 
 
@@ -171,7 +165,7 @@ def _compute_digest(merge_plan: MergePlan) -> str:
         merge_plan.coefficients.tolist(),
         merge_plan.recipes,
         merge_plan.dtype,
-        merge_plan.checksum,
+        CHECKSUM,
         merge_plan.kind,
         sorted(merge_plan.layout.sizes.items()),
         sorted((name, text.hex()) for name, text in merge_plan.layout.texts.items()),

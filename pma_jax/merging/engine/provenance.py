@@ -1,4 +1,4 @@
-"""The provenance of a merged checkpoint: written beside it as JSON, and used to verify it.
+"""The provenance of a merged checkpoint, written beside it as JSON; `merging.verify` compares the two.
 
 provenance.json lists every input with its coefficient and digests, and the digests of all files that were written.
 """
@@ -19,17 +19,16 @@ from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record, compute_segment_digests
 from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.storage.digests import (
-    CHECKSUMS,
+    CHECKSUM,
     METADATA_DIGEST_KEY,
     SegmentHasher,
     checkpoint_digest,
     file_digest,
     leaf_digest,
 )
-from pma_jax.storage.formats.open import open_source, read_leaf_bytes
+from pma_jax.storage.formats.open import read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.json_files import read_object
-from pma_jax.storage.paths import locate
 
 FILE_NAME = "provenance.json"
 # Ratio of rounding error to the change by merging. At about this ratio a bfloat16 result loses what merging gains.
@@ -66,7 +65,7 @@ def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str
         "accumulation_dtypes": sorted({sums.accumulation_dtype(x.dtype) for x in inputs.values() if x.is_summed}),
         "copied_leaves": [name for name, leaf in inputs.items() if not leaf.is_summed],
         "rounding_over_moved": math.sqrt(squares[0] / squares[1]) if squares[1] else None,
-        "checksum": plan.checksum,
+        "checksum": CHECKSUM,
         "digest": checkpoint_digest(plan.leaves, written),
         "leaves": written,
         "files": {name: hashlib.sha256(text).hexdigest() for name, text in plan.layout.texts.items()}
@@ -99,7 +98,7 @@ def check_inputs_unchanged(plan: MergePlan, provenance: Mapping[str, Any]) -> No
         ValueError: A source is corrupt; names the source, the leaves and the files that hold them.
     """
     for source, entry in zip(plan.sources, provenance["sources"], strict=True):
-        recorded = recorded_digests(source, plan.checksum)
+        recorded = recorded_digests(source)
         changed = [name for name, digest in entry["leaves"].items() if recorded.get(name, digest) != digest]
         if changed:
             raise ValueError(
@@ -108,7 +107,7 @@ def check_inputs_unchanged(plan: MergePlan, provenance: Mapping[str, Any]) -> No
             )
 
 
-def recorded_digests(source: CheckpointSource, checksum: str) -> dict[str, str]:
+def recorded_digests(source: CheckpointSource) -> dict[str, str]:
     """Return leaf -> digest as recorded in a snapshot's metadata or a merge's provenance.
 
     Empty if there are none that this version supports, or they use another checksum.
@@ -118,7 +117,7 @@ def recorded_digests(source: CheckpointSource, checksum: str) -> dict[str, str]:
         recorded, item = {}, ""
         with contextlib.suppress(ValueError):
             recorded = read(source.path)
-    if recorded.get("checksum") != checksum:
+    if recorded.get("checksum") != CHECKSUM:
         return {}
     # In a training state, the item's name is the first part of every leaf's name.
     return {name.removeprefix(f"{item}."): digest for name, digest in recorded["leaves"].items()}
@@ -160,8 +159,8 @@ def read(directory: Path) -> dict[str, Any]:
     expected = {"leaves": dict, "files": dict, "sources": list, "digest": str, "plan": str}
     if not all(isinstance(provenance.get(key), kind) for key, kind in expected.items()):
         raise ValueError(f"{path}: is not a provenance that this version wrote")
-    if provenance.get("checksum") not in CHECKSUMS:
-        raise ValueError(f"{path}: has checksums that this version does not know; it knows {', '.join(CHECKSUMS)}")
+    if provenance.get("checksum") != CHECKSUM:
+        raise ValueError(f"{path}: has checksums that this version does not know; it knows {CHECKSUM}")
     return provenance
 
 
@@ -173,51 +172,12 @@ def read_plan_digest(directory: Path) -> str | None:
         return None
 
 
-def compute_leaf_digest(source: CheckpointSource, name: str, checksum: str) -> str:
+def compute_leaf_digest(source: CheckpointSource, name: str) -> str:
     """Read one leaf of a checkpoint and return its digest."""
     leaf = source.leaves[name]
     if name in source.byte_ranges:
         unit = Unit(name, 0, leaf.elements)
-        return leaf_digest(compute_segment_digests(leaf, source.byte_ranges[name], unit, checksum))
-    hasher = SegmentHasher(ITEM_BYTES[leaf.dtype], checksum)
+        return leaf_digest(compute_segment_digests(leaf, source.byte_ranges[name], unit))
+    hasher = SegmentHasher(ITEM_BYTES[leaf.dtype])
     hasher.update(read_leaf_bytes(source, name, 0, leaf.elements))
     return leaf_digest(hasher.hexdigests())
-
-
-def verify(directory: str | Path, with_sources: bool = False) -> list[str]:
-    """Recompute the digests of a merged checkpoint and list the differences, one line each.
-
-    Args:
-        directory: A directory that `merge` published.
-        with_sources: Also read every source again, from where the provenance says it was.
-
-    Raises:
-        ValueError: The directory has no provenance, or is no longer a checkpoint.
-    """
-    directory = locate(directory)
-    provenance = read(directory)
-    problems = _compare(directory.name, open_source(directory), provenance)
-    for name, digest in provenance["files"].items():
-        path = directory / name
-        if ".." in Path(name).parts or Path(name).is_absolute():
-            problems.append(f"{FILE_NAME}: names {name[:80]!r}, which is outside")
-        elif not path.is_file():
-            problems.append(f"{name}: is missing")
-        elif file_digest(path) != digest:
-            problems.append(f"{name}: has changed")
-    for entry in provenance["sources"] if with_sources else []:
-        problems += _compare(entry["source"], open_source(entry["source"]), provenance | entry)
-    return problems
-
-
-def _compare(what: str, source: CheckpointSource, provenance: Mapping[str, Any]) -> list[str]:
-    recorded = provenance["leaves"]
-    actual = {name: compute_leaf_digest(source, name, provenance["checksum"]) for name in source.leaves}
-    problems = [
-        f"{what}: {name} has changed" for name in recorded if actual.get(name, recorded[name]) != recorded[name]
-    ]
-    problems += [f"{what}: {name} is missing" for name in recorded if name not in actual]
-    problems += [f"{what}: {name} is new" for name in actual if name not in recorded]
-    if not problems and checkpoint_digest(source.leaves, actual) != provenance["digest"]:
-        problems.append(f"{what}: a shape or dtype has changed")
-    return problems

@@ -46,8 +46,8 @@ class _UnitStatistics:
 
     def __init__(self, plan: MergePlan, unit: Unit):
         width, out_width = (ITEM_BYTES[leaves[unit.name].dtype] for leaves in (plan.sources[0].leaves, plan.leaves))
-        self.read = [SegmentHasher(width, plan.checksum) for _ in plan.sources]
-        self.written = [SegmentHasher(out_width, plan.checksum) for _ in plan.recipes]
+        self.read = [SegmentHasher(width) for _ in plan.sources]
+        self.written = [SegmentHasher(out_width) for _ in plan.recipes]
         self.squares = [[0.0, 0.0] for _ in plan.recipes]
 
     def to_record(self, number: int) -> Record:
