@@ -10,13 +10,14 @@ import jax
 import ml_dtypes  # noqa: F401  numpy then knows bfloat16 by name
 import numpy as np
 import safetensors
+import tiny
 from safetensors.numpy import save_file
 
 from pma_jax import config as configuration
 from pma_jax.config import Config, MeshConfig, ModelConfig
 from pma_jax.model.decoder import abstract_params, apply, graph_definition
 from pma_jax.runs import snapshots
-from pma_jax.runs.snapshots import Snapshot, read_snapshot, write_snapshot
+from pma_jax.runs.snapshots import Snapshot, read_snapshot
 from pma_jax.runtime.mesh import local_mesh, make_mesh
 from pma_jax.storage.paths import absolute_path
 
@@ -73,7 +74,7 @@ def write_ours(
     change(params)
     placed = jax.tree.map(lambda values, leaf: jax.device_put(values, leaf.sharding), params, abstract)
     snapshot = Snapshot(absolute_path(path), tokens // 512, tokens, None, made, kind=kind)
-    write_snapshot(placed, snapshot)
+    tiny.write_snapshot(placed, snapshot)
     return params
 
 

@@ -13,15 +13,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.model.decoder import abstract_params
-from pma_jax.runs import snapshots
+from pma_jax.runs import snapshots, steps
 from pma_jax.runs.directory import Run
-from pma_jax.runs.snapshots import Snapshot, write_snapshot
+from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.storage import digests
 from pma_jax.training import loop
 from pma_jax.training.loop import train
 
@@ -119,6 +121,14 @@ def read(snapshot: Snapshot):
     """A stored snapshot's parameters as numpy arrays."""
     abstract = abstract_params(snapshot.config.model, make_mesh(snapshot.config.mesh))
     return jax.tree.map(np.asarray, snapshots.restore_params(snapshot, abstract))
+
+
+def write_snapshot(params, snapshot: Snapshot) -> None:
+    """Write one snapshot at `snapshot.path`, in a run or outside."""
+    metadata = digests.add_metadata_digest(snapshots._metadata(snapshot, params))
+    snapshot.path.parent.mkdir(parents=True, exist_ok=True)
+    with steps.uncompressed_arrays():
+        ocp.save_checkpointables(snapshot.path, {"params": params}, custom_metadata=metadata)
 
 
 def write_block_means(run: Run) -> None:

@@ -11,7 +11,7 @@ from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.model.decoder import abstract_params
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.runs import snapshots
-from pma_jax.runs.directory import find_snapshots
+from pma_jax.runs.directory import newest_snapshot
 from pma_jax.runtime.mesh import make_mesh
 
 
@@ -30,7 +30,7 @@ def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) 
     """
     rows = []
     for path in paths:
-        snapshot = find_snapshots([path])[-1]
+        snapshot = newest_snapshot(path)
         config = configuration.resolve(snapshot.config, overrides)
         mesh = make_mesh(config.mesh)
         params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, mesh))

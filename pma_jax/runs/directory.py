@@ -26,7 +26,7 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.runs import steps
-from pma_jax.runs.snapshots import Snapshot, check_one_kind, kept_snapshots, read_snapshot
+from pma_jax.runs.snapshots import Snapshot, kept_snapshots, read_snapshot
 from pma_jax.runs.states import STATES, SavedState, kept_states, read_state
 from pma_jax.runs.steps import StepWriter
 from pma_jax.runtime import hosts
@@ -167,30 +167,18 @@ def create_run(path: epath.PathLike, config: Config, metadata: dict[str, Any]) -
     return Run(folder, config)
 
 
-def find_snapshots(paths: Sequence[epath.PathLike], kind: str | None = None) -> list[Snapshot]:
-    """List the snapshots of runs, and snapshots given directly, by tokens; all of one kind.
-
-    Args:
-        paths: run directories and snapshots.
-        kind: the kind to take from a run, "point" or "block_mean"; None takes the first kind that the run saves.
+def newest_snapshot(path: epath.PathLike) -> Snapshot:
+    """Return the snapshot at `path`, or a run's newest one of the first kind that it saves.
 
     Raises:
-        ValueError: a path is neither a run nor a snapshot, there is no snapshot, or their kinds differ.
+        ValueError: `path` is neither a run nor a snapshot, or the run has no snapshot.
     """
-    snapshots = []
-    for path in paths:
-        snapshots += _of_run(open_run(path), kind) if is_run(path) else [read_snapshot(path)]
+    if not is_run(path):
+        return read_snapshot(path)
+    snapshots = open_run(path).snapshots
     if not snapshots:
-        raise ValueError(f"no snapshot in {', '.join(map(str, paths))}: train until the first token mark")
-    check_one_kind(snapshots, kind)
-    return sorted(snapshots, key=lambda s: s.tokens)
-
-
-def _of_run(run: Run, kind: str | None) -> list[Snapshot]:
-    if kind is not None and kind not in run.config.checkpoint.kinds:
-        kept = ", ".join(run.config.checkpoint.kinds)
-        raise ValueError(f"{run.path} keeps {kept} snapshots, not {kind!r}: train it with checkpoint.kinds={kind}")
-    return run.snapshots if kind is None else run.of_kind(kind)
+        raise ValueError(f"no snapshot in {path}: train until the first token mark")
+    return snapshots[-1]
 
 
 def read_records(path: epath.Path) -> list[dict[str, Any]]:

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
-from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
-from pma_jax.storage import digests
 from pma_jax.storage.paths import absolute_path
 
 
@@ -50,19 +48,18 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     return Snapshot(folder, metadata["step"], metadata["tokens"], metadata["loss"], config, merge, metadata["kind"])
 
 
-def check_one_kind(snapshots: Sequence[Snapshot], kind: str | None = None) -> None:
-    """Check that all snapshots are of `kind`, or of the first one's kind.
+def check_one_kind(snapshots: Sequence[Snapshot]) -> None:
+    """Check that all snapshots are of the first one's kind.
 
     Raises:
         ValueError: they are not; the message names the first that differs.
     """
-    wanted = kind or snapshots[0].kind
+    first = snapshots[0]
     for other in snapshots:
-        if other.kind != wanted:
-            reason = "asked for" if kind else f"what {snapshots[0].path} is"
+        if other.kind != first.kind:
             raise ValueError(
-                f"{other.path} is a {other.kind}, and a {wanted} is {reason}: points and block means do not mix, "
-                "give snapshots of one kind"
+                f"{other.path} is a {other.kind}, and {first.path} is a {first.kind}: points and block means do not "
+                "mix, give snapshots of one kind"
             )
 
 
@@ -89,20 +86,6 @@ def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
         ValueError: a leaf is not finite (the message names it), or the previous step could not be written.
     """
     writer.save(snapshot.step, {"params": params}, _metadata(snapshot, params))
-
-
-def write_snapshot(params: Any, snapshot: Snapshot) -> None:
-    """Write one snapshot at `snapshot.path`, outside a run.
-
-    Raises:
-        ValueError: the path exists, a leaf is not finite, or writing failed.
-    """
-    if snapshot.path.exists():
-        raise ValueError(f"{snapshot.path} exists already: choose another --out, or remove it")
-    snapshot.path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = digests.add_metadata_digest(_metadata(snapshot, params))
-    with steps.uncompressed_arrays(), steps.report_write_errors(snapshot.path):
-        ocp.save_checkpointables(snapshot.path, {"params": params}, custom_metadata=metadata)
 
 
 def restore_params(snapshot: Snapshot, abstract: Any) -> Any:

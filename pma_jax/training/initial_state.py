@@ -12,7 +12,7 @@ from etils import epath
 from pma_jax.config import Config, ModelConfig
 from pma_jax.model.moe import ROUTER_BIAS
 from pma_jax.runs import snapshots
-from pma_jax.runs.directory import Run, find_snapshots
+from pma_jax.runs.directory import Run, newest_snapshot
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import Progress
 from pma_jax.training import resume
@@ -75,7 +75,7 @@ def find_weights(config: Config, path: epath.PathLike, option: str) -> Snapshot:
     Raises:
         ValueError: it is no snapshot, or one of another model (naming the keys to change).
     """
-    snapshot = find_snapshots([path])[-1]
+    snapshot = newest_snapshot(path)
     ours, theirs = dataclasses.asdict(config.model), dataclasses.asdict(snapshot.config.model)
     free = _FREE | (_DENSE if snapshot.config.model.experts else _MIXTURE)
     if _has_bias(config.model) and not _has_bias(snapshot.config.model):

@@ -9,7 +9,7 @@ import tiny
 import pma_jax as pma
 from pma_jax.config import MeshConfig
 from pma_jax.model.decoder import abstract_params
-from pma_jax.runs.snapshots import Snapshot, write_snapshot
+from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage.paths import absolute_path
 
@@ -55,7 +55,7 @@ def test_snapshots_of_another_model_are_refused_by_leaf(finished, workspace, tmp
             abstract_params(other.model, make_mesh(other.mesh)),
         )
     odd = Snapshot(absolute_path(tmp_path / "odd"), 1, 256, None, other)
-    write_snapshot(params, odd)
+    tiny.write_snapshot(params, odd)
     with pytest.raises(ValueError, match=r"differ in 3 places.*gate_DxF: shape \[2, 16, 32\] in .* but \[2, 16, 48\]"):
         pma.merge([*finished.snapshots[:2], odd], [0.4, 0.3, 0.3], tmp_path / "out")
     assert not (tmp_path / "out").exists(), "a merge that failed leaves nothing"

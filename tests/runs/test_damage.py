@@ -16,11 +16,10 @@ from pma_jax.merging.verify import verify
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import integrity, restore, snapshots, steps
 from pma_jax.runs.directory import open_run
-from pma_jax.runs.snapshots import read_snapshot, write_snapshot
+from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import digests
 from pma_jax.storage.formats.open import open_source
-from pma_jax.storage.paths import absolute_path
 from pma_jax.training.loop import train
 
 
@@ -157,16 +156,15 @@ def test_a_damaged_record_of_the_run_is_one_clear_line(copy, name, how, capsys, 
     assert path.read_bytes() == damaged
 
 
-def test_what_is_not_finite_is_neither_saved_nor_used(finished, copy, tmp_path):
+def test_what_is_not_finite_is_neither_saved_nor_used(finished, copy):
     snapshot = finished.snapshots[-1]
     params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, make_mesh(snapshot.config.mesh)))
     for value in (np.nan, np.inf, -np.inf):
         bad = dict(params) | {"embedding_VxD": params["embedding_VxD"] * value}
-        with pytest.raises(ValueError, match=r"1 leaves of the weights are not finite .*: embedding_VxD"):
-            write_snapshot(bad, dataclasses.replace(snapshot, path=absolute_path(tmp_path / "bad")))
-        with copy.snapshot_writer("point") as writer, pytest.raises(ValueError, match="not finite"):
+        says = r"1 leaves of the weights are not finite .*: embedding_VxD"
+        with copy.snapshot_writer("point") as writer, pytest.raises(ValueError, match=says):
             snapshots.save_snapshot(writer, bad, dataclasses.replace(snapshot, step=28))
-    assert not (tmp_path / "bad").exists() and not (copy.path / "snapshots" / "28").exists()
+    assert not (copy.path / "snapshots" / "28").exists()
 
 
 def test_every_bit_of_the_arrays_counts(finished, tmp_path):

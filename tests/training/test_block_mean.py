@@ -22,7 +22,7 @@ from pma_jax.config import MeshConfig
 from pma_jax.evaluation.held_out import evaluate_all
 from pma_jax.merging.inspect import as_text, inspect
 from pma_jax.runs import states
-from pma_jax.runs.directory import find_snapshots, open_run
+from pma_jax.runs.directory import newest_snapshot, open_run
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import averages
 from pma_jax.training.averages import RunningMean
@@ -361,25 +361,20 @@ def test_a_fork_may_begin_block_means(dense, weights, workspace, tmp_path):
 # --- Finding, merging, inspecting -------------------------------------------------------------------------------------
 
 
-def test_snapshots_of_one_kind_are_found(dense):
+def test_the_newest_snapshot_is_found(dense):
     points, blocks = dense.of_kind("point"), dense.of_kind("block_mean")
-    assert find_snapshots([dense.path]) == find_snapshots([dense.path], "point") == points
-    assert find_snapshots([dense.path], "block_mean") == blocks
-    assert find_snapshots([s.path for s in blocks[:2]]) == blocks[:2]
+    assert newest_snapshot(dense.path) == points[-1]
+    assert newest_snapshot(blocks[0].path) == blocks[0]
 
 
-def test_kinds_do_not_mix(dense, finished, tmp_path):
+def test_kinds_do_not_mix(dense, tmp_path):
     point, block = dense.of_kind("point")[0], dense.of_kind("block_mean")[1]
     says = r"12 (is )?a block_mean.*points and block means do not mix"
     with pytest.raises(ValueError, match=says):
-        find_snapshots([point.path, block.path])
+        pma.average([point, block], [0.5, 0.5])
     with pytest.raises(ValueError, match=says):
         pma.merge([point, block], [0.5, 0.5], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="6 is a point, and a block_mean is asked for"):
-        find_snapshots([point.path], "block_mean")
-    with pytest.raises(ValueError, match=r"keeps point snapshots, not 'block_mean': train it with checkpoint\.kinds"):
-        find_snapshots([finished.path], "block_mean")
 
 
 def test_a_merge_of_block_means_is_one(dense, tmp_path):

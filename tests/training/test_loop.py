@@ -14,7 +14,7 @@ from etils import epath
 from pma_jax.data import batches, shards
 from pma_jax.model.decoder import abstract_params, graph_definition
 from pma_jax.runs import snapshots, states, steps
-from pma_jax.runs.directory import create_run, find_snapshots, is_run, open_run
+from pma_jax.runs.directory import create_run, is_run, newest_snapshot, open_run
 from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import loop, resume
@@ -303,7 +303,7 @@ def test_a_snapshot_that_does_not_fit_names_the_leaves(finished, workspace):
     assert "blocks/gate_DxF is (2, 16, 32), not (2, 16, 64)" in str(refused.value)
 
 
-@pytest.mark.parametrize("open_", [open_run, read_snapshot, lambda path: find_snapshots([path])])
+@pytest.mark.parametrize("open_", [open_run, read_snapshot, newest_snapshot])
 def test_what_is_neither_run_nor_snapshot_is_refused(tmp_path, open_):
     for path in (tmp_path, tmp_path / "nothing", epath.Path(tmp_path)):
         with pytest.raises(ValueError, match=str(path)):
