@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pma_jax.runtime.errors import error_line
+
 LIMIT_BYTES = 100_000_000
 
 
@@ -45,8 +47,7 @@ def parse_json(data: bytes, what: str) -> Any:
     except RecursionError:
         raise ValueError(f"{what}: nested too deeply; the file is damaged or hostile") from None
     except ValueError as error:
-        reason = str(error).splitlines()[0][:200]
-        raise ValueError(f"{what}: not readable as JSON: {reason}; fetch the file again") from None
+        raise ValueError(f"{what}: not readable as JSON: {error_line(error)[:200]}; fetch the file again") from None
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:

@@ -73,6 +73,14 @@ def find(pattern: str) -> list[Path]:
     return [locate(f"{pattern.partition('://')[0]}://{name}") for name in sorted(keys)]
 
 
+def file_sizes(directory: Path) -> dict[Path, int]:
+    """Map every file below a directory, or every object below a prefix, to its size in bytes."""
+    if not is_bucket(directory):
+        return {path: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
+    system, key = file_system(str(directory))
+    return {locate(f"gs://{name}"): status["size"] for name, status in system.find(key, detail=True).items()}
+
+
 class RangeReader:
     """Read byte ranges of an object, at least `AHEAD_BYTES` at a time, because most reads are sequential."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pma_jax.runtime.errors import error_line
 from pma_jax.storage.formats.names import expand_braces, progress_from_name, stage_from_name
 
 PREFIX = "hf://"
@@ -100,5 +101,4 @@ def _call_api(address: str, request: Callable[[Any], Any]) -> Any:
         return request(huggingface_hub.HfApi())
     except Exception as error:
         # The client's exceptions depend on its HTTP library; the user needs only the reason for the failure.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"{address}: cannot be downloaded: {reason}") from error
+        raise ValueError(f"{address}: cannot be downloaded: {error_line(error)[:200]}") from error

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.runtime.errors import error_line
 from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
 from pma_jax.storage.formats.names import progress_from_name
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
@@ -201,7 +202,7 @@ def read_with_tensorstore(source: CheckpointSource, name: str, start: int, stop:
         rows = array[first : -(-stop // row)] if leaf.shape and leaf.elements else array
         data = np.ascontiguousarray(rows.read().result())
     except (ValueError, RuntimeError, MemoryError, OverflowError) as error:
-        reason = (str(error).splitlines() or ["too large"])[0].split(" [")[0][:200]
+        reason = error_line(error).split(" [")[0][:200]
         raise ValueError(f"{source.origin}: {name} cannot be read: {reason}") from None
     if data.dtype.itemsize != width:
         raise ValueError(f"{source.origin}: {name} is stored as {data.dtype}, not as {leaf.dtype}")

@@ -4,20 +4,20 @@ Uncompressed chunks of complete rows are contiguous bytes of a leaf in each of t
 file. Chunks that are compressed, or do not span complete rows, are decoded by tensorstore.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pma_jax.runtime.errors import error_line
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
-from pma_jax.storage.formats.zstd import ZstdFrames, is_available
+from pma_jax.storage.formats.zstd import ZstdFrames
 from pma_jax.storage.json_files import parse_json
-from pma_jax.storage.paths import is_bucket
+from pma_jax.storage.paths import file_sizes, is_bucket
 
 # Arrays with more chunks are read through tensorstore, which does not need a list of them.
 _MAX_CHUNKS = 2**16
@@ -35,49 +35,22 @@ class Store:
     Attributes:
         directory: The tree's directory.
         is_ocdbt: Whether an OCDBT database holds the arrays, instead of one directory per array.
-        values: Key -> byte range or inline value, for an OCDBT database; empty for files.
+        values: Key -> byte range or inline value; without values whose file is missing or too short.
         fills_missing: Whether an absent chunk means zeros; otherwise it means that the checkpoint is corrupt.
-        sizes: Cache of the sizes of objects in a bucket.
     """
 
     directory: Path
     is_ocdbt: bool
     values: Mapping[str, ByteRange | bytes]
     fills_missing: bool
-    sizes: dict[Path, int | None] = field(default_factory=dict)
-
-    def _file_size(self, path: Path) -> int | None:
-        """Return a file's size in bytes, or None if it does not exist; cached for buckets, where it takes a request."""
-        if path in self.sizes:
-            return self.sizes[path]
-        size = path.stat().st_size if path.is_file() else None
-        if is_bucket(path):
-            self.sizes[path] = size
-        return size
-
-    def _find(self, key: str) -> ByteRange | bytes | None:
-        """Return where a value is stored, or the value if it is inline; None if it is absent or its file too short."""
-        if not self.is_ocdbt:
-            path = self.directory / key
-            size = self._file_size(path)
-            return None if size is None else ByteRange(path, 0, size)
-        value = self.values.get(key)
-        if isinstance(value, ByteRange) and (self._file_size(value.path) or 0) < value.offset + value.nbytes:
-            return None
-        return value
 
     def array_names(self) -> list[str]:
         """List the arrays: every directory or key prefix that has zarr metadata."""
-        if self.is_ocdbt:
-            names = list(self.values)
-        else:
-            paths = itertools.chain(self.directory.glob("*/.zarray"), self.directory.glob("*/zarr.json"))
-            names = [path.relative_to(self.directory).as_posix() for path in paths]
-        return sorted({name.rsplit("/", 1)[0] for name in names if name.endswith(("/.zarray", "/zarr.json"))})
+        return sorted({key.rsplit("/", 1)[0] for key in self.values if key.endswith(("/.zarray", "/zarr.json"))})
 
     def read_metadata(self, key: str) -> bytes | None:
         """Read a value of less than 1 MiB; None if it is absent or larger."""
-        value = self._find(key)
+        value = self.values.get(key)
         if not isinstance(value, ByteRange):
             return value
         if value.nbytes >= _MAX_METADATA_BYTES:
@@ -85,11 +58,6 @@ class Store:
         with value.path.open("rb") as file:
             file.seek(value.offset)
             return file.read(value.nbytes)
-
-    def chunk_range(self, key: str) -> ByteRange | None:
-        """Return where a chunk is stored; None if it is absent, inline or cut short."""
-        value = self._find(key)
-        return value if isinstance(value, ByteRange) else None
 
 
 @dataclass(frozen=True)
@@ -99,7 +67,7 @@ class Array:
     Attributes:
         leaf: Shape, dtype, and the elements of one row of chunks.
         byte_ranges: Its bytes in order, if they are stored uncompressed; else None.
-        zstd_frames: Its bytes in order as zstd frames, if they are stored so and zstandard is installed; else None.
+        zstd_frames: Its bytes in order as zstd frames, if they are stored so; else None.
         spec: How tensorstore opens it.
     """
 
@@ -153,7 +121,7 @@ def read_array(store: Store, name: str) -> Array:
     try:
         encoding = parse(metadata)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise ValueError(f"{what}: its zarr metadata is corrupt or unsupported: {_first_line(error)}") from None
+        raise ValueError(f"{what}: its zarr metadata is corrupt or unsupported: {error_line(error)[:120]}") from None
     shape, chunk, dtype = encoding.shape, encoding.chunk, encoding.dtype
     leaf = LeafInfo(shape, dtype, max(1, chunk[0] * math.prod(shape[1:])) if shape else 1)
     if leaf.nbytes > _MAX_ARRAY_BYTES:
@@ -171,12 +139,8 @@ def read_array(store: Store, name: str) -> Array:
         return Array(leaf, None, None, spec)
     if encoding.codec == "raw":
         return Array(LeafInfo(shape, dtype), chunks, None, spec)
-    frames = ZstdFrames(chunks, LeafInfo(chunk, dtype).nbytes) if is_available() and leaf.elements else None
+    frames = ZstdFrames(chunks, LeafInfo(chunk, dtype).nbytes) if leaf.elements else None
     return Array(leaf, None, frames, spec)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
 def _parse_v2(metadata: Any) -> _Encoding:
@@ -238,9 +202,11 @@ def _chunk_ranges(store: Store, name: str, leaf: LeafInfo, encoding: _Encoding) 
     chunk_nbytes = LeafInfo(chunk, leaf.dtype).nbytes
     ranges = []
     for row in range(count):
-        stored = store.chunk_range(f"{name}/{encoding.chunk_key(row)}")
-        length = None if stored is None else _length_in_shard(stored) if encoding.is_shard else stored.nbytes
-        if stored is None or length is None:
+        stored = store.values.get(f"{name}/{encoding.chunk_key(row)}")
+        if not isinstance(stored, ByteRange):
+            return None
+        length = _length_in_shard(stored) if encoding.is_shard else stored.nbytes
+        if length is None:
             return None
         if encoding.codec == "raw":
             if length != chunk_nbytes:
@@ -275,16 +241,18 @@ def _url(directory: Path) -> str:
 
 
 def open_store(directory: Path, fills_missing: bool) -> Store:
-    """Detect how a tree's arrays are stored, and list the values of an OCDBT database.
+    """Detect how a tree's arrays are stored, and list its files, or the values of its OCDBT database.
 
     Raises:
         ValueError: The database is corrupt, or refers to a file outside its directory.
     """
-    if not (directory / "manifest.ocdbt").is_file():
-        return Store(directory, False, {}, fills_missing)
+    sizes = file_sizes(directory)
+    values: dict[str, ByteRange | bytes] = {}
+    if directory / "manifest.ocdbt" not in sizes:
+        values |= {path.relative_to(directory).as_posix(): ByteRange(path, 0, size) for path, size in sizes.items()}
+        return Store(directory, False, values, fills_missing)
     import tensorstore as ts
 
-    values: dict[str, ByteRange | bytes] = {}
     try:
         base = ts.KvStore.open(_url(directory)).result()
         versions = ts.ocdbt.dump(base).result()["versions"]
@@ -294,10 +262,11 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
                 if "location" in entry:
                     nodes.append(entry["location"])
                 else:
-                    key = entry["key"]
-                    values[key.decode() if isinstance(key, bytes) else str(key)] = _parse_value(directory, entry)
+                    key, value = entry["key"], _parse_value(directory, entry)
+                    if isinstance(value, bytes) or value.offset + value.nbytes <= sizes.get(value.path, 0):
+                        values[key.decode() if isinstance(key, bytes) else str(key)] = value
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{directory}: its database cannot be read: {_first_line(error)}; fetch it again") from None
+        raise ValueError(f"{directory}: its database cannot be read: {error_line(error)[:120]}; fetch it again") from None
     return Store(directory, True, values, fills_missing)
 
 

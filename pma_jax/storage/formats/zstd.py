@@ -1,10 +1,9 @@
 """Decode leaves that are stored as zstd frames block by block, into a buffer that is reused.
 
 tensorstore decodes a complete chunk, which Orbax makes as large as the array, into fresh memory: the page faults cost
-as much as the decoding, and one leaf of every checkpoint at once does not fit. Used if zstandard is installed.
+as much as the decoding, and one leaf of every checkpoint at once does not fit.
 """
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +28,6 @@ class ZstdFrames:
 
     byte_ranges: tuple[ByteRange, ...]
     chunk_nbytes: int
-
-
-def is_available() -> bool:
-    """Return whether zstandard is installed."""
-    return importlib.util.find_spec("zstandard") is not None
 
 
 class ZstdReader:
