@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
+from pma_jax.runs.integrity import named_leaves
+from pma_jax.storage.formats.source import leaf_differences
+
 
 def check_same(first: Any, other: Any, name: str, dtypes: bool = True) -> None:
     """Raise unless two trees have the same leaf names, shapes and dtypes.
@@ -20,17 +23,11 @@ def check_same(first: Any, other: Any, name: str, dtypes: bool = True) -> None:
     Raises:
         ValueError: They differ; names the first 10 leaves and counts the others.
     """
-    expected, actual = (
-        {_leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in (first, other)
-    )
-    problems = [f"{path} is missing" for path in expected.keys() - actual.keys()]
-    problems += [f"{path} is not in the first" for path in actual.keys() - expected.keys()]
-    for path in expected.keys() & actual.keys():
-        a, b = expected[path], actual[path]
-        if tuple(a.shape) != tuple(b.shape):
-            problems.append(f"{path} has shape {tuple(b.shape)} and not {tuple(a.shape)}")
-        elif a.dtype != b.dtype and (dtypes or is_float(a.dtype) != is_float(b.dtype) or not is_float(a.dtype)):
-            problems.append(f"{path} is {b.dtype} and not {a.dtype}")
+
+    def dtype_of(leaf: Any) -> str:
+        return str(leaf.dtype) if dtypes or not is_float(leaf.dtype) else "floating-point"
+
+    problems = leaf_differences(named_leaves(first, "/"), named_leaves(other, "/"), dtype_of)
     if not problems and jax.tree.structure(first) != jax.tree.structure(other):
         problems = ["the containers (dict, list, class) are of other types"]
     if problems:
@@ -44,8 +41,8 @@ def check_equal_integers(first: Any, other: Any, name: str) -> None:
         ValueError: They differ; names the first 10 leaves and counts the others.
     """
     unequal = [
-        _leaf_name(path)
-        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(other), strict=True)
+        path
+        for (path, a), b in zip(named_leaves(first, "/").items(), jax.tree.leaves(other), strict=True)
         if not is_float(a.dtype)
         and not all(np.array_equal(x, y) for x, y in zip(_local_shards(a), _local_shards(b), strict=True))
     ]
@@ -80,8 +77,3 @@ def _format(problems: list[str]) -> str:
     shown = sorted(problems)[:10]
     more = f"; … and {len(problems) - 10} more" if len(problems) > 10 else ""
     return f"{len(problems)} {'leaf' if len(problems) == 1 else 'leaves'}: {'; '.join(shown)}{more}"
-
-
-def _leaf_name(path: tuple) -> str:
-    """Return a leaf's name for messages, such as `layers/up`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -35,10 +35,10 @@ def tree_digests(tree: Any) -> dict[str, str]:
         return dict(zip(leaves, pool.map(_digest, leaves.values()), strict=True))
 
 
-def named_leaves(tree: Any) -> dict[str, jax.Array]:
-    """Map names, as the merging engine spells them (keys joined by "."), to leaves."""
+def named_leaves(tree: Any, separator: str = ".") -> dict[str, Any]:
+    """Map names, by default as the merging engine spells them (keys joined by "."), to leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator=separator): leaf for path, leaf in leaves}
 
 
 def changed_leaves(tree: Any, stored: Mapping[str, str], prefix: str = "") -> list[str]:

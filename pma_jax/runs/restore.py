@@ -13,6 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from pma_jax.runs import integrity, steps
 from pma_jax.runtime.errors import error_line
 from pma_jax.storage.digests import CHECKSUM
+from pma_jax.storage.formats.source import leaf_differences
 
 
 def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
@@ -23,17 +24,17 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
             number and names the first ten.
     """
     metadata = stored(path).get(name)
-    stored_shapes = shapes(metadata)
-    if not stored_shapes:
+    if not jax.tree.leaves(metadata):
         raise ValueError(f"{path} is damaged or incomplete: it lists no arrays")
-    differences = _leaf_differences(stored_shapes, shapes(abstract))
+    differences = shape_differences(metadata, abstract)
     if differences:
         listed = "; ".join(differences[:10])
         raise ValueError(f"{path} does not fit the model: {len(differences)} leaves differ: {listed}")
     # Restore in the stored dtypes, which the digests cover, and convert afterwards.
-    dtypes = {_text(key): leaf.dtype for key, leaf in jax.tree_util.tree_flatten_with_path(metadata)[0]}
-    as_stored = jax.tree_util.tree_map_with_path(
-        lambda key, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[_text(key)], sharding=leaf.sharding), abstract
+    dtypes = {key: leaf.dtype for key, leaf in integrity.named_leaves(metadata).items()}
+    as_stored = jax.tree.structure(abstract).unflatten(
+        jax.ShapeDtypeStruct(leaf.shape, dtypes[key], sharding=leaf.sharding)
+        for key, leaf in integrity.named_leaves(abstract).items()
     )
     with report_read_errors(path):
         restored = jax.block_until_ready(ocp.load_checkpointables(path, {name: as_stored})[name])
@@ -54,14 +55,9 @@ def stored(path: epath.Path) -> dict[str, Any]:
 
 def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
     """Map each stored parameter to its shape, dtype and number of elements, without reading arrays."""
-    leaves = jax.tree_util.tree_flatten_with_path(stored(path)["params"])[0]
     return {
-        _text(key): {
-            "shape": list(leaf.shape),
-            "dtype": str(leaf.dtype),
-            "size": math.prod(leaf.shape),
-        }
-        for key, leaf in leaves
+        name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "size": math.prod(leaf.shape)}
+        for name, leaf in integrity.named_leaves(stored(path)["params"], "/").items()
     }
 
 
@@ -86,17 +82,10 @@ def report_read_errors(path: epath.Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged or incomplete: {type(error).__name__}: {reason}") from error
 
 
-def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Map the name of every leaf to its shape. Names are text, because Orbax's metadata turn dataclasses into dicts."""
-    return {_text(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+def shape_differences(metadata: Any, abstract: Any) -> list[str]:
+    """List how the names and shapes of stored leaves differ from those of `abstract`.
 
-
-def _text(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _leaf_differences(stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> list[str]:
-    differences = [f"{name} is missing" for name in wanted if name not in stored]
-    differences += [f"{name} is unknown" for name in stored if name not in wanted]
-    both = [name for name in wanted if name in stored and stored[name] != wanted[name]]
-    return differences + [f"{name} is {stored[name]}, not {wanted[name]}" for name in both]
+    Leaves are compared by name, because Orbax's metadata turn dataclasses into dicts.
+    """
+    wanted, leaves = integrity.named_leaves(abstract, "/"), integrity.named_leaves(metadata, "/")
+    return leaf_differences(wanted, leaves, dtype_of=lambda leaf: "any")

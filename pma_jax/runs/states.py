@@ -111,7 +111,7 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
             continue
         if stored.get(name) is None and any(leaf.startswith(f"{name}.") for leaf in digests_of):
             raise ValueError(f"{saved.path} is damaged or incomplete: its {name} is gone")
-        if stored.get(name) is not None and restore.shapes(stored[name]) == restore.shapes(part):
+        if stored.get(name) is not None and not restore.shape_differences(stored[name], part):
             part = restore.restore_tree(saved.path, name, part)
         else:
             part = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), part)

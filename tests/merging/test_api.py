@@ -56,7 +56,7 @@ def test_snapshots_of_another_model_are_refused_by_leaf(finished, workspace, tmp
         )
     odd = Snapshot(absolute_path(tmp_path / "odd"), 1, 256, None, other)
     tiny.write_snapshot(params, odd)
-    with pytest.raises(ValueError, match=r"differ in 3 places.*gate_DxF: shape \[2, 16, 32\] in .* but \[2, 16, 48\]"):
+    with pytest.raises(ValueError, match=r"in 3 places.*gate_DxF has shape \(2, 16, 48\), not \(2, 16, 32\) in"):
         pma.merge([*finished.snapshots[:2], odd], [0.4, 0.3, 0.3], tmp_path / "out")
     assert not (tmp_path / "out").exists(), "a merge that failed leaves nothing"
 

@@ -250,8 +250,8 @@ def test_differing_trees_are_refused_with_every_leaf_named():
     with pytest.raises(ValueError) as error:
         averager.average([first, other], [0.5, 0.5])
     assert str(error.value) == (
-        "checkpoint 2 differs from the first in 4 leaves: embed has shape (2, 2) and not (16, 8); "
-        "new is not in the first; scale is missing; up is bfloat16 and not float32"
+        "checkpoint 2 differs from the first in 4 leaves: embed has shape (2, 2), not (16, 8); "
+        "new is not expected; scale is missing; up is bfloat16, not float32"
     )
     many = {f"layer{i:02}": np.zeros(2, np.float32) for i in range(15)}
     with pytest.raises(ValueError, match=r"15 leaves: layer00 is missing; .*layer09 is missing; … and 5 more"):

@@ -300,7 +300,7 @@ def test_a_snapshot_that_does_not_fit_names_the_leaves(finished, workspace):
     with pytest.raises(ValueError, match="5 leaves differ") as refused:
         snapshots.restore_params(finished.snapshots[0], abstract)
     assert "blocks/query_norm_H is missing" in str(refused.value)
-    assert "blocks/gate_DxF is (2, 16, 32), not (2, 16, 64)" in str(refused.value)
+    assert "blocks/gate_DxF has shape (2, 16, 32), not (2, 16, 64)" in str(refused.value)
 
 
 @pytest.mark.parametrize("open_", [open_run, read_snapshot, newest_snapshot])

@@ -14,7 +14,7 @@ from pma_jax.merging.engine.schedule import Schedule, make_schedule
 from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.outputs import plan_output
-from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, list_differences
+from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, leaf_differences
 
 DTYPES = ("keep", "float32", "bfloat16")
 
@@ -141,11 +141,16 @@ def _check_coefficients(rows: np.ndarray, names: Sequence[str], count: int) -> N
 
 
 def _check_leaves(sources: Sequence[CheckpointSource]) -> None:
-    if not sources[0].leaves:
-        raise ValueError(f"{sources[0].origin}: holds no arrays")
-    differences = list_differences(sources)
+    first = sources[0]
+    if not first.leaves:
+        raise ValueError(f"{first.origin}: holds no arrays")
+    differences = [
+        f"{line} in {other.origin}" for other in sources[1:] for line in leaf_differences(first.leaves, other.leaves)
+    ]
     if differences:
-        raise ValueError(f"the checkpoints differ in {len(differences)} places: {'; '.join(differences[:10])}")
+        raise ValueError(
+            f"the checkpoints differ from {first.origin} in {len(differences)} places: {'; '.join(differences[:10])}"
+        )
 
 
 def _merged_leaf(leaf: LeafInfo, dtype: str) -> LeafInfo:

@@ -4,7 +4,7 @@ Opening a checkpoint of any format gives a `CheckpointSource`; nothing here depe
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -115,19 +115,24 @@ def are_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
-def list_differences(sources: Sequence[CheckpointSource]) -> list[str]:
-    """List how the leaves of the sources differ from those of the first, one line each, in the order of the leaves."""
-    first, differences = sources[0], []
-    for other in sources[1:]:
-        for name, expected in first.leaves.items():
-            actual = other.leaves.get(name)
-            if actual is None:
-                differences.append(f"{name}: missing in {other.origin}")
-            elif actual.shape != expected.shape:
-                differences.append(
-                    f"{name}: shape {list(expected.shape)} in {first.origin} but {list(actual.shape)} in {other.origin}"
-                )
-            elif actual.dtype != expected.dtype:
-                differences.append(f"{name}: {expected.dtype} in {first.origin} but {actual.dtype} in {other.origin}")
-        differences.extend(f"{name}: only in {other.origin}" for name in other.leaves if name not in first.leaves)
+def leaf_differences(
+    expected: Mapping[str, Any],
+    actual: Mapping[str, Any],
+    dtype_of: Callable[[Any], str] = lambda leaf: str(leaf.dtype),
+) -> list[str]:
+    """List how named leaves differ from the expected ones in names, shapes and dtypes, one line each.
+
+    Args:
+        expected: Name -> object with `shape` and `dtype`.
+        actual: The leaves to compare.
+        dtype_of: What to compare of a leaf's dtype.
+    """
+    differences = [f"{name} is missing" for name in expected if name not in actual]
+    differences += [f"{name} is not expected" for name in actual if name not in expected]
+    for name in (name for name in expected if name in actual):
+        wanted, leaf = expected[name], actual[name]
+        if tuple(leaf.shape) != tuple(wanted.shape):
+            differences.append(f"{name} has shape {tuple(leaf.shape)}, not {tuple(wanted.shape)}")
+        elif dtype_of(leaf) != dtype_of(wanted):
+            differences.append(f"{name} is {leaf.dtype}, not {wanted.dtype}")
     return differences

@@ -266,7 +266,9 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
                     if isinstance(value, bytes) or value.offset + value.nbytes <= sizes.get(value.path, 0):
                         values[key.decode() if isinstance(key, bytes) else str(key)] = value
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{directory}: its database cannot be read: {error_line(error)[:120]}; fetch it again") from None
+        raise ValueError(
+            f"{directory}: its database cannot be read: {error_line(error)[:120]}; fetch it again"
+        ) from None
     return Store(directory, True, values, fills_missing)
 
 
