@@ -176,9 +176,9 @@ def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights:
 def finish_block(
     scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: KernelWeights, row: int
 ) -> np.ndarray | None:
-    """Divide a row's sum, round to nearest even, and return its bytes (uint8, in `scratch.rounded`).
+    """Divide a row's sum in place, round to nearest even, and return its bytes (uint8, in `scratch.rounded`).
 
-    Returns None if the result is not finite in `out_dtype`; the sums are then invalid.
+    Returns None if the result is not finite in `out_dtype`.
     """
     sums = _sums(scratch, dtype, elements)[row]
     if weights.divisors[row] != 1:
@@ -202,38 +202,28 @@ def finish_block(
 
 def _round_to_bf16(bits: np.ndarray, into: np.ndarray, scratch: Scratch) -> None:
     """Round to nearest, ties to even, in integers: add 0x7fff plus the last kept bit, keep the upper half."""
-    last = np.right_shift(bits, _SIXTEEN, out=scratch.wide[: bits.nbytes].view(np.uint32))
-    np.bitwise_and(last, np.uint32(1), out=last)
-    np.add(last, np.uint32(0x7FFF), out=last)
-    np.add(bits, last, out=bits)
-    np.right_shift(bits, _SIXTEEN, out=bits)
-    np.copyto(into, bits, casting="unsafe")
+    rounded = np.right_shift(bits, _SIXTEEN, out=scratch.wide[: bits.nbytes].view(np.uint32))
+    np.bitwise_and(rounded, np.uint32(1), out=rounded)
+    np.add(rounded, np.uint32(0x7FFF), out=rounded)
+    np.add(rounded, bits, out=rounded)
+    np.right_shift(rounded, _SIXTEEN, out=rounded)
+    np.copyto(into, rounded, casting="unsafe")
 
 
-def squared_changes(
-    scratch: Scratch, dtype: str, out_dtype: str, elements: int, merged: np.ndarray
-) -> tuple[float, float]:
+def squared_changes(scratch: Scratch, dtype: str, out_dtype: str, elements: int, row: int) -> tuple[float, float]:
     """Measure on one block how much rounding and merging change the weights.
 
     Args:
-        scratch: As `finish_block` and the last `add_block` left it.
+        scratch: As `finish_block` for this row and the last `add_block` left it.
         dtype: Of the sources.
         out_dtype: Of the result.
         elements: Number of elements to measure.
-        merged: The exact result, [elements] in the accumulation dtype.
+        row: The recipe.
 
     Returns:
         float64 (sum of (rounded - merged)^2, sum of (newest source - merged)^2).
     """
     rounded = scratch.rounded[: ITEM_BYTES[out_dtype] * elements].view(numpy_dtype(out_dtype)).astype(np.float64)
     newest = scratch.raw[: ITEM_BYTES[dtype] * elements].view(numpy_dtype(dtype)).astype(np.float64)
-    exact = merged.astype(np.float64)
-    return float(np.sum((rounded - exact) ** 2)), float(np.sum((newest - exact) ** 2))
-
-
-def exact_values(
-    scratch: Scratch, dtype: str, elements: int, weights: KernelWeights, row: int, sample: int
-) -> np.ndarray:
-    """Copy the first exact values of a row before `finish_block` overwrites them: accumulation dtype [sample]."""
-    sums = _sums(scratch, dtype, elements)[row, :sample]
-    return sums / sums.dtype.type(weights.divisors[row])
+    merged = _sums(scratch, dtype, elements)[row].astype(np.float64)
+    return float(np.sum((rounded - merged) ** 2)), float(np.sum((newest - merged) ** 2))

@@ -15,7 +15,7 @@ from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.storage.digests import SegmentHasher
 from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, split_range, write_range
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
-from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource, LeafInfo
+from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
 from pma_jax.storage.formats.zstd import ZstdReader
 
 # Rounding is measured on the first elements of every unit: 1 in 512, which is ample for a ratio of two sums.
@@ -57,24 +57,63 @@ class _UnitStatistics:
 
 def merge_sequential_unit(job: MergeJob, number: int, unit: Unit, scratch: sums.Scratch) -> Record:
     """Merge a segment of a leaf that is stored as raw bytes, or a complete leaf that is stored as zstd frames."""
+    width = ITEM_BYTES[job.plan.sources[0].leaves[unit.name].dtype]
+    with ExitStack() as stack:
+        readers = [_open_reader(source, unit, stack) for source in job.plan.sources]
+
+        def read(source: int, start: int, stop: int) -> np.ndarray:
+            raw = scratch.raw[: (stop - start) * width]
+            readers[source](start * width, raw)
+            return raw
+
+        return _merge_unit(job, number, unit, job.plan.schedule.block_elements, read, scratch, scratch.sums)
+
+
+def _merge_unit(
+    job: MergeJob,
+    number: int,
+    unit: Unit,
+    region_elements: int,
+    read: Callable[[int, int, int], np.ndarray],
+    scratch: sums.Scratch,
+    totals: np.ndarray,
+) -> Record:
+    """Merge a unit region by region: add every source's blocks to the sums, then finish and write the blocks.
+
+    Args:
+        job: The merge.
+        number: The unit's number in the plan's order.
+        unit: The unit.
+        region_elements: How many elements of a source are read at once.
+        read: (number of the source, start, stop) -> elements [start, stop) as stored, uint8.
+        scratch: The buffers of this thread.
+        totals: uint8 [R, 8 * region_elements + padding]; the sums of one region.
+
+    Raises:
+        ValueError: A source is corrupt, or the result is not finite.
+    """
     plan, leaf = job.plan, job.plan.sources[0].leaves[unit.name]
     width, out_width = ITEM_BYTES[leaf.dtype], ITEM_BYTES[plan.leaves[unit.name].dtype]
     output_ranges = [ranges[unit.name] for ranges in job.output_ranges]
     statistics = _UnitStatistics(plan, unit)
-    with ExitStack() as stack:
-        targets = stack.enter_context(open_files([part.path for parts in output_ranges for part in parts], os.O_WRONLY))
-        readers = [_open_reader(source, unit, stack) for source in plan.sources]
-        for start, elements in _blocks(plan, unit.start, unit.stop):
-            raw = scratch.raw[: elements * width]
-            for k, reader in enumerate(readers):
-                reader(start * width, raw)
-                statistics.read[k].update(raw)
-                _add_block(job, leaf, scratch, elements, k)
+    with open_files([part.path for parts in output_ranges for part in parts], os.O_WRONLY) as targets:
+        for start, stop in _pieces(unit.start, unit.stop, region_elements):
+            blocks = list(_pieces(start, stop, plan.schedule.block_elements))
+            data = np.empty(0, np.uint8)
+            for k, hasher in enumerate(statistics.read):
+                data = read(k, start, stop)
+                for first, last in blocks:
+                    block = _block_of_region(scratch, totals, data, first - start, last - start, width)
+                    # The checksum is computed per block, so that the block is in cache when it is added.
+                    hasher.update(block.raw)
+                    _add_block(job, unit.name, block, last - first, k)
             for row, ranges in enumerate(output_ranges):
-                squares = statistics.squares[row] if start == unit.start else None
-                data = _finish_block(job, unit, start, scratch, elements, row, squares)
-                statistics.written[row].update(data)
-                write_range(targets, ranges, start * out_width, data)
+                for first, last in blocks:
+                    block = _block_of_region(scratch, totals, data, first - start, last - start, width)
+                    squares = statistics.squares[row] if first == unit.start else None
+                    merged = _finish_block(job, unit.name, first, block, last - first, row, squares)
+                    statistics.written[row].update(merged)
+                    write_range(targets, ranges, first * out_width, merged)
     return statistics.to_record(number)
 
 
@@ -91,11 +130,13 @@ def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Call
     return lambda start, into: read_range(files, ranges, start, into)
 
 
-def _add_block(job: MergeJob, leaf: LeafInfo, scratch: sums.Scratch, elements: int, source: int) -> None:
+def _add_block(job: MergeJob, name: str, scratch: sums.Scratch, elements: int, source: int) -> None:
     """Add the block in `scratch.raw` to the sums; a leaf that is not summed has none."""
+    leaf = job.plan.sources[0].leaves[name]
     if not leaf.is_summed:
         return
-    if len(job.plan.recipes) == 1:
+    # Of a decoded region, several blocks of one source follow each other.
+    if len(job.plan.recipes) == 1 or name in job.plan.schedule.decoded_regions:
         sums.add_block(scratch, leaf.dtype, elements, job.weights, source)
         return
     sums.stage_block(scratch, leaf.dtype, elements, source)
@@ -104,25 +145,22 @@ def _add_block(job: MergeJob, leaf: LeafInfo, scratch: sums.Scratch, elements: i
 
 
 def _finish_block(
-    job: MergeJob, unit: Unit, start: int, scratch: sums.Scratch, elements: int, row: int, squares: list[float] | None
+    job: MergeJob, name: str, start: int, scratch: sums.Scratch, elements: int, row: int, squares: list[float] | None
 ) -> np.ndarray:
     """Return the bytes of a finished block; measure the rounding into `squares` if given.
 
     Raises:
         ValueError: The result is not finite; names the leaf and the source it comes from.
     """
-    leaf, out = job.plan.sources[0].leaves[unit.name], job.plan.leaves[unit.name]
+    leaf, out = job.plan.sources[0].leaves[name], job.plan.leaves[name]
     if not leaf.is_summed:
         # All sources have the same bytes: `merge` compares them before it merges.
         return scratch.raw[: elements * ITEM_BYTES[leaf.dtype]]
-    is_sampled = squares is not None and ITEM_BYTES[out.dtype] < 4
-    sample = min(elements, _SAMPLE_ELEMENTS)
-    exact = sums.exact_values(scratch, leaf.dtype, elements, job.weights, row, sample) if is_sampled else None
     data = sums.finish_block(scratch, leaf.dtype, out.dtype, elements, job.weights, row)
     if data is None:
-        raise ValueError(_not_finite_message(job.plan, unit.name, start, start + elements))
-    if squares is not None and exact is not None:
-        squares[:] = sums.squared_changes(scratch, leaf.dtype, out.dtype, sample, exact)
+        raise ValueError(_not_finite_message(job.plan, name, start, start + elements))
+    if squares is not None and ITEM_BYTES[out.dtype] < 4:
+        squares[:] = sums.squared_changes(scratch, leaf.dtype, out.dtype, min(elements, _SAMPLE_ELEMENTS), row)
     return data
 
 
@@ -149,13 +187,9 @@ def merge_decoded_units(
     with ThreadPoolExecutor(schedule.regions_in_flight) as pool:
         regions = _read_ahead(pool, job.plan, todo)
         for number, unit in todo:
-            finish_unit(unit, _merge_decoded_unit(job, number, unit, regions, scratch, totals))
-
-
-def _regions(plan: MergePlan, unit: Unit) -> Iterator[tuple[int, int]]:
-    step = plan.schedule.decoded_regions[unit.name]
-    for start in range(unit.start, unit.stop, step):
-        yield start, min(start + step, unit.stop)
+            step = schedule.decoded_regions[unit.name]
+            record = _merge_unit(job, number, unit, step, lambda *_: next(regions), scratch, totals)
+            finish_unit(unit, record)
 
 
 def _read_ahead(pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[int, Unit]]) -> Iterator[np.ndarray]:
@@ -163,7 +197,7 @@ def _read_ahead(pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[
     requests = (
         (source, unit.name, start, stop)
         for _, unit in todo
-        for start, stop in _regions(plan, unit)
+        for start, stop in _pieces(unit.start, unit.stop, plan.schedule.decoded_regions[unit.name])
         for source in plan.sources
     )
     in_flight: deque[Future[np.ndarray]] = deque()
@@ -179,59 +213,14 @@ def _read_ahead(pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[
             future.cancel()
 
 
-def _merge_decoded_unit(
-    job: MergeJob, number: int, unit: Unit, regions: Iterator[np.ndarray], scratch: sums.Scratch, totals: np.ndarray
-) -> Record:
-    plan, leaf, out = job.plan, job.plan.sources[0].leaves[unit.name], job.plan.leaves[unit.name]
-    statistics = _UnitStatistics(plan, unit)
-    width = ITEM_BYTES[leaf.dtype]
-    for start, stop in _regions(plan, unit):
-        newest = _add_region(job, unit, (start, stop), regions, statistics.read, scratch, totals)
-        paths = [part.path for ranges in job.output_ranges for part in ranges[unit.name]]
-        with open_files(paths, os.O_WRONLY) as targets:
-            for row, ranges in enumerate(job.output_ranges):
-                for at, elements in _blocks(plan, start, stop):
-                    block = _block_of_region(scratch, totals, newest, at - start, elements, width)
-                    squares = statistics.squares[row] if at == unit.start else None
-                    merged = _finish_block(job, unit, at, block, elements, row, squares)
-                    statistics.written[row].update(merged)
-                    write_range(targets, ranges[unit.name], at * ITEM_BYTES[out.dtype], merged)
-    return statistics.to_record(number)
-
-
-def _add_region(
-    job: MergeJob,
-    unit: Unit,
-    region: tuple[int, int],
-    regions: Iterator[np.ndarray],
-    hashers: Sequence[SegmentHasher],
-    scratch: sums.Scratch,
-    totals: np.ndarray,
-) -> np.ndarray:
-    """Add every source's bytes of a region to the sums; return the newest source's (uint8)."""
-    start, stop = region
-    leaf = job.plan.sources[0].leaves[unit.name]
-    newest = np.empty(0, np.uint8)
-    for k, hasher in enumerate(hashers):
-        newest = next(regions)
-        for at, elements in _blocks(job.plan, start, stop):
-            block = _block_of_region(scratch, totals, newest, at - start, elements, ITEM_BYTES[leaf.dtype])
-            # The checksum is computed per block, so that the block is in cache when it is added.
-            hasher.update(block.raw)
-            if leaf.is_summed:
-                sums.add_block(block, leaf.dtype, elements, job.weights, k)
-    return newest
-
-
-def _blocks(plan: MergePlan, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    step = plan.schedule.block_elements
+def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     for at in range(start, stop, step):
-        yield at, min(step, stop - at)
+        yield at, min(at + step, stop)
 
 
 def _block_of_region(
-    scratch: sums.Scratch, totals: np.ndarray, data: np.ndarray, offset: int, elements: int, width: int
+    scratch: sums.Scratch, totals: np.ndarray, data: np.ndarray, start: int, stop: int, width: int
 ) -> sums.Scratch:
-    """Return the same buffers, with the stored bytes and the sums of the block at `offset` elements in a region."""
-    raw = data[offset * width : (offset + elements) * width]
-    return replace(scratch, raw=raw, sums=totals[:, 8 * offset : 8 * offset + scratch.sums.shape[1]])
+    """Return the same buffers, with the stored bytes and the sums of elements [start, stop) of a region."""
+    raw = data[start * width : stop * width]
+    return replace(scratch, raw=raw, sums=totals[:, 8 * start : 8 * start + scratch.sums.shape[1]])
