@@ -1,4 +1,4 @@
-"""Which interval V and window N? The grid at several lengths of training, and how the best span scales. (PMA, Figure 5)
+"""Which interval V and window N? A grid at several lengths of training, and how the best span scales (PMA, Figure 5).
 
 Command:   python experiments/interval_and_window/script.py --runs runs/science
 """
@@ -17,57 +17,58 @@ from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study, run_experiment
 
-INTERVALS = (1, 2, 4, 8)  # of the trunk's snapshots
+INTERVALS = (1, 2, 4, 8)  # in units: every snapshot of the trunk, every second, ...
 WINDOWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 20, 25, 32)  # 1 is the raw model, whatever the interval
-ENDS = (4, 2, 1)  # the trunk's tokens over the tokens trained
+END_DIVISORS = (4, 2, 1)  # merges are evaluated at the trunk's length divided by each of these
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """The loss of every mean of N points, V apart, at a quarter, half and the end of each trunk."""
-    ends = [study.units // share for share in ENDS]
+    """Return the loss of every mean of N points, V apart, at a quarter, half and the end of each trunk."""
+    ends = [study.units // divisor for divisor in END_DIVISORS]
     cells = [RAW, *(Cell("sma", w, i) for i in INTERVALS for w in WINDOWS if w > 1)]
     sizes = {}
     for size in study.sizes:
         losses = study.losses_over_seeds(lambda seed, size=size: study.trunk(size, seed), cells, ends)
-        facts = study.describe_size(size)
+        description = study.describe_size(size)
         is_mixture = study.trunk_config(size, study.seeds[0]).model.experts > 0
-        interval, window = recommend_interval(facts["active_parameters"], is_mixture)
-        sizes[size] = facts | {"losses": losses, "rule": {"interval_tokens": interval, "window": window}}
+        interval, window = recommend_interval(description["active_parameters"], is_mixture)
+        rule = {"interval_tokens": interval, "window": window}
+        sizes[size] = description | {"losses": losses, "rule": rule}
     return {"ends": ends, "sizes": sizes}
 
 
-def grid(size: dict[str, Any], end: int) -> dict[tuple[int, int], list[float]]:
-    """(interval, window) -> the loss of each seed, of those that could be made."""
-    found = {}
+def losses_by_cell(size: dict[str, Any], end: int) -> dict[tuple[int, int], list[float]]:
+    """Return the loss of each seed by (interval, window); cells with too few snapshots are omitted."""
+    cells = {}
     for interval in INTERVALS:
         for window in WINDOWS:
             losses = size["losses"].get(Cell("sma", window, interval).text, {}).get(str(end))
             if losses:
-                found[interval, window] = losses
-    return found
+                cells[interval, window] = losses
+    return cells
 
 
-def best(size: dict[str, Any], end: int, interval: int | None = None) -> tuple[int, int]:
-    """(interval, window) of lowest mean loss, of one interval or of all."""
-    cells = {key: losses for key, losses in grid(size, end).items() if interval in (None, key[0])}
+def best_cell(size: dict[str, Any], end: int, interval: int | None = None) -> tuple[int, int]:
+    """Return the (interval, window) with the lowest mean loss, for one interval or, by default, all."""
+    cells = {key: losses for key, losses in losses_by_cell(size, end).items() if interval in (None, key[0])}
     return min(cells, key=lambda key: sum(cells[key]))
 
 
 def best_span(size: dict[str, Any], end: int) -> Difference:
-    """N V as a share of the tokens trained, of each seed's own best window at the finest interval; over seeds."""
-    cells = {window: losses for (interval, window), losses in grid(size, end).items() if interval == 1}
+    """Return the best span N V as a share of the tokens trained: each seed's best window at the finest interval."""
+    cells = {window: losses for (interval, window), losses in losses_by_cell(size, end).items() if interval == 1}
     windows = [min(cells, key=lambda w: cells[w][i]) for i in range(len(next(iter(cells.values()))))]
     return mean_interval([w / end for w in windows])
 
 
 def report(results: dict[str, Any]) -> str:
-    """The best cells and spans, what a coarser interval loses, and what the paper's rule would say."""
+    """Format the best cells and spans, the cost of coarser intervals, and what the paper's rule recommends."""
     rows, coarse = [], []
     for name, size in results["sizes"].items():
         unit = size["unit_tokens"]
         for end in results["ends"]:
-            cells, raw = grid(size, end), size["losses"][RAW.text][str(end)]
-            interval, window = best(size, end)
+            cells, raw = losses_by_cell(size, end), size["losses"][RAW.text][str(end)]
+            interval, window = best_cell(size, end)
             span = best_span(size, end)
             rows.append(
                 [
@@ -79,33 +80,33 @@ def report(results: dict[str, Any]) -> str:
                     f"{span.mean * end * unit / size['active_parameters']:.2f}",
                 ]
             )
-            at = {i: best(size, end, i) for i in INTERVALS if any(key[0] == i for key in cells)}
-            lost = [
-                f"{pages.format_difference(cells[at[i]], cells[at[1]])} (N = {at[i][1]})" if i in at else "–"
+            best = {i: best_cell(size, end, i) for i in INTERVALS if any(key[0] == i for key in cells)}
+            costs = [
+                f"{pages.format_difference(cells[best[i]], cells[best[1]])} (N = {best[i][1]})" if i in best else "–"
                 for i in INTERVALS[1:]
             ]
-            coarse.append([name, f"{end * unit / 1e6:.2f}M", *lost])
+            coarse.append([name, f"{end * unit / 1e6:.2f}M", *costs])
     spans = ["best span N V, share of the tokens", "span, tokens per parameter"]
     lines = [pages.format_table(["size", "tokens", "best of the grid", "raw − best", *spans], rows)]
     lines.append(
-        "Plain means of N points, V tokens apart; mean over seeds and 95% interval. The span is of each seed's best N "
-        "at the finest V. The last column is over activated parameters. PMA's rule of thumb, extrapolated to these "
-        f"sizes, asks for {'; '.join(ruled(name, size) for name, size in results['sizes'].items())}."
+        "Plain means of N points, V tokens apart; mean over seeds and 95% interval. The span is that of each seed's "
+        "best N at the finest V. The last column divides by activated parameters. PMA's rule of thumb, extrapolated to "
+        f"these sizes, recommends {'; '.join(recommended_span(name, size) for name, size in results['sizes'].items())}."
     )
-    lines.append("What a coarser interval loses, each at its best N, against the finest one (nats, above 0 worse):")
+    lines.append("Cost of a coarser interval against the finest one, each at its best N (nats, positive: worse):")
     lines.append(pages.format_table(["size", "tokens", *(f"V × {i}" for i in INTERVALS[1:])], coarse))
-    lines.append(scaling(results))
+    lines.append(describe_scaling(results))
     return "\n\n".join(lines)
 
 
-def ruled(name: str, size: dict[str, Any]) -> str:
-    """The span that `recommend_interval` names, N times V."""
+def recommended_span(name: str, size: dict[str, Any]) -> str:
+    """Format the span N V that `recommend_interval` recommends."""
     span = size["rule"]["window"] * size["rule"]["interval_tokens"]
     return f"{span / 1e6:.1f}M tokens ({name}, {span / size['active_parameters']:.0f} per parameter)"
 
 
-def scaling(results: dict[str, Any]) -> str:
-    """How the best span moves with the length of training and with the size."""
+def describe_scaling(results: dict[str, Any]) -> str:
+    """Describe how the best span grows with the length of training, for each size."""
     lines = []
     for name, size in results["sizes"].items():
         spans = [best_span(size, end) for end in results["ends"]]
@@ -114,31 +115,33 @@ def scaling(results: dict[str, Any]) -> str:
         slope = np.polyfit(x, np.log(tokens), 1)[0]
         first, last = tokens[0] / 1e6, tokens[-1] / 1e6
         lines.append(f"{name}: the best span grows as tokens^{slope:.2f}, from {first:.2f}M to {last:.2f}M.")
-    return "Over the lengths of training, " + " ".join(lines)
+    return "Growth with the length of training: " + " ".join(lines)
 
 
-def same_tokens(results: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """(size, tokens, best span in tokens) of each size at the longest training that all sizes reached, or nearest."""
+def spans_at_common_tokens(results: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Return (size, tokens, best span in tokens) where the tokens are nearest to the shortest trunk's total."""
     common = min(size["tokens"] for size in results["sizes"].values())
-    found = []
+    spans = []
     for name, size in results["sizes"].items():
         end = min(results["ends"], key=lambda end: abs(end * size["unit_tokens"] - common))
         tokens = end * size["unit_tokens"]
-        found.append((name, float(tokens), best_span(size, end).mean * tokens))
-    return found
+        spans.append((name, float(tokens), best_span(size, end).mean * tokens))
+    return spans
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """The best span of each size at the end, and at the same tokens."""
+    """Summarize the best span of each size at the end, and at the same number of tokens."""
     last = results["ends"][-1]
     spans = []
     for name, size in results["sizes"].items():
         spans.append(f"{name}: {pages.format_share_interval(best_span(size, last))}")
-    at = "; ".join(f"{name}: {span / 1e6:.2f}M of {tokens / 1e6:.1f}M" for name, tokens, span in same_tokens(results))
+    common = "; ".join(
+        f"{name}: {span / 1e6:.2f}M of {tokens / 1e6:.1f}M" for name, tokens, span in spans_at_common_tokens(results)
+    )
     early = results["ends"][0]
     worse = []
     for name, size in results["sizes"].items():
-        cells, raw = grid(size, early), size["losses"][RAW.text][str(early)]
+        cells, raw = losses_by_cell(size, early), size["losses"][RAW.text][str(early)]
         widest = max(window for interval, window in cells if interval == 1)
         d = paired_difference(cells[1, widest], raw)
         worse.append(f"{name}: {pages.format_interval(d)}")
@@ -146,27 +149,28 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         4,
         "Which interval and window?",
         "PMA, Fig. 5: wide windows hurt early and help late; the interval should grow with the size",
-        f"best span at the same tokens: {at}; the widest mean at the first position, less raw: {'; '.join(worse)}",
+        f"best span at the same tokens: {common}; the widest mean at the first position, less raw: {'; '.join(worse)}",
         f"best span at the end, share of the tokens: {'; '.join(spans)}",
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Mean loss over seeds, less raw, of every cell: a row of panels for each size, a panel for each length."""
-    found = {}
+    """Draw the mean loss over seeds minus raw of every cell: one figure per size, one panel per length of training."""
+    figures = {}
     for name, size in results["sizes"].items():
         panels, lowest = [], 0.0
         for end in results["ends"]:
             raw = np.mean(size["losses"][RAW.text][str(end)])
-            cells = grid(size, end)
+            cells = losses_by_cell(size, end)
             table = np.array([[np.mean(cells.get((i, w), np.nan)) - raw for w in WINDOWS] for i in INTERVALS])
             intervals = [f"V = {i * size['unit_tokens'] / 1e3:.0f}k" for i in INTERVALS]
             title = f"{end * size['unit_tokens'] / 1e6:.2f}M tokens (raw {raw:.4f})"
             lowest = min(lowest, np.nanmin(table))
             panels.append(HeatMap(title, intervals, [str(w) for w in WINDOWS], "snapshots merged, N", table))
         title = f"{name}: held-out loss of means of N points, less raw (nats, below 0 better)"
-        found[f"{name}.png"] = to_png(draw_heat_maps(panels, title, columns=1, highest=max(-lowest, 0.01)), PAGE_DPI)
-    return found
+        figure = draw_heat_maps(panels, title, columns=1, highest=max(-lowest, 0.01))
+        figures[f"{name}.png"] = to_png(figure, PAGE_DPI)
+    return figures
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Command:   python experiments/merging_and_annealing/script.py --runs runs/science
 
-A branch leaves a trunk and its rate decays to 0 at the end; the trunk goes on at a constant rate to the same end, and
-its snapshots since the fork are merged. Both have seen the same tokens.
+A branch forks from a trunk, and its rate decays to 0. The trunk continues at a constant rate over the same tokens, and
+its snapshots since the fork are merged.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ Branch = dict[str, Any]
 
 
 def branches(study: Study) -> Iterator[tuple[str, int, int, str]]:
-    """(size, end, length, shape) of every annealed branch, in units: most of the first size, few of the others."""
+    """Yield (size, end, length, shape) of every annealed branch, in units; most are of the first size."""
     units = study.units
     first, *others = study.sizes
     for end in (units // 4, units // 2, units):
@@ -40,9 +40,12 @@ def branches(study: Study) -> Iterator[tuple[str, int, int, str]]:
 
 
 def merges(length: int) -> dict[str, list[Cell]]:
-    """What is merged of the snapshots since the fork: `mean` of all of them, and `any`, of which the best counts.
+    """Return the merges of the `length` snapshots since the fork that are compared with a branch.
 
-    The first block mean after the fork is of weights since the fork, so block means are of the same tokens too.
+    The first block mean after the fork contains only weights since the fork, so block means use the same tokens.
+
+    Returns:
+        `mean` and `block_mean`: the plain mean of all points or block means; `any`: merges of which the best is chosen.
     """
     points, blocks = (
         list(dict.fromkeys(w for w in (*windows, length) if w <= length)) for windows in (WINDOWS, BLOCK_WINDOWS)
@@ -56,19 +59,19 @@ def merges(length: int) -> dict[str, list[Cell]]:
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """Losses of every branch, of the merges of its trunk at the same end, and of merges inside two branches."""
+    """Return the losses of every branch, of its trunk's merges at the same end, and of merges inside two branches."""
     wanted = list(branches(study))
     trunks: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
     for size, end in dict.fromkeys((size, end) for size, end, _, _ in wanted):
-        # The merges of all lengths together, so that each snapshot is read once.
-        lengths = {length for one, at, length, _ in wanted if (one, at) == (size, end)}
+        # Evaluate the merges of all lengths together, so that each snapshot is read once.
+        lengths = {branch[2] for branch in wanted if branch[:2] == (size, end)}
         cells = list(dict.fromkeys([RAW, *(c for n in sorted(lengths) for group in merges(n).values() for c in group)]))
         trunks[size, end] = study.losses_over_seeds(lambda seed, size=size: study.trunk(size, seed), cells, [end])
-    found = []
+    measured = []
     for size, end, length, shape in wanted:
         annealed = [study.loss(study.anneal(study.trunk(size, seed), end - length, end, shape)) for seed in study.seeds]
         texts = dict.fromkeys([RAW.text, *(c.text for group in merges(length).values() for c in group)])
-        found.append(
+        measured.append(
             {
                 "size": size,
                 "end": end,
@@ -79,38 +82,38 @@ def measure(study: Study) -> dict[str, Any]:
             }
         )
     sizes = {size: study.describe_size(size) for size in study.sizes}
-    return {"units": study.units, "sizes": sizes, "branches": found, "inside": inside(study)}
+    return {"units": study.units, "sizes": sizes, "branches": measured, "inside": measure_inside(study)}
 
 
-def inside(study: Study) -> dict[str, Any]:
-    """Merges of the snapshots of an annealed branch itself, at each quarter of it, and of all there is at its end."""
+def measure_inside(study: Study) -> dict[str, Any]:
+    """Return the losses of merges of an annealed branch's own snapshots, at each quarter of the branch."""
     size, end = study.sizes[0], study.units
     length = end // 4
     ends = [end - length + length * quarter // 4 for quarter in (1, 2, 3, 4)]
-    found = {}
+    losses = {}
     for shape in ("linear", "cosine"):
         cells = [RAW, *(Cell("sma", w) for w in (*INSIDE_WINDOWS, length) if w <= length)]
-        found[shape] = study.losses_over_seeds(
+        losses[shape] = study.losses_over_seeds(
             lambda seed, shape=shape: study.anneal(study.trunk(size, seed), end - length, end, shape),
             cells,
             ends,
         )
-    return {"size": size, "length": length, "ends": ends, "losses": found}
+    return {"size": size, "length": length, "ends": ends, "losses": losses}
 
 
-def best(branch: Branch) -> str:
-    """The merge of lowest mean loss over seeds: chosen on the text that it is reported on, from a few dozen."""
+def best_merge(branch: Branch) -> str:
+    """Return the text of the merge with the lowest mean loss over seeds, on the held-out text that is reported."""
     texts = [cell.text for cell in merges(branch["length"])["any"] if cell.text in branch["trunk"]]
     return min(texts, key=lambda text: sum(branch["trunk"][text]))
 
 
 def mean_of(branch: Branch, kind: str = "mean") -> str:
-    """The mean of all points, or block means, since the fork."""
+    """Return the text of the plain mean of all points (`mean`) or block means (`block_mean`) since the fork."""
     return merges(branch["length"])[kind][0].text
 
 
-def share(branch: Branch, text: str) -> list[float]:
-    """Of the annealing's gain over raw, what a merge has, of each seed."""
+def gain_shares(branch: Branch, text: str) -> list[float]:
+    """Return the share of annealing's gain over raw that a merge reaches, for each seed."""
     raws = branch["trunk"][RAW.text]
     return [
         (raw - merged) / (raw - annealed)
@@ -118,13 +121,13 @@ def share(branch: Branch, text: str) -> list[float]:
     ]
 
 
-def rows_of(results: dict[str, Any], size: str, shape: str) -> list[Branch]:
-    """The branches of one size and shape, in order."""
+def branches_of(results: dict[str, Any], size: str, shape: str) -> list[Branch]:
+    """Return the branches of one size and shape, in order."""
     return [b for b in results["branches"] if b["size"] == size and b["shape"] == shape]
 
 
 def report(results: dict[str, Any]) -> str:
-    """Two tables: merging against every branch, and merging inside the branches."""
+    """Format two tables: merging against every branch, and merging inside the branches."""
     header = [
         "size",
         "decay",
@@ -138,7 +141,7 @@ def report(results: dict[str, Any]) -> str:
     ]
     rows = []
     for b in results["branches"]:
-        top = best(b)
+        best = best_merge(b)
         unit = results["sizes"][b["size"]]["unit_tokens"] / 1e6
         rows.append(
             [
@@ -147,70 +150,77 @@ def report(results: dict[str, Any]) -> str:
                 f"{b['end'] * unit:.2f}M",
                 f"{b['length'] * unit:.2f}M ({b['length'] / b['end']:.0%})",
                 pages.format_difference(b["trunk"][RAW.text], b["annealed"]),
-                pages.format_mean_share(share(b, mean_of(b))),
-                pages.format_mean_share(share(b, mean_of(b, "block_mean"))),
-                f"{top}: {pages.format_mean_share(share(b, top))}",
-                pages.format_difference(b["trunk"][top], b["annealed"]),
+                pages.format_mean_share(gain_shares(b, mean_of(b))),
+                pages.format_mean_share(gain_shares(b, mean_of(b, "block_mean"))),
+                f"{best}: {pages.format_mean_share(gain_shares(b, best))}",
+                pages.format_difference(b["trunk"][best], b["annealed"]),
             ]
         )
     note = (
-        "A branch anneals over its length up to its end; merges are of the trunk's snapshots of the same tokens. "
-        "Percentages are of the annealing's gain (mean over seeds, 95% interval). The best merge was chosen, on the "
-        "text that it is reported on, from plain means of points, and plain, weighted and lag-free means of block "
-        "means. In the last column above 0 annealing is better, in nats."
+        "A branch anneals over its length up to its end; merges use the trunk's snapshots over the same tokens. "
+        "Percentages are shares of the annealing's gain (mean over seeds, 95% interval). The best merge was chosen, on "
+        "the text on which it is reported, from plain means of points, and plain, weighted and lag-free means of block "
+        "means. Last column: nats; positive: annealing is better."
     )
     within = results["inside"]
     texts = list(dict.fromkeys(text for losses in within["losses"].values() for text in losses))
-    inner = []
+    inside_rows = []
     for shape, losses in within["losses"].items():
         final = losses[RAW.text][str(results["units"])]
         for end in within["ends"]:
             cells = [losses.get(text, {}).get(str(end)) for text in texts]
             done = (end - (results["units"] - within["length"])) / within["length"]
-            inner.append([shape, f"{done:.0%}", *(pages.format_difference(c, final) if c else "–" for c in cells)])
+            inside_rows.append(
+                [shape, f"{done:.0%}", *(pages.format_difference(c, final) if c else "–" for c in cells)]
+            )
     names = ["raw" if text == RAW.text else text for text in texts]
-    last = (
-        f"Merging inside the annealing ({within['size']}, the last quarter of the tokens): each model's loss above the "
-        "annealed model's own at its end."
+    inside_note = (
+        f"Merging inside the annealing ({within['size']}, the last quarter of the tokens): loss of each model minus "
+        "that of the annealed model at the end of the branch."
     )
     return "\n\n".join(
-        [pages.format_table(header, rows), note, last, pages.format_table(["decay", "of it done", *names], inner)]
+        [
+            pages.format_table(header, rows),
+            note,
+            inside_note,
+            pages.format_table(["decay", "of it done", *names], inside_rows),
+        ]
     )
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """For which lengths merging reached the annealed loss."""
+    """Summarize for which lengths merging reached the annealed loss."""
     size = next(iter(results["sizes"]))
-    ended = [b for b in rows_of(results, size, "linear") if b["end"] == results["units"]]
-    reached = [b for b in ended if paired_difference(b["trunk"][best(b)], b["annealed"]).low <= 0]
-    missed = [b for b in ended if b not in reached]
+    at_end = [b for b in branches_of(results, size, "linear") if b["end"] == results["units"]]
+    reached = [b for b in at_end if paired_difference(b["trunk"][best_merge(b)], b["annealed"]).low <= 0]
+    missed = [b for b in at_end if b not in reached]
     lengths = lambda group: ", ".join(f"{b['length'] / b['end']:.0%}" for b in group)  # noqa: E731
-    found = f"{size}, linear decay over a share of the tokens: "
-    found += f"the best merge is not clearly worse for {lengths(reached)}" if reached else "no merge reaches it"
-    found += f"; it is clearly worse for {lengths(missed)}" if missed else ""
+    verdict = f"{size}, linear decay over a share of the tokens: "
+    verdict += f"the best merge is not clearly worse for {lengths(reached)}" if reached else "no merge reaches it"
+    verdict += f"; it is clearly worse for {lengths(missed)}" if missed else ""
     shares = []
-    for b in ended:
-        mean, top = pages.format_mean_share(share(b, mean_of(b))), pages.format_mean_share(share(b, best(b)))
-        shares.append(f"{b['length'] / b['end']:.0%}: SMA {mean}, best {top}")
+    for b in at_end:
+        mean, best = (pages.format_mean_share(gain_shares(b, text)) for text in (mean_of(b), best_merge(b)))
+        shares.append(f"{b['length'] / b['end']:.0%}: SMA {mean}, best {best}")
     return IndexRow(
         2,
         "Does merging replace annealing?",
         "PMA, Fig. 3, and WSM: it does; Ajroldi et al. and Nemotron: over short horizons only",
-        found,
+        verdict,
         f"share of the annealing's gain, by its length: {'; '.join(shares)}",
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Left: share of the gain by length of the branch; right: losses inside the annealing."""
+    """Draw the share of the gain against the length of the branch, and the losses inside the annealing."""
     size = next(iter(results["sizes"]))
     panels = []
-    for end in sorted({b["end"] for b in rows_of(results, size, "linear")}):
-        group = [b for b in rows_of(results, size, "linear") if b["end"] == end]
+    for end in sorted({b["end"] for b in branches_of(results, size, "linear")}):
+        group = [b for b in branches_of(results, size, "linear") if b["end"] == end]
         lines = [
             shares_line("SMA of points of the same tokens", group, [mean_of(b) for b in group]),
             shares_line("block means of the same tokens", group, [mean_of(b, "block_mean") for b in group]),
-            shares_line("best merge of the same tokens", group, [best(b) for b in group]),
+            shares_line("best merge of the same tokens", group, [best_merge(b) for b in group]),
         ]
         tokens = end * results["sizes"][size]["unit_tokens"] / 1e6
         panels.append(
@@ -227,17 +237,17 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     within = results["inside"]
     for shape, losses in within["losses"].items():
         lines = []
-        for text, at in losses.items():
-            x = [int(end) * results["sizes"][within["size"]]["unit_tokens"] / 1e6 for end in at]
-            y = [sum(seeds) / len(seeds) for seeds in at.values()]
+        for text, by_end in losses.items():
+            x = [int(end) * results["sizes"][within["size"]]["unit_tokens"] / 1e6 for end in by_end]
+            y = [sum(seeds) / len(seeds) for seeds in by_end.values()]
             lines.append(Line("annealing, raw" if text == RAW.text else f"annealing, {text}", x, y))
         panels.append(LinePanel(f"inside {shape} annealing: held-out loss", "tokens, millions", lines))
     return {"figure.png": to_png(draw_lines(panels))}
 
 
 def shares_line(name: str, group: list[Branch], texts: list[str]) -> Line:
-    """The mean share of each branch, with its interval."""
-    intervals = [mean_interval(share(b, text)) for b, text in zip(group, texts, strict=True)]
+    """Make the line of the mean share of each branch, with its interval."""
+    intervals = [mean_interval(gain_shares(b, text)) for b, text in zip(group, texts, strict=True)]
     return interval_line(name, [b["length"] / b["end"] for b in group], intervals)
 
 

@@ -15,14 +15,14 @@ from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study, run_experiment
 
 WINDOWS = (3, 6, 10, 15)  # PMA's, Figure 5
-SHOWN = 10  # PMA's default
+DEFAULT_WINDOW = 10  # PMA's
 MERGES = [Cell("sma", window) for window in WINDOWS]
 EIGHTHS = range(1, 9)  # positions along a trunk
-TABLED = (1, 2, 4, 6, 8)
+TABLE_EIGHTHS = (1, 2, 4, 6, 8)  # positions that the table shows
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """The loss of the raw and of the merged models at every eighth of every trunk."""
+    """Return the losses of the raw and the merged models at every eighth of every trunk."""
     ends = [study.units * eighth // 8 for eighth in EIGHTHS]
     sizes = {}
     for size in study.sizes:
@@ -32,16 +32,16 @@ def measure(study: Study) -> dict[str, Any]:
 
 
 def gain(size: dict[str, Any], text: str, end: int) -> Difference | None:
-    """What merging takes off the raw loss, over seeds; None where there are too few snapshots."""
+    """Return the raw loss minus the merged loss, over seeds; None if there are too few snapshots."""
     merged = size["losses"].get(text, {}).get(str(end))
     return merged and paired_difference(size["losses"][RAW.text][str(end)], merged)
 
 
 def report(results: dict[str, Any]) -> str:
-    """One table: what each window takes off the raw loss, at five positions of each size."""
+    """Format the table: the gain of each window over the raw loss, at five positions of each size."""
     rows = []
     for name, size in results["sizes"].items():
-        for end in [results["ends"][eighth - 1] for eighth in TABLED]:
+        for end in [results["ends"][eighth - 1] for eighth in TABLE_EIGHTHS]:
             raw = size["losses"][RAW.text][str(end)]
             gains = [gain(size, cell.text, end) for cell in MERGES]
             shown = [pages.format_interval(g) if g else "too few snapshots" for g in gains]
@@ -49,31 +49,31 @@ def report(results: dict[str, Any]) -> str:
             rows.append([name, f"{size['parameters'] / 1e6:.2f}M", tokens, f"{sum(raw) / len(raw):.4f}", *shown])
     header = ["size", "parameters", "tokens", "raw loss", *(f"raw − SMA of {w}" for w in WINDOWS)]
     note = (
-        "Above 0 merging is better. Each cell is the mean over seeds and its 95% interval, in nats per token; there is "
-        f"a snapshot at every {results['ends'][-1]}th part of the horizon."
+        "Positive: merging is better. Each cell is the mean over seeds with its 95% interval, in nats per token; a "
+        f"snapshot is saved at every {results['ends'][-1]}th of the horizon."
     )
-    return f"{pages.format_table(header, rows)}\n\n{note}\n\n{found(results)}"
+    return f"{pages.format_table(header, rows)}\n\n{note}\n\n{count_verdicts(results)}"
 
 
-def found(results: dict[str, Any]) -> str:
-    """How often merging helps, in a sentence for each window."""
+def count_verdicts(results: dict[str, Any]) -> str:
+    """Count the positions at which merging is better and worse than raw, in one sentence per window."""
     lines = []
     for cell in MERGES:
         gains = [gain(size, cell.text, end) for size in results["sizes"].values() for end in results["ends"]]
-        there = [g for g in gains if g]
-        better, worse = sum(g.low > 0 for g in there), sum(g.high < 0 for g in there)
+        known = [g for g in gains if g]
+        better, worse = sum(g.low > 0 for g in known), sum(g.high < 0 for g in known)
         lines.append(
-            f"SMA of {cell.window}: clearly better than raw at {better} of {len(there)} positions, clearly worse at "
-            f"{worse}, not distinguishable at {len(there) - better - worse}."
+            f"SMA of {cell.window}: clearly better than raw at {better} of {len(known)} positions, clearly worse at "
+            f"{worse}, not distinguishable at {len(known) - better - worse}."
         )
     return " ".join(lines)
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """The gain of PMA's default at the end of each trunk, and whether it is there from the beginning."""
+    """Summarize the gain of PMA's default window at the end of each trunk, and since when it is clear."""
     effects, verdicts = [], []
     for name, size in results["sizes"].items():
-        gains = {end: gain(size, f"sma:{SHOWN}", end) for end in results["ends"]}
+        gains = {end: gain(size, f"sma:{DEFAULT_WINDOW}", end) for end in results["ends"]}
         last = gains[results["ends"][-1]]
         effects.append(f"{name}: {pages.format_interval(last)} nats" if last else f"{name}: too few snapshots")
         clear = [end for end, g in gains.items() if g and g.low > 0]
@@ -87,13 +87,13 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         1,
         "Stable phase: is merged better than raw?",
         "PMA, Figs. 1 and 9: yes, along the whole constant phase, dense and mixtures, at every size",
-        f"SMA of {SHOWN} is clearly better, and stays so: {'; '.join(verdicts)}",
+        f"SMA of {DEFAULT_WINDOW} is clearly better, and stays so: {'; '.join(verdicts)}",
         f"raw − merged at the end: {'; '.join(effects)}",
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """What each window gains along each trunk."""
+    """Draw the gain of each window along each trunk."""
     panels = []
     for name, size in results["sizes"].items():
         lines = []
