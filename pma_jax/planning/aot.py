@@ -26,7 +26,8 @@ from pma_jax.runtime.mesh import RULES, check_mesh
 from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
 
-# Field of `CompileReport` -> attribute of jax's CompiledMemoryStats.
+# Name in `CompileReport.memory` -> attribute of jax's CompiledMemoryStats. Aliased: the part of the outputs that reuses
+# the arguments' memory.
 MEMORY_FIELDS = {
     "argument_bytes": "argument_size_in_bytes",
     "temporary_bytes": "temp_size_in_bytes",
@@ -58,36 +59,17 @@ class CompileReport:
     Attributes:
         seconds: compile time.
         refusal: the compiler's message if the program does not fit in memory; all fields below are then unset.
-        argument_bytes: memory of the arguments.
-        temporary_bytes: memory of temporaries.
-        output_bytes: memory of the outputs.
-        aliased_bytes: the part of the outputs that reuses the arguments' memory.
-        code_bytes: memory of the program.
-        text: the compiled HLO text.
-        program: the parsed text.
-        compiler_flops: FLOPs of XLA's cost analysis, which counts a loop's body once.
-        compiler_bytes: bytes accessed of XLA's cost analysis, in any memory.
-        kernel_flops: FLOPs that the model needs in hand-written kernels.
+        program: the parsed HLO text.
+        memory: bytes by the names of `MEMORY_FIELDS`, and as `bytes` the peak memory while the program runs: arguments,
+            outputs that are not aliased, temporaries, code.
+        costs: XLA's cost analysis, which counts a loop's body once: `flops`, and `bytes_accessed` in any memory.
     """
 
     seconds: float
     refusal: str | None
-    argument_bytes: int = 0
-    temporary_bytes: int = 0
-    output_bytes: int = 0
-    aliased_bytes: int = 0
-    code_bytes: int = 0
-    text: str = dataclasses.field(default="", repr=False)
     program: hlo.Program | None = dataclasses.field(default=None, repr=False)
-    compiler_flops: float | None = None
-    compiler_bytes: float | None = None
-    kernel_flops: float = 0.0
-
-    @property
-    def bytes(self) -> int:
-        """Peak memory while the program runs: arguments, outputs that are not aliased, temporaries, code."""
-        fresh = self.output_bytes - self.aliased_bytes
-        return self.argument_bytes + fresh + self.temporary_bytes + self.code_bytes
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    costs: dict[str, float | None] = dataclasses.field(default_factory=dict)
 
 
 def tpu_topology(name: str) -> Topology:
@@ -170,17 +152,13 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.
             raise
         return CompileReport(time.perf_counter() - start, _first_line(error))
     seconds = time.perf_counter() - start
-    memory, costs, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
-    assert memory is not None and text is not None
-    return CompileReport(
-        seconds,
-        None,
-        **{name: getattr(memory, attribute) for name, attribute in MEMORY_FIELDS.items()},
-        text=text,
-        program=hlo.parse_hlo(text),
-        compiler_flops=costs.get("flops"),
-        compiler_bytes=costs.get("bytes accessed"),
-    )
+    stats, costs, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
+    assert stats is not None and text is not None
+    memory = {name: getattr(stats, attribute) for name, attribute in MEMORY_FIELDS.items()}
+    fresh = memory["output_bytes"] - memory["aliased_bytes"]
+    memory["bytes"] = memory["argument_bytes"] + fresh + memory["temporary_bytes"] + memory["code_bytes"]
+    costs = {"flops": costs.get("flops"), "bytes_accessed": costs.get("bytes accessed")}
+    return CompileReport(seconds, None, hlo.parse_hlo(text), memory, costs)
 
 
 def _first_line(error: Exception) -> str:

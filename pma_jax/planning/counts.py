@@ -233,16 +233,13 @@ def _instruction_traffic(program: Program, inside: dict[str, Instruction], instr
     if opcode.endswith("-start"):  # the result repeats the operands
         written = written[len(instruction.operands) :]
     if opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
-        return _main_bytes(written[:1]) + sum(a.bytes for a in written[:1] if _reads_main_memory(inside, instruction))
+        is_read = any(array.in_main_memory for array in result_arrays(inside, instruction.operands[0]))
+        return _main_bytes(written[:1]) + sum(array.bytes for array in written[:1] if is_read)
     if opcode in ("dynamic-update-slice", "scatter"):
         return 2 * _main_bytes(
             result_arrays(inside, instruction.operands[1 if opcode == "dynamic-update-slice" else -1])
         )
     return _main_bytes(written) + sum(_main_bytes(result_arrays(inside, name)) for name in instruction.operands)
-
-
-def _reads_main_memory(inside: dict[str, Instruction], instruction: Instruction) -> bool:
-    return any(array.in_main_memory for array in result_arrays(inside, instruction.operands[0]))
 
 
 def _main_bytes(arrays: tuple[HloArray, ...]) -> int:

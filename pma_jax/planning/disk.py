@@ -21,21 +21,6 @@ def bytes_per_device(tree: object) -> int:
     return sum(math.prod(shape) * size for shape, size in shards)
 
 
-def snapshot_save_points(config: Config) -> list[int]:
-    """Return the tokens at which a run saves a snapshot of each kind, up to `training.total_tokens`."""
-    return sorted(_interval_step_ends(config, config.checkpoint.interval_tokens) | {_last_step_end(config)})
-
-
-def state_save_points(config: Config) -> list[int]:
-    """Return the tokens at which a run saves a full state, up to `training.total_tokens`."""
-    requested = {
-        _step_end(config, t) for t in config.checkpoint.keep_states_at_tokens if 0 < t <= _last_step_end(config)
-    }
-    return sorted(
-        _interval_step_ends(config, config.checkpoint.state_interval_tokens) | requested | {_last_step_end(config)}
-    )
-
-
 def summarize_storage(config: Config, state: TrainState) -> dict[str, object]:
     """Count the snapshots and states that a run saves and keeps, and their bytes, by the retention rules of the run.
 
@@ -47,7 +32,9 @@ def summarize_storage(config: Config, state: TrainState) -> dict[str, object]:
         Counts and bytes, serialisable as JSON.
     """
     keep = config.checkpoint
-    snapshots, states = snapshot_save_points(config), state_save_points(config)
+    step_ends = range(config.batch_tokens, config.training.total_tokens + config.batch_tokens, config.batch_tokens)
+    snapshots = [tokens for tokens in step_ends if config.is_snapshot(tokens)]
+    states = [tokens for tokens in step_ends if config.is_state(tokens)]
     kept = sum(kept_snapshots(config, snapshots))
     states_kept = sum(kept_states(config, states))
     snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)
@@ -80,18 +67,3 @@ def estimate_storage_seconds(config: Config, state: TrainState, bytes_per_second
         "write_state_seconds": tree_bytes(state) / bytes_per_second,
         "merge_window_seconds": (config.checkpoint.window + 1) * snapshot,
     }
-
-
-def _interval_step_ends(config: Config, interval_tokens: int) -> set[int]:
-    """Return the tokens at the ends of the steps that reach the multiples of an interval."""
-    last = _last_step_end(config) // interval_tokens
-    return {_step_end(config, k * interval_tokens) for k in range(1, last + 1)}
-
-
-def _last_step_end(config: Config) -> int:
-    return _step_end(config, config.training.total_tokens)
-
-
-def _step_end(config: Config, tokens: int) -> int:
-    """Return the tokens consumed at the end of the step that reaches `tokens`."""
-    return -(-tokens // config.batch_tokens) * config.batch_tokens

@@ -52,13 +52,14 @@ class Program:
     computations: dict[str, dict[str, Instruction]]
     entry: str
     devices: int
-    header: str
+    text: str
 
     @property
     def aliased_outputs(self) -> int:
         """Number of outputs that reuse the memory of an argument."""
-        start = self.header.find("input_output_alias={")
-        return 0 if start < 0 else len(re.findall(r"\((\d+), \{[^}]*\}", _until_closed(self.header[start:], "{", "}")))
+        header = self.text.partition("\n")[0]
+        start = header.find("input_output_alias={")
+        return 0 if start < 0 else len(re.findall(r"\((\d+), \{[^}]*\}", _until_closed(header[start:], "{", "}")))
 
 
 def parse_hlo(text: str) -> Program:
@@ -76,10 +77,9 @@ def parse_hlo(text: str) -> Program:
             instruction = _parse_instruction(line)
             if instruction is not None:
                 current[instruction.name] = instruction
-    header = text.partition("\n")[0]
-    counts = [int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)]
+    counts = [int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", text.partition("\n")[0])]
     assert entry, "no ENTRY computation in the compiled text"
-    return Program(computations, entry, math.prod(counts), header)
+    return Program(computations, entry, math.prod(counts), text)
 
 
 def loop_trip_counts(program: Program) -> list[int | None]:

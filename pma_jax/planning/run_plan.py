@@ -45,11 +45,12 @@ def plan_run(
     """
     mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
     state = abstract_state(config, mesh)
-    reports = {}
+    programs = {}
     for name, lower in aot.program_lowerings(config, mesh).items():
         log(f"compiling the {name.replace('_', ' ')} for {topology.name}")
         report = aot.compile_program(lower, mesh)
-        reports[name] = dataclasses.replace(report, kernel_flops=_kernel_flops(config, mesh, name, report))
+        programs[name] = _program_numbers(report, topology.chip, _kernel_flops(config, mesh, name, report.program))
+    step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
     figures = dataclasses.asdict(topology.chip)
     leaves = jax.tree.leaves(state.params)
     return {
@@ -68,11 +69,11 @@ def plan_run(
         "activated_parameters": activated_parameter_count(state.params, config.model),
         "parameter_leaves": len(leaves),
         "largest_leaf_bytes_per_device": max(map(disk.bytes_per_device, leaves)),
-        "programs": {name: _program_numbers(report, topology.chip) for name, report in reports.items()},
-        "training": _training_numbers(config, topology, reports["train_step"]),
+        "programs": programs,
+        "training": _training_numbers(config, topology, step_seconds),
         "storage": disk.summarize_storage(config, state),
         "storage_times": disk.estimate_storage_seconds(config, state, storage_bytes_per_second),
-        "annealing": _annealing_numbers(config, topology, reports["train_step"], annealing_share),
+        "annealing": _annealing_numbers(config, topology, step_seconds, annealing_share),
     }
 
 
@@ -88,20 +89,20 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, report: aot.CompileReport) -> float:
+def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, program: hlo.Program | None) -> float:
     """Estimate the FLOPs per device that a program needs in hand-written kernels.
 
     Attention kernels declare no FLOPs: those that the model needs are counted, without recomputation. Experts' kernels
     declare the product of all rows of their buffers: the share of rows that a balanced router fills is counted.
     """
-    if report.program is None or name == "merge":
+    if program is None or name == "merge":
         return 0.0
     length, devices = config.training.sequence_length_tokens, mesh.size
     passes, sequences, microbatches = {
         "train_step": (3, config.training.batch_size_sequences, config.training.accumulation_steps),
         "evaluation_step": (1, config.evaluation.batch_size_sequences, 1),
     }[name]
-    kernels = counts.count_kernels(report.program)
+    kernels = counts.count_kernels(program)
     attention = cost.forward_flops_per_token(config.model, length)["attention"] if kernels.silent else 0.0
     tokens = sequences // microbatches * length * mesh.shape["tensor"] // devices
     filled = _filled_share(config.model, tokens, mesh.shape["expert"])
@@ -116,7 +117,7 @@ def _filled_share(model: ModelConfig, tokens: int, devices: int) -> float:
     return even / experts.exchange_capacity(tokens, model.experts_per_token, model.experts // devices, devices)
 
 
-def _program_numbers(report: aot.CompileReport, chip: cost.Chip) -> dict[str, Any]:
+def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float) -> dict[str, Any]:
     compiled = {
         "compiled": report.refusal is None,
         "refusal": report.refusal,
@@ -130,15 +131,14 @@ def _program_numbers(report: aot.CompileReport, chip: cost.Chip) -> dict[str, An
         total["count"] += collective.times
         total["payload_bytes"] += collective.times * collective.payload_bytes
         total["sent_bytes"] += collective.times * collective.sent_bytes
-    bound = cost.roofline(report.program, chip, report.kernel_flops)
-    memory = {name: getattr(report, name) for name in aot.MEMORY_FIELDS} | {"bytes": report.bytes}
+    bound = cost.roofline(report.program, chip, kernel_flops)
     return compiled | {
-        "memory": memory | {"share_of_memory": report.bytes / (chip.memory_bytes / chip.devices)},
+        "memory": report.memory | {"share_of_memory": report.memory["bytes"] / (chip.memory_bytes / chip.devices)},
         "product_flops": counts.matmul_flops(report.program),
         "kernels": dataclasses.asdict(counts.count_kernels(report.program)),
-        "kernel_flops": report.kernel_flops,
+        "kernel_flops": kernel_flops,
         "bytes_moved": counts.memory_traffic_bytes(report.program),
-        "cost_analysis_loops_once": {"flops": report.compiler_flops, "bytes_accessed": report.compiler_bytes},
+        "cost_analysis_loops_once": report.costs,
         "loop_trips": hlo.loop_trip_counts(report.program),
         "aliased_outputs": report.program.aliased_outputs,
         "collectives": kinds,
@@ -147,7 +147,7 @@ def _program_numbers(report: aot.CompileReport, chip: cost.Chip) -> dict[str, An
     }
 
 
-def _training_numbers(config: Config, topology: aot.Topology, report: aot.CompileReport) -> dict[str, Any]:
+def _training_numbers(config: Config, topology: aot.Topology, step_seconds: float | None) -> dict[str, Any]:
     length = config.training.sequence_length_tokens
     flops_per_token = cost.training_flops_per_token(config.model, length)
     needed = flops_per_token * config.batch_tokens / len(topology.devices)
@@ -158,18 +158,18 @@ def _training_numbers(config: Config, topology: aot.Topology, report: aot.Compil
         "training_flops_per_token": flops_per_token,
         "step_flops_per_device": needed,
     }
-    if report.program is None:
+    if step_seconds is None:
         return numbers
-    seconds = cost.roofline(report.program, topology.chip, report.kernel_flops).seconds
+    peak = topology.chip.flops_per_second / topology.chip.devices
     return numbers | {
-        "step_seconds_at_least": seconds,
-        "model_flops_utilization_at_most": needed / seconds / (topology.chip.flops_per_second / topology.chip.devices),
-        "tokens_per_day_at_most": config.batch_tokens * SECONDS_PER_DAY / seconds,
+        "step_seconds_at_least": step_seconds,
+        "model_flops_utilization_at_most": needed / step_seconds / peak,
+        "tokens_per_day_at_most": config.batch_tokens * SECONDS_PER_DAY / step_seconds,
     }
 
 
 def _annealing_numbers(
-    config: Config, topology: aot.Topology, report: aot.CompileReport, share: float
+    config: Config, topology: aot.Topology, step_seconds: float | None, share: float
 ) -> dict[str, Any]:
     tokens = share * config.training.total_tokens
     steps = math.ceil(tokens / config.batch_tokens)
@@ -180,7 +180,7 @@ def _annealing_numbers(
         "steps": steps,
         "flops": steps * config.batch_tokens * flops_per_token,
     }
-    if report.program is None:
+    if step_seconds is None:
         return numbers
-    hours = steps * cost.roofline(report.program, topology.chip, report.kernel_flops).seconds / 3600
+    hours = steps * step_seconds / 3600
     return numbers | {"hours_at_least": hours, "chip_hours_at_least": hours * topology.chips}

@@ -92,8 +92,8 @@ def test_the_merge_of_the_largest_sizes_adds_in_place_without_a_collective(name)
     report = aot.compile_program(aot.program_lowerings(config, mesh)["merge"], mesh)
     assert report.refusal is None and report.program.devices == mesh.size
     for word in (*counts.COLLECTIVES, "send", "recv"):
-        assert f" {word}(" not in report.text and f" {word}-start(" not in report.text
-    assert report.temporary_bytes <= max(map(disk.bytes_per_device, leaves))
+        assert f" {word}(" not in report.program.text and f" {word}-start(" not in report.program.text
+    assert report.memory["temporary_bytes"] <= max(map(disk.bytes_per_device, leaves))
     assert report.program.aliased_outputs == len(leaves)
 
 
