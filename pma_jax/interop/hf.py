@@ -9,7 +9,7 @@ written to a temporary directory next to its target, synced and renamed.
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,12 @@ from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.open import open_source, read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.orbax_write import orbax_layout
 from pma_jax.storage.formats.safetensors import safetensors_layout
-from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource, LeafInfo, numpy_dtype
+from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInfo, numpy_dtype
 from pma_jax.storage.json_files import json_bytes, read_object
 from pma_jax.storage.paths import locate
 
 Progress = Callable[[int, int], None]
+Item = tuple[str, int, np.ndarray, int]  # output leaf, offset of the array in it in bytes, array, bytes read for it
 # Defaults to evaluate an imported model: the logits of such a batch fit into the memory of most devices.
 _MAX_SEQUENCE_TOKENS, _BATCH_SEQUENCES = 1024, 8
 # All imports and exports share this digest, so that any of them may overwrite an interrupted upload to a bucket.
@@ -97,8 +98,8 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     imported = {mapping.leaf: LeafInfo(mapping.leaf_shape, "float32") for mapping in mappings}
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in tokenizer_files.values()}
     layout = orbax_layout(imported, _as_snapshot_source(source, imported), metadata)
-    with _publish_directory(replace(layout, copies=copies), target) as byte_ranges:
-        _import_leaves(source, mappings, byte_ranges, progress)
+    total_bytes = sum(leaf.nbytes for leaf in leaves.values())
+    _write_directory(replace(layout, copies=copies), target, _imported_items(source, mappings), total_bytes, progress)
     return {
         "out": str(target),
         "architecture": hf_config.architecture_of(model),
@@ -153,8 +154,8 @@ def export_snapshot(
     layout = safetensors_layout(tensors, shard_bytes, {"format": "pt"})
     layout = replace(layout, texts={**layout.texts, **texts, **files.texts}, copies=files.copies)
     target = locate(out).absolute()
-    with _publish_directory(layout, target) as byte_ranges:
-        _export_leaves(source, mappings, tensors, byte_ranges, progress)
+    total_bytes = sum(leaf.nbytes for leaf in leaves.values())
+    _write_directory(layout, target, _exported_items(source, mappings, tensors), total_bytes, progress)
     packed_notes = [_PACKED_NOTE] if config.model.separator_token >= 0 else []
     return {
         "out": str(target),
@@ -178,46 +179,24 @@ def _open_snapshot(address: str | Path) -> tuple[CheckpointSource, dict[str, Any
     return source, metadata
 
 
-def _import_leaves(
-    source: CheckpointSource,
-    mappings: list[LeafMapping],
-    byte_ranges: Mapping[str, tuple[ByteRange, ...]],
-    progress: Progress | None,
-) -> None:
-    """Convert the tensors of `source` and write them into the byte ranges of each leaf."""
+def _imported_items(source: CheckpointSource, mappings: list[LeafMapping]) -> Iterator[Item]:
+    """Read and convert the tensors of `source`, which are the items of each leaf."""
     float32 = numpy_dtype("float32")
-    total, done = sum(source.leaves[name].nbytes for mapping in mappings for name in mapping.tensors), 0
     for mapping in mappings:
-        leaf_ranges = byte_ranges[mapping.leaf]
-        with open_files([leaf_range.path for leaf_range in leaf_ranges], os.O_WRONLY) as descriptors:
-            start = 0
-            for name in mapping.tensors:
-                item = mapping.to_item(read_leaf(source, name), float32)
-                write_range(descriptors, leaf_ranges, start, item.reshape(-1).view("uint8"))
-                start += item.nbytes
-                done += source.leaves[name].nbytes
-                if progress is not None:
-                    progress(done, total)
+        start = 0
+        for name in mapping.tensors:
+            item = mapping.to_item(read_leaf(source, name), float32)
+            yield mapping.leaf, start, item, source.leaves[name].nbytes
+            start += item.nbytes
 
 
-def _export_leaves(
-    source: CheckpointSource,
-    mappings: list[LeafMapping],
-    tensors: Mapping[str, LeafInfo],
-    byte_ranges: Mapping[str, tuple[ByteRange, ...]],
-    progress: Progress | None,
-) -> None:
-    """Convert the leaves of `source` and write them into the byte ranges of each tensor."""
-    done = 0
-    total = sum(source.leaves[mapping.leaf].nbytes for mapping in mappings)
+def _exported_items(
+    source: CheckpointSource, mappings: list[LeafMapping], tensors: Mapping[str, LeafInfo]
+) -> Iterator[Item]:
+    """Read and convert the items of each leaf of `source`, which are one tensor each."""
     for mapping in mappings:
         for name, item in zip(mapping.tensors, _read_items(source, mapping), strict=True):
-            tensor = mapping.to_tensor(item, numpy_dtype(tensors[name].dtype))
-            with open_files([tensor_range.path for tensor_range in byte_ranges[name]], os.O_WRONLY) as descriptors:
-                write_range(descriptors, byte_ranges[name], 0, tensor.reshape(-1).view("uint8"))
-            done += item.nbytes
-            if progress is not None:
-                progress(done, total)
+            yield name, 0, mapping.to_tensor(item, numpy_dtype(tensors[name].dtype)), item.nbytes
 
 
 def _read_items(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.ndarray]:
@@ -340,9 +319,10 @@ def _prefix_errors(prefix: str) -> Iterator[None]:
         raise ValueError(f"{prefix}: {error}") from error
 
 
-@contextlib.contextmanager
-def _publish_directory(layout: OutputLayout, target: Path) -> Iterator[Mapping[str, tuple[ByteRange, ...]]]:
-    """Yield the byte ranges of the leaves in a temporary directory; publish it as `target` if the block succeeds."""
+def _write_directory(
+    layout: OutputLayout, target: Path, items: Iterable[Item], total_bytes: int, progress: Progress | None
+) -> None:
+    """Write the items of all leaves into a temporary directory, and publish it as `target`."""
     work = publish.working_directory(target, "")
     directory = work / "checkpoint"
     _check_not_existing(target)
@@ -352,7 +332,13 @@ def _publish_directory(layout: OutputLayout, target: Path) -> Iterator[Mapping[s
             if directory.exists():  # left by a killed process
                 shutil.rmtree(directory)
             layout.create_files(directory)
-            yield layout.byte_ranges_in(directory)
+            byte_ranges, done = layout.byte_ranges_in(directory), 0
+            for name, start, item, bytes_read in items:
+                with open_files([part.path for part in byte_ranges[name]], os.O_WRONLY) as files:
+                    write_range(files, byte_ranges[name], start, item.reshape(-1).view("uint8"))
+                done += bytes_read
+                if progress is not None:
+                    progress(done, total_bytes)
             _check_not_existing(target)
             publish.publish(directory, target, list(layout.sizes), _DIGEST)
         finally:

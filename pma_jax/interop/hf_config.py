@@ -3,11 +3,13 @@
 Every field of a config.json that affects the logits is either converted or rejected by name: nothing is approximated.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from pma_jax import config as configuration
 from pma_jax.config import ModelConfig
+
+T = TypeVar("T", bool, int, float, list)
 
 LLAMA, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe"}
@@ -41,13 +43,30 @@ _NEUTRAL: dict[str, Any] = {
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
 }
-# Fields that are converted below.
-_CONVERTED = """architectures head_dim hidden_size intermediate_size layer_types max_position_embeddings model_type
-    max_window_layers num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters
-    rope_scaling rope_theta sliding_window tie_word_embeddings use_qk_norm use_sliding_window vocab_size"""
-# Fields of a mixture of experts. The auxiliary loss of the router is used in training and does not affect the logits.
-_MIXTURE = """moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok num_local_experts
-    output_router_logits router_aux_loss_coef"""
+# Fields that have a key of ModelConfig: name -> (key, value if the field is absent; None: it is required).
+_SHARED: dict[str, tuple[str, Any]] = {
+    "head_dim": ("head_dim", None),
+    "hidden_size": ("width", None),
+    "intermediate_size": ("hidden", None),
+    "num_attention_heads": ("heads", None),
+    "num_hidden_layers": ("layers", None),
+    "num_key_value_heads": ("kv_heads", None),
+    "rms_norm_eps": ("norm_epsilon", 1e-6),
+    "tie_word_embeddings": ("tie_embeddings", False),
+    "vocab_size": ("vocabulary_size", None),
+}
+_SHARED_MIXTURE: dict[str, tuple[str, Any]] = {
+    "moe_intermediate_size": ("expert_hidden", 768),
+    "norm_topk_prob": ("router_normalized", False),
+    "num_experts": ("experts", 128),
+    "num_experts_per_tok": ("experts_per_token", 8),
+}
+# Other fields that are converted below.
+_CONVERTED = """architectures layer_types max_position_embeddings model_type max_window_layers rope_parameters
+    rope_scaling rope_theta sliding_window use_qk_norm use_sliding_window"""
+# Other fields of a mixture of experts. The auxiliary loss of the router is used in training and does not affect the
+# logits.
+_MIXTURE = "num_local_experts output_router_logits router_aux_loss_coef"
 # Fixed in Qwen3-MoE, but configurable in pma_jax. (A router bias is allowed if the weights show that it is zero.)
 _QWEN3_MOE_VALUES = {"qk_norm": True, "router_scores": "softmax", "shared_experts": 0}
 # Fields that do not affect the logits.
@@ -55,6 +74,14 @@ _HARMLESS = """attention_dropout bos_token_id chunk_size_feed_forward dtype eos_
     is_decoder label2id name_or_path output_attentions output_hidden_states pad_token_id
     pretraining_tp problem_type return_dict tokenizer_class torch_dtype transformers_version unk_token_id use_cache"""
 _ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+# Type of a field -> (its name in messages, whether a value has it).
+_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an integer above 0", lambda value: type(value) is int and 0 < value < 2**40),
+    # JSON allows 1e999 and integers of 400 digits.
+    float: ("a finite number", lambda value: type(value) in (int, float) and abs(value) < 1e300),
+    list: ("a list", lambda value: isinstance(value, list)),
+}
 
 
 def architecture_of(model: ModelConfig) -> str:
@@ -77,31 +104,26 @@ def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, 
     for name, neutral in (_NEUTRAL | {"use_qk_norm": architecture != LLAMA}).items():
         if name in fields and fields[name] not in (neutral, None):
             raise ValueError(f"{name} is {_short(fields[name])}, which the decoder does not have")
-    heads = _positive_integer(fields, "num_attention_heads")
-    width = _positive_integer(fields, "hidden_size")
-    head_dim = _positive_integer(fields, "head_dim", 128 if architecture == QWEN3 else width // max(heads, 1))
-    # An absent field has the default of the class; null means one key and value head per query head.
-    kv_heads = heads if "num_key_value_heads" in fields else {LLAMA: heads, QWEN3: 32, QWEN3_MOE: 4}[architecture]
-    layers = _positive_integer(fields, "num_hidden_layers")
+    layers = _read(fields, "num_hidden_layers", int)
     if layers > MOST_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers}, more than {MOST_LAYERS}")
-    sizes = {
-        "vocabulary_size": _positive_integer(fields, "vocab_size"),
-        "width": width,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": _positive_integer(fields, "num_key_value_heads", kv_heads),
-        "head_dim": head_dim,
-        "hidden": _positive_integer(fields, "intermediate_size"),
+    shared = _shared_fields(architecture)
+    defaults = {name: default for name, (_, default) in shared.items()} | _class_defaults(fields, architecture)
+    sizes: dict[str, Any] = {
+        key: _read(fields, name, type(getattr(ModelConfig(), key)), defaults[name]) for name, (key, _) in shared.items()
+    }
+    sizes |= {
         "qk_norm": architecture != LLAMA,
-        "tie_embeddings": _flag(fields, "tie_word_embeddings"),
         "attention_window_tokens": _window(fields, architecture, layers),
         "rope_theta": _rope_theta(fields),
-        "norm_epsilon": _number(fields, "rms_norm_eps", 1e-6),
     }
-    known = {*_NEUTRAL, *_CONVERTED.split(), *_HARMLESS.split()}
+    known = {*_NEUTRAL, *shared, *_CONVERTED.split(), *_HARMLESS.split()}
     if architecture == QWEN3_MOE:
-        sizes |= _parse_mixture(fields)
+        if _read(fields, "num_local_experts", int, sizes["experts"]) != sizes["experts"]:
+            raise ValueError(
+                f"num_experts is {sizes['experts']} but num_local_experts is {fields['num_local_experts']}"
+            )
+        sizes |= {"router_bias": False} | _QWEN3_MOE_VALUES
         known |= {*_MIXTURE.split()}
     model = configuration.resolve({"model": sizes}).model
     unknown = sorted(name for name in fields if name not in known and not name.startswith("_"))
@@ -130,23 +152,15 @@ def make_hf_config(
         "architectures": [architecture],
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "head_dim": model.head_dim,
         "hidden_act": "silu",
-        "hidden_size": model.width,
         "initializer_range": 0.02,
-        "intermediate_size": model.hidden,
         "max_position_embeddings": max_position_embeddings,
         "model_type": MODEL_TYPES[architecture],
-        "num_attention_heads": model.heads,
-        "num_hidden_layers": model.layers,
-        "num_key_value_heads": model.kv_heads,
-        "rms_norm_eps": model.norm_epsilon,
         "rope_theta": model.rope_theta,
-        "tie_word_embeddings": model.tie_embeddings,
         "torch_dtype": dtype,
         "use_cache": True,
-        "vocab_size": model.vocabulary_size,
     }
+    fields |= {name: getattr(model, key) for name, (key, _) in _shared_fields(architecture).items()}
     fields |= others
     if architecture == LLAMA:
         fields |= {"mlp_bias": False, "pretraining_tp": 1}
@@ -155,15 +169,7 @@ def make_hf_config(
         fields |= {"sliding_window": window or None, "use_sliding_window": window > 0}
         fields |= {"max_window_layers": 0 if window else model.layers}  # this layer and all later ones have the window
     if architecture == QWEN3_MOE:
-        fields |= {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": model.expert_hidden,
-            "norm_topk_prob": model.router_normalized,
-            "num_experts": model.experts,
-            "num_experts_per_tok": model.experts_per_token,
-            "output_router_logits": False,
-        }
+        fields |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False}
     return dict(sorted(fields.items()))
 
 
@@ -194,7 +200,7 @@ def check_exportable(model: ModelConfig) -> None:
 
 
 def _architecture(fields: Mapping[str, Any]) -> str:
-    names = _list(fields, "architectures")
+    names = _read(fields, "architectures", list, [])
     if len(names) != 1 or not isinstance(names[0], str):
         raise ValueError(f"architectures is {_short(names)}, not one class such as {LLAMA}")
     name = names[0]
@@ -207,19 +213,20 @@ def _architecture(fields: Mapping[str, Any]) -> str:
     return name
 
 
-def _parse_mixture(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a mixture of experts, whose router has no bias."""
-    experts = _positive_integer(fields, "num_experts", _positive_integer(fields, "num_local_experts", 128))
-    if _positive_integer(fields, "num_local_experts", experts) != experts:  # the name in transformers 5
-        raise ValueError(f"num_experts is {experts} but num_local_experts is {fields['num_local_experts']}")
-    return {
-        "experts": experts,
-        "experts_per_token": _positive_integer(fields, "num_experts_per_tok", 8),
-        "expert_hidden": _positive_integer(fields, "moe_intermediate_size", 768),
-        "router_normalized": _flag(fields, "norm_topk_prob"),
-        "router_bias": False,
-        **_QWEN3_MOE_VALUES,
-    }
+def _shared_fields(architecture: str) -> dict[str, tuple[str, Any]]:
+    return _SHARED | (_SHARED_MIXTURE if architecture == QWEN3_MOE else {})
+
+
+def _class_defaults(fields: Mapping[str, Any], architecture: str) -> dict[str, int]:
+    """Return the values of absent fields that depend on the class or on other fields."""
+    heads, width = _read(fields, "num_attention_heads", int), _read(fields, "hidden_size", int)
+    # null means one key and value head per query head.
+    kv_heads = heads if "num_key_value_heads" in fields else {LLAMA: heads, QWEN3: 32, QWEN3_MOE: 4}[architecture]
+    defaults = {"head_dim": 128 if architecture == QWEN3 else width // heads, "num_key_value_heads": kv_heads}
+    if architecture == QWEN3_MOE:
+        experts = _SHARED_MIXTURE["num_experts"][1]
+        defaults["num_experts"] = _read(fields, "num_local_experts", int, experts)  # the name in transformers 5
+    return defaults
 
 
 def _window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
@@ -228,12 +235,12 @@ def _window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
     # older versions of transformers do the same, and current ones use the window in all layers.
     is_qwen, is_mixture = architecture != LLAMA, architecture == QWEN3_MOE
     window = fields.get("sliding_window", 4096 if is_qwen else None)
-    is_used = window is not None and _flag(fields, "use_sliding_window", not is_qwen)
+    is_used = window is not None and _read(fields, "use_sliding_window", bool, not is_qwen)
     first = fields.get("max_window_layers", 0 if is_mixture else 28) if is_used else layers
     if type(first) is not int:
         raise ValueError(f"max_window_layers is {_short(first)}, not an integer")
     default_kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    kinds = _list(fields, "layer_types") or default_kinds
+    kinds = _read(fields, "layer_types", list, []) or default_kinds
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown or len(kinds) != layers:
         raise ValueError(
@@ -251,12 +258,12 @@ def _window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
         raise ValueError(
             "layer_types and sliding_window set a window for some layers only: the decoder has one for all"
         )
-    return _positive_integer(fields, "sliding_window", window)
+    return _read(fields, "sliding_window", int, window)
 
 
 def _rope_theta(fields: Mapping[str, Any]) -> float:
     """Return the base of the wavelengths, from the top level or from `rope_parameters` (transformers 5)."""
-    theta = _number(fields, "rope_theta", 10_000.0)
+    theta = _read(fields, "rope_theta", float, 10_000.0)
     for location in ("rope_parameters", "rope_scaling"):
         rope = fields.get(location) or {}
         if not isinstance(rope, Mapping):
@@ -269,41 +276,20 @@ def _rope_theta(fields: Mapping[str, Any]) -> float:
             raise ValueError(f"{location} has {_short(unknown[0])}, which the decoder does not have")
         if rope.get("partial_rotary_factor") not in (None, 1.0):
             raise ValueError(f"{location} has partial_rotary_factor {_short(rope['partial_rotary_factor'])}, not 1")
-        theta = _number(rope, "rope_theta", theta)
+        theta = _read(rope, "rope_theta", float, theta)
     if theta <= 0:
         raise ValueError(f"rope_theta is {theta}, not above 0")
     return theta
 
 
-def _positive_integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _read(fields: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
+    """Return the value of a field as `kind`, one of `_KINDS`; `default` if the field is absent or null."""
     value = fields.get(name)
     value = default if value is None else value
-    if type(value) is not int or not 0 < value < 2**40:
-        raise ValueError(f"{name} is {_short(value)}, not an integer above 0")
-    return value
-
-
-def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
-    value = fields.get(name)
-    value = default if value is None else value
-    if type(value) not in (int, float) or not abs(value) < 1e300:  # JSON allows 1e999 and integers of 400 digits
-        raise ValueError(f"{name} is {_short(value)}, not a finite number")
-    return float(value)
-
-
-def _flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    value = fields.get(name)
-    value = default if value is None else value
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {_short(value)}, not true or false")
-    return value
-
-
-def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
-    value = fields.get(name) or []
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is {_short(value)}, not a list")
-    return value
+    description, is_valid = _KINDS[kind]
+    if not is_valid(value):
+        raise ValueError(f"{name} is {_short(value)}, not {description}")
+    return kind(value)
 
 
 def _short(value: Any) -> str:

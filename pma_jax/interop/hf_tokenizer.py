@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.config import Config
+from pma_jax.data.shards import find_cached_tokenizer
+from pma_jax.data.tokenizer import byte_tokenizer, load_tokenizer
 from pma_jax.merging.engine import provenance
 from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_sidecar
 from pma_jax.storage.formats.source import CheckpointSource
@@ -72,8 +74,6 @@ def find_tokenizer_files(
         if folder is not None:
             return TokenizerFiles(_list_tokenizer_files(folder))
     if name == "bytes":
-        from pma_jax.data.tokenizer import byte_tokenizer
-
         return _generate_tokenizer_files(byte_tokenizer(), config)
     path = _find_trained_bpe(source, config) if name == "bpe" else Path(name).expanduser()
     if path is not None and path.is_file():
@@ -88,19 +88,15 @@ def _list_tokenizer_files(folder: Path) -> dict[str, Path]:
 
 def _collect_tokenizer_files(path: Path, config: Config) -> TokenizerFiles:
     """Copy a tokenizer.json and the files that configure it, or generate its configuration if there is none."""
-    from pma_jax.data import tokenizer as tokenizing
-
     files = _list_tokenizer_files(path.parent) if path.name == FILE_NAME and path.is_file() else {}
     if "tokenizer_config.json" in files:
         return TokenizerFiles(files, {}, _end_of_document(path))
-    return _generate_tokenizer_files(tokenizing.load_tokenizer(path), config)
+    return _generate_tokenizer_files(load_tokenizer(path), config)
 
 
 def _end_of_document(path: Path) -> int | None:
-    from pma_jax.data import tokenizer as tokenizing
-
     with contextlib.suppress(ValueError):  # unknown end-of-document token: tokenizer_config.json defines it
-        return tokenizing.load_tokenizer(path).end_of_document
+        return load_tokenizer(path).end_of_document
     return None
 
 
@@ -129,8 +125,6 @@ def _generate_tokenizer_files(tokenizer: Any, config: Config) -> TokenizerFiles:
 
 def _find_trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
     """Find the BPE that was trained by the run of a snapshot, or by a run of the snapshots that it was merged from."""
-    from pma_jax.data.shards import find_cached_tokenizer
-
     snapshots = [source.path]
     with contextlib.suppress(ValueError):
         snapshots += [Path(entry["source"]) for entry in provenance.read(source.path)["sources"]]

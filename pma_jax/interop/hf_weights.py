@@ -24,6 +24,23 @@ DTYPES = ("float32", "bfloat16", "float16")
 _LISTED_DIFFERENCES = 4  # maximum number that an error message lists of each kind
 # The only leaf without a tensor: Qwen3-MoE has no router bias, so it must be zero.
 ROUTER_BIAS_LEAF = "blocks.moe.router_bias_E"
+# The leaves of the blocks: (leaf, module of one layer, `LeafMapping.inputs`).
+_ATTENTION = (
+    ("attention_norm_D", "input_layernorm", 0),
+    ("query_DxNxH", "self_attn.q_proj", 1),
+    ("key_DxKxH", "self_attn.k_proj", 1),
+    ("value_DxKxH", "self_attn.v_proj", 1),
+    ("output_NxHxD", "self_attn.o_proj", 2),
+    ("mlp_norm_D", "post_attention_layernorm", 0),
+)
+_QK_NORM = (("query_norm_H", "self_attn.q_norm", 0), ("key_norm_H", "self_attn.k_norm", 0))
+_MLP = (("gate_DxF", "mlp.gate_proj", 1), ("up_DxF", "mlp.up_proj", 1), ("down_FxD", "mlp.down_proj", 1))
+_EXPERTS = (
+    ("moe.router_DxE", "mlp.gate", 1),
+    ("moe.expert_gate_ExDxF", "mlp.experts.{}.gate_proj", 1),
+    ("moe.expert_up_ExDxF", "mlp.experts.{}.up_proj", 1),
+    ("moe.expert_down_ExFxD", "mlp.experts.{}.down_proj", 1),
+)
 
 
 @dataclass(frozen=True)
@@ -76,58 +93,26 @@ def map_leaves(model: ModelConfig) -> list[LeafMapping]:
 
     Leaves have the order in which transformers writes the tensors of one layer.
     """
+    block = [*_ATTENTION, *(_QK_NORM if model.qk_norm else ()), *(_EXPERTS if model.experts else _MLP)]
     return [
-        LeafMapping("embedding_VxD", "model.embed_tokens.weight", (model.vocabulary_size, model.width)),
-        *_attention_mappings(model),
-        *_mlp_mappings(model),
-        LeafMapping("final_norm_D", "model.norm.weight", (model.width,)),
-        *_unembedding_mappings(model),
+        _map_leaf(model, "embedding_VxD", "model.embed_tokens.weight"),
+        *(
+            _map_leaf(model, f"blocks.{leaf}", f"model.layers.{{}}.{name}.weight", inputs)
+            for leaf, name, inputs in block
+        ),
+        _map_leaf(model, "final_norm_D", "model.norm.weight"),
+        *([] if model.tie_embeddings else [_map_leaf(model, "unembedding_DxV", "lm_head.weight", 1)]),
     ]
 
 
-def _attention_mappings(model: ModelConfig) -> list[LeafMapping]:
-    D, N, K, H = model.width, model.heads, model.kv_heads, model.head_dim
-    mappings = [
-        _map_block_leaf(model, "attention_norm_D", "input_layernorm", (D,)),
-        _map_block_leaf(model, "query_DxNxH", "self_attn.q_proj", (D, N, H), inputs=1),
-        _map_block_leaf(model, "key_DxKxH", "self_attn.k_proj", (D, K, H), inputs=1),
-        _map_block_leaf(model, "value_DxKxH", "self_attn.v_proj", (D, K, H), inputs=1),
-        _map_block_leaf(model, "output_NxHxD", "self_attn.o_proj", (N, H, D), inputs=2),
-        _map_block_leaf(model, "mlp_norm_D", "post_attention_layernorm", (D,)),
-    ]
-    if model.qk_norm:
-        mappings.append(_map_block_leaf(model, "query_norm_H", "self_attn.q_norm", (H,)))
-        mappings.append(_map_block_leaf(model, "key_norm_H", "self_attn.k_norm", (H,)))
-    return mappings
-
-
-def _mlp_mappings(model: ModelConfig) -> list[LeafMapping]:
-    D, E, F = model.width, model.experts, model.expert_hidden if model.experts else model.hidden
-    if E:
-        return [
-            _map_block_leaf(model, "moe.router_DxE", "mlp.gate", (D, E), inputs=1),
-            _map_block_leaf(model, "moe.expert_gate_ExDxF", "mlp.experts.{}.gate_proj", (D, F), inputs=1, each=(E,)),
-            _map_block_leaf(model, "moe.expert_up_ExDxF", "mlp.experts.{}.up_proj", (D, F), inputs=1, each=(E,)),
-            _map_block_leaf(model, "moe.expert_down_ExFxD", "mlp.experts.{}.down_proj", (F, D), inputs=1, each=(E,)),
-        ]
-    return [
-        _map_block_leaf(model, "gate_DxF", "mlp.gate_proj", (D, F), inputs=1),
-        _map_block_leaf(model, "up_DxF", "mlp.up_proj", (D, F), inputs=1),
-        _map_block_leaf(model, "down_FxD", "mlp.down_proj", (F, D), inputs=1),
-    ]
-
-
-def _unembedding_mappings(model: ModelConfig) -> list[LeafMapping]:
-    if model.tie_embeddings:
-        return []
-    return [LeafMapping("unembedding_DxV", "lm_head.weight", (model.width, model.vocabulary_size), inputs=1)]
-
-
-def _map_block_leaf(
-    model: ModelConfig, leaf: str, module: str, shape: tuple[int, ...], inputs: int = 0, each: tuple[int, ...] = ()
-) -> LeafMapping:
-    """Map a leaf of the blocks, which is stacked over layers and over the dims in `each`, to `module` of each layer."""
-    return LeafMapping(f"blocks.{leaf}", f"model.layers.{{}}.{module}.weight", shape, inputs, (model.layers, *each))
+def _map_leaf(model: ModelConfig, leaf: str, name: str, inputs: int = 0) -> LeafMapping:
+    """Map a leaf to tensors: over layers where `name` has a `{}`, then over experts, the first of the leaf's dims."""
+    hidden = model.expert_hidden if model.experts else model.hidden
+    sizes = {"D": model.width, "N": model.heads, "K": model.kv_heads, "H": model.head_dim, "F": hidden}
+    sizes |= {"E": model.experts, "V": model.vocabulary_size}
+    dims = (model.layers, *(sizes[dim] for dim in leaf.rpartition("_")[2].split("x")))
+    stacked = name.count("{}")
+    return LeafMapping(leaf, name, dims[max(stacked, 1) :], inputs, dims[:stacked])
 
 
 def check_leaves(
@@ -200,13 +185,9 @@ def _is_tied(source: CheckpointSource) -> bool:
     head, embedding = (source.leaves.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
     if head is None or embedding is None or head != embedding:
         return False
-    block_elements = 2**22
-    return all(
-        read_leaf_bytes(source, "lm_head.weight", start, min(start + block_elements, head.elements)).tobytes()
-        == read_leaf_bytes(
-            source, "model.embed_tokens.weight", start, min(start + block_elements, head.elements)
-        ).tobytes()
-        for start in range(0, head.elements, block_elements)
+    return np.array_equal(
+        read_leaf_bytes(source, "lm_head.weight", 0, head.elements),
+        read_leaf_bytes(source, "model.embed_tokens.weight", 0, head.elements),
     )
 
 
@@ -215,9 +196,6 @@ def _matches_rope_theta(source: CheckpointSource, name: str, model: ModelConfig)
     half = model.head_dim // 2
     if source.leaves[name].shape != (half,) or not source.leaves[name].is_summed:
         return False
-    stored = read_leaf(source, name).astype("float64")
+    implied = model.rope_theta ** -(np.arange(half) / half)
     # Tolerate half a unit in the last place of bfloat16, in which some checkpoints store them.
-    return all(
-        abs(value - model.rope_theta ** (-i / half)) <= 2**-8 * model.rope_theta ** (-i / half)
-        for i, value in enumerate(stored.tolist())
-    )
+    return np.allclose(read_leaf(source, name).astype("float64"), implied, rtol=2**-8, atol=0)
