@@ -20,7 +20,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# Compiling is most of what the small programs of the tests cost, and costs a third less without XLA's optimisations.
+# `.ci/run` runs the tests that compare bits a second time with them (JAX_DISABLE_MOST_OPTIMIZATIONS=0).
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+# On a busy machine an example may take any time.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser):
@@ -50,13 +59,3 @@ def finished(workspace):
     from pma_jax.training.loop import train
 
     return train(tiny.config(workspace), workspace / "finished")
-
-
-@pytest.fixture
-def compiled_in_a_hurry():
-    """XLA's optimisations are off in this test: for many programs that each run a few times."""
-    import jax
-
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

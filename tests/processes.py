@@ -62,7 +62,6 @@ def start(words: list[str], count: int, devices: int = 2) -> Job:
     for index in range(count):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # to compile is most of what these small runs do
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_NUM_PROCESSES": str(count),

@@ -28,6 +28,7 @@ def numbers(tree) -> list[float]:
     return [tree] if isinstance(tree, float) else []
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path):
     done, parts = gpu(tmp_path / "out.json", "--parts", "moe_2k,rates", "--set", "model.kv_heads=7")
     assert done.returncode == 1

@@ -94,6 +94,7 @@ def test_the_one_command_knows_every_question():
     assert set(NAMES) <= set(loaded(FOLDER / "run_all.py").QUESTIONS)
 
 
+@pytest.mark.slow
 def test_the_one_command_goes_on_after_a_failure_and_tells(workspace, runs, tmp_path):
     command = [sys.executable, str(FOLDER / "run_all.py")]
     listed = subprocess.run([*command, "--list"], capture_output=True, text=True, check=True)

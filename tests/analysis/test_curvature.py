@@ -122,6 +122,7 @@ def test_off_diagonal_share_at_its_three_landmarks(rows, share):
     assert curvature.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
 
 
+@pytest.mark.slow
 def test_products_of_the_decoder_agree_with_differences_of_its_gradient(finished):
     config, mesh = finished.config, make_mesh(finished.config.mesh)
     with jax.set_mesh(mesh):

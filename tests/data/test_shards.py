@@ -147,7 +147,7 @@ def test_two_processes_at_once_both_end_well(tmp_path, half_way, capsys):
     data, child = half_way
     tokens = shards.prepare_tokens(data)
     assert capsys.readouterr().err == "waiting for another process to prepare the same tokens\n"
-    assert child.wait(timeout=60) == 0
+    assert child.wait(timeout=240) == 0
     assert folders(tmp_path) == [tokens.directory.name]
     assert tokens.train.documents + tokens.validation.documents == 1500
 

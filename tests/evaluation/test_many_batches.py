@@ -23,6 +23,7 @@ with jax.set_mesh(mesh):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 @pytest.mark.timeout(300)
 def test_more_batches_than_xla_keeps_in_flight():

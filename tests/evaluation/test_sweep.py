@@ -140,6 +140,7 @@ def held_bytes():
     return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
 
 
+@pytest.mark.slow
 def test_memory_holds_the_merges_and_not_the_snapshots(copy, monkeypatch):
     read, peaks = merges.restore_params, []
 

@@ -46,6 +46,7 @@ def trainers(run):
     return {(r["recipe"], r["step"]): r["loss"] for r in run.metrics if r["kind"] == "preview" and "by" not in r}
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_trains_is_followed_to_its_end(workspace, tmp_path):
     file = tiny.write_config(
         tmp_path / "config.py", workspace, training__total_tokens=40 * 1024, preview__windows=(), preview__recipe="wma"
@@ -199,6 +200,7 @@ def test_block_means_and_start_tokens(copy):
     assert previews(run)["block/wma:3", 24] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_a_run_that_resumes_keeps_what_was_watched_apart(copy):
     list(watch(copy))

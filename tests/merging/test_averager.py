@@ -119,7 +119,7 @@ def test_mean_of_bfloat16_is_the_correctly_rounded_one():
         np.testing.assert_array_equal(np.asarray(averager.average(params_K, c)["w"]), exact.astype(jnp.bfloat16))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1))
 def test_one_checkpoint_is_returned_as_it_is(seed):
     for dtype in (np.float32, jnp.bfloat16):
@@ -128,7 +128,7 @@ def test_one_checkpoint_is_returned_as_it_is(seed):
         assert all(np.array_equal(result[k], params[k]) and result[k].dtype == dtype for k in SHAPES)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=4), st.randoms(), st.integers(0, 2**32 - 1))
 def test_checkpoints_permute_with_their_weights(weights, random, seed):
     params_K = make_checkpoints(4, seed=seed)
@@ -138,7 +138,7 @@ def test_checkpoints_permute_with_their_weights(weights, random, seed):
     assert_close(result, expected(params_K, weights), rtol=2e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.floats(-2, 2, width=32), min_size=6, max_size=6), st.floats(-2, 2, width=32), st.integers(0, 99))
 def test_averages_are_linear_in_the_weights(weights, factor, seed):
     params_K = make_checkpoints(3, seed=seed)

@@ -266,7 +266,7 @@ def good(tmp_path_factory):
     return root
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), kind=st.sampled_from(["v1", "v1 raw files", "v1 zarr2 files"]), byte=st.integers(0, 255))
 def test_any_changed_byte_opens_or_is_one_line(good, tmp_path, data, kind, byte):
     bad = tmp_path / "bad"
@@ -283,7 +283,7 @@ def test_any_changed_byte_opens_or_is_one_line(good, tmp_path, data, kind, byte)
         assert "\n" not in str(error)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     key=st.sampled_from(
         ["shape", "chunk_grid", "data_type", "codecs", "chunk_key_encoding", "fill_value", "zarr_format"]

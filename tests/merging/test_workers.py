@@ -133,7 +133,7 @@ def test_helpers_end_with_the_process_that_merges(sources, tmp_path, number):
     assert len(running) == 2
     process.send_signal(number)
     assert process.wait(30) == -number
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while (left := [p for p in running if is_running(p)]) and time.monotonic() < end:
         time.sleep(0.05)
     assert left == []

@@ -84,7 +84,6 @@ def test_memory_is_that_of_a_chunk(dtype):
 @pytest.mark.mesh
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_no_array_of_a_compiled_train_step_holds_all_logits(sizes, tied):
     """Neither they, nor their gradient, in any dtype: nothing has as many numbers as a device's share of them."""
     model = ModelConfig(512, width=16, layers=1, heads=2, kv_heads=2, head_dim=8, hidden=32, logits_chunk_tokens=64)

@@ -139,6 +139,7 @@ def test_remat_and_unrolling_change_no_number(changes):
     assert_close(loss_and_gradients(dataclasses.replace(TINY, **changes), fresh(TINY), TOKENS), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "again"),
     [({}, 6), ({"experts": 4, "expert_hidden": 8}, 7)],
@@ -174,6 +175,7 @@ def test_a_fresh_model_knows_nothing(tie_embeddings):
     assert float(sums["nats"] / sums["count"]) == pytest.approx(math.log(256) + 0.5, abs=0.3)
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_keeps_float32_gradients_and_nearly_the_loss():
     config = dataclasses.replace(TINY, compute_dtype="bfloat16")
     loss, gradients = loss_and_gradients(config, fresh(TINY), TOKENS)
@@ -200,7 +202,7 @@ def test_a_mesh_changes_no_number(shape):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 def test_a_mesh_changes_no_fresh_parameter(shape):
     with jax.set_mesh(mesh_of(*shape)):
         split = jax.jit(lambda key: decoder.init_params(TINY, key))(jax.random.key(4))

@@ -37,8 +37,10 @@ def exact(q, k, v, documents, window):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("packed", "window"),
+    [(True, 100), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, 0), (False, 100), (False, 0)])],
+)
 def test_values_and_gradients(name, window, packed):
     (q, k, v), g, documents = inputs()
     documents = documents if packed else None

@@ -13,8 +13,6 @@ from pma_jax.model import decoder, experts, moe
 from pma_jax.model.loss import loss_sums
 from pma_jax.runtime.mesh import AXES, put_batch
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 TINY = ModelConfig(
     vocabulary_size=32,
     width=16,
@@ -170,7 +168,7 @@ SHAPES = [
 ]
 
 
-QUICK = (1, 3, 5)  # the others are slow
+QUICK = (5,)  # the others are slow
 
 
 @pytest.mark.mesh
@@ -196,6 +194,7 @@ def test_a_mesh_changes_no_number(shape, bias):
         assert metrics["load_max_violation"] > 1 and metrics["load_min_violation"] == -1
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_many_small_rounds_change_no_number(monkeypatch):
     monkeypatch.setattr(experts, "ROUND_CAPACITY_FACTOR", 0.2)
@@ -291,6 +290,7 @@ def test_the_balance_loss_is_least_when_even_and_most_when_all_tokens_agree():
     assert float(moe._balance_loss(peaked, jnp.zeros((2, 8, 1), jnp.int32))) == pytest.approx(2 * 8 * 4)
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_float32_gradients_and_nearly_the_loss():
     config = dataclasses.replace(TINY, compute_dtype="bfloat16")
     (value, _), gradients = loss_sums_and_gradients(config, fresh(TINY), TOKENS)

@@ -34,7 +34,9 @@ def test_matrix_parameters_are_the_models_without_norms_embedding_and_output(tie
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize(("name", "passes"), [("evaluation_step", 1), ("train_step", 3)])
+@pytest.mark.parametrize(
+    ("name", "passes"), [("evaluation_step", 1), pytest.param("train_step", 3, marks=pytest.mark.slow)]
+)
 def test_analytic_flops_are_what_the_compiler_multiplies(name, passes, scan):
     """Parameters and output to the last FLOP; attention between what is seen (half) and the whole square.
 
@@ -47,6 +49,7 @@ def test_analytic_flops_are_what_the_compiler_multiplies(name, passes, scan):
     assert parts["attention"] <= attention <= (1 if passes == 1 else 4 / 3) * 2 * parts["attention"]
 
 
+@pytest.mark.slow
 def test_recomputing_costs_a_forward_pass_more():
     plain, remat = (
         counts.matmul_flops(program("train_step", dataclasses.replace(MODEL, remat=remat)).program)
@@ -61,6 +64,7 @@ def test_recomputing_costs_a_forward_pass_more():
     assert 0.7 * blocks < remat - plain < 1.2 * blocks
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_a_mesh_shares_the_products_out():
     whole = counts.matmul_flops(program("train_step", MODEL).program)

@@ -28,6 +28,7 @@ def files_bytes(folder):
     return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_bytes_on_disk_of_a_run_that_keeps_some(workspace, tmp_path):
     config = tiny.config(workspace, **RETENTION)
     run = train(config, tmp_path / "run")

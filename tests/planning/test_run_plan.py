@@ -93,6 +93,7 @@ def mixture(**changes):
     return configuration.resolve(raw)
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_a_mixtures_plan_has_the_exchange_of_its_experts_and_merges_its_bias():
     numbers = planned(mixture(**{"mesh.fsdp": 2, "mesh.expert": 4}))

@@ -60,6 +60,7 @@ def test_a_run_that_was_cut_is_resumed(cache, finished, workspace, tmp_path, tra
     assert run_cache.training_cost(again)["seconds"] > before, "all sittings count"
 
 
+@pytest.mark.slow
 def test_a_fork_is_known_by_its_parent_its_place_and_its_changes(cache, workspace, trained):
     source = run_cache.get_or_train(cache, tiny.config(workspace))
     fork = run_cache.get_or_fork(cache, source, FORK, ANNEAL)
@@ -112,6 +113,7 @@ print(run_cache.training_cost(run)["seconds"], flush=True)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_that_ask_for_one_run_train_it_once(workspace, tmp_path):
     words = tiny.python(TRAINS, tiny.__file__.rpartition("/")[0], tmp_path, workspace)
     both = [

@@ -64,6 +64,7 @@ def test_branches_of_every_length_can_end_at_a_quarter_half_and_the_end():
     assert Study(Path("cache"), units=16).branch_lengths(4) == [1, 2]
 
 
+@pytest.mark.slow
 def test_trunks_branches_and_losses(study):
     trunk = study.trunk("science_small", 0)
     unit = study.unit_tokens(trunk)
@@ -106,6 +107,7 @@ if __name__ == "__main__":
 PAGE = f"# Page\n\n{pages.BEGIN}\n\n{pages.END}\n\nend\n"
 
 
+@pytest.mark.slow
 def test_a_script_writes_its_results_its_figure_its_page_and_its_row(workspace, tmp_path):
     folder = tmp_path / "experiments" / "question"
     folder.mkdir(parents=True)

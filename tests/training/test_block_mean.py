@@ -138,7 +138,7 @@ def test_a_block_of_nothing_is_of_the_weights_at_its_mark():
     np.testing.assert_array_equal(kept.mean["w"], [2, 4])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
 def test_equal_blocks_average_to_the_dense_mean(blocks, count, seed):
     rows = np.random.default_rng(seed).normal(size=(blocks, count, 8)).astype(np.float32)
@@ -178,6 +178,7 @@ def pointers(tree):
     return [s.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_adds_marks_and_resuming_compile_once(workspace, dense):
     config = dataclasses.replace(dense.config, mesh=MeshConfig(2, 2, 2))
@@ -298,7 +299,7 @@ def test_resuming_is_bitwise_the_uninterrupted_run(dense, copy, step):
     assert_same_run(copy, dense)
 
 
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("kind", ["point", pytest.param("block_mean", marks=pytest.mark.slow)])
 def test_a_state_that_lacks_a_snapshot_of_either_kind_is_not_resumed_from(dense, copy, kind):
     interrupt(copy, 20)
     assert copy.newest_state.step == 20
@@ -341,6 +342,7 @@ def test_a_fork_may_go_without_block_means(dense, tmp_path):
     tiny.assert_equal(state(run, 24).params, state(dense, 24).params)
 
 
+@pytest.mark.slow
 def test_a_fork_may_begin_block_means(dense, weights, workspace, tmp_path):
     # The parent trains the same weights, and keeps no block.
     parent = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "parent")

@@ -20,7 +20,6 @@ from pma_jax.training.optimizer import decay_mask
 from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step
 
-in_a_hurry = pytest.mark.usefixtures("compiled_in_a_hurry")
 V, L, B = 32, 16, 16
 MODEL = ModelConfig(
     vocabulary_size=V,
@@ -77,7 +76,6 @@ def on_one_device():
     return steps(make_config(), submesh(1, 1, 1, 1))
 
 
-@in_a_hurry
 def test_the_bias_moves_by_its_rate_and_the_optimizer_leaves_it_alone():
     state, metrics, biases = on_one_device()
     before = np.zeros_like(biases[0])
@@ -98,10 +96,9 @@ def test_the_bias_moves_by_its_rate_and_the_optimizer_leaves_it_alone():
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     ("shape", "microbatches"),
-    [((8, 1, 1, 1), 2), ((2, 1, 1, 4), 2), ((1, 2, 2, 2), 1)],
+    [*(pytest.param((n, 1, 1, 8 // n), 2, marks=pytest.mark.slow) for n in (8, 2)), ((1, 2, 2, 2), 1)],
     ids=str,
 )
-@in_a_hurry
 def test_any_mesh_and_any_microbatches_are_one_device(shape, microbatches):
     """Also the bias, which the load of the whole batch moves, and the auxiliary losses, by the parameters."""
     state, metrics, _ = steps(make_config(accumulation_steps=microbatches), submesh(*shape))
@@ -111,7 +108,6 @@ def test_any_mesh_and_any_microbatches_are_one_device(shape, microbatches):
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
-@in_a_hurry
 def test_auxiliary_losses_join_the_gradient_and_not_the_reported_loss():
     _, metrics, _ = on_one_device()
     plain = make_config(balance_loss_weight=0.0, router_z_loss_weight=0.0)
@@ -140,6 +136,7 @@ def mixture(workspace, tmp_path_factory):
     return train(config, tmp_path_factory.mktemp("mixture") / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_a_run_learns_and_records_its_load(mixture):
     records = [r for r in mixture.metrics if r["kind"] == "train"]
@@ -149,6 +146,7 @@ def test_a_run_learns_and_records_its_load(mixture):
     assert [r["recipe"] for r in mixture.metrics if r["kind"] == "preview"][-2:] == ["sma:2", "sma:3"]
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_snapshots_hold_the_bias(mixture):
     stored = [tiny.named(tiny.read(s)) for s in mixture.snapshots]
@@ -156,6 +154,7 @@ def test_snapshots_hold_the_bias(mixture):
     assert not np.array_equal(stored[0][BIAS], stored[-1][BIAS])
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_merging_averages_the_bias_with_the_coefficients_of_the_parameters(mixture, tmp_path):
     from pma_jax.cli import main
@@ -171,6 +170,7 @@ def test_merging_averages_the_bias_with_the_coefficients_of_the_parameters(mixtu
         np.testing.assert_allclose(merged[name], expected, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_previews_are_the_loss_of_the_averaged_model_bias_included(mixture):
     stored = [tiny.named(tiny.read(s)) for s in mixture.snapshots[-3:]]
@@ -180,6 +180,7 @@ def test_previews_are_the_loss_of_the_averaged_model_bias_included(mixture):
     assert preview == pytest.approx(tiny.loss_of_sum(mixture, stored, [1 / 3] * 3), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_resuming_is_bitwise_the_uninterrupted_run(mixture, tmp_path):
     shutil.copytree(mixture.path, tmp_path / "run")

@@ -206,8 +206,9 @@ def test_a_run_whose_snapshots_were_moved_away_goes_on_from_its_newest_state(cop
     assert [s.step for s in copy.snapshots] == [20, 24]
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
-def test_a_run_moves_to_another_mesh(finished, copy, workspace, compiled_in_a_hurry):
+def test_a_run_moves_to_another_mesh(finished, copy, workspace):
     interrupt(copy, 16)
     moved = tiny.config(workspace, mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     run = train(moved, copy.path)
@@ -276,8 +277,9 @@ def test_a_horizon_between_marks_ends_with_a_snapshot_and_a_state(workspace, tmp
     assert run.states[0].tokens == 1536, "the step that reaches the horizon is whole"
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
-def test_accumulation_is_the_same_run(finished, workspace, tmp_path, compiled_in_a_hurry):
+def test_accumulation_is_the_same_run(finished, workspace, tmp_path):
     config = tiny.config(workspace, training__accumulation_steps=2, mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     run = train(config, tmp_path / "run")
     for a, e in zip(tiny.numbers(run), tiny.numbers(finished), strict=True):

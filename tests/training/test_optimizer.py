@@ -133,6 +133,7 @@ def with_ema(workspace, tmp_path_factory):
     return tiny.train_and_watch(tiny.config(workspace, **EMA), tmp_path_factory.mktemp("ema") / "run")
 
 
+@pytest.mark.slow
 def test_snapshots_of_schedule_free_are_its_average(schedule_free):
     config, snapshot = schedule_free.config, schedule_free.snapshots[-1]
     state = read_state(schedule_free, 24)
@@ -146,6 +147,7 @@ def test_snapshots_of_schedule_free_are_its_average(schedule_free):
     assert snapshot.loss < schedule_free.snapshots[0].loss
 
 
+@pytest.mark.slow
 def test_schedule_free_resumes_exactly(schedule_free, tmp_path):
     copy = interrupted(schedule_free, tmp_path / "run")
     assert_same_run(train(copy.config, copy.path), schedule_free)

@@ -115,7 +115,7 @@ def test_a_second_signal_ends_the_process_at_once():
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "stopped at once: published checkpoints are intact\n")
 
 

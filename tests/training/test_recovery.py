@@ -117,6 +117,7 @@ def test_what_came_after_the_spike_is_set_aside_and_never_merged(recovered):
     assert newest_snapshot(recovered.path).path.parent.name == "snapshots"
 
 
+@pytest.mark.slow
 def test_the_restarted_state_is_the_mean_with_a_fresh_optimizer_and_the_window_of_before(workspace, recovered):
     run = train(
         config(workspace, checkpoint__keep_states=9, checkpoint__state_interval_tokens=4 * STEP),
@@ -186,7 +187,8 @@ def test_the_data_is_passed_over_where_the_configuration_says_so(recovered, work
     assert losses(run.metrics)[event["step"] + 1] != losses(recovered.metrics)[event["step"] + 1]
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("keep", marks=pytest.mark.slow), "restore"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["keep", "restore"])
 def test_the_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, optimizer):
     # States at every mark of the snapshots: one between the marks goes when the next is saved.
     keys = {
@@ -226,6 +228,7 @@ def test_without_attempts_a_spike_is_told_and_training_goes_on(recovered, worksp
     assert losses(run.metrics) | losses(aside(recovered)) == losses(run.metrics), "the same run up to there"
 
 
+@pytest.mark.slow
 def test_the_attempts_are_bounded_and_each_goes_further_back(workspace, tmp_path):
     # No warm-up after going back: the rate is the one that throws it off.
     keys = config(workspace, spikes__warmup_tokens=0, training__total_tokens=96 * STEP)
@@ -240,6 +243,7 @@ def test_the_attempts_are_bounded_and_each_goes_further_back(workspace, tmp_path
         train(keys, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_a_spike_before_the_first_snapshot_is_told(workspace, tmp_path):
     keys = config(workspace, checkpoint__interval_tokens=40 * STEP)
@@ -284,14 +288,8 @@ DEATHS = [
 ]
 
 
-QUICK = (3,)  # the others are slow
-
-
-@pytest.mark.parametrize(
-    "death",
-    [pytest.param(d, marks=() if i in QUICK else pytest.mark.slow) for i, d in enumerate(DEATHS)],
-    ids=lambda death: f"{death[1]}-{death[2]}",
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: f"{death[1]}-{death[2]}")
 def test_a_kill_anywhere_in_a_recovery_resumes_bitwise(recovered, workspace, tmp_path, death):
     file = tiny.write_config(tmp_path / "config.py", workspace, **KEYS)
     words = ["train", "--config", file, "--workdir", str(tmp_path / "run")]
@@ -396,6 +394,7 @@ def test_a_fork_begins_a_detector_where_its_parent_had_none_or_another(finished,
     assert states.restore_state(finished.states[-1], abstract_state(without, make_mesh(without.mesh))).detector is None
 
 
+@pytest.mark.slow
 def test_detection_changes_no_number_of_training(finished, workspace, tmp_path):
     run = train(tiny.config(workspace, spikes__detect=False), tmp_path / "run")
     for a, e in zip(tiny.numbers(run), tiny.numbers(finished), strict=True):

@@ -30,6 +30,7 @@ def test_a_run_begins_with_the_weights_of_a_model_that_came_in(finished, workspa
     assert [s.step for s in train(begun, tmp_path / "run").snapshots] == [4]
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_its_own_state_not_from_the_start_again(finished, workspace, tmp_path):
     whole = tiny.config(workspace, training__start_from=str(finished.path), preview__windows=())
     first = train(whole, tmp_path / "whole")
@@ -56,7 +57,6 @@ def test_another_model_is_refused_with_the_keys_to_give(finished, workspace, tmp
 # --- Mixtures of experts ----------------------------------------------------------------------------------------------
 
 BIAS = "blocks/moe/router_bias_E"
-in_a_hurry = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 
 def mixture(workspace, start_from, **changes):
@@ -85,8 +85,8 @@ def begun(config):
     return tiny.named(jax.tree.map(np.asarray, state.params))
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
-@in_a_hurry
 def test_a_mixture_that_came_in_begins_as_it_is_and_with_a_bias_of_zero(imported, workspace):
     expected = tiny.named(tiny.read(imported))
     without = begun(mixture(workspace, imported.path, mesh__data=4, mesh__fsdp=2))
@@ -96,8 +96,8 @@ def test_a_mixture_that_came_in_begins_as_it_is_and_with_a_bias_of_zero(imported
     tiny.assert_equal(with_bias, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
-@in_a_hurry
 def test_a_mixture_that_came_in_trains_and_goes_out_and_on_from_another_mesh(imported, workspace, tmp_path):
     learning = {"training__total_tokens": 2048, "training__balance_loss_weight": 0.01, "preview__windows": ()}
     split = mixture(workspace, imported.path, mesh__data=2, mesh__expert=4, **learning)
@@ -110,8 +110,8 @@ def test_a_mixture_that_came_in_trains_and_goes_out_and_on_from_another_mesh(imp
     tiny.assert_equal(begun(mixture(workspace, run.path, mesh__data=1, mesh__fsdp=4, mesh__expert=2)), learnt)
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
-@in_a_hurry
 def test_a_bias_goes_along_and_is_never_dropped(workspace, tmp_path):
     model = {"model__router_bias": True, "model__shared_experts": 1, "model__router_scores": "sigmoid"}
     written = mixture(workspace, "", **model, mesh__data=2, mesh__expert=4)

@@ -16,8 +16,6 @@ from pma_jax.training.optimizer import decay_mask
 from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 V, L, B = 32, 16, 16
 MODEL = ModelConfig(vocabulary_size=V, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32, qk_norm=True)
 OPTIMIZER = OptimizerConfig(b1=0.8, b2=0.9, epsilon=1e-6, weight_decay=0.3, clip_norm=0.5)
@@ -139,6 +137,7 @@ def test_decay_leaves_the_scales_of_norms_alone():
     }
 
 
+@pytest.mark.slow
 def test_z_loss_joins_the_gradient_and_not_the_reported_loss_and_no_clip_is_none():
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=0.0)
     config = make_config(optimizer=optimizer, z_loss_weight=0.1)
