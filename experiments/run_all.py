@@ -1,16 +1,16 @@
-"""Run all experiments that share trunks, one after the other; finished work is not repeated.
+"""Run all experiments that share trunks, in order; finished work is not repeated.
 
 Command:   python experiments/run_all.py --runs runs/science
 
-    --jobs 2                            two at a time, each on half of the cores: faster for small models, which do not
+    --jobs 2                            two at a time, each on half of the cores; faster for small models, which do not
                                         use two cores fully
     --only stable_phase,learning_rate   only these experiments
     --tiny --out FOLDER                 all of them in a minute or two, to check that they run; the numbers mean nothing
     --list                              list the experiments, and which have results
 
---runs keeps trained runs and evaluated merges, so that a second call resumes an interrupted one, and a third only
-redraws tables and figures. All other options are passed to every script: --seeds, --config.KEY=VALUE. When a script
-fails, the failure is reported, the others continue, and the exit status is 1.
+--runs stores trained runs and evaluated merges: the same command resumes an interrupted call, and after a completed one
+only redraws tables and figures. All other options, such as --seeds and --config.KEY=VALUE, are passed to every script.
+If a script fails, the failure is reported, the others continue, and the exit status is 1.
 """
 
 import argparse
@@ -41,33 +41,48 @@ QUESTIONS = (
 def main() -> int:
     """Run the scripts and return the exit status: 0 if all succeeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, help="directory of the runs, shared by all")
+    parser.add_argument("--runs", type=Path, help="directory of runs, shared by all experiments")
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="Q,Q", help="only these experiments")
     parser.add_argument("--out", type=Path, help="write results to OUT/NAME instead of next to the scripts")
-    parser.add_argument("--jobs", type=int, default=1, help="experiments at a time, each on its share of the cores (1)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="experiments at a time; each has an equal share of the cores (default 1)"
+    )
     parser.add_argument("--list", action="store_true", help="list the experiments, and which have results")
     options, rest = parser.parse_known_args()
-    there = [name for name in QUESTIONS if (FOLDER / name / "script.py").exists()]
-    unknown = sorted(set(options.only or ()) - set(there))
+    available = [name for name in QUESTIONS if (FOLDER / name / "script.py").exists()]
+    unknown = sorted(set(options.only or ()) - set(available))
     if unknown:
-        parser.error(f"no question is called {', '.join(unknown)}: there are {', '.join(there)}")
-    chosen = [name for name in there if not options.only or name in options.only]
+        parser.error(f"unknown experiment {', '.join(unknown)}: choose from {', '.join(available)}")
+    chosen = [name for name in available if not options.only or name in options.only]
     if options.list:
         for name in chosen:
             print(f"{name:24} {'has results' if (FOLDER / name / 'results.json').exists() else 'no results yet'}")
         return 0
     if not options.runs:
-        parser.error("give --runs FOLDER")
+        parser.error("--runs is missing: give the directory of the runs")
     if not 1 <= options.jobs <= len(available_cores()):
-        parser.error(f"--jobs {options.jobs}: give 1 to {len(available_cores())}, the number of cores")
-    failed = run(chosen, options.runs, options.out, rest, options.jobs)
+        parser.error(f"--jobs is {options.jobs}: give 1 to {len(available_cores())}, the number of cores")
+    failed = run_scripts(chosen, options.runs, options.out, rest, options.jobs)
     if failed:
-        print(f"error: {', '.join(failed)} failed: see above, then run the same command again", file=sys.stderr)
+        print(
+            f"error: {', '.join(failed)} failed: fix the errors above and run the same command again", file=sys.stderr
+        )
     return 1 if failed else 0
 
 
-def run(names: Sequence[str], runs: Path, out: Path | None, rest: Sequence[str], jobs: int) -> list[str]:
-    """Run the scripts, `jobs` at a time, and return the names of those that failed."""
+def run_scripts(names: Sequence[str], runs: Path, out: Path | None, options: Sequence[str], jobs: int) -> list[str]:
+    """Run the scripts of experiments.
+
+    Args:
+        names: experiments, in order.
+        runs: directory of runs, shared by all experiments.
+        out: directory of the results, one subdirectory per experiment; None: next to each script.
+        options: passed to every script.
+        jobs: scripts that run at a time, each on its share of the cores.
+
+    Returns:
+        The names of the experiments that failed.
+    """
     began = time.monotonic()
     shares: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
     for share in split_cores(jobs):
@@ -75,19 +90,19 @@ def run(names: Sequence[str], runs: Path, out: Path | None, rest: Sequence[str],
 
     def run_one(numbered: tuple[int, str]) -> bool:
         number, name = numbered
-        place = f"[{number} of {len(names)}] {name}"
-        print(place, file=sys.stderr, flush=True)
-        words = ["--runs", str(runs), *rest, *(["--out", str(out / name)] if out else [])]
-        since = time.monotonic()
-        status = subprocess.run([sys.executable, str(FOLDER / name / "script.py"), *words], check=False).returncode
-        verdict = f"failed with status {status}" if status else "done"
-        minutes = [(time.monotonic() - t) / 60 for t in (since, began)]
-        print(f"{place}: {verdict} in {minutes[0]:.1f} minutes, {minutes[1]:.1f} in all", file=sys.stderr, flush=True)
+        label = f"[{number} of {len(names)}] {name}"
+        print(label, file=sys.stderr, flush=True)
+        arguments = ["--runs", str(runs), *options, *(["--out", str(out / name)] if out else [])]
+        started = time.monotonic()
+        status = subprocess.run([sys.executable, str(FOLDER / name / "script.py"), *arguments], check=False).returncode
+        outcome = f"failed with status {status}" if status else "done"
+        minutes, total = ((time.monotonic() - t) / 60 for t in (started, began))
+        print(f"{label}: {outcome} in {minutes:.1f} minutes, {total:.1f} in total", file=sys.stderr, flush=True)
         return status == 0
 
     with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: bind_to_cores(shares.get())) as pool:
-        done = list(pool.map(run_one, enumerate(names, start=1)))
-    return [name for name, well in zip(names, done, strict=True) if not well]
+        succeeded = list(pool.map(run_one, enumerate(names, start=1)))
+    return [name for name, success in zip(names, succeeded, strict=True) if not success]
 
 
 def available_cores() -> list[int]:

@@ -110,9 +110,9 @@ def test_the_one_command_goes_on_after_a_failure_and_tells(workspace, runs, tmp_
     assert done.returncode == 1
     assert "[1 of 2] stable_phase: failed" in done.stderr and "[2 of 2] learning_rate: failed" in done.stderr
     refused = subprocess.run([*command, "--only", "no_such"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "no question is called no_such" in refused.stderr
+    assert refused.returncode == 2 and "unknown experiment no_such" in refused.stderr
     refused = subprocess.run([*command, "--runs", str(runs), "--jobs", "0"], capture_output=True, text=True)
-    assert refused.returncode == 2 and "--jobs 0: give 1 to" in refused.stderr
+    assert refused.returncode == 2 and "--jobs is 0: give 1 to" in refused.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes to cores")

@@ -1,9 +1,9 @@
-"""What do averagers that work while training reach with the same tokens, and does merging add to them?
+"""What do averagers that work during training reach with the same tokens, and does merging add to them?
 
 Command:   python experiments/other_averagers/script.py --runs runs/science
 
 Schedule-free AdamW (arXiv 2405.15682) at several rates, and a moving average of the weights over every step at several
-half-lives, against a trunk's raw weights, its merges and its annealed branch.
+half-lives are compared with a trunk's raw weights, its merges and its annealed branch.
 """
 
 from typing import Any
@@ -19,21 +19,21 @@ from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study, run_experiment
 
-RATES = (1.0, 3.0)  # of schedule-free, times the size's own: its authors advise 1 to 10 times
+RATES = (1.0, 3.0)  # of schedule-free, times the size's own; its authors advise 1 to 10 times
 HALF_LIVES = (1, 4)  # of the moving average, in units
-WINDOWS = (2, 4, 8, 16)  # snapshots merged, of each
+WINDOWS = (2, 4, 8, 16)  # snapshots per merge
 TRUNK = "AdamW"
 BLOCKS = "AdamW, block means"
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """Method -> the losses of its model and of merges of its snapshots, for each seed."""
-    found = {str(seed): of_seed(study, seed) for seed in study.seeds}
-    return {"size": study.sizes[0], "facts": study.describe_size(study.sizes[0]), "seeds": found}
+    """Return the losses of each method's model and of merges of its snapshots, for each seed."""
+    seeds = {str(seed): measure_seed(study, seed) for seed in study.seeds}
+    return {"size": study.sizes[0], "facts": study.describe_size(study.sizes[0]), "seeds": seeds}
 
 
-def of_seed(study: Study, seed: int) -> dict[str, Any]:
-    """The same of one seed, and the loss of the annealed branch."""
+def measure_seed(study: Study, seed: int) -> dict[str, Any]:
+    """Return the losses of each method, and of the annealed branch, for one seed."""
     size, end = study.sizes[0], study.units
     trunk = study.trunk(size, seed)
     rate = trunk.config.schedule.peak_rate
@@ -42,47 +42,47 @@ def of_seed(study: Study, seed: int) -> dict[str, Any]:
         changes = ["optimizer.name=schedule_free_adamw", f"schedule.peak_rate={rate * factor}"]
         runs[f"schedule-free, rate x{factor:g}"] = study.trunk(size, seed, changes)
     for units in HALF_LIVES:
-        # The weights are the trunk's: the average alone is added, over the last quarter of the run.
+        # The average does not change training: the fork has the trunk's weights, averaged over the last quarter.
         half_life = f"optimizer.ema_half_life_tokens={units * study.unit_tokens(trunk)}"
         runs[f"EMA, half-life {units}"] = study.fork(trunk, end * 3 // 4, end, [half_life])
-    methods = {name: losses(study, run, "point") for name, run in runs.items()}
-    methods[BLOCKS] = losses(study, trunk, "block_mean")
+    methods = {name: losses_by_window(study, run, "point") for name, run in runs.items()}
+    methods[BLOCKS] = losses_by_window(study, trunk, "block_mean")
     return {"annealed": study.loss(study.anneal(trunk, end * 3 // 4, end)), "methods": methods}
 
 
-def losses(study: Study, run: Run, kind: str) -> dict[str, float]:
-    """Window -> loss at the end; of 1, the loss of the newest snapshot."""
+def losses_by_window(study: Study, run: Run, kind: str) -> dict[str, float]:
+    """Return the loss at the end of the run by window; window 1 is the newest snapshot alone."""
     windows = [w for w in WINDOWS if w <= study.units // 4]
     merges = {1: RAW if kind == "point" else Cell("sma", 1, kind=kind)}
     merges |= {w: Cell("sma", w, kind=kind) for w in windows}
-    found = study.losses(run, merges.values(), [study.units])
-    return {str(w): found[cell, study.units] for w, cell in merges.items()}
+    losses = study.losses(run, merges.values(), [study.units])
+    return {str(w): losses[cell, study.units] for w, cell in merges.items()}
 
 
-# --- What the page shows ----------------------------------------------------------------------------------------------
+# --- The page ---------------------------------------------------------------------------------------------------------
 
 
-def of_method(results: dict[str, Any], name: str, window: str) -> list[float]:
-    """The loss of one merge of one method, of each seed."""
+def losses_of(results: dict[str, Any], name: str, window: str) -> list[float]:
+    """Return the losses of one merge of one method over seeds."""
     return [seed["methods"][name][window] for seed in results["seeds"].values()]
 
 
 def best_window(results: dict[str, Any], name: str) -> str:
-    """The window of the lowest mean loss over seeds, of two snapshots and more: one alone is no merge."""
+    """Return the window of two or more snapshots with the lowest mean loss over seeds."""
     windows = next(iter(results["seeds"].values()))["methods"][name]
     return min(
-        (window for window in windows if window != "1"), key=lambda window: np.mean(of_method(results, name, window))
+        (window for window in windows if window != "1"), key=lambda window: np.mean(losses_of(results, name, window))
     )
 
 
 def report(results: dict[str, Any]) -> str:
-    """One table: each method's model, its best merge, and what merging adds."""
+    """Format the table of each method's model, its best merge, and what merging adds."""
     annealed = [seed["annealed"] for seed in results["seeds"].values()]
-    raw = of_method(results, TRUNK, "1")
+    raw = losses_of(results, TRUNK, "1")
     rows = []
     for name in next(iter(results["seeds"].values()))["methods"]:
-        model, window = of_method(results, name, "1"), best_window(results, name)
-        merged = of_method(results, name, window)
+        model, window = losses_of(results, name, "1"), best_window(results, name)
+        merged = losses_of(results, name, window)
         rows.append(
             [
                 name,
@@ -106,42 +106,42 @@ def report(results: dict[str, Any]) -> str:
     ]
     unit = results["facts"]["unit_tokens"]
     note = (
-        f"{results['size']}, {results['facts']['tokens'] / 1e6:.2f}M tokens, a snapshot every unit of {unit:,}. "
+        f"{results['size']}, {results['facts']['tokens'] / 1e6:.2f}M tokens, one snapshot per unit of {unit:,} tokens. "
         "Half-lives are in units. The window of the best merge was chosen on the same text, by its mean over seeds."
     )
     return f"{pages.format_table(header, [r + [''] * (len(header) - len(r)) for r in rows])}\n\n{note}"
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """The question's row on the page of all."""
+    """Summarize what the best schedule-free run and the best moving average reach, and what merging adds to them."""
     names = list(next(iter(results["seeds"].values()))["methods"])
-    merged = of_method(results, TRUNK, best_window(results, TRUNK))
+    merged = losses_of(results, TRUNK, best_window(results, TRUNK))
     effects = []
     for kind in ("schedule-free", "EMA"):
-        alike = [name for name in names if name.startswith(kind)]
-        best = min(alike, key=lambda name: np.mean(of_method(results, name, "1")))
+        variants = [name for name in names if name.startswith(kind)]
+        best = min(variants, key=lambda name: np.mean(losses_of(results, name, "1")))
         added = pages.format_difference(
-            of_method(results, best, best_window(results, best)), of_method(results, best, "1")
+            losses_of(results, best, best_window(results, best)), losses_of(results, best, "1")
         )
-        against = pages.format_difference(of_method(results, best, "1"), merged)
+        against = pages.format_difference(losses_of(results, best, "1"), merged)
         effects.append((best, against, added))
-    found = "; ".join(
+    verdict = "; ".join(
         f"{name}, less the best merge of AdamW's snapshots: {against} nats" for name, against, _ in effects
     )
     return IndexRow(
         9,
         "With other averagers: what is left to merge?",
         "Tuned averages of one trajectory are alike (Ajroldi et al.); schedule-free needs no decay (Defazio et al.)",
-        found,
+        verdict,
         "best merge less the newest snapshot: " + "; ".join(f"{name}: {added}" for name, _, added in effects),
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Loss against window, of each method."""
+    """Draw the loss of each method against the window."""
     lines = []
     for name, windows in next(iter(results["seeds"].values()))["methods"].items():
-        means = [float(np.mean(of_method(results, name, window))) for window in windows]
+        means = [float(np.mean(losses_of(results, name, window))) for window in windows]
         lines.append(Line(name, [int(window) for window in windows], means))
     annealed = float(np.mean([seed["annealed"] for seed in results["seeds"].values()]))
     lines.append(Line("AdamW, annealed", [1, max(WINDOWS)], [annealed] * 2, dashed=True))

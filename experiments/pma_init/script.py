@@ -1,13 +1,13 @@
-"""Does training go better when it begins from a merge? Another domain, and fine-tuning (PMA, Figures 6 and 7, Table 1).
+"""Is a merge a better start for continued training and fine-tuning? (PMA, Figures 6 and 7, Table 1)
 
 Command:   python experiments/pma_init/script.py --runs runs/science
 
-From the last snapshot of a trunk, and from merges of its newest: training goes on with the sources of another package,
-its rate decaying to 0; and the model is fine-tuned on pairs of signature and docstring to body, loss on bodies only.
+Runs start from the last snapshot of a trunk, and from a merge of its newest snapshots. They continue training on the
+sources of another package, or fine-tune on Python functions (signature and docstring -> body, loss on bodies only).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,39 +24,40 @@ from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study, run_experiment
 
-BEGINS = {"last": RAW, "sma:8": Cell("sma", 8)}
+STARTS = {"last": RAW, "sma:8": Cell("sma", 8)}  # merges that runs start from
 TASKS = {
     "continued training": {
-        "part": 4,  # of the trunk's tokens, one over so many
+        "token_divisor": 4,  # runs take 1/4 of the trunk's tokens
         "rates": (1.0, 0.25),  # times the trunk's
         "changes": ["data.package=scipy"],
     },
     "fine-tuning": {
-        "part": 8,
+        "token_divisor": 8,
         "rates": (0.5, 0.2, 0.05),
-        # Packed pairs do not see each other; byte 0 ends each.
+        # Byte 0 ends each pair, so that packed pairs do not attend to each other.
         "changes": ["data.task=functions", "data.pair_bytes=512", "model.separator_token=0"],
     },
 }
-TEXT_TOKENS = 16_384  # held-out text that these runs are judged by; the functions' own is 31,000 long
+TEXT_TOKENS = 16_384  # held-out tokens for evaluation; the held-out functions have 31,000
 EARLY = 100  # steps whose gradient norms are compared
-MARKS = 8  # snapshots of each of these runs
+UNITS = 8  # snapshots of each run
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """Task -> rate -> begin -> losses and gradient norms, for each seed of the first size."""
-    found = {str(seed): of_seed(study, seed) for seed in study.seeds}
-    return {"size": study.sizes[0], "begins": list(BEGINS), "seeds": found}
+    """Return losses and gradient norms of each task, rate and start, for each seed of the first size."""
+    seeds = {str(seed): measure_seed(study, seed) for seed in study.seeds}
+    return {"size": study.sizes[0], "begins": list(STARTS), "seeds": seeds}
 
 
-def of_seed(study: Study, seed: int) -> dict[str, Any]:
-    """The same of one seed."""
+def measure_seed(study: Study, seed: int) -> dict[str, Any]:
+    """Return task -> rate -> start -> losses and gradient norms, for one seed."""
     trunk = study.trunk(study.sizes[0], seed)
-    begins = {name: study.merge(trunk, cell, study.units) for name, cell in BEGINS.items()}
+    starts = {name: study.merge(trunk, cell, study.units) for name, cell in STARTS.items()}
     return {
         task: {
             f"{rate:g}": {
-                name: measured(study, trained(study, trunk, begin, keys, rate), begin) for name, begin in begins.items()
+                name: measure_run(study, train_from(study, trunk, start, keys, rate), start)
+                for name, start in starts.items()
             }
             for rate in keys["rates"]
         }
@@ -64,12 +65,12 @@ def of_seed(study: Study, seed: int) -> dict[str, Any]:
     }
 
 
-def trained(study: Study, trunk: Run, begin: Snapshot, keys: dict[str, Any], rate: float) -> Run:
-    """A run that starts from a snapshot's weights, a fresh optimizer and a short warm-up, and decays (cosine) to 0."""
+def train_from(study: Study, trunk: Run, start: Snapshot, keys: dict[str, Any], rate: float) -> Run:
+    """Train a run from a snapshot's weights with a fresh optimizer, a short warm-up and a cosine decay to 0."""
     config = trunk.config
-    total = config.training.total_tokens // keys["part"]
+    total = config.training.total_tokens // keys["token_divisor"]
     changes = [
-        f"training.start_from={begin.path}",
+        f"training.start_from={start.path}",
         f"training.total_tokens={total}",
         f"training.log_interval_tokens={config.batch_tokens}",
         f"schedule.peak_rate={config.schedule.peak_rate * rate}",
@@ -79,15 +80,15 @@ def trained(study: Study, trunk: Run, begin: Snapshot, keys: dict[str, Any], rat
         "checkpoint.keep_states_at_tokens=()",
         "checkpoint.kinds=point",
     ]
-    marked = dataclasses.replace(study, units=MARKS)
-    return marked.trunk(study.sizes[0], config.training.seed, [*changes, *keys["changes"]])
+    short_study = dataclasses.replace(study, units=UNITS)
+    return short_study.trunk(study.sizes[0], config.training.seed, [*changes, *keys["changes"]])
 
 
-def measured(study: Study, run: Run, begin: Snapshot) -> dict[str, Any]:
-    """Loss before the first step and at every mark, on the run's own held-out text; gradient norms of its beginning."""
+def measure_run(study: Study, run: Run, start: Snapshot) -> dict[str, Any]:
+    """Return the losses before the first step and at every snapshot, and the gradient norms of the first steps."""
     evaluation = dataclasses.replace(run.config.evaluation, tokens=min(study.evaluation_tokens, TEXT_TOKENS))
     config = dataclasses.replace(run.config, evaluation=evaluation)
-    snapshots = [begin, *run.snapshots]
+    snapshots = [start, *run.snapshots]
     losses = evaluate_merges(config, snapshots, np.eye(len(snapshots))).losses
     norms = [r["gradient_norm"] for r in run.metrics if r["kind"] == "train"]
     early = norms[:EARLY]
@@ -100,15 +101,17 @@ def measured(study: Study, run: Run, begin: Snapshot) -> dict[str, Any]:
     }
 
 
-# --- What the page shows ----------------------------------------------------------------------------------------------
+# --- The page ---------------------------------------------------------------------------------------------------------
 
 
-def over_seeds(results: dict[str, Any], task: str, rate: str, begin: str, of: Any) -> list[float]:
-    """`of` what was measured of one run, for each seed."""
-    return [of(seed[task][rate][begin]) for seed in results["seeds"].values()]
+def over_seeds(
+    results: dict[str, Any], task: str, rate: str, start: str, statistic: Callable[[dict[str, Any]], float]
+) -> list[float]:
+    """Return `statistic` of what was measured of one run, for each seed."""
+    return [statistic(seed[task][rate][start]) for seed in results["seeds"].values()]
 
 
-MEASURES = {
+STATISTICS = {
     "before the first step": lambda m: m["curve"][0][1],
     "after an eighth": lambda m: m["curve"][1][1],
     "at the end": lambda m: m["curve"][-1][1],
@@ -118,48 +121,52 @@ MEASURES = {
 
 
 def report(results: dict[str, Any]) -> str:
-    """A table for each task: losses of the last snapshot's run, and of the others less that."""
+    """Format one table per task: the run from the last snapshot, and the differences of the others from it."""
     parts = []
     for task in TASKS:
         rows = []
         for rate in next(iter(results["seeds"].values()))[task]:
-            for begin in results["begins"]:
-                shown = [cell_text(results, task, rate, begin, of) for of in MEASURES.values()]
-                rows.append([f"x{rate}", begin, *shown])
-        parts.append(f"**{task.capitalize()}.**\n\n{pages.format_table(['rate', 'started from', *MEASURES], rows)}")
+            for start in results["begins"]:
+                shown = [format_cell(results, task, rate, start, statistic) for statistic in STATISTICS.values()]
+                rows.append([f"x{rate}", start, *shown])
+        parts.append(f"**{task.capitalize()}.**\n\n{pages.format_table(['rate', 'started from', *STATISTICS], rows)}")
     note = (
-        f"{results['size']}. Of `last`: the mean over seeds; of the others: less that of `last`, with the interval. "
-        f"Losses are on {TEXT_TOKENS:,} held-out tokens of the task itself, in fine-tuning of bodies alone. Roughness "
-        "is the root mean square change of the log of the gradient norm from step to step; the first steps are "
+        f"{results['size']}. Rows `last`: mean over seeds; other rows: difference from `last`, with its interval. "
+        f"Losses are on {TEXT_TOKENS:,} held-out tokens of the task; in fine-tuning, on bodies only. Roughness is the "
+        "root mean square change of the log of the gradient norm from step to step; the first steps are the first "
         f"{EARLY}."
     )
     return "\n\n".join([*parts, note])
 
 
-def cell_text(results: dict[str, Any], task: str, rate: str, begin: str, of: Any) -> str:
-    """One cell of the table."""
-    found, last = (over_seeds(results, task, rate, name, of) for name in (begin, "last"))
-    return f"{np.mean(last):.4f}" if begin == "last" else pages.format_difference(found, last)
+def format_cell(
+    results: dict[str, Any], task: str, rate: str, start: str, statistic: Callable[[dict[str, Any]], float]
+) -> str:
+    """Format the mean of the run from the last snapshot, or the difference of another run from it."""
+    values, last = (over_seeds(results, task, rate, name, statistic) for name in (start, "last"))
+    return f"{np.mean(last):.4f}" if start == "last" else pages.format_difference(values, last)
 
 
-def best_rate(results: dict[str, Any], task: str, begin: str) -> str:
-    """The rate with the lowest loss at the end, over seeds."""
+def best_rate(results: dict[str, Any], task: str, start: str) -> str:
+    """Return the rate with the lowest mean loss at the end over seeds."""
     rates: Sequence[str] = list(next(iter(results["seeds"].values()))[task])
-    return min(rates, key=lambda rate: np.mean(over_seeds(results, task, rate, begin, MEASURES["at the end"])))
+    return min(rates, key=lambda rate: np.mean(over_seeds(results, task, rate, start, STATISTICS["at the end"])))
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """The question's row on the page of all."""
-    found, effects = [], []
+    """Summarize the differences at the start and at the end of each task."""
+    verdicts, effects = [], []
     for task in TASKS:
-        rates = {begin: best_rate(results, task, begin) for begin in ("last", "sma:8")}
-        ends = {b: over_seeds(results, task, rate, b, MEASURES["at the end"]) for b, rate in rates.items()}
-        starts = {b: over_seeds(results, task, rates["last"], b, MEASURES["before the first step"]) for b in rates}
-        rough = {b: over_seeds(results, task, rates["last"], b, MEASURES["of its first steps"]) for b in rates}
-        start = pages.format_difference(starts["sma:8"], starts["last"])
-        found.append(
-            f"{task} begins {start} nats from the last snapshot's loss, with a "
-            f"roughness of its first gradient norms of {pages.format_difference(rough['sma:8'], rough['last'], 3)}"
+        rates = {start: best_rate(results, task, start) for start in ("last", "sma:8")}
+        ends = {s: over_seeds(results, task, rate, s, STATISTICS["at the end"]) for s, rate in rates.items()}
+        first, rough = (
+            {s: over_seeds(results, task, rates["last"], s, STATISTICS[name]) for s in rates}
+            for name in ("before the first step", "of its first steps")
+        )
+        verdicts.append(
+            f"{task} begins {pages.format_difference(first['sma:8'], first['last'])} nats from the last snapshot's "
+            f"loss, with a roughness of its first gradient norms of "
+            f"{pages.format_difference(rough['sma:8'], rough['last'], 3)}"
         )
         effects.append(
             f"{task}, at the end, each at its best rate: {pages.format_difference(ends['sma:8'], ends['last'])} nats"
@@ -169,29 +176,29 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         "PMA-init: is a merge the better start?",
         "A slightly lower initial loss, parity at the end (Fig. 6); smoother gradient norms (Fig. 7); gains in "
         "fine-tuning that could not be repeated at other sizes (Table 1)",
-        "; ".join(found),
+        "; ".join(verdicts),
         "; ".join(effects),
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Loss curves of each task at each rate, and the gradient norms of the first steps, of the first seed."""
+    """Draw loss curves of each task at each rate, and the gradient norms of the first steps of the first seed."""
     panels = []
     first = next(iter(results["seeds"].values()))
     for task in TASKS:
         for rate in first[task]:
             lines = []
-            for begin in results["begins"]:
-                curves = np.array([seed[task][rate][begin]["curve"] for seed in results["seeds"].values()])
-                lines.append(Line(begin, (curves[0, :, 0] / 1e6).tolist(), curves[:, :, 1].mean(axis=0).tolist()))
+            for start in results["begins"]:
+                curves = np.array([seed[task][rate][start]["curve"] for seed in results["seeds"].values()])
+                lines.append(Line(start, (curves[0, :, 0] / 1e6).tolist(), curves[:, :, 1].mean(axis=0).tolist()))
             panels.append(LinePanel(f"{task}, rate x{rate}: loss", "tokens, millions", lines))
     norms = []
     for task in TASKS:
         rate = next(iter(first[task]))
         lines = [
-            Line(begin, list(range(1, len(series) + 1)), series)
-            for begin in results["begins"]
-            for series in [first[task][rate][begin]["gradient_norms"]]
+            Line(start, list(range(1, len(series) + 1)), series)
+            for start in results["begins"]
+            for series in [first[task][rate][start]["gradient_norms"]]
         ]
         norms.append(LinePanel(f"{task}, rate x{rate}: gradient norm", "step", lines))
     return {"figure.png": to_png(draw_lines(panels)), "gradient_norms.png": to_png(draw_lines(norms, columns=1))}
