@@ -25,7 +25,7 @@ def test_the_script_trains_judges_and_draws(script, workspace, tmp_path, monkeyp
     monkeypatch.setattr(script, "RESET", [])
     tiny_arms = {"restart": "spikes.snapshots=1", "PMA-init N=3": "spikes.snapshots=3"}
     monkeypatch.setattr(script, "ARMS", {arm: [key, "spikes.attempts=1"] for arm, key in tiny_arms.items()})
-    # The climb of tests/training/test_recovery.py: a rate that throws the tiny model off, and slow after going back.
+    # The climb of tests/training/test_rollback.py: a rate that throws the tiny model off, and slow after going back.
     made = tiny.config(workspace, training__total_tokens=64 * tiny.BATCH_TOKENS)
     keys = {
         "data.source": "files",

@@ -308,7 +308,7 @@ def test_a_preemption_notice_to_any_process_stops_all_at_one_step_with_a_state(w
 
 @pytest.mark.slow
 def test_processes_go_back_from_a_spike_together(workspace, tmp_path):
-    """What one process does is test_recovery.py's; a run that falls over is too chaotic to compare number by number."""
+    """What one process does is test_rollback.py's; a run that falls over is too chaotic to compare number by number."""
     spike = {
         "training__total_tokens": 64 * B,
         "schedule__peak_rate": 5.0,
