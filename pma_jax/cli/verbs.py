@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,13 @@ def merge(options: argparse.Namespace) -> None:
 
         share, barrier = hosts.process_index_and_count(), hosts.raise_if_any_failed
     if options.dry_run:
-        engine.check_outputs(plan, outs)
+        engine.resolve_outputs(plan, outs)
     else:
         with _progress(is_shown=share[0] == 0) as progress:
             command = " ".join(["pma", *options.words])
-            merged = engine.merge(plan, outs, command=command, progress=progress, share=share, barrier=barrier)
-        description |= {"notes": [*gathered.notes, *merged.notes], "seconds": merged.seconds}
+            started = time.perf_counter()
+            notes, _ = engine.merge(plan, outs, command=command, progress=progress, share=share, barrier=barrier)
+        description |= {"notes": [*gathered.notes, *notes], "seconds": time.perf_counter() - started}
     if share[0] > 0:
         return
     _print_notes(description["notes"])

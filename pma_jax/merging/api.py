@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from pma_jax.merging import from_storage
 from pma_jax.merging.averager import average_stream
+from pma_jax.merging.engine.rounding import check_rows
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import Snapshot, check_one_kind, read_snapshot, restore_params
 from pma_jax.runtime.mesh import local_mesh
@@ -32,13 +33,12 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
     Raises:
         ValueError: The counts differ, or a snapshot does not fit the first one's model or is of another kind.
     """
-    if len(snapshots) != np.size(weights):
-        raise ValueError(f"{np.size(weights)} weights for {len(snapshots)} snapshots: give one weight per snapshot")
+    weights_1xK = check_rows(np.atleast_2d(weights), len(snapshots))
     check_one_kind(snapshots)
     mesh = mesh or local_mesh()
     abstract = abstract_params(snapshots[0].config.model, mesh)
     with jax.set_mesh(mesh):
-        (merged,) = average_stream((restore_params(s, abstract) for s in snapshots), np.atleast_2d(weights))
+        (merged,) = average_stream((restore_params(s, abstract) for s in snapshots), weights_1xK)
         return merged
 
 

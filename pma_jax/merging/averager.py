@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from pma_jax.merging.agreement import check_equal_integers, check_same, is_float, place
-from pma_jax.merging.engine.rounding import split_coefficients, split_rows
+from pma_jax.merging.engine.rounding import check_rows, split_coefficients, split_rows
 
 __all__ = ["abstract_totals", "add_weighted", "average", "average_stream"]
 
@@ -52,7 +52,7 @@ def average(
         ValueError: The trees differ in structure, shape or dtype (the leaves are named), integer leaves differ, or
             there is not one finite weight per tree.
     """
-    c = _check_weights(np.asarray(weights, np.float64)[None], len(params_K))[0]
+    c = check_rows(np.asarray(weights)[None], len(params_K))[0]
     for k, params in enumerate(params_K[1:], start=2):
         check_same(params_K[0], params, f"checkpoint {k}", dtypes=dtype is None)
     params_K = [place(params, params_K[0]) for params in params_K]
@@ -89,8 +89,7 @@ def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike, *, dtype: DType
     Raises:
         ValueError: As for `average`, as soon as the offending tree has been loaded. Exceptions of `trees` propagate.
     """
-    C = np.asarray(weights_RxK, np.float64)
-    _check_weights(C, np.shape(C)[-1])
+    C = check_rows(weights_RxK, np.shape(weights_RxK)[-1])
     multipliers_RxK, divisors_R = split_rows(C)
     first_R = np.argmax(multipliers_RxK != 0, axis=1)
     abstract, first, totals_R = None, None, [None] * len(C)
@@ -257,13 +256,3 @@ def _load_ahead(trees: Iterator[Any], count: int) -> Iterator[Any]:
             ahead = pool.submit(load, k) if k < count else concurrent.futures.Future()
             yield item
             del item
-
-
-def _check_weights(weights_RxK: np.ndarray, count: int) -> np.ndarray:
-    if weights_RxK.ndim != 2 or not len(weights_RxK):
-        raise ValueError(f"weights must be a matrix with one row per recipe, not of shape {weights_RxK.shape}")
-    if not count or weights_RxK.shape[1] != count:
-        raise ValueError(f"{count} checkpoints need one weight each, not {weights_RxK.shape[1]} weights")
-    if not np.isfinite(weights_RxK).all():
-        raise ValueError("weights must be finite")
-    return weights_RxK

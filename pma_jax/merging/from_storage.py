@@ -60,11 +60,8 @@ def merge_one(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Pa
         ValueError: As `plan_merge` and `engine.merge`; nothing is published then.
     """
     sources = [open_source(address) for address in addresses]
-    rows = np.atleast_2d(np.asarray(weights, np.float64))
-    if rows.shape != (1, len(sources)):
-        raise ValueError(f"{rows.size} weights for {len(sources)} snapshots: give one weight per snapshot")
     check_same_kind(sources)
-    engine.merge(plan(sources, rows, recipes=[recipe], metadata=_merged_metadata(sources)), [out])
+    engine.merge(plan(sources, np.asarray(weights), recipes=[recipe], metadata=_merged_metadata(sources)), [out])
 
 
 def output_paths(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:

@@ -16,6 +16,7 @@ from pma_jax.merging import selection
 from pma_jax.runtime.errors import error_line
 from pma_jax.storage.formats import hub
 from pma_jax.storage.formats.open import load_deferred, open_deferred, open_source
+from pma_jax.storage.formats.orbax_read import has_any
 from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.paths import locate
 
@@ -185,7 +186,7 @@ def _list_snapshots(run: Path, kind: str | None) -> list[str]:
 def _list_checkpoints(path: Path) -> list[Path]:
     """List the checkpoints in a directory; empty if the directory is itself a checkpoint."""
     own = ("*.safetensors", "*.safetensors.index.json", "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
-    if not path.is_dir() or _has_any(path, *own):
+    if not path.is_dir() or has_any(path, *own):
         return []
     return [child for child in path.iterdir() if child.is_dir() and _is_complete_checkpoint(child)]
 
@@ -196,11 +197,7 @@ def _is_complete_checkpoint(path: Path) -> bool:
     # The items of one Orbax checkpoint (params, state) have trees of their own: only steps have a number in their name.
     is_step = _NUMBERS.search(path.name) is not None
     orbax_files = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_METADATA")
-    return _has_any(path, "*.safetensors") or (is_step and _has_any(path, *orbax_files))
-
-
-def _has_any(path: Path, *patterns: str) -> bool:
-    return any(next(path.glob(pattern), None) is not None for pattern in patterns)
+    return has_any(path, "*.safetensors") or (is_step and has_any(path, *orbax_files))
 
 
 def _with_tokens(source: CheckpointSource, tokens_per_step: int) -> CheckpointSource:

@@ -120,17 +120,12 @@ def weights(values: ArrayLike, normalize: bool = False) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A parsed recipe; `str` formats it as text."""
+    """A parsed recipe."""
 
+    text: str
     name: str
-    params: tuple[tuple[str, Any], ...] = ()  # (name, value), in canonical order
-    window: int | None = None  # newest checkpoints that take part; None: all
-
-    def __str__(self) -> str:
-        """Return the text that parses to this recipe."""
-        given = ",".join(_param_text(key, value) for key, value in self.params)
-        parts = [self.name, given, "" if self.window is None else str(self.window)]
-        return ":".join(part for part in parts if part)
+    params: tuple[tuple[str, Any], ...]  # (name, value), in canonical order
+    window: int | None  # newest checkpoints that take part; None: all
 
 
 def parse(text: str) -> Recipe:
@@ -150,7 +145,7 @@ def parse(text: str) -> Recipe:
             raise ValueError(f"the window in {text!r} must be at least 1 checkpoint")
     if len(parts) > 1:
         raise ValueError(f"{text!r} has too many parts: write {method.example}, then a window such as :10")
-    recipe = Recipe(name, _parse_params(name, parts[0] if parts else ""), window)
+    recipe = Recipe(text, name, _parse_params(name, parts[0] if parts else ""), window)
     # Evaluate it once, so that values out of range are reported now and not after checkpoints were read.
     trial = dict(recipe.params)
     size = window or len(trial["values"]) if lists_values else min(window or 3, 3)
@@ -158,11 +153,11 @@ def parse(text: str) -> Recipe:
     return recipe
 
 
-def coefficients(recipe: str | Recipe, tokens: ArrayLike) -> np.ndarray:
+def coefficients(text: str, tokens: ArrayLike) -> np.ndarray:
     """Return the coefficients of a recipe over these checkpoints.
 
     Args:
-        recipe: Text or Recipe.
+        text: The recipe.
         tokens: Integers [K], token positions of the checkpoints, oldest first, increasing.
 
     Returns:
@@ -171,15 +166,15 @@ def coefficients(recipe: str | Recipe, tokens: ArrayLike) -> np.ndarray:
     Raises:
         ValueError: The recipe is invalid, positions do not increase, or there are fewer checkpoints than the window.
     """
-    recipe = parse(recipe) if isinstance(recipe, str) else recipe
+    recipe = parse(text)
     t = np.asarray(tokens)
     if t.ndim != 1 or len(t) == 0:
-        raise ValueError(f"{recipe} needs at least one checkpoint")
+        raise ValueError(f"{text} needs at least one checkpoint")
     if (np.diff(t) <= 0).any():
         raise ValueError("checkpoints must be in order of tokens, oldest first, each position once")
     window = len(t) if recipe.window is None else recipe.window
     if window > len(t):
-        raise ValueError(f"{recipe} asks for {window} checkpoints and there are {len(t)}: choose a smaller window")
+        raise ValueError(f"{text} asks for {window} checkpoints and there are {len(t)}: choose a smaller window")
     row = np.zeros(len(t))
     row[len(t) - window :] = _method(recipe.name).row(t[len(t) - window :], **dict(recipe.params))
     return row
@@ -263,18 +258,6 @@ def _convert(name: str, key: str, kind: type, text: str) -> Any:
     if key == "shape" and value not in DECAY_SHAPES:
         raise ValueError(f"decay has no shape {text!r}: {_nearest(text, DECAY_SHAPES)}")
     return value
-
-
-def _param_text(key: str, value) -> str:
-    if key == "values":
-        return ",".join(_number_text(v) for v in value)
-    return f"{key}={_number_text(value)}"
-
-
-def _number_text(value) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def _is_integer(text: str) -> bool:

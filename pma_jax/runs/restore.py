@@ -64,11 +64,19 @@ def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
 def recorded_digests(path: epath.Path) -> dict[str, str]:
     """Read the digest of each leaf of a snapshot, merge or state; empty if an earlier version wrote it without them."""
     digests_of = steps.read_metadata(path, ()).get("leaves")
-    if digests_of is None and (path / "provenance.json").exists():
-        with report_read_errors(path / "provenance.json"):
-            provenance = json.loads((path / "provenance.json").read_text())
+    if digests_of is None:
+        provenance = read_provenance(path)
         digests_of = provenance.get("leaves") if provenance.get("checksum") == CHECKSUM else None
     return digests_of if isinstance(digests_of, dict) else {}
+
+
+def read_provenance(path: epath.Path) -> dict[str, Any]:
+    """Read what a merge recorded about the snapshot that it made; empty where no merge made it."""
+    file = path / "provenance.json"
+    if not file.exists():
+        return {}
+    with report_read_errors(file):
+        return json.loads(file.read_text())
 
 
 @contextlib.contextmanager

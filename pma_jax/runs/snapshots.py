@@ -115,11 +115,10 @@ def _metadata(snapshot: Snapshot, params: Any) -> dict[str, Any]:
 
 def _read_merge(folder: epath.Path) -> dict[str, Any] | None:
     """Summarise a merged snapshot's provenance; None where no merge made it."""
-    path = folder / "provenance.json"
-    if not path.exists():
+    provenance = restore.read_provenance(folder)
+    if not provenance:
         return None
-    with restore.report_read_errors(path):
-        provenance = json.loads(path.read_text())
+    with restore.report_read_errors(folder / "provenance.json"):
         return {
             "recipe": provenance["recipe"],
             "coefficients": provenance["coefficients"],

@@ -8,7 +8,7 @@ from typing import Any
 
 from pma_jax.runtime.errors import error_line
 
-LIMIT_BYTES = 100_000_000
+LIMIT_BYTES = 100_000_000  # the reference implementation's limit for headers of safetensors, too
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_one_snapshot_is_itself(finished):
 
 
 def test_counts_must_agree(finished):
-    with pytest.raises(ValueError, match="2 weights for 3 snapshots"):
+    with pytest.raises(ValueError, match="2 weights for 3 checkpoints"):
         pma.average(finished.snapshots[:3], [0.5, 0.5])
 
 

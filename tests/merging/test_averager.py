@@ -264,6 +264,6 @@ def test_differing_trees_are_refused_with_every_leaf_named():
 
 def test_wrong_weights_are_refused():
     params_K = make_checkpoints(2)
-    for weights, message in (([1.0], "one weight each"), ([np.nan, 1], "finite")):
+    for weights, message in (([1.0], "1 weights for 2 checkpoints"), ([np.nan, 1], "finite")):
         with pytest.raises(ValueError, match=message):
             averager.average(params_K, weights)

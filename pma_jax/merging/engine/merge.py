@@ -1,6 +1,6 @@
 """Merge checkpoints from storage to storage: every byte is read once, summed in cache, and written in place.
 
-    result = merge(plan([open_source(path) for path in paths], coefficients), [out])
+    notes, read_bytes = merge(plan([open_source(path) for path in paths], coefficients), [out])
 
 A merge never holds a complete model. It works beside its target in `.NAME.partial-…`, journals finished units, and
 publishes with one rename; killed at any moment, the same call resumes it. For a bucket it works in the local temporary
@@ -10,7 +10,6 @@ directory and uploads the finished checkpoint (see `publish`).
 import queue
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,23 +35,6 @@ _FLUSH_INTERVAL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class MergeResult:
-    """A finished merge.
-
-    Attributes:
-        outs: The directories that were published, one per recipe.
-        notes: What the user should know, one line each.
-        read_bytes: Bytes of leaves that this call read in this process; less than the plan's after a resume.
-        seconds: Wall time.
-    """
-
-    outs: tuple[Path, ...]
-    notes: tuple[str, ...]
-    read_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class _Output:
     """The directory to publish, the one to work in, and whether an interrupted run of this merge has published it."""
 
@@ -74,7 +56,7 @@ def merge(
     command: str = "",
     share: tuple[int, int] = (0, 1),
     barrier: Barrier | None = None,
-) -> MergeResult:
+) -> tuple[list[str], int]:
     """Run a plan, or resume it, and publish one directory per recipe.
 
     Args:
@@ -87,15 +69,18 @@ def merge(
         barrier: Called by every process with its error or None; waits for all of them and raises in each if any failed
             (`hosts.raise_if_any_failed`). Required with several processes.
 
+    Returns:
+        What the user should know, one line each, and the bytes of leaves that this call read in this process: fewer
+        than the plan's after a resume.
+
     Raises:
         ValueError: An output exists, a value is not finite, integer leaves differ, or a source is corrupt; one line.
             Nothing is published, and the working directory of a refused merge is removed.
     """
-    started = time.perf_counter()
     process, processes = share
     if not 0 <= process < processes or (processes > 1 and barrier is None):
         raise ValueError(f"the share {share} is not (process, processes), or several processes have no barrier")
-    outputs = _resolve_outputs(plan, outs)
+    outputs = resolve_outputs(plan, outs)
     if processes > 1 and any(is_bucket(output.target) for output in outputs):
         raise ValueError(
             f"{outputs[0].target}: several processes merge to a disk that all of them share; to a bucket, use one "
@@ -107,7 +92,7 @@ def merge(
     with journal.lock_work_directory(works[0], process), _remove_if_refused(works, process):
         with _barrier_after(barrier):
             # Again, under the lock: another process may have finished the same merge in the meantime.
-            outputs = _resolve_outputs(plan, outs)
+            outputs = resolve_outputs(plan, outs)
             for output in outputs:
                 output.work.mkdir(parents=True, exist_ok=True)
                 if not output.is_published:
@@ -116,8 +101,7 @@ def merge(
         with _barrier_after(barrier):
             if process == 0:
                 notes = _publish_outputs(plan, outputs, command)
-    targets = tuple(output.target for output in outputs)
-    return MergeResult(targets, (*plan.notes, *notes), read_bytes, time.perf_counter() - started)
+    return [*plan.notes, *notes], read_bytes
 
 
 @contextmanager
@@ -149,17 +133,13 @@ def _remove_if_refused(works: Sequence[Path], process: int) -> Iterator[None]:
         raise
 
 
-def check_outputs(plan: MergePlan, outs: Sequence[str | Path]) -> None:
-    """Check the outputs as `merge` does before it writes.
+def resolve_outputs(plan: MergePlan, outs: Sequence[str | Path]) -> list[_Output]:
+    """Return the outputs, after the checks that `merge` does before it writes.
 
     Raises:
-        ValueError: An output exists already, two are the same, or the disk has too little free space; one line.
+        ValueError: An output exists already and no interrupted run of this merge published it, two are the same, or the
+            disk has too little free space; one line.
     """
-    _resolve_outputs(plan, outs)
-
-
-def _resolve_outputs(plan: MergePlan, outs: Sequence[str | Path]) -> list[_Output]:
-    """Return the outputs; refuse every existing target that an interrupted run of this merge did not publish."""
     outputs = []
     for out in outs:
         target = locate(out).absolute()

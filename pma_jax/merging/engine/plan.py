@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.merging.engine.rounding import check_rows
 from pma_jax.merging.engine.schedule import Schedule, make_schedule
 from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS
 from pma_jax.storage.formats.layout import OutputLayout
@@ -105,9 +106,9 @@ def plan(
     """
     if not sources:
         raise ValueError("nothing to merge: give at least one checkpoint")
-    rows = np.atleast_2d(np.asarray(coefficients, np.float64))
+    rows = check_rows(np.atleast_2d(coefficients), len(sources))
     names = tuple(recipes) if recipes is not None else ("weights",) * len(rows)
-    _check_coefficients(rows, names, len(sources))
+    _check_recipes(rows, names)
     if dtype not in DTYPES:
         raise ValueError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     _check_leaves(sources)
@@ -126,15 +127,9 @@ def plan(
     return replace(merge_plan, digest=_compute_digest(merge_plan))
 
 
-def _check_coefficients(rows: np.ndarray, names: Sequence[str], count: int) -> None:
-    if rows.ndim != 2 or rows.shape[1] != count or not len(rows):
-        raise ValueError(
-            f"{count} checkpoints need {count} coefficients per recipe, not an array of shape {list(rows.shape)}"
-        )
+def _check_recipes(rows: np.ndarray, names: Sequence[str]) -> None:
     if len(names) != len(rows):
         raise ValueError(f"{len(rows)} rows of coefficients need as many recipe names, not {len(names)}")
-    if not np.isfinite(rows).all():
-        raise ValueError("a coefficient is not a finite number")
     for name, row in zip(names, rows, strict=True):
         if not row.any():
             raise ValueError(f"every coefficient of {name} is zero")

@@ -17,6 +17,22 @@ from numpy.typing import ArrayLike
 LARGEST_INTEGER = 1024  # 11 bits: its product with a bfloat16 or float16 value is exact in float32
 
 
+def check_rows(rows_RxK: ArrayLike, count: int) -> np.ndarray:
+    """Return rows of weights for `count` checkpoints as float64 [R, K].
+
+    Raises:
+        ValueError: They are not a matrix with one finite weight per recipe and checkpoint.
+    """
+    rows = np.asarray(rows_RxK, np.float64)
+    if rows.ndim != 2 or not len(rows):
+        raise ValueError(f"weights must be a matrix with one row per recipe, not of shape {rows.shape}")
+    if not count or rows.shape[1] != count:
+        raise ValueError(f"{rows.shape[1]} weights for {count} checkpoints: give one weight per checkpoint")
+    if not np.isfinite(rows).all():
+        raise ValueError("weights must be finite")
+    return rows
+
+
 def split_coefficients(coefficients: ArrayLike) -> tuple[np.ndarray, float]:
     """Split a row of coefficients into multipliers for the sum and one divisor for the end.
 

@@ -32,10 +32,11 @@ _ITEMS = ("params", "model", "default", "state", "train_state", "items")
 
 def is_orbax(path: Path) -> bool:
     """Return whether a directory looks like one Orbax checkpoint, or like a directory of several."""
-    return _has_any(path, _TREE, _CHECKPOINT, _DATABASE, f"*/{_TREE}", f"*/{_CHECKPOINT}", *_ARRAYS)
+    return has_any(path, _TREE, _CHECKPOINT, _DATABASE, f"*/{_TREE}", f"*/{_CHECKPOINT}", *_ARRAYS)
 
 
-def _has_any(path: Path, *patterns: str) -> bool:
+def has_any(path: Path, *patterns: str) -> bool:
+    """Return whether a directory holds a file that matches one of the patterns."""
     return any(next(path.glob(pattern), None) is not None for pattern in patterns)
 
 
@@ -109,10 +110,10 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 def _find_item(path: Path, keys: list[str]) -> tuple[Path, str, list[str]]:
     """Return (the tree's directory, its item's name or "", notes); remove the item's name from `keys`."""
-    if _has_any(path, _TREE, _DATABASE, *_ARRAYS):
+    if has_any(path, _TREE, _DATABASE, *_ARRAYS):
         return path, "", []
     children = sorted(child for child in path.iterdir() if child.is_dir())
-    items = {child.name: child for child in children if _has_any(child, _TREE, _DATABASE, *_ARRAYS)}
+    items = {child.name: child for child in children if has_any(child, _TREE, _DATABASE, *_ARRAYS)}
     if keys and keys[0] in items:
         return items[keys[0]], keys.pop(0), []
     steps = [child.name for child in children if (child / _CHECKPOINT).exists() and child.name not in items]

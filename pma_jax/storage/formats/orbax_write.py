@@ -49,7 +49,7 @@ def orbax_layout(
         chunk = _chunk_shape(leaf)
         texts[f"{folder}{name}/zarr.json"] = _json(_array_metadata(leaf, chunk))
         byte_ranges[name] = tuple(_chunk_ranges(folder + name, leaf, chunk))
-        sizes |= {str(part.path): _chunk_nbytes(leaf, chunk) for part in byte_ranges[name]}
+        sizes |= {str(part.path): LeafInfo(chunk, leaf.dtype).nbytes for part in byte_ranges[name]}
     if is_orbax and template.metadata["sharding"]:
         texts[f"{folder}_sharding"] = _json(template.metadata["sharding"])
     texts[f"{folder}_METADATA"] = _json(
@@ -121,16 +121,12 @@ def _array_metadata(leaf: LeafInfo, chunk: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _chunk_nbytes(leaf: LeafInfo, chunk: tuple[int, ...]) -> int:
-    return LeafInfo(chunk, leaf.dtype).nbytes
-
-
 def _chunk_ranges(folder: str, leaf: LeafInfo, chunk: tuple[int, ...]) -> list[ByteRange]:
     if not leaf.elements:
         return []
     if not leaf.shape:
         return [ByteRange(Path(folder, "c"), 0, leaf.nbytes)]
-    chunk_nbytes = _chunk_nbytes(leaf, chunk)
+    chunk_nbytes = LeafInfo(chunk, leaf.dtype).nbytes
     tail = "/0" * (len(leaf.shape) - 1)
     return [
         ByteRange(Path(folder, f"c/{number}{tail}"), 0, min(chunk_nbytes, leaf.nbytes - start))

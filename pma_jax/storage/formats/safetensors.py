@@ -14,7 +14,7 @@ from typing import Any
 
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
-from pma_jax.storage.json_files import json_bytes, parse_json, read_object
+from pma_jax.storage.json_files import LIMIT_BYTES, json_bytes, parse_json, read_object
 
 _ABBREVIATIONS = {"FLOAT": "F", "UINT": "U", "INT": "I"}
 # bfloat16 -> BF16, float8_e4m3fn -> F8_E4M3, uint8 -> U8, bool -> BOOL.
@@ -23,8 +23,6 @@ CODE_OF_DTYPE = {
     for dtype in ITEM_BYTES
 }
 DTYPE_OF_CODE = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
-# The reference implementation's own limit.
-HEADER_LIMIT_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64
 
 
@@ -49,7 +47,7 @@ def read_header(path: Path) -> Header:
         if len(prefix) < 8:
             raise ValueError(f"{path}: {file_bytes} bytes is too short for a safetensors file; fetch it again")
         header_bytes = int.from_bytes(prefix, "little")
-        if header_bytes > min(HEADER_LIMIT_BYTES, file_bytes - 8):
+        if header_bytes > min(LIMIT_BYTES, file_bytes - 8):
             raise ValueError(
                 f"{path}: the header claims {header_bytes} bytes and the file has {file_bytes}; "
                 "it is cut short or not a safetensors file"
