@@ -147,6 +147,14 @@ def test_formats_convert_both_ways(tmp_path):
     np.testing.assert_array_equal(read_leaf(open_source(tmp_path / "c"), "emb"), np.asarray(tree(0)["emb"]))
 
 
+@pytest.mark.parametrize("kind", ["v1", "v1 zarr2 files"])
+def test_names_that_an_address_would_escape(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(zarr, "ZstdFrames", lambda *_: None)
+    LAYOUTS[kind](tmp_path / "a#b 100%20", {"w%41": tree(0)["emb"]})
+    source = open_source(tmp_path / "a#b 100%20")
+    np.testing.assert_array_equal(read_leaf(source, "w%41"), tree(0)["emb"])
+
+
 def test_a_database_with_several_levels(tmp_path):
     params = {f"leaf{n}": jnp.full((600,), n, jnp.float32) for n in range(1500)}
     save_v1(tmp_path / "0", params, compression=False)

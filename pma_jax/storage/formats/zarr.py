@@ -6,6 +6,7 @@ file. Chunks that are compressed, or do not span complete rows, are decoded by t
 
 import math
 import re
+import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,9 @@ def read_array(store: Store, name: str) -> Array:
         raise ValueError(f"{what}: claims the shape {str(list(shape))[:80]}; no array is that large, it is corrupt")
     spec = {
         "driver": driver,
-        "kvstore": _kvstore(store, name),
+        "kvstore": {"driver": "ocdbt", "base": _url(store.directory), "path": f"{name}/"}
+        if store.is_ocdbt
+        else _url(store.directory / name),
         "metadata": metadata,
         "assume_metadata": True,
         # A truncated array must not be read as zeros.
@@ -227,17 +230,10 @@ def _length_in_shard(shard: ByteRange) -> int | None:
     return length if (offset, length) == (0, shard.nbytes - _SHARD_INDEX_BYTES) else None
 
 
-def _kvstore(store: Store, name: str) -> dict[str, Any]:
-    if store.is_ocdbt:
-        return {"driver": "ocdbt", "base": _url(store.directory), "path": f"{name}/"}
-    if is_bucket(store.directory):
-        bucket, _, prefix = str(store.directory).partition("://")[2].partition("/")
-        return {"driver": "gcs", "bucket": bucket, "path": f"{prefix}/{name}/"}
-    return {"driver": "file", "path": f"{store.directory}/{name}/"}
-
-
 def _url(directory: Path) -> str:
-    return f"{directory}/" if is_bucket(directory) else f"file://{directory}/"
+    """Return a directory's address as tensorstore takes it."""
+    scheme, _, name = (str(directory) if is_bucket(directory) else f"file://{directory}").partition("://")
+    return f"{scheme}://{urllib.parse.quote(name)}/"
 
 
 def open_store(directory: Path, fills_missing: bool) -> Store:
