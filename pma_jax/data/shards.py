@@ -178,10 +178,10 @@ def _digest(data: config.DataConfig, corpus_digest: str, tokenizer: str) -> str:
 def _lock_cache_entry(cache: Path, key: str, console: rich.console.Console) -> Iterator[None]:
     """Hold the lock of `key`, which the kernel releases when the process dies, and remove abandoned directories."""
 
-    def report_waiting() -> None:
+    def report_waiting(_: object) -> None:
         console.print("waiting for another process to prepare the same tokens")
 
-    with locks.locked(cache / f".{key}.lock", before_waiting=report_waiting) as (_, is_locked):
+    with locks.locked(cache / f".{key}.lock", report_waiting) as (_, is_locked):
         # Without locks (some network file systems) several processes do the same work; the rename is still atomic.
         for abandoned in cache.glob(f".{key}.*.tmp") if is_locked else ():
             shutil.rmtree(abandoned)

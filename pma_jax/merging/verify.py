@@ -31,8 +31,6 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
         return list(_verify_run(open_run(folder)))
     if (folder / provenance.FILE_NAME).exists() or not (folder / steps.METADATA_FILE).exists():
         return list(_verify_merge(locate(folder), with_sources))
-    if METADATA_DIGEST_KEY not in steps.read_metadata(folder, ()):
-        raise ValueError(f"{folder} has no digests: it was imported, or written by an earlier version")
     return list(_verify_step(folder))
 
 
@@ -45,18 +43,15 @@ def _verify_run(run: Run) -> Iterator[str]:
     for name in STEP_FOLDERS:
         for path in steps.published(run.path / name):
             try:
-                has_digests = METADATA_DIGEST_KEY in steps.read_metadata(path, ())
+                yield from _verify_step(path)
             except ValueError as error:
                 yield str(error)
-                continue
-            if has_digests:
-                yield from _verify_step(path)
-            else:
-                yield f"{path} has no digests: an earlier version wrote it"
 
 
 def _verify_step(path: epath.Path) -> Iterator[str]:
     metadata = steps.read_metadata(path, ())
+    if METADATA_DIGEST_KEY not in metadata:
+        raise ValueError(f"{path} has no digests: it was imported, or written by an earlier version")
     # A snapshot has one item, "params". In a state, a leaf's name starts with its item and a part of that item.
     is_state = "position" in metadata
     digests_of: dict[str, dict[str, str]] = {}

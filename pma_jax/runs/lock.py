@@ -40,15 +40,19 @@ def hold(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
     if "://" in str(folder):
         yield None
         return
-    refusal = None if waits else lambda file: _refusal(folder, file)
-    with locks.locked(Path(folder) / FILE_NAME, refusal) as (file, is_locked):
-        note = (
-            None
-            if is_locked
-            else f"{folder}: this file system has no locks: make sure that no second process trains here"
-        )
-        previous = _holder(file)
-        if previous and is_locked:
+
+    def when_held(file: IO[str]) -> None:
+        if not waits:
+            holder = _holder(file) or "another process"
+            raise ValueError(
+                f"{folder} is being trained by {holder}: wait until it ends, stop it, or choose another --workdir"
+            ) from None
+
+    with locks.locked(Path(folder) / FILE_NAME, when_held) as (file, is_locked):
+        note, previous = None, _holder(file)
+        if not is_locked:
+            note = f"{folder}: this file system has no locks: make sure that no second process trains here"
+        elif previous:
             note = f"taking over from {previous}, which ended without releasing {folder}"
         file.seek(0)
         file.truncate()
@@ -59,11 +63,6 @@ def hold(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
         finally:
             file.seek(0)
             file.truncate()
-
-
-def _refusal(folder: epath.Path, file: IO[str]) -> str:
-    holder = _holder(file) or "another process"
-    return f"{folder} is being trained by {holder}: wait until it ends, stop it, or choose another --workdir"
 
 
 def _this_process() -> dict[str, object]:

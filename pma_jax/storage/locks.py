@@ -12,25 +12,17 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def locked(
-    path: Path,
-    refusal: Callable[[IO[str]], str] | None = None,
-    before_waiting: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[IO[str], bool]]:
+def locked(path: Path, when_held: Callable[[IO[str]], None] = lambda _: None) -> Iterator[tuple[IO[str], bool]]:
     """Hold the lock on `path`; the file and its directory are created.
 
     The holder may remove the file when it ends, so the lock counts only if `path` is still the file that was locked.
 
     Args:
         path: the lock file.
-        refusal: formats the error message from the open file if another process holds the lock; None waits instead.
-        before_waiting: called before waiting for another process.
+        when_held: called with the open file if another process holds the lock: raises to refuse, or returns to wait.
 
     Yields:
         The open file, and whether it is locked: False on a file system without locks.
-
-    Raises:
-        ValueError: another process holds the lock, and `refusal` is given.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,21 +31,19 @@ def locked(
         except FileNotFoundError:
             continue  # the directory was removed in between
         with file:
-            is_locked = _lock(file, refusal, before_waiting)
+            is_locked = _lock(file, when_held)
             if is_locked and not _is_at(file, path):
                 continue
             yield file, is_locked
             return
 
 
-def _lock(file: IO[str], refusal: Callable[[IO[str]], str] | None, before_waiting: Callable[[], None]) -> bool:
+def _lock(file: IO[str], when_held: Callable[[IO[str]], None]) -> bool:
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if refusal:
-                raise ValueError(refusal(file)) from None
-            before_waiting()
+            when_held(file)
             fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in _NO_LOCKS:

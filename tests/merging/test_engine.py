@@ -139,10 +139,10 @@ def test_sharded_output_is_read_back_by_its_index(paths, tmp_path):
 
 
 def test_small_files_are_carried_over_and_others_named(paths, tmp_path):
-    merged = run(paths, [0.5, 0.25, 0.25], tmp_path / "out")
+    notes, _ = run(paths, [0.5, 0.25, 0.25], tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "out" / "training_args.bin").exists()
-    assert any("training_args.bin" in note for note in merged.notes)
+    assert any("training_args.bin" in note for note in notes)
     facts = read(tmp_path / "out")
     assert facts["coefficients"] == [0.5, 0.25, 0.25] and facts["copied_leaves"] == ["counts"]
     assert [source["step"] for source in facts["sources"]] == [100, 200, 300]
@@ -150,8 +150,8 @@ def test_small_files_are_carried_over_and_others_named(paths, tmp_path):
 
 def test_rounding_that_loses_the_gain_is_told(tmp_path):
     paths = [make(tmp_path / str(k), k, np.float32, noise=1e-4) for k in range(10)]
-    merged = run(paths, np.full(10, 0.1), tmp_path / "out", dtype="bfloat16")
-    assert any("rounding to bfloat16" in note for note in merged.notes)
+    notes, _ = run(paths, np.full(10, 0.1), tmp_path / "out", dtype="bfloat16")
+    assert any("rounding to bfloat16" in note for note in notes)
     paths = [make(tmp_path / f"wide{k}", k, np.float32, noise=0.1) for k in range(10)]
     assert not any(
         "rounding to" in note for note in run(paths, np.full(10, 0.1), tmp_path / "out2", dtype="bfloat16")[0]

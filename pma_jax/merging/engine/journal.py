@@ -113,10 +113,10 @@ def lock_work_directory(work: Path, process: int) -> Iterator[None]:
         ValueError: Another process holds the lock, or the file system has no locks.
     """
 
-    def refusal(_: object) -> str:
-        return f"{work}: another process is writing this; wait for it"
+    def refuse(_: object) -> None:
+        raise ValueError(f"{work}: another process is writing this; wait for it") from None
 
-    with locks.locked(work / f"lock.{process}", refusal) as (_, is_locked):
+    with locks.locked(work / f"lock.{process}", refuse) as (_, is_locked):
         if not is_locked:
             raise ValueError(f"{work}: this file system has no locks; write to another one")
         yield

@@ -41,20 +41,6 @@ class MergeJob:
         return sums.new_scratch(len(self.plan.recipes), len(self.plan.sources), self.plan.schedule.block_elements)
 
 
-class _UnitStatistics:
-    """Checksums and rounding statistics of one unit, collected while it is merged."""
-
-    def __init__(self, plan: MergePlan, unit: Unit):
-        width, out_width = (ITEM_BYTES[leaves[unit.name].dtype] for leaves in (plan.sources[0].leaves, plan.leaves))
-        self.read = [SegmentHasher(width) for _ in plan.sources]
-        self.written = [SegmentHasher(out_width) for _ in plan.recipes]
-        self.squares = [[0.0, 0.0] for _ in plan.recipes]
-
-    def to_record(self, number: int) -> Record:
-        read, written = ([hasher.hexdigests() for hasher in hashers] for hashers in (self.read, self.written))
-        return Record(number, read, written, self.squares)
-
-
 def merge_sequential_unit(job: MergeJob, number: int, unit: Unit, scratch: sums.Scratch) -> Record:
     """Merge a segment of a leaf that is stored as raw bytes, or a complete leaf that is stored as zstd frames."""
     width = ITEM_BYTES[job.plan.sources[0].leaves[unit.name].dtype]
@@ -95,12 +81,14 @@ def _merge_unit(
     plan, leaf = job.plan, job.plan.sources[0].leaves[unit.name]
     width, out_width = ITEM_BYTES[leaf.dtype], ITEM_BYTES[plan.leaves[unit.name].dtype]
     output_ranges = [ranges[unit.name] for ranges in job.output_ranges]
-    statistics = _UnitStatistics(plan, unit)
+    read_hashers = [SegmentHasher(width) for _ in plan.sources]
+    write_hashers = [SegmentHasher(out_width) for _ in plan.recipes]
+    squares = [[0.0, 0.0] for _ in plan.recipes]
     with open_files([part.path for parts in output_ranges for part in parts], os.O_WRONLY) as targets:
         for start, stop in _pieces(unit.start, unit.stop, region_elements):
             blocks = list(_pieces(start, stop, plan.schedule.block_elements))
             data = np.empty(0, np.uint8)
-            for k, hasher in enumerate(statistics.read):
+            for k, hasher in enumerate(read_hashers):
                 data = read(k, start, stop)
                 for first, last in blocks:
                     block = _block_of_region(scratch, totals, data, first - start, last - start, width)
@@ -110,11 +98,12 @@ def _merge_unit(
             for row, ranges in enumerate(output_ranges):
                 for first, last in blocks:
                     block = _block_of_region(scratch, totals, data, first - start, last - start, width)
-                    squares = statistics.squares[row] if first == unit.start else None
-                    merged = _finish_block(job, unit.name, first, block, last - first, row, squares)
-                    statistics.written[row].update(merged)
+                    sample = squares[row] if first == unit.start else None
+                    merged = _finish_block(job, unit.name, first, block, last - first, row, sample)
+                    write_hashers[row].update(merged)
                     write_range(targets, ranges, first * out_width, merged)
-    return statistics.to_record(number)
+    read_digests = [hasher.hexdigests() for hasher in read_hashers]
+    return Record(number, read_digests, [hasher.hexdigests() for hasher in write_hashers], squares)
 
 
 def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Callable[[int, np.ndarray], None]:
