@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
-from pma_jax.evaluation.held_out import evaluate_all
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots, steps
 from pma_jax.runs.directory import Run
@@ -150,8 +150,7 @@ def loss_of_sum(run: Run, stored: list[dict[str, np.ndarray]], weights) -> float
         return jax.device_put(total.astype(np.float32), like.sharding)
 
     params = jax.tree_util.tree_map_with_path(merged, abstract_params(run.config.model, mesh))
-    (loss,) = evaluate_all(run.config, [params], mesh)
-    return loss
+    return make_evaluator(run.config, mesh)(params)
 
 
 def named(tree) -> dict[str, np.ndarray]:

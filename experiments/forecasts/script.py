@@ -15,8 +15,7 @@ import numpy as np
 from pma_jax.analysis import comparison
 from pma_jax.analysis.scaling import ScalingLaw, fit_loss_curve, fit_scaling_law
 from pma_jax.config import Config
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW
+from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines

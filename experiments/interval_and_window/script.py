@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax.analysis.comparison import Difference, mean_interval, paired_difference
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW
+from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.model.ladder import recommend_interval
 from pma_jax.reporting.drawing import PAGE_DPI, to_png
 from pma_jax.reporting.heat_map import HeatMap, draw_heat_maps

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pma_jax.analysis.comparison import mean_interval, paired_difference
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW
+from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages

@@ -14,8 +14,7 @@ import numpy as np
 
 from pma_jax.analysis.comparison import roughness
 from pma_jax.evaluation.merges import evaluate_merges
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW
+from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run

@@ -6,8 +6,7 @@ Command:   python experiments/stable_phase/script.py --runs runs/science
 from typing import Any
 
 from pma_jax.analysis.comparison import Difference, paired_difference
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW
+from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages

@@ -18,8 +18,7 @@ from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches
 from pma_jax.evaluation.merges import evaluate_merges
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW
+from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.model.decoder import abstract_params, graph_definition
 from pma_jax.reporting.drawing import display_name, to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines

@@ -4,7 +4,7 @@ Dimensions: B sequences, L predictions per sequence, M = L + 1 tokens; lower-cas
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -32,8 +32,8 @@ def evaluation_digest(tokens: shards.TokenSet, config: Config) -> str:
     return digest.hexdigest()[:16]
 
 
-def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Sequence[Any]], list[float]]:
-    """Return a function of parameter trees on `mesh` that returns their held-out losses in nats per token.
+def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], float]:
+    """Return a function of parameters on `mesh` that returns their held-out loss in nats per token.
 
     The held-out text that `config` names is read once, here.
 
@@ -46,19 +46,11 @@ def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Sequenc
         graph = graph_definition(config.model)
         held_out = held_out_batches(tokens, config, mesh)
 
-    def losses(trees: Sequence[Any]) -> list[float]:
+    def loss(params: Any) -> float:
         with jax.set_mesh(mesh):
-            # One at a time: with more collectives in flight than threads, XLA on CPU deadlocks.
-            return [evaluate(graph, params, held_out) for params in trees]
+            return evaluate(graph, params, held_out)
 
-    return losses
-
-
-def evaluate_all(config: Config, trees: Iterable[Any], mesh: jax.sharding.Mesh) -> Iterator[float]:
-    """Yield the held-out loss of each parameter tree, drawn one at a time; raises as `make_evaluator` does."""
-    losses = make_evaluator(config, mesh)
-    for params in trees:
-        yield losses([params])[0]
+    return loss
 
 
 def _windows(tokens: shards.TokenSet, config: Config, rows_b: np.ndarray | None = None) -> Iterator[np.ndarray]:

@@ -36,20 +36,17 @@ class EvaluatedMerges:
     seconds: dict[str, float]  # `read` (a merge is added while the next snapshot is read) and `evaluate`
 
 
-def evaluate_merges(
-    config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike, memory_bytes: float | None = None
-) -> EvaluatedMerges:
+def evaluate_merges(config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike) -> EvaluatedMerges:
     """Evaluate each row's merge on the held-out text that `config.evaluation` names.
 
     Snapshots that no row uses are not read. The next snapshot loads while one is added to all merges. Memory holds the
-    merges and two snapshots; if not all merges fit into `memory_bytes`, they are made in several passes, and each pass
-    reads the snapshots again.
+    merges and two snapshots; if not all merges fit into half of a device's free memory, they are made in several
+    passes, and each pass reads the snapshots again.
 
     Args:
         config: Of the model, the text and the mesh; its `evaluation` may differ from the snapshots' own.
         snapshots: K snapshots of one model. Points and block means may both be listed, as long as no row mixes them.
         weights_RxK: [R, K], float64, one row per merge.
-        memory_bytes: Per device; by default half of the free memory.
 
     Raises:
         ValueError: A snapshot is corrupt or does not fit the model.
@@ -57,19 +54,19 @@ def evaluate_merges(
     rows_RxK = np.asarray(weights_RxK, np.float64)
     mesh = make_mesh(config.mesh)
     abstract = abstract_params(config.model, mesh)
-    fitting = _merges_that_fit(abstract, _free_bytes(mesh) if memory_bytes is None else memory_bytes)
+    fitting = _merges_that_fit(abstract, _free_bytes(mesh))
     at_once = min(map(int, hosts.gather(str(fitting))))
     passes = math.ceil(len(rows_RxK) / at_once)
     seconds = {"read": 0.0, "evaluate": 0.0}
     timed_read = _timed(restore_params, seconds, "read")
-    losses_of = _timed(make_evaluator(config, mesh), seconds, "evaluate")
+    loss_of = _timed(make_evaluator(config, mesh), seconds, "evaluate")
     losses: list[float] = []
     for group_RxK in np.array_split(rows_RxK, passes):
         used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
         loads: Iterator[Any] = (timed_read(snapshots[k], abstract) for k in used)
         with jax.set_mesh(mesh):
             merged = average_stream(loads, group_RxK[:, used])
-        losses += losses_of(merged)
+        losses += map(loss_of, merged)
         del merged
     return EvaluatedMerges(losses, passes, seconds)
 

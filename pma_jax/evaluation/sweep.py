@@ -7,13 +7,13 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from pma_jax.config import SNAPSHOT_KINDS
-from pma_jax.evaluation.merges import evaluate_merges
+from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.evaluation.merges import EvaluatedMerges, evaluate_merges
 from pma_jax.merging import recipes
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
@@ -33,8 +33,9 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """The cell's name in tables, figures and sweep.json."""
-        return cell_text(self.recipe, self.window, self.interval, self.kind)
+        """The cell's name: `sma:10`; `sma:10@2` of every second snapshot; `block/sma:10` of block means."""
+        every = f"@{self.interval}" if self.interval > 1 else ""
+        return f"{SNAPSHOT_KINDS[self.kind].prefix}{self.recipe}:{self.window}{every}"
 
     @property
     def snapshots_needed(self) -> int:
@@ -61,10 +62,7 @@ class Cell:
         return weights_K
 
 
-def cell_text(recipe: str, window: int, interval: int = 1, kind: str = "point") -> str:
-    """Format a merge: `sma:10`; `sma:10@2` of every second snapshot; `block/sma:10` of block means."""
-    every = f"@{interval}" if interval > 1 else ""
-    return f"{SNAPSHOT_KINDS[kind].prefix}{recipe}:{window}{every}"
+RAW = Cell("sma", 1)  # the newest point alone
 
 
 def sweep(
@@ -73,14 +71,11 @@ def sweep(
     windows: Sequence[int],
     intervals: Sequence[int] = (1,),
     kind: str = "point",
-    memory_bytes: float | None = None,
 ) -> dict[str, Any]:
     """Evaluate every recipe over every window and interval at the newest snapshot, and cache the rows in sweep.json.
 
-    Each snapshot is read once; the next one loads while one is added to all merges. Memory holds the merges and two
-    snapshots. If not all merges fit into `memory_bytes`, they are made in several passes, and each pass reads the
-    snapshots again. Rows that sweep.json holds for the same newest tokens are not computed again; rows for other tokens
-    are dropped.
+    Snapshots are read, and merges are held in memory, as `evaluate_merges` does. Rows that sweep.json holds for the
+    same newest tokens are not computed again; rows for other tokens are dropped.
 
     Args:
         run: The run, with snapshots of `kind`.
@@ -88,7 +83,6 @@ def sweep(
         windows: Numbers of snapshots.
         intervals: i takes every i-th snapshot, counted back from the newest.
         kind: Of snapshots, "point" or "block_mean".
-        memory_bytes: Per device; by default half of the free memory.
 
     Returns:
         The content of sweep.json: `tokens`; `raw_loss` of the newest point, None where there is none; `rows`, each with
@@ -107,68 +101,83 @@ def sweep(
         raise ValueError(
             f"{run.path} has no snapshots of kind {kind}: it saves {', '.join(run.config.checkpoint.kinds)}"
         )
-    grid = [Cell(r, n, i, kind) for r, n, i in itertools.product(recipe_texts, windows, intervals)]
-    weights, left_out = _weights_of_cells(grid, snapshots)
-    if not weights:
+    tokens_K = np.array([s.tokens for s in snapshots])
+    grid = dict.fromkeys(Cell(r, n, i, kind) for r, n, i in itertools.product(recipe_texts, windows, intervals))
+    left_out: dict[str, str] = {}
+    for cell in grid:
+        try:
+            cell.weights(tokens_K)
+        except ValueError as error:
+            left_out[cell.text] = str(error)
+    if len(left_out) == len(grid):
         raise ValueError(
             f"no merge can be made of {run.path}: {'; '.join(f'{t}: {why}' for t, why in left_out.items())}"
         )
     stored = _read_stored(run, snapshots[-1].tokens)
-    known = {row["text"] for row in stored["rows"]}
-    new = [cell for cell in weights if cell.text not in known]
+    known = {row["text"] for row in stored["rows"]} | left_out.keys()
+    new = [cell for cell in grid if cell.text not in known]
     result = stored | {"left_out": left_out}
     if new:
-        result |= _evaluate_cells(run, snapshots, {cell: weights[cell] for cell in new}, stored, began, memory_bytes)
+        result |= _evaluate_new(run, new, stored)
+        result["seconds"]["all"] = time.perf_counter() - began
     if result != stored and hosts.is_first():
         atomic.write_text(run.path / "sweep.json", json.dumps(result, indent=2) + "\n")
     return result
 
 
-def _weights_of_cells(
-    grid: Sequence[Cell], snapshots: Sequence[Snapshot]
-) -> tuple[dict[Cell, np.ndarray], dict[str, str]]:
-    """Return float64 [K] for each merge that can be made, and the reason for each other."""
-    tokens = np.array([s.tokens for s in snapshots])
-    weights, left_out = {}, {}
-    for cell in grid:
-        try:
-            weights[cell] = cell.weights(tokens)
-        except ValueError as error:
-            left_out[cell.text] = str(error)
-    return weights, left_out
+def evaluate_cells(
+    config: Config, snapshots: Mapping[str, Sequence[Snapshot]], cells: Sequence[tuple[Cell, int]]
+) -> EvaluatedMerges:
+    """Evaluate each cell over the newest snapshots up to a token mark, as `evaluate_merges` does.
+
+    Args:
+        config: Of the run, with the held-out text.
+        snapshots: Those of each kind that the cells name, oldest first.
+        cells: The cells and their marks.
+
+    Raises:
+        ValueError: There is no snapshot at a mark, there are too few, or a recipe rejects them.
+    """
+    every = [s for of_kind in snapshots.values() for s in of_kind]
+    rows_RxK = np.zeros((len(cells), len(every)))
+    for row_K, (cell, tokens) in zip(rows_RxK, cells, strict=True):
+        until = snapshots_until(snapshots[cell.kind], tokens, config.batch_tokens)
+        start = every.index(until[0])
+        row_K[start : start + len(until)] = cell.weights(np.array([s.tokens for s in until]))
+    return evaluate_merges(config, every, rows_RxK)
 
 
-def _evaluate_cells(
-    run: Run,
-    snapshots: Sequence[Snapshot],
-    weights: dict[Cell, np.ndarray],
-    stored: dict[str, Any],
-    began: float,
-    memory_bytes: float | None,
-) -> dict[str, Any]:
+def snapshots_until(snapshots: Sequence[Snapshot], tokens: int, batch_tokens: int) -> Sequence[Snapshot]:
+    """Return the snapshots up to the one that was taken at the mark `tokens`.
+
+    The step that reaches a mark ends less than one batch after it.
+
+    Raises:
+        ValueError: There is no snapshot at the mark.
+    """
+    for i, snapshot in enumerate(snapshots):
+        if 0 <= snapshot.tokens - tokens < batch_tokens:
+            return snapshots[: i + 1]
+    have = ", ".join(f"{s.tokens:,}" for s in snapshots) or "none"
+    raise ValueError(f"there is no snapshot at {tokens:,} tokens (there are: {have})")
+
+
+def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str, Any]:
     """Return the stored and new rows, the raw loss, the number of passes and the seconds taken."""
-    rows_RxK = np.array(list(weights.values()))
-    raw = snapshots[-1] if snapshots[-1].kind == "point" else _newest_point(run, stored["tokens"])
-    if raw and stored["raw_loss"] is None:
-        # The raw model is one more merge, of the newest point alone, so that it is not read twice.
-        if raw is not snapshots[-1]:
-            snapshots, rows_RxK = [*snapshots, raw], np.pad(rows_RxK, ((0, 0), (0, 1)))
-        rows_RxK = np.vstack([np.eye(len(snapshots))[-1:], rows_RxK])
-    evaluated = evaluate_merges(run.config, snapshots, rows_RxK, memory_bytes)
-    losses = evaluated.losses
-    raw_loss = stored["raw_loss"]
-    if len(losses) > len(weights):
-        raw_loss, *losses = losses
-    rows = [
-        {**dataclasses.asdict(cell), "text": cell.text, "loss": loss}
-        for cell, loss in zip(weights, losses, strict=True)
-    ]
-    seconds = evaluated.seconds | {"all": time.perf_counter() - began}
-    return {"raw_loss": raw_loss, "rows": [*stored["rows"], *rows], "passes": evaluated.passes, "seconds": seconds}
-
-
-def _newest_point(run: Run, tokens: int) -> Snapshot | None:
-    return next((s for s in reversed(run.of_kind("point")) if s.tokens == tokens), None)
+    tokens, raw_loss = stored["tokens"], stored["raw_loss"]
+    snapshots = {kind: run.of_kind(kind) for kind in dict.fromkeys([new[0].kind, RAW.kind])}
+    has_raw = any(s.tokens == tokens for s in snapshots[RAW.kind])
+    # The raw model is one more merge, so that it is not read twice.
+    cells = list(dict.fromkeys([*new, RAW] if has_raw and raw_loss is None else new))
+    evaluated = evaluate_cells(run.config, snapshots, [(cell, tokens) for cell in cells])
+    losses = dict(zip(cells, evaluated.losses, strict=True))
+    rows = [{**dataclasses.asdict(cell), "text": cell.text, "loss": losses[cell]} for cell in new]
+    return {
+        "raw_loss": losses.get(RAW, raw_loss),
+        "rows": [*stored["rows"], *rows],
+        "passes": evaluated.passes,
+        "seconds": evaluated.seconds,
+    }
 
 
 def _read_stored(run: Run, tokens: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.data import shards
-from pma_jax.evaluation.held_out import evaluate_all
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.model.decoder import abstract_params
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.runs import snapshots
@@ -34,7 +34,7 @@ def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) 
         config = configuration.resolve(snapshot.config, overrides)
         mesh = make_mesh(config.mesh)
         params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, mesh))
-        (loss,) = evaluate_all(config, [params], mesh)
+        loss = make_evaluator(config, mesh)(params)
         bytes_per_token = shards.prepare_tokens(config.data).validation.bytes_per_token
         rows.append(
             {

@@ -10,15 +10,11 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from pma_jax.config import Config, EvaluationConfig
+from pma_jax.config import EvaluationConfig
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import evaluation_digest
-from pma_jax.evaluation.merges import evaluate_merges
-from pma_jax.evaluation.sweep import Cell
+from pma_jax.evaluation.sweep import Cell, evaluate_cells, snapshots_until
 from pma_jax.runs.directory import Run
-from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import parse_json
@@ -27,7 +23,6 @@ from pma_jax.storage.paths import is_bucket
 
 FILE_NAME = "losses.json"
 LOCK_NAME = ".losses.lock"
-RAW = Cell("sma", 1)  # the newest point alone
 
 Losses = dict[str, dict[str, float | None]]  # the content of losses.json
 
@@ -45,7 +40,7 @@ def evaluate_along_run(
 
     Args:
         run: The run, with snapshots of every kind that the cells name.
-        cells: The merges; `RAW` is the snapshot itself.
+        cells: The merges; `sweep.RAW` is the snapshot itself.
         ends_tokens: Token marks at which the run has snapshots.
         evaluation: The held-out text; by default the run's own.
 
@@ -62,42 +57,18 @@ def evaluate_along_run(
     wanted = {_name(cell, end): (cell, end) for end in ends_tokens for cell in cells}
     new = {name: pair for name, pair in wanted.items() if name not in known}
     if new:
-        computed = _evaluate(run, config, new)
+        snapshots = {kind: run.of_kind(kind) for kind in dict.fromkeys(cell.kind for cell, _ in new.values())}
+        possible = {
+            name: (cell, end)
+            for name, (cell, end) in new.items()
+            if len(snapshots_until(snapshots[cell.kind], end, config.batch_tokens)) >= cell.snapshots_needed
+        }
+        losses = evaluate_cells(config, snapshots, list(possible.values())).losses if possible else []
+        computed = dict.fromkeys(new) | dict(zip(possible, losses, strict=True))
         known = known | computed
         if hosts.is_first():
             _store(run, text, computed)
     return {pair: loss for name, pair in wanted.items() if (loss := known[name]) is not None}
-
-
-def snapshot_index_at(snapshots: Sequence[Snapshot], tokens: int, batch_tokens: int) -> int:
-    """Return the index of the snapshot taken at the mark `tokens`.
-
-    The step that reaches a mark ends less than one batch after it.
-
-    Raises:
-        ValueError: There is no snapshot at the mark.
-    """
-    for i, snapshot in enumerate(snapshots):
-        if 0 <= snapshot.tokens - tokens < batch_tokens:
-            return i
-    have = ", ".join(f"{s.tokens:,}" for s in snapshots) or "none"
-    raise ValueError(f"there is no snapshot at {tokens:,} tokens (there are: {have})")
-
-
-def _evaluate(run: Run, config: Config, new: dict[str, tuple[Cell, int]]) -> dict[str, float | None]:
-    by_kind = {kind: run.of_kind(kind) for kind in dict.fromkeys(cell.kind for cell, _ in new.values())}
-    snapshots = [s for kind in by_kind for s in by_kind[kind]]
-    starts = dict(zip(by_kind, np.cumsum([0, *(len(s) for s in by_kind.values())]), strict=False))
-    rows: dict[str, np.ndarray] = {}
-    for name, (cell, end) in new.items():
-        newest = snapshot_index_at(by_kind[cell.kind], end, config.batch_tokens)
-        tokens_K = np.array([s.tokens for s in by_kind[cell.kind][: newest + 1]])
-        if len(tokens_K) < cell.snapshots_needed:
-            continue
-        rows[name] = np.zeros(len(snapshots))
-        rows[name][starts[cell.kind] : starts[cell.kind] + newest + 1] = cell.weights(tokens_K)
-    losses = evaluate_merges(config, snapshots, np.array(list(rows.values()))).losses if rows else []
-    return dict.fromkeys(new) | dict(zip(rows, losses, strict=True))
 
 
 def _store(run: Run, text: str, losses: dict[str, float | None]) -> None:

@@ -17,7 +17,7 @@ from etils import epath
 
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.evaluation.held_out import make_evaluator
-from pma_jax.evaluation.sweep import cell_text
+from pma_jax.evaluation.sweep import Cell
 from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
@@ -62,7 +62,7 @@ def watch(
     windows = sorted(set(windows or config.preview.windows or (config.checkpoint.window,)))
     for n in windows:
         recipes.coefficients(recipe, np.arange(1, n + 1))  # validates the recipe
-    names = {n: cell_text(recipe, n, kind=kind) for n in windows}
+    names = {n: Cell(recipe, n, kind=kind).text for n in windows}
     log = run.path / "watch.jsonl"
     newest = _Newest(config, windows[-1])  # first: with several processes, what follows starts the devices
     done = hosts.run_on_first_then_rest(lambda: _done(log))
@@ -84,7 +84,7 @@ def watch(
             evaluate = evaluate or (make_evaluator(config, newest.mesh) if wanted else None)
             for n, (_, merged) in zip(wanted, newest.window.merges(recipe, wanted), strict=True):
                 assert evaluate is not None
-                yield _record_preview(log, snapshot, names[n], evaluate([merged])[0])
+                yield _record_preview(log, snapshot, names[n], evaluate(merged))
             handled_tokens = snapshot.tokens
         else:
             if once or config.is_horizon(handled_tokens):

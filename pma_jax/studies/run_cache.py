@@ -24,8 +24,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import snapshot_index_at
+from pma_jax.evaluation.sweep import Cell, snapshots_until
 from pma_jax.merging.api import merge
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run, is_run, open_run
@@ -84,14 +83,13 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     Raises:
       ValueError: `run` has too few snapshots, or none at `at_tokens`.
     """
-    snapshots = run.of_kind(cell.kind)
-    until = snapshots[: snapshot_index_at(snapshots, at_tokens, run.config.batch_tokens) + 1]
+    until = snapshots_until(run.of_kind(cell.kind), at_tokens, run.config.batch_tokens)
     row_K = cell.weights(np.array([s.tokens for s in until]))
     folder = run.path.parent / "merged"
     target = folder / f"{cell.text.replace('/', '-').replace(':', '-')}-{until[-1].tokens}"
 
     def write() -> str:
-        used = np.flatnonzero(row_K)
+        used = np.flatnonzero(row_K).tolist()
         with lock.hold(folder, waits=True):
             if not is_snapshot(target):
                 merge([until[k] for k in used], row_K[used], target, cell.recipe)

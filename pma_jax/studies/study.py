@@ -14,13 +14,12 @@ works at every size: `--sizes dense_1b --config.training.total_tokens=20e9` runs
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config, EvaluationConfig
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW, evaluate_along_run
+from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.evaluation.trajectory import evaluate_along_run
 from pma_jax.model.decoder import abstract_params, activated_parameter_count, parameter_count
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
@@ -247,7 +246,7 @@ def run_experiment(
     """
     folder = Path(script).resolve().parent
     options, overrides = _parse(folder, sys.argv[1:] if arguments is None else arguments)
-    with _errors_as_one_line():
+    try:
         page = options.out / "README.md"
         if page.exists():
             pages.extract_results(page.read_text())  # fail before hours of measuring, not after
@@ -264,12 +263,6 @@ def run_experiment(
             pages.write_index(folder.parent)
         print(render_results(report, results))
         return results
-
-
-@contextlib.contextmanager
-def _errors_as_one_line() -> Iterator[None]:
-    try:
-        yield
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error_line(error)}") from error
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from pma_jax.evaluation import merges
-from pma_jax.evaluation.sweep import cell_text, sweep
+from pma_jax.evaluation.sweep import Cell, sweep
 from pma_jax.merging import recipes
 from pma_jax.runs import restore
 from pma_jax.runs.directory import open_run
@@ -128,7 +128,8 @@ def test_merges_that_do_not_fit_are_made_in_several_passes(copy, reads, monkeypa
     average = merges.average_stream
     monkeypatch.setattr(merges, "average_stream", lambda loads, rows: groups.append(len(rows)) or average(loads, rows))
     # The raw model and ten merges, four at a time beside the two that are read.
-    result = sweep(copy, RECIPES, [2, 3], memory_bytes=6.5 * model_bytes(copy))
+    monkeypatch.setattr(merges, "_free_bytes", lambda mesh: 6.5 * model_bytes(copy))
+    result = sweep(copy, RECIPES, [2, 3])
     assert groups == [4, 4, 3] and result["passes"] == 3
     assert by_text(result) == pytest.approx(by_text(at_once), rel=1e-7)
     assert max(map(reads.count, reads)) == 3
@@ -176,4 +177,4 @@ def test_what_it_took_is_told(copy):
     ],
 )
 def test_row_texts(cell, text):
-    assert cell_text(*cell) == text
+    assert Cell(*cell).text == text

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax.evaluation import trajectory
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW, evaluate_along_run
+from pma_jax.evaluation import sweep, trajectory
+from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.evaluation.trajectory import evaluate_along_run
 from pma_jax.merging import recipes
 from pma_jax.runs.directory import open_run
 
@@ -40,9 +40,9 @@ def test_each_loss_is_that_of_numpys_merge_of_what_was_there(run):
 
 
 def test_what_is_known_is_not_computed_again(run, monkeypatch):
-    asked, evaluate = [], trajectory.evaluate_merges
+    asked, evaluate = [], sweep.evaluate_merges
     monkeypatch.setattr(
-        trajectory, "evaluate_merges", lambda c, s, rows: asked.append(np.shape(rows)[0]) or evaluate(c, s, rows)
+        sweep, "evaluate_merges", lambda c, s, rows: asked.append(np.shape(rows)[0]) or evaluate(c, s, rows)
     )
     first = evaluate_along_run(run, [RAW, Cell("sma", 3)], [6 * V])
     assert evaluate_along_run(run, [Cell("sma", 3)], [6 * V]) == {(Cell("sma", 3), 6 * V): first[Cell("sma", 3), 6 * V]}

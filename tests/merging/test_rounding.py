@@ -121,11 +121,11 @@ def test_a_runs_merges_previews_and_sweeps_have_the_same_bits(finished, tmp_path
     monkeypatch.setattr(
         merges,
         "make_evaluator",
-        lambda config, mesh: lambda trees: swept.extend(map(jax.device_get, trees)) or [0.0] * 4,
+        lambda config, mesh: lambda params: swept.append(jax.device_get(params)) or 0.0,
     )
     texts = ["sma", "ema:alpha=0.2", "lagfree:lag=0.5", "decay:shape=minus_sqrt"]
     rows = [recipes.coefficients(text, tokens) for text in texts]
-    merges.evaluate_merges(finished.config, chosen, rows, memory_bytes=1e9)
+    merges.evaluate_merges(finished.config, chosen, rows)
     for text, row, in_sweep in zip(texts, rows, swept, strict=True):
         stored = tiny.read(pma.merge(chosen, row, tmp_path / text, recipe=text))
         ((_, preview),) = window.merges(text, [len(chosen)])

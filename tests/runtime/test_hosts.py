@@ -102,6 +102,7 @@ from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots
 from pma_jax.runs import states
 from pma_jax.storage.paths import absolute_path
+from pma_jax.evaluation import merges
 from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
@@ -113,7 +114,8 @@ workdir, forked = sys.argv[3:5]
 run = train(config, workdir)
 train(config, workdir)  # complete: nothing is done
 lines = list(watch(run, "wma", [2, 3]))
-rows = sweep(run, ["sma", "wma"], [2, 4], memory_bytes=1e9 * (1 + hosts.process_index_and_count()[0]))["rows"]
+merges._free_bytes = lambda mesh: 1e9 * (1 + hosts.process_index_and_count()[0])
+rows = sweep(run, ["sma", "wma"], [2, 4])["rows"]
 loss = evaluate_targets([workdir], [])[0]["loss"]
 fork(run, 4096, fork_config, forked)
 train(fork_config, forked)

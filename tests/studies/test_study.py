@@ -9,8 +9,7 @@ import pytest
 import tiny
 
 from pma_jax import config as configuration
-from pma_jax.evaluation.sweep import Cell
-from pma_jax.evaluation.trajectory import RAW
+from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import pages
 from pma_jax.studies import study as studies
 from pma_jax.studies.pages import IndexRow

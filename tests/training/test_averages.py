@@ -19,7 +19,7 @@ from jax import P
 
 import pma_jax as pma
 from pma_jax.config import MeshConfig
-from pma_jax.evaluation.held_out import evaluate_all
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.merging.inspect import as_text, inspect
 from pma_jax.runs import states
 from pma_jax.runs.directory import newest_snapshot, open_run
@@ -233,7 +233,7 @@ def test_the_losses_of_both_kinds_are_recorded(dense):
             {"kind": record, "tokens": s.tokens, "step": s.step, "loss": s.loss} for s in dense.of_kind(kind)
         ]
     config = dense.config
-    losses = evaluate_all(config, [tiny.read(s) for s in dense.of_kind("block_mean")], make_mesh(config.mesh))
+    losses = map(make_evaluator(config, make_mesh(config.mesh)), [tiny.read(s) for s in dense.of_kind("block_mean")])
     assert list(losses) == pytest.approx([s.loss for s in dense.of_kind("block_mean")], rel=1e-6)
 
 
@@ -258,7 +258,7 @@ def test_block_means_alone(dense, workspace, tmp_path):
     ]
     previews = [r["loss"] for r in alone.metrics if r["kind"] == "preview"]
     merged = [pma.average(alone.snapshots[i : i + 2], [0.5, 0.5]) for i in range(3)]
-    assert previews == pytest.approx(list(evaluate_all(config, merged, make_mesh(config.mesh))), rel=1e-6)
+    assert previews == pytest.approx(list(map(make_evaluator(config, make_mesh(config.mesh)), merged)), rel=1e-6)
     uninterrupted = everything(alone)
     interrupt(alone, 16)
     np.testing.assert_equal(everything(train(config, alone.path)), uninterrupted)

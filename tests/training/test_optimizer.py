@@ -12,7 +12,7 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.config import OptimizerConfig
-from pma_jax.evaluation.held_out import evaluate_all
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.runs import states
 from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import make_mesh
@@ -142,7 +142,7 @@ def test_snapshots_of_schedule_free_are_its_average(schedule_free):
     tiny.assert_close(tiny.read(snapshot), x, rtol=1e-5, atol=1e-6)
     apart = tiny.read(snapshot)["embedding_VxD"] - np.asarray(state.params["embedding_VxD"])
     assert np.abs(apart).max() > 1e-4, "it is not where gradients are taken"
-    (loss,) = evaluate_all(config, [tiny.read(snapshot)], make_mesh(config.mesh))
+    loss = make_evaluator(config, make_mesh(config.mesh))(tiny.read(snapshot))
     assert snapshot.loss == pytest.approx(loss, rel=1e-6)
     assert snapshot.loss < schedule_free.snapshots[0].loss
 
@@ -171,7 +171,7 @@ def test_snapshots_with_a_moving_average_hold_it(with_ema):
             *[weights[step] for step in range(1, snapshot.step + 1)],
         )
         tiny.assert_close(tiny.read(snapshot), mean, rtol=2e-6, atol=1e-6)
-        (loss,) = evaluate_all(run.config, [tiny.read(snapshot)], make_mesh(run.config.mesh))
+        loss = make_evaluator(run.config, make_mesh(run.config.mesh))(tiny.read(snapshot))
         assert snapshot.loss == pytest.approx(loss, rel=1e-6)
 
 
