@@ -5,8 +5,8 @@ The help of a verb is the docstring of its function in `verbs`.
 
 import argparse
 import inspect
+import math
 import string
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,11 +38,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_training_verbs(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.train, _config(), _hosts())
+    verb = _add_verb(verbs, functions.train, config=True, hosts=True)
     verb.add_argument("--config", required=True, help=CONFIG_HELP)
     verb.add_argument("--workdir", required=True, help="the run's directory; an existing run is resumed")
 
-    verb = _add_verb(verbs, functions.fork, _config(), _hosts())
+    verb = _add_verb(verbs, functions.fork, config=True, hosts=True)
     verb.add_argument("run", help="the run to start from")
     verb.add_argument("--at-tokens", required=True, type=_tokens, help="tokens at which RUN saved a full state")
     verb.add_argument("--workdir", required=True, help="the new run's directory; the same fork is resumed")
@@ -50,7 +50,7 @@ def _add_training_verbs(verbs: Any) -> None:
 
 
 def _add_plan_verb(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.plan, _config(), _json())
+    verb = _add_verb(verbs, functions.plan, config=True, json=True)
     verb.add_argument("--config", required=True, help=CONFIG_HELP)
     verb.add_argument(
         "--topology", required=True, metavar="CHIP:SHAPE", help="TPUs, such as v5p:4x4x8; 2*v5e:4x4 is two slices"
@@ -66,14 +66,14 @@ def _add_plan_verb(verbs: Any) -> None:
     verb.add_argument(
         "--annealing-share",
         default=0.2,
-        type=_positive_number("a share above 0 and up to 1, such as 0.2", at_most=1),
+        type=_share,
         metavar="SHARE",
         help="share of the tokens that the annealing would take which merging replaces (default 0.2)",
     )
 
 
 def _add_merge_verb(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.merge, _json(), _hosts())
+    verb = _add_verb(verbs, functions.merge, json=True, hosts=True)
     verb.add_argument(
         "source",
         nargs="+",
@@ -100,7 +100,7 @@ def _add_merge_verb(verbs: Any) -> None:
 
 
 def _add_preview_verbs(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.sweep, _json(), _hosts())
+    verb = _add_verb(verbs, functions.sweep, json=True, hosts=True)
     verb.add_argument("run", help="the run whose newest snapshots are merged; RUN/sweep.json is written")
     recipes, windows = "sma,ema:alpha=0.1,ema:alpha=0.2,wma", "3,6,10,15"
     verb.add_argument("--recipes", default=recipes, type=_recipes, metavar="R,R", help=f"default {recipes}")
@@ -110,39 +110,38 @@ def _add_preview_verbs(verbs: Any) -> None:
     )
     verb.add_argument("--kind", choices=SNAPSHOT_KINDS, default="point", help="of snapshots (default point)")
 
-    verb = _add_verb(verbs, functions.watch, _hosts())
+    verb = _add_verb(verbs, functions.watch, hosts=True)
     verb.add_argument("run", help="a run, in training or finished; previews are appended to RUN/watch.jsonl")
     verb.add_argument("--recipe", help="such as wma (default: the run's preview.recipe)")
     verb.add_argument("--windows", type=_positives, metavar="N,N", help="default: the run's preview.windows")
     verb.add_argument(
         "--kind", choices=SNAPSHOT_KINDS, help="of snapshots (default: the first kind that the run saves)"
     )
-    seconds = _positive_number("a number of seconds above 0")
-    verb.add_argument("--poll-seconds", default=5.0, type=seconds, help="interval of checking the run (default 5)")
+    verb.add_argument("--poll-seconds", default=5.0, type=_seconds, help="interval of checking the run (default 5)")
     verb.add_argument("--once", action="store_true", help="preview the existing snapshots and exit")
 
 
 def _add_evaluation_verbs(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.evaluate, _config(), _json(), _hosts())
+    verb = _add_verb(verbs, functions.evaluate, config=True, json=True, hosts=True)
     verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
 
-    verb = _add_verb(verbs, functions.inspect, _json())
+    verb = _add_verb(verbs, functions.inspect, json=True)
     verb.add_argument("target", help="a run, a snapshot, or a checkpoint in any format that `pma merge` reads")
     verb.add_argument("--subtree", help="path of the parameters in an Orbax tree")
     verb.add_argument("--verify", action="store_true", help="read all data again and compare it with its digests")
     verb.add_argument("--with-sources", action="store_true", help="--verify, including the sources of a merge")
 
-    verb = _add_verb(verbs, functions.report, _json())
+    verb = _add_verb(verbs, functions.report, json=True)
     verb.add_argument("run", nargs="+", help="the run, then the runs forked from it")
     verb.add_argument("--out", help="the directory to write to (default: the first run's)")
 
 
 def _add_conversion_verbs(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.import_, _json())
+    verb = _add_verb(verbs, functions.import_, json=True)
     verb.add_argument("model", help="a Hugging Face model's directory, or hf://org/repo@revision")
     verb.add_argument("--out", required=True, help="the snapshot to write; must not exist")
 
-    verb = _add_verb(verbs, functions.export, _json())
+    verb = _add_verb(verbs, functions.export, json=True)
     verb.add_argument("snapshot", help="a snapshot of any kind, a merge, an imported model, or a run (its newest)")
     verb.add_argument("--out", required=True, help="the directory to write; must not exist")
     verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of the output")
@@ -151,58 +150,58 @@ def _add_conversion_verbs(verbs: Any) -> None:
 
 
 def _add_verb(
-    verbs: Any, function: Callable[[argparse.Namespace], None], *parents: argparse.ArgumentParser
+    verbs: Any, function: Callable[..., None], *, config: bool = False, json: bool = False, hosts: bool = False
 ) -> argparse.ArgumentParser:
+    """Add a parser for a verb, with the options that it shares with others in groups of their own."""
     text = inspect.getdoc(function) or ""
     verb = verbs.add_parser(
         function.__name__.rstrip("_"),
         help=text.partition("\n")[0],
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=parents,
     )
-    verb.set_defaults(function=function, takes_config=any(p.get_default("takes_config") for p in parents))
+    verb.set_defaults(function=function, takes_config=config)
+    if config:
+        group = verb.add_argument_group("configuration")
+        group.add_argument("--config.SECTION.KEY=VALUE", action="store_true", help="change any key; may be repeated")
+    if json:
+        group = verb.add_argument_group("output")
+        group.add_argument("--json", action="store_true", help="print JSON, not a table")
+    if hosts:
+        group = verb.add_argument_group("several hosts")
+        group.add_argument(
+            "--distributed", action="store_true", help="this is one of several processes of the command (docs/hosts.md)"
+        )
+        group.add_argument(
+            "--heartbeat-seconds",
+            type=_positive,
+            default=100,
+            metavar="S",
+            help="stop after another process has been silent for this long (default 100)",
+        )
     return verb
 
 
-def _config() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(add_help=False)
-    options.set_defaults(takes_config=True)
-    group = options.add_argument_group("configuration")
-    group.add_argument("--config.SECTION.KEY=VALUE", action="store_true", help="change any key; may be repeated")
-    return options
-
-
-def _json() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(add_help=False)
-    options.add_argument_group("output").add_argument("--json", action="store_true", help="print JSON, not a table")
-    return options
-
-
-def _hosts() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(add_help=False)
-    group = options.add_argument_group("several hosts")
-    group.add_argument(
-        "--distributed", action="store_true", help="this is one of several processes of the command (docs/hosts.md)"
-    )
-    group.add_argument(
-        "--heartbeat-seconds",
-        type=_positive,
-        default=100,
-        metavar="S",
-        help="stop after another process has been silent for this long (default 100)",
-    )
-    return options
-
-
-def _tokens(text: str) -> int:
+def _number(text: str, description: str, is_valid: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4.9e6") from None
-    if not 0 <= value < float("inf") or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of tokens")
-    return int(value)
+        value = math.nan
+    if not is_valid(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
+    return value
+
+
+def _tokens(text: str) -> int:
+    return int(_number(text, "a whole number of tokens, such as 4.9e6", lambda n: n >= 0 and n.is_integer()))
+
+
+def _share(text: str) -> float:
+    return _number(text, "a share above 0 and up to 1, such as 0.2", lambda share: 0 < share <= 1)
+
+
+def _seconds(text: str) -> float:
+    return _number(text, "a number of seconds above 0", lambda seconds: 0 < seconds < math.inf)
 
 
 def _token_range(text: str) -> tuple[int, int]:
@@ -238,19 +237,6 @@ def _positive(text: str) -> int:
 
 def _positives(text: str) -> list[int]:
     return [_positive(item) for item in text.split(",")]
-
-
-def _positive_number(description: str, at_most: float = sys.float_info.max) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 < value <= at_most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
-        return value
-
-    return parse
 
 
 def _recipes(text: str) -> list[str]:
