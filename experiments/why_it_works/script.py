@@ -20,7 +20,7 @@ from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
 from pma_jax.merging.averager import average
 from pma_jax.reporting.drawing import display_name, to_png
-from pma_jax.reporting.panels import ContourPanel, Line, LinePanel, Points, draw_contours, draw_lines
+from pma_jax.reporting.panels import ContourPanel, Line, LinePanel, draw_contours, draw_lines
 from pma_jax.runs.directory import Run
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
@@ -319,8 +319,8 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     for plane in seeds[0]["planes"]:
         snapshots = np.array(plane["snapshots"])
         marks = [
-            Points("snapshots", snapshots[:, 0].tolist(), snapshots[:, 1].tolist()),
-            Points("their mean", plane["merged"][:1], plane["merged"][1:2]),
+            Line("snapshots", snapshots[:, 0].tolist(), snapshots[:, 1].tolist()),
+            Line("their mean", plane["merged"][:1], plane["merged"][1:2]),
         ]
         panels.append(ContourPanel(plane["title"], plane["x"], plane["y"], plane["losses"], marks))
     counts = [int(m) for m in seeds[0]["noise"]["by_count"]]

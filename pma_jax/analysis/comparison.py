@@ -17,11 +17,6 @@ class Difference:
     high: float
     count: int
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low > 0 or self.high < 0
-
 
 def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = 0.95) -> Difference:
     """Estimate the mean of first - second over pairs, such as seeds, with Student's t interval.
@@ -43,6 +38,13 @@ def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = 0
 def mean_interval(values_n: ArrayLike, confidence: float = 0.95) -> Difference:
     """Estimate the mean of values over seeds, with its interval: the `paired_difference` from 0."""
     return paired_difference(values_n, np.zeros(np.shape(values_n)), confidence)
+
+
+def recovered_share(raw_loss: float, annealed_loss: float | None, loss: float) -> float | None:
+    """Return the share of annealing's gain that a model with `loss` has, or None if annealing gained nothing."""
+    if annealed_loss is None or annealed_loss >= raw_loss:
+        return None
+    return (raw_loss - loss) / (raw_loss - annealed_loss)
 
 
 def kendall_tau(forecast: ArrayLike, truth: ArrayLike) -> float:
@@ -105,13 +107,8 @@ class NoiseSplit:
 
 def subset_rows(count: int) -> dict[int, np.ndarray]:
     """Return, for m = 1 … count, the rows of weights [C(count, m), count] of the means over every m replicas."""
-    rows = {}
-    for m in range(1, count + 1):
-        subsets = list(itertools.combinations(range(count), m))
-        rows[m] = np.zeros((len(subsets), count))
-        for row, members in zip(rows[m], subsets, strict=True):
-            row[list(members)] = 1 / m
-    return rows
+    members = {m: itertools.combinations(range(count), m) for m in range(1, count + 1)}
+    return {m: np.array([np.eye(count)[list(each)].mean(axis=0) for each in members[m]]) for m in members}
 
 
 def fit_noise(counts_n: ArrayLike, loss_n: ArrayLike) -> NoiseSplit:

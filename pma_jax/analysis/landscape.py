@@ -37,24 +37,6 @@ class Plane:
         return float(x), float(y), float(optax.tree.norm(rest))
 
 
-def plane_through(first: Any, second: Any, third: Any) -> Plane:
-    """Compute the plane through three models: `first` is the origin, and `second` is on the x axis.
-
-    Raises:
-        ValueError: Two models are equal, or all are on one line.
-    """
-    along, across = optax.tree.sub(second, first), optax.tree.sub(third, first)
-    length = optax.tree.norm(along)
-    if not float(length) > 0:
-        raise ValueError("the first two models are equal: give three different models")
-    x_axis = optax.tree.scale(1 / length, along)
-    rest = optax.tree.add_scale(across, -inner_product(across, x_axis), x_axis)
-    height = optax.tree.norm(rest)
-    if not float(height) > 1e-5 * float(optax.tree.norm(across)):
-        raise ValueError("the three models are on one line, so there is no plane: replace one of them")
-    return Plane(first, x_axis, optax.tree.scale(1 / height, rest))
-
-
 def principal_plane(params_K: Sequence[Any]) -> Plane:
     """Fit the plane with the least squared distance to K models; the mean of the models is the origin.
 

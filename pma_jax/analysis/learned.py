@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import scipy.linalg
 import scipy.optimize
-from numpy.typing import ArrayLike
 
 from pma_jax.merging.averager import average
 
@@ -25,13 +24,10 @@ class LearnedWeights:
     weights: np.ndarray  # float64 [K], sum to 1; may be negative
     loss: float  # of the merge by `weights`
     start_loss: float  # of the merge by the initial weights
-    evaluations: int  # of the loss and its gradient
 
 
-def learn_weights(
-    loss: Callable[[Any], jax.Array], params_K: Sequence[Any], start: ArrayLike | None = None, steps: int = 100
-) -> LearnedWeights:
-    """Minimise `loss` of sum_k w_k theta_k over weights that sum to 1, by L-BFGS from `start` (default: the mean).
+def learn_weights(loss: Callable[[Any], jax.Array], params_K: Sequence[Any], steps: int = 100) -> LearnedWeights:
+    """Minimise `loss` of sum_k w_k theta_k over weights that sum to 1, by L-BFGS from the mean.
 
     The gradient dL/dw_k = <grad L, theta_k - mean> takes one backward pass for any K. Fit on one text and evaluate on
     another: K numbers can overfit a short text.
@@ -39,20 +35,17 @@ def learn_weights(
     Args:
         loss: Differentiable function of a parameter tree; called under jit.
         params_K: K trees of one structure. Memory holds all of them, and their differences from the mean.
-        start: Initial weights, [K], that sum to 1.
         steps: Maximum number of L-BFGS iterations.
 
     Raises:
-        ValueError: There are fewer than 2 trees, or `start` has another length or sum.
+        ValueError: There are fewer than 2 trees.
     """
     count = len(params_K)
     if count < 2:
         raise ValueError(f"learned weights need 2 or more checkpoints, not {count}")
-    start_K = np.full(count, 1 / count) if start is None else np.asarray(start, np.float64)
-    if start_K.shape != (count,) or abs(start_K.sum() - 1) > 1e-6:
-        raise ValueError(f"start must be {count} weights that sum to 1, not {start_K.tolist()}")
+    start_K = np.full(count, 1 / count)
     # Differences from the mean, because the part that all checkpoints share would dominate the gradient in float32.
-    mean = average(params_K, np.full(count, 1 / count))
+    mean = average(params_K, start_K)
     deltas_K = [optax.tree.sub(params, mean) for params in params_K]
     free_KxD = np.asarray(scipy.linalg.null_space(np.ones((1, count))))
 
@@ -72,4 +65,4 @@ def learn_weights(
     result = scipy.optimize.minimize(
         objective, np.zeros(count - 1), jac=True, method="L-BFGS-B", options={"maxiter": steps}
     )
-    return LearnedWeights(start_K + free_KxD @ result.x, float(result.fun), start_loss, int(result.nfev))
+    return LearnedWeights(start_K + free_KxD @ result.x, float(result.fun), start_loss)

@@ -43,8 +43,9 @@ class Workbench:
 
     @property
     def outputs(self) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
-        """Logits and weights of the same text as a function, for `curvature.gauss_newton_product`."""
-        return text_outputs(self.graph, self.batch)
+        """Logits [B, L, V] and weights [B, L] of the text as a function, for `curvature.gauss_newton_product`."""
+        weights_BxL = (self.batch[:, 1:] >= 0).astype(jnp.float32)
+        return lambda params: (apply(self.graph, params, unmask_ids(self.batch[:, :-1])), weights_BxL)
 
     def models(self, snapshots: Sequence[Snapshot]) -> list[Params]:
         """Restore the parameters of each snapshot onto the mesh, all in memory at once; raises as `restore_params`."""
@@ -96,12 +97,6 @@ def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Pa
         return nats / count
 
     return loss
-
-
-def text_outputs(graph: nnx.GraphDef, tokens_BxM: jax.Array) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
-    """Return a function of the parameters: logits [B, L, V], weights [B, L]; for `curvature.gauss_newton_product`."""
-    weights_BxL = (tokens_BxM[:, 1:] >= 0).astype(jnp.float32)
-    return lambda params: (apply(graph, params, unmask_ids(tokens_BxM[:, :-1])), weights_BxL)
 
 
 def _sums(logits_BxLxV: jax.Array, targets_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:

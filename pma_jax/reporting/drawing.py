@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -67,6 +68,14 @@ def series_name(merge: dict[str, Any]) -> str:
     """Name the merges that differ only by their window: `sma`, `block/wma`, `sma@2`."""
     every = f"@{merge['interval']}" if merge["interval"] > 1 else ""
     return f"{SNAPSHOT_KINDS[merge['kind']].prefix}{merge['recipe']}{every}"
+
+
+def group_by_series(merges: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return series -> window -> merge, in the order of the sweep."""
+    series: dict[str, dict[int, dict[str, Any]]] = {}
+    for merge in merges:
+        series.setdefault(series_name(merge), {})[merge["window"]] = merge
+    return series
 
 
 def display_name(text: str) -> str:

@@ -5,8 +5,9 @@ from typing import Any
 
 import jinja2
 
+from pma_jax.analysis.comparison import recovered_share
 from pma_jax.model.loss import bits_per_byte, perplexity
-from pma_jax.reporting.drawing import series_name
+from pma_jax.reporting.drawing import group_by_series
 
 
 def render_page(report: dict[str, Any], config_json: str, light_png: bytes, dark_png: bytes) -> str:
@@ -18,7 +19,7 @@ def render_page(report: dict[str, Any], config_json: str, light_png: bytes, dark
         dark=base64.b64encode(dark_png).decode(),
         models=_models(report),
         bytes_only=report["tokenizer"] == "bytes",
-        grid=_merge_grid(report["merges"]),
+        grid=group_by_series(report["merges"]),
         windows=sorted({m["window"] for m in report["merges"]}),
         best=(report["best_merge"] or {}).get("text"),
         alt=f"Held-out loss against tokens. {report['finding']}",
@@ -27,30 +28,27 @@ def render_page(report: dict[str, Any], config_json: str, light_png: bytes, dark
 
 def _models(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one row per model: raw, the best merges, annealed. A share is None if annealing gained nothing."""
-    annealed = report["annealed_loss"]
-    gains = annealed is not None and annealed < report["raw_loss"]
-    rows = [("raw", report["raw_loss"], 0.0 if gains else None)]
-    named = [("best SMA", report["best_sma"]), ("best merge", report["best_merge"])]
-    if report["best_sma"] == report["best_merge"]:
-        named = [("best merge", report["best_merge"])]
-    if report["best_block_merge"] and report["best_block_merge"] != report["best_merge"]:
-        named.append(("best of block means", report["best_block_merge"]))
-    rows += [(f"{name}, {m['text']}", m["loss"], m["recovered_share"]) for name, m in named if m]
-    for i, run in enumerate(report["annealed_runs"]):
-        share = (report["raw_loss"] - run["loss"]) / (report["raw_loss"] - annealed) if gains else None
-        name = f"annealed, {run['annealing']['shape']}"
-        rows.append((name if i == 0 else f"{name} ({run['run']})", run["loss"], share))
-    return [
-        {"name": n, "loss": x, "share": s, "perplexity": perplexity(x), "bits": bits_per_byte(x, 1)} for n, x, s in rows
+    best = report["best_merge"]
+    named = [
+        ("best SMA", report["best_sma"]),
+        ("best merge", best),
+        ("best of block means", report["best_block_merge"]),
     ]
-
-
-def _merge_grid(merges: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return series -> window -> merge, in the order of the sweep."""
-    grid: dict[str, dict[int, dict[str, Any]]] = {}
-    for merge in merges:
-        grid.setdefault(series_name(merge), {})[merge["window"]] = merge
-    return grid
+    rows = [("raw", report["raw_loss"])]
+    rows += [(f"{name}, {m['text']}", m["loss"]) for name, m in named if m and (m != best or name == "best merge")]
+    for i, run in enumerate(report["annealed_runs"]):
+        name = f"annealed, {run['annealing']['shape']}"
+        rows.append((name if i == 0 else f"{name} ({run['run']})", run["loss"]))
+    return [
+        {
+            "name": name,
+            "loss": loss,
+            "share": recovered_share(report["raw_loss"], report["annealed_loss"], loss),
+            "perplexity": perplexity(loss),
+            "bits": bits_per_byte(loss, 1),
+        }
+        for name, loss in rows
+    ]
 
 
 def _loss(value: float | None) -> str:

@@ -51,23 +51,14 @@ class LinePanel:
 
 
 @dataclasses.dataclass(frozen=True)
-class Points:
-    """Points of a plane: a single one is drawn as a star, several are joined in order."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-
-
-@dataclasses.dataclass(frozen=True)
 class ContourPanel:
-    """A loss over one plane, with points in it."""
+    """A loss over one plane, with points in it: a single one is drawn as a star, several are joined in order."""
 
     title: str
     x: Sequence[float]
     y: Sequence[float]
     losses: Sequence[Sequence[float]]  # [y, x], nats per token
-    points: Sequence[Points]
+    points: Sequence[Line]
     x_label: str = "distance"
     y_label: str = "distance"
 

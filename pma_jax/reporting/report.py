@@ -14,6 +14,7 @@ import jax
 from etils import epath
 
 from pma_jax import config as configuration
+from pma_jax.analysis.comparison import recovered_share
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
@@ -125,18 +126,15 @@ def format_report(report: Report) -> str:
     rows = [["model", "loss", "perplexity", *(["bits/byte"] if bytes_only else []), "recovered"]]
     raw_loss, annealed_loss = report["raw_loss"], report["annealed_loss"]
     models = [
-        ("raw", raw_loss, 0.0),
-        *((m["text"], m["loss"], m["recovered_share"]) for m in report["merges"]),
-        *(
-            (f"annealed ({fork['annealing']['shape']})", fork["loss"], _share(raw_loss, annealed_loss, fork["loss"]))
-            for fork in report["annealed_runs"]
-        ),
+        ("raw", raw_loss),
+        *((m["text"], m["loss"]) for m in report["merges"]),
+        *((f"annealed ({fork['annealing']['shape']})", fork["loss"]) for fork in report["annealed_runs"]),
     ]
-    has_shares = annealed_loss is not None and annealed_loss < raw_loss
     best = (report["best_merge"] or {}).get("text")
-    for name, loss, share in models:
+    for name, loss in models:
+        share = recovered_share(raw_loss, annealed_loss, loss)
         bits = [f"{bits_per_byte(loss, 1):.4f}"] if bytes_only else []
-        recovered = f"{share:.1%}" if has_shares else "-"
+        recovered = "-" if share is None else f"{share:.1%}"
         rows.append([name + (" *" if name == best else ""), f"{loss:.4f}", f"{perplexity(loss):.4f}", *bits, recovered])
     lines = align_columns(rows).splitlines()
     lines[1:1] = ["-" * len(lines[0])]
@@ -264,7 +262,7 @@ def _merges(
         notes.append(f"{len(rows) - len(kept)} merges are left out: their loss is not finite")
     return [
         {key: row[key] for key in ("text", "recipe", "window", "interval", "kind", "loss")}
-        | {"recovered_share": _share(raw_loss, annealed_loss, row["loss"])}
+        | {"recovered_share": recovered_share(raw_loss, annealed_loss, row["loss"])}
         for row in kept
     ]
 
@@ -279,12 +277,6 @@ def _last_previews(run: Run, tokens: int) -> list[dict[str, Any]]:
             row = {"text": text, "recipe": recipe, "window": window, "kind": kind, "loss": curve[-1][1]}
             rows.append(ROW_DEFAULTS | row)
     return rows
-
-
-def _share(raw_loss: float, annealed_loss: float | None, loss: float) -> float | None:
-    if annealed_loss is None or annealed_loss >= raw_loss:
-        return None
-    return (raw_loss - loss) / (raw_loss - annealed_loss)
 
 
 def _summarize_previews(previews: dict[str, Curve], raw: Curve) -> dict[str, Any]:

@@ -7,6 +7,8 @@ stand in for.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import scipy.optimize
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -23,6 +25,7 @@ from pma_jax.reporting.drawing import (
     TITLE_POINTS,
     Theme,
     display_name,
+    group_by_series,
     new_figure,
     series_name,
 )
@@ -101,7 +104,8 @@ def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     # Only the smallest interval; sweep.png shows all.
     interval = min(m["interval"] for m in report["merges"])
     merges = [m for m in report["merges"] if m["interval"] == interval]
-    lines = _by_series(merges, "recovered_share" if shares else "loss")
+    key = "recovered_share" if shares else "loss"
+    lines = {name: sorted((n, m[key]) for n, m in by.items()) for name, by in group_by_series(merges).items()}
     for i, (name, points) in enumerate(lines.items()):
         color, is_block = theme.merges[i % len(theme.merges)], _is_block(name)
         axes.plot(
@@ -163,17 +167,8 @@ def _visible_range(report: dict[str, Any]) -> tuple[float, float, float]:
 def _mark_fork(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     fork, horizon = report["fork_tokens"], report["tokens"]
     axes.axvspan(fork, horizon, color=theme.annealed, alpha=0.06, linewidth=0, zorder=0)
-    axes.text(
-        (fork + horizon) / 2,
-        0.975,
-        f"annealing:\n{report['tokens_saved'] / 1e6:.2f}M tokens",
-        transform=axes.get_xaxis_transform(),
-        ha="center",
-        va="top",
-        fontsize=SMALL_POINTS,
-        color=theme.annealed,
-        linespacing=1.25,
-    )
+    text = f"annealing:\n{report['tokens_saved'] / 1e6:.2f}M tokens"
+    _note(axes, (fork + horizon) / 2, 0.975, text, theme, ha="center", va="top", linespacing=1.25)
 
 
 def _mark_spikes(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
@@ -184,18 +179,15 @@ def _mark_spikes(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
             continue
         axes.axvline(spike["onset_tokens"], color=theme.annealed, linewidth=1.0, linestyle=DOTS, zorder=2)
         name = f"spike: back to\n{back['recipe']}:{back['snapshots']}" if back else "spike"
-        axes.text(
-            spike["onset_tokens"],
-            0.02,
-            f" {name}",
-            transform=axes.get_xaxis_transform(),
-            va="bottom",
-            fontsize=SMALL_POINTS,
-            color=theme.annealed,
-            clip_on=True,
-        )
+        _note(axes, spike["onset_tokens"], 0.02, f" {name}", theme, va="bottom", clip_on=True)
         if back and back["set_aside"]:
             axes.plot(*_xy(back["set_aside"]), color=theme.annealed, linewidth=1.0, linestyle=DOTS, zorder=2)
+
+
+def _note(axes: Axes, tokens: float, height: float, text: str, theme: Theme, **style: Any) -> None:
+    """Write a note at `tokens`, at a share of the panel's height."""
+    place = axes.get_xaxis_transform()
+    axes.text(tokens, height, text, transform=place, fontsize=SMALL_POINTS, color=theme.annealed, **style)
 
 
 def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str, bool]], theme: Theme) -> None:
@@ -216,31 +208,17 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str, bool]], them
 
 def spread_labels(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Return the positions in [low, high] nearest to `values` (least squares, same order), at least `gap` apart."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    # After subtracting k gaps, position k only has to be no lower than k - 1: isotonic regression by pooling violators.
-    pools: list[tuple[float, int]] = []  # (mean, count)
-    for k, i in enumerate(order):
-        pools.append((values[i] - k * gap, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (a, n), (b, m) = pools[-2:]
-            pools[-2:] = [((a * n + b * m) / (n + m), n + m)]
-    highest = high - (len(values) - 1) * gap
-    pooled = [min(max(mean, low), highest) for mean, n in pools for _ in range(n)]
-    positions = [0.0] * len(values)
-    for k, i in enumerate(order):
-        positions[i] = pooled[k] + k * gap
-    return positions
+    order = np.argsort(values, kind="stable")
+    gaps = gap * np.arange(len(values))
+    # After subtracting k gaps, position k only has to be no lower than k - 1.
+    pooled = scipy.optimize.isotonic_regression(np.asarray(values)[order] - gaps).x
+    positions = np.empty(len(values))
+    positions[order] = np.clip(pooled, low, high - gaps[-1]) + gaps
+    return positions.tolist()
 
 
 def _is_block(text: str) -> bool:
     return text.startswith(SNAPSHOT_KINDS["block_mean"].prefix)
-
-
-def _by_series(merges: Sequence[dict[str, Any]], key: str) -> dict[str, list[tuple[int, float]]]:
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for merge in merges:
-        lines.setdefault(series_name(merge), []).append((merge["window"], merge[key]))
-    return {recipe: sorted(points) for recipe, points in lines.items()}
 
 
 def _xy(points: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:

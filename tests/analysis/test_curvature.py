@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 
 from pma_jax.analysis import curvature
 from pma_jax.analysis.curvature import inner_product
-from pma_jax.analysis.workbench import text_loss, text_outputs
+from pma_jax.analysis.workbench import Workbench, text_loss
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches
 from pma_jax.model.decoder import graph_definition, init_params
@@ -137,7 +137,8 @@ def test_products_of_the_decoder_agree_with_differences_of_its_gradient(finished
         behind = gradient(jax.tree.map(lambda p, v: p - step * v, params, vector))
         values, vectors = curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 1)
         curved = curvature.hessian_product(loss, params)(vectors[0])
-        gauss_newton = curvature.gauss_newton_product(text_outputs(graph_definition(config.model), held_out[0]), params)
+        bench = Workbench(config, mesh, graph_definition(config.model), held_out[0])
+        gauss_newton = curvature.gauss_newton_product(bench.outputs, params)
         spread = float(inner_product(vector, gauss_newton(vector)))
     expected = jax.tree.map(lambda a, b: (np.asarray(a) - np.asarray(b)) / (2 * step), ahead, behind)
     assert distance(found, expected) < 2e-2

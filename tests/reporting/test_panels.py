@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 
 from pma_jax.reporting.drawing import to_png
-from pma_jax.reporting.panels import ContourPanel, Line, LinePanel, Points, draw_contours, draw_lines
+from pma_jax.reporting.panels import ContourPanel, Line, LinePanel, draw_contours, draw_lines
 
 A = Line("merged", [1, 2, 4], [0.3, 0.2, 0.1], [0.2, 0.1, 0.0], [0.4, 0.3, 0.2])
 B = Line("raw", [1, 2, 4], [0.5, 0.4, 0.3], dashed=True)
@@ -51,7 +51,7 @@ PANEL = ContourPanel(
     X,
     Y,
     (X[None, :] ** 2 + Y[:, None] ** 2).tolist(),
-    [Points("path", [0.5, -0.5], [1, -1]), Points("mean", [0], [0])],
+    [Line("path", [0.5, -0.5], [1, -1]), Line("mean", [0], [0])],
 )
 
 
