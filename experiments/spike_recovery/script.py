@@ -2,10 +2,11 @@
 
 Command:   python experiments/spike_recovery/script.py --runs runs/spike_recovery
 
-For each seed, in order, a small decoder is trained at a rate that is far too high. The first three runs that collapse
-permanently continue: each arm starts from the collapsing run's own state and snapshots from before the spike, reaches
-the spike, and reacts to it as its configuration specifies. Finished arms in --runs are not repeated, so several
-processes can share the seeds (--seeds) and one more collects the results. Other `--config.key=value` go to every run.
+For each seed, in order, a small decoder is trained at a rate that is far too high. The first three seeds whose runs
+collapse permanently are used: each arm starts from the collapsing run's own state and snapshots from before the spike,
+reaches the spike, and reacts to it as its configuration specifies. Arms that --runs already contains are not repeated,
+so several processes can share the seeds (--seeds), and one more collects the results. Other options
+(`--config.key=value`) apply to every run.
 """
 
 import argparse
@@ -19,8 +20,8 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 COLLAPSES = 3  # collapsed seeds to use
-STEP = 512  # tokens
-RATE, CLEAN_RATE = 0.08, 0.01
+STEP = 512  # tokens per step
+RATE, CLEAN_RATE = 0.08, 0.01  # peak learning rates: of the runs that collapse, and of the arm `clean`
 BASE = [
     "model.width=32",
     "model.layers=4",
@@ -34,7 +35,7 @@ BASE = [
     f"training.log_interval_tokens={STEP}",
     f"schedule.peak_rate={RATE}",
     f"schedule.warmup_tokens={50 * STEP}",
-    # Whatever stabilises a run at such a rate is off, and b2 is that of the original Adam paper.
+    # Everything that stabilises a run at such a rate is off, and b2 is that of the original Adam paper.
     "optimizer.clip_norm=0",
     "optimizer.weight_decay=0",
     "optimizer.b2=0.999",
@@ -46,7 +47,7 @@ BASE = [
     "evaluation.tokens=8192",
     "preview.windows=()",
     "mesh.cpu_devices=1",
-    # A batch of 512 tokens is noisy (spread 0.2 nats): a collapse is only a few spreads high, but it lasts.
+    # A batch of 512 tokens is noisy (spread 0.2 nats): a collapse rises only a few spreads, but it lasts.
     f"spikes.window_tokens={100 * STEP}",
     f"spikes.patience_tokens={60 * STEP}",
     "spikes.loss_z=1.7",
@@ -57,7 +58,7 @@ ROLL_BACK = ["spikes.attempts=1", "spikes.optimizer=restore"]
 RESET = ["spikes.attempts=1", "spikes.optimizer=reset", f"spikes.warmup_tokens={25 * STEP}"]
 NOTHING = "nothing"
 COLUMN_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.4, 6.0, 0.9  # of the figure
-BEFORE = 0.25  # share of a panel's width that is before the spike
+SHARE_BEFORE_SPIKE = 0.25  # of a panel's width
 FROM_SCRATCH = {  # arms that are trained from the first step
     "clean": [f"schedule.peak_rate={CLEAN_RATE}"],
     "skip updates": ["spikes.skip_gradient_z=4"],
@@ -73,25 +74,25 @@ ARMS = {  # arms that start before the spike of `nothing`
 
 
 def main() -> None:
-    """Train the arms that are missing, then write results.json and figure.png."""
+    """Train the arms that --runs does not contain yet, then write results.json and figure.png."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--seeds", default="0,1,2,3,4,5,6,7", help="tried in this order")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of results.json and figure.png")
+    parser.add_argument("--runs", type=Path, required=True, help="directory of the runs")
+    parser.add_argument("--seeds", default="0,1,2,3,4,5,6,7", help="seeds, tried in this order")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="directory of results.json and figure.png")
     options, rest = parser.parse_known_args()
     overrides = [word.removeprefix("--config.") for word in rest]
     options.runs.mkdir(parents=True, exist_ok=True)
-    # Forty runs share a few programs: compile each once.
+    # Forty runs share a few programs: compile each of them once.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.runs.resolve() / "compiled"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
     seeds: dict[int, dict[str, Any]] = {}
-    never = []
+    never_collapsed = []
     for seed in map(int, options.seeds.split(",")):
         folder = options.runs / str(seed)
         nothing = train_arm(folder, NOTHING, seed, overrides)
         if nothing["onset_tokens"] is None:
-            never.append(seed)
+            never_collapsed.append(seed)
             continue
         arms = {NOTHING: nothing}
         arms |= {arm: train_arm(folder, arm, seed, [*overrides, *keys]) for arm, keys in FROM_SCRATCH.items()}
@@ -105,7 +106,7 @@ def main() -> None:
         "rate": RATE,
         "clean_rate": CLEAN_RATE,
         "seeds": seeds,
-        "never_collapsed": never,
+        "never_collapsed": never_collapsed,
         "summary": summarize(seeds),
         "machine_hours": sum(arm["seconds"] for arms in seeds.values() for arm in arms.values()) / 3600,
     }
@@ -126,7 +127,7 @@ def make_config(seed: int, overrides: list[str]) -> Any:
 
 
 def train_arm(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """Train one arm until it ends or gives up; return its record, which is stored next to the run."""
+    """Train one arm until it completes or gives up; return its record, which is stored next to the run."""
     from pma_jax.training import rollback
     from pma_jax.training.loop import train
 
@@ -163,7 +164,7 @@ def train_arm(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[s
 
 
 def copy_before_spike(folder: Path, arm: str, seed: int, overrides: list[str], onset_tokens: int) -> None:
-    """Start an arm from what the collapsing run had before its spike: state, snapshots and metrics."""
+    """Create an arm's run from the collapsing run before its spike: its state, snapshots and metrics."""
     from pma_jax.runs import states
     from pma_jax.runs.directory import create_run, is_run, open_run
     from pma_jax.storage.paths import absolute_path
@@ -186,18 +187,18 @@ def copy_before_spike(folder: Path, arm: str, seed: int, overrides: list[str], o
 def judge(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Add to each arm whether it passed the spike and recovered.
 
-    The loss before is the median of the last three held-out losses before the spike. An arm passes if it did not give
-    up, no spike was declared after its last rollback, and its last loss is at most 0.1 nats above the loss before. It
-    is back if its last loss is not above the loss before.
+    The reference is the median of the last three held-out losses before the spike. An arm passes if it did not give
+    up, no spike was declared after its last rollback, and its last loss is at most 0.1 nats above the reference. It has
+    recovered (`back`) if its last loss is also not above the reference.
     """
     onset = arms[NOTHING]["onset_tokens"]
     before = statistics.median([loss for tokens, loss in arms[NOTHING]["evaluations"] if tokens < onset][-3:])
     for record in arms.values():
-        again = len(record["declared_tokens"]) > len(record["went_back_to_tokens"])
-        ends_well = not record["gave_up"] and not again
+        spikes_again = len(record["declared_tokens"]) > len(record["went_back_to_tokens"])
+        completed = not record["gave_up"] and not spikes_again
         record["before_loss"] = before
-        record["passes"] = ends_well and record["final_loss"] <= before + 0.1
-        record["back"] = ends_well and record["final_loss"] <= before
+        record["passes"] = completed and record["final_loss"] <= before + 0.1
+        record["back"] = completed and record["final_loss"] <= before
         record["above_clean"] = record["final_loss"] - arms["clean"]["final_loss"]
     return arms
 
@@ -245,7 +246,7 @@ def thin_curve(steps: list[dict[str, Any]], every: int = 10) -> list[list[float]
 def draw(seeds: dict[int, dict[str, Any]]) -> bytes:
     """Draw loss and gradient norm against tokens as PNG: one column per seed, one line per arm (PMA, Figure 7).
 
-    The panels begin shortly before the spike of the arm that does nothing, and mark it.
+    Each panel starts shortly before the spike of the arm `nothing`, and marks it by a vertical line.
     """
     from pma_jax.reporting.drawing import LIGHT, MARKERS, SERIES_COLORS, SMALL_POINTS, label_panel, new_figure, to_png
 
@@ -253,7 +254,7 @@ def draw(seeds: dict[int, dict[str, Any]]) -> bytes:
     grid = figure.subplots(2, len(seeds), sharex="col", squeeze=False)
     for column, (seed, arms) in enumerate(seeds.items()):
         onset, end = arms[NOTHING]["onset_tokens"], max(p[0] for arm in arms.values() for p in arm["curve"])
-        start = max(onset - BEFORE / (1 - BEFORE) * (end - onset), 0)
+        start = max(onset - SHARE_BEFORE_SPIKE / (1 - SHARE_BEFORE_SPIKE) * (end - onset), 0)
         for axes, title, index in zip(
             grid[:, column], ("training loss, nats per token", "gradient norm"), (1, 2), strict=True
         ):
@@ -280,7 +281,7 @@ def draw(seeds: dict[int, dict[str, Any]]) -> bytes:
 
 
 def folder_name(arm: str) -> str:
-    """Return the name of an arm's folder."""
+    """Return the name of an arm's run directory."""
     return arm.lower().replace(", ", "-").replace(" ", "-").replace("=", "")
 
 

@@ -1,9 +1,9 @@
-"""Which weights? What merges of a constant-rate run gain, what the best could, what closes the rest. (PMA, Figure 4)
+"""Which weights? The gains of fixed and learned weights, and of short anneals that start from a merge (PMA, Figure 4).
 
 Command:   python experiments/weights/script.py --runs runs/science
 
-At the end of each trunk: every recipe over every window, of points and of block means, beside linear annealing over the
-last quarter of the tokens; weights that were learned on other held-out text; and short anneals that begin with a merge.
+At the end of each trunk: every recipe over every window, of points and of block means, compared with linear annealing
+over the last quarter of the tokens; weights learned on other held-out text; and short anneals that start from a merge.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study, run_experiment
 
 KINDS = tuple(SNAPSHOT_KINDS)
-# `decay:shape=linear` is the plain mean, so `sma` stands for both. EMA in both forms: recursive, and closed.
+# `decay:shape=linear` has the weights of `sma`. EMA is included in both forms, recursive and closed.
 RECIPES = (
     "sma",
     "wma",
@@ -45,105 +45,109 @@ RECIPES = (
     "lagfree:order=2",
 )
 WINDOWS = (4, 8, 12, 16, 24, 32)
-FOLLOWED = (("sma", "point"), ("sma", "block_mean"), ("wma", "block_mean"))  # through the length of training
+FOLLOWED = (
+    ("sma", "point"),
+    ("sma", "block_mean"),
+    ("wma", "block_mean"),
+)  # compared over lengths of training and rates
 FOLLOWED += (("lagfree:lag=0.5", "block_mean"), ("lagfree", "block_mean"), ("lagfree", "point"))
-RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the size's own: the higher, the more noise
-POWER = ("power:sigma_rel=0.05", "power:sigma_rel=0.1", "power:sigma_rel=0.15")  # over all snapshots: from token 0
-LEARNED = (("point", 4), ("block_mean", 4))  # kind, and the share of the units that is merged
-LEARNED_WIDE = ("block_mean", 2)  # also, for the first size
-FITTED_TOKENS, FITTED_STEPS = 16_384, 20  # of the text that weights are learned on, after the one they are judged by
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the size's own rate; a higher rate has more noise
+POWER = ("power:sigma_rel=0.05", "power:sigma_rel=0.1", "power:sigma_rel=0.15")  # over all snapshots from token 0 on
+LEARNED = (("point", 4), ("block_mean", 4))  # kind, and divisor: the newest units / divisor snapshots are merged
+LEARNED_WIDE = ("block_mean", 2)  # additionally, for the first size
+FIT_TOKENS, FIT_STEPS = 16_384, 20  # held-out tokens for learning weights, and steps of L-BFGS
 BASELINE = "sma"
-SHORT_SHARES = (32, 16)  # a short anneal takes one over so many of the tokens
+SHORT_DIVISORS = (32, 16)  # a short anneal takes 1/32 or 1/16 of the tokens
 SHORT_WINDOW = 8  # of the merge that it starts from
-SHORT_RATES = (1.0, 0.3, 0.1)  # where it begins, as a share of the trunk's rate
-SHORT_SIZES = 2  # of the sizes
+SHORT_RATES = (1.0, 0.3, 0.1)  # its initial rate, as a share of the trunk's
+SHORT_SIZES = 2  # number of sizes with short anneals
 
 
 def cells(study: Study) -> list[Cell]:
-    """Every merge of the table, and the raw model."""
+    """Return every merge of the table, and the raw model."""
     windows = [w for w in WINDOWS if w <= study.units // 2]
     grid = [Cell(recipe, w, kind=kind) for kind in KINDS for recipe in RECIPES for w in windows]
     return [RAW, *grid, *(Cell(recipe, study.units, kind=kind) for kind in KINDS for recipe in POWER)]
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """Losses at the end of each trunk, of its annealed branch, and of what goes beyond fixed weights."""
-    end, found = study.units, {}
+    """Return losses of merges, annealed branches, learned weights and short anneals at the end of each trunk."""
+    end, sizes = study.units, {}
     for i, size in enumerate(study.sizes):
         trunks = {seed: study.trunk(size, seed) for seed in study.seeds}
         ends = [end // 4, end // 2, end] if i == 0 else [end]
-        at = {}
+        by_end = {}
         losses = study.losses_over_seeds(trunks.__getitem__, cells(study), ends)
-        for one in ends:
-            at[one] = {
-                "annealed": [study.loss(study.anneal(t, one - one // 4, one)) for t in trunks.values()],
-                "losses": {text: there[str(one)] for text, there in losses.items() if str(one) in there},
+        for at in ends:
+            by_end[at] = {
+                "annealed": [study.loss(study.anneal(t, at - at // 4, at)) for t in trunks.values()],
+                "losses": {text: over_ends[str(at)] for text, over_ends in losses.items() if str(at) in over_ends},
             }
-        last = at.pop(end)
-        found[size] = study.describe_size(size) | {
+        last = by_end.pop(end)
+        sizes[size] = study.describe_size(size) | {
             **last,
-            "earlier": {str(one): there for one, there in at.items()},
+            "earlier": {str(at): measured for at, measured in by_end.items()},
             "learned": [
-                learned(study, list(trunks.values()), kind, end // share)
-                for kind, share in (*LEARNED, *([LEARNED_WIDE] if i == 0 else []))
+                fit_weights(study, list(trunks.values()), kind, end // divisor)
+                for kind, divisor in (*LEARNED, *([LEARNED_WIDE] if i == 0 else []))
             ],
-            "short": [short for share in SHORT_SHARES for short in shorts(study, trunks, share)]
+            "short": [short for divisor in SHORT_DIVISORS for short in measure_short_anneals(study, trunks, divisor)]
             if i < SHORT_SIZES
             else [],
         }
-    return {"units": end, "sizes": found, "rates": by_rate(study)}
+    return {"units": end, "sizes": sizes, "rates": measure_rates(study)}
 
 
-def by_rate(study: Study) -> dict[str, Any]:
-    """The recipes that are followed, over half of the first size's tokens, at rates of more and of less noise."""
-    size, found = study.sizes[0], {}
+def measure_rates(study: Study) -> dict[str, Any]:
+    """Return the losses of the `FOLLOWED` recipes at each rate, over half of the first size's tokens."""
+    size, rates = study.sizes[0], {}
     for factor in RATES:
         half, trunks = study.trunks_at_rate(size, factor)
         windows = [w for w in WINDOWS if w <= half.units * 3 // 4]
         grid = [RAW, *(Cell(recipe, w, kind=kind) for recipe, kind in FOLLOWED for w in windows)]
         losses = half.losses_over_seeds(trunks.__getitem__, grid, [half.units])
-        found[str(factor * study.describe_size(size)["peak_rate"])] = {
+        rates[str(factor * study.describe_size(size)["peak_rate"])] = {
             "annealed": [half.loss(half.anneal(t, half.units - half.units // 4, half.units)) for t in trunks.values()],
-            "losses": {text: there[str(half.units)] for text, there in losses.items()},
+            "losses": {text: over_ends[str(half.units)] for text, over_ends in losses.items()},
         }
-    return found
+    return rates
 
 
-def learned(study: Study, trunks: list[Run], kind: str, window: int) -> dict[str, Any]:
-    """Weights of the newest `window` snapshots fitted to held-out text, and their loss on the study's own, per seed."""
-    rows, losses, starts = [], [], []
+def fit_weights(study: Study, trunks: list[Run], kind: str, window: int) -> dict[str, Any]:
+    """Fit the weights of the newest `window` snapshots to held-out text, and evaluate them on the study's, per seed."""
+    rows, losses, fit_losses = [], [], []
     for trunk in trunks:
         config = dataclasses.replace(trunk.config, evaluation=study.evaluation_config(trunk))
-        # What is judged by comes first; the batch that holds its last token is left out too.
+        # The study's held-out text comes first; weights are fitted to the batches after the one with its last token.
         batch_tokens = config.evaluation.batch_size_sequences * config.training.sequence_length_tokens
-        judging = -(-study.evaluation_tokens // batch_tokens)
-        longer = dataclasses.replace(config.evaluation, tokens=judging * batch_tokens + fitted_tokens(study))
+        evaluation_batches = -(-study.evaluation_tokens // batch_tokens)
+        tokens = evaluation_batches * batch_tokens + fit_tokens(study)
+        longer = dataclasses.replace(config.evaluation, tokens=tokens)
         mesh, snapshots = make_mesh(config.mesh), trunk.of_kind(kind)[-window:]
         abstract = abstract_params(config.model, mesh)
         with jax.set_mesh(mesh):
             text = shards.prepare_tokens(config.data, progress=False)
             batches = held_out_batches(text, dataclasses.replace(config, evaluation=longer), mesh)
-            fitting = batches[judging:]
-            params = [restore_params(s, abstract) for s in snapshots]
-            fit = learn_weights(text_loss(graph_definition(config.model), fitting), params, steps=FITTED_STEPS)
+            objective = text_loss(graph_definition(config.model), batches[evaluation_batches:])
+            fit = learn_weights(objective, [restore_params(s, abstract) for s in snapshots], steps=FIT_STEPS)
         rows.append(fit.weights.tolist())
         losses += evaluate_merges(config, snapshots, [fit.weights]).losses
-        starts.append([fit.start_loss, fit.loss])
-    return {"kind": kind, "window": window, "losses": losses, "weights": rows, "fitted_from_to": starts}
+        fit_losses.append([fit.start_loss, fit.loss])
+    return {"kind": kind, "window": window, "losses": losses, "weights": rows, "fitted_from_to": fit_losses}
 
 
-def fitted_tokens(study: Study) -> int:
-    """Tokens that weights are learned on: not more than half of what they are judged by."""
-    return min(FITTED_TOKENS, study.evaluation_tokens // 2)
+def fit_tokens(study: Study) -> int:
+    """Return the held-out tokens that weights are fitted to: at most half of those that they are evaluated on."""
+    return min(FIT_TOKENS, study.evaluation_tokens // 2)
 
 
-def shorts(study: Study, trunks: dict[int, Run], share: int) -> list[dict[str, Any]]:
-    """Short linear anneals over the last 1/share of the tokens: from the raw model, and from a merge at lower rates."""
+def measure_short_anneals(study: Study, trunks: dict[int, Run], divisor: int) -> list[dict[str, Any]]:
+    """Return losses of linear anneals over the last 1/divisor of the tokens, from the raw model and from a merge."""
     end = study.units
-    length = end // share
+    length = end // divisor
     if not length:
         return []
-    found = [
+    anneals = [
         {
             "length": length,
             "from": "raw",
@@ -161,28 +165,28 @@ def shorts(study: Study, trunks: dict[int, Run], share: int) -> list[dict[str, A
                 f"schedule.decay_start_tokens={(end - length) * study.unit_tokens(trunk)}",
             ]
             losses.append(study.loss(study.fork(trunk, end - length, end, keys, merged)))
-        found.append({"length": length, "from": f"SMA of {SHORT_WINDOW}", "rate": rate, "losses": losses})
-    return found
+        anneals.append({"length": length, "from": f"SMA of {SHORT_WINDOW}", "rate": rate, "losses": losses})
+    return anneals
 
 
-def shares(size: dict[str, Any], losses: list[float]) -> list[float]:
-    """Of the annealing's gain over raw, what a model has, of each seed."""
+def gain_shares(size: dict[str, Any], losses: list[float]) -> list[float]:
+    """Return the share of annealing's gain over raw that a model reaches, for each seed."""
     raws = size["losses"][RAW.text]
     return [(raw - x) / (raw - end) for raw, x, end in zip(raws, losses, size["annealed"], strict=True)]
 
 
-def best(size: dict[str, Any], recipe: str, kind: str) -> str | None:
-    """The recipe's window of lowest mean loss over seeds, as text; it is reported on the text that it was chosen on."""
-    return min(of_recipe(size, recipe, kind), key=lambda text: sum(size["losses"][text]), default=None)
+def best_merge(size: dict[str, Any], recipe: str, kind: str) -> str | None:
+    """Return the text of a recipe's merge with the lowest mean loss over seeds, on the held-out text of the report."""
+    return min(merges_of(size, recipe, kind), key=lambda text: sum(size["losses"][text]), default=None)
 
 
-def of_recipe(size: dict[str, Any], recipe: str, kind: str) -> list[str]:
-    """The texts of a recipe's merges of one kind."""
+def merges_of(size: dict[str, Any], recipe: str, kind: str) -> list[str]:
+    """Return the texts of a recipe's merges of one kind of snapshot."""
     return [t for t in size["losses"] if t.rpartition(":")[0] == SNAPSHOT_KINDS[kind].prefix + recipe and t != RAW.text]
 
 
 def report(results: dict[str, Any]) -> str:
-    """A table of recipes and learned weights for each size, and one of short anneals."""
+    """Format tables of recipes and learned weights, of lengths of training, of rates, and of short anneals."""
     parts = []
     for name, size in results["sizes"].items():
         gain = pages.format_difference(size["losses"][RAW.text], size["annealed"])
@@ -191,28 +195,30 @@ def report(results: dict[str, Any]) -> str:
         header = ["recipe", "of", "window", "share of annealing's gain", "better than the best SMA of points by"]
         parts.append(pages.format_table(header, recipe_rows(size)))
     parts.append(
-        "Shares are of what linear annealing over the last quarter of the tokens takes off the raw loss: mean over "
-        "seeds and 95% interval. The last column is in nats, above 0 better. A recipe's window is the best of "
-        f"{', '.join(map(str, WINDOWS))} on the text that it is reported on (power: all snapshots). Learned weights "
-        "were fitted to other held-out text, the K numbers alone, and sum to 1."
+        "Shares are relative to the gain of linear annealing over the last quarter of the tokens: mean over seeds and "
+        "95% interval. Last column: nats; positive: better. A recipe's window is the best of "
+        f"{', '.join(map(str, WINDOWS))} on the text on which it is reported (power: all snapshots). Learned weights "
+        "are K numbers that sum to 1, fitted to other held-out text."
     )
     parts += [lengths_table(results), short_table(results)]
     return "\n\n".join(part for part in parts if part)
 
 
 def share_at_best(at: dict[str, Any], recipe: str, kind: str) -> str:
-    """A recipe's share of annealing's gain, and the window at which it is best; a dash where it cannot be made."""
-    text = best(at, recipe, kind)
-    return f"{pages.format_mean_share(shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}" if text else "–"
+    """Format a recipe's share of annealing's gain at its best window; a dash if snapshots are too few."""
+    text = best_merge(at, recipe, kind)
+    if not text:
+        return "–"
+    return f"{pages.format_mean_share(gain_shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}"
 
 
 def followed_table(first: str, rows: dict[str, dict[str, Any]]) -> str:
-    """The gain of annealing, and each recipe's share of it at its best window: a row for each of `rows`, by name."""
+    """Format annealing's gain, and each recipe's share of it at its best window: one table row per item of `rows`."""
     table = []
     for name, at in rows.items():
-        found = [share_at_best(at, recipe, kind) for recipe, kind in FOLLOWED]
+        shares = [share_at_best(at, recipe, kind) for recipe, kind in FOLLOWED]
         table.append(
-            [name, pages.format_difference(at["losses"][RAW.text], at["annealed"]), *found, gain_of_lagfree(at)]
+            [name, pages.format_difference(at["losses"][RAW.text], at["annealed"]), *shares, gain_of_lagfree(at)]
         )
     header = [f"{display_name(recipe)} of {SNAPSHOT_KINDS[kind].title}" for recipe, kind in FOLLOWED]
     return pages.format_table(
@@ -221,13 +227,13 @@ def followed_table(first: str, rows: dict[str, dict[str, Any]]) -> str:
 
 
 def gain_of_lagfree(at: dict[str, Any]) -> str:
-    """Loss of the best plain mean of points less that of the best lag-free merge of block means."""
-    plain, other = best(at, BASELINE, "point"), best(at, "lagfree", "block_mean")
+    """Format the loss of the best plain mean of points minus that of the best lag-free merge of block means."""
+    plain, other = best_merge(at, BASELINE, "point"), best_merge(at, "lagfree", "block_mean")
     return pages.format_difference(at["losses"][plain], at["losses"][other]) if plain and other else "–"
 
 
 def lengths_table(results: dict[str, Any]) -> str:
-    """How the best window and its share of the gain move with the length of training, and with the rate."""
+    """Format the best windows and their shares of the gain by length of training and by rate."""
     name, size = next(iter(results["sizes"].items()))
     ends = {f"{int(end) * size['unit_tokens'] / 1e6:.2f}M": at for end, at in size["earlier"].items()}
     ends[f"{results['units'] * size['unit_tokens'] / 1e6:.2f}M"] = size
@@ -240,12 +246,12 @@ def lengths_table(results: dict[str, Any]) -> str:
 
 
 def short_table(results: dict[str, Any]) -> str:
-    """What short anneals reach, from the raw model and from a merge."""
+    """Format the share of the gain and the loss of short anneals, from the raw model and from a merge."""
     rows = []
     for name, size in results["sizes"].items():
         for short in size["short"]:
             share, above = (
-                pages.format_mean_share(shares(size, short["losses"])),
+                pages.format_mean_share(gain_shares(size, short["losses"])),
                 pages.format_difference(short["losses"], size["annealed"]),
             )
             length = f"1/{results['units'] // short['length']}"
@@ -256,42 +262,51 @@ def short_table(results: dict[str, Any]) -> str:
 
 
 def recipe_rows(size: dict[str, Any]) -> list[list[Any]]:
-    """Every recipe at its best window, of points and of block means, and the learned weights."""
+    """Return table rows: every recipe at its best window, of points and of block means, and the learned weights."""
     rows = []
     for recipe in (*RECIPES, *POWER):
         for kind in KINDS:
-            text = best(size, recipe, kind)
+            text = best_merge(size, recipe, kind)
             if text:
                 window = text.rpartition(":")[2]
                 rows.append(
-                    [display_name(recipe), SNAPSHOT_KINDS[kind].title, window, *against(size, size["losses"][text])]
+                    [
+                        display_name(recipe),
+                        SNAPSHOT_KINDS[kind].title,
+                        window,
+                        *comparison_cells(size, size["losses"][text]),
+                    ]
                 )
     return rows + [
-        ["learned", SNAPSHOT_KINDS[f["kind"]].title, f["window"], *against(size, f["losses"])] for f in size["learned"]
+        ["learned", SNAPSHOT_KINDS[f["kind"]].title, f["window"], *comparison_cells(size, f["losses"])]
+        for f in size["learned"]
     ]
 
 
-def against(size: dict[str, Any], losses: list[float]) -> list[str]:
-    """The share of annealing's gain, and the difference from the best plain mean of points."""
-    baseline = best(size, BASELINE, "point")
+def comparison_cells(size: dict[str, Any], losses: list[float]) -> list[str]:
+    """Format the share of annealing's gain, and the difference from the best plain mean of points."""
+    baseline = best_merge(size, BASELINE, "point")
     assert baseline is not None
-    return [pages.format_mean_share(shares(size, losses)), pages.format_difference(size["losses"][baseline], losses)]
+    return [
+        pages.format_mean_share(gain_shares(size, losses)),
+        pages.format_difference(size["losses"][baseline], losses),
+    ]
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """SMA of points, the best fixed recipe, and the best learned weights of each size."""
+    """Summarize SMA of points, the best fixed recipe, and the best learned weights of each size."""
     effects, winners, clear = [], [], 0
     for name, size in results["sizes"].items():
-        plain = best(size, BASELINE, "point")
-        texts = [t for t in (best(size, r, k) for r in (*RECIPES, *POWER) for k in KINDS) if t]
-        top = min(texts, key=lambda text: sum(size["losses"][text]))
+        plain = best_merge(size, BASELINE, "point")
+        texts = [t for t in (best_merge(size, r, k) for r in (*RECIPES, *POWER) for k in KINDS) if t]
+        best = min(texts, key=lambda text: sum(size["losses"][text]))
         assert plain is not None
-        clear += paired_difference(size["losses"][plain], size["losses"][top]).low > 0
+        clear += paired_difference(size["losses"][plain], size["losses"][best]).low > 0
         best_learned = min((fit["losses"] for fit in size["learned"]), key=sum)
-        models = [(plain, size["losses"][plain]), (top, size["losses"][top]), ("learned", best_learned)]
-        texts = [f"{text} {pages.format_mean_share(shares(size, losses))}" for text, losses in models]
+        models = [(plain, size["losses"][plain]), (best, size["losses"][best]), ("learned", best_learned)]
+        texts = [f"{text} {pages.format_mean_share(gain_shares(size, losses))}" for text, losses in models]
         effects.append(f"{name}: {', '.join(texts)}")
-        winners.append(f"{name}: {top}")
+        winners.append(f"{name}: {best}")
     return IndexRow(
         3,
         "Which weights?",
@@ -303,21 +318,20 @@ def summarize(results: dict[str, Any]) -> IndexRow:
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Share of the gain by window, points and block means; and the learned weights."""
+    """Draw the share of the gain against the window, for points and block means, and the learned weights."""
     panels = []
     for name, size in results["sizes"].items():
         for kind in KINDS:
             lines = []
             for recipe in RECIPES:
-                texts = {int(t.rpartition(":")[2]): t for t in of_recipe(size, recipe, kind)}
-                at = sorted(texts)
-                y = [sum(s := shares(size, size["losses"][texts[w]])) / len(s) for w in at]
-                lines.append(Line(display_name(recipe), at, y, dashed=recipe.startswith("lagfree")))
-            fits = [f for f in size["learned"] if f["kind"] == kind]
+                texts = {int(t.rpartition(":")[2]): t for t in merges_of(size, recipe, kind)}
+                windows = sorted(texts)
+                y = [mean_share(size, size["losses"][texts[w]]) for w in windows]
+                lines.append(Line(display_name(recipe), windows, y, dashed=recipe.startswith("lagfree")))
+            fits = sorted((f for f in size["learned"] if f["kind"] == kind), key=lambda f: f["window"])
             if fits:
-                at = [f["window"] for f in sorted(fits, key=lambda f: f["window"])]
-                y = [sum(s := shares(size, f["losses"])) / len(s) for f in sorted(fits, key=lambda f: f["window"])]
-                lines.append(Line("learned", at, y, dashed=True))
+                y = [mean_share(size, f["losses"]) for f in fits]
+                lines.append(Line("learned", [f["window"] for f in fits], y, dashed=True))
             panels.append(
                 LinePanel(
                     f"{name}, {SNAPSHOT_KINDS[kind].title}: share of annealing's gain",
@@ -331,8 +345,14 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     return {"figure.png": to_png(draw_lines(panels, columns=2))}
 
 
+def mean_share(size: dict[str, Any], losses: list[float]) -> float:
+    """Return the mean over seeds of `gain_shares`."""
+    shares = gain_shares(size, losses)
+    return sum(shares) / len(shares)
+
+
 def learned_panel(name: str, size: dict[str, Any]) -> LinePanel:
-    """The learned weights, mean over seeds, against how far each snapshot is behind."""
+    """Make the panel of the learned weights (mean over seeds) against the distance from the newest snapshot."""
     lines = []
     for fit in size["learned"]:
         mean = [sum(column) / len(column) for column in zip(*fit["weights"], strict=True)]

@@ -1,12 +1,13 @@
-"""Why does merging work? The landscape, a quadratic, the spectrum of the weights, and noise against drift (PMA, 4.6).
+"""Why does merging work? A quadratic, the loss landscape, the spectrum of the weights, noise and drift (PMA, 4.6).
 
 Command:   python experiments/why_it_works/script.py --runs runs/science
 
-Of one size, for each seed: the newest snapshots of a trunk, its annealed branch, and replicas that go on from one of
-its states with other data orders.
+One size; for each seed: the newest snapshots of a trunk, its annealed branch, and replicas that continue from one of
+the trunk's states with other data orders.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study, run_experiment
 
-TEXT_TOKENS = 8192  # held-out text of curvature and landscape
+TEXT_TOKENS = 8192  # held-out tokens for curvature and landscape
 REPLICAS = 5  # in addition to the trunk
 RANDOM_DIRECTIONS, TOP_DIRECTIONS = 32, 4
 GRID = 17  # points along each axis of a contour plot
@@ -37,101 +38,107 @@ AROUND = {"merge": "the merged model", "annealed": "the annealed model"}
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """Every measurement, for each seed of the first size."""
-    found = {}
+    """Return all measurements for each seed of the first size."""
+    seeds = {}
     for seed in study.seeds:
         run = study.trunk(study.sizes[0], seed)
         annealed = study.anneal(run, study.units * 3 // 4, study.units)
-        found[str(seed)] = geometry(study, run, annealed, draws=seed == study.seeds[0])
-        found[str(seed)]["noise"] = noise_and_drift(study, run, annealed)
-    return {"size": study.sizes[0], "window": window(study), "units": study.units, "seeds": found}
+        seeds[str(seed)] = measure_geometry(study, run, annealed, with_planes=seed == study.seeds[0])
+        seeds[str(seed)]["noise"] = measure_noise(study, run, annealed)
+    return {"size": study.sizes[0], "window": merge_window(study), "units": study.units, "seeds": seeds}
 
 
-def window(study: Study) -> int:
-    """Units that merges here span: an eighth of the run."""
+def merge_window(study: Study) -> int:
+    """Return the number of snapshots that are merged: an eighth of the run, at least 4."""
     return max(study.units // 8, 4)
 
 
-def geometry(study: Study, run: Run, annealed: Run, draws: bool) -> dict[str, Any]:
-    """What lies between the newest snapshots, their mean and the annealed model; the planes where they are drawn."""
+def measure_geometry(study: Study, run: Run, annealed: Run, with_planes: bool) -> dict[str, Any]:
+    """Return the quadratic, the spectrum and, if `with_planes`, the loss over planes, at the end of one trunk."""
     bench = open_workbench(run.config, min(TEXT_TOKENS, study.evaluation_tokens))
     with jax.set_mesh(bench.mesh):
         constant, decayed = (bench.models(r.of_kind("point")[-(study.units // 4) :]) for r in (run, annealed))
-        newest = constant[-window(study) :]
+        newest = constant[-merge_window(study) :]
         merged = average(newest, recipes.sma(len(newest)))
         return {
             "quadratic": {
-                "merge": quadratic(bench, newest, merged),
-                "annealed": quadratic(bench, newest, decayed[-1]),
+                "merge": measure_quadratic(bench, newest, merged),
+                "annealed": measure_quadratic(bench, newest, decayed[-1]),
             },
-            "spectrum": spectra(bench, constant, decayed, merged),
-            "planes": planes(bench, newest, merged, decayed[-1]) if draws else [],
+            "spectrum": measure_spectra(bench, constant, decayed, merged),
+            "planes": measure_planes(bench, newest, merged, decayed[-1]) if with_planes else [],
         }
 
 
-def quadratic(bench: Workbench, models: list[Any], around: Any) -> dict[str, Any]:
-    """delta_i' H delta_j around one model, and what it says merging gains, against what it gains."""
+def measure_quadratic(bench: Workbench, models: list[Any], around: Any) -> dict[str, Any]:
+    """Return the measured gain of the mean of `models`, and the gain that a quadratic around `around` predicts.
+
+    With the deviations delta_i = models[i] - around, the quadratic's `matrix` is delta_i' H delta_j, for H the Hessian
+    and the Gauss-Newton matrix.
+    """
     weights, objective = recipes.sma(len(models)), bench.loss
     loss = jax.jit(objective)
-    each, of_mean = [float(loss(model)) for model in models], float(loss(average(models, weights)))
+    losses, mean_model_loss = [float(loss(model)) for model in models], float(loss(average(models, weights)))
     deltas = [optax.tree.sub(model, around) for model in models]
     slopes = curvature.directional_slopes(objective, around, deltas)
-    found: dict[str, Any] = {"measured": {"over_mean": np.mean(each) - of_mean, "over_last": each[-1] - of_mean}}
+    measured = {"over_mean": np.mean(losses) - mean_model_loss, "over_last": losses[-1] - mean_model_loss}
+    gains: dict[str, Any] = {"measured": measured}
     products = {
         "hessian": curvature.hessian_product(objective, around),
         "gauss_newton": curvature.gauss_newton_product(bench.outputs, around),
     }
     for name, product in products.items():
         matrix = curvature.pairwise_curvature(product, deltas)
-        found[name] = {
+        gains[name] = {
             "over_mean": curvature.merging_gain(matrix, weights),
             "over_last": curvature.merging_gain_over_last(matrix, weights, slopes),
             "off_diagonal_share": curvature.off_diagonal_share(matrix),
             "negative_pairs": float(np.mean(matrix[~np.eye(len(matrix), dtype=bool)] < 0)),
             "matrix": matrix.tolist(),
         }
-    return found
+    return gains
 
 
-def spectra(bench: Workbench, constant: list[Any], decayed: list[Any], merged: Any) -> dict[str, Any]:
-    """Power of the weights' path along random and most curved directions, at a constant and at a decaying rate."""
+def measure_spectra(bench: Workbench, constant: list[Any], decayed: list[Any], merged: Any) -> dict[str, Any]:
+    """Return the power of the weights' path along random and most curved directions, at constant and decaying rate."""
     values, top = curvature.top_eigenpairs(curvature.hessian_product(bench.loss, merged), merged, TOP_DIRECTIONS)
-    found: dict[str, Any] = {"eigenvalues": values.tolist()}
+    spectra: dict[str, Any] = {"eigenvalues": values.tolist()}
     for name, directions in (("random", spectrum.random_directions(merged, RANDOM_DIRECTIONS)), ("top", top)):
-        found[name] = {}
+        spectra[name] = {}
         for rate, models in (("constant", constant), ("decaying", decayed)):
             frequencies, power = spectrum.power_spectrum(spectrum.projections(models, directions, merged))
-            found[name][rate] = power.mean(axis=1).tolist()
-        found["frequencies"] = frequencies.tolist()
-    return found
+            spectra[name][rate] = power.mean(axis=1).tolist()
+        spectra["frequencies"] = frequencies.tolist()
+    return spectra
 
 
-def planes(bench: Workbench, models: list[Any], merged: Any, annealed: Any) -> list[dict[str, Any]]:
-    """The plane that the snapshots lie nearest to, and that of the two weights of a layer that move most."""
+def measure_planes(bench: Workbench, models: list[Any], merged: Any, annealed: Any) -> list[dict[str, Any]]:
+    """Return the loss over the principal plane of the snapshots, and over the two weights of a layer that vary most."""
     leaf = np.stack([np.asarray(leaf_of(model, TWO_WEIGHTS_OF)) for model in models]).std(axis=0)
     first, second = (tuple(map(int, np.unravel_index(i, leaf.shape))) for i in np.argsort(leaf, axis=None)[[-1, -2]])
     chosen = {
         "the plane of the snapshots": landscape.principal_plane(models),
         f"two weights of {TWO_WEIGHTS_OF}": landscape.plane_of_two_weights(merged, TWO_WEIGHTS_OF, first, second),
     }
-    found = []
+    panels = []
     for title, plane in chosen.items():
-        places = np.array([plane.coordinates(model) for model in [*models, merged, annealed]])
-        middle, reach = places[-2, :2], 1.6 * np.abs(places[:-1, :2] - places[-2, :2]).max()
-        xs, ys = (np.linspace(m - reach, m + reach, GRID) for m in middle)
+        coordinates = np.array([plane.coordinates(model) for model in [*models, merged, annealed]])
+        centre = coordinates[-2, :2]
+        radius = 1.6 * np.abs(coordinates[:-1, :2] - centre).max()
+        xs, ys = (np.linspace(c - radius, c + radius, GRID) for c in centre)
         losses = landscape.loss_over(bench.loss, plane, xs, ys)
-        found.append(
+        panels.append(
             {
                 "title": title,
                 "x": xs.tolist(),
                 "y": ys.tolist(),
                 "losses": losses.round(5).tolist(),
-                "snapshots": places[:-2].tolist(),
-                "merged": places[-2].tolist(),
-                "annealed": places[-1].tolist(),
+                "snapshots": coordinates[:-2].tolist(),
+                "merged": coordinates[-2].tolist(),
+                "annealed": coordinates[-1].tolist(),
             }
         )
-    return found
+    return panels
 
 
 def leaf_of(params: Any, name: str) -> Any:
@@ -141,57 +148,57 @@ def leaf_of(params: Any, name: str) -> Any:
     return params
 
 
-def noise_and_drift(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
-    """Losses of means over replicas, over time, and over both."""
-    span, seed = window(study), run.config.training.seed
-    begin = study.units - span
-    others = [f"training.seed={100 * r + 100 + seed}" for r in range(REPLICAS)]
-    replicas = [run, *(study.fork(run, begin, study.units, [change]) for change in others)]
+def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
+    """Return the losses of means over replicas, over time, and over both."""
+    span, seed = merge_window(study), run.config.training.seed
+    start = study.units - span
+    seed_changes = [f"training.seed={100 * r + 100 + seed}" for r in range(REPLICAS)]
+    replicas = [run, *(study.fork(run, start, study.units, [change]) for change in seed_changes)]
     snapshots = [s for replica in replicas for s in replica.of_kind("point")[-span:]]
-    # A merge is a table of weights, replicas by time.
-    last, even = np.eye(span)[-1], np.full(span, 1 / span)
-    one, all_of_them = np.eye(len(replicas)), np.full(len(replicas), 1 / len(replicas))
+    # Each merge is a matrix of weights [replicas, span]: the outer product of weights over replicas and over time.
+    last_unit, all_units = np.eye(span)[-1], np.full(span, 1 / span)
+    one_replica, all_replicas = np.eye(len(replicas)), np.full(len(replicas), 1 / len(replicas))
     subsets = subset_rows(len(replicas))
     groups = {
-        **{f"mean of {m}": [np.outer(row, last) for row in rows] for m, rows in subsets.items()},
-        "time": [np.outer(row, even) for row in one],
-        "both": [np.outer(all_of_them, even)],
-        "path": [np.outer(all_of_them, at) for at in np.eye(span)],
+        **{f"mean of {m}": [np.outer(row, last_unit) for row in rows] for m, rows in subsets.items()},
+        "time": [np.outer(row, all_units) for row in one_replica],
+        "both": [np.outer(all_replicas, all_units)],
+        "path": [np.outer(all_replicas, unit) for unit in np.eye(span)],
     }
     config = dataclasses.replace(run.config, evaluation=study.evaluation_config(run))
-    rows = [table.ravel() for tables in groups.values() for table in tables]
+    rows = [merge.ravel() for merges in groups.values() for merge in merges]
     losses = iter(evaluate_merges(config, snapshots, rows).losses)
-    each = {name: [next(losses) for _ in tables] for name, tables in groups.items()}
-    by_count = {m: float(np.mean(each[f"mean of {m}"])) for m in subsets}
-    split = fit_noise(list(by_count), list(by_count.values()))
+    group_losses = {name: [next(losses) for _ in merges] for name, merges in groups.items()}
+    by_count = {m: float(np.mean(group_losses[f"mean of {m}"])) for m in subsets}
+    fit = fit_noise(list(by_count), list(by_count.values()))
     return {
         "replicas": len(replicas),
         "by_count": {str(m): loss for m, loss in by_count.items()},
-        "floor": split.floor,
-        "noise": split.noise,
-        "time": float(np.mean(each["time"])),
-        "both": each["both"][0],
-        "path": each["path"],
+        "floor": fit.floor,
+        "noise": fit.noise,
+        "time": float(np.mean(group_losses["time"])),
+        "both": group_losses["both"][0],
+        "path": group_losses["path"],
         "annealed": study.loss(annealed),
     }
 
 
-# --- What the page shows ----------------------------------------------------------------------------------------------
+# --- The page ---------------------------------------------------------------------------------------------------------
 
 
-def mean_and_interval(results: dict[str, Any], of: Any, digits: int = 4) -> str:
-    """`of` each seed's results, its mean with the interval over seeds."""
-    values = [of(seed) for seed in results["seeds"].values()]
+def mean_and_interval(results: dict[str, Any], statistic: Callable[[dict[str, Any]], float], digits: int = 4) -> str:
+    """Format the mean over seeds of `statistic` of each seed's results, with its interval."""
+    values = [statistic(seed) for seed in results["seeds"].values()]
     return pages.format_interval(mean_interval(values), digits)
 
 
 def report(results: dict[str, Any]) -> str:
-    """Three tables: the quadratic, noise and drift, the spectrum."""
+    """Format three parts: the quadratic, noise and drift, the spectrum."""
     return "\n\n".join([quadratic_report(results), noise_report(results), spectrum_report(results)])
 
 
 def quadratic_report(results: dict[str, Any]) -> str:
-    """What a quadratic says of merging the last snapshots, against what is measured."""
+    """Format the gain of merging the last snapshots as measured and as a quadratic predicts it."""
     rows = []
     for around, name in AROUND.items():
         for kind in ("measured", "hessian", "gauss_newton"):
@@ -213,16 +220,16 @@ def quadratic_report(results: dict[str, Any]) -> str:
 
 
 def path_gain(results: dict[str, Any]) -> str:
-    """What averaging over time adds, in nats (below 0: it is better), to a mean over all replicas."""
+    """Format the loss of the mean over all replicas and time minus that of the last mean over replicas, in nats."""
     return mean_and_interval(results, lambda s: s["noise"]["both"] - s["noise"]["path"][-1])
 
 
 def noise_report(results: dict[str, Any]) -> str:
-    """Losses of means over replicas and over time, each less that of one run's last snapshot."""
+    """Format the losses of means over replicas and over time, and their differences from one run's last snapshot."""
     count = next(iter(results["seeds"].values()))["noise"]["replicas"]
 
-    def row(name: str, of: Any) -> list[str]:
-        values = [of(seed["noise"]) for seed in results["seeds"].values()]
+    def row(name: str, statistic: Callable[[dict[str, Any]], float]) -> list[str]:
+        values = [statistic(seed["noise"]) for seed in results["seeds"].values()]
         raw = [seed["noise"]["by_count"]["1"] for seed in results["seeds"].values()]
         return [name, f"{np.mean(values):.4f}", pages.format_difference(values, raw)]
 
@@ -237,67 +244,71 @@ def noise_report(results: dict[str, Any]) -> str:
     ]
     header = ["model", "held-out loss", "less the last snapshot"]
     text = (
-        f"The last {results['window']} of {results['units']} units of a trunk, {count} times with other data. "
-        f"Averaging the replicas' common path over time, when their noise is mostly gone: {path_gain(results)}."
+        f"The last {results['window']} of {results['units']} units of a trunk, in {count} replicas with different data "
+        f"orders. Change of the loss by averaging the mean of all replicas over time: {path_gain(results)} nats."
     )
     return f"**Noise and drift.** {text}\n\n{pages.format_table(header, rows)}"
 
 
 def fast_share(seed: dict[str, Any], directions: str, rate: str) -> float:
-    """Share of the power at the faster half of the frequencies."""
+    """Return the share of the power in the upper half of the frequencies."""
     power, frequencies = np.array(seed["spectrum"][directions][rate]), np.array(seed["spectrum"]["frequencies"])
     return float(power[frequencies > 0.25].sum() / power.sum())
 
 
 def response(results: dict[str, Any], recipe: str, frequencies: Any) -> np.ndarray:
-    """|H(f)| of a recipe over the window: by how much it scales a wave of that frequency."""
+    """Return |H(f)| of a recipe over the window: the factor by which it scales a wave of each frequency."""
     weights = recipes.coefficients(recipe, range(1, results["window"] + 1))
     return np.abs(spectrum.frequency_response(weights, frequencies))
 
 
-def passed(results: dict[str, Any], seed: dict[str, Any], directions: str, recipe: str) -> float:
-    """Share of the path's power at a constant rate that a recipe passes."""
-    found = seed["spectrum"]
-    power, frequencies = np.array(found[directions]["constant"]), np.array(found["frequencies"])
+def passed_share(results: dict[str, Any], seed: dict[str, Any], directions: str, recipe: str) -> float:
+    """Return the share of the path's power at a constant rate that a recipe passes."""
+    spectra = seed["spectrum"]
+    power, frequencies = np.array(spectra[directions]["constant"]), np.array(spectra["frequencies"])
     return float((response(results, recipe, frequencies) ** 2 * power).sum() / power.sum())
 
 
 def spectrum_report(results: dict[str, Any]) -> str:
-    """How fast the weights move, and how much of it a decaying rate, or a recipe, takes away."""
-    speeds, left = [], []
+    """Format the share of fast movement of the weights, and the share of power that recipes and annealing leave."""
+    fast_rows, remaining_rows = [], []
     for directions, name in DIRECTIONS.items():
         shares = [
             mean_and_interval(results, lambda s, d=directions, r=rate: fast_share(s, d, r), 2)
             for rate in ("constant", "decaying")
         ]
-        speeds.append([name, *shares])
+        fast_rows.append([name, *shares])
     for recipe in RECIPES:
-        shares = [mean_and_interval(results, lambda s, d=d, r=recipe: passed(results, s, d, r), 2) for d in DIRECTIONS]
-        left.append([display_name(recipe), *shares])
+        shares = [
+            mean_and_interval(results, lambda s, d=d, r=recipe: passed_share(results, s, d, r), 2) for d in DIRECTIONS
+        ]
+        remaining_rows.append([display_name(recipe), *shares])
     decays = [
         mean_and_interval(
             results, lambda s, d=d: sum(s["spectrum"][d]["decaying"]) / sum(s["spectrum"][d]["constant"]), 2
         )
         for d in DIRECTIONS
     ]
-    left.append(["annealing over the last quarter", *decays])
+    remaining_rows.append(["annealing over the last quarter", *decays])
     text = "Power of the path over the last quarter, linear trends removed; fast: above 0.25 cycles per unit."
     header = ["directions", "fast share, constant rate", "fast share, decaying rate"]
-    then = f"Share of that power that a recipe over {results['window']} snapshots passes, and that annealing leaves:"
+    remaining = (
+        f"Share of that power that a recipe over {results['window']} snapshots passes, and that annealing leaves:"
+    )
     names = [f"along {name}" for name in DIRECTIONS.values()]
-    tables = pages.format_table(header, speeds), pages.format_table(["", *names], left)
-    return f"**The filter view.** {text}\n\n{tables[0]}\n\n{then}\n\n{tables[1]}"
+    tables = pages.format_table(header, fast_rows), pages.format_table(["", *names], remaining_rows)
+    return f"**The filter view.** {text}\n\n{tables[0]}\n\n{remaining}\n\n{tables[1]}"
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """The question's row on the page of all."""
+    """Summarize the share of the gain that a quadratic, and noise, explain."""
     seeds = results["seeds"].values()
     raw = [s["noise"]["by_count"]["1"] for s in seeds]
     gain = [r - s["noise"]["time"] for r, s in zip(raw, seeds, strict=True)]
     share = np.mean([s["noise"]["noise"] for s in seeds]) / np.mean(gain)
     explained = np.mean([s["quadratic"]["merge"]["hessian"]["over_mean"] for s in seeds])
     measured = np.mean([s["quadratic"]["merge"]["measured"]["over_mean"] for s in seeds])
-    found = (
+    verdict = (
         f"A quadratic at the merged model predicts {explained / measured:.0%} of the gain over the mean of the losses. "
         f"Averaging away, over replicas, the noise of the last {results['window']} units alone would gain {share:.0%} "
         "of what averaging over them in time gains. Once it is mostly gone, averaging the path over time changes the "
@@ -307,13 +318,13 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         5,
         "Why does it work?",
         "Deviations from the optimum cancel (Section 4.6, Fig. 8)",
-        found,
+        verdict,
         f"gain over the last snapshot {pages.format_interval(mean_interval(gain))} nats",
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """planes.png of the first seed; figure.png over all."""
+    """Draw planes.png of the first seed, and figure.png over all seeds."""
     seeds = list(results["seeds"].values())
     panels = []
     for plane in seeds[0]["planes"]:
@@ -331,7 +342,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
         Line(label, counts, flat(name), dashed=True)
         for label, name in (("mean over time", "time"), ("over both", "both"), ("annealed", "annealed"))
     ]
-    drawn = [LinePanel("held-out loss, nats per token", "replicas averaged, m", lines)]
+    line_panels = [LinePanel("held-out loss, nats per token", "replicas averaged, m", lines)]
     frequencies = seeds[0]["spectrum"]["frequencies"][1:]
     for directions, name in (("random", "random directions"), ("top", "most curved directions")):
         power = {
@@ -339,11 +350,13 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             for rate in ("constant", "decaying")
         }
         spectral = [Line(f"{rate} rate", frequencies, values) for rate, values in power.items()]
-        drawn.append(LinePanel(f"log10 of power, {name}", "cycles per unit", spectral))
+        line_panels.append(LinePanel(f"log10 of power, {name}", "cycles per unit", spectral))
     at = np.linspace(0, 0.5, 21)
-    answers = [Line(display_name(recipe), at.tolist(), response(results, recipe, at).tolist()) for recipe in RECIPES]
-    drawn.append(LinePanel(f"response |H| of recipes over {results['window']}", "cycles per unit", answers, zero=True))
-    return {"planes.png": to_png(draw_contours(panels)), "figure.png": to_png(draw_lines(drawn, columns=2))}
+    responses = [Line(display_name(recipe), at.tolist(), response(results, recipe, at).tolist()) for recipe in RECIPES]
+    line_panels.append(
+        LinePanel(f"response |H| of recipes over {results['window']}", "cycles per unit", responses, zero=True)
+    )
+    return {"planes.png": to_png(draw_contours(panels)), "figure.png": to_png(draw_lines(line_panels, columns=2))}
 
 
 if __name__ == "__main__":
