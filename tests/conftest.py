@@ -1,4 +1,4 @@
-"""Simulated CPU devices, `--slow` for the long tests, a cache of compiled programs, and one tiny finished run to read.
+"""Configure the test session: simulated CPU devices, `--slow`, a compilation cache, and one finished tiny run.
 
 A process simulates eight devices, or as many as `PMA_TEST_DEVICES` says. `make test` runs the tests marked `mesh` with
 eight and all others with one, which compiles and steps several times faster; with eight every test passes.
@@ -13,21 +13,21 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     os.environ["XLA_FLAGS"] = flags.strip()
 
-# All test processes share compiled programs, and so does the next session: a tiny run takes 2 s instead of 16 s.
+# All test processes and later sessions share compiled programs: a tiny run takes 2 s instead of 16 s.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "compiled"))
-# XLA logs an error line for each program that it loads from the cache, about a tuning preference of its own.
+# XLA logs an error line about its tuning preferences for each program that it loads from the cache.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# Compiling is most of what the small programs of the tests cost, and costs a third less without XLA's optimisations.
-# `.ci/run` runs the tests that compare bits a second time with them (JAX_DISABLE_MOST_OPTIMIZATIONS=0).
+# Most of the cost of the tests' small programs is compilation, which takes a third less without XLA's optimisations.
+# `.ci/run` runs the tests that compare bits a second time with optimisations (JAX_DISABLE_MOST_OPTIMIZATIONS=0).
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-# On a busy machine an example may take any time.
+# Disable deadlines: on a busy machine an example may take arbitrarily long.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
 
@@ -47,13 +47,13 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory):
-    """A folder with the tiny corpus and its token cache: `tiny.config(workspace)` trains on it."""
+    """Return a folder for the tiny corpus and its token cache: `tiny.config(workspace)` trains on it."""
     return tmp_path_factory.mktemp("workspace")
 
 
 @pytest.fixture(scope="session")
 def finished(workspace):
-    """The tiny run, trained to its horizon without interruption. To be read, not changed: copy it first."""
+    """Train the tiny run to its horizon without interruption. Read-only: copy it before changing it."""
     import tiny
 
     from pma_jax.training.loop import train

@@ -1,8 +1,8 @@
-"""gs:// on this machine: every library's own path layer, over a folder instead of Google's network.
+"""Serve gs:// on this machine: each library keeps its own path layer, over a folder instead of Google's network.
 
-etils.epath and what stands on it go through fsspec, which is given its local file system for `gs://`; TensorStore
-speaks to a server on loopback that answers the part of Google's JSON API that it uses; what Orbax asks
-google-cloud-storage is answered with a plain bucket. Objects are files: gs://bucket/a/b is FOLDER/bucket/a/b.
+etils.epath and the libraries built on it use fsspec, which gets its local file system for `gs://`. TensorStore connects
+to a loopback server that implements the part of Google's JSON API that it uses. Orbax's calls to google-cloud-storage
+return a plain bucket. Objects are files: gs://bucket/a/b is FOLDER/bucket/a/b.
 """
 
 import json
@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class LocalBuckets(DirFileSystem):
-    """Buckets as folders of $LOCAL_BUCKETS."""
+    """Map buckets to folders of $LOCAL_BUCKETS."""
 
     protocol = ("gcs", "gs")
 
@@ -29,7 +29,7 @@ class LocalBuckets(DirFileSystem):
 
 
 class _EventFiles:
-    """TensorBoard's files of a bucket."""
+    """Write TensorBoard's files to a bucket."""
 
     def open(self, path):
         local = Path(os.environ["LOCAL_BUCKETS"], path.removeprefix("gs://"))
@@ -37,11 +37,11 @@ class _EventFiles:
         return local.open("wb")
 
     def directory_check(self, path):
-        """A bucket has no directories."""
+        """Do nothing: a bucket has no directories."""
 
 
 def install() -> None:
-    """Let this process take gs:// for folders of $LOCAL_BUCKETS, as `serve` has set it in the environment."""
+    """Map gs:// to folders of $LOCAL_BUCKETS in this process; `serve` returns the environment that sets it."""
     from tensorboardX import record_writer
 
     record_writer.register_writer_factory("gs", _EventFiles())
@@ -55,7 +55,7 @@ def install() -> None:
 
 
 def serve(folder: Path) -> tuple[ThreadingHTTPServer, dict[str, str]]:
-    """Start a server for TensorStore over `folder`; returns it, and the environment of the processes that use it."""
+    """Start a server for TensorStore over `folder`; return it and the environment for the processes that use it."""
     handler = type("Handler", (_Handler,), {"folder": folder, "lock": threading.Lock()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -83,9 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
         if int(query.get("ifGenerationNotMatch", -1)) == generation:
             return self._answer(304)
         headers, status = {"x-goog-generation": str(generation)}, 200
-        unit, _, wanted = self.headers.get("Range", "").partition("=")
+        unit, _, requested = self.headers.get("Range", "").partition("=")
         if unit == "bytes":
-            first, _, last = wanted.partition("-")
+            first, _, last = requested.partition("-")
             first, last = (int(first), int(last or len(data) - 1)) if first else (len(data) - int(last), len(data) - 1)
             if first >= len(data):
                 return self._answer(416)
@@ -98,8 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers["Content-Length"]))
         path = self.folder / bucket / query["name"]
         with self.lock:
-            there = path.stat().st_mtime_ns if path.is_file() else 0
-            if int(query.get("ifGenerationMatch", there)) != there:
+            existing = path.stat().st_mtime_ns if path.is_file() else 0
+            if int(query.get("ifGenerationMatch", existing)) != existing:
                 return self._answer(412)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(204)
 
     def log_message(self, *_):
-        """Say nothing."""
+        """Log nothing."""
 
     def _list(self, bucket, query):
         root, prefix = self.folder / bucket, query.get("prefix", "")
@@ -130,8 +130,8 @@ class _Handler(BaseHTTPRequestHandler):
         parsed = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(parsed.query))
         # [/upload]/storage/v1/b/BUCKET/o[/OBJECT]
-        words = parsed.path.removeprefix("/upload").split("/")
-        return words[5] if len(words) > 5 else "", words[4], urllib.parse.unquote("/".join(words[6:])), query
+        parts = parsed.path.removeprefix("/upload").split("/")
+        return parts[5] if len(parts) > 5 else "", parts[4], urllib.parse.unquote("/".join(parts[6:])), query
 
     def _answer(self, status, data=b"", headers=None):
         self.send_response(status)

@@ -1,4 +1,4 @@
-"""Several real processes of one job on this machine: CPU devices, gloo between them, a port of their own."""
+"""Start several real processes of one job on this machine: CPU devices, gloo between them, their own port."""
 
 import dataclasses
 import os
@@ -14,49 +14,49 @@ HEARTBEAT_SECONDS = 10
 
 @dataclasses.dataclass
 class Job:
-    """Processes that were started together; what they print goes to files, so that none waits for a reader."""
+    """Processes started together; their output goes to files, so that none blocks on a full pipe."""
 
     folder: Path
     processes: list[subprocess.Popen]
 
     def wait(self, seconds: float = 500) -> list[int]:
-        """Wait for all; returns their exit statuses. Ends them when it takes longer."""
-        end = time.monotonic() + seconds
+        """Wait for all processes and return their exit statuses; kill them after `seconds`."""
+        deadline = time.monotonic() + seconds
         try:
-            return [p.wait(max(end - time.monotonic(), 0.1)) for p in self.processes]
+            return [p.wait(max(deadline - time.monotonic(), 0.1)) for p in self.processes]
         finally:
-            self.end()
+            self.kill()
 
-    def end(self) -> None:
-        """End what still runs."""
+    def kill(self) -> None:
+        """Kill the processes that still run."""
         for process in self.processes:
             process.kill()
             process.wait()
 
     def out(self, index: int) -> str:
-        """What a process printed."""
+        """Return the standard output of one process."""
         return (self.folder / f"out-{index}").read_text()
 
     def error(self, index: int) -> str:
-        """What a process printed on standard error."""
+        """Return the standard error of one process."""
         return (self.folder / f"error-{index}").read_text()
 
     def check(self, seconds: float = 500) -> "Job":
-        """Wait for all, and see that each did its work."""
+        """Wait for all processes and assert that each one exited with status 0."""
         statuses = self.wait(seconds)
         assert not any(statuses), "\n".join(f"{p}: {s}\n{self.error(p)[-3000:]}" for p, s in enumerate(statuses))
         return self
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that no process listens on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]
 
 
-def start(words: list[str], count: int, devices: int = 2) -> Job:
-    """Start `count` processes of one command (its words after `python`), each with so many devices."""
+def start(arguments: list[str], count: int, devices: int = 2) -> Job:
+    """Start `count` processes of one command (its arguments after `python`) with `devices` devices each."""
     address = f"127.0.0.1:{free_port()}"
     job = Job(Path(tempfile.mkdtemp(prefix="pma-processes-")), [])
     for index in range(count):
@@ -70,18 +70,20 @@ def start(words: list[str], count: int, devices: int = 2) -> Job:
         }
         with (job.folder / f"out-{index}").open("w") as out, (job.folder / f"error-{index}").open("w") as error:
             job.processes.append(
-                subprocess.Popen([sys.executable, *map(str, words)], stdout=out, stderr=error, env=environment)
+                subprocess.Popen([sys.executable, *map(str, arguments)], stdout=out, stderr=error, env=environment)
             )
     return job
 
 
-def pma(words: list[str], count: int, devices: int = 2) -> Job:
-    """Start `count` processes of `pma` with these words and --distributed."""
+def pma(arguments: list[str], count: int, devices: int = 2) -> Job:
+    """Start `count` processes of `pma` with these arguments and --distributed."""
     main = "import sys; from pma_jax.cli import main; sys.exit(main())"
-    return start(["-c", main, *words, "--distributed", "--heartbeat-seconds", str(HEARTBEAT_SECONDS)], count, devices)
+    return start(
+        ["-c", main, *arguments, "--distributed", "--heartbeat-seconds", str(HEARTBEAT_SECONDS)], count, devices
+    )
 
 
-def script(text: str, words: list[str], count: int, devices: int = 2) -> Job:
-    """Start `count` processes of a script that has joined the others."""
+def script(text: str, arguments: list[str], count: int, devices: int = 2) -> Job:
+    """Start `count` processes of a script that first joins the distributed job."""
     joined = f"from pma_jax.runtime import hosts\nhosts.join({HEARTBEAT_SECONDS})\n"
-    return start(["-c", joined + text, *words], count, devices)
+    return start(["-c", joined + text, *arguments], count, devices)

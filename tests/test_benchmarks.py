@@ -1,4 +1,4 @@
-"""The benchmark of the accelerator does all it says at a tiny size, on CPU, and goes on when a part fails."""
+"""Run the accelerator benchmark at a tiny size on CPU, complete and with failing parts."""
 
 import json
 import math
@@ -29,14 +29,14 @@ def numbers(tree) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path):
+def test_failing_part_is_recorded_and_the_others_run(tmp_path):
     done, parts = gpu(tmp_path / "out.json", "--parts", "moe_2k,rates", "--set", "model.kv_heads=7")
     assert done.returncode == 1
     assert "7" in parts["moe_2k"]["error"] and "FAILED" in done.stdout
     assert parts["rates"]["stream_add_bytes_per_second"] > 0
 
 
-def test_parts_that_have_no_time_left_are_noted(tmp_path):
+def test_parts_without_time_left_are_recorded(tmp_path):
     done, parts = gpu(tmp_path / "out.json", "--parts", "rates,merge", "--limit-seconds", "0.5")
     assert done.returncode == 1
     assert parts["rates"]["error"].startswith("took longer than") and parts["merge"] == {"error": "no time was left"}
@@ -51,7 +51,7 @@ def test_every_part_measures(tmp_path):
     assert all(math.isfinite(x) for x in numbers(parts))
     for name in ("dense_2k", "dense_8k", "moe_2k"):
         part = parts[name]
-        assert part["mfu"] is None, "no peak is known of a CPU"
+        assert part["mfu"] is None, "the peak of a CPU is unknown"
         assert part["memory_over_floor"] > 1, "the floor is one"
         assert part["costs"]["top"][0]["share"] >= part["costs"]["top"][1]["share"] > 0
         assert sum(part["costs"]["kinds"].values()) == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""experiments/: every script that answers a question runs end to end, and every page says what its results say."""
+"""Run every script of experiments/ that answers a question, and check that each page matches its results."""
 
 import dataclasses
 import importlib.util
@@ -19,19 +19,19 @@ from pma_jax.studies import pages, study
 FOLDER = Path(__file__).parent.parent / "experiments"
 QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "run_experiment(" in path.read_text())
 NAMES = [folder.name for folder in QUESTIONS]
-# Up to dozens of runs each; .ci/run has that of stable_phase, and test_study.py a script of its own.
+# Each trains up to dozens of runs. `.ci/run` runs only stable_phase's, and test_study.py tests a script of its own.
 SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 SCRIPTS = [pytest.param(folder, id=folder.name, marks=SLOW) for folder in QUESTIONS]
 
 
-def loaded(path):
+def load_module(path):
     spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def data_words(workspace):
+def data_keys(workspace):
     text, cache = tiny.write_functions(workspace / "functions"), workspace / "cache"
     words = {"data.source": "files", "data.files": text, "data.cache_dir": cache}
     words |= {"data.held_out_percent": 20, "mesh.cpu_devices": 0}
@@ -40,29 +40,29 @@ def data_words(workspace):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One folder of runs, as the scripts share one."""
+    """Return one folder of runs, which the scripts share."""
     return tmp_path_factory.mktemp("science")
 
 
 @pytest.mark.parametrize("folder", SCRIPTS)
-def test_a_script_runs_from_end_to_end(folder, runs, workspace, tmp_path):
+def test_script_runs_end_to_end(folder, runs, workspace, tmp_path):
     shutil.copy(folder / "README.md", tmp_path)
     before = [path.read_text() for path in (folder / "README.md", FOLDER / "README.md")]
-    words = [str(folder / "script.py"), "--runs", str(runs), "--out", str(tmp_path), "--tiny", *data_words(workspace)]
-    # A process of its own with one device, as a user has it; eight simulated ones take three times as long.
+    words = [str(folder / "script.py"), "--runs", str(runs), "--out", str(tmp_path), "--tiny", *data_keys(workspace)]
+    # A separate process with one device, as for a user; eight simulated devices take three times as long.
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, env=tiny.environment(devices=1), check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
-    script = loaded(folder / "script.py")
+    script = load_module(folder / "script.py")
     said = pages.extract_results((tmp_path / "README.md").read_text())
     assert said == study.render_results(script.report, results).strip() and said in done.stdout
     row = script.summarize(results)
-    assert results["row"] == dataclasses.asdict(row) and all(dataclasses.astuple(row)), "no part of the row is empty"
+    assert results["row"] == dataclasses.asdict(row) and all(dataclasses.astuple(row)), "no cell of the row is empty"
     drawn = {path.name for path in tmp_path.glob("*.png")}
     pictures = set(re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", (folder / "README.md").read_text()))
-    assert drawn and drawn <= pictures, "every figure is on the page"
+    assert drawn and drawn <= pictures, "the page embeds every figure"
     assert before == [path.read_text() for path in (folder / "README.md", FOLDER / "README.md")], (
         "only --out is written"
     )
@@ -70,7 +70,7 @@ def test_a_script_runs_from_end_to_end(folder, runs, workspace, tmp_path):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("folder", QUESTIONS, ids=NAMES)
-def test_a_page_says_what_its_results_say(folder):
+def test_page_matches_its_results(folder):
     page = (folder / "README.md").read_text()
     said = pages.extract_results(page)
     command = f"python experiments/{folder.name}/script.py --runs runs/science"
@@ -78,7 +78,7 @@ def test_a_page_says_what_its_results_say(folder):
     if not (folder / "results.json").exists():
         assert said == "", "a page without results.json shows no results"
         return
-    script, results = loaded(folder / "script.py"), json.loads((folder / "results.json").read_text())
+    script, results = load_module(folder / "script.py"), json.loads((folder / "results.json").read_text())
     assert said == study.render_results(script.report, results).strip()
     assert results["row"] == dataclasses.asdict(script.summarize(results))
     assert len(results["made"]["seeds"]) >= 3 and results["made"]["overrides"] == []
@@ -86,16 +86,16 @@ def test_a_page_says_what_its_results_say(folder):
         assert (folder / picture).exists()
 
 
-def test_the_page_of_all_has_the_row_of_every_question_with_results():
+def test_index_page_has_one_row_per_question_with_results():
     assert pages.extract_results((FOLDER / "README.md").read_text()) == pages.format_index(FOLDER)
 
 
-def test_the_one_command_knows_every_question():
-    assert set(NAMES) <= set(loaded(FOLDER / "run_all.py").QUESTIONS)
+def test_run_all_lists_every_question():
+    assert set(NAMES) <= set(load_module(FOLDER / "run_all.py").QUESTIONS)
 
 
 @pytest.mark.slow
-def test_the_one_command_goes_on_after_a_failure_and_tells(workspace, runs, tmp_path):
+def test_run_all_continues_after_a_failure_and_reports_it(workspace, runs, tmp_path):
     command = [sys.executable, str(FOLDER / "run_all.py")]
     listed = subprocess.run([*command, "--list"], capture_output=True, text=True, check=True)
     assert [line.split()[0] for line in listed.stdout.splitlines()].count("stable_phase") == 1
@@ -116,8 +116,8 @@ def test_the_one_command_goes_on_after_a_failure_and_tells(workspace, runs, tmp_
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes to cores")
-def test_jobs_share_the_cores_without_one_in_common():
-    cores, run_all = os.sched_getaffinity(0), loaded(FOLDER / "run_all.py")
+def test_parallel_jobs_get_disjoint_cores():
+    cores, run_all = os.sched_getaffinity(0), load_module(FOLDER / "run_all.py")
     for jobs in range(1, len(cores) + 1):
         shares = run_all.split_cores(jobs)
         assert sorted(itertools.chain(*shares)) == sorted(cores)

@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/, in the order of each page, on small models."""
+"""Run the commands of README.md and docs/, in the order of each page, on small models."""
 
 import importlib.util
 import json
@@ -25,19 +25,19 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
 def blocks(language: str, page: Path = ROOT / "README.md") -> list[str]:
-    """The fenced blocks of a language."""
+    """Return the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def commands(program: str, page: Path = ROOT / "README.md") -> list[list[str]]:
-    """The words of each command line of a program; comments and continuations are the shell's."""
+    """Return the arguments of each command line of a program, parsed as a shell does."""
     lines = [line for block in blocks("bash", page) for line in block.replace("\\\n", " ").splitlines()]
     words = [shlex.split(line, comments=True) for line in lines]
     return [line[1:] for line in words if line[:1] == [program]]
 
 
 def write_small_demo(folder: Path) -> str:
-    """The shipped demo with every token mark as it is, a step as long as a snapshot's interval, and 16 words."""
+    """Write the shipped demo with the same token marks, one step per snapshot interval and a small vocabulary."""
     words = [f"w{i}" for i in range(14)]
     vocabulary = {word: i for i, word in enumerate(["<eos>", "?", *words])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
@@ -66,24 +66,24 @@ def get_config():
     return str(folder / "small.py")
 
 
-def test_the_page_has_commands():
+def test_page_has_commands():
     assert commands("pma") and commands("make") and blocks("python")
 
 
-def test_make_commands_are_targets():
+def test_make_commands_are_targets_of_the_makefile():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in commands("make"):
         assert words and set(words) <= set(targets)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_other_command_is_known(page):
+def test_pma_commands_of_other_pages_parse(page):
     lines = [line for block in blocks("bash", page) for line in block.splitlines() if line]
     programs = {shlex.split(line, comments=True)[0] for line in lines}
     assert programs <= {"pma", "make", "git", "cd", "pip"}
 
 
-def test_the_tables_are_what_the_report_says():
+def test_tables_match_the_report():
     report = json.loads((ROOT / "experiments" / "demo" / "report.json").read_text())
     page, cells, windows, prefix = (ROOT / "docs" / "demo.md").read_text(), 0, [], ""
     for line in page.splitlines():
@@ -102,7 +102,7 @@ def test_the_tables_are_what_the_report_says():
         assert f"**{report[value]:.4f}**" in page
 
 
-def test_the_readmes_table_is_what_the_report_says():
+def test_readme_table_matches_the_report():
     report = json.loads((ROOT / "experiments" / "demo" / "report.json").read_text())
     annealed = {run["annealing"]["shape"]: run["loss"] for run in report["annealed_runs"]}
     assert report["annealed_loss"] == min(annealed.values())
@@ -120,17 +120,17 @@ def test_the_readmes_table_is_what_the_report_says():
     assert len(rows) == 6
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_resolve():
     for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_readme_is_short():
+def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_the_page_on_model_sizes_recommends_what_it_says():
+def test_model_sizes_page_matches_recommended_intervals():
     (block,) = blocks("python", ROOT / "docs" / "ladder.md")
     for line in block.splitlines():
         if "recommend_interval(" in line:
@@ -141,7 +141,7 @@ def test_the_page_on_model_sizes_recommends_what_it_says():
 
 
 def write_checkpoints(folder: Path) -> None:
-    """What docs/merging.md finds: two runs of another trainer, and a Flax one."""
+    """Write the inputs of docs/merging.md: two runs of another trainer, and a Flax checkpoint."""
     rng = np.random.default_rng(0)
     for run in ("checkpoints", "other"):
         for step in range(1000, 5001, 1000):
@@ -154,7 +154,7 @@ def write_checkpoints(folder: Path) -> None:
         ocp.save(folder / "flax" / str(step), {"params": params, "step": np.array(step)})
 
 
-def test_the_page_on_merging_does_what_it_says(tmp_path, monkeypatch, capfd):
+def test_merging_page_commands_run(tmp_path, monkeypatch, capfd):
     write_checkpoints(tmp_path)
     monkeypatch.chdir(tmp_path)
     for words in commands("pma", ROOT / "docs" / "merging.md"):
@@ -164,7 +164,7 @@ def test_the_page_on_merging_does_what_it_says(tmp_path, monkeypatch, capfd):
 
 
 def write_models(finished, folder: Path) -> None:
-    """What docs/huggingface.md finds: three models with their tokenizer, a run, and texts."""
+    """Write the inputs of docs/huggingface.md: three models with their tokenizer, a run, and texts."""
     for name, kind in (("llama", "llama"), ("other", "llama"), ("mixture", "mixture")):
         hf_models.write_theirs(folder / "models" / name, hf_models.model(kind))
         byte_tokenizer().save(folder / "models" / name / "tokenizer.json")
@@ -172,22 +172,22 @@ def write_models(finished, folder: Path) -> None:
     tiny.write_corpus(folder / "texts")
 
 
-def on_a_small_model(words: list[str], folder: Path) -> list[str]:
-    """The same command, with its token cache in `folder` and a share of its text held out that is enough."""
+def adapt_to_small_model(words: list[str], folder: Path) -> list[str]:
+    """Return the same command with its token cache in `folder` and a sufficient held-out share of its text."""
     keys = {"data.cache_dir": folder / "cache", "data.held_out_percent": 20, "evaluation.tokens": 500}
     return words + [f"--config.{key}={value}" for key, value in keys.items() if words[0] == "evaluate"]
 
 
-def test_the_page_on_hugging_face_does_what_it_says(finished, tmp_path, monkeypatch, capfd):
+def test_hugging_face_page_commands_run(finished, tmp_path, monkeypatch, capfd):
     write_models(finished, tmp_path)
     monkeypatch.chdir(tmp_path)
     for words in commands("pma", ROOT / "docs" / "huggingface.md"):
-        assert main(on_a_small_model(words, tmp_path)) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+        assert main(adapt_to_small_model(words, tmp_path)) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
     made = sorted(path.parent.name for path in Path("models").rglob("generation_config.json"))
     assert made == ["mixture-again", "newest", "sma-5", "soup"]
 
 
-def test_the_python_of_the_page_on_hugging_face_runs(finished, tmp_path, monkeypatch, capfd):
+def test_hugging_face_page_python_runs(finished, tmp_path, monkeypatch, capfd):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     write_models(finished, tmp_path)
@@ -202,7 +202,7 @@ def test_the_python_of_the_page_on_hugging_face_runs(finished, tmp_path, monkeyp
     assert "def main" in capfd.readouterr().out
 
 
-def test_the_page_on_safety_does_what_it_says(finished, tmp_path, monkeypatch, capfd):
+def test_safety_page_commands_run(finished, tmp_path, monkeypatch, capfd):
     shutil.copytree(finished.path, tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
     for words in commands("pma", ROOT / "docs" / "safety.md"):
@@ -221,7 +221,7 @@ def test_the_page_on_safety_does_what_it_says(finished, tmp_path, monkeypatch, c
         ("hosts", "train"),
     ],
 )
-def test_every_option_of_a_verb_is_on_its_page(page, verb, capsys):
+def test_page_documents_every_option_of_the_verb(page, verb, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help", "--json", "--config"}
@@ -230,25 +230,25 @@ def test_every_option_of_a_verb_is_on_its_page(page, verb, capsys):
 
 
 @pytest.mark.slow
-def test_the_page_on_spikes_does_what_it_says(tmp_path, monkeypatch, capfd):
+def test_spikes_page_commands_run(tmp_path, monkeypatch, capfd):
     small = write_small_demo(tmp_path)
     monkeypatch.chdir(tmp_path)
     for words in commands("pma", ROOT / "docs" / "spikes.md"):
         short = ["--config.training.total_tokens=4e5"] if words[0] == "train" else []
-        # The small demo's step is as long as a snapshot's interval: a window of 16 steps is the least.
+        # The small demo has one step per snapshot interval, so a window of 16 steps is the minimum.
         short += ["--config.spikes.window_tokens=2e6"] if words[0] == "train" else []
         assert main([small if word == "demo" else word for word in words] + short) == 0, capfd.readouterr().err
     assert {path.name for path in Path("runs").iterdir()} == {"guarded", "careful", "skipping"}
 
 
-def test_the_page_on_spikes_names_every_key():
+def test_spikes_page_documents_every_key():
     page = (ROOT / "docs" / "spikes.md").read_text()
     keys = [f"spikes.{field}" for field in configuration.defaults().spikes]
     assert [key for key in keys if key not in page] == ["spikes.detect"]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-def test_the_page_on_planning_does_what_it_says(tmp_path, monkeypatch, capfd):
+def test_planning_page_commands_run(tmp_path, monkeypatch, capfd):
     small = write_small_demo(tmp_path)
     monkeypatch.chdir(tmp_path)
     for words in commands("pma", ROOT / "docs" / "planning.md"):
@@ -257,7 +257,7 @@ def test_the_page_on_planning_does_what_it_says(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_the_page_on_hosts_does_what_it_says(tmp_path, monkeypatch):
+def test_hosts_page_commands_run(tmp_path, monkeypatch):
     small, page = write_small_demo(tmp_path), ROOT / "docs" / "hosts.md"
     monkeypatch.chdir(tmp_path)
     for words in commands("pma", page):
@@ -269,10 +269,10 @@ def test_the_page_on_hosts_does_what_it_says(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_commands_do_what_the_pages_say(tmp_path, monkeypatch, capfd):
+def test_pages_commands_run_in_reading_order(tmp_path, monkeypatch, capfd):
     small = write_small_demo(tmp_path)
     monkeypatch.chdir(tmp_path)
-    # In the order that a reader meets them: the pages go on with the README's run and merges.
+    # In reading order: later pages use the runs and merges of the README.
     for name in ("README", "docs/training", "docs/sweeps_and_previews", "docs/averaging_while_training"):
         page = ROOT / f"{name}.md"
         for words in commands("pma", page):

@@ -1,4 +1,4 @@
-"""experiments/spike_recovery: the script from end to end at tiny size, and the README's table."""
+"""experiments/spike_recovery: run the script end to end at tiny size, and check the README's table."""
 
 import importlib.util
 import json
@@ -19,13 +19,13 @@ def script():
 
 
 @pytest.mark.slow
-def test_the_script_trains_judges_and_draws(script, workspace, tmp_path, monkeypatch, capsys):
+def test_script_trains_classifies_and_plots(script, workspace, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "BASE", [])
     monkeypatch.setattr(script, "FROM_SCRATCH", {"clean": ["schedule.peak_rate=0.01"]})
     monkeypatch.setattr(script, "RESET", [])
     tiny_arms = {"restart": "spikes.snapshots=1", "PMA-init N=3": "spikes.snapshots=3"}
     monkeypatch.setattr(script, "ARMS", {arm: [key, "spikes.attempts=1"] for arm, key in tiny_arms.items()})
-    # The climb of tests/training/test_rollback.py: a rate that throws the tiny model off, and slow after going back.
+    # The ramp of tests/training/test_rollback.py: its rate makes the tiny model diverge; after a rollback it is slow.
     made = tiny.config(workspace, training__total_tokens=64 * tiny.BATCH_TOKENS)
     keys = {
         "data.source": "files",
@@ -70,16 +70,16 @@ def test_the_script_trains_judges_and_draws(script, workspace, tmp_path, monkeyp
     assert arms["nothing"]["onset_tokens"] and not arms["nothing"]["went_back_to_tokens"]
     for arm in ("restart", "PMA-init N=3"):
         assert arms[arm]["went_back_to_tokens"][0] < arms["nothing"]["onset_tokens"]
-        assert arms[arm]["evaluations"][0] == arms["nothing"]["evaluations"][0], "the same up to there"
+        assert arms[arm]["evaluations"][0] == arms["nothing"]["evaluations"][0], "identical up to the spike"
     assert (tmp_path / "out" / "figure.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert script.format_table(results) in shown
     script.main()
     again = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert again == results, "what is finished is not done again"
+    assert again == results, "finished runs are not trained again"
 
 
-def test_the_table_of_the_readme_is_what_the_results_say(script):
+def test_readme_table_matches_the_results(script):
     results = json.loads((FOLDER / "results.json").read_text())
     page = (FOLDER / "README.md").read_text()
     assert script.format_table(results) in page

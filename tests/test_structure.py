@@ -1,6 +1,6 @@
-"""The structure of the package: who may import whom, no circles, no loose modules, sizes, declared packages.
+"""Check the structure of the package: imports between layers, cycles, loose modules, sizes, declared packages.
 
-`FLOORS` is the documentation of the layers: a file imports from its own floor and from those before it.
+`FLOORS` documents the layers: a file imports from its own floor and from lower floors.
 """
 
 import ast
@@ -30,7 +30,7 @@ FLOORS = (
 )
 FLOOR = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
 FILE_LINES, FUNCTION_LINES = 400, 60
-# Distribution name -> the name that is imported, where they differ.
+# Distribution name -> imported name, where they differ.
 IMPORT_NAMES = {
     "orbax-checkpoint": "orbax",
     "ml-collections": "ml_collections",
@@ -49,7 +49,7 @@ MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Yield the modules of this package, or the names of others, that a file imports anywhere in its code."""
+    """Yield the modules of this package, or the names of other packages, that a file imports anywhere in its code."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -59,7 +59,7 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (name if name in MODULES else node.module for name in submodules)
 
 
-# The root's names are loaded when they are first used, and importing any module runs the root: it is on no floor.
+# The root's names are loaded on first use, and importing any module runs the root, so it is on no floor.
 GRAPH = {
     module: {name for name in _imports(path) if name in MODULES and name != "pma_jax"}
     for module, path in MODULES.items()
@@ -71,8 +71,8 @@ def _folder(module: str) -> str:
     return _module(MODULES[module].parent)
 
 
-def _circle(graph: Mapping[str, set[str]]) -> list[str] | None:
-    """Return one circle of a directed graph, or None."""
+def _find_cycle(graph: Mapping[str, set[str]]) -> list[str] | None:
+    """Return one cycle of a directed graph, or None."""
     done: set[str] = set()
 
     def visit(node: str, path: list[str]) -> list[str] | None:
@@ -81,21 +81,21 @@ def _circle(graph: Mapping[str, set[str]]) -> list[str] | None:
         if node in done:
             return None
         for target in sorted(graph.get(node, ())):
-            if circle := visit(target, [*path, node]):
-                return circle
+            if cycle := visit(target, [*path, node]):
+                return cycle
         done.add(node)
         return None
 
-    return next((circle for node in sorted(graph) if (circle := visit(node, []))), None)
+    return next((cycle for node in sorted(graph) if (cycle := visit(node, []))), None)
 
 
-def test_only_init_is_loose_in_the_root_and_every_folder_has_a_floor():
+def test_root_contains_only_init_and_every_folder_has_a_floor():
     assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert folders <= FLOOR.keys()
 
 
-def test_no_import_runs_upward():
+def test_no_import_from_a_higher_floor():
     upward = [
         f"{module} imports {target}"
         for module, targets in GRAPH.items()
@@ -105,32 +105,32 @@ def test_no_import_runs_upward():
     assert not upward
 
 
-def test_no_circle_between_files():
-    assert _circle(GRAPH) is None
+def test_no_import_cycle_between_files():
+    assert _find_cycle(GRAPH) is None
 
 
-def test_no_circle_between_folders():
+def test_no_import_cycle_between_folders():
     folders: dict[str, set[str]] = {}
     for module, targets in GRAPH.items():
         folders.setdefault(_folder(module), set()).update(_folder(target) for target in targets)
     for name, targets in folders.items():
         targets.discard(name)
-    assert _circle(folders) is None
+    assert _find_cycle(folders) is None
     rooms: dict[str, set[str]] = {}
     for module, targets in GRAPH.items():
         room = module.split(".")[1]
         rooms.setdefault(room, set()).update(target.split(".")[1] for target in targets)
         rooms[room].discard(room)
-    assert _circle(rooms) is None
+    assert _find_cycle(rooms) is None
 
 
-@pytest.mark.parametrize("circle", [{"a": {"b"}, "b": {"a"}}, {"a": {"b"}, "b": {"c"}, "c": {"b"}}, {"a": {"a"}}])
-def test_a_circle_is_found(circle):
-    assert _circle(circle)
-    assert _circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+@pytest.mark.parametrize("cycle", [{"a": {"b"}, "b": {"a"}}, {"a": {"b"}, "b": {"c"}, "c": {"b"}}, {"a": {"a"}}])
+def test_find_cycle_detects_a_cycle(cycle):
+    assert _find_cycle(cycle)
+    assert _find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
-def test_one_class_per_name():
+def test_class_names_are_unique():
     classes: dict[str, list[str]] = {}
     for module, path in MODULES.items():
         for node in ast.parse(path.read_text()).body:
@@ -158,7 +158,7 @@ def _distributions(requirements: list[str]) -> set[str]:
     return {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
 
 
-def test_every_imported_package_is_declared_and_every_declared_one_imported():
+def test_imported_packages_are_declared_and_declared_packages_are_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     imported = {name.split(".")[0] for path in MODULES.values() for name in _imports(path)}
     imported -= {"pma_jax", *sys.stdlib_module_names}

@@ -1,6 +1,6 @@
 """A tiny run for tests: a few hundred documents in a folder, a 2-layer model, 24 steps of 256 tokens.
 
-Marks: a snapshot every 4 steps (1024 tokens), a state every 8 (2048) and at the horizon (6144).
+It writes a snapshot every 4 steps (1024 tokens), and a state every 8 steps (2048) and at the horizon (6144).
 """
 
 import dataclasses
@@ -34,17 +34,17 @@ STATES = [8, 16, 24]
 
 
 def write_corpus(folder: Path, documents: int = 200, seed: int = 0) -> str:
-    """Write reproducible documents to `folder`; returns the glob that finds them."""
+    """Write reproducible documents to `folder` and return the glob that matches them."""
     rng = random.Random(seed)
-    words = [f"{stem}{end}" for stem in ("ar", "ben", "cor", "dal", "em") for end in ("a", "io", "um", "ette")]
+    arguments = [f"{stem}{end}" for stem in ("ar", "ben", "cor", "dal", "em") for end in ("a", "io", "um", "ette")]
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(documents):
-        (folder / f"{i:04d}.txt").write_text(f"{i} " + " ".join(rng.choices(words, k=40)) + ".\n")
+        (folder / f"{i:04d}.txt").write_text(f"{i} " + " ".join(rng.choices(arguments, k=40)) + ".\n")
     return str(folder / "*.txt")
 
 
 def write_functions(folder: Path, documents: int = 200) -> str:
-    """Write reproducible Python functions with docstrings to `folder`; returns the glob that finds them."""
+    """Write reproducible Python functions with docstrings to `folder` and return the glob that matches them."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(documents):
         body = "\n".join(f"    x = x + {(i * 7 + j) % 10}" for j in range(4))
@@ -53,7 +53,7 @@ def write_functions(folder: Path, documents: int = 200) -> str:
 
 
 def keys(folder: Path) -> dict[str, dict]:
-    """The keys of the tiny run that are not defaults; its text and token cache live in `folder`."""
+    """Return the tiny run's keys that are not defaults; its text and token cache are stored in `folder`."""
     corpus = folder / "text"
     glob = str(corpus / "*.txt") if corpus.exists() else write_corpus(corpus)
     cache = str(folder / "cache")
@@ -79,7 +79,7 @@ def keys(folder: Path) -> dict[str, dict]:
 
 
 def config(folder: Path, **changes) -> Config:
-    """The tiny run's configuration; `training__seed=1` changes `training.seed`."""
+    """Return the tiny run's configuration; `training__seed=1` changes `training.seed`."""
     raw = keys(folder)
     for key, value in changes.items():
         section, name = key.split("__")
@@ -88,7 +88,7 @@ def config(folder: Path, **changes) -> Config:
 
 
 def write_config(path: Path, folder: Path, **changes) -> str:
-    """The same as a configuration file."""
+    """Write the same configuration as a configuration file and return its path."""
     resolved = configuration.to_json(config(folder, **changes))
     path.write_text(
         "import json\nfrom pma_jax import config\n\n\ndef get_config():\n    c = config.defaults()\n"
@@ -97,34 +97,36 @@ def write_config(path: Path, folder: Path, **changes) -> str:
     return str(path)
 
 
-def train_and_watch(config, workdir):
-    """The run, and the parameters after each of its steps, by step."""
+def train_and_record(config, workdir):
+    """Train, and return the run and the parameters after each step, keyed by step."""
     weights = {}
 
-    def watched(*arguments):
+    def make_recording_step(*arguments):
         train_step = make_train_step(*arguments)
 
         def step(*inputs):
             state, metrics = train_step(*inputs)
-            weights[int(state.step)] = jax.tree.map(np.array, state.params)  # copies: the next step donates these
+            weights[int(state.step)] = jax.tree.map(
+                np.array, state.params
+            )  # Copy: the next step donates these buffers.
             return state, metrics
 
         return step
 
     make_train_step = loop.make_train_step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_train_step", watched)
+        patch.setattr(loop, "make_train_step", make_recording_step)
         return train(config, workdir), weights
 
 
 def read(snapshot: Snapshot):
-    """A stored snapshot's parameters as numpy arrays."""
+    """Read a stored snapshot's parameters as numpy arrays."""
     abstract = abstract_params(snapshot.config.model, make_mesh(snapshot.config.mesh))
     return jax.tree.map(np.asarray, snapshots.restore_params(snapshot, abstract))
 
 
 def write_snapshot(params, snapshot: Snapshot) -> None:
-    """Write one snapshot at `snapshot.path`, in a run or outside."""
+    """Write one snapshot at `snapshot.path`, inside or outside a run."""
     metadata = digests.add_metadata_digest(snapshots._metadata(snapshot, params))
     snapshot.path.parent.mkdir(parents=True, exist_ok=True)
     with steps.uncompressed_arrays():
@@ -132,7 +134,7 @@ def write_snapshot(params, snapshot: Snapshot) -> None:
 
 
 def write_block_means(run: Run) -> None:
-    """Give `run` a block mean at each point: the mean of that point and the one before."""
+    """Add a block mean at each point of `run`: the mean of that point and the previous one."""
     points = run.of_kind("point")
     for before, point in zip([points[0], *points], points, strict=False):
         mean = jax.tree.map(lambda a, b: (a + b) / 2, read(before), read(point))
@@ -141,7 +143,7 @@ def write_block_means(run: Run) -> None:
 
 
 def loss_of_sum(run: Run, stored: list[dict[str, np.ndarray]], weights) -> float:
-    """Held-out loss of the float64 sum of trees (as `named` gives them), by the library's evaluation."""
+    """Evaluate the float64 weighted sum of trees (as `named` returns them) on held-out text."""
     mesh = make_mesh(run.config.mesh)
 
     def merged(path, like):
@@ -154,13 +156,13 @@ def loss_of_sum(run: Run, stored: list[dict[str, np.ndarray]], weights) -> float
 
 
 def named(tree) -> dict[str, np.ndarray]:
-    """Leaf name -> numpy array."""
+    """Return the tree as a dict of leaf name to numpy array."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 
 def assert_equal(actual, expected) -> None:
-    """Bitwise equality of two trees."""
+    """Assert that two trees are bitwise equal."""
     actual, expected = named(actual), named(expected)
     assert actual.keys() == expected.keys()
     for name in expected:
@@ -168,7 +170,7 @@ def assert_equal(actual, expected) -> None:
 
 
 def assert_close(actual, expected, rtol: float, atol: float = 0.0) -> None:
-    """Element-wise closeness of two trees."""
+    """Assert that two trees are element-wise close."""
     actual, expected = named(actual), named(expected)
     assert actual.keys() == expected.keys()
     for name in expected:
@@ -176,35 +178,35 @@ def assert_close(actual, expected, rtol: float, atol: float = 0.0) -> None:
 
 
 def numbers(run: Run, after: int = 0) -> list[dict]:
-    """What metrics.jsonl says past `after` tokens, but for what a clock measured."""
+    """Return the records of metrics.jsonl after `after` tokens, without wall-clock measurements."""
     clock = ("tokens_per_second", "seconds")
     records = [r for r in run.metrics if r["tokens"] > after]
     return [{key: value for key, value in r.items() if key not in clock} for r in records]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below `folder`."""
+    """Return the bytes of every file below `folder`, keyed by relative path."""
     folder = Path(folder)
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def command(*words: str) -> list[str]:
-    """`pma` with these words, as a process of the running Python."""
-    return [sys.executable, "-c", "import sys; from pma_jax.cli import main; sys.exit(main())", *map(str, words)]
+def command(*arguments: str) -> list[str]:
+    """Return the command line of `pma` with these arguments, run by the current Python."""
+    return [sys.executable, "-c", "import sys; from pma_jax.cli import main; sys.exit(main())", *map(str, arguments)]
 
 
-def python(code: str, *words: object) -> list[str]:
-    """The running Python with this code and these words."""
-    return [sys.executable, "-c", code, *map(str, words)]
+def python(code: str, *arguments: object) -> list[str]:
+    """Return a command line that runs this code with these arguments in the current Python."""
+    return [sys.executable, "-c", code, *map(str, arguments)]
 
 
 def environment(devices: int = 8) -> dict[str, str]:
-    """This environment with so many simulated devices."""
+    """Return the current environment with this number of simulated devices."""
     return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
 
 
-def pma(*words: str, devices: int = 8, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    """Run `pma` in a process of its own."""
+def pma(*arguments: str, devices: int = 8, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    """Run `pma` in a new process."""
     return subprocess.run(
-        command(*words), capture_output=True, text=True, timeout=300, cwd=cwd, env=environment(devices), check=False
+        command(*arguments), capture_output=True, text=True, timeout=300, cwd=cwd, env=environment(devices), check=False
     )

@@ -1,7 +1,7 @@
-"""Block means: of the weights since the last mark, against float64 means of the trajectory that was trained.
+"""Block means: means of the weights since the last mark, against float64 means of the recorded trajectory.
 
-The dense run: a mark every 6 steps, every 2nd step added (counts of 3), a state every 4 steps: at 8 and 20 one step of
-the interval is in the block, at 4 and 16 two, at 12 and 24 the mark was just saved.
+The dense run has a mark every 6 steps, adds every 2nd step (3 per block) and saves a state every 4 steps: at 8 and 20
+the block contains one step of the interval, at 4 and 16 two; at 12 and 24 the mark was just saved.
 """
 
 import dataclasses
@@ -44,17 +44,17 @@ DENSE = {
 
 
 def mean64(weights, steps):
-    """The float64 mean of the weights after these steps."""
+    """Return the float64 mean of the weights after these steps."""
     return jax.tree.map(lambda *leaves: np.mean(np.float64(leaves), axis=0), *[weights[step] for step in steps])
 
 
 def assert_mean(snapshot, weights, steps):
-    # Each of 3 adds rounds three times, by half a unit in the last place of values up to 1.
+    # Each of 3 additions rounds three times, by half a unit in the last place of values up to 1.
     tiny.assert_close(tiny.read(snapshot), mean64(weights, steps), rtol=3e-7, atol=3e-7)
 
 
 def everything(run):
-    """Numbers, snapshots of both kinds and the newest state, to compare bitwise."""
+    """Return the numbers, the snapshots of both kinds and the newest state, for a bitwise comparison."""
     snapshots = {
         kind: [(s.step, s.tokens, s.loss, s.kind, tiny.named(tiny.read(s))) for s in run.of_kind(kind)] for kind in BOTH
     }
@@ -71,25 +71,25 @@ def state(run, step):
 
 
 def interrupt(run, step):
-    """Take away what a run that was stopped after `step` would not have published."""
+    """Remove what a run interrupted after `step` would not have published."""
     for saved in run.of_kind("point") + run.of_kind("block_mean") + run.states:
         if saved.step > step:
             saved.path.rmtree()
 
 
 @pytest.fixture(scope="module")
-def watched(workspace, tmp_path_factory):
-    return tiny.train_and_watch(tiny.config(workspace, **DENSE), tmp_path_factory.mktemp("dense") / "run")
+def recorded(workspace, tmp_path_factory):
+    return tiny.train_and_record(tiny.config(workspace, **DENSE), tmp_path_factory.mktemp("dense") / "run")
 
 
 @pytest.fixture(scope="module")
-def dense(watched):
-    return watched[0]
+def dense(recorded):
+    return recorded[0]
 
 
 @pytest.fixture(scope="module")
-def weights(watched):
-    return watched[1]
+def weights(recorded):
+    return recorded[1]
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def block_of(rows):
 
 
 @pytest.mark.parametrize("count", [12, 300, 3000])
-def test_rounding_grows_with_the_root_of_the_count(count):
+def test_rounding_error_grows_with_the_square_root_of_the_count(count):
     noise = np.random.default_rng(0).normal(size=(count, 256))
     rows = np.float32(np.linspace(0.1, 10, 256) * (1 + 1e-2 * noise))
     block, mean = block_of(rows), np.mean(np.float64(rows), axis=0)
@@ -118,19 +118,19 @@ def test_rounding_grows_with_the_root_of_the_count(count):
     assert np.sqrt(np.mean(error**2)) < 0.4 * np.sqrt(count)
 
 
-def test_equal_weights_average_to_themselves_exactly():
+def test_mean_of_equal_weights_is_exact():
     row = np.float32(np.random.default_rng(0).normal(size=64))
     np.testing.assert_array_equal(block_of(np.tile(row, (1000, 1))).mean["w"], row)
 
 
-def test_the_first_weights_after_a_mark_replace_whatever_was_there():
+def test_first_weights_after_a_mark_replace_the_block():
     stale = RunningMean({"w": jnp.array([jnp.nan, jnp.inf, 3.0])}, jnp.int32(5))
     block = averages.add_to_block_mean(averages.restart(stale), {"w": jnp.array([0.1, 0.2, 0.3])})
     np.testing.assert_array_equal(block.mean["w"], np.float32([0.1, 0.2, 0.3]))
     assert int(block.count) == 1
 
 
-def test_a_block_of_nothing_is_of_the_weights_at_its_mark():
+def test_empty_block_holds_the_weights_at_its_mark():
     params = {"w": jnp.array([0.1, 0.2])}
     alone = averages.block_mean_at_mark(averages.empty(params), params)
     np.testing.assert_array_equal(alone.mean["w"], params["w"])
@@ -140,7 +140,7 @@ def test_a_block_of_nothing_is_of_the_weights_at_its_mark():
 
 @settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**32 - 1))
-def test_equal_blocks_average_to_the_dense_mean(blocks, count, seed):
+def test_mean_of_equal_blocks_is_the_dense_mean(blocks, count, seed):
     rows = np.random.default_rng(seed).normal(size=(blocks, count, 8)).astype(np.float32)
     means = [block_of(block).mean["w"] for block in rows]
     dense = np.mean(np.float64(rows), axis=(0, 1))
@@ -152,7 +152,7 @@ def test_equal_blocks_average_to_the_dense_mean(blocks, count, seed):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [MeshConfig(1, 8, 1), MeshConfig(2, 2, 2)], ids=str)
-def test_the_add_runs_in_place_on_every_device_alone(workspace, sizes):
+def test_add_runs_in_place_without_communication(workspace, sizes):
     config = tiny.config(workspace, **DENSE)
     mesh = make_mesh(sizes)
     with jax.set_mesh(mesh):
@@ -167,7 +167,7 @@ def test_the_add_runs_in_place_on_every_device_alone(workspace, sizes):
         added = averages.add_to_block_mean(block, params)
     assert not re.findall(r"all-reduce|all-gather|all-to-all|reduce-scatter|collective", text)
     aliased = re.findall(r"(?:may|must)-alias", text.partition("\n")[0])
-    assert len(aliased) == len(jax.tree.leaves(block)), "every leaf of the block is written where it was"
+    assert len(aliased) == len(jax.tree.leaves(block)), "every leaf of the block is updated in place"
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(block))
     assert pointers(added.mean) == places
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
@@ -180,7 +180,7 @@ def pointers(tree):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_adds_marks_and_resuming_compile_once(workspace, dense):
+def test_adds_marks_and_resume_compile_once(workspace, dense):
     config = dataclasses.replace(dense.config, mesh=MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)
     restored = states.restore_state(dense.states[0], abstract_state(config, mesh))
@@ -193,7 +193,7 @@ def test_adds_marks_and_resuming_compile_once(workspace, dense):
     assert averages.add_to_block_mean._cache_size() == 1
 
 
-def test_a_run_without_block_means_has_no_more_leaves(workspace):
+def test_run_without_block_means_has_no_extra_leaves(workspace):
     def leaves(kinds):
         config = tiny.config(workspace, **DENSE | {"checkpoint__kinds": kinds})
         abstract = abstract_state(config, make_mesh(config.mesh))
@@ -205,10 +205,10 @@ def test_a_run_without_block_means_has_no_more_leaves(workspace):
     assert with_.keys() - without.keys() == more and with_.keys() > without.keys()
 
 
-# --- What a run leaves ------------------------------------------------------------------------------------------------
+# --- What a run writes ------------------------------------------------------------------------------------------------
 
 
-def test_block_means_are_the_means_of_the_trajectory(dense, weights):
+def test_block_means_equal_means_of_the_trajectory(dense, weights):
     assert [s.step for s in dense.of_kind("point")] == MARKS
     assert [(s.step, s.tokens, s.kind) for s in dense.of_kind("block_mean")] == [
         (m, m * STEP, "block_mean") for m in MARKS
@@ -218,15 +218,15 @@ def test_block_means_are_the_means_of_the_trajectory(dense, weights):
         tiny.assert_equal(tiny.read(point), weights[m])
         assert_mean(block, weights, [m - 4, m - 2, m])
         moved = tiny.read(block)["embedding_VxD"] - tiny.read(point)["embedding_VxD"]
-        assert np.abs(moved).max() > 1e-3, "the mean is not just the point"
+        assert np.abs(moved).max() > 1e-3, "the mean differs from the point"
 
 
-def test_windows_of_block_means_are_dense_means(dense, weights):
+def test_windows_of_block_means_equal_dense_means(dense, weights):
     merged = pma.average(dense.of_kind("block_mean")[-3:], pma.recipes.sma(3))
     tiny.assert_close(merged, mean64(weights, range(8, 25, 2)), rtol=3e-7, atol=3e-7)
 
 
-def test_the_losses_of_both_kinds_are_recorded(dense):
+def test_losses_of_both_kinds_are_recorded(dense):
     for kind, record in (("point", "evaluation"), ("block_mean", "block_mean")):
         found = [r for r in dense.metrics if r["kind"] == record]
         assert found == [
@@ -237,7 +237,7 @@ def test_the_losses_of_both_kinds_are_recorded(dense):
     assert list(losses) == pytest.approx([s.loss for s in dense.of_kind("block_mean")], rel=1e-6)
 
 
-def test_training_is_the_same_without(dense, workspace, tmp_path):
+def test_training_is_unchanged_by_block_means(dense, workspace, tmp_path):
     plain = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "plain")
     assert tiny.numbers(plain) == [r for r in tiny.numbers(dense) if r["kind"] != "block_mean"]
     assert not (plain.path / "block_means").exists()
@@ -245,14 +245,14 @@ def test_training_is_the_same_without(dense, workspace, tmp_path):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
 
 
-def test_block_means_alone(dense, workspace, tmp_path):
+def test_run_with_block_means_only(dense, workspace, tmp_path):
     config = tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("block_mean",)})
     alone = train(config, tmp_path / "alone")
     assert not (alone.path / "snapshots").exists()
     assert [s.kind for s in alone.snapshots] == ["block_mean"] * 4
     for a, e in zip(alone.snapshots, dense.of_kind("block_mean"), strict=True):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
-    # Points are evaluated all the same; only previews differ: they are of what is saved.
+    # Points are evaluated even so; only the previews differ, because they merge saved snapshots.
     assert [r for r in tiny.numbers(alone) if r["kind"] != "preview"] == [
         r for r in tiny.numbers(dense) if r["kind"] != "preview"
     ]
@@ -267,11 +267,11 @@ def test_block_means_alone(dense, workspace, tmp_path):
 @pytest.mark.parametrize(
     ("interval", "every", "total", "added"),
     [
-        # Every 2nd step since the mark: 5 steps add two, whatever the steps' numbers.
+        # Every 2nd step since the mark: 5 steps add two, whatever the step numbers are.
         (5 * STEP, 2, 15 * STEP, {5: [2, 4], 10: [7, 9], 15: [12, 14]}),
         # Marks between steps: intervals of 6, 5 and 5 steps.
         (1300, 3, 16 * STEP, {6: [3, 6], 11: [9], 16: [14]}),
-        # The horizon cuts the last interval short: of its 2 steps none is a 3rd, so the mean is the point itself.
+        # The horizon truncates the last interval: it has 2 steps, no 3rd, so the mean is the point itself.
         (4 * STEP, 3, 10 * STEP, {4: [3], 8: [7], 10: [10]}),
         (4 * STEP, 1, 6 * STEP, {4: [1, 2, 3, 4], 6: [5, 6]}),
     ],
@@ -281,7 +281,7 @@ def test_which_steps_are_added(workspace, tmp_path, interval, every, total, adde
     keys = {"interval_tokens": interval, "block_every_steps": every, "state_interval_tokens": 100 * STEP}
     changes = {f"checkpoint__{key}": value for key, value in keys.items()}
     config = tiny.config(workspace, **DENSE | changes | {"training__total_tokens": total, "preview__windows": ()})
-    run, weights = tiny.train_and_watch(config, tmp_path / "run")
+    run, weights = tiny.train_and_record(config, tmp_path / "run")
     assert [s.step for s in run.of_kind("block_mean")] == list(added)
     for snapshot in run.of_kind("block_mean"):
         assert_mean(snapshot, weights, added[snapshot.step])
@@ -291,16 +291,16 @@ def test_which_steps_are_added(workspace, tmp_path, interval, every, total, adde
 
 
 @pytest.mark.parametrize("step", [8, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 12, 20))])
-def test_resuming_is_bitwise_the_uninterrupted_run(dense, copy, step):
+def test_resume_is_bitwise_equal_to_uninterrupted_run(dense, copy, step):
     interrupt(copy, step)
     count = {4: 2, 8: 1, 12: 0, 20: 1}[step]
-    assert int(state(copy, step).block.count) == count, "what the fixture promises"
+    assert int(state(copy, step).block.count) == count, "the fixture saves a state at this step"
     train(copy.config, copy.path)
     assert_same_run(copy, dense)
 
 
 @pytest.mark.parametrize("kind", ["point", pytest.param("block_mean", marks=pytest.mark.slow)])
-def test_a_state_that_lacks_a_snapshot_of_either_kind_is_not_resumed_from(dense, copy, kind):
+def test_state_without_its_snapshot_of_either_kind_is_not_resumed(dense, copy, kind):
     interrupt(copy, 20)
     assert copy.newest_state.step == 20
     next(s for s in copy.of_kind(kind) if s.step == 18).path.rmtree()
@@ -318,7 +318,7 @@ def test_retention_applies_to_each_kind(workspace, tmp_path):
 # --- Forks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_carries_the_block(dense, tmp_path):
+def test_fork_copies_the_block(dense, tmp_path):
     run = fork(dense, 8 * STEP, dense.config, tmp_path / "fork")
     run = train(run.config, run.path)
     for a, e in zip(run.of_kind("block_mean"), dense.of_kind("block_mean")[1:], strict=True):
@@ -326,7 +326,7 @@ def test_a_fork_carries_the_block(dense, tmp_path):
     tiny.assert_equal(state(run, 24), state(dense, 24))
 
 
-def test_a_fork_may_add_more_often(dense, weights, tmp_path):
+def test_fork_may_add_more_often(dense, weights, tmp_path):
     config = fork_config(dense, ["checkpoint.block_every_steps=1"])
     run = train(config, fork(dense, 8 * STEP, config, tmp_path / "fork").path)
     first, second, _ = run.of_kind("block_mean")
@@ -334,7 +334,7 @@ def test_a_fork_may_add_more_often(dense, weights, tmp_path):
     assert_mean(second, weights, range(13, 19))
 
 
-def test_a_fork_may_go_without_block_means(dense, tmp_path):
+def test_fork_may_disable_block_means(dense, tmp_path):
     config = fork_config(dense, ["checkpoint.kinds=point"])
     run = train(config, fork(dense, 8 * STEP, config, tmp_path / "fork").path)
     assert not (run.path / "block_means").exists()
@@ -343,8 +343,8 @@ def test_a_fork_may_go_without_block_means(dense, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fork_may_begin_block_means(dense, weights, workspace, tmp_path):
-    # The parent trains the same weights, and keeps no block.
+def test_fork_may_enable_block_means(dense, weights, workspace, tmp_path):
+    # The parent trains the same weights without a block.
     parent = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "parent")
     config = fork_config(parent, ["checkpoint.kinds=point,block_mean"])
     run = fork(parent, 8 * STEP, config, tmp_path / "fork")
@@ -360,16 +360,16 @@ def test_a_fork_may_begin_block_means(dense, weights, workspace, tmp_path):
     np.testing.assert_equal(everything(train(config, run.path)), uninterrupted)
 
 
-# --- Finding, merging, inspecting -------------------------------------------------------------------------------------
+# --- Opening, merging, inspecting -------------------------------------------------------------------------------------
 
 
-def test_the_newest_snapshot_is_found(dense):
+def test_newest_snapshot_of_each_kind(dense):
     points, blocks = dense.of_kind("point"), dense.of_kind("block_mean")
     assert newest_snapshot(dense.path) == points[-1]
     assert newest_snapshot(blocks[0].path) == blocks[0]
 
 
-def test_kinds_do_not_mix(dense, tmp_path):
+def test_kinds_cannot_be_mixed(dense, tmp_path):
     point, block = dense.of_kind("point")[0], dense.of_kind("block_mean")[1]
     says = r"12 (is )?a block_mean.*points and block means do not mix"
     with pytest.raises(ValueError, match=says):
@@ -379,7 +379,7 @@ def test_kinds_do_not_mix(dense, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_merge_of_block_means_is_one(dense, tmp_path):
+def test_merge_of_block_means_is_a_block_mean(dense, tmp_path):
     blocks = dense.of_kind("block_mean")
     merged = pma.merge(blocks[-2:], [0.5, 0.5], tmp_path / "out")
     assert merged.kind == pma.read_snapshot(merged.path).kind == "block_mean"
@@ -389,7 +389,7 @@ def test_a_merge_of_block_means_is_one(dense, tmp_path):
     assert inspect(blocks[0].path)["kind"] == "block mean"
 
 
-def test_inspecting_a_run_tells_both_kinds(dense):
+def test_inspect_reports_both_kinds(dense):
     facts = inspect(dense.path)
     for key, kind in (("snapshots", "point"), ("block_means", "block_mean")):
         assert facts[key] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in dense.of_kind(kind)]

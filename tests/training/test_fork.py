@@ -30,7 +30,7 @@ def annealed(finished, tmp_path_factory):
     return train(config, folder)
 
 
-def test_a_fork_carries_parameters_moments_and_data_position(finished, tmp_path):
+def test_fork_copies_parameters_moments_and_data_position(finished, tmp_path):
     forked = fork(finished, FORK, finished.config, tmp_path / "fork")
     assert forked.metadata["forked_from"] == {"path": str(finished.path), "tokens": FORK, "step": 16}
     assert [s.progress for s in forked.states] == [Progress(16, FORK, 16 * 8)]
@@ -39,7 +39,7 @@ def test_a_fork_carries_parameters_moments_and_data_position(finished, tmp_path)
     assert any(leaf.any() for name, leaf in moments.items() if "embedding" in name), "moments are not fresh zeros"
 
 
-def test_a_fork_with_the_same_configuration_is_the_parents_continuation(finished, tmp_path):
+def test_fork_with_the_same_configuration_continues_like_its_parent(finished, tmp_path):
     run = fork(finished, FORK, finished.config, tmp_path / "fork")
     run = train(run.config, run.path)
     expected = [r for r in tiny.numbers(finished, FORK) if r["kind"] != "preview"]
@@ -48,18 +48,18 @@ def test_a_fork_with_the_same_configuration_is_the_parents_continuation(finished
     tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
 
 
-def test_an_annealed_fork_follows_its_schedule_on_the_parents_data(finished, annealed):
+def test_annealed_fork_follows_its_schedule_on_the_parents_data(finished, annealed):
     steps = [r for r in annealed.metrics if r["kind"] == "train"]
     parent = [r for r in finished.metrics if r["kind"] == "train" and r["tokens"] > FORK]
     assert [r["step"] for r in steps] == list(range(17, 25))
     rates = [1e-2 * (1 - i / 8) for i in range(1, 9)]
     assert [r["learning_rate"] for r in steps] == pytest.approx(rates, abs=1e-15)
-    # The first loss is of the parent's parameters on the parent's next batch; only then the rates part.
+    # The first loss belongs to the parent's parameters on the parent's next batch; the rates differ only afterwards.
     assert steps[0]["loss"] == parent[0]["loss"]
     assert steps[2]["loss"] != parent[2]["loss"]
 
 
-def test_an_interrupted_fork_is_resumed_by_the_same_command(finished, annealed, tmp_path):
+def test_interrupted_fork_resumes_with_the_same_command(finished, annealed, tmp_path):
     copied = open_run(shutil.copytree(annealed.path, tmp_path / "run"))
     for saved in copied.snapshots + copied.states:
         if saved.step > 16:
@@ -69,30 +69,30 @@ def test_an_interrupted_fork_is_resumed_by_the_same_command(finished, annealed, 
     tiny.assert_equal(state(again, 24), state(annealed, 24))
 
 
-def test_a_complete_fork_is_left_as_it_is(finished, annealed):
+def test_complete_fork_is_unchanged(finished, annealed):
     before = tiny.contents(Path(annealed.path))
     train(fork(finished, FORK, annealed.config, annealed.path).config, annealed.path)
     assert tiny.contents(Path(annealed.path)) == before
 
 
-def test_the_parent_is_not_changed(finished, tmp_path):
+def test_parent_is_unchanged(finished, tmp_path):
     before = tiny.contents(Path(finished.path))
     fork(finished, FORK, finished.config, tmp_path / "fork")
     assert tiny.contents(Path(finished.path)) == before
 
 
-def test_a_point_without_a_state_lists_those_there_are(finished, tmp_path):
+def test_tokens_without_a_state_list_the_available_states(finished, tmp_path):
     for tokens in (FORK + 1, FORK - 256, 0, 10**9):
         with pytest.raises(ValueError, match=r"it has: 2,048, 4,096, 6,144.*keep_states_at_tokens"):
             fork(finished, tokens, finished.config, tmp_path / "fork")
     assert not (tmp_path / "fork").exists()
 
 
-def test_the_step_that_reached_the_tokens_is_found(finished, tmp_path):
+def test_state_of_the_step_that_reached_the_tokens_is_selected(finished, tmp_path):
     assert fork(finished, FORK - 255, finished.config, tmp_path / "fork").states[0].step == 16
 
 
-def test_a_directory_with_another_run_is_refused(finished, annealed, tmp_path):
+def test_directory_with_another_run_is_refused(finished, annealed, tmp_path):
     before = tiny.contents(Path(annealed.path))
     with pytest.raises(ValueError, match="holds another run"):
         fork(finished, 2048, annealed.config, annealed.path)
@@ -101,20 +101,20 @@ def test_a_directory_with_another_run_is_refused(finished, annealed, tmp_path):
     assert tiny.contents(Path(annealed.path)) == before
 
 
-def test_another_configuration_of_the_same_fork_is_refused(finished, annealed):
+def test_same_fork_with_another_configuration_is_refused(finished, annealed):
     other = fork_config(finished, [*ANNEAL, "schedule.final_rate=1e-4"])
     fork(finished, FORK, other, annealed.path)
     with pytest.raises(ValueError, match=r"schedule\.final_rate: 0\.0 -> 0\.0001"):
         train(other, annealed.path)
 
 
-def test_a_fork_past_its_horizon_is_refused(finished, tmp_path):
+def test_fork_past_its_horizon_is_refused(finished, tmp_path):
     with pytest.raises(ValueError, match=r"nothing is left to train at 6,144 of 6,144"):
         fork(finished, tiny.HORIZON, finished.config, tmp_path / "fork")
     assert not (tmp_path / "fork").exists()
 
 
-def test_a_fork_may_raise_the_horizon(finished, tmp_path):
+def test_fork_may_raise_the_horizon(finished, tmp_path):
     config = fork_config(finished, [f"training.total_tokens={26 * 256}"])
     run = fork(finished, tiny.HORIZON, config, tmp_path / "fork")
     run = train(config, run.path)
@@ -122,8 +122,8 @@ def test_a_fork_may_raise_the_horizon(finished, tmp_path):
     assert [r["step"] for r in run.metrics if r["kind"] == "train"] == [25, 26]
 
 
-def test_a_copy_that_was_cut_short_is_made_again(finished, tmp_path):
-    # As a kill leaves it: half a copy, or a whole one without the run's configuration.
+def test_incomplete_copy_is_made_again(finished, tmp_path):
+    # As a kill leaves it: a partial copy, or a complete one without the run's configuration.
     half = tmp_path / "half" / "states" / ".16.copying"
     half.mkdir(parents=True)
     (half / "part").write_text("part")
@@ -135,19 +135,19 @@ def test_a_copy_that_was_cut_short_is_made_again(finished, tmp_path):
         tiny.assert_equal(state(run, 16), state(finished, 16))
 
 
-def test_overrides_are_checked(finished):
+def test_overrides_are_validated(finished):
     with pytest.raises(ValueError, match=r"'schedule\.decay'"):
         fork_config(finished, ["schedule.decai=linear"])
     assert fork_config(finished, []) == finished.config
 
 
-def test_a_fork_may_begin_with_other_weights_and_keeps_the_parents_optimizer_and_data(finished, annealed, tmp_path):
+def test_fork_with_other_weights_keeps_the_parents_optimizer_and_data(finished, annealed, tmp_path):
     weights = finished.snapshots[1]
     config = fork_config(finished, ANNEAL)
     run = fork(finished, FORK, config, tmp_path / "fork", weights.path)
     assert run.metadata["forked_from"]["weights"] == str(weights.path)
     run = train(config, run.path)
-    # By hand: the parent's state with these parameters.
+    # The expected value: the parent's state with these parameters.
     by_hand = fork(finished, FORK, config, tmp_path / "hand")
     abstract = abstract_state(config, make_mesh(config.mesh))
     changed = dataclasses.replace(state(finished, 16), params=snapshots.restore_params(weights, abstract.params))
@@ -165,7 +165,7 @@ def test_a_fork_may_begin_with_other_weights_and_keeps_the_parents_optimizer_and
         fork(finished, FORK, config, run.path)
 
 
-def test_weights_of_another_model_are_refused_before_anything_is_written(finished, tmp_path):
+def test_weights_of_another_model_are_refused_before_writing(finished, tmp_path):
     config = fork_config(finished, ["model.layers=1"])
     with pytest.raises(ValueError, match=r"weights: .* is another model: give --config.model.layers=2"):
         fork(finished, FORK, config, tmp_path / "fork", finished.snapshots[1].path)

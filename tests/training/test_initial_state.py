@@ -13,28 +13,28 @@ from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state
 
 
-def test_a_run_begins_with_the_weights_of_a_model_that_came_in(finished, workspace, tmp_path):
+def test_run_starts_with_the_weights_of_an_imported_model(finished, workspace, tmp_path):
     newest = finished.snapshots[-1]
     hf.export_snapshot(newest.path, tmp_path / "theirs")
     hf.import_model(tmp_path / "theirs", tmp_path / "imported")
-    # A rate of nearly nothing: after the first steps the weights, and so the loss, are still those it began with.
+    # The rate is near zero: after the first steps the weights, and so the loss, are still the initial ones.
     keys = {"schedule__peak_rate": 1e-12, "training__total_tokens": 1024, "preview__windows": ()}
-    begun = tiny.config(workspace, training__start_from=str(tmp_path / "imported"), **keys)
-    run = train(begun, tmp_path / "run")
+    initial_params = tiny.config(workspace, training__start_from=str(tmp_path / "imported"), **keys)
+    run = train(initial_params, tmp_path / "run")
     assert run.snapshots[0].loss == pytest.approx(newest.loss, rel=1e-6)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-8), tiny.read(run.snapshots[0]), tiny.read(newest)
     )
-    # The same call finds its state, whatever has become of what it began with.
+    # The same call resumes from the run's state, even without the model that it started from.
     (tmp_path / "imported").rename(tmp_path / "moved")
-    assert [s.step for s in train(begun, tmp_path / "run").snapshots] == [4]
+    assert [s.step for s in train(initial_params, tmp_path / "run").snapshots] == [4]
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_its_own_state_not_from_the_start_again(finished, workspace, tmp_path):
+def test_resume_uses_the_runs_own_state_and_not_the_start_model(finished, workspace, tmp_path):
     whole = tiny.config(workspace, training__start_from=str(finished.path), preview__windows=())
     first = train(whole, tmp_path / "whole")
-    # Killed after its first state: what is left is what a kill leaves.
+    # The directory as a kill after the first state leaves it.
     half = train(whole, tmp_path / "half")
     for folder, last in (("states", 8), ("snapshots", 8)):
         for path in (half.path / folder).iterdir():
@@ -44,7 +44,7 @@ def test_it_goes_on_from_its_own_state_not_from_the_start_again(finished, worksp
     tiny.assert_equal(tiny.read(again.snapshots[-1]), tiny.read(first.snapshots[-1]))
 
 
-def test_another_model_is_refused_with_the_keys_to_give(finished, workspace, tmp_path):
+def test_another_model_is_refused_with_the_keys_to_set(finished, workspace, tmp_path):
     other = tiny.config(workspace, training__start_from=str(finished.path), model__hidden=64, model__remat="full")
     with pytest.raises(ValueError, match=r"is another model: give --config.model.hidden=32$"):
         train(other, tmp_path / "run")
@@ -60,22 +60,22 @@ BIAS = "blocks/moe/router_bias_E"
 
 
 def mixture(workspace, start_from, **changes):
-    """The tiny run with the mixture's model."""
+    """Return the tiny run's configuration with the mixture's model."""
     model = {f"model__{key}": value for key, value in (hf_models.SIZES | hf_models.MIXTURE).items()}
     return tiny.config(workspace, training__start_from=str(start_from), **model | changes)
 
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
-    """A mixture of Hugging Face's that came in."""
+    """Import a Hugging Face mixture."""
     folder = tmp_path_factory.mktemp("imported")
     hf_models.write_theirs(folder / "theirs", hf_models.model("mixture"))
     hf.import_model(folder / "theirs", folder / "ours")
     return read_snapshot(folder / "ours")
 
 
-def begun(config):
-    """The parameters that a run of this configuration begins with, as numpy arrays."""
+def initial_params(config):
+    """Return the parameters that a run of this configuration starts with, as numpy arrays."""
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         state = make_first(config, abstract_state(config, mesh))
@@ -87,18 +87,18 @@ def begun(config):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_a_mixture_that_came_in_begins_as_it_is_and_with_a_bias_of_zero(imported, workspace):
+def test_imported_mixture_starts_unchanged_with_zero_bias(imported, workspace):
     expected = tiny.named(tiny.read(imported))
-    without = begun(mixture(workspace, imported.path, mesh__data=4, mesh__fsdp=2))
+    without = initial_params(mixture(workspace, imported.path, mesh__data=4, mesh__fsdp=2))
     tiny.assert_equal(without, expected)
-    with_bias = begun(mixture(workspace, imported.path, model__router_bias=True, mesh__data=2, mesh__expert=4))
+    with_bias = initial_params(mixture(workspace, imported.path, model__router_bias=True, mesh__data=2, mesh__expert=4))
     assert BIAS not in expected and not with_bias.pop(BIAS).any()
     tiny.assert_equal(with_bias, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_a_mixture_that_came_in_trains_and_goes_out_and_on_from_another_mesh(imported, workspace, tmp_path):
+def test_imported_mixture_trains_exports_and_resumes_on_another_mesh(imported, workspace, tmp_path):
     learning = {"training__total_tokens": 2048, "training__balance_loss_weight": 0.01, "preview__windows": ()}
     split = mixture(workspace, imported.path, mesh__data=2, mesh__expert=4, **learning)
     run = train(split, tmp_path / "run")
@@ -107,17 +107,19 @@ def test_a_mixture_that_came_in_trains_and_goes_out_and_on_from_another_mesh(imp
     hf.export_snapshot(run.path, tmp_path / "theirs")
     hf.import_model(tmp_path / "theirs", tmp_path / "again")
     tiny.assert_equal(tiny.read(read_snapshot(tmp_path / "again")), learnt)
-    tiny.assert_equal(begun(mixture(workspace, run.path, mesh__data=1, mesh__fsdp=4, mesh__expert=2)), learnt)
+    tiny.assert_equal(initial_params(mixture(workspace, run.path, mesh__data=1, mesh__fsdp=4, mesh__expert=2)), learnt)
 
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_a_bias_goes_along_and_is_never_dropped(workspace, tmp_path):
+def test_bias_is_exported_with_the_model_and_never_dropped(workspace, tmp_path):
     model = {"model__router_bias": True, "model__shared_experts": 1, "model__router_scores": "sigmoid"}
     written = mixture(workspace, "", **model, mesh__data=2, mesh__expert=4)
     params = tiny.named(hf_models.write_ours(tmp_path / "ours", written))
     assert params[BIAS].any()
-    tiny.assert_equal(begun(mixture(workspace, tmp_path / "ours", **model, mesh__fsdp=2, mesh__expert=4)), params)
+    tiny.assert_equal(
+        initial_params(mixture(workspace, tmp_path / "ours", **model, mesh__fsdp=2, mesh__expert=4)), params
+    )
     without = mixture(workspace, tmp_path / "ours", **model | {"model__router_bias": False})
     with pytest.raises(ValueError, match=r"is another model: give --config.model.router_bias=True$"):
         train(without, tmp_path / "other")
@@ -133,13 +135,13 @@ def test_a_bias_goes_along_and_is_never_dropped(workspace, tmp_path):
         ({"experts": 0}, "experts=4"),
     ],
 )
-def test_a_mixture_of_other_experts_is_refused(imported, workspace, tmp_path, changes, says):
+def test_mixture_with_other_experts_is_refused(imported, workspace, tmp_path, changes, says):
     other = mixture(workspace, imported.path, **{f"model__{key}": value for key, value in changes.items()})
     with pytest.raises(ValueError, match=rf"is another model: give --config.model.{says}$"):
         train(other, tmp_path / "run")
 
 
-def test_keys_that_a_model_does_not_read_may_differ(imported, finished, workspace):
+def test_keys_unused_by_the_model_may_differ(imported, finished, workspace):
     find_weights(mixture(workspace, imported.path, model__hidden=7), imported.path, "weights")
     dense = tiny.config(workspace, model__router_bias=False, model__expert_hidden=7)
     find_weights(dense, finished.path, "weights")

@@ -26,13 +26,13 @@ from pma_jax.training.step import make_train_step
 
 @pytest.fixture
 def copy(finished, tmp_path):
-    """A copy of the finished run, to change."""
+    """Return a copy of the finished run, which the test may change."""
     shutil.copytree(finished.path, tmp_path / "run")
     return open_run(tmp_path / "run")
 
 
 def interrupt(run, step):
-    """Take away what a run that was stopped after `step` would not have published."""
+    """Remove what a run interrupted after `step` would not have published."""
     for saved in run.snapshots + run.states:
         if saved.step > step:
             saved.path.rmtree()
@@ -43,7 +43,7 @@ def newest(run):
 
 
 def assert_same_run(actual, expected):
-    """Every number, snapshot and state of two runs is bitwise the same."""
+    """Assert that all numbers, snapshots and states of two runs are bitwise equal."""
     assert tiny.numbers(actual) == tiny.numbers(expected)
     assert [s.step for s in actual.states] == [s.step for s in expected.states]
     tiny.assert_equal(newest(actual), newest(expected))
@@ -54,17 +54,17 @@ def assert_same_run(actual, expected):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
 
 
-# --- What a run leaves ------------------------------------------------------------------------------------------------
+# --- What a run writes ------------------------------------------------------------------------------------------------
 
 
-def test_snapshots_and_states_lie_at_their_token_marks(finished):
+def test_snapshots_and_states_are_saved_at_their_token_marks(finished):
     assert [s.step for s in finished.snapshots] == tiny.SNAPSHOTS
     assert [s.tokens for s in finished.snapshots] == [256 * step for step in tiny.SNAPSHOTS]
     assert [s.step for s in finished.states] == tiny.STATES
     assert [s.progress.position for s in finished.states] == [8 * step for step in tiny.STATES]
 
 
-def test_metrics_hold_every_step_evaluation_and_preview(finished):
+def test_metrics_contain_every_step_evaluation_and_preview(finished):
     records = finished.metrics
     steps = [r for r in records if r["kind"] == "train"]
     assert [r["step"] for r in steps] == list(range(1, 25))
@@ -72,7 +72,9 @@ def test_metrics_hold_every_step_evaluation_and_preview(finished):
     schedule, total = finished.config.schedule, finished.config.training.total_tokens
     assert [r["learning_rate"] for r in steps] == [learning_rate(schedule, total, r["tokens"]) for r in steps]
     assert all(r["tokens_per_second"] > 0 and r["gradient_norm"] > 0 for r in steps)
-    assert steps[0]["loss"] == pytest.approx(np.log(256), abs=0.7), "a fresh model knows nothing"
+    assert steps[0]["loss"] == pytest.approx(np.log(256), abs=0.7), (
+        "an untrained model predicts the uniform distribution"
+    )
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     evaluations = [(r["step"], r["loss"]) for r in records if r["kind"] == "evaluation"]
     assert evaluations == [(s.step, s.loss) for s in finished.snapshots]
@@ -80,7 +82,7 @@ def test_metrics_hold_every_step_evaluation_and_preview(finished):
     assert previews == [(8, "sma:2")] + [(step, f"sma:{n}") for step in tiny.SNAPSHOTS[2:] for n in (2, 3)]
 
 
-def test_the_run_says_what_it_was_made_of(finished):
+def test_run_records_its_configuration_and_versions(finished):
     tokens = shards.prepare_tokens(finished.config.data)
     assert finished.metadata["corpus"] == tokens.digest
     assert len(finished.metadata["evaluation"]) == 16
@@ -89,7 +91,7 @@ def test_the_run_says_what_it_was_made_of(finished):
     assert list((finished.path / "tensorboard").iterdir())
 
 
-def test_snapshots_are_the_parameters_of_their_step_though_the_state_is_donated(finished):
+def test_snapshots_hold_the_parameters_of_their_step_despite_donation(finished):
     config, tokens = finished.config, shards.prepare_tokens(finished.config.data)
     mesh, wanted = make_mesh(config.mesh), {s.step: s for s in finished.snapshots}
     with jax.set_mesh(mesh):
@@ -99,13 +101,13 @@ def test_snapshots_are_the_parameters_of_their_step_though_the_state_is_donated(
             rate = learning_rate(config.schedule, config.training.total_tokens, step * config.batch_tokens)
             state, _ = train_step(state, put_batch(mesh, next(stream)), rate)
             if step in wanted:
-                # Fetched before the next step is dispatched: nothing here is asynchronous.
+                # Fetched before the next step is dispatched, so nothing here is asynchronous.
                 tiny.assert_equal(tiny.read(wanted[step]), jax.tree.map(np.asarray, state.params))
     assert int(state.step) == 24
     tiny.assert_equal(newest(finished), state)
 
 
-def test_a_seed_gives_the_same_run(finished, workspace, tmp_path):
+def test_same_seed_gives_the_same_run(finished, workspace, tmp_path):
     assert_same_run(train(finished.config, tmp_path / "again"), finished)
 
 
@@ -115,7 +117,7 @@ def test_another_seed_gives_another_run(finished, workspace, tmp_path):
     assert all(r["loss"] != loss for r, loss in zip(other.metrics, first, strict=False))
 
 
-def test_a_complete_run_is_left_as_it_is(copy):
+def test_complete_run_is_unchanged(copy):
     before = tiny.contents(Path(copy.path))
     assert train(copy.config, copy.path).snapshots == copy.snapshots
     assert tiny.contents(Path(copy.path)) == before
@@ -125,10 +127,10 @@ def test_a_complete_run_is_left_as_it_is(copy):
 
 
 @pytest.mark.parametrize("step", [0, 9, 16, 23])
-def test_resuming_is_bitwise_the_uninterrupted_run(finished, copy, step):
+def test_resume_is_bitwise_equal_to_uninterrupted_run(finished, copy, step):
     interrupt(copy, step)
     with (copy.path / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"kind": "train", "tok')  # the line that the interruption cut
+        metrics.write('{"kind": "train", "tok')  # The line that the interruption truncated.
     assert_same_run(train(copy.config, copy.path), finished)
 
 
@@ -149,8 +151,8 @@ sys.exit(cli.main(sys.argv[2:]))
 @pytest.mark.parametrize(
     "steps", [[11], *(pytest.param(steps, marks=pytest.mark.slow) for steps in ([16], [3, 10, 8]))], ids=str
 )
-def test_a_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
-    # 11: between marks. 16: while the snapshot and the state of step 16 are written. The last: killed again and again.
+def test_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
+    # 11: between marks. 16: while the snapshot and the state of step 16 are written. The last: killed repeatedly.
     file = tiny.write_config(tmp_path / "config.py", workspace)
     words = ["train", "--config", file, "--workdir", tmp_path / "run"]
     for count in steps:
@@ -160,10 +162,10 @@ def test_a_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
     assert not run.states or run.states[-1].step < 24
     assert_same_run(train(run.config, run.path), finished)
     left = [p.name for p in run.path.glob("s*/*") if not p.name.isdigit()]
-    assert left == [], "nothing half-written stays"
+    assert left == [], "no partial directory remains"
 
 
-def test_an_interrupt_from_the_keyboard_saves_what_is_being_written(finished, workspace, tmp_path, monkeypatch):
+def test_keyboard_interrupt_completes_pending_writes(finished, workspace, tmp_path, monkeypatch):
     place, calls = loop.put_batch, iter(range(100))
 
     def interrupted(mesh, batch):
@@ -179,14 +181,14 @@ def test_an_interrupt_from_the_keyboard_saves_what_is_being_written(finished, wo
     assert_same_run(train(run.config, run.path), finished)
 
 
-def test_a_state_that_was_published_before_its_snapshot_is_not_resumed_from(finished, copy):
+def test_state_published_before_its_snapshot_is_not_resumed(finished, copy):
     interrupt(copy, 16)
     next(s for s in copy.snapshots if s.step == 16).path.rmtree()
     assert copy.newest_state.step == 8
     assert_same_run(train(copy.config, copy.path), finished)
 
 
-def test_a_state_vouches_for_the_records_up_to_it(workspace, tmp_path, monkeypatch):
+def test_records_are_flushed_before_a_state_is_saved(workspace, tmp_path, monkeypatch):
     save, seen = states.save_state, []
 
     def check(writer, state, progress):
@@ -199,7 +201,7 @@ def test_a_state_vouches_for_the_records_up_to_it(workspace, tmp_path, monkeypat
     assert seen == [(4, [1, 2, 3, 4]), (8, list(range(1, 9)))]
 
 
-def test_a_run_whose_snapshots_were_moved_away_goes_on_from_its_newest_state(copy):
+def test_run_whose_snapshots_were_moved_away_resumes_from_its_newest_state(copy):
     interrupt(copy, 16)
     (copy.path / "snapshots").rmtree()
     train(copy.config, copy.path)
@@ -208,18 +210,18 @@ def test_a_run_whose_snapshots_were_moved_away_goes_on_from_its_newest_state(cop
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_a_run_moves_to_another_mesh(finished, copy, workspace):
+def test_run_resumes_on_another_mesh(finished, copy, workspace):
     interrupt(copy, 16)
     moved = tiny.config(workspace, mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     run = train(moved, copy.path)
-    assert tiny.numbers(run)[:20] == tiny.numbers(finished)[:20], "what was written stays"
+    assert tiny.numbers(run)[:20] == tiny.numbers(finished)[:20], "existing snapshots are kept"
     for a, e in zip(tiny.numbers(run, 4096), tiny.numbers(finished, 4096), strict=True):
         assert (a["kind"], a["tokens"]) == (e["kind"], e["tokens"])
         assert a["loss"] == pytest.approx(e["loss"], rel=1e-4)
     tiny.assert_close(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]), rtol=1e-2, atol=1e-3)
 
 
-def test_another_configuration_is_refused_by_its_keys(copy, workspace):
+def test_another_configuration_is_refused_with_the_changed_keys(copy, workspace):
     before = tiny.contents(Path(copy.path))
     other = tiny.config(workspace, training__seed=1, optimizer__b2=0.99)
     with pytest.raises(ValueError, match="another configuration") as refused:
@@ -229,7 +231,7 @@ def test_another_configuration_is_refused_by_its_keys(copy, workspace):
     assert tiny.contents(Path(copy.path)) == before
 
 
-def test_a_changed_corpus_is_refused(tmp_path):
+def test_changed_corpus_is_refused(tmp_path):
     config = tiny.config(tmp_path)
     tokens = shards.prepare_tokens(config.data)
     create_run(tmp_path / "run", config, resume.run_metadata(tokens, config))
@@ -238,7 +240,7 @@ def test_a_changed_corpus_is_refused(tmp_path):
         train(config, tmp_path / "run")
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(workspace, tmp_path):
+def test_too_small_vocabulary_is_refused(workspace, tmp_path):
     with pytest.raises(ValueError, match=r"model\.vocabulary_size is 200"):
         train(tiny.config(workspace, model__vocabulary_size=200), tmp_path / "run")
     assert not is_run(tmp_path / "run")
@@ -247,7 +249,7 @@ def test_a_vocabulary_that_is_too_small_is_refused(workspace, tmp_path):
 # --- Retention --------------------------------------------------------------------------------------------------------
 
 
-def test_retention_keeps_the_newest_windows_archive_marks_and_named_states(finished, workspace, tmp_path):
+def test_retention_keeps_the_newest_windows_permanent_marks_and_named_states(finished, workspace, tmp_path):
     config = tiny.config(
         workspace,
         checkpoint__interval_tokens=512,
@@ -260,26 +262,26 @@ def test_retention_keeps_the_newest_windows_archive_marks_and_named_states(finis
         preview__windows=(),
     )
     run = train(config, tmp_path / "run")
-    # Snapshots every 2 steps: the newest 2 * 2, and multiples of 2048 tokens. States every 4: the newest 2, and those
-    # of the steps that reached 1500 and 2048 tokens.
+    # Snapshots every 2 steps: the newest 2 * 2, and multiples of 2048 tokens. States every 4 steps: the newest 2, and
+    # those of the steps that reached 1500 and 2048 tokens.
     assert [s.step for s in run.snapshots] == [8, 16, 18, 20, 22, 24]
     assert [s.step for s in run.states] == [6, 8, 20, 24]
-    # What is evaluated and kept changes nothing that is trained.
+    # Evaluation and retention do not change training.
     losses = [r["loss"] for r in finished.metrics if r["kind"] == "train"]
     assert [r["loss"] for r in run.metrics if r["kind"] == "train"] == losses
     tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
 
 
-def test_a_horizon_between_marks_ends_with_a_snapshot_and_a_state(workspace, tmp_path):
+def test_horizon_between_marks_ends_with_a_snapshot_and_a_state(workspace, tmp_path):
     run = train(tiny.config(workspace, training__total_tokens=1300), tmp_path / "run")
     assert [s.step for s in run.snapshots] == [4, 6]
     assert [s.step for s in run.states] == [6]
-    assert run.states[0].tokens == 1536, "the step that reaches the horizon is whole"
+    assert run.states[0].tokens == 1536, "the step that reaches the horizon is complete"
 
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_accumulation_is_the_same_run(finished, workspace, tmp_path):
+def test_accumulation_trains_the_same_run(finished, workspace, tmp_path):
     config = tiny.config(workspace, training__accumulation_steps=2, mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     run = train(config, tmp_path / "run")
     for a, e in zip(tiny.numbers(run), tiny.numbers(finished), strict=True):
@@ -289,14 +291,14 @@ def test_accumulation_is_the_same_run(finished, workspace, tmp_path):
 # --- Run directories --------------------------------------------------------------------------------------------------
 
 
-def test_an_unpublished_step_does_not_exist(copy):
+def test_unpublished_step_is_ignored(copy):
     (copy.snapshots[-1].path / steps.COMMIT_MARKER).unlink()
     (copy.states[-1].path / steps.COMMIT_MARKER).unlink()
     assert [s.step for s in copy.snapshots] == tiny.SNAPSHOTS[:-1]
     assert [s.step for s in copy.states] == tiny.STATES[:-1]
 
 
-def test_a_snapshot_that_does_not_fit_names_the_leaves(finished, workspace):
+def test_mismatched_snapshot_names_the_leaves(finished, workspace):
     wide = tiny.config(workspace, model__hidden=64, model__qk_norm=True)
     abstract = abstract_params(wide.model, make_mesh(wide.mesh))
     with pytest.raises(ValueError, match="5 leaves differ") as refused:
@@ -306,7 +308,7 @@ def test_a_snapshot_that_does_not_fit_names_the_leaves(finished, workspace):
 
 
 @pytest.mark.parametrize("open_", [open_run, read_snapshot, newest_snapshot])
-def test_what_is_neither_run_nor_snapshot_is_refused(tmp_path, open_):
+def test_path_that_is_neither_run_nor_snapshot_is_refused(tmp_path, open_):
     for path in (tmp_path, tmp_path / "nothing", epath.Path(tmp_path)):
         with pytest.raises(ValueError, match=str(path)):
             open_(path)

@@ -10,7 +10,7 @@ from pma_jax.training import loop, marks
 from pma_jax.training.loop import train
 
 
-def test_a_run_that_diverges_stops_at_the_step_and_saves_nothing_of_it(workspace, tmp_path):
+def test_diverging_run_stops_at_the_step_and_saves_no_state_of_it(workspace, tmp_path):
     config = tiny.config(workspace, schedule__peak_rate=1e30)
     with pytest.raises(ValueError, match=r"^step \d+ \([0-9,]+ tokens\): .*is (nan|inf)") as refused:
         train(config, tmp_path / "run")
@@ -18,12 +18,12 @@ def test_a_run_that_diverges_stops_at_the_step_and_saves_nothing_of_it(workspace
     run = open_run(tmp_path / "run")
     assert all(np.isfinite(leaf).all() for s in run.snapshots for leaf in tiny.named(tiny.read(s)).values())
     assert "NaN" not in (run.path / "metrics.jsonl").read_text()
-    # The same command comes to the same step, and says so again.
+    # The same command reaches the same step and reports it again.
     with pytest.raises(ValueError, match=r"is (nan|inf)"):
         train(config, tmp_path / "run")
 
 
-def test_a_step_right_before_a_snapshot_is_seen_before_it_is_saved(workspace, tmp_path, monkeypatch):
+def test_non_finite_gradients_are_detected_before_the_next_snapshot_is_saved(workspace, tmp_path, monkeypatch):
     steps = loop.make_train_step
 
     def poisoned(*arguments):
@@ -45,13 +45,13 @@ def test_a_step_right_before_a_snapshot_is_seen_before_it_is_saved(workspace, tm
     assert [s.step for s in train(tiny.config(workspace), run.path).snapshots] == tiny.SNAPSHOTS
 
 
-def test_a_loss_that_is_not_finite_is_not_recorded_with_a_snapshot():
+def test_non_finite_loss_is_not_recorded_with_a_snapshot():
     marks.check_loss(1.0, "point", Progress(4, 1024))
     with pytest.raises(ValueError, match=r"step 4 \(1,024 tokens\): the held-out loss of the point is inf"):
         marks.check_loss(float("inf"), "point", Progress(4, 1024))
 
 
-def test_a_state_of_weights_that_are_not_finite_is_not_saved(finished, tmp_path):
+def test_state_with_non_finite_weights_is_not_saved(finished, tmp_path):
     params = {"w": np.array([1.0, np.nan], np.float32)}
     with Run(absolute_path(tmp_path), finished.config).state_writer() as writer:
         state = type("State", (), {"params": params})()

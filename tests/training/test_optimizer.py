@@ -1,4 +1,4 @@
-"""Averaging while training: schedule-free AdamW and the moving average, against papers' formulas, optax and float64."""
+"""Averaging while training: schedule-free AdamW and EMA against the papers' formulas, optax and float64."""
 
 import dataclasses
 import shutil
@@ -27,11 +27,11 @@ HALF_LIFE = 3 * tiny.BATCH_TOKENS
 EMA = {"optimizer__ema_half_life_tokens": HALF_LIFE}
 
 
-# --- The formulas -----------------------------------------------------------------------------------------------------
+# --- Formulas ---------------------------------------------------------------------------------------------------------
 
 
 def quadratic_steps(config, rates, seed=0):
-    """x, y and z after each step on a noisy quadratic, with what `apply_update` gives."""
+    """Return x, y and z after each step on a noisy quadratic, as `apply_update` computes them."""
     rng = np.random.default_rng(seed)
     params = {"w": jnp.asarray(rng.standard_normal((4, 3)), jnp.float32)}
     moments = initial_moments(config, params)
@@ -44,7 +44,7 @@ def quadratic_steps(config, rates, seed=0):
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_schedule_free_is_what_its_paper_says(weight_decay):
+def test_schedule_free_follows_algorithm_1(weight_decay):
     config = OptimizerConfig("schedule_free_adamw", b1=0.9, b2=0.95, weight_decay=weight_decay, clip_norm=0)
     rates = [0.01 * min(k / 5, 1) for k in range(1, 41)]
     rng = np.random.default_rng(0)
@@ -65,7 +65,7 @@ def test_schedule_free_is_what_its_paper_says(weight_decay):
         np.testing.assert_allclose(y_found, y, rtol=2e-5, atol=2e-6)
 
 
-def test_schedule_free_is_optaxs():
+def test_schedule_free_equals_optax():
     config = OptimizerConfig("schedule_free_adamw", b1=0.95, weight_decay=0.1, clip_norm=0)
     peer = optax.contrib.schedule_free_adamw(0.02, b1=0.95, b2=config.b2, eps=config.epsilon, weight_decay=0.1)
     rng = np.random.default_rng(0)
@@ -78,7 +78,7 @@ def test_schedule_free_is_optaxs():
         np.testing.assert_allclose(y, params["w"], rtol=1e-5, atol=1e-6)
 
 
-def test_the_moving_average_is_optaxs_without_bias():
+def test_ema_equals_optax_without_bias_correction():
     rows = np.random.default_rng(0).standard_normal((50, 7)).astype(np.float32)
     peer = optax.ema(0.9, debias=True)
     kept = peer.init({"w": jnp.zeros(7)})
@@ -92,7 +92,7 @@ def test_the_moving_average_is_optaxs_without_bias():
     assert int(mean.count) == 50
 
 
-def test_a_half_life_is_one():
+def test_weight_halves_after_the_half_life():
     decay = averages.ema_decay(1000, 10)
     powers = decay ** np.arange(5000)
     assert powers[:100].sum() / powers.sum() == pytest.approx(0.5)
@@ -114,7 +114,7 @@ def assert_same_run(actual, expected):
 
 
 def interrupted(run, folder):
-    """A copy of what a run that was stopped after step 12 would have published."""
+    """Return a copy of what a run interrupted after step 12 would have published."""
     shutil.copytree(run.path, folder)
     copy = open_run(folder)
     for saved in (*copy.snapshots, *copy.states):
@@ -134,33 +134,33 @@ def with_ema(workspace, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_snapshots_of_schedule_free_are_its_average(schedule_free):
+def test_schedule_free_snapshots_hold_its_average(schedule_free):
     config, snapshot = schedule_free.config, schedule_free.snapshots[-1]
     state = read_state(schedule_free, 24)
     z = state.optimizer[1].z
     x = jax.tree.map(lambda y, z: (np.float64(y) - (1 - config.optimizer.b1) * np.float64(z)) / 0.9, state.params, z)
     tiny.assert_close(tiny.read(snapshot), x, rtol=1e-5, atol=1e-6)
     apart = tiny.read(snapshot)["embedding_VxD"] - np.asarray(state.params["embedding_VxD"])
-    assert np.abs(apart).max() > 1e-4, "it is not where gradients are taken"
+    assert np.abs(apart).max() > 1e-4, "the average differs from the point of the gradients"
     loss = make_evaluator(config, make_mesh(config.mesh))(tiny.read(snapshot))
     assert snapshot.loss == pytest.approx(loss, rel=1e-6)
     assert snapshot.loss < schedule_free.snapshots[0].loss
 
 
 @pytest.mark.slow
-def test_schedule_free_resumes_exactly(schedule_free, tmp_path):
+def test_schedule_free_resume_is_bitwise(schedule_free, tmp_path):
     copy = interrupted(schedule_free, tmp_path / "run")
     assert_same_run(train(copy.config, copy.path), schedule_free)
 
 
-def test_schedule_free_begins_where_a_snapshot_is(finished, workspace, tmp_path):
+def test_schedule_free_starts_from_a_snapshot(finished, workspace, tmp_path):
     keys = {"schedule__peak_rate": 1e-12, "training__total_tokens": 1024, "preview__windows": ()}
     config = tiny.config(workspace, training__start_from=str(finished.path), **keys, **SCHEDULE_FREE)
     run = train(config, tmp_path / "run")
-    assert run.snapshots[0].loss == pytest.approx(finished.snapshots[-1].loss, rel=1e-5), "z begins there too"
+    assert run.snapshots[0].loss == pytest.approx(finished.snapshots[-1].loss, rel=1e-5), "z starts there too"
 
 
-def test_snapshots_with_a_moving_average_hold_it(with_ema):
+def test_snapshots_with_ema_hold_the_ema(with_ema):
     run, weights = with_ema
     decay = 0.5 ** (1 / 3)
     for snapshot in run.snapshots:
@@ -175,18 +175,18 @@ def test_snapshots_with_a_moving_average_hold_it(with_ema):
         assert snapshot.loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_moving_average_leaves_training_as_it_is(with_ema, finished):
+def test_ema_does_not_change_training(with_ema, finished):
     steps = [[r for r in tiny.numbers(run) if r["kind"] == "train"] for run in (with_ema[0], finished)]
     assert steps[0] == steps[1]
     tiny.assert_equal(read_state(with_ema[0], 24).params, read_state(finished, 24).params)
 
 
-def test_a_moving_average_resumes_exactly(with_ema, tmp_path):
+def test_ema_resume_is_bitwise(with_ema, tmp_path):
     copy = interrupted(with_ema[0], tmp_path / "run")
     assert_same_run(train(copy.config, copy.path), with_ema[0])
 
 
-def test_a_fork_begins_a_moving_average(finished, with_ema, tmp_path):
+def test_fork_may_enable_ema(finished, with_ema, tmp_path):
     config = fork_config(finished, [f"optimizer.ema_half_life_tokens={HALF_LIFE}"])
     forked = fork(finished, 16 * tiny.BATCH_TOKENS, config, tmp_path / "run")
     run, weights = train(config, forked.path), with_ema[1]
@@ -199,7 +199,7 @@ def test_a_fork_begins_a_moving_average(finished, with_ema, tmp_path):
     tiny.assert_close(tiny.read(run.snapshots[0]), mean, rtol=2e-6, atol=1e-6)
 
 
-def test_going_back_from_a_spike_cannot_keep_the_iterates_of_schedule_free(workspace):
+def test_rollback_cannot_keep_the_iterates_of_schedule_free(workspace):
     config = tiny.config(workspace, **SCHEDULE_FREE, spikes__attempts=1, spikes__window_tokens=16 * tiny.BATCH_TOKENS)
     with pytest.raises(ValueError, match=r"set spikes.optimizer=reset"):
         spikes = dataclasses.replace(config.spikes, optimizer="keep")
@@ -216,6 +216,6 @@ def test_going_back_from_a_spike_cannot_keep_the_iterates_of_schedule_free(works
         (SCHEDULE_FREE | {"model__experts": 4}, "router_bias=false"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(workspace, keys, why):
+def test_incompatible_keys_are_refused(workspace, keys, why):
     with pytest.raises(ValueError, match=why):
         tiny.config(workspace, **keys)

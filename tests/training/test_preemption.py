@@ -19,25 +19,23 @@ from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 
 
-def signalled(monkeypatch, number, step):
+def send_signal_at(monkeypatch, number, step):
     """Send this process a signal while the batch of `step` is placed."""
     place, calls = loop.put_batch, iter(range(10**6))
 
     def place_and_signal(mesh, batch):
         if next(calls) == step:
             os.kill(os.getpid(), number)
-            time.sleep(0.05)  # the thread that watches must see it before the boundary
+            time.sleep(0.05)  # The watching thread must see the signal before the step boundary.
         return place(mesh, batch)
 
     monkeypatch.setattr(loop, "put_batch", place_and_signal)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_a_state_at_the_next_boundary_and_no_step_is_lost(
-    finished, tmp_path, monkeypatch, number, status
-):
+def test_signal_saves_a_state_at_the_next_boundary_and_loses_no_step(finished, tmp_path, monkeypatch, number, status):
     with monkeypatch.context() as patch, pytest.raises(signals.Stopped) as stopped:
-        signalled(patch, number, 17)
+        send_signal_at(patch, number, 17)
         train(finished.config, tmp_path / "run")
     assert stopped.value.status == status
     name = signal.Signals(number).name
@@ -48,18 +46,18 @@ def test_a_signal_saves_a_state_at_the_next_boundary_and_no_step_is_lost(
     assert [s.step for s in run.states] == [8, 16, 18]
     assert run.newest_state.step == 18
     assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 19)), "every step has its record"
-    # It resumes at step 18, bit for bit, and what is left in the end is as if nothing had happened.
+    # It resumes bitwise at step 18, and the finished directory equals that of an uninterrupted run.
     assert_same_run(train(run.config, run.path), finished)
 
 
-def test_stopped_again_and_again_retention_is_undisturbed(finished, workspace, tmp_path, monkeypatch):
+def test_retention_is_unaffected_by_repeated_preemption(finished, workspace, tmp_path, monkeypatch):
     config = tiny.config(workspace, checkpoint__keep_states=1)
     for step in (2, 8, 1, 4):
         with monkeypatch.context() as patch, pytest.raises(signals.Stopped):
-            signalled(patch, signal.SIGTERM, step)
+            send_signal_at(patch, signal.SIGTERM, step)
             train(config, tmp_path / "run")
     run = open_run(tmp_path / "run")
-    # Steps 3, 12, 14 and 19: the newest regular state is still there, and of the others the newest alone.
+    # Preempted at steps 3, 12, 14 and 19: retention keeps the newest regular state, and of the others only the newest.
     assert [s.step for s in run.states] == [16, 19]
     run = train(config, run.path)
     assert [s.step for s in run.states] == [24]
@@ -67,9 +65,9 @@ def test_stopped_again_and_again_retention_is_undisturbed(finished, workspace, t
     tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
 
 
-def test_a_fork_may_begin_where_a_run_was_stopped(finished, workspace, tmp_path, monkeypatch):
+def test_fork_may_start_where_a_run_was_preempted(finished, workspace, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(signals.Stopped):
-        signalled(patch, signal.SIGTERM, 9)
+        send_signal_at(patch, signal.SIGTERM, 9)
         train(finished.config, tmp_path / "run")
     run = open_run(tmp_path / "run")
     forked = fork(run, 10 * tiny.BATCH_TOKENS, finished.config, tmp_path / "fork")
@@ -77,7 +75,7 @@ def test_a_fork_may_begin_where_a_run_was_stopped(finished, workspace, tmp_path,
     tiny.assert_equal(tiny.read(train(forked.config, forked.path).snapshots[-1]), tiny.read(finished.snapshots[-1]))
 
 
-def test_before_the_first_step_nothing_is_saved(finished, tmp_path, monkeypatch):
+def test_nothing_is_saved_before_the_first_step(finished, tmp_path, monkeypatch):
     run_of = loop.open_or_create
 
     def signal_and_open(*arguments):
@@ -91,7 +89,7 @@ def test_before_the_first_step_nothing_is_saved(finished, tmp_path, monkeypatch)
     assert open_run(tmp_path / "run").states == []
 
 
-def test_handlers_are_given_back(finished, tmp_path):
+def test_signal_handlers_are_restored(finished, tmp_path):
     before = [signal.getsignal(number) for number in signals.SIGNALS]
     with signals.catch_signals(interrupts=True), signals.catch_signals(interrupts=False) as inner:
         assert inner.signal is None and inner.name == ""
@@ -108,7 +106,7 @@ with signals.catch_signals(interrupts=False):
 """
 
 
-def test_a_second_signal_ends_the_process_at_once():
+def test_second_signal_ends_the_process_at_once():
     process = subprocess.Popen(tiny.python(TWICE), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
@@ -119,7 +117,7 @@ def test_a_second_signal_ends_the_process_at_once():
     assert (process.returncode, err) == (130, "stopped at once: published checkpoints are intact\n")
 
 
-def test_states_between_marks_count_as_none():
+def test_states_between_marks_do_not_count_for_retention():
     config = resolve(
         {
             "training": {"sequence_length_tokens": 32, "batch_size_sequences": 8, "total_tokens": 25600},
@@ -131,7 +129,7 @@ def test_states_between_marks_count_as_none():
 
 
 @pytest.mark.slow
-def test_the_command_says_so_in_one_line_and_exits_with_its_status(finished, workspace, tmp_path):
+def test_command_reports_preemption_in_one_line_and_exits_with_its_status(finished, workspace, tmp_path):
     file = tiny.write_config(tmp_path / "config.py", workspace, training__total_tokens=10**6)
     words = ["train", "--config", file, "--workdir", tmp_path / "run"]
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
@@ -146,7 +144,7 @@ def test_the_command_says_so_in_one_line_and_exits_with_its_status(finished, wor
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_other_verbs_stop_where_they_are_with_one_line(finished, tmp_path, monkeypatch, capsys, number, status):
+def test_other_verbs_stop_at_once_with_one_line(finished, tmp_path, monkeypatch, capsys, number, status):
     def interrupted(*arguments, **options):
         os.kill(os.getpid(), number)
         time.sleep(5)

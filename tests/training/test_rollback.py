@@ -1,4 +1,4 @@
-"""Going back from a spike: a tiny run whose warm-up climbs to a rate that throws it off, and kills anywhere."""
+"""Rollback after a spike: a tiny run whose rate ramp makes it diverge, killed at every point of a rollback."""
 
 import dataclasses
 import json
@@ -28,8 +28,8 @@ from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step
 
 STEP = tiny.BATCH_TOKENS
-# The warm-up would end at 500 times the rate of the tiny run; the loss leaps up around step 30. After going back, the
-# rate climbs so slowly that the rest of the run is safe.
+# The ramp would end at 500 times the rate of the tiny run; the loss jumps around step 30. After the rollback the rate
+# rises so slowly that the rest of the run is stable.
 KEYS = {
     "training__total_tokens": 64 * STEP,
     "schedule__peak_rate": 5.0,
@@ -51,7 +51,7 @@ def config(workspace, **changes):
 
 @pytest.fixture(scope="module")
 def recovered(workspace):
-    """The run that fell over and went back, to its horizon. To be read, not changed."""
+    """Train the run that spikes and rolls back, to its horizon. Read-only."""
     return train(config(workspace), workspace / "recovered")
 
 
@@ -64,12 +64,12 @@ def losses(records):
     return {r["step"]: r["loss"] for r in records if r["kind"] == "train"}
 
 
-def aside(run, number=1):
+def set_aside_records(run, number=1):
     return read_records(run.path / "spikes" / str(number) / "metrics.jsonl")
 
 
 def assert_same_run(actual, expected):
-    """Every number, snapshot, state and event of two runs is bitwise the same."""
+    """Assert that all numbers, snapshots, states and events of two runs are bitwise equal."""
     assert tiny.numbers(actual) == tiny.numbers(expected)
     assert rollback.events(actual) == rollback.events(expected)
     for kind in expected.config.checkpoint.kinds:
@@ -83,10 +83,10 @@ def assert_same_run(actual, expected):
     )
 
 
-# --- What a recovery does ---------------------------------------------------------------------------------------------
+# --- Rollback ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_run_goes_back_to_the_merge_from_before_the_spike_and_ends_recovered(recovered):
+def test_run_rolls_back_to_the_merge_from_before_the_spike_and_recovers(recovered):
     event = event_of(recovered)
     spike = event["spike"]
     assert spike["verdict"] == "irrecoverable" and spike["loss"] > spike["median_loss"] + 0.3
@@ -96,19 +96,19 @@ def test_the_run_goes_back_to_the_merge_from_before_the_spike_and_ends_recovered
     assert (event["tokens"], event["step"]) == (before[-1].tokens, before[-1].step)
     assert event["tokens"] < spike["onset_tokens"] <= spike["tokens"]
     trained = losses(recovered.metrics)
-    assert sorted(trained) == list(range(1, 65)), "one record a step, none twice"
+    assert sorted(trained) == list(range(1, 65)), "one record per step, no duplicates"
     last = [trained[step] for step in range(60, 65)]
-    assert np.median(last) < spike["median_loss"], "below what it was before the spike"
+    assert np.median(last) < spike["median_loss"], "below the loss before the spike"
     assert [s.step for s in recovered.snapshots] == list(range(4, 65, 4))
     assert [r for r in recovered.metrics if r["kind"] == "recovery"] == [{"kind": "recovery"} | event]
 
 
-def test_what_came_after_the_spike_is_set_aside_and_never_merged(recovered):
+def test_snapshots_after_the_spike_are_set_aside_and_never_merged(recovered):
     event, folder = event_of(recovered), recovered.path / "spikes" / "1"
-    doomed = losses(aside(recovered))
+    doomed = losses(set_aside_records(recovered))
     assert sorted(doomed) == list(range(event["step"] + 1, event["spike"]["step"] + 1))
     assert doomed[event["spike"]["step"]] == event["spike"]["loss"]
-    assert [r["verdict"] for r in aside(recovered) if r["kind"] == "spike"] == ["irrecoverable"]
+    assert [r["verdict"] for r in set_aside_records(recovered) if r["kind"] == "spike"] == ["irrecoverable"]
     moved = [read_snapshot(p) for p in sorted((folder / "snapshots").iterdir())]
     assert [s.step for s in moved] == event["aside"]["snapshots"] != []
     for snapshot in moved:
@@ -118,7 +118,7 @@ def test_what_came_after_the_spike_is_set_aside_and_never_merged(recovered):
 
 
 @pytest.mark.slow
-def test_the_restarted_state_is_the_mean_with_a_fresh_optimizer_and_the_window_of_before(workspace, recovered):
+def test_restarted_state_is_the_mean_with_a_fresh_optimizer_and_the_earlier_window(workspace, recovered):
     run = train(
         config(workspace, checkpoint__keep_states=9, checkpoint__state_interval_tokens=4 * STEP),
         run_at(recovered, "all"),
@@ -136,7 +136,7 @@ def test_the_restarted_state_is_the_mean_with_a_fresh_optimizer_and_the_window_o
     assert all(not leaf.any() for leaf in tiny.named(state.optimizer).values())
     assert state.step == event["step"] and state.detector.onset == 0
     losses_before = np.asarray(state.detector.recent_losses)
-    seen = losses(run.metrics) | losses(aside(run))
+    seen = losses(run.metrics) | losses(set_aside_records(run))
     calm = [
         seen[step] for step in range(event["spike"]["onset_step"] - 30, event["spike"]["onset_step"] + 2) if step > 0
     ]
@@ -147,7 +147,7 @@ def run_at(recovered, name):
     return Path(recovered.path).parent / name
 
 
-def test_the_rate_warms_up_again(recovered):
+def test_rate_warms_up_again(recovered):
     event, schedule = event_of(recovered), recovered.config.schedule
     for record in recovered.metrics:
         if record["kind"] == "train":
@@ -157,8 +157,8 @@ def test_the_rate_warms_up_again(recovered):
             assert record["learning_rate"] == pytest.approx(rate * share)
 
 
-def test_the_steps_after_going_back_are_those_of_the_restarted_state(recovered):
-    """The loop's numbers, computed without it."""
+def test_steps_after_rollback_are_those_of_the_restarted_state(recovered):
+    """Compare the loop's numbers with the same steps computed outside it."""
     event, run = event_of(recovered), recovered.config
     with jax.set_mesh(make_mesh(run.mesh)):
         state = restart_by_hand(recovered, event)
@@ -176,7 +176,7 @@ def restart_by_hand(run, event):
 
 
 @pytest.mark.slow
-def test_the_data_is_passed_over_where_the_configuration_says_so(recovered, workspace, tmp_path):
+def test_data_is_skipped_where_configured(recovered, workspace, tmp_path):
     run = train(config(workspace, spikes__skip_data=True), tmp_path / "run")
     event = event_of(run)
     assert event["position_there"] == 8 * event["step"]
@@ -189,8 +189,8 @@ def test_the_data_is_passed_over_where_the_configuration_says_so(recovered, work
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["keep", "restore"])
-def test_the_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, optimizer):
-    # States at every mark of the snapshots: one between the marks goes when the next is saved.
+def test_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, optimizer):
+    # States at every snapshot mark, because a state between marks is removed when the next is saved.
     keys = {
         "spikes__optimizer": optimizer,
         "checkpoint__keep_states": 99,
@@ -206,31 +206,33 @@ def test_the_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, optim
     else:
         marks = range(4, event["spike"]["onset_step"], 4)
         assert event["optimizer_step"] == min(marks, key=lambda step: abs(step - event["step"]))
-        nearest = [s for s in [*states_aside(run), *run.states] if s.step == event["optimizer_step"]]
+        nearest = [s for s in [*set_aside_states(run), *run.states] if s.step == event["optimizer_step"]]
         expected = states.restore_state(nearest[0], abstract).optimizer
     tiny.assert_equal(restarted.optimizer, expected)
 
 
-def states_aside(run):
+def set_aside_states(run):
     return dataclasses.replace(run, path=run.path / "spikes" / "1").states
 
 
-# --- Told, and bounded ------------------------------------------------------------------------------------------------
+# --- Reports and limits -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_without_attempts_a_spike_is_told_and_training_goes_on(recovered, workspace, tmp_path):
+def test_spike_with_zero_attempts_is_reported_and_training_continues(recovered, workspace, tmp_path):
     run = train(config(workspace, spikes__attempts=0), tmp_path / "run")
     told = [r for r in run.metrics if r["kind"] == "spike"]
     spike = event_of(recovered)["spike"]
     assert told[0] == spike
     assert rollback.events(run) == [] and not (run.path / "spikes").exists()
-    assert losses(run.metrics) | losses(aside(recovered)) == losses(run.metrics), "the same run up to there"
+    assert losses(run.metrics) | losses(set_aside_records(recovered)) == losses(run.metrics), (
+        "identical up to the spike"
+    )
 
 
 @pytest.mark.slow
-def test_the_attempts_are_bounded_and_each_goes_further_back(workspace, tmp_path):
-    # No warm-up after going back: the rate is the one that throws it off.
+def test_attempts_are_bounded_and_each_rolls_back_further(workspace, tmp_path):
+    # No warm-up after the rollback: the rate makes the run diverge again.
     keys = config(workspace, spikes__warmup_tokens=0, training__total_tokens=96 * STEP)
     with pytest.raises(ValueError, match="after 2 rollbacks") as refused:
         train(keys, tmp_path / "run")
@@ -238,20 +240,22 @@ def test_the_attempts_are_bounded_and_each_goes_further_back(workspace, tmp_path
     run = open_run(tmp_path / "run")
     first, second = rollback.events(run)
     assert (first["attempt"], second["attempt"]) == (1, 2)
-    assert second["tokens"] < second["spike"]["onset_tokens"] - 4 * STEP, "the newest from before it is left out"
+    assert second["tokens"] < second["spike"]["onset_tokens"] - 4 * STEP, (
+        "the newest snapshot before the spike is excluded"
+    )
     with pytest.raises(ValueError, match="after 2 rollbacks"):
         train(keys, tmp_path / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_a_spike_before_the_first_snapshot_is_told(workspace, tmp_path):
+def test_spike_before_the_first_snapshot_is_reported(workspace, tmp_path):
     keys = config(workspace, checkpoint__interval_tokens=40 * STEP)
     with pytest.raises(ValueError, match="no snapshot from before it"):
         train(keys, tmp_path / "run")
 
 
-def test_a_recipe_that_does_not_fit_is_refused_before_training(workspace, tmp_path):
+def test_recipe_that_does_not_fit_is_refused_before_training(workspace, tmp_path):
     with pytest.raises(ValueError, match="weights"):
         train(config(workspace, spikes__recipe="weights:0.5,0.5"), tmp_path / "run")
     assert not is_run(tmp_path / "run")
@@ -274,8 +278,8 @@ def or_die(*args, **kwargs):
 setattr(home, name, or_die)
 sys.exit(cli.main(sys.argv[4:]))
 """
-# Where the process dies: before a batch of the spike and after it; before the window is held, the event is written,
-# snapshots and states are moved, records are moved, the merged state is made, the event is done.
+# Where the process dies: before and after a batch of the spike; before the window is read, the event is written,
+# snapshots and states are moved, records are moved, the merged state is made, and the event is marked done.
 DEATHS = [
     ("loop", "put_batch", 43),
     ("states", "write_parts", 0),
@@ -290,7 +294,7 @@ DEATHS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: f"{death[1]}-{death[2]}")
-def test_a_kill_anywhere_in_a_recovery_resumes_bitwise(recovered, workspace, tmp_path, death):
+def test_kill_during_rollback_resumes_bitwise(recovered, workspace, tmp_path, death):
     file = tiny.write_config(tmp_path / "config.py", workspace, **KEYS)
     words = ["train", "--config", file, "--workdir", str(tmp_path / "run")]
     ended = subprocess.run(
@@ -303,7 +307,7 @@ def test_a_kill_anywhere_in_a_recovery_resumes_bitwise(recovered, workspace, tmp
 
 
 @pytest.mark.slow
-def test_moves_that_were_interrupted_half_way_are_finished(recovered, workspace, tmp_path, monkeypatch):
+def test_interrupted_moves_are_completed(recovered, workspace, tmp_path, monkeypatch):
     rename, moved = type(recovered.path).rename, []
 
     class Killed(BaseException):
@@ -322,16 +326,16 @@ def test_moves_that_were_interrupted_half_way_are_finished(recovered, workspace,
 
 
 @pytest.mark.slow
-def test_a_state_saved_while_the_spike_is_open_resumes_to_the_same_event(recovered, workspace, tmp_path):
+def test_state_saved_during_an_open_spike_resumes_to_the_same_event(recovered, workspace, tmp_path):
     shutil.copytree(recovered.path, tmp_path / "whole")
     keys = config(workspace, checkpoint__state_interval_tokens=STEP, checkpoint__keep_states=99)
     run = train(keys, tmp_path / "run")
     event = event_of(run)
-    inside = [s for s in states_aside(run) if s.step == event["spike"]["onset_step"] + 2]
-    assert inside, "a state of the open spike"
+    inside = [s for s in set_aside_states(run) if s.step == event["spike"]["onset_step"] + 2]
+    assert inside, "a state within the open spike"
     again = tmp_path / "again"
     shutil.copytree(run.path, again)
-    # The run as it lay on disk at that state: nothing had been declared.
+    # The run as it was on disk at that state: no event declared.
     for path in [*(again / "snapshots").iterdir(), *(again / "states").iterdir()]:
         if int(path.name) >= event["step"]:
             shutil.rmtree(path)
@@ -340,16 +344,16 @@ def test_a_state_saved_while_the_spike_is_open_resumes_to_the_same_event(recover
             if int(path.name) <= inside[0].step:
                 shutil.move(str(path), again / name / path.name)
     kept = [r for r in run.metrics if r["tokens"] <= event["tokens"] and r["kind"] != "recovery"]
-    kept += [r for r in aside(run) if r["tokens"] <= inside[0].tokens]
+    kept += [r for r in set_aside_records(run) if r["tokens"] <= inside[0].tokens]
     (again / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
     shutil.rmtree(again / "spikes")
     assert_same_run(train(keys, again), run)
 
 
-# --- Skipping updates -------------------------------------------------------------------------------------------------
+# --- Skipped updates --------------------------------------------------------------------------------------------------
 
 
-def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(workspace):
+def test_skipped_update_leaves_weights_and_optimizer_unchanged(workspace):
     keys = config(workspace, spikes__skip_gradient_z=6.0, optimizer__clip_norm=0.0)
     mesh = make_mesh(keys.mesh)
     with jax.set_mesh(mesh):
@@ -358,7 +362,7 @@ def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(workspace):
         for _ in range(20):
             state, metrics = step(state, put_batch(mesh, next(stream)), 1e-3)
             assert not metrics["spike"].skipped
-            # A head a thousand times as large: the gradient is far out.
+            # A head a thousand times larger makes the gradient an outlier.
             blown = jax.tree.map(lambda p: p, state.params)
         blown["unembedding_DxV"] = blown["unembedding_DxV"] * 1000
         expected = jax.tree.map(np.asarray, (blown, state.optimizer))
@@ -369,7 +373,7 @@ def test_a_skipped_update_leaves_weights_and_optimizer_as_they_were(workspace):
 
 
 @pytest.mark.slow
-def test_skipping_is_a_part_of_the_run_and_resumes_exactly(workspace, tmp_path):
+def test_run_with_skipped_updates_resumes_bitwise(workspace, tmp_path):
     keys = tiny.config(
         workspace,
         spikes__window_tokens=16 * STEP,
@@ -386,7 +390,7 @@ def test_skipping_is_a_part_of_the_run_and_resumes_exactly(workspace, tmp_path):
     assert_same_run(train(keys, tmp_path / "cut"), whole)
 
 
-def test_a_fork_begins_a_detector_where_its_parent_had_none_or_another(finished, workspace):
+def test_fork_starts_a_detector_where_its_parent_had_none_or_another(finished, workspace):
     abstract = abstract_state(config(workspace), make_mesh(config(workspace).mesh))
     state = states.restore_state(finished.states[-1], abstract)
     assert state.detector.recent_losses.shape == (16,) and state.detector.losses == 0
@@ -395,12 +399,12 @@ def test_a_fork_begins_a_detector_where_its_parent_had_none_or_another(finished,
 
 
 @pytest.mark.slow
-def test_detection_changes_no_number_of_training(finished, workspace, tmp_path):
+def test_detection_does_not_change_training(finished, workspace, tmp_path):
     run = train(tiny.config(workspace, spikes__detect=False), tmp_path / "run")
     for a, e in zip(tiny.numbers(run), tiny.numbers(finished), strict=True):
         assert a["loss"] == pytest.approx(e["loss"], rel=1e-5)
 
 
-def test_the_loop_and_the_detector_agree_on_the_codes():
+def test_loop_and_detector_use_the_same_codes():
     assert (spikes.CALM, spikes.OPEN, spikes.RECOVERED, spikes.IRRECOVERABLE) == (0, 1, 2, 3)
     assert loop.train is train

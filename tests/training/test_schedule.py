@@ -23,7 +23,7 @@ def rates(decay, tokens, **keys):
     return np.array([learning_rate(schedule(decay, **keys), TOTAL, int(t)) for t in tokens])
 
 
-# The formulas as written in the papers, in tokens: D the tokens since the decay began, of T.
+# The papers' formulas in tokens: D is the number of tokens since the decay began, T its length.
 FORMULAS = {
     "cosine": lambda D, T: FINAL + 0.5 * (PEAK - FINAL) * (1 + np.cos(np.pi * D / T)),
     "linear": lambda D, T: PEAK + (FINAL - PEAK) * D / T,
@@ -32,14 +32,14 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("decay", ["none", *SHAPES])
-def test_warm_up_is_linear_from_zero_and_the_stable_part_is_the_peak(decay):
+def test_warm_up_is_linear_from_zero_to_a_constant_peak(decay):
     tokens = np.arange(0, WARMUP + 1, 50)
     np.testing.assert_allclose(rates(decay, tokens), PEAK * tokens / WARMUP, rtol=1e-15)
     assert (rates(decay, np.arange(WARMUP, START + 1, 100)) == PEAK).all()
 
 
 @pytest.mark.parametrize("decay", SHAPES)
-def test_each_decay_is_its_formula_and_ends_at_the_final_rate(decay):
+def test_decay_follows_its_formula_and_ends_at_the_final_rate(decay):
     tokens = np.arange(START, TOTAL + 1, 25)
     np.testing.assert_allclose(rates(decay, tokens), FORMULAS[decay](tokens - START, TOTAL - START), rtol=1e-12)
     assert rates(decay, [TOTAL])[0] == pytest.approx(FINAL, rel=1e-12)
@@ -48,23 +48,23 @@ def test_each_decay_is_its_formula_and_ends_at_the_final_rate(decay):
 
 
 @pytest.mark.parametrize("decay", ["none", *SHAPES])
-def test_it_is_continuous_and_falls_only_in_the_decay(decay):
+def test_rate_is_continuous_and_falls_only_in_the_decay(decay):
     steps = np.diff(rates(decay, range(TOTAL + 1)))
     assert (steps[:WARMUP] > 0).all() and (steps[WARMUP:] <= 0).all()
-    # minus_sqrt begins with its steepest step, sqrt(1 / T) of the way: continuous all the same.
+    # minus_sqrt is steepest at its first step, sqrt(1 / T) of the decrease, and still continuous.
     assert np.abs(steps).max() <= (PEAK - FINAL) * math.sqrt(1 / (TOTAL - START)) * (1 + 1e-9)
 
 
-def test_constant_ignores_the_decays_keys():
+def test_constant_ignores_decay_keys():
     assert (rates("none", range(WARMUP, 2 * TOTAL, 100), decay_start_tokens=0) == PEAK).all()
 
 
-def test_no_warm_up_starts_at_the_peak():
+def test_zero_warm_up_starts_at_the_peak():
     assert rates("none", [0, 1], warmup_tokens=0).tolist() == [PEAK, PEAK]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0, 1), st.sampled_from(SHAPES))
-def test_the_rate_stays_between_final_and_peak_after_warm_up(warmup, stable, decay_tokens, share, decay):
+def test_rate_stays_between_final_and_peak_after_warm_up(warmup, stable, decay_tokens, share, decay):
     start, total = warmup + stable, warmup + stable + decay_tokens
     made = ScheduleConfig(1e-3, warmup, decay, start, 1e-5)
     rate = learning_rate(made, total, warmup + round(share * (total - warmup)))

@@ -1,4 +1,4 @@
-"""The detector: what it flags on synthetic and recorded traces, beside the same rules in float64 numpy."""
+"""Spike detector: what it flags on synthetic and recorded traces, compared with the same rules in float64 numpy."""
 
 import dataclasses
 import functools
@@ -25,18 +25,18 @@ LIMITS = SpikesConfig(
     skip_gradient_z=0.0,
     attempts=1,
 )
-TOLD = dataclasses.replace(LIMITS, attempts=0)  # what a run that never rolls back sees
+TOLD = dataclasses.replace(LIMITS, attempts=0)  # The readings of a run that never rolls back.
 RECORDED = Path(__file__).parent / "recorded_traces.json"
 
 
 def in_steps(limits):
-    """A configuration with these thresholds whose steps are one token."""
+    """Return a configuration with these thresholds whose steps are one token."""
     return Config(spikes=limits, training=TrainingConfig(sequence_length_tokens=1, batch_size_sequences=1))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def scan(limits, losses, norms):
-    """Every reading of a trace, the first step being 1."""
+    """Return every reading of a trace; the first step is 1."""
 
     def one(detector, x):
         return spikes.observe(detector, in_steps(limits), *x)
@@ -51,7 +51,10 @@ def read(limits, losses, norms):
 
 
 def trace(steps, seed=0, spread=0.04, tails=0.0, warmup=200):
-    """Loss and gradient norm of a clean run: fast at first, then a power law; noise of normal or Student's t tails."""
+    """Return loss and gradient norm of a clean run.
+
+    The loss falls fast at first and then by a power law, with noise of normal or Student's t tails.
+    """
     rng, t = np.random.default_rng(seed), np.arange(1, steps + 1)
 
     def noise():
@@ -62,54 +65,54 @@ def trace(steps, seed=0, spread=0.04, tails=0.0, warmup=200):
     return losses, norms
 
 
-def spikes_found(readings):
-    """Onset steps of all spikes that were noticed."""
+def spike_onsets(readings):
+    """Return the onset steps of all detected spikes."""
     return sorted(set(readings.onset[readings.code != CALM].tolist()))
 
 
-# --- What is no spike -------------------------------------------------------------------------------------------------
+# --- No spike ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tails", [0.0, 5.0, 3.0], ids=["normal", "t5", "t3"])
-def test_a_clean_trace_with_warm_up_raises_no_alarm(tails):
+def test_clean_trace_with_warm_up_raises_no_alarm(tails):
     losses, norms = trace(20_000, seed=int(tails), tails=tails)
-    assert spikes_found(read(TOLD, losses, norms)) == []
+    assert spike_onsets(read(TOLD, losses, norms)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tails", [0.0, 5.0, 3.0], ids=["normal", "t5", "t3"])
 @pytest.mark.parametrize("spread", [0.01, 0.1])
 def test_false_alarms_are_at_most_one_in_100_000_steps(tails, spread):
-    """One in 100,000 is the bar; on 200,000 steps of each kind not one may be seen: a rate above it would show."""
+    """Require no alarm in 200,000 steps of each kind, which shows a rate below one in 100,000."""
     losses, norms = trace(200_000, seed=7, spread=spread, tails=tails)
-    assert spikes_found(read(TOLD, losses, norms)) == []
+    assert spike_onsets(read(TOLD, losses, norms)) == []
 
 
-def test_noise_that_depends_on_the_step_before_raises_no_alarm():
+def test_autocorrelated_noise_raises_no_alarm():
     losses, norms = trace(20_000, tails=5.0)
     logs = np.log(norms)
     for values in (losses, logs):
         values[1:] += 0.5 * (values[:-1] - np.median(values))
-    assert spikes_found(read(TOLD, losses, np.exp(logs))) == []
+    assert spike_onsets(read(TOLD, losses, np.exp(logs))) == []
 
 
 @pytest.mark.parametrize("drift", [1e-3, -1e-3])
-def test_a_slow_drift_raises_no_alarm_where_a_jump_as_far_does(drift):
+def test_slow_drift_raises_no_alarm_where_an_equal_jump_does(drift):
     losses, norms = trace(3000)
-    drifting = losses + drift * np.arange(3000)  # 3 nats in all
-    assert spikes_found(read(TOLD, drifting, norms)) == []
+    drifting = losses + drift * np.arange(3000)  # 3 nats in total.
+    assert spike_onsets(read(TOLD, drifting, norms)) == []
     losses[1500:] += 3
-    assert spikes_found(read(TOLD, losses, norms)) == [1501]
+    assert spike_onsets(read(TOLD, losses, norms)) == [1501]
 
 
-def test_single_hard_batches_are_no_spikes():
+def test_single_hard_batches_are_not_spikes():
     losses, norms = trace(2000)
     losses[300::100] += 2
     norms[350::100] *= 50
-    assert spikes_found(read(TOLD, losses, norms)) == []
+    assert spike_onsets(read(TOLD, losses, norms)) == []
 
 
-def test_larger_gradients_for_good_are_learned():
+def test_permanently_larger_gradients_become_the_new_level():
     losses, norms = trace(2000)
     norms[1000:] *= 100
     readings = read(TOLD, losses, norms)
@@ -120,27 +123,27 @@ def test_larger_gradients_for_good_are_learned():
 def test_nothing_is_flagged_before_the_window_is_full():
     losses, norms = trace(99)
     losses[50:] += 5
-    assert spikes_found(read(TOLD, losses, norms)) == []
+    assert spike_onsets(read(TOLD, losses, norms)) == []
 
 
-# --- What is one ------------------------------------------------------------------------------------------------------
+# --- Spikes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tails", [0.0, 3.0], ids=["normal", "t3"])
-def test_planted_spikes_are_found_and_told_from_collapses(tails):
+def test_planted_spikes_are_detected_and_distinguished_from_collapses(tails):
     found = 0
     for seed in range(20):
         rng = np.random.default_rng(100 + seed)
         losses, norms = trace(2000, seed, tails=tails)
         begin, height = int(rng.integers(300, 1200)), rng.uniform(0.8, 4)
-        # Up within 5 steps; a transient one falls back with a half-life of 10, a collapse stays.
+        # Up within 5 steps; a transient spike decays with a half-life of 10, a collapse stays.
         shape = np.minimum(np.arange(1, 2001 - begin) / 5, 1)
         if seed % 2:
             shape = shape * 0.5 ** (np.maximum(np.arange(2000 - begin) - 5, 0) / 4)
         losses[begin:] += height * shape
         norms[begin : begin + 10] *= 20
         readings = read(LIMITS, losses, norms)
-        onsets = spikes_found(readings)
+        onsets = spike_onsets(readings)
         assert onsets and abs(onsets[0] - (begin + 1)) <= 5, (seed, onsets, begin)
         assert (readings.code == IRRECOVERABLE).any() == (not seed % 2), seed
         assert (readings.code == RECOVERED).any() == bool(seed % 2), seed
@@ -148,7 +151,7 @@ def test_planted_spikes_are_found_and_told_from_collapses(tails):
     assert found == 20
 
 
-def test_a_collapse_is_declared_when_the_patience_is_over():
+def test_collapse_is_declared_when_the_patience_ends():
     losses, norms = trace(1000)
     losses[600:] += 1
     readings = read(LIMITS, losses, norms)
@@ -156,11 +159,13 @@ def test_a_collapse_is_declared_when_the_patience_is_over():
     assert first + 1 == 600 + LIMITS.patience_tokens
     assert readings.onset[first] == 601 and readings.declared[first] == first + 1
     assert (readings.code[602:first] == OPEN).all()
-    assert readings.median_loss[first] == pytest.approx(np.median(losses[500:600]), rel=1e-6), "no loss of the spike"
-    assert (readings.code[first:] == IRRECOVERABLE).all(), "until the run goes back"
+    assert readings.median_loss[first] == pytest.approx(np.median(losses[500:600]), rel=1e-6), (
+        "the window excludes losses of the spike"
+    )
+    assert (readings.code[first:] == IRRECOVERABLE).all(), "until the run rolls back"
 
 
-def test_a_run_that_does_not_go_back_learns_the_new_level():
+def test_run_without_rollback_adopts_the_new_level():
     losses, norms = trace(1500)
     losses[600:] += 1
     losses[1200:] += 1
@@ -168,7 +173,7 @@ def test_a_run_that_does_not_go_back_learns_the_new_level():
     assert np.flatnonzero(readings.code == IRRECOVERABLE).tolist() == [659, 1259]
 
 
-def test_a_loss_between_two_blips_has_recovered():
+def test_loss_between_two_spikes_has_recovered():
     losses, norms = trace(1000)
     for begin in (500, 530, 560):
         losses[begin : begin + 4] += 2
@@ -179,17 +184,17 @@ def test_a_loss_between_two_blips_has_recovered():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("which", ["loss", "norm"])
-def test_what_is_not_finite_is_irrecoverable_at_once_even_early(bad, which):
+def test_non_finite_value_is_irrecoverable_at_once_even_early(bad, which):
     losses, norms = trace(50)
     (losses if which == "loss" else norms)[20:] = bad
     readings = read(LIMITS, losses, norms)
     assert np.flatnonzero(readings.code == IRRECOVERABLE)[0] == 20
     assert readings.declared[-1] == 21
     told = read(TOLD, losses, norms)
-    assert set(told.declared[20:].tolist()) == {21}, "told once, not at every step"
+    assert set(told.declared[20:].tolist()) == {21}, "reported once, not at every step"
 
 
-def test_a_norm_that_is_not_finite_is_no_loss_where_its_update_is_skipped():
+def test_non_finite_norm_is_ignored_where_its_update_is_skipped():
     limits = dataclasses.replace(LIMITS, skip_gradient_z=12.0)
     losses, norms = trace(1000)
     norms[[20, 500]] = np.nan
@@ -197,10 +202,10 @@ def test_a_norm_that_is_not_finite_is_no_loss_where_its_update_is_skipped():
     readings = read(limits, losses, norms)
     assert np.flatnonzero(readings.skipped).tolist() == [20, 500, 700]
     assert readings.skips[-1] == 3
-    assert spikes_found(readings) == []
+    assert spike_onsets(readings) == []
 
 
-def test_after_going_back_the_window_is_the_one_from_before_the_spike():
+def test_rollback_restores_the_window_from_before_the_spike():
     losses, norms = trace(700)
     losses[600:] += 1
     detector = spikes.empty(LIMITS.window_tokens)
@@ -217,11 +222,11 @@ def test_after_going_back_the_window_is_the_one_from_before_the_spike():
     assert reading.median_loss == pytest.approx(np.median(losses[500:600]), rel=1e-6)
 
 
-# --- Beside numpy -----------------------------------------------------------------------------------------------------
+# --- Comparison with numpy --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [16, 17, 99, 100])
-def test_z_scores_are_numpys(window):
+def test_z_scores_equal_numpys(window):
     limits = dataclasses.replace(LIMITS, window_tokens=window)
     losses, norms = trace(window + 1, tails=3.0)
     last = jax.tree.map(lambda x: x[-1], read(limits, losses, norms))
@@ -231,16 +236,16 @@ def test_z_scores_are_numpys(window):
         assert z == pytest.approx((values[-1] - np.median(before)) / spread, rel=1e-3)
 
 
-def test_a_trace_without_noise_makes_no_outlier_of_anything():
+def test_trace_without_noise_has_no_outliers():
     losses, norms = np.full(300, 2.0), np.full(300, 1.0)
     losses[200:], norms[200:] = 2.05, 1.05
-    assert spikes_found(read(TOLD, losses, norms)) == []
+    assert spike_onsets(read(TOLD, losses, norms)) == []
 
 
 # --- Recorded runs ----------------------------------------------------------------------------------------------------
 
 
-NOISY = dataclasses.replace(TOLD, confirm_steps=20, loss_z=1.7, minimum_rise_nats=0.2)  # as the experiment sets them
+NOISY = dataclasses.replace(TOLD, confirm_steps=20, loss_z=1.7, minimum_rise_nats=0.2)  # As the experiment sets them.
 
 
 def recorded():
@@ -248,14 +253,14 @@ def recorded():
 
 
 @pytest.mark.parametrize("name", [t["name"] for t in recorded()])
-def test_recorded_runs_are_read_as_what_they_are(name):
-    """Every step of real runs; where they collapsed was read off their curves."""
+def test_recorded_runs_are_classified_correctly(name):
+    """Replay every step of real runs, whose collapses were located on their curves."""
     run = next(t for t in recorded() if t["name"] == name)
     readings = read(NOISY, run["losses"], run["gradient_norms"])
-    assert spikes_found(read(TOLD, run["losses"], run["gradient_norms"])) == [], "by the defaults: noise of 0.2 nats"
+    assert spike_onsets(read(TOLD, run["losses"], run["gradient_norms"])) == [], "by the defaults: noise of 0.2 nats"
     if run["collapse_steps"] is None:
-        assert spikes_found(readings) == []
+        assert spike_onsets(readings) == []
         return
     low, high = run["collapse_steps"]
-    assert any(low <= step <= high for step in spikes_found(readings))
+    assert any(low <= step <= high for step in spike_onsets(readings))
     assert (readings.code == IRRECOVERABLE).any()

@@ -28,7 +28,7 @@ def make_config(mesh=None, optimizer=OPTIMIZER, **training):
 
 
 def batch(seed, ragged=True):
-    """Random tokens [B, L + 1]; ragged: -1 from a random place on in each row, in one row from the start."""
+    """Return random tokens [B, L + 1]; if ragged, rows are padded with -1 from a random position, one row entirely."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, V, (B, L + 1), dtype=np.int32)
     if ragged:
@@ -38,11 +38,11 @@ def batch(seed, ragged=True):
 
 
 def steps(config, mesh=None, batches=(0, 1, 2), ragged=True):
-    """Train on these batches; returns the last state as numpy, and the metrics of every step."""
+    """Train on these batches; return the last state as numpy arrays and the metrics of every step."""
     mesh = mesh or make_mesh(config.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     with jax.set_mesh(mesh):
-        # The start is compiled once: that every mesh makes the same one is a test of its own.
+        # The initial state is compiled once; another test checks that every mesh makes the same one.
         state = jax.device_put(fresh_state(config.training.seed), shardings)
         train_step = make_train_step(config, graph_definition(config.model))
         found = []
@@ -53,7 +53,7 @@ def steps(config, mesh=None, batches=(0, 1, 2), ragged=True):
 
 
 def submesh(data, fsdp, tensor, expert=1):
-    """A mesh over the first devices only."""
+    """Return a mesh over the first devices only."""
     count = data * fsdp * tensor * expert
     return jax.make_mesh((data, fsdp, tensor, expert), AXES, devices=jax.devices()[:count])
 
@@ -70,8 +70,8 @@ def on_one_device():
 
 
 def mean_objective(graph, params, tokens, z_loss_weight):
-    """Mean over the counted tokens, written with optax's cross-entropy."""
-    # One device, one partition: without its mesh in their types, optax's gathers need no hint where results go.
+    """Return the mean over the counted tokens, computed with optax's cross-entropy."""
+    # On one device: without its mesh in their types, optax's gathers need no output sharding.
     logits = jax.reshard(apply(graph, params, jnp.maximum(tokens[:, :-1], 0)), jax.P())
     targets = tokens[:, 1:]
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
@@ -82,7 +82,7 @@ def mean_objective(graph, params, tokens, z_loss_weight):
 
 
 def reference(config, optimizer, batches=(0, 1, 2)):
-    """The same steps on one device with an optax optimizer built from its rate."""
+    """Run the same steps on one device with an optax optimizer built from its rate."""
     with jax.set_mesh(submesh(1, 1, 1)):
         graph = graph_definition(config.model)
         params = jax.device_put(fresh_state(0).params)
@@ -116,16 +116,16 @@ def adamw(rate, config=OPTIMIZER):
     )
 
 
-def test_steps_are_optax_adamw_with_mask_and_clip():
+def test_steps_equal_optax_adamw_with_mask_and_clip():
     state, metrics = on_one_device()
     params, expected = reference(make_config(), adamw)
     tiny.assert_close(state.params, params, rtol=1e-4, atol=2e-6)
     assert_metrics_close(metrics, expected)
-    assert all(m["gradient_norm"] > OPTIMIZER.clip_norm for m in metrics), "the clip must have been at work"
+    assert all(m["gradient_norm"] > OPTIMIZER.clip_norm for m in metrics), "gradients were clipped"
     assert state.step == len(RATES)
 
 
-def test_decay_leaves_the_scales_of_norms_alone():
+def test_weight_decay_skips_norm_scales():
     state, _ = on_one_device()
     mask = tiny.named(decay_mask(state.params))
     assert {name for name, decayed in mask.items() if not decayed} == {
@@ -138,7 +138,7 @@ def test_decay_leaves_the_scales_of_norms_alone():
 
 
 @pytest.mark.slow
-def test_z_loss_joins_the_gradient_and_not_the_reported_loss_and_no_clip_is_none():
+def test_z_loss_affects_the_gradient_but_not_the_reported_loss_and_null_disables_the_clip():
     optimizer = dataclasses.replace(OPTIMIZER, clip_norm=0.0)
     config = make_config(optimizer=optimizer, z_loss_weight=0.1)
     state, metrics = steps(config, submesh(1, 1, 1))
@@ -152,7 +152,7 @@ def test_z_loss_joins_the_gradient_and_not_the_reported_loss_and_no_clip_is_none
 
 
 @pytest.mark.parametrize("microbatches", [4])
-def test_accumulation_over_ragged_microbatches_is_one_batch(microbatches):
+def test_accumulation_over_ragged_microbatches_equals_one_batch(microbatches):
     state, metrics = steps(make_config(accumulation_steps=microbatches), submesh(1, 1, 1))
     expected, expected_metrics = on_one_device()
     tiny.assert_close(state, expected, rtol=1e-4, atol=2e-6)
@@ -166,7 +166,7 @@ def test_accumulation_over_ragged_microbatches_is_one_batch(microbatches):
     ("data", "fsdp", "tensor", "microbatches"),
     [(8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 2), (1, 1, 2, 1)],
 )
-def test_any_mesh_is_one_device(data, fsdp, tensor, microbatches):
+def test_step_on_any_mesh_equals_one_device(data, fsdp, tensor, microbatches):
     state, metrics = steps(make_config(accumulation_steps=microbatches), submesh(data, fsdp, tensor))
     expected, expected_metrics = on_one_device()
     tiny.assert_close(state, expected, rtol=2e-4, atol=5e-6)
@@ -175,7 +175,7 @@ def test_any_mesh_is_one_device(data, fsdp, tensor, microbatches):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_few_key_heads_train_on_any_mesh(kv_heads):
+def test_few_kv_heads_train_on_any_mesh(kv_heads):
     config = make_config()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, heads=4, kv_heads=kv_heads))
     expected, _ = steps(config, submesh(1, 1, 1))
@@ -184,7 +184,7 @@ def test_few_key_heads_train_on_any_mesh(kv_heads):
 
 
 @pytest.mark.mesh
-def test_the_same_step_twice_is_bitwise_the_same():
+def test_step_is_bitwise_reproducible():
     mesh = MeshConfig(2, 2, 2)
     first, second = steps(make_config(mesh)), steps(make_config(mesh))
     tiny.assert_equal(first[0], second[0])
@@ -192,7 +192,7 @@ def test_the_same_step_twice_is_bitwise_the_same():
 
 
 @pytest.mark.mesh
-def test_every_mesh_starts_from_the_same_parameters_and_each_seed_from_its_own():
+def test_initial_parameters_depend_on_the_seed_and_not_on_the_mesh():
     config = make_config(MeshConfig(2, 2, 2))
     with jax.set_mesh(make_mesh(config.mesh)):
         tiny.assert_equal(make_state(config), fresh_state(0))
@@ -201,7 +201,7 @@ def test_every_mesh_starts_from_the_same_parameters_and_each_seed_from_its_own()
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_data_parallel_parts_meet_once_a_step(microbatches):
+def test_data_parallel_step_has_one_all_reduce(microbatches):
     config = make_config(MeshConfig(data=8), accumulation_steps=microbatches)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
@@ -209,13 +209,13 @@ def test_data_parallel_parts_meet_once_a_step(microbatches):
         state = abstract_state(config, mesh)
         tokens = jax.ShapeDtypeStruct((B, L + 1), np.int32, sharding=jax.NamedSharding(mesh, jax.P("data")))
         hlo = train_step.lower(state, tokens, 1e-3).compile().as_text()
-    # The one sum of all gradients; nowhere else do the devices wait for each other, and never inside the loop.
+    # The one sum of all gradients: the devices synchronise nowhere else, and never inside the loop.
     assert len(re.findall(r" all-reduce(?:-start)?\(", hlo)) == 1
     assert not re.search(r" (all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(", hlo)
 
 
 @pytest.mark.mesh
-def test_the_state_is_donated():
+def test_state_is_donated():
     config = make_config(MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
@@ -230,12 +230,12 @@ def test_the_state_is_donated():
         new, _ = train_step(state, tokens, RATES[0])
         assert all(leaf.is_deleted() for _, leaf in leaves(state))
         moved = [n for n, leaf in leaves(new) if leaf.addressable_shards[0].data.unsafe_buffer_pointer() != pointers[n]]
-    # Each leaf of the result aliases its leaf of the input: parameters are the first outputs and the first inputs.
+    # Each output leaf aliases its input leaf: parameters are the first outputs and the first inputs.
     header = compiled.as_text().partition("\n")[0]
     assert header.count("may-alias") + header.count("must-alias") == len(pointers), header
     shard_bytes = sum(leaf.addressable_shards[0].data.nbytes for _, leaf in leaves(new))
     assert compiled.memory_analysis().alias_size_in_bytes >= shard_bytes
-    assert not moved, "the new state lies where the old one was"
+    assert not moved, "the new state reuses the buffers of the old one"
 
 
 def leaves(tree):
@@ -243,7 +243,7 @@ def leaves(tree):
 
 
 @pytest.mark.mesh
-def test_the_abstract_state_is_what_making_one_gives():
+def test_abstract_state_matches_a_real_state():
     config = make_config(MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
@@ -254,4 +254,4 @@ def test_the_abstract_state_is_what_making_one_gives():
         assert (made.shape, made.dtype) == (described.shape, described.dtype), name
         assert made.sharding.is_equivalent_to(described.sharding, made.ndim), name
     split = [n for n, leaf in leaves(state) if leaf.addressable_shards[0].data.size < leaf.size]
-    assert any("optimizer" in name for name in split), "moments are split as their parameters"
+    assert any("optimizer" in name for name in split), "moments are sharded like their parameters"

@@ -1,4 +1,4 @@
-"""The same run on every mesh: 1, 2, 4 and 8 devices along any of the config's axes, alone, in pairs and in triples."""
+"""Train the same run on meshes of 1, 2, 4 and 8 devices along each axis, alone, in pairs and in triples."""
 
 import functools
 import itertools
@@ -24,14 +24,14 @@ SHAPES = [
     for shape in itertools.product((1, 2, 4, 8), repeat=len(AXES))
     if math.prod(shape) == devices
 ]
-# What no quick test of a train step has besides; all 68 take minutes.
+# Cases that no quick test of a train step covers; all 68 take minutes.
 QUICK = [("tiny", (2, 1, 2, 2))]
 CASES = [(name, shape) for name in ("tiny", "tiny_moe") for shape in SHAPES[1:]]
 
 
 @functools.cache
 def shipped(name):
-    """The shipped configuration, but for its heads, so that the tensor axis can split them in 8, and a hotter start."""
+    """Return a shipped configuration with 8 heads, which the tensor axis can split, and a higher initial rate."""
     raw = configuration.load(name)
     changes = ["model.heads=8", "model.kv_heads=8", "model.head_dim=16", "schedule.warmup_tokens=2048"]
     configuration.override(raw, [*changes, "mesh.cpu_devices=0", "model.scan_layers=True"])
@@ -39,7 +39,7 @@ def shipped(name):
 
 
 def batch(config, seed):
-    """Text that can be learned: each token is one of two that may follow the last."""
+    """Return a learnable text: each token is one of the two that may follow the previous one."""
     rng = np.random.default_rng(seed)
     rows, length, V = config.training.batch_size_sequences, config.training.sequence_length_tokens + 1, 256
     steps = rng.integers(0, 2, (rows, length)) * 6 + 1
@@ -58,7 +58,7 @@ def fresh_state(name):
 
 @functools.cache
 def losses(name, shape):
-    """The loss of each step, the last one after three updates."""
+    """Return the loss of each step; the last one follows three updates."""
     config, mesh = shipped(name), submesh(shape)
     check_mesh(config, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
@@ -79,17 +79,17 @@ def losses(name, shape):
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
     ids=str,
 )
-def test_losses_are_those_of_one_device(name, shape):
+def test_losses_equal_those_of_one_device(name, shape):
     expected = losses(name, SHAPES[0])
-    assert expected[-1] < expected[0] - 0.3, "it learns, so a wrong gradient would show in the losses"
+    assert expected[-1] < expected[0] - 0.3, "the model learns, so a wrong gradient would change the losses"
     np.testing.assert_allclose(losses(name, shape), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # four processes, each with a limit of its own
+@pytest.mark.timeout(1500)  # Four processes, each with its own time limit.
 @pytest.mark.parametrize("experts", [0, 4])
-def test_runs_on_1_2_4_and_8_devices_have_the_same_losses(experts, tmp_path):
-    """Whole runs, each in a process that has so many devices."""
+def test_runs_on_1_2_4_and_8_devices_have_equal_losses(experts, tmp_path):
+    """Compare complete runs, each in a process with this number of devices."""
     changes = {"model__experts": experts, "model__expert_hidden": 16}
     config = tiny.write_config(tmp_path / "run.py", tmp_path, **changes)
     found = {}

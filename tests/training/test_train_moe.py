@@ -1,4 +1,4 @@
-"""Training a mixture of experts: the bias and its rule, meshes, and a run from start to merge."""
+"""Train a mixture of experts: the router bias and its rule, meshes, and a run from start to merge."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ def fresh_state():
 
 
 def steps(config, mesh, count=3):
-    """The last state as numpy, the metrics of every step, and the bias after each."""
+    """Return the last state as numpy arrays, the metrics of every step, and the bias after each."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     with jax.set_mesh(mesh):
         state = jax.device_put(fresh_state(), shardings)
@@ -76,7 +76,7 @@ def on_one_device():
     return steps(make_config(), submesh(1, 1, 1, 1))
 
 
-def test_the_bias_moves_by_its_rate_and_the_optimizer_leaves_it_alone():
+def test_bias_moves_by_its_rate_and_the_optimizer_skips_it():
     state, metrics, biases = on_one_device()
     before = np.zeros_like(biases[0])
     for bias in biases:
@@ -99,8 +99,8 @@ def test_the_bias_moves_by_its_rate_and_the_optimizer_leaves_it_alone():
     [*(pytest.param((n, 1, 1, 8 // n), 2, marks=pytest.mark.slow) for n in (8, 2)), ((1, 2, 2, 2), 1)],
     ids=str,
 )
-def test_any_mesh_and_any_microbatches_are_one_device(shape, microbatches):
-    """Also the bias, which the load of the whole batch moves, and the auxiliary losses, by the parameters."""
+def test_any_mesh_and_microbatches_equal_one_device(shape, microbatches):
+    """Compare parameters, which the auxiliary losses affect, and the bias, which the load of the full batch moves."""
     state, metrics, _ = steps(make_config(accumulation_steps=microbatches), submesh(*shape))
     expected, expected_metrics, _ = on_one_device()
     tiny.assert_close(state, expected, rtol=5e-4, atol=2e-5)
@@ -108,7 +108,7 @@ def test_any_mesh_and_any_microbatches_are_one_device(shape, microbatches):
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
-def test_auxiliary_losses_join_the_gradient_and_not_the_reported_loss():
+def test_auxiliary_losses_affect_the_gradient_but_not_the_reported_loss():
     _, metrics, _ = on_one_device()
     plain = make_config(balance_loss_weight=0.0, router_z_loss_weight=0.0)
     _, without, _ = steps(plain, submesh(1, 1, 1, 1), count=1)
@@ -121,7 +121,7 @@ def test_auxiliary_losses_join_the_gradient_and_not_the_reported_loss():
 
 @pytest.fixture(scope="module")
 def mixture(workspace, tmp_path_factory):
-    """A tiny mixture, trained to its horizon on 8 devices, experts split over 4."""
+    """Train a tiny mixture to its horizon on 8 devices, with experts split over 4."""
     config = tiny.config(
         workspace,
         model__experts=4,
@@ -138,7 +138,7 @@ def mixture(workspace, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_a_run_learns_and_records_its_load(mixture):
+def test_run_learns_and_records_its_load(mixture):
     records = [r for r in mixture.metrics if r["kind"] == "train"]
     assert len(records) == 24
     assert records[-1]["loss"] < records[0]["loss"] - 1
@@ -148,7 +148,7 @@ def test_a_run_learns_and_records_its_load(mixture):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_snapshots_hold_the_bias(mixture):
+def test_snapshots_contain_the_bias(mixture):
     stored = [tiny.named(tiny.read(s)) for s in mixture.snapshots]
     assert all(leaves[BIAS].shape == (2, 4) and leaves[BIAS].any() for leaves in stored)
     assert not np.array_equal(stored[0][BIAS], stored[-1][BIAS])
@@ -156,7 +156,7 @@ def test_snapshots_hold_the_bias(mixture):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_merging_averages_the_bias_with_the_coefficients_of_the_parameters(mixture, tmp_path):
+def test_merge_averages_the_bias_with_the_coefficients_of_the_parameters(mixture, tmp_path):
     from pma_jax.cli import main
 
     out = tmp_path / "merged"
@@ -172,7 +172,7 @@ def test_merging_averages_the_bias_with_the_coefficients_of_the_parameters(mixtu
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_previews_are_the_loss_of_the_averaged_model_bias_included(mixture):
+def test_previews_are_the_loss_of_the_averaged_model_including_the_bias(mixture):
     stored = [tiny.named(tiny.read(s)) for s in mixture.snapshots[-3:]]
     (preview,) = (
         r["loss"] for r in mixture.metrics if r["kind"] == "preview" and r["step"] == 24 and r["recipe"] == "sma:3"
@@ -182,7 +182,7 @@ def test_previews_are_the_loss_of_the_averaged_model_bias_included(mixture):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_resuming_is_bitwise_the_uninterrupted_run(mixture, tmp_path):
+def test_resume_is_bitwise_equal_to_uninterrupted_run(mixture, tmp_path):
     shutil.copytree(mixture.path, tmp_path / "run")
     copy = open_run(tmp_path / "run")
     for saved in copy.snapshots + copy.states:
