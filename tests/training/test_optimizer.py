@@ -92,7 +92,7 @@ def test_ema_equals_optax_without_bias_correction():
     assert int(mean.count) == 50
 
 
-def test_weight_halves_after_the_half_life():
+def test_ema_decay_has_its_half_life():
     decay = averages.ema_decay(1000, 10)
     powers = decay ** np.arange(5000)
     assert powers[:100].sum() / powers.sum() == pytest.approx(0.5)
@@ -130,7 +130,7 @@ def schedule_free(workspace, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def with_ema(workspace, tmp_path_factory):
-    return tiny.train_and_watch(tiny.config(workspace, **EMA), tmp_path_factory.mktemp("ema") / "run")
+    return tiny.train_and_record(tiny.config(workspace, **EMA), tmp_path_factory.mktemp("ema") / "run")
 
 
 @pytest.mark.slow
