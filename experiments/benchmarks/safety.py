@@ -30,10 +30,10 @@ from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.model.decoder import graph_definition
 from pma_jax.runs import integrity, lock
-from pma_jax.runtime import signals
+from pma_jax.runtime import hosts, signals
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.mesh import make_mesh, put_batch
-from pma_jax.training import preemption, step_records
+from pma_jax.training import step_records
 from pma_jax.training.state import make_state
 from pma_jax.training.step import make_train_step
 
@@ -69,7 +69,7 @@ def _steps(config: Config, rounds: int) -> None:
             "is a state finite": (each_state, lambda: integrity.non_finite_leaves(state.params)),
             "digests of a state": (each_state, lambda: integrity.tree_digests(state)),
             "are loss and gradient finite": (1, lambda: step_records.check_finite(record, numbers, state.params)),
-            "has a signal come": (1, lambda: preemption.is_stop_requested(notice, 1)),
+            "has a signal come": (1, lambda: hosts.is_stop_requested(notice, 1)),
         }
         steps: list[float] = []
         times: dict[str, list[float]] = {name: [] for name in parts}

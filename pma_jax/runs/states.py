@@ -7,13 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from etils import epath
-from orbax.checkpoint import v1 as ocp
 
 from pma_jax.config import Config
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
-from pma_jax.runtime import hosts
-from pma_jax.storage import atomic, digests
+from pma_jax.storage import atomic
 from pma_jax.storage.paths import is_bucket
 
 STATES = "states"  # subdirectory of a run directory
@@ -140,16 +138,6 @@ def copy_state(saved: SavedState, folder: epath.Path) -> None:
         temporary.rmtree()
         raise ValueError(f"{saved.path} was removed while it was copied: fork from another state")
     atomic.publish_directory(temporary, target)
-
-
-def write_parts(path: epath.Path, parts: dict[str, Any]) -> None:
-    """Write named pytrees at `path`, replacing what exists; `restore.restore_tree` reads them."""
-    if path.exists() and hosts.is_first():
-        path.rmtree()
-    hosts.barrier("states.write_parts")
-    with steps.uncompressed_arrays(), steps.report_write_errors(path):
-        metadata = digests.add_metadata_digest(integrity.digest_metadata(parts))
-        ocp.save_checkpointables(path, parts, custom_metadata=metadata)
 
 
 def _optional_fields(state: Any) -> list[str]:

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import jax
@@ -22,6 +21,7 @@ from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
 from pma_jax.runtime.errors import error_line
+from pma_jax.runtime.signals import StopRequest, catch_signals
 
 T = TypeVar("T")
 
@@ -140,20 +140,24 @@ def raise_if_any_failed(error: Exception | None) -> None:
             raise ValueError(f"process {process} failed: {line}")
 
 
-def enter_on_first(stack: contextlib.ExitStack, make: Callable[[], AbstractContextManager[T]]) -> T | None:
-    """Enter a context manager in process 0 only, on its `stack`; return its value there, and None in the others.
+@contextlib.contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Within the block, record a SIGTERM or SIGINT for `is_stop_requested` instead of ending the process.
 
-    Raises:
-        ValueError: in all processes, if process 0 cannot enter it.
+    Several processes must stop at the same step: they leave SIGTERM to JAX's coordination service.
     """
-    value, problem = None, None
-    if is_first():
-        try:
-            value = stack.enter_context(make())
-        except (ValueError, OSError) as error:
-            problem = error
-    raise_if_any_failed(problem)
-    return value
+    if global_state.num_processes > 1:
+        yield StopRequest()
+        return
+    with catch_signals(interrupts=False) as request:
+        yield request
+
+
+def is_stop_requested(request: StopRequest, step: int) -> bool:
+    """Return whether to stop after `step`, the same in all processes; call it once for each step."""
+    if global_state.num_processes > 1:
+        return multihost_utils.reached_preemption_sync_point(step)
+    return request.signal is not None
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def _finish(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any
     make_mesh(config.mesh)  # fixes the device count before listing the states initialises the backend
     folder = entry / "run"
     with contextlib.ExitStack() as stack:
-        hosts.enter_on_first(stack, lambda: lock.hold(entry, waits=True))
+        hosts.broadcast_from_first(lambda: stack.enter_context(lock.hold(entry, waits=True)) or "")
         exists = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
         if start and not exists:
             start(folder)

@@ -16,7 +16,7 @@ from pma_jax.runs.directory import Run, newest_snapshot
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import Progress
 from pma_jax.training import resume
-from pma_jax.training.state import TrainState, make_state, with_params
+from pma_jax.training.state import TrainState, branch_state, make_state
 
 # Keys of the model that may differ from the snapshot's: the weights mean the same.
 _FREE = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
@@ -93,11 +93,11 @@ def _with_weights(
 ) -> TrainState:
     snapshot, like = find_weights(config, path, option), abstract.params
     if not _has_bias(config.model) or _has_bias(snapshot.config.model):
-        return with_params(config, state, snapshots.restore_params(snapshot, like))
+        return branch_state(config, state, snapshots.restore_params(snapshot, like))
     moe = {name: leaf for name, leaf in like["blocks"]["moe"].items() if name != ROUTER_BIAS}
     params = snapshots.restore_params(snapshot, like | {"blocks": like["blocks"] | {"moe": moe}})
     params["blocks"]["moe"][ROUTER_BIAS] = state.params["blocks"]["moe"][ROUTER_BIAS]
-    return with_params(config, state, params)
+    return branch_state(config, state, params)
 
 
 def _has_bias(model: ModelConfig) -> bool:

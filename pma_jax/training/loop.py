@@ -1,9 +1,12 @@
 """The training loop, read top to bottom."""
 
 import contextlib
-import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
 
 from pma_jax.config import Config
@@ -15,15 +18,15 @@ from pma_jax.runs.directory import Run, is_run
 from pma_jax.runs.states import Progress
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import check_mesh, local_rows, make_mesh, put_batch
-from pma_jax.runtime.signals import StopRequest
+from pma_jax.runtime.signals import Stopped, StopRequest
 from pma_jax.storage.paths import absolute_path, check_bucket
-from pma_jax.training import averages, initial_state, preemption, resume, rollback
+from pma_jax.training import initial_state, resume, rollback
 from pma_jax.training.marks import Marks
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.resume import open_or_create
 from pma_jax.training.schedule import learning_rate_after
-from pma_jax.training.state import TrainState, abstract_state, snapshot_params
-from pma_jax.training.step import make_train_step
+from pma_jax.training.state import TrainState, abstract_state, add_to_block
+from pma_jax.training.step import Metrics, make_train_step
 from pma_jax.training.step_records import StepRecords
 
 
@@ -50,18 +53,28 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     if config.training.start_from and not is_run(workdir):
         initial_state.find_weights(config, config.training.start_from, "training.start_from")
     with contextlib.ExitStack() as stack:
-        notice = stack.enter_context(preemption.stop_requests())
-        lock_message = hosts.enter_on_first(stack, lambda: lock.hold(absolute_path(workdir)))
+        request = stack.enter_context(hosts.stop_requests())
+        lock_message = hosts.broadcast_from_first(lambda: stack.enter_context(lock.hold(absolute_path(workdir))) or "")
         metadata = resume.run_metadata(tokens, config)
         run = hosts.run_on_first_then_rest(lambda: open_or_create(config, workdir, metadata))
         messages = [lock_message] if lock_message else []
-        while not _train_to_horizon_or_spike(run, tokens, mesh, notice, messages):
+        while not _train_to_horizon_or_spike(run, tokens, mesh, request, messages):
             messages = []
     return run
 
 
+class _Session(NamedTuple):
+    """What the loop uses between two starts of a run."""
+
+    batches: Iterator[np.ndarray]  # this process's rows of each global batch
+    rate: Callable[[int], float]  # tokens at the end of a step -> its learning rate
+    train_step: Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]
+    records: StepRecords
+    marks: Marks
+
+
 def _train_to_horizon_or_spike(
-    run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, notice: StopRequest, messages: list[str]
+    run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, request: StopRequest, messages: list[str]
 ) -> bool:
     """Train to the horizon (True), or to an irrecoverable spike, from which the next call rolls back (False)."""
     config, newest, spike = run.config, run.newest_state, None
@@ -69,54 +82,68 @@ def _train_to_horizon_or_spike(
         resume.apply_retention(run)
         return True
     with contextlib.ExitStack() as stack:
-        # --- Restore the newest intact state, or make the first one -----------------------------------------------
         stack.enter_context(jax.set_mesh(mesh))
-        abstract, graph = abstract_state(config, mesh), graph_definition(config.model)
-        resume.clean_up(run, messages.append)
-        finished = rollback.finish(run, abstract, mesh)
-        state, progress = initial_state.restore_or_make(run, abstract, messages.append)
-
-        # --- Open the log, the writers and the data ---------------------------------------------------------------
-        log = stack.enter_context(MetricsLog(run, progress.tokens, writes=hosts.is_first()))
-        marks = Marks(run, graph, held_out_batches(tokens, config, mesh), log, stack)
-        stack.enter_context(hosts.exit_on_error())
-        for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, finished)]:
-            log.print(message)
-        marks.load_preview_window(progress.tokens, abstract.params)
-        rows = local_rows(mesh, config.training.batch_size_sequences)
-        stream = batches.train_batches(tokens, config.training, position=progress.position, rows=rows)
-        train_step, rollbacks = make_train_step(config, graph), [event["tokens"] for event in rollback.events(run)]
-        records = StepRecords(config, log, progress.tokens)
-
-        # --- The loop: a step is dispatched before the metrics of the one before are fetched ----------------------
-        if preemption.is_stop_requested(notice, progress.step):
-            raise preemption.stopped(notice, None)
+        state, progress, session = _open(run, tokens, mesh, messages, stack)
+        if hosts.is_stop_requested(request, progress.step):
+            raise _stopped(request, None)
+        # A step is dispatched before the metrics of the one before are fetched.
         while not config.is_horizon(progress.tokens):
             progress = progress.after_step(config)
-            rate = learning_rate_after(rollbacks, config, progress.tokens)
-            state, metrics = train_step(state, put_batch(mesh, next(stream)), rate)
-            if state.block is not None and config.is_block_add(progress.tokens):
-                block = averages.add_to_block_mean(state.block, snapshot_params(config, state))
-                state = dataclasses.replace(state, block=block)
-            spike = records.add(progress, rate, metrics, state.params)
-            stops = not config.is_horizon(progress.tokens) and preemption.is_stop_requested(notice, progress.step)
+            rate = session.rate(progress.tokens)
+            state, metrics = session.train_step(state, put_batch(mesh, next(session.batches)), rate)
+            state = add_to_block(config, state, progress.tokens)
+            spike = session.records.add(progress, rate, metrics, state.params)
+            stops = not config.is_horizon(progress.tokens) and hosts.is_stop_requested(request, progress.step)
             if stops or config.is_snapshot(progress.tokens) or config.is_state(progress.tokens):
-                spike = spike or records.flush(state.params)  # before anything is saved of a model that diverged
+                # Before anything is saved of a model that diverged.
+                spike = spike or session.records.flush(state.params)
             if spike:
                 break
-            with records.clock.paused():
-                if config.is_snapshot(progress.tokens):
-                    state = marks.take_snapshot(state, progress)
-                if stops or config.is_state(progress.tokens):
-                    marks.save_state(state, progress)
+            with session.records.paused():
+                state = session.marks.save_due(state, progress, stops)
             if stops:
-                raise preemption.stopped(notice, progress)
+                raise _stopped(request, progress)
     if spike:  # only now are the writers closed, and every snapshot from before the spike published
-        rollback.begin(run, spike, state, progress)
+        rollback.begin(run, spike, state, progress, mesh)
     return spike is None
+
+
+def _open(
+    run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, messages: list[str], stack: contextlib.ExitStack
+) -> tuple[TrainState, Progress, _Session]:
+    """Restore the newest intact state, or make the first one, and open the log, the writers and the data."""
+    config, abstract, graph = run.config, abstract_state(run.config, mesh), graph_definition(run.config.model)
+    resume.clean_up(run, messages.append)
+    finished = rollback.finish(run)
+    state, progress = initial_state.restore_or_make(run, abstract, messages.append)
+
+    log = stack.enter_context(MetricsLog(run, progress.tokens, writes=hosts.is_first()))
+    marks = Marks(run, graph, held_out_batches(tokens, config, mesh), log, stack)
+    stack.enter_context(hosts.exit_on_error())
+    for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, finished)]:
+        log.print(message)
+    marks.load_preview_window(progress.tokens, abstract.params)
+    rows = local_rows(mesh, config.training.batch_size_sequences)
+    session = _Session(
+        batches.train_batches(tokens, config.training, position=progress.position, rows=rows),
+        functools.partial(learning_rate_after, [event["tokens"] for event in rollback.events(run)], config),
+        make_train_step(config, graph),
+        StepRecords(config, log, progress.tokens),
+        marks,
+    )
+    return state, progress, session
 
 
 def _describe_start(config: Config, state: TrainState, progress: Progress) -> str:
     size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
     verb = f"resuming at {progress.tokens:,} of" if progress.step else "training for"
     return f"{size:.3f}M parameters on {devices}, {verb} {config.training.total_tokens:,} tokens"
+
+
+def _stopped(request: StopRequest, progress: Progress | None) -> Stopped:
+    """Return the exception to raise at a stop; `progress` is the state's that is being saved, None if there is none."""
+    by = request.name or "a preemption"
+    done = (
+        f"the state at step {progress.step:,} ({progress.tokens:,} tokens) is saved" if progress else "no step was done"
+    )
+    return Stopped(request.signal or 15, f"stopped by {by}: {done}; repeat the command to continue from there")

@@ -56,6 +56,14 @@ class Marks:
         for at, params in restored[::-1]:
             self._window.add(at, params)
 
+    def save_due(self, state: TrainState, progress: Progress, stops: bool) -> TrainState:
+        """Take a snapshot and save the full state, each if its mark was reached, the state also where the run stops."""
+        if self._config.is_snapshot(progress.tokens):
+            state = self.take_snapshot(state, progress)
+        if stops or self._config.is_state(progress.tokens):
+            self.save_state(state, progress)
+        return state
+
     def take_snapshot(self, state: TrainState, progress: Progress) -> TrainState:
         """Evaluate and save the model in each kind, and preview merges; return the state with a new block mean begun.
 

@@ -2,17 +2,19 @@
 
 After PMA (arXiv 2505.12082), Section 4.5 and Figure 7. The steps, in this order; each is atomic or can be repeated:
 
-    RUN/spikes/<k>/held/        write the detector's window, and the optimizer if it is to be kept
+    RUN/spikes/<k>/held/        write the full state to continue from: the merged model, an optimizer, the detector
     RUN/spikes/<k>/event.json   write the evidence and the decision: from here on the run rolls back, killed or not
     RUN/spikes/<k>/…            move the snapshots, states and records past the rollback point here
-    RUN/states/<step>/          write the merged model as a full state, from which the run resumes
-    RUN/spikes/<k>/event.json   set "done": true
+    RUN/states/<step>/          copy the held state, as a fork copies its parent's
+    RUN/spikes/<k>/event.json   set "done": true, and remove the held state
 
-The run then resumes as if it had been killed at the rollback point: the tokens and steps of the newest merged snapshot.
-The data continues from there too, or, with `spikes.skip_data`, after the last batch of the spike.
+A rollback is a fork in the run's own directory: the run resumes from the copied state, at the tokens and steps of the
+newest merged snapshot. The data continues from there too, or, with `spikes.skip_data`, after the last batch of the
+spike.
 """
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -23,15 +25,17 @@ from etils import epath
 from pma_jax.config import Config
 from pma_jax.merging.api import average
 from pma_jax.merging.recipes import coefficients
-from pma_jax.runs import integrity, restore, states, steps
+from pma_jax.runs import integrity, states, steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, read_records, record_lines
 from pma_jax.runs.snapshots import Snapshot, read_snapshot
 from pma_jax.runs.states import STATES, Progress
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
 from pma_jax.training import spikes
+from pma_jax.training.fork import state_at
 from pma_jax.training.metrics import Record
-from pma_jax.training.state import TrainState, make_state, with_params
+from pma_jax.training.optimizer import initial_moments
+from pma_jax.training.state import TrainState, abstract_state, branch_state
 
 FOLDER, EVENT, HELD = "spikes", "event.json", "held"
 Event = dict[str, Any]  # the contents of an event.json
@@ -56,14 +60,15 @@ def is_pending(run: Run) -> bool:
     return any(not event["done"] for event in events(run)[-1:])
 
 
-def begin(run: Run, spike: Record, state: TrainState, progress: Progress) -> Event:
-    """Decide how the run rolls back and write the event: from then on it does, even if it is killed.
+def begin(run: Run, spike: Record, state: TrainState, progress: Progress, mesh: jax.sharding.Mesh) -> None:
+    """Write the state to continue from, then the event: from then on the run rolls back, even if it is killed.
 
     Args:
         run: the run; its writers must be closed, so that every snapshot from before the spike is published.
         spike: the spike's record.
-        state: the newest state; its detector is saved with the event, and its optimizer if that is kept.
+        state: the newest state; its parameters are deleted, to make room for the merge.
         progress: of that state.
+        mesh: of the state.
 
     Raises:
         ValueError: the attempts are used up, or no snapshot from before the spike is left.
@@ -78,12 +83,6 @@ def begin(run: Run, spike: Record, state: TrainState, progress: Progress) -> Eve
     is_kept = keys.optimizer == "keep" and not integrity.non_finite_leaves(state.optimizer)
     is_reset = not is_kept and (keys.optimizer != "restore" or nearest is None)
     number = past[-1]["number"] + 1 if past else 1
-    folder = run.path / FOLDER / str(number)
-    if hosts.is_first():
-        folder.mkdir(parents=True, exist_ok=True)
-    hosts.barrier("rollback.folder")
-    held = {"detector": state.detector} | ({"optimizer": state.optimizer} if is_kept else {})
-    states.write_parts(folder / HELD, held)
     event = {
         "number": number,
         "attempt": attempt,
@@ -101,14 +100,16 @@ def begin(run: Run, spike: Record, state: TrainState, progress: Progress) -> Eve
         "aside": {name: _steps_past(run, name, newest.step) for name in STEP_FOLDERS},
         "done": False,
     }
+    with jax.set_mesh(mesh), _held(run, event).state_writer() as writer:
+        merged_state = _merged_state(run, event, state, mesh)
+        states.save_state(writer, merged_state, Progress(event["step"], event["tokens"], event["position"]))
     _write_event(run, event)
-    return event
 
 
-def finish(run: Run, abstract: TrainState, mesh: jax.sharding.Mesh) -> list[Event]:
+def finish(run: Run) -> list[Event]:
     """Carry out the rollback that is pending, if one is; return its event in a list, which is empty otherwise.
 
-    A process that died may have done a part of it. Call under `jax.set_mesh`, before the newest state is chosen.
+    A process that died may have done a part of it. Call it before the newest state is chosen.
     """
     if not is_pending(run):
         return []
@@ -117,11 +118,10 @@ def finish(run: Run, abstract: TrainState, mesh: jax.sharding.Mesh) -> list[Even
     if hosts.is_first():
         _set_aside_steps(run, event)
         _set_aside_records(run, done)
-    hosts.barrier("rollback.set_aside")
-    state = _merged_state(run, event, abstract, mesh)
-    with run.state_writer() as writer:
-        states.save_state(writer, state, Progress(event["step"], event["tokens"], event["position"]))
+        states.copy_state(state_at(_held(run, event), event["tokens"]), run.path)
     _write_event(run, done)
+    if hosts.is_first():
+        _held(run, event).path.rmtree()
     return [done]
 
 
@@ -196,22 +196,24 @@ def _set_aside_records(run: Run, event: Event) -> None:
             atomic.write_text(path, record_lines(kept))
 
 
-def _merged_state(run: Run, event: Event, abstract: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
-    """Merge the event's snapshots into a full state, with the optimizer and detector that the event names."""
-    held = _folder(run, event) / HELD
-    snapshots = [read_snapshot(run.path / m["path"]) for m in event["merged"]]
-    state = make_state(run.config)
-    if event["optimizer"] == "keep":
-        state = dataclasses.replace(state, optimizer=restore.restore_tree(held, "optimizer", abstract.optimizer))
+def _merged_state(run: Run, event: Event, state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
+    """Return `state` with the merge as its parameters, and with the optimizer that the event names."""
+    assert state.detector is not None
+    jax.tree.map(lambda leaf: leaf.delete(), state.params)
+    params = average([read_snapshot(run.path / m["path"]) for m in event["merged"]], event["coefficients"], mesh)
+    optimizer = state.optimizer
+    if event["optimizer"] == "reset":
+        optimizer = jax.jit(functools.partial(initial_moments, run.config.optimizer))(params)
     elif event["optimizer"] == "restore":
-        aside = dataclasses.replace(run, path=held.parent)
-        nearest = next(s for s in [*aside.states, *run.states] if s.step == event["optimizer_step"])
-        state = dataclasses.replace(state, optimizer=states.restore_state(nearest, abstract).optimizer)
-    detector = restore.restore_tree(held, "detector", abstract.detector)
-    state = dataclasses.replace(
-        state, step=jnp.full_like(state.step, event["step"]), detector=spikes.close_spike(detector)
-    )
-    return with_params(run.config, state, average(snapshots, event["coefficients"], mesh))
+        nearest = next(s for s in run.states if s.step == event["optimizer_step"])
+        optimizer = states.restore_state(nearest, abstract_state(run.config, mesh)).optimizer
+    step, detector = jnp.full_like(state.step, event["step"]), spikes.close_spike(state.detector)
+    return branch_state(run.config, state, params, step=step, optimizer=optimizer, detector=detector)
+
+
+def _held(run: Run, event: Event) -> Run:
+    """Return the place of the held state, laid out as a run of its own."""
+    return dataclasses.replace(run, path=_folder(run, event) / HELD)
 
 
 def _folder(run: Run, event: Event) -> epath.Path:

@@ -1,6 +1,7 @@
 """The train state: everything that a step reads and updates, as one pytree."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +55,29 @@ def snapshot_params(config: Config, state: TrainState) -> Params:
     return eval_params(config.optimizer, state.params, state.optimizer) if state.ema is None else state.ema.mean
 
 
-def with_params(config: Config, state: TrainState, params: Params) -> TrainState:
-    """Return `state` with other weights: averages of the old ones restart, the optimizer's moments are kept."""
-    mean = state.ema and averages.restart(state.ema)
+def add_to_block(config: Config, state: TrainState, tokens: int) -> TrainState:
+    """Add the weights after the step that ended at `tokens` to the block mean, if it is one of the steps to add."""
+    if state.block is None or not config.is_block_add(tokens):
+        return state
+    block = averages.add_to_block_mean(state.block, snapshot_params(config, state))
+    return dataclasses.replace(state, block=block)
+
+
+def branch_state(config: Config, state: TrainState, params: Params, **changes: Any) -> TrainState:
+    """Return the state from which a run branches off with other weights: a fork, a rollback, or imported weights.
+
+    Averages of the old weights restart. The optimizer's moments are kept, unless they are among the changes.
+
+    Args:
+        config: of the new branch.
+        state: the state to branch off from.
+        params: the other weights.
+        **changes: other fields to replace.
+    """
+    state = dataclasses.replace(state, **changes)
+    block, mean = (running and averages.restart(running) for running in (state.block, state.ema))
     moments = reset_iterates(config.optimizer, state.optimizer, params)
-    return dataclasses.replace(state, params=params, optimizer=moments, ema=mean)
+    return dataclasses.replace(state, params=params, optimizer=moments, block=block, ema=mean)
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:

@@ -23,8 +23,9 @@ class StepRecords:
     """
 
     def __init__(self, config: Config, log: MetricsLog, tokens: int):
-        self.clock = Clock(tokens)
         self._config, self._log = config, log
+        self._start = self._lap_start = time.perf_counter()
+        self._lap_tokens = tokens
         self._pending: tuple[Record, dict[str, Any]] | None = None
 
     def add(self, progress: Progress, rate: float, metrics: dict[str, Any], params: Any) -> Record | None:
@@ -56,11 +57,24 @@ class StepRecords:
             numbers["skipped_updates"] = metrics["spike"].skips.item()
         tokens = record["tokens"]
         if config.is_mark(tokens, config.training.log_interval_tokens) or config.is_horizon(tokens):
-            timing = {"tokens_per_second": self.clock.lap(tokens), "seconds": self.clock.seconds()}
-            self._log.write(record | numbers | timing)
+            self._log.write(record | numbers | self._timing(tokens))
         if spike:
             self._log.write(spike)
         return spike if rolls_back else None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time inside the block, for evaluation and checkpoints, out of the token rate."""
+        start = time.perf_counter()
+        yield
+        self._lap_start += time.perf_counter() - start
+
+    def _timing(self, tokens: int) -> dict[str, float]:
+        """Return the tokens per second since the last call, and the wall seconds since the start, pauses included."""
+        now = time.perf_counter()
+        rate = (tokens - self._lap_tokens) / (now - self._lap_start)
+        self._lap_tokens, self._lap_start = tokens, now
+        return {"tokens_per_second": rate, "seconds": now - self._start}
 
 
 def check_finite(record: Record, numbers: dict[str, float], params: Any) -> None:
@@ -110,29 +124,3 @@ def spike_record(config: Config, record: Record, reading: Reading) -> Record | N
         "onset_tokens": record["tokens"] - (step - onset) * config.batch_tokens,
         "onset_step": onset,
     } | {name: float(value) if math.isfinite(value) else None for name, value in measured.items()}  # JSON has no NaN
-
-
-class Clock:
-    """Seconds spent on training steps, without evaluation and checkpoints."""
-
-    def __init__(self, tokens: int):
-        self._tokens, self._start = tokens, time.perf_counter()
-        self._since = self._start
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time inside the block out of the token rate."""
-        start = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - start
-
-    def seconds(self) -> float:
-        """Return the wall seconds since the clock was made, pauses included."""
-        return time.perf_counter() - self._start
-
-    def lap(self, tokens: int) -> float:
-        """Return the tokens per second since the last lap."""
-        now = time.perf_counter()
-        rate = (tokens - self._tokens) / (now - self._since)
-        self._tokens, self._since = tokens, now
-        return rate
