@@ -33,11 +33,12 @@ def fork(options: argparse.Namespace) -> None:
         pma fork runs/demo --at-tokens 4.9e6 --workdir runs/annealed \
             --config.schedule.decay=cosine --config.schedule.decay_start_tokens=4.9e6
     """
+    from pma_jax import config as configuration
     from pma_jax.runs.directory import open_run
     from pma_jax.training import fork, loop
 
     source = open_run(options.run)
-    config = fork.fork_config(source, options.overrides)
+    config = configuration.resolve(source.config, options.overrides)
     fork.fork(source, options.at_tokens, config, options.workdir, options.weights)
     _print_trained(loop.train(config, options.workdir))
 

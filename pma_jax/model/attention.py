@@ -6,13 +6,12 @@ h = H / 2, Q queries of a block, M keys that the block attends to.
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from pma_jax.model.kernels.flash_attention import cudnn_attention, cudnn_supports, splash_attention, splash_supports
-from pma_jax.runtime.mesh import RULES, reshard_like
+from pma_jax.runtime.mesh import RULES, map_over_devices, reshard_like
 
 QUERY_BLOCKS = 2  # a block of queries reads only keys up to its end, 3/4 of the square; more blocks gain little
 KERNELS = {
@@ -48,30 +47,11 @@ def attention(
     supports, kernel = KERNELS.get(platform, (None, None))
     if supports is None or kernel is None or not supports(q_BxLxNxH.shape[1], q_BxLxNxH.shape[3], q_BxLxNxH.dtype):
         return xla_attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL, window_tokens)
-    return _run_on_shards(
-        functools.partial(kernel, window_tokens=window_tokens), q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL
-    )
-
-
-def _run_on_shards(
-    kernel: Callable[..., jax.Array],
-    q_BxLxNxH: jax.Array,
-    k_BxLxKxH: jax.Array,
-    v_BxLxKxH: jax.Array,
-    segment_ids_BxL: jax.Array | None,
-) -> jax.Array:
-    """Run the kernel on each device's own sequences and heads; neither is split further."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return kernel(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL)
-    heads, rows = RULES.spec("batch", None, "heads", None), RULES.spec("batch", None)
-    return jax.shard_map(
-        kernel,
-        in_specs=(heads, heads, heads, None if segment_ids_BxL is None else rows),
-        out_specs=heads,
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        check_vma=False,  # the kernels do not declare over which axes their results vary
-    )(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL)
+    kernel = functools.partial(kernel, window_tokens=window_tokens)
+    if not mesh.empty:  # each device computes its own sequences and heads; neither is split further
+        heads, rows = RULES.spec("batch", None, "heads", None), RULES.spec("batch", None)
+        kernel = map_over_devices(kernel, (heads, heads, heads, None if segment_ids_BxL is None else rows), heads)
+    return kernel(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL)
 
 
 def xla_attention(

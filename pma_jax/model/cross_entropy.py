@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import P
 
 from pma_jax.model.kernels.matmul import fast_transpose
-from pma_jax.runtime.mesh import RULES, axes_of, reshard_like
+from pma_jax.runtime.mesh import RULES, axes_of, free_axes, map_over_devices, reshard_like
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -72,27 +72,19 @@ def _sum_on_mesh(
     """Compute the two sums, and on request the gradients of `x` and `head`, with positions and vocabulary sharded."""
     x, head, rows = RULES.spec("batch", None, None), RULES.spec("width", "vocabulary"), RULES.spec("batch", None)
     mesh = jax.sharding.get_abstract_mesh()
-    axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
-    split = any(mesh.shape[axis] > 1 for axis in axes)
+    split = any(mesh.shape[axis] > 1 for axis in free_axes())
     own = functools.partial(
         _sum_on_device,
         z_loss_weight=z_loss_weight,
         chunk_tokens=chunk_tokens,
         with_gradients=with_gradients,
-        batch_axes=axes_of(x[0]) if split else (),
-        width_axes=axes_of(head[0]) if split else (),
-        vocabulary_axes=axes_of(head[1]) if split else (),
+        axes=[axes_of(part) if split else () for part in (x[0], head[0], head[1])],
     )
     if not split:  # XLA on CPU would not remove collectives over one device, each of which synchronises
         full = (jax.reshard(array, P(*[None] * array.ndim)) for array in (x_BxLxD, head_DxV, targets_BxL))
         return own(*full)
-    return jax.shard_map(
-        own,
-        in_specs=(x, head, rows),
-        out_specs=(P(), P(), x, head) if with_gradients else (P(), P()),
-        axis_names=set(axes),
-        check_vma=False,  # off in the enclosing shard_map as well: see `accumulate` in training/step.py
-    )(jax.reshard(x_BxLxD, x), jax.reshard(head_DxV, head), jax.reshard(targets_BxL, rows))
+    sums = (P(), P(), x, head) if with_gradients else (P(), P())
+    return map_over_devices(own, (x, head, rows), sums)(x_BxLxD, head_DxV, targets_BxL)
 
 
 def _sum_on_device(
@@ -103,10 +95,10 @@ def _sum_on_device(
     z_loss_weight: float,
     chunk_tokens: int,
     with_gradients: bool,
-    batch_axes: tuple[str, ...],
-    width_axes: tuple[str, ...],
-    vocabulary_axes: tuple[str, ...],
+    axes: list[tuple[str, ...]],
 ) -> tuple[jax.Array, ...]:
+    """Compute the sums over the positions of all devices; `axes` are those that split batch, width and vocabulary."""
+    batch_axes, width_axes, vocabulary_axes = axes
     if width_axes:
         head_DxV = jax.lax.all_gather(head_DxV, width_axes, axis=0, tiled=True)
     S, (D, V) = math.prod(targets_BxL.shape), head_DxV.shape

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 
-from pma_jax.runtime.mesh import RULES, axes_of, reshard_like
+from pma_jax.runtime.mesh import RULES, axes_of, free_axes, map_over_devices, reshard_like
 
 
 def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], spec: P, fan_in: int, gain: float = 1.0) -> nnx.Param:
@@ -63,10 +63,9 @@ def _forward(
 def _backward(_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], g_BxLxD: jax.Array) -> tuple[jax.Array, None]:
     table_VxD, tokens_BxL = saved
     mesh = jax.sharding.get_abstract_mesh()
-    axes = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     rows, table = RULES.spec("batch", None, None), RULES.spec("vocabulary", "width")
     vocabulary_size = table_VxD.shape[0]
-    if not any(mesh.shape[axis] > 1 for axis in axes):
+    if not any(mesh.shape[axis] > 1 for axis in free_axes()):
         tokens_BxL, g_BxLxD = jax.reshard(tokens_BxL, P(None, None)), jax.reshard(g_BxLxD, P(None, None, None))
         d_VxD = _sum_by_token(tokens_BxL, g_BxLxD, 0, vocabulary_size)
         return reshard_like(table_VxD, d_VxD.astype(table_VxD.dtype)), None
@@ -81,13 +80,7 @@ def _backward(_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], g_BxLxD: ja
         parts_VxXxd = d_VxD.reshape(rows_per_device, math.prod(mesh.shape[axis] for axis in width_axes), -1)
         return jax.lax.psum_scatter(parts_VxXxd, width_axes, scatter_dimension=1)
 
-    d_table_VxD = jax.shard_map(
-        reduce_on_device,
-        in_specs=(P(rows[0], None), rows),
-        out_specs=table,
-        axis_names=set(axes),
-        check_vma=False,  # off in the enclosing shard_map as well: see `accumulate` in training/step.py
-    )(jax.reshard(tokens_BxL, P(rows[0], None)), jax.reshard(g_BxLxD, rows))
+    d_table_VxD = map_over_devices(reduce_on_device, (P(rows[0], None), rows), table)(tokens_BxL, g_BxLxD)
     return d_table_VxD.astype(table_VxD.dtype), None
 
 

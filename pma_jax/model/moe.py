@@ -21,7 +21,7 @@ from jax import P
 from pma_jax.config import ModelConfig
 from pma_jax.model.experts import apply_experts
 from pma_jax.model.layers import normal_param
-from pma_jax.runtime.mesh import RULES
+from pma_jax.runtime.mesh import RULES, free_axes, map_over_devices
 
 ROUTER_BIAS = "router_bias_E"  # the one leaf of the tree of parameters that is not trained by gradient
 RouterSums = dict[str, jax.Array]  # load_E int32: tokens per expert; balance, z: float32 sums over positions
@@ -49,8 +49,6 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, RouterSums]:
         """Map [B, L, D] to [B, L, D], and return the router's sums over the batch."""
         c, spec = self.config, RULES.spec
-        mesh = jax.sharding.get_abstract_mesh()
-        axes = tuple(a for a in mesh.axis_names if a not in mesh.manual_axes)
         batch, widening = spec("batch", None, None), spec("experts", "width", "hidden")
         parts = {  # name -> array, partition
             "x_BxLxD": (x_BxLxD, batch),
@@ -60,13 +58,11 @@ class MixtureOfExperts(nnx.Module):
             "up_ExDxF": (self.expert_up_ExDxF[...], widening),
             "down_ExFxD": (self.expert_down_ExFxD[...], spec("experts", "hidden", "width")),
         }
-        y_BxLxD, sums = jax.shard_map(
-            functools.partial(_apply_on_device, c, mesh, axes),
-            in_specs=({name: part for name, (_, part) in parts.items()},),
-            out_specs=(batch, {"load_E": spec("experts"), "balance": P(), "z": P()}),
-            axis_names=set(axes),
-            check_vma=False,  # Megablox does not declare over which axes its results vary
-        )({name: jax.reshard(x, part) for name, (x, part) in parts.items()})
+        y_BxLxD, sums = map_over_devices(
+            functools.partial(_apply_on_device, c, free_axes()),
+            ({name: part for name, (_, part) in parts.items()},),
+            (batch, {"load_E": spec("experts"), "balance": P(), "z": P()}),
+        )({name: x for name, (x, _) in parts.items()})
         return y_BxLxD, sums | {"load_E": jax.reshard(sums["load_E"], P(None))}
 
 
@@ -112,10 +108,7 @@ def load_metrics(load_TxE: jax.Array, tokens: int, experts_per_token: int) -> di
 
 
 def _apply_on_device(
-    config: ModelConfig,
-    mesh: jax.sharding.AbstractMesh,
-    axes: tuple[str, ...],
-    own: dict[str, jax.Array],
+    config: ModelConfig, axes: tuple[str, ...], own: dict[str, jax.Array]
 ) -> tuple[jax.Array, RouterSums]:
     """Route one device's tokens and apply its experts; `axes` are those of the enclosing shard_map."""
     B, L, D = own["x_BxLxD"].shape
@@ -125,7 +118,7 @@ def _apply_on_device(
     scores_SxE, weights_SxK, chosen_SxK = route(config, logits_SxE, own["bias_E"])
     width_dims = {"gate_ExDxF": 1, "up_ExDxF": 1, "down_ExFxD": 2}
     gate, up, down = (_gather_width(own[name], x_SxD.dtype, dim, axes) for name, dim in width_dims.items())
-    parts = mesh.shape[RULES.experts] if RULES.experts in axes else 1
+    parts = jax.lax.axis_size(RULES.experts) if RULES.experts in axes else 1
     y_SxD, load_e = apply_experts(x_SxD, weights_SxK, chosen_SxK, (gate, up, down), parts)
     if RULES.hidden in axes:
         y_SxD = jax.lax.psum(y_SxD, RULES.hidden)

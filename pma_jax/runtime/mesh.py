@@ -220,6 +220,24 @@ def local_mesh() -> jax.sharding.Mesh:
     return make_mesh(MeshConfig())
 
 
+def free_axes() -> tuple[str, ...]:
+    """Return the axes of the mesh that is set, without those of an enclosing `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+
+
+def map_over_devices(function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
+    """Map a function of each device's parts to one of arrays, which are resharded as `in_specs`; for all free axes.
+
+    Over which axes the results vary is not checked, because the kernels from libraries do not declare it; nor does the
+    enclosing shard_map of a train step (`accumulate` in training/step.py).
+    """
+    mapped = jax.shard_map(
+        function, in_specs=in_specs, out_specs=out_specs, axis_names=set(free_axes()), check_vma=False
+    )
+    return lambda *arrays: mapped(*jax.tree.map(jax.reshard, arrays, in_specs))
+
+
 def gather_batch_axes(x: jax.Array) -> jax.Array:
     """Gather `x` along the mesh axes that split the batch, as parameters must be when applied to a batch."""
     sharding = jax.typeof(x).sharding

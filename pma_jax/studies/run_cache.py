@@ -61,7 +61,7 @@ def get_or_fork(
     Raises:
       ValueError: as `fork` and `train` do.
     """
-    config = fork.fork_config(source, changes)
+    config = configuration.resolve(source.config, changes)
     make_mesh(config.mesh)  # initialise the backend before states are listed; see _finish
     parts = [
         entry_key(cache, source),

@@ -1,12 +1,10 @@
 """Forking: a new run from another run's full state, to anneal, change the data, or try another learning rate."""
 
 import contextlib
-from collections.abc import Iterable
 from typing import Any
 
 from etils import epath
 
-from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.data import shards
 from pma_jax.runs import lock, states
@@ -17,11 +15,6 @@ from pma_jax.runtime.mesh import check_mesh, make_mesh
 from pma_jax.storage.paths import absolute_path
 from pma_jax.training.initial_state import find_weights
 from pma_jax.training.resume import run_metadata
-
-
-def fork_config(source: Run, overrides: Iterable[str]) -> Config:
-    """Return the configuration of `source` with `section.key=value` texts applied."""
-    return configuration.resolve(source.config, overrides)
 
 
 def fork(

@@ -12,7 +12,8 @@ import tiny
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
-from pma_jax.training.fork import fork, fork_config
+from pma_jax.config import resolve
+from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
@@ -31,7 +32,7 @@ def runs(workspace, tmp_path_factory):
     }
     run = train(tiny.config(workspace, **keys), folder / "run")
     start = 16 * tiny.BATCH_TOKENS
-    config = fork_config(run, ["schedule.decay=cosine", f"schedule.decay_start_tokens={start}"])
+    config = resolve(run.config, ["schedule.decay=cosine", f"schedule.decay_start_tokens={start}"])
     train(config, fork(run, start, config, folder / "annealed").path)
     return folder
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax import P
 
 import pma_jax as pma
-from pma_jax.config import MeshConfig
+from pma_jax.config import MeshConfig, resolve
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.merging.inspect import as_text, inspect
 from pma_jax.runs import states
@@ -26,7 +26,7 @@ from pma_jax.runs.directory import newest_snapshot, open_run
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import averages
 from pma_jax.training.averages import RunningMean
-from pma_jax.training.fork import fork, fork_config
+from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state, make_state
 
@@ -327,7 +327,7 @@ def test_fork_copies_the_block(dense, tmp_path):
 
 
 def test_fork_may_add_more_often(dense, weights, tmp_path):
-    config = fork_config(dense, ["checkpoint.block_every_steps=1"])
+    config = resolve(dense.config, ["checkpoint.block_every_steps=1"])
     run = train(config, fork(dense, 8 * STEP, config, tmp_path / "fork").path)
     first, second, _ = run.of_kind("block_mean")
     assert_mean(first, weights, [8, 9, 10, 11, 12])
@@ -335,7 +335,7 @@ def test_fork_may_add_more_often(dense, weights, tmp_path):
 
 
 def test_fork_may_disable_block_means(dense, tmp_path):
-    config = fork_config(dense, ["checkpoint.kinds=point"])
+    config = resolve(dense.config, ["checkpoint.kinds=point"])
     run = train(config, fork(dense, 8 * STEP, config, tmp_path / "fork").path)
     assert not (run.path / "block_means").exists()
     assert state(run, 24).block is None
@@ -346,7 +346,7 @@ def test_fork_may_disable_block_means(dense, tmp_path):
 def test_fork_may_enable_block_means(dense, weights, workspace, tmp_path):
     # The parent trains the same weights without a block.
     parent = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "parent")
-    config = fork_config(parent, ["checkpoint.kinds=point,block_mean"])
+    config = resolve(parent.config, ["checkpoint.kinds=point,block_mean"])
     run = fork(parent, 8 * STEP, config, tmp_path / "fork")
     begun = state(run, 8).block
     assert int(begun.count) == 0

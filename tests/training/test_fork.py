@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import tiny
 
+from pma_jax.config import resolve
 from pma_jax.runs import snapshots, states
 from pma_jax.runs.directory import open_run
 from pma_jax.runs.states import Progress
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.training.fork import fork, fork_config
+from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state
 
@@ -25,7 +26,7 @@ def state(run, step):
 @pytest.fixture(scope="module")
 def annealed(finished, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fork") / "annealed"
-    config = fork_config(finished, ANNEAL)
+    config = resolve(finished.config, ANNEAL)
     fork(finished, FORK, config, folder)
     return train(config, folder)
 
@@ -102,7 +103,7 @@ def test_directory_with_another_run_is_refused(finished, annealed, tmp_path):
 
 
 def test_same_fork_with_another_configuration_is_refused(finished, annealed):
-    other = fork_config(finished, [*ANNEAL, "schedule.final_rate=1e-4"])
+    other = resolve(finished.config, [*ANNEAL, "schedule.final_rate=1e-4"])
     fork(finished, FORK, other, annealed.path)
     with pytest.raises(ValueError, match=r"schedule\.final_rate: 0\.0 -> 0\.0001"):
         train(other, annealed.path)
@@ -115,7 +116,7 @@ def test_fork_past_its_horizon_is_refused(finished, tmp_path):
 
 
 def test_fork_may_raise_the_horizon(finished, tmp_path):
-    config = fork_config(finished, [f"training.total_tokens={26 * 256}"])
+    config = resolve(finished.config, [f"training.total_tokens={26 * 256}"])
     run = fork(finished, tiny.HORIZON, config, tmp_path / "fork")
     run = train(config, run.path)
     assert [s.step for s in run.snapshots] == [26]
@@ -137,13 +138,13 @@ def test_incomplete_copy_is_made_again(finished, tmp_path):
 
 def test_overrides_are_validated(finished):
     with pytest.raises(ValueError, match=r"'schedule\.decay'"):
-        fork_config(finished, ["schedule.decai=linear"])
-    assert fork_config(finished, []) == finished.config
+        resolve(finished.config, ["schedule.decai=linear"])
+    assert resolve(finished.config, []) == finished.config
 
 
 def test_fork_with_other_weights_keeps_the_parents_optimizer_and_data(finished, annealed, tmp_path):
     weights = finished.snapshots[1]
-    config = fork_config(finished, ANNEAL)
+    config = resolve(finished.config, ANNEAL)
     run = fork(finished, FORK, config, tmp_path / "fork", weights.path)
     assert run.metadata["forked_from"]["weights"] == str(weights.path)
     run = train(config, run.path)
@@ -166,7 +167,7 @@ def test_fork_with_other_weights_keeps_the_parents_optimizer_and_data(finished, 
 
 
 def test_weights_of_another_model_are_refused_before_writing(finished, tmp_path):
-    config = fork_config(finished, ["model.layers=1"])
+    config = resolve(finished.config, ["model.layers=1"])
     with pytest.raises(ValueError, match=r"weights: .* is another model: give --config.model.layers=2"):
         fork(finished, FORK, config, tmp_path / "fork", finished.snapshots[1].path)
     assert not (tmp_path / "fork").exists()

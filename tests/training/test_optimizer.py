@@ -11,13 +11,13 @@ import pytest
 import tiny
 
 from pma_jax import config as configuration
-from pma_jax.config import OptimizerConfig
+from pma_jax.config import OptimizerConfig, resolve
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.runs import states
 from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import averages
-from pma_jax.training.fork import fork, fork_config
+from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 from pma_jax.training.optimizer import apply_update, eval_params, initial_moments
 from pma_jax.training.state import abstract_state
@@ -187,7 +187,7 @@ def test_ema_resume_is_bitwise(with_ema, tmp_path):
 
 
 def test_fork_may_enable_ema(finished, with_ema, tmp_path):
-    config = fork_config(finished, [f"optimizer.ema_half_life_tokens={HALF_LIFE}"])
+    config = resolve(finished.config, [f"optimizer.ema_half_life_tokens={HALF_LIFE}"])
     forked = fork(finished, 16 * tiny.BATCH_TOKENS, config, tmp_path / "run")
     run, weights = train(config, forked.path), with_ema[1]
     decay = 0.5 ** (1 / 3)

@@ -37,27 +37,12 @@ def grouped_matmul(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.
 def _forward(
     rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    y_RxF = jax.lax.platform_dependent(
-        rows_RxD,
-        matrices_ExDxF,
-        sizes_E,
-        tpu=_product_by_megablox,
-        cuda=_product_by_batch,
-        default=_product_by_blocks,
-    )
-    return y_RxF, (rows_RxD, matrices_ExDxF, sizes_E)
+    return _product(rows_RxD, matrices_ExDxF, sizes_E, False), (rows_RxD, matrices_ExDxF, sizes_E)
 
 
 def _backward(saved: tuple[jax.Array, ...], g_RxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     rows_RxD, matrices_ExDxF, sizes_E = saved
-    d_rows = jax.lax.platform_dependent(
-        g_RxF,
-        matrices_ExDxF,
-        sizes_E,
-        tpu=functools.partial(_product_by_megablox, transposed=True),
-        cuda=functools.partial(_product_by_batch, transposed=True),
-        default=functools.partial(_product_by_blocks, transposed=True),
-    )
+    d_rows = _product(g_RxF, matrices_ExDxF, sizes_E, True)
     d_matrices = jax.lax.platform_dependent(
         rows_RxD, g_RxF, sizes_E, tpu=_outer_by_megablox, cuda=_outer_by_batch, default=_outer_by_blocks
     )
@@ -65,6 +50,13 @@ def _backward(saved: tuple[jax.Array, ...], g_RxF: jax.Array) -> tuple[jax.Array
 
 
 grouped_matmul.defvjp(_forward, _backward)
+
+
+def _product(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array, transposed: bool) -> jax.Array:
+    """Multiply each row by the matrix of its group, or by its transpose."""
+    ways = {"tpu": _product_by_megablox, "cuda": _product_by_batch, "default": _product_by_blocks}
+    ways = {platform: functools.partial(way, transposed=transposed) for platform, way in ways.items()}
+    return jax.lax.platform_dependent(rows_RxD, matrices_ExDxF, sizes_E, **ways)
 
 
 # --- Any platform: a loop over blocks ---------------------------------------------------------------------------------
