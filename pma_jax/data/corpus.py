@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -300,13 +300,16 @@ def _read_parquet(file: _File, field: str) -> Iterator[Document]:
     try:
         with file.path.open("rb") as stream, pq.ParquetFile(stream) as table:
             _check_column(table.schema_arrow, str(file.path), field)
-            row = 0
-            for block in table.iter_batches(batch_size=_BLOCK_ROWS, columns=[field]):
-                for text in block.column(0).to_pylist():
-                    row += 1
-                    yield Document(f"{file.name}:{row}", text or "")
+            yield from _read_rows(file.name, table.iter_batches(batch_size=_BLOCK_ROWS, columns=[field]))
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {file.path}: {_first_line(error)}") from error
+
+
+def _read_rows(name: str, blocks: Iterable[Any]) -> Iterator[Document]:
+    """Yield a document for each row of Arrow tables with one column, the text."""
+    texts = (text for block in blocks for text in block.column(0).to_pylist())
+    for row, text in enumerate(texts, start=1):
+        yield Document(f"{name}:{row}", text or "")
 
 
 def _check_column(schema: "pa.Schema", where: str, field: str) -> None:
@@ -348,11 +351,7 @@ def _load_hub(data: config.DataConfig) -> Any:
 
 
 def _read_hub(data: config.DataConfig, table: Any) -> Iterator[Document]:
-    row = 0
-    for block in table.iter(batch_size=_BLOCK_ROWS):
-        for text in block.column(data.text_field).to_pylist():
-            row += 1
-            yield Document(f"{data.hub_split}:{row}", text or "")
+    return _read_rows(data.hub_split, table.iter(batch_size=_BLOCK_ROWS))
 
 
 def _digest_rows(data: config.DataConfig, table: Any) -> str:

@@ -2,8 +2,8 @@
 
     CACHE_DIR/DIGEST/meta.json              counts, dtype, digests
                      tokenizer.json         Hugging Face format
-                     train-00000.bin ...    little-endian ids, files of bounded size
-                     validation-00000.bin ...
+                     train-00000.bin        little-endian ids; earlier versions split them into several files
+                     validation-00000.bin
 
 The ids of each document are followed by the tokenizer's end-of-document id. In data with prompts, ids are signed, and
 an id t of a prompt is stored as -t - 1, which excludes it as a target (model/loss.py). A directory is published
@@ -35,7 +35,6 @@ from pma_jax.storage import atomic, locks
 from pma_jax.storage.paths import is_bucket
 
 FORMAT = 1
-SHARD_BYTES = 2**28
 _ENCODE_CHARACTERS = 2**22  # characters of text per call of the tokenizer
 
 
@@ -72,7 +71,7 @@ class TokenSet:
         return tokenizing.load_tokenizer(self.directory / "tokenizer.json")
 
 
-def prepare_tokens(data: config.DataConfig, *, progress: bool = True, shard_bytes: int = SHARD_BYTES) -> TokenSet:
+def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSet:
     """Tokenise the corpus of `data` into `data.cache_dir`, or open the tokens that are already cached there.
 
     The corpus is read once to compute its digest (about one second per gigabyte). If it is not cached, it is read twice
@@ -82,7 +81,6 @@ def prepare_tokens(data: config.DataConfig, *, progress: bool = True, shard_byte
     Args:
         data: The source of the text, and the tokenizer.
         progress: Show a progress bar on stderr if it is a terminal, else log one line there.
-        shard_bytes: Maximum size of a shard in bytes.
 
     Raises:
         ValueError: The corpus or the tokenizer cannot be read, a split has no document, or the cache cannot be written.
@@ -99,7 +97,7 @@ def prepare_tokens(data: config.DataConfig, *, progress: bool = True, shard_byte
             cache.mkdir(parents=True, exist_ok=True)
             with _lock_cache_entry(cache, key, console):
                 if not target.exists():
-                    _prepare_directory(target, data, source, console, shard_bytes)
+                    _prepare_directory(target, data, source, console)
         except OSError as error:
             raise ValueError(f"cannot write tokens to data.cache_dir {cache}: {error}") from error
     return open_tokens(target)
@@ -189,14 +187,14 @@ def _lock_cache_entry(cache: Path, key: str, console: rich.console.Console) -> I
 
 
 def _prepare_directory(
-    target: Path, data: config.DataConfig, source: corpus.Corpus, console: rich.console.Console, shard_bytes: int
+    target: Path, data: config.DataConfig, source: corpus.Corpus, console: rich.console.Console
 ) -> None:
     """Tokenise the corpus into a temporary directory and publish it as `target`."""
     temporary = target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
     try:
         with _progress_bar(console) as bar:
-            meta = _write_tokens(temporary, data, source, bar, shard_bytes)
+            meta = _write_tokens(temporary, data, source, bar)
         if corpus.open_corpus(data).digest != source.digest:
             raise ValueError("the corpus changed while it was being tokenised: run again")
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n")
@@ -213,9 +211,9 @@ def _prepare_directory(
 
 
 def _write_tokens(
-    folder: Path, data: config.DataConfig, source: corpus.Corpus, bar: rich.progress.Progress, shard_bytes: int
+    folder: Path, data: config.DataConfig, source: corpus.Corpus, bar: rich.progress.Progress
 ) -> dict[str, Any]:
-    """Write the shards and tokenizer.json; return the content of meta.json."""
+    """Write the token files and tokenizer.json; return the content of meta.json."""
     read_task = bar.add_task("reading", total=None)
     scan = corpus.scan_corpus(source, data.held_out_percent, lambda size: bar.advance(read_task, size))
     if not scan.documents:
@@ -224,17 +222,25 @@ def _write_tokens(
     tokenizer = _select_tokenizer(data, source, scan, bar)
     tokenizer.save(folder / "tokenizer.json")
 
-    dtype = _smallest_dtype(tokenizer.vocabulary_size, signed=data.task != "text")
-    writers = {name: _ShardWriter(folder, name, dtype, shard_bytes) for name in (corpus.TRAIN, corpus.VALIDATION)}
+    # Signed ids hold -t - 1 too. The smallest dtype is a byte, which has no order.
+    vocabulary_size = tokenizer.vocabulary_size
+    dtype = np.min_scalar_type(vocabulary_size - 1 if data.task == "text" else -vocabulary_size).newbyteorder("<")
+    names = (corpus.TRAIN, corpus.VALIDATION)
+    splits = {name: {"documents": 0, "tokens": 0, "utf8_bytes": 0} for name in names}
     encode_task = bar.add_task("tokenising", total=scan.utf8_bytes)
-    for block in _group_documents(corpus.split_documents(source, data.held_out_percent, scan)):
-        prompts = tokenizer.encode_many([document.prompt for _, document in block])
-        ids = tokenizer.encode_many([document.text for _, document in block])
-        for (split, document), prompt_P, ids_T in zip(block, prompts, ids, strict=True):
-            size = len(document.full_text.encode())
-            writers[split].write(np.concatenate([~prompt_P, ids_T, [tokenizer.end_of_document]]), size + 1)
-            bar.advance(encode_task, size)
-    splits = {name: writer.close() for name, writer in writers.items()}
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(_token_path(folder, name).open("wb")) for name in names}
+        for block in _group_documents(corpus.split_documents(source, data.held_out_percent, scan)):
+            prompts = tokenizer.encode_many([document.prompt for _, document in block])
+            ids = tokenizer.encode_many([document.text for _, document in block])
+            for (name, document), prompt_P, ids_T in zip(block, prompts, ids, strict=True):
+                document_T = np.concatenate([~prompt_P, ids_T, [tokenizer.end_of_document]])
+                files[name].write(document_T.astype(dtype).tobytes())
+                size = len(document.full_text.encode())
+                splits[name]["documents"] += 1
+                splits[name]["tokens"] += document_T.size
+                splits[name]["utf8_bytes"] += size + 1
+                bar.advance(encode_task, size)
     for name, split in splits.items():
         if not split["documents"]:
             raise ValueError(
@@ -249,7 +255,7 @@ def _write_tokens(
         "vocabulary_size": tokenizer.vocabulary_size,
         "end_of_document": tokenizer.end_of_document,
         "dtype": dtype.str,
-        "splits": splits,
+        "splits": {name: split | {"shard_tokens": [split["tokens"]]} for name, split in splits.items()},
     }
 
 
@@ -285,59 +291,7 @@ def _group_documents(documents: Iterator[tuple[str, corpus.Document]]) -> Iterat
         yield block
 
 
-def _smallest_dtype(vocabulary_size: int, signed: bool = False) -> np.dtype:
-    """Return the smallest little-endian integer dtype that holds all ids."""
-    ids = 2 * vocabulary_size if signed else vocabulary_size
-    bits = 8 if ids <= 2**8 else 16 if ids <= 2**16 else 32
-    return np.dtype(f"<{'i' if signed else 'u'}{bits // 8}")
-
-
-class _ShardWriter:
-    """Write the ids of one split to numbered files of at most `shard_bytes` bytes."""
-
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_bytes: int):
-        self._folder, self._split, self._dtype = folder, split, dtype
-        self._tokens_per_shard = shard_bytes // dtype.itemsize
-        assert self._tokens_per_shard > 0, shard_bytes
-        self._shard_tokens: list[int] = []
-        self._documents = self._utf8_bytes = 0
-        self._stream: Any = None
-
-    def write(self, document_T: np.ndarray, utf8_bytes: int) -> None:
-        """Append the ids of one document."""
-        self._documents += 1
-        self._utf8_bytes += utf8_bytes
-        ids_T = document_T.astype(self._dtype)
-        while ids_T.size:
-            if self._stream is None or self._shard_tokens[-1] == self._tokens_per_shard:
-                self._open_next()
-            part_T = ids_T[: self._tokens_per_shard - self._shard_tokens[-1]]
-            self._stream.write(part_T.tobytes())
-            self._shard_tokens[-1] += part_T.size
-            ids_T = ids_T[part_T.size :]
-
-    def close(self) -> dict[str, Any]:
-        """Close the last file and return the counts that meta.json records."""
-        self._close_stream()
-        return {
-            "documents": self._documents,
-            "tokens": sum(self._shard_tokens),
-            "utf8_bytes": self._utf8_bytes,
-            "shard_tokens": self._shard_tokens,
-        }
-
-    def _open_next(self) -> None:
-        self._close_stream()
-        self._stream = _shard_path(self._folder, self._split, len(self._shard_tokens)).open("wb")
-        self._shard_tokens.append(0)
-
-    def _close_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-
-def _shard_path(folder: Path, split: str, index: int) -> Path:
+def _token_path(folder: Path, split: str, index: int = 0) -> Path:
     return folder / f"{split}-{index:05d}.bin"
 
 
@@ -345,7 +299,7 @@ def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:
     counts = meta["splits"][name]
     shards = []
     for index, tokens in enumerate(counts["shard_tokens"]):
-        path = _shard_path(folder, name, index)
+        path = _token_path(folder, name, index)
         dtype = np.dtype(meta["dtype"])
         if path.stat().st_size != tokens * dtype.itemsize:
             raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {tokens * dtype.itemsize}")

@@ -21,7 +21,8 @@ import numpy as np
 from pma_jax import config as configuration
 from pma_jax.config import ModelConfig
 
-# Published (activated parameters, interval in tokens, window) of dense models and mixtures of experts.
+# Published (activated parameters, interval in tokens, window) of dense models and mixtures of experts; sizes in both
+# the paper and `SIZES` have the same number of activated parameters.
 DENSE_POINTS = ((411e6, 2e9, 6), (2e9, 5e9, 6), (8e9, 15e9, 10), (70e9, 40e9, 10))
 MIXTURE_POINTS = ((0.7e9, 4e9, 10), (1.3e9, 8e9, 10), (10e9, 80e9, 10))
 WINDOWS_PER_RUN = 20
@@ -36,14 +37,12 @@ class ModelSize:
         total: nominal parameters.
         model: the shape.
         sequence_length_tokens: training sequence length.
-        published: the paper's snapshot interval (tokens) and window for this size, if published.
     """
 
     activated: float
     total: float
     model: ModelConfig
     sequence_length_tokens: int
-    published: tuple[float, int] | None = None
 
 
 _SHAPE = ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
@@ -55,7 +54,7 @@ def _dense(*shape: int, **others: Any) -> ModelConfig:
     return ModelConfig(**sizes, qk_norm=True, rope_theta=500_000.0, compute_dtype="bfloat16", remat="full", **others)
 
 
-def _mixture(*shape: int, experts: tuple[int, int, int], shared: int) -> ModelConfig:
+def _mixture(*shape: int, experts: tuple[int, int, int], shared: int = 0) -> ModelConfig:
     """Make a mixture of experts.
 
     Args:
@@ -77,29 +76,23 @@ def _mixture(*shape: int, experts: tuple[int, int, int], shared: int) -> ModelCo
 
 SIZES = {
     "dense_125m": ModelSize(125e6, 125e6, _dense(32_768, 768, 12, 12, 12, 64, 1_792), 2_048),
-    "dense_411m": ModelSize(411e6, 411e6, _dense(65_536, 1_024, 24, 16, 8, 64, 2_816), 2_048, (2e9, 6)),
+    "dense_411m": ModelSize(411e6, 411e6, _dense(65_536, 1_024, 24, 16, 8, 64, 2_816), 2_048),
     "dense_1b": ModelSize(1e9, 1e9, _dense(65_536, 2_048, 16, 16, 8, 128, 5_632), 2_048),
-    "dense_2b": ModelSize(2e9, 2e9, _dense(131_072, 2_048, 26, 16, 8, 128, 7_168), 4_096, (5e9, 6)),
-    "dense_8b": ModelSize(8e9, 8e9, _dense(131_072, 4_096, 32, 32, 8, 128, 14_336), 8_192, (15e9, 10)),
-    "dense_70b": ModelSize(70e9, 70e9, _dense(131_072, 8_192, 80, 64, 8, 128, 28_672), 8_192, (40e9, 10)),
-    "moe_125m_650m": ModelSize(
-        125e6, 650e6, _mixture(32_768, 512, 12, 8, 8, 64, experts=(32, 4, 1_024), shared=0), 2_048
-    ),
-    "moe_330m_3b": ModelSize(
-        330e6, 3.3e9, _mixture(65_536, 1_024, 16, 16, 8, 64, experts=(128, 6, 512), shared=0), 2_048
-    ),
+    "dense_2b": ModelSize(2e9, 2e9, _dense(131_072, 2_048, 26, 16, 8, 128, 7_168), 4_096),
+    "dense_8b": ModelSize(8e9, 8e9, _dense(131_072, 4_096, 32, 32, 8, 128, 14_336), 8_192),
+    "dense_70b": ModelSize(70e9, 70e9, _dense(131_072, 8_192, 80, 64, 8, 128, 28_672), 8_192),
+    "moe_125m_650m": ModelSize(125e6, 650e6, _mixture(32_768, 512, 12, 8, 8, 64, experts=(32, 4, 1_024)), 2_048),
+    "moe_330m_3b": ModelSize(330e6, 3.3e9, _mixture(65_536, 1_024, 16, 16, 8, 64, experts=(128, 6, 512)), 2_048),
     "moe_700m_7b": ModelSize(
-        0.7e9, 7e9, _mixture(65_536, 1_536, 18, 12, 4, 128, experts=(128, 6, 640), shared=1), 4_096, (4e9, 10)
+        0.7e9, 7e9, _mixture(65_536, 1_536, 18, 12, 4, 128, experts=(128, 6, 640), shared=1), 4_096
     ),
-    "moe_1b_5b": ModelSize(1e9, 5e9, _mixture(65_536, 2_048, 16, 16, 4, 128, experts=(32, 4, 1_408), shared=0), 2_048),
+    "moe_1b_5b": ModelSize(1e9, 5e9, _mixture(65_536, 2_048, 16, 16, 4, 128, experts=(32, 4, 1_408)), 2_048),
     "moe_1b3_13b": ModelSize(
-        1.3e9, 13e9, _mixture(65_536, 2_048, 20, 16, 4, 128, experts=(128, 8, 768), shared=1), 4_096, (8e9, 10)
+        1.3e9, 13e9, _mixture(65_536, 2_048, 20, 16, 4, 128, experts=(128, 8, 768), shared=1), 4_096
     ),
-    "moe_3b_30b": ModelSize(
-        3e9, 30e9, _mixture(131_072, 2_048, 36, 32, 4, 128, experts=(128, 8, 1_024), shared=0), 8_192
-    ),
+    "moe_3b_30b": ModelSize(3e9, 30e9, _mixture(131_072, 2_048, 36, 32, 4, 128, experts=(128, 8, 1_024)), 8_192),
     "moe_10b_100b": ModelSize(
-        10e9, 100e9, _mixture(131_072, 4_096, 48, 32, 8, 128, experts=(128, 8, 1_280), shared=1), 8_192, (80e9, 10)
+        10e9, 100e9, _mixture(131_072, 4_096, 48, 32, 8, 128, experts=(128, 8, 1_280), shared=1), 8_192
     ),
     "moe_15b_150b": ModelSize(
         15e9, 150e9, _mixture(131_072, 5_120, 48, 40, 8, 128, experts=(128, 8, 1_536), shared=1), 8_192
@@ -114,7 +107,8 @@ def get_config(name: str) -> ml_collections.ConfigDict:
     """Return the configuration of a size, which a `--config` file returns as it is or changed."""
     size = SIZES[name]
     model = size.model
-    interval, window = size.published or recommend_interval(size.activated, mixture=model.experts > 0)
+    published = {activated: point for activated, *point in DENSE_POINTS + MIXTURE_POINTS}
+    interval, window = published.get(size.activated) or recommend_interval(size.activated, mixture=model.experts > 0)
     total_tokens = WINDOWS_PER_RUN * window * interval
     rate, batch_tokens = scaling_law_rate_and_batch(size.activated, total_tokens)
     c = configuration.defaults()

@@ -7,7 +7,6 @@ from typing import Any
 
 import rich.console
 import rich.progress
-from etils import epath
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
@@ -21,6 +20,14 @@ from pma_jax.storage.lines import LineFile
 _Event: Any = vars(event_pb2)["Event"]  # created by protobuf at import: type checkers do not see it
 _START = 1  # SessionLog.START: TensorBoard drops an earlier process's events from that step on
 Record = dict[str, Any]  # always: kind (train | evaluation | block_mean | preview | spike | recovery), tokens
+
+
+_LINES = {
+    "train": "loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s",
+    "evaluation": "held-out loss {loss:.4f}",
+    "block_mean": "held-out loss of the block mean {loss:.4f}",
+    "preview": "held-out loss of {recipe} {loss:.4f}",
+}
 
 
 class MetricsLog:
@@ -37,7 +44,11 @@ class MetricsLog:
         kept = [r for r in read_records(path) if r["tokens"] <= tokens]
         atomic.write_text(path, record_lines(kept))
         self._path, self._file = path, LineFile(path)
-        self._board = _Curves(run.path / "tensorboard", tokens + 1)
+        folder = run.path / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        # tensorboardX's public writers use a thread: on a full disk it dies, and training waits for it forever.
+        self._board = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
+        self._board.write_event(_Event(step=tokens + 1, session_log={"status": _START}))
         self._console = rich.console.Console(stderr=True)
         self._bar = _progress_bar(self._console, run.config, tokens)
         self._bar.start()
@@ -48,15 +59,13 @@ class MetricsLog:
             return
         with report_write_errors(self._path):
             self._file.write(record_lines([record]))
-            self._board.add(_scalars(record), record["tokens"])
+            for tag, value in _scalars(record):
+                scalar = summary.scalar(tag, value)
+                self._board.write_event(_Event(wall_time=time.time(), step=record["tokens"], summary=scalar))
         shown = _shown(record)
-        self._bar.update(self._task, completed=record["tokens"], description=shown)
+        self._bar.update(self._bar.task_ids[0], completed=record["tokens"], description=shown)
         if not self._console.is_terminal:
             print(shown, file=sys.stderr, flush=True)
-
-    @property
-    def _task(self) -> rich.progress.TaskID:
-        return self._bar.task_ids[0]
 
     def print(self, line: str) -> None:
         """Print one line to the terminal."""
@@ -81,25 +90,6 @@ class MetricsLog:
                 self._board.close()
 
 
-class _Curves:
-    """TensorBoard events, written by the calling thread.
-
-    tensorboardX's public writers use a thread: on a full disk it dies, and training waits for it forever.
-    """
-
-    def __init__(self, folder: epath.Path, begins: int):
-        folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
-        self._writer.write_event(_Event(step=begins, session_log={"status": _START}))
-
-    def add(self, scalars: list[tuple[str, float]], step: int) -> None:
-        for tag, value in scalars:
-            self._writer.write_event(_Event(wall_time=time.time(), step=step, summary=summary.scalar(tag, value)))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 def _scalars(record: Record) -> list[tuple[str, float]]:
     if record["kind"] == "preview":
         return [(f"preview/{record['recipe']}", record["loss"])]
@@ -109,20 +99,9 @@ def _scalars(record: Record) -> list[tuple[str, float]]:
 
 def _shown(record: Record) -> str:
     millions = f"{record['tokens'] / 1e6:.2f}M tokens"
-    if record["kind"] == "train":
-        return f"{millions}  loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
-    if record["kind"] == "evaluation":
-        return f"{millions}  held-out loss {record['loss']:.4f}"
-    if record["kind"] == "block_mean":
-        return f"{millions}  held-out loss of the block mean {record['loss']:.4f}"
-    if record["kind"] == "spike":
-        return describe_spike(record)
-    return f"{millions}  held-out loss of {record['recipe']} {record['loss']:.4f}"
-
-
-def describe_spike(spike: Record) -> str:
-    """Return one line about a spike's record."""
-    loss = "not finite" if spike["loss"] is None else f"{spike['loss']:.4f}"
+    if record["kind"] != "spike":
+        return f"{millions}  {_LINES[record['kind']].format_map(record)}"
+    spike, loss = record, "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
     return (
         f"loss spike from {spike['onset_tokens']:,} to {spike['tokens']:,} tokens ({spike['verdict']}): loss {loss}, "
         f"median before {spike['median_loss']:.4f}"

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,12 +72,19 @@ def test_every_document_arrives_exactly_once_in_one_split(tmp_path, kind):
         assert tokens.train.shards[0].dtype == np.uint16
 
 
-def test_shards_are_bounded_and_make_the_same_stream(tmp_path):
+def test_tokens_in_several_files_make_the_same_stream(tmp_path):
+    """As earlier versions wrote them."""
     make_files(tmp_path / "text")
     whole = shards.prepare_tokens(data_config(tmp_path), progress=False)
-    many = shards.prepare_tokens(
-        data_config(tmp_path, cache_dir=str(tmp_path / "many")), progress=False, shard_bytes=1000
-    )
+    shutil.copytree(whole.directory, tmp_path / "many")
+    meta = json.loads((tmp_path / "many" / "meta.json").read_text())
+    ids = (tmp_path / "many" / "train-00000.bin").read_bytes()
+    parts = [ids[start : start + 1000] for start in range(0, len(ids), 1000)]
+    for index, part in enumerate(parts):
+        (tmp_path / "many" / f"train-{index:05d}.bin").write_bytes(part)
+    meta["splits"]["train"]["shard_tokens"] = [len(part) for part in parts]
+    (tmp_path / "many" / "meta.json").write_text(json.dumps(meta))
+    many = shards.open_tokens(tmp_path / "many")
     assert len(many.train.shards) > 10 and max(shard.nbytes for shard in many.train.shards) == 1000
     assert stream(many.train) == stream(whole.train) and stream(many.validation) == stream(whole.validation)
     assert many.digest == whole.digest

@@ -238,7 +238,7 @@ import sys, json
 from pathlib import Path
 from pma_jax import config
 from pma_jax.data import shards
-shards.prepare_tokens(config.from_json(Path(sys.argv[1]).read_text()).data, shard_bytes=20_000)
+shards.prepare_tokens(config.from_json(Path(sys.argv[1]).read_text()).data)
 """
 
 
