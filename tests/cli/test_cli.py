@@ -19,13 +19,13 @@ VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "pla
 
 @pytest.fixture
 def pma(capsys):
-    """Run `pma` in this process: exit status, standard output, standard error."""
+    """Return a function that runs `pma` in this process: exit status, standard output, standard error."""
 
-    def run(*words):
+    def run(*arguments):
         capsys.readouterr()
         try:
-            status = main([str(word) for word in words])
-        except SystemExit as left:  # argparse's way out
+            status = main([str(word) for word in arguments])
+        except SystemExit as left:  # argparse exits.
             status = left.code
         captured = capsys.readouterr()
         return status, captured.out, captured.err
@@ -35,12 +35,12 @@ def pma(capsys):
 
 @pytest.fixture
 def fails(pma):
-    """Assert that `pma` could not, and says why in one line; returns the line."""
+    """Return a function that asserts that `pma` exits with status 1 and one line of error, which it returns."""
 
-    def run(*words):
-        status, out, err = pma(*words)
+    def run(*arguments):
+        status, out, err = pma(*arguments)
         assert status == 1, (status, out, err)
-        # The one line more that there may be says that the corpus was prepared.
+        # The only other line allowed reports that the corpus was prepared.
         line = err.splitlines()[-1]
         assert out == "" and line.startswith("error: ") and err.count("error: ") == 1, err
         assert len(err.splitlines()) == 1 + err.startswith("prepared "), err
@@ -51,11 +51,11 @@ def fails(pma):
 
 @pytest.fixture
 def copy(finished, tmp_path):
-    """A copy of the finished run, to change."""
+    """Return a copy of the finished run, which the test may change."""
     return open_run(shutil.copytree(finished.path, tmp_path / "run"))
 
 
-# --- Help and wrong calls ---------------------------------------------------------------------------------------------
+# --- Help and invalid calls -------------------------------------------------------------------------------------------
 
 
 def test_help_does_not_import_jax():
@@ -74,7 +74,7 @@ def test_every_verb_has_help_with_an_example(pma, verb):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         [],
         ["trian"],
@@ -115,8 +115,8 @@ def test_every_verb_has_help_with_an_example(pma, verb):
     ],
     ids=" ".join,
 )
-def test_a_wrong_call_is_status_2(pma, words):
-    status, out, err = pma(*words)
+def test_invalid_call_exits_with_status_2(pma, arguments):
+    status, out, err = pma(*arguments)
     assert status == 2
     assert out == "" and "error: " in err and "Traceback" not in err
 
@@ -126,7 +126,7 @@ def test_a_wrong_call_is_status_2(pma, words):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-    ("assignment", "says"),
+    ("assignment", "message"),
     [
         ("checkpoint.intervall_tokens=4e6", "checkpoint.interval_tokens"),
         ("training.seed=one", "a whole number"),
@@ -137,13 +137,13 @@ def test_a_wrong_call_is_status_2(pma, words):
         ("training.accumulation_steps=2", "data x fsdp x expert splits it in 8"),
     ],
 )
-def test_a_wrong_key_or_value_is_one_line(fails, workspace, tmp_path, assignment, says):
+def test_invalid_key_or_value_is_one_line(fails, workspace, tmp_path, assignment, message):
     file = tiny.write_config(tmp_path / "config.py", workspace)
-    assert says in fails("train", "--config", file, "--workdir", tmp_path / "run", f"--config.{assignment}")
+    assert message in fails("train", "--config", file, "--workdir", tmp_path / "run", f"--config.{assignment}")
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (None, "no configuration file"),
         ("1 / 0", "ZeroDivisionError"),
@@ -152,17 +152,17 @@ def test_a_wrong_key_or_value_is_one_line(fails, workspace, tmp_path, assignment
         ("from pma_jax import config\ndef get_config():\n    c = config.defaults()\n    c.trainig = 3\n", "trainig"),
     ],
 )
-def test_a_wrong_config_file_is_one_line(fails, tmp_path, text, says):
+def test_invalid_config_file_is_one_line(fails, tmp_path, text, message):
     if text is not None:
         (tmp_path / "config.py").write_text(text)
-    assert says in fails("train", "--config", tmp_path / "config.py", "--workdir", tmp_path / "run")
+    assert message in fails("train", "--config", tmp_path / "config.py", "--workdir", tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     "verb", ["evaluate", "inspect", "sweep", "watch", "report", "merge", "fork", "import", "export"]
 )
 @pytest.mark.parametrize("target", ["nothing", "empty", "file", "config"])
-def test_what_is_neither_run_nor_snapshot_is_one_line(fails, tmp_path, verb, target):
+def test_path_that_is_neither_run_nor_snapshot_is_one_line(fails, tmp_path, verb, target):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
     (tmp_path / "config").mkdir()
@@ -173,8 +173,8 @@ def test_what_is_neither_run_nor_snapshot_is_one_line(fails, tmp_path, verb, tar
     assert not (tmp_path / "out").exists()
 
 
-def damage(snapshot, how):
-    """Break a snapshot's files as a full disk or a partial copy would."""
+def corrupt(snapshot, how):
+    """Corrupt a snapshot's files as a full disk or a partial copy would."""
     arrays = [*snapshot.path.glob("params/d/*"), *snapshot.path.glob("params/*/d/*")]
     if how == "no arrays":
         (snapshot.path / "params").rmtree()
@@ -190,25 +190,25 @@ def damage(snapshot, how):
 
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "no arrays", "no metadata"])
-def test_a_damaged_snapshot_is_one_line(fails, copy, tmp_path, how):
+def test_corrupt_snapshot_is_one_line(fails, copy, tmp_path, how):
     first, *_, damaged = copy.snapshots
-    damage(damaged, how)
+    corrupt(damaged, how)
     said = [fails("evaluate", damaged.path), fails("merge", first.path, damaged.path, "--out", tmp_path / "out")]
     assert all(str(damaged.path) in line and len(line) < 1000 for line in said)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_snapshot_is_one_line_in_a_terminal_too(copy):
-    # Threads and event loops of the libraries print on their own; only a process of its own shows it.
+def test_corrupt_snapshot_is_one_line_in_a_terminal_too(copy):
+    # Threads and event loops of the libraries print by themselves, which only a separate process shows.
     damaged = copy.snapshots[-1]
-    damage(damaged, "zeros")
+    corrupt(damaged, "zeros")
     ended = tiny.pma("evaluate", damaged.path)
     assert ended.returncode == 1
     assert len(ended.stderr.splitlines()) == 1 and "is damaged" in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         (["--last", "7"], "7 checkpoints are requested and there are 6"),
         (["--tokens", "1:2"], "no checkpoint is in 1:2 tokens"),
@@ -219,23 +219,23 @@ def test_a_damaged_snapshot_is_one_line_in_a_terminal_too(copy):
         (["--recipe", ""], "sma"),
     ],
 )
-def test_a_merge_that_cannot_be_is_one_line(fails, finished, tmp_path, words, says):
-    assert says in fails("merge", finished.path, "--out", tmp_path / "out", *words)
+def test_impossible_merge_is_one_line(fails, finished, tmp_path, arguments, message):
+    assert message in fails("merge", finished.path, "--out", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_fork_where_no_state_is_lists_the_states(fails, finished, tmp_path):
+def test_fork_without_a_state_lists_the_states(fails, finished, tmp_path):
     line = fails("fork", finished.path, "--at-tokens", "5e3", "--workdir", tmp_path / "fork")
     assert "2,048, 4,096, 6,144" in line and "keep_states_at_tokens=5000" in line
 
 
-def test_a_sweep_of_more_than_there_is_is_one_line(fails, finished):
+def test_sweep_of_more_snapshots_than_exist_is_one_line(fails, finished):
     line = fails("sweep", finished.path, "--windows", "15,20", "--recipes", "sma")
     assert "sma:15: there are 6 snapshots, and it needs 15" in line and "sma:20" in line
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         (["sweep", "--recipes", "smaa"], "did you mean 'sma'"),
         (["sweep", "--kind", "block_mean"], "no snapshots of kind block_mean"),
@@ -243,27 +243,27 @@ def test_a_sweep_of_more_than_there_is_is_one_line(fails, finished):
         (["watch", "--recipe", "weights:0.5,0.5", "--windows", "3"], "2 weights for 3"),
     ],
 )
-def test_a_sweep_or_watch_that_cannot_be_is_one_line(fails, copy, words, says):
-    verb, *rest = words
+def test_impossible_sweep_or_watch_is_one_line(fails, copy, arguments, message):
+    verb, *rest = arguments
     before = tiny.contents(copy.path)
-    assert says in fails(verb, copy.path, *rest)
+    assert message in fails(verb, copy.path, *rest)
     assert tiny.contents(copy.path) == before
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         (["--topology", "v9:2x2"], "unknown topology 'v9:2x2'"),
         (["--topology", "v5e:2x2", "--out", "nowhere/plan.json"], "nowhere"),
         (["--topology", "v5e:2x2", "--config.model.widht=3"], "model.width"),
     ],
 )
-def test_a_plan_that_cannot_be_is_one_line(fails, words, says):
-    assert says in fails("plan", "--config", "demo", *words)
+def test_impossible_plan_is_one_line(fails, arguments, message):
+    assert message in fails("plan", "--config", "demo", *arguments)
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         (["--storage-bandwidth", "2GB"], "not a rate"),
         (["--storage-bandwidth", "fast/s"], "not a size"),
@@ -271,29 +271,29 @@ def test_a_plan_that_cannot_be_is_one_line(fails, words, says):
         ([], "--topology"),
     ],
 )
-def test_a_plan_that_is_asked_for_wrongly_is_told_so(pma, words, says):
-    topology = ["--topology", "v5e:2x2"] if words else []
-    status, out, err = pma("plan", "--config", "demo", *topology, *words)
-    assert status == 2 and out == "" and says in err
+def test_invalid_plan_arguments_are_reported(pma, arguments, message):
+    topology = ["--topology", "v5e:2x2"] if arguments else []
+    status, out, err = pma("plan", "--config", "demo", *topology, *arguments)
+    assert status == 2 and out == "" and message in err
 
 
 # --- What the verbs do ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_train_and_resume_from_a_process_of_its_own(finished, workspace, tmp_path):
+def test_train_and_resume_in_a_separate_process(finished, workspace, tmp_path):
     file = tiny.write_config(tmp_path / "config.py", workspace)
-    words = ["train", "--config", file, "--workdir", "runs/tiny"]
-    ended = tiny.pma(*words, "--config.training.total_tokens=2048", cwd=tmp_path)
+    arguments = ["train", "--config", file, "--workdir", "runs/tiny"]
+    ended = tiny.pma(*arguments, "--config.training.total_tokens=2048", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip().endswith(f"2,048 tokens, 2 snapshots, held-out loss {finished.snapshots[1].loss:.4f}")
-    refused = tiny.pma(*words, cwd=tmp_path)
+    refused = tiny.pma(*arguments, cwd=tmp_path)
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith("error: runs/tiny holds a run with another configuration")
     assert "training.total_tokens: 2048 -> 6144" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_an_interrupted_command_says_how_to_go_on(pma, workspace, tmp_path, monkeypatch):
+def test_interrupted_command_reports_how_to_resume(pma, workspace, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -303,7 +303,7 @@ def test_an_interrupted_command_says_how_to_go_on(pma, workspace, tmp_path, monk
     assert status == 130 and "same command" in err and "Traceback" not in err
 
 
-def test_an_interrupted_watch_is_one_line(pma, finished, monkeypatch):
+def test_interrupted_watch_is_one_line(pma, finished, monkeypatch):
     from pma_jax.evaluation import watch
 
     def interrupted(*_, **__):
@@ -315,16 +315,16 @@ def test_an_interrupted_watch_is_one_line(pma, finished, monkeypatch):
 
 
 def test_fork_trains_to_the_horizon(pma, finished, tmp_path):
-    words = ["fork", finished.path, "--at-tokens", "4096", "--workdir", tmp_path / "fork"]
-    words += ["--config.schedule.decay=linear", "--config.schedule.decay_start_tokens=4096"]
-    assert pma(*words)[0] == 0
+    arguments = ["fork", finished.path, "--at-tokens", "4096", "--workdir", tmp_path / "fork"]
+    arguments += ["--config.schedule.decay=linear", "--config.schedule.decay_start_tokens=4096"]
+    assert pma(*arguments)[0] == 0
     run = open_run(tmp_path / "fork")
     assert [s.step for s in run.snapshots] == [20, 24] and run.config.schedule.decay == "linear"
     before = tiny.contents(tmp_path / "fork")
-    assert pma(*words)[0] == 0
+    assert pma(*arguments)[0] == 0
     assert tiny.contents(tmp_path / "fork") == before, "the same command again changes nothing"
-    words[words.index("--workdir") + 1] = tmp_path / "other"
-    assert pma(*words, "--weights", finished.snapshots[1].path)[0] == 0
+    arguments[arguments.index("--workdir") + 1] = tmp_path / "other"
+    assert pma(*arguments, "--weights", finished.snapshots[1].path)[0] == 0
     first, other = (next(r for r in open_run(tmp_path / f).metrics if r["kind"] == "train") for f in ("fork", "other"))
     assert first["tokens"] == other["tokens"] and first["loss"] != other["loss"]
 
@@ -338,7 +338,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_merge_is_numpys_and_every_verb_takes_it(pma, finished, tmp_path, recipe):
+def test_merge_equals_numpy_and_every_verb_accepts_it(pma, finished, tmp_path, recipe):
     out = tmp_path / "deep" / "merged"
     status, said, _ = pma("merge", finished.path, "--last", "3", "--recipe", recipe, "--out", out)
     assert status == 0
@@ -353,7 +353,7 @@ def test_merge_is_numpys_and_every_verb_takes_it(pma, finished, tmp_path, recipe
     tiny.assert_close(tiny.read(merged), expected, rtol=1e-5, atol=1e-6)
 
     (row,) = json.loads(pma("evaluate", out, "--json")[1])
-    if recipe == "sma":  # the run's own preview of the same merge
+    if recipe == "sma":  # The run's own preview of the same merge.
         preview = [r for r in finished.metrics if r["kind"] == "preview"][-1]
         assert row["loss"] == pytest.approx(preview["loss"], rel=1e-6)
     facts = json.loads(pma("inspect", out, "--json")[1])
@@ -361,7 +361,7 @@ def test_merge_is_numpys_and_every_verb_takes_it(pma, finished, tmp_path, recipe
     assert pma("merge", out, finished.snapshots[0].path, "--out", tmp_path / "again")[0] == 0
 
 
-def test_merge_orders_by_tokens_and_takes_ranges(pma, finished, tmp_path):
+def test_merge_orders_by_tokens_and_accepts_ranges(pma, finished, tmp_path):
     paths = [finished.snapshots[i].path for i in (4, 0, 2)]
     assert pma("merge", *paths, "--recipe", "wma", "--out", tmp_path / "a")[0] == 0
     assert [s["tokens"] for s in read_snapshot(tmp_path / "a").merge["sources"]] == [1024, 3072, 5120]
@@ -370,15 +370,15 @@ def test_merge_orders_by_tokens_and_takes_ranges(pma, finished, tmp_path):
 
 
 def test_merge_never_overwrites(fails, pma, finished, tmp_path):
-    words = ["merge", finished.path, "--out", tmp_path / "out"]
-    assert pma(*words)[0] == 0
+    arguments = ["merge", finished.path, "--out", tmp_path / "out"]
+    assert pma(*arguments)[0] == 0
     before = tiny.contents(tmp_path)
-    assert "exists already" in fails(*words, "--last", "2")
+    assert "exists already" in fails(*arguments, "--last", "2")
     assert "exists already" in fails("merge", finished.path, "--out", finished.path)
     assert tiny.contents(tmp_path) == before
 
 
-def test_evaluate_gives_the_losses_of_the_run(pma, finished):
+def test_evaluate_prints_the_losses_of_the_run(pma, finished):
     paths = [finished.path, *[s.path for s in finished.snapshots[:2]]]
     status, out, _ = pma("evaluate", *paths, "--json")
     rows = json.loads(out)
@@ -393,7 +393,7 @@ def test_evaluate_gives_the_losses_of_the_run(pma, finished):
     assert "6,144" in table and f"{finished.snapshots[-1].loss:.4f}" in table
 
 
-def test_evaluate_takes_configuration_keys(pma, fails, finished):
+def test_evaluate_accepts_configuration_keys(pma, fails, finished):
     (row,) = json.loads(pma("evaluate", finished.path, "--config.evaluation.tokens=1500", "--json")[1])
     assert row["loss"] != finished.snapshots[-1].loss
     assert row["loss"] == pytest.approx(finished.snapshots[-1].loss, rel=0.2)
@@ -401,9 +401,17 @@ def test_evaluate_takes_configuration_keys(pma, fails, finished):
     assert "evaluation.tokens" in fails("evaluate", finished.path, "--config.evaluation.tokens=1e9")
 
 
-def test_sweep_is_each_merge_evaluated(pma, copy):
-    words = ["sweep", copy.path, "--recipes", "sma,lagfree:lag=0.5,order=1,ema:alpha=0.2", "--windows", "3,5", "--json"]
-    status, out, _ = pma(*words)
+def test_sweep_evaluates_each_merge(pma, copy):
+    arguments = [
+        "sweep",
+        copy.path,
+        "--recipes",
+        "sma,lagfree:lag=0.5,order=1,ema:alpha=0.2",
+        "--windows",
+        "3,5",
+        "--json",
+    ]
+    status, out, _ = pma(*arguments)
     found = json.loads(out)
     assert status == 0 and found == json.loads((copy.path / "sweep.json").read_text())
     assert found["tokens"] == tiny.HORIZON
@@ -415,11 +423,11 @@ def test_sweep_is_each_merge_evaluated(pma, copy):
     stored = [tiny.named(tiny.read(s)) for s in copy.snapshots]
     for text, weights in (("sma:3", [1 / 3] * 3), ("sma:5", [0.2] * 5), ("ema:alpha=0.2:5", ema)):
         assert rows[text] == pytest.approx(tiny.loss_of_sum(copy, stored[-len(weights) :], weights), rel=1e-6)
-    assert pma(*words)[1] == out, "the same sweep again answers the same"
-    assert "sma:3" in pma(*words[:-1])[1]
+    assert pma(*arguments)[1] == out, "the same sweep again prints the same"
+    assert "sma:3" in pma(*arguments[:-1])[1]
 
 
-def test_sweep_takes_kinds_and_intervals_and_tells_what_it_leaves_out(pma, copy):
+def test_sweep_accepts_kinds_and_intervals_and_reports_what_it_skips(pma, copy):
     tiny.write_block_means(copy)
     assert pma("sweep", copy.path, "--recipes", "sma", "--windows", "2,3", "--intervals", "1,3")[0] == 0
     status, out, err = pma("sweep", copy.path, "--recipes", "wma", "--windows", "3,7", "--kind", "block_mean")
@@ -429,14 +437,14 @@ def test_sweep_takes_kinds_and_intervals_and_tells_what_it_leaves_out(pma, copy)
     assert (copy.path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_watch_prints_a_line_a_preview(pma, copy):
-    words = ["watch", copy.path, "--recipe", "wma", "--windows", "5", "--once"]
-    status, out, err = pma(*words)
+def test_watch_prints_one_line_per_preview(pma, copy):
+    arguments = ["watch", copy.path, "--recipe", "wma", "--windows", "5", "--once"]
+    status, out, err = pma(*arguments)
     records = [r for r in copy.metrics if r.get("by") == "watch"]
     assert (status, err) == (0, "")
     assert [line.split()[-2:] for line in out.splitlines()] == [["wma:5", f"{r['loss']:.4f}"] for r in records]
     assert [r["tokens"] for r in records] == [5120, 6144]
-    assert pma(*words) == (0, "", "")
+    assert pma(*arguments) == (0, "", "")
 
 
 def test_inspect_prints_text_and_json(pma, finished):
@@ -446,6 +454,6 @@ def test_inspect_prints_text_and_json(pma, finished):
     assert facts["kind"] == "snapshot" and facts["tokens"] == 1024
 
 
-def test_the_module_runs_as_the_command_does():
+def test_module_runs_like_the_command():
     ended = subprocess.run([sys.executable, "-m", "pma_jax.cli", "--help"], capture_output=True, text=True, check=True)
     assert "VERB" in ended.stdout

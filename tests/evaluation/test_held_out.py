@@ -1,4 +1,4 @@
-"""Evaluation over many batches on a CPU that counts as two devices, in a process of its own."""
+"""Evaluate many batches on a CPU that simulates two devices, in a separate process."""
 
 import subprocess
 

@@ -18,7 +18,7 @@ RECIPES = ["sma", "wma", "ema:alpha=0.2", "lagfree:lag=0.5", "lagfree"]
 
 @pytest.fixture
 def copy(finished, tmp_path):
-    """A copy of the finished run, with block means."""
+    """Return a copy of the finished run, with block means."""
     run = open_run(shutil.copytree(finished.path, tmp_path / "run"))
     tiny.write_block_means(run)
     return run
@@ -26,7 +26,7 @@ def copy(finished, tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Paths of the snapshots whose arrays were read, in order."""
+    """Record the paths of the snapshots whose arrays are read, in order."""
     read, paths = merges.restore_params, []
 
     def counted(snapshot, abstract):
@@ -55,7 +55,7 @@ def test_each_row_is_the_loss_of_numpys_merge(copy, kind):
     assert result["tokens"] == tiny.HORIZON and result == json.loads((copy.path / "sweep.json").read_text())
 
 
-def test_kinds_differ(copy):
+def test_kinds_have_different_losses(copy):
     sweep(copy, ["sma"], [3])
     losses = by_text(sweep(copy, ["sma"], [3], kind="block_mean"))
     assert abs(losses["sma:3"] - losses["block/sma:3"]) > 0.01
@@ -63,25 +63,25 @@ def test_kinds_differ(copy):
 
 def test_each_snapshot_is_read_once(copy, reads):
     sweep(copy, RECIPES, [1, 2, 3, 4], [1, 2])
-    # 4 at every second one need 7, and there are 6: the oldest that a merge needs is the fifth from the newest.
+    # 4 at every second snapshot need 7, and there are 6: the oldest that any merge needs is the fifth from the newest.
     assert reads == [str(s.path) for s in copy.snapshots[1:]]
     reads.clear()
     sweep(copy, ["sma", "wma"], [2, 3], kind="block_mean")
     assert reads == [str(s.path) for s in copy.of_kind("block_mean")[-3:]], "the raw loss is known"
 
 
-def test_the_raw_loss_is_that_of_the_newest_point_where_only_block_means_are_merged(copy, reads):
+def test_raw_loss_is_that_of_the_newest_point_when_only_block_means_are_merged(copy, reads):
     result = sweep(copy, ["sma"], [2], kind="block_mean")
     assert reads == [str(s.path) for s in (*copy.of_kind("block_mean")[-2:], copy.snapshots[-1])]
     assert result["raw_loss"] == pytest.approx(copy.snapshots[-1].loss, rel=1e-6)
 
 
-def test_without_points_the_raw_loss_is_unknown(copy):
+def test_raw_loss_is_unknown_without_points(copy):
     shutil.rmtree(copy.path / "snapshots")
     assert sweep(copy, ["sma"], [2], kind="block_mean")["raw_loss"] is None
 
 
-def test_a_sweep_adds_to_the_one_before_and_computes_nothing_again(copy, reads):
+def test_sweep_extends_the_previous_one_and_recomputes_nothing(copy, reads):
     first = sweep(copy, ["sma"], [2, 3])
     assert sweep(copy, ["sma"], [3, 2]) == first and len(reads) == 3
     reads.clear()
@@ -92,7 +92,7 @@ def test_a_sweep_adds_to_the_one_before_and_computes_nothing_again(copy, reads):
     assert list(by_text(sweep(copy, ["sma"], [2], kind="block_mean"))) == [*by_text(both), "block/sma:2"]
 
 
-def test_rows_of_other_tokens_are_dropped(copy):
+def test_rows_at_other_tokens_are_dropped(copy):
     newest = copy.snapshots[-1]
     hidden = newest.path.rename(newest.path.parent / "hidden")
     assert sweep(copy, ["sma", "wma"], [2])["tokens"] < tiny.HORIZON
@@ -101,7 +101,7 @@ def test_rows_of_other_tokens_are_dropped(copy):
     assert result["tokens"] == tiny.HORIZON and list(by_text(result)) == ["sma:2"]
 
 
-def test_what_cannot_be_made_is_left_out_and_told(copy):
+def test_impossible_merge_is_skipped_and_reported(copy):
     result = sweep(copy, ["sma", "lagfree:order=2"], [2, 4], [1, 2])
     assert list(by_text(result)) == ["sma:2", "sma:2@2", "sma:4", "lagfree:order=2:4"]
     assert result["left_out"]["sma:4@2"] == "there are 6 snapshots, and it needs 7"
@@ -109,7 +109,7 @@ def test_what_cannot_be_made_is_left_out_and_told(copy):
     assert len(result["rows"]) + len(result["left_out"]) == 8
 
 
-def test_a_sweep_without_a_merge_changes_nothing(copy, reads):
+def test_sweep_without_a_merge_changes_nothing(copy, reads):
     with pytest.raises(ValueError, match="sma:3@3: there are 6 snapshots, and it needs 7; sma:4@3"):
         sweep(copy, ["sma"], [3, 4], [3])
     assert not (copy.path / "sweep.json").exists() and reads == []
@@ -119,7 +119,7 @@ def model_bytes(run):
     return sum(4 * math.prod(leaf["shape"]) for leaf in restore.stored_leaves(run.snapshots[0].path).values())
 
 
-def test_merges_that_do_not_fit_are_made_in_several_passes(copy, reads, monkeypatch):
+def test_merges_that_do_not_fit_in_memory_take_several_passes(copy, reads, monkeypatch):
     at_once = sweep(copy, RECIPES, [2, 3])
     assert at_once["passes"] == 1
     (copy.path / "sweep.json").unlink()
@@ -127,7 +127,7 @@ def test_merges_that_do_not_fit_are_made_in_several_passes(copy, reads, monkeypa
     groups = []
     average = merges.average_stream
     monkeypatch.setattr(merges, "average_stream", lambda loads, rows: groups.append(len(rows)) or average(loads, rows))
-    # The raw model and ten merges, four at a time beside the two that are read.
+    # The raw model and ten merges, four at a time in addition to the two that are read.
     monkeypatch.setattr(merges, "_free_bytes", lambda mesh: 6.5 * model_bytes(copy))
     result = sweep(copy, RECIPES, [2, 3])
     assert groups == [4, 4, 3] and result["passes"] == 3
@@ -136,7 +136,7 @@ def test_merges_that_do_not_fit_are_made_in_several_passes(copy, reads, monkeypa
 
 
 def held_bytes():
-    """What all arrays hold on the first device; several arrays may be views of one buffer."""
+    """Return the bytes of all arrays on the first device; several arrays may be views of one buffer."""
     shards = [s.data for x in jax.live_arrays() for s in x.addressable_shards if s.device == jax.devices()[0]]
     return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
 
@@ -156,12 +156,12 @@ def test_memory_holds_the_merges_and_not_the_snapshots(copy, monkeypatch):
     monkeypatch.setattr(merges, "restore_params", measured)
     sweep(copy, ["sma"], [6])
     assert len(peaks) == 6
-    # The raw model and one merge, what is being added and what is being read; and the held-out text.
+    # The raw model and one merge, the array being added and the one being read; and the held-out text.
     text_bytes = 4 * (copy.config.evaluation.tokens + 2 * 8 * 33)
     assert max(peaks) - before <= 4 * model_bytes(copy) + text_bytes
 
 
-def test_what_it_took_is_told(copy):
+def test_duration_and_reads_are_reported(copy):
     seconds = sweep(copy, ["sma"], [2])["seconds"]
     assert set(seconds) == {"read", "evaluate", "all"}
     assert 0 < seconds["read"] < seconds["all"] and 0 < seconds["evaluate"] < seconds["all"]
@@ -176,5 +176,5 @@ def test_what_it_took_is_told(copy):
         (("lagfree:lag=0.5", 6, 4, "block_mean"), "block/lagfree:lag=0.5:6@4"),
     ],
 )
-def test_row_texts(cell, text):
+def test_row_text_form(cell, text):
     assert Cell(*cell).text == text

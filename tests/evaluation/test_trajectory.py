@@ -1,4 +1,4 @@
-"""Losses along a run: each is that of numpy's merge of the snapshots that were there."""
+"""Losses along a run: each equals that of numpy's merge of the snapshots up to its end."""
 
 import concurrent.futures
 import dataclasses
@@ -21,13 +21,13 @@ CELLS = [RAW, Cell("sma", 3), Cell("wma", 2, 2), Cell("lagfree", 4), Cell("sma",
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy of the finished run, with block means."""
+    """Return a copy of the finished run, with block means."""
     copied = open_run(shutil.copytree(finished.path, tmp_path / "run"))
     tiny.write_block_means(copied)
     return copied
 
 
-def test_each_loss_is_that_of_numpys_merge_of_what_was_there(run):
+def test_each_loss_is_that_of_numpys_merge_of_the_snapshots_up_to_then(run):
     found = evaluate_along_run(run, CELLS, [3 * V, 6 * V])
     assert set(found) == {(cell, end) for cell in CELLS for end in (3 * V, 6 * V)} - {(Cell("lagfree", 4), 3 * V)}
     for (cell, end), loss in found.items():
@@ -39,7 +39,7 @@ def test_each_loss_is_that_of_numpys_merge_of_what_was_there(run):
     assert found[RAW, 3 * V] == pytest.approx(run.snapshots[2].loss, rel=1e-6)
 
 
-def test_what_is_known_is_not_computed_again(run, monkeypatch):
+def test_stored_losses_are_not_recomputed(run, monkeypatch):
     asked, evaluate = [], sweep.evaluate_merges
     monkeypatch.setattr(
         sweep, "evaluate_merges", lambda c, s, rows: asked.append(np.shape(rows)[0]) or evaluate(c, s, rows)
@@ -51,15 +51,15 @@ def test_what_is_known_is_not_computed_again(run, monkeypatch):
     assert asked == [2, 2] and both.items() >= first.items()
     shorter = dataclasses.replace(run.config.evaluation, tokens=300)
     other = evaluate_along_run(run, [RAW], [6 * V], shorter)
-    assert asked == [2, 2, 1] and other[RAW, 6 * V] != first[RAW, 6 * V], "another text is another loss"
+    assert asked == [2, 2, 1] and other[RAW, 6 * V] != first[RAW, 6 * V], "another text has another loss"
 
 
-def test_an_end_without_a_snapshot_is_named(run):
+def test_end_without_a_snapshot_is_named(run):
     with pytest.raises(ValueError, match=r"no snapshot at 1,500 tokens \(there are: 1,024, 2,048"):
         evaluate_along_run(run, [RAW], [1500])
 
 
-def test_processes_that_store_losses_at_once_keep_each_others(finished, tmp_path):
+def test_concurrent_writers_keep_each_others_losses(finished, tmp_path):
     run = open_run(shutil.copytree(finished.path, tmp_path / "run"))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda i: trajectory._store(run, f"text {i % 3}", {f"cell {i}": float(i)}), range(60)))

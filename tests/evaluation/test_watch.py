@@ -16,13 +16,13 @@ from pma_jax.training.metrics import MetricsLog
 
 @pytest.fixture
 def copy(finished, tmp_path):
-    """A copy of the finished run, to change."""
+    """Return a copy of the finished run, which the test may change."""
     return open_run(shutil.copytree(finished.path, tmp_path / "run"))
 
 
 @pytest.fixture
 def evaluated(monkeypatch):
-    """One item an evaluation."""
+    """Record one item per evaluation."""
     make, calls = watching.make_evaluator, []
 
     def counted(config, mesh):
@@ -34,7 +34,7 @@ def evaluated(monkeypatch):
 
 
 def previews(run):
-    """(recipe, step) -> loss of what was watched."""
+    """Return the loss of each watched preview, keyed by (recipe, step)."""
     records = read_records(run.path / "watch.jsonl")
     found = {(r["recipe"], r["step"]): r["loss"] for r in records}
     assert len(found) == len(records), "each preview once"
@@ -42,12 +42,12 @@ def previews(run):
     return found
 
 
-def trainers(run):
+def trainer_previews(run):
     return {(r["recipe"], r["step"]): r["loss"] for r in run.metrics if r["kind"] == "preview" and "by" not in r}
 
 
 @pytest.mark.slow
-def test_a_run_that_another_process_trains_is_followed_to_its_end(workspace, tmp_path):
+def test_run_trained_by_another_process_is_followed_to_its_end(workspace, tmp_path):
     file = tiny.write_config(
         tmp_path / "config.py", workspace, training__total_tokens=40 * 1024, preview__windows=(), preview__recipe="wma"
     )
@@ -60,7 +60,7 @@ def test_a_run_that_another_process_trains_is_followed_to_its_end(workspace, tmp
         watcher = tiny.command("watch", workdir, "--windows", "2,3", "--poll-seconds", "0.05")
         with subprocess.Popen(watcher, stderr=subprocess.PIPE, **words) as following:
             first = following.stdout.readline()
-            assert trainer.poll() is None, "the first preview comes while the run goes on"
+            assert trainer.poll() is None, "the first preview is printed while the run trains"
             assert "held-out loss of wma:2" in first
             lines, errors = following.communicate(timeout=240)
         assert trainer.wait(timeout=240) == 0
@@ -80,25 +80,25 @@ def test_a_run_that_another_process_trains_is_followed_to_its_end(workspace, tmp
     assert [r for r in run.metrics if r["kind"] == "preview"] == read_records(run.path / "watch.jsonl")
 
 
-def test_previews_are_the_trainers(copy):
-    lines = list(watch(copy))  # ends by itself: the run is at its horizon
-    assert previews(copy) == pytest.approx(trainers(copy), rel=1e-6)
+def test_previews_equal_the_trainers(copy):
+    lines = list(watch(copy))  # Ends by itself: the run is at its horizon.
+    assert previews(copy) == pytest.approx(trainer_previews(copy), rel=1e-6)
     assert len(lines) == len(previews(copy)) == 9
 
 
-def test_an_interrupted_watch_goes_on_where_it_stopped(copy, evaluated):
+def test_interrupted_watch_resumes_where_it_stopped(copy, evaluated):
     list(watch(copy))
-    whole, log = previews(copy), copy.path / "watch.jsonl"
+    uninterrupted, log = previews(copy), copy.path / "watch.jsonl"
     lines = log.read_text().splitlines(keepends=True)
-    # Killed in the middle of the fifth record; steps 8, 12 and 12 are before it, and one of step 16.
+    # Killed in the middle of the fifth record, after those of steps 8, 12 and 12 and one of step 16.
     log.write_text("".join(lines[:4]) + lines[4][:30])
     evaluated.clear()
     assert len(list(watch(copy))) == 5 and len(evaluated) == 5
     assert log.read_text().splitlines(keepends=True)[:4] == lines[:4]
-    assert previews(copy) == whole
+    assert previews(copy) == uninterrupted
 
 
-def test_a_watch_that_was_done_reads_nothing(copy, evaluated, monkeypatch):
+def test_completed_watch_reads_no_snapshot(copy, evaluated, monkeypatch):
     list(watch(copy))
     before, count = (copy.path / "watch.jsonl").read_bytes(), len(evaluated)
     monkeypatch.setattr(snapshots, "restore_params", lambda *_: pytest.fail("a snapshot was read"))
@@ -106,7 +106,7 @@ def test_a_watch_that_was_done_reads_nothing(copy, evaluated, monkeypatch):
     assert (copy.path / "watch.jsonl").read_bytes() == before and len(evaluated) == count
 
 
-def test_what_is_not_published_is_not_read(copy):
+def test_unpublished_snapshot_is_not_read(copy):
     newest = copy.snapshots[-1]
     mark = newest.path / steps.COMMIT_MARKER
     content = mark.read_bytes()
@@ -115,10 +115,10 @@ def test_what_is_not_published_is_not_read(copy):
     assert max(step for _, step in previews(copy)) == 20
     mark.write_bytes(content)
     assert len(list(watch(copy, once=True))) == 2
-    assert previews(copy) == pytest.approx(trainers(copy), rel=1e-6)
+    assert previews(copy) == pytest.approx(trainer_previews(copy), rel=1e-6)
 
 
-def test_snapshots_that_come_while_it_waits_are_seen(copy, monkeypatch):
+def test_snapshots_published_while_waiting_are_evaluated(copy, monkeypatch):
     hidden = copy.path / "hidden"
     (copy.path / "snapshots").rename(hidden)
     steps = iter(tiny.SNAPSHOTS)
@@ -131,11 +131,11 @@ def test_snapshots_that_come_while_it_waits_are_seen(copy, monkeypatch):
 
     monkeypatch.setattr(watching.time, "sleep", publish_one)
     assert len(list(watch(copy))) == 9
-    assert previews(copy) == pytest.approx(trainers(copy), rel=1e-6)
+    assert previews(copy) == pytest.approx(trainer_previews(copy), rel=1e-6)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_snapshot_that_retention_takes_away_is_skipped_and_told(copy, monkeypatch, when):
+def test_snapshot_removed_by_retention_is_skipped_and_reported(copy, monkeypatch, when):
     read = snapshots.restore_params
 
     def deleting(snapshot, abstract):
@@ -149,19 +149,19 @@ def test_a_snapshot_that_retention_takes_away_is_skipped_and_told(copy, monkeypa
     lines = list(watch(copy))
     told = [line for line in lines if line.startswith("skipped: ")]
     assert len(told) == 1 and str(copy.path / "snapshots" / "12") in told[0] and "\n" not in told[0]
-    # No merge reaches over the gap.
+    # No merge spans the gap.
     assert list(previews(copy)) == [("sma:2", 8), ("sma:2", 20), ("sma:2", 24), ("sma:3", 24)]
     for key, loss in previews(copy).items():
-        assert loss == pytest.approx(trainers(copy)[key], rel=1e-6)
+        assert loss == pytest.approx(trainer_previews(copy)[key], rel=1e-6)
 
 
-def test_a_snapshot_that_was_gone_before_it_was_seen_leaves_a_gap_too(copy):
+def test_snapshot_removed_before_it_was_listed_leaves_a_gap_too(copy):
     shutil.rmtree(copy.path / "snapshots" / "12")
     list(watch(copy))
     assert list(previews(copy)) == [("sma:2", 8), ("sma:2", 20), ("sma:2", 24), ("sma:3", 24)]
 
 
-def test_a_held_snapshot_may_be_taken_away(copy, monkeypatch):
+def test_snapshot_already_in_memory_may_be_removed(copy, monkeypatch):
     hidden = copy.path / "hidden"
     (copy.path / "snapshots").rename(hidden)
     steps = iter(tiny.SNAPSHOTS)
@@ -174,10 +174,10 @@ def test_a_held_snapshot_may_be_taken_away(copy, monkeypatch):
 
     monkeypatch.setattr(watching.time, "sleep", publish_one_and_keep_it_alone)
     list(watch(copy))
-    assert previews(copy) == pytest.approx(trainers(copy), rel=1e-6)
+    assert previews(copy) == pytest.approx(trainer_previews(copy), rel=1e-6)
 
 
-def test_a_damaged_last_snapshot_does_not_keep_it_waiting(copy):
+def test_corrupt_last_snapshot_does_not_block_the_watch(copy):
     for path in copy.snapshots[-1].path.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -202,7 +202,7 @@ def test_block_means_and_start_tokens(copy):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_a_run_that_resumes_keeps_what_was_watched_apart(copy):
+def test_resumed_run_keeps_watch_records_separate(copy):
     list(watch(copy))
     watched = (copy.path / "watch.jsonl").read_bytes()
     with MetricsLog(copy, 2048, writes=True):
@@ -213,7 +213,7 @@ def test_a_run_that_resumes_keeps_what_was_watched_apart(copy):
     assert len(copy.metrics) == len(own) + 9
 
 
-def test_a_recipe_that_refuses_a_window_is_refused_before_anything_is_read(copy):
+def test_recipe_that_refuses_a_window_is_refused_before_reading(copy):
     with pytest.raises(ValueError, match="at least 3 checkpoints"):
         list(watch(copy, "lagfree:order=2", [2, 3]))
     assert not (copy.path / "watch.jsonl").exists()

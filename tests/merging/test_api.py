@@ -15,7 +15,7 @@ from pma_jax.storage.paths import absolute_path
 
 
 def by_numpy(snapshots, weights):
-    """The weighted sum in float64 of what is stored."""
+    """Return the weighted sum of the stored arrays in float64."""
     return jax.tree.map(
         lambda *leaves: sum(w * leaf.astype(np.float64) for w, leaf in zip(weights, leaves, strict=True)),
         *[tiny.read(s) for s in snapshots],
@@ -25,11 +25,11 @@ def by_numpy(snapshots, weights):
 @pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [None, MeshConfig(2, 2, 2), MeshConfig(1, 8, 1)], ids=str)
 @pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [-1.0, 0.5, 1.5]], ids=str)
-def test_average_is_numpys_on_any_mesh(finished, sizes, weights):
+def test_average_equals_numpy_on_any_mesh(finished, sizes, weights):
     chosen = finished.snapshots[-3:]
     mesh = make_mesh(sizes) if sizes else None
     merged = pma.average(chosen, weights, mesh=mesh)
-    # float32 sums of 3: an error of a few units in the last place of the largest term.
+    # float32 sums of 3: the error is a few units in the last place of the largest term.
     tiny.assert_close(merged, by_numpy(chosen, weights), rtol=1e-5, atol=1e-6)
     for leaf in jax.tree.leaves(merged):
         assert leaf.dtype == np.float32 and len(leaf.sharding.device_set) == 8
@@ -38,11 +38,11 @@ def test_average_is_numpys_on_any_mesh(finished, sizes, weights):
         assert not merged["blocks"]["gate_DxF"].sharding.is_fully_replicated
 
 
-def test_one_snapshot_is_itself(finished):
+def test_average_of_one_snapshot_is_the_snapshot(finished):
     tiny.assert_equal(pma.average(finished.snapshots[:1], [1.0]), tiny.read(finished.snapshots[0]))
 
 
-def test_counts_must_agree(finished):
+def test_counts_of_snapshots_and_weights_must_agree(finished):
     with pytest.raises(ValueError, match="2 weights for 3 checkpoints"):
         pma.average(finished.snapshots[:3], [0.5, 0.5])
 
@@ -58,10 +58,10 @@ def test_snapshots_of_another_model_are_refused_by_leaf(finished, workspace, tmp
     tiny.write_snapshot(params, odd)
     with pytest.raises(ValueError, match=r"in 3 places.*gate_DxF has shape \(2, 16, 48\), not \(2, 16, 32\) in"):
         pma.merge([*finished.snapshots[:2], odd], [0.4, 0.3, 0.3], tmp_path / "out")
-    assert not (tmp_path / "out").exists(), "a merge that failed leaves nothing"
+    assert not (tmp_path / "out").exists(), "a failed merge leaves no files"
 
 
-def test_a_merge_is_a_snapshot_that_says_what_it_was_made_of(finished, tmp_path):
+def test_merge_is_a_snapshot_that_records_its_provenance(finished, tmp_path):
     chosen, weights = finished.snapshots[-3:], pma.recipes.wma(3)
     merged = pma.merge(chosen, weights, tmp_path / "out", recipe="wma")
     stored = pma.read_snapshot(tmp_path / "out")
@@ -74,7 +74,7 @@ def test_a_merge_is_a_snapshot_that_says_what_it_was_made_of(finished, tmp_path)
     tiny.assert_close(tiny.read(stored), by_numpy(chosen, [1 / 6, 2 / 6, 3 / 6]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_merge_can_be_copied_away_and_merged_again(finished, tmp_path):
+def test_merge_can_be_copied_and_merged_again(finished, tmp_path):
     a = pma.merge(finished.snapshots[:2], pma.recipes.sma(2), tmp_path / "a")
     b = pma.merge(finished.snapshots[4:], pma.recipes.sma(2), tmp_path / "b")
     shutil.move(tmp_path / "a", tmp_path / "moved")
@@ -85,7 +85,7 @@ def test_a_merge_can_be_copied_away_and_merged_again(finished, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "merge"])
-def test_nothing_is_overwritten(finished, tmp_path, kind):
+def test_existing_output_is_never_overwritten(finished, tmp_path, kind):
     out = tmp_path / "out"
     if kind == "folder":
         out.mkdir()
@@ -99,7 +99,7 @@ def test_nothing_is_overwritten(finished, tmp_path, kind):
     assert tiny.contents(tmp_path) == before
 
 
-def test_the_sources_are_not_changed(finished, tmp_path):
+def test_sources_are_unchanged(finished, tmp_path):
     before = tiny.contents(finished.path / "snapshots")
     pma.merge(finished.snapshots, pma.recipes.sma(6), tmp_path / "out")
     assert tiny.contents(finished.path / "snapshots") == before

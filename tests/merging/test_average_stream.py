@@ -1,4 +1,4 @@
-"""Streaming: one checkpoint ahead, bounded memory, the same sums, and what a failing loader does."""
+"""Streaming averages: one checkpoint ahead, bounded memory, the same sums, and failing loaders."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def abstract_on(mesh, dtype=jnp.float32):
 @pytest.mark.mesh
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
-def test_rows_match_float64_from_host_or_mesh(shape, dtype):
+def test_rows_equal_float64_from_host_or_mesh(shape, dtype):
     mesh = jax.make_mesh(shape, ("x", "y"))
     params_K, like = make_checkpoints(5, dtype), abstract_on(mesh)
     C = np.stack([recipes.coefficients(text, [1, 2, 3, 4, 5]) for text in ("sma", "ema:alpha=0.2", "sma:3", "lagfree")])
@@ -96,7 +96,7 @@ def test_devices_hold_the_total_and_at_most_two_trees():
 
     def sample():
         while not running.is_set():
-            # Other threads delete arrays while this one looks at them.
+            # Other threads delete arrays during the iteration.
             sizes = [0 if x.is_deleted() else x.nbytes for x in jax.live_arrays() if id(x) not in before]
             peak[0] = max(peak[0], sum(sizes))
 
@@ -108,11 +108,11 @@ def test_devices_hold_the_total_and_at_most_two_trees():
         running.set()
         sampler.join()
     leaf_bytes = 8 * 4096 * 4
-    assert 10 * leaf_bytes <= peak[0] <= 30 * leaf_bytes + 64  # and the multiplier
+    assert 10 * leaf_bytes <= peak[0] <= 30 * leaf_bytes + 64  # And the multiplier.
 
 
 @pytest.mark.mesh
-def test_the_loader_sees_the_callers_mesh():
+def test_loader_runs_under_the_callers_mesh():
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     seen = []
 
@@ -126,7 +126,7 @@ def test_the_loader_sees_the_callers_mesh():
     assert seen == [mesh, mesh]
 
 
-def test_failures_are_passed_on():
+def test_errors_of_the_loader_are_raised():
     def broken():
         yield make_checkpoints(1)[0]
         raise OSError("disk on fire")

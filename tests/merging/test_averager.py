@@ -1,4 +1,4 @@
-"""The averager against float64 NumPy on several meshes, and what its compiled programs do. All of it runs under jit."""
+"""The averager against float64 NumPy on several meshes, and properties of its compiled programs. All runs under jit."""
 
 import re
 
@@ -58,7 +58,7 @@ def abstract_on(mesh, dtype):
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4), (1, 1), (1, 8)])
 @pytest.mark.parametrize("recipe", ["sma", "ema:alpha=0.2", "wma", "lagfree"])
-def test_both_forms_match_float64_on_any_mesh(shape, recipe):
+def test_both_forms_equal_float64_on_any_mesh(shape, recipe):
     mesh = make_mesh(shape)
     plain = make_checkpoints(5)
     c = recipes.coefficients(recipe, [1, 2, 3, 5, 8])
@@ -74,7 +74,7 @@ def test_both_forms_match_float64_on_any_mesh(shape, recipe):
 
 
 @pytest.mark.mesh
-def test_checkpoints_of_other_meshes_are_averaged_on_the_firsts():
+def test_checkpoints_on_other_meshes_are_averaged_on_the_first_mesh():
     plain = make_checkpoints(4)
     first, other = make_mesh((2, 4)), make_mesh((4, 2))
     params_K = [on_mesh(plain[0], first), *(on_mesh(p, other) for p in plain[1:3]), plain[3]]
@@ -97,7 +97,7 @@ def test_every_float_dtype_is_summed_in_float32(dtype):
     assert total["embed"].dtype == jnp.float32
 
 
-def test_float64_is_summed_in_float64_where_jax_has_it():
+def test_float64_is_summed_in_float64_under_x64():
     plain = make_checkpoints(7, np.float64)
     with jax.enable_x64(True):
         for result in (
@@ -108,20 +108,21 @@ def test_float64_is_summed_in_float64_where_jax_has_it():
             assert_close(result, expected(plain, recipes.ema(7, 0.1)), rtol=1e-14)
 
 
-def test_mean_of_bfloat16_is_the_correctly_rounded_one():
+def test_mean_of_bfloat16_is_correctly_rounded():
     rng = np.random.default_rng(0)
     params_K = [{"w": rng.normal(size=200_000).astype(jnp.bfloat16)} for _ in range(10)]
     for c, whole, divisor in ((recipes.sma(10), np.ones(10), 10), (recipes.wma(10), np.arange(1, 11), 55)):
         exact = expected(params_K, whole)["w"] / divisor
         in_float32 = np.asarray(averager.average(params_K, c, dtype="float32")["w"])
-        # A few sums need more than 24 bits; multiplying by a rounded reciprocal would miss a third of all values.
+        # Some sums need more than 24 bits; multiplying by a rounded reciprocal would round a third of all values
+        # wrongly.
         assert (in_float32 != exact.astype(np.float32)).mean() < 1e-3
         np.testing.assert_array_equal(np.asarray(averager.average(params_K, c)["w"]), exact.astype(jnp.bfloat16))
 
 
 @settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1))
-def test_one_checkpoint_is_returned_as_it_is(seed):
+def test_one_checkpoint_is_returned_unchanged(seed):
     for dtype in (np.float32, jnp.bfloat16):
         params = make_checkpoints(1, dtype, seed)[0]
         result = averager.average([params], [1.0])
@@ -130,7 +131,7 @@ def test_one_checkpoint_is_returned_as_it_is(seed):
 
 @settings(max_examples=25)
 @given(st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=4), st.randoms(), st.integers(0, 2**32 - 1))
-def test_checkpoints_permute_with_their_weights(weights, random, seed):
+def test_average_is_invariant_to_permuting_checkpoints_with_their_weights(weights, random, seed):
     params_K = make_checkpoints(4, seed=seed)
     order = list(range(4))
     random.shuffle(order)
@@ -140,7 +141,7 @@ def test_checkpoints_permute_with_their_weights(weights, random, seed):
 
 @settings(max_examples=25)
 @given(st.lists(st.floats(-2, 2, width=32), min_size=6, max_size=6), st.floats(-2, 2, width=32), st.integers(0, 99))
-def test_averages_are_linear_in_the_weights(weights, factor, seed):
+def test_average_is_linear_in_the_weights(weights, factor, seed):
     params_K = make_checkpoints(3, seed=seed)
     a, b = np.array(weights[:3]), np.array(weights[3:])
     whole = averager.average(params_K, a + factor * b)
@@ -148,7 +149,7 @@ def test_averages_are_linear_in_the_weights(weights, factor, seed):
     assert_close(whole, {k: np.float64(x) for k, x in parts.items()}, rtol=1e-5)
 
 
-def test_one_compile_serves_all_weights():
+def test_one_compilation_serves_all_weights():
     params_K = make_checkpoints(6)
     averager.average(params_K, recipes.sma(6))
     sizes = averager.fused_average._cache_size(), averager.add_weighted._cache_size()
@@ -175,7 +176,7 @@ def compiled_forms(mesh, dtype=jnp.bfloat16):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
-def test_no_collective_no_temporary_and_the_total_is_updated_in_place(shape):
+def test_no_collective_no_temporary_and_in_place_update(shape):
     mesh = make_mesh(shape)
     shard_bytes = {k: int(np.prod(jax.NamedSharding(mesh, SPECS[k]).shard_shape(s))) * 4 for k, s in SHAPES.items()}
     for name, lowered in compiled_forms(mesh).items():
@@ -188,7 +189,7 @@ def test_no_collective_no_temporary_and_the_total_is_updated_in_place(shape):
 
 
 @pytest.mark.mesh
-def test_donated_totals_are_gone_and_their_memory_is_the_results():
+def test_donated_total_is_deleted_and_its_memory_reused():
     mesh = make_mesh((4, 2))
     params = on_mesh(make_checkpoints(1)[0], mesh)
     total = jax.tree.map(jnp.zeros_like, params)
@@ -202,7 +203,7 @@ def test_donated_totals_are_gone_and_their_memory_is_the_results():
 
 
 @pytest.mark.parametrize("count", [3, 16, 17, 40])
-def test_long_sums_in_chunks(count):
+def test_long_sums_are_added_in_chunks(count):
     plain = make_checkpoints(count, jnp.bfloat16)
     for c in (recipes.sma(count), recipes.ema(count, 0.1)):
         result = averager.average(plain, c, dtype="float32")
@@ -211,7 +212,7 @@ def test_long_sums_in_chunks(count):
         chex.assert_trees_all_equal(result, streamed, strict=True)
 
 
-def test_weight_zero_leaves_a_checkpoint_unread():
+def test_checkpoint_with_zero_weight_is_not_read():
     params_K = make_checkpoints(3)
     params_K[0]["embed"][:] = np.nan
     c = recipes.coefficients("sma:2", [1, 2, 3])
@@ -219,7 +220,7 @@ def test_weight_zero_leaves_a_checkpoint_unread():
 
 
 @pytest.mark.mesh
-def test_integers_pass_through_when_equal_and_are_refused_otherwise():
+def test_equal_integers_pass_through_and_different_ones_are_refused():
     mesh = make_mesh((4, 2))
     sharding = jax.NamedSharding(mesh, jax.P("fsdp"))
 
@@ -243,7 +244,7 @@ def test_integers_pass_through_when_equal_and_are_refused_otherwise():
         averager.average([{"z": np.zeros(2, np.complex64)}], [1.0])
 
 
-def test_differing_trees_are_refused_with_every_leaf_named():
+def test_different_trees_are_refused_with_every_leaf_named():
     first = make_checkpoints(1)[0]
     other = {**first, "embed": np.zeros((2, 2), np.float32), "up": first["up"].astype(jnp.bfloat16), "new": first["up"]}
     del other["scale"]
@@ -262,7 +263,7 @@ def test_differing_trees_are_refused_with_every_leaf_named():
         averager.average([{"a": [first["up"]]}, {"a": (first["up"],)}], [0.5, 0.5])
 
 
-def test_wrong_weights_are_refused():
+def test_invalid_weights_are_refused():
     params_K = make_checkpoints(2)
     for weights, message in (([1.0], "1 weights for 2 checkpoints"), ([np.nan, 1], "finite")):
         with pytest.raises(ValueError, match=message):

@@ -20,7 +20,7 @@ uneven_tokens = st.lists(st.integers(1, 10**6), min_size=4, max_size=30).map(np.
 
 
 @pytest.mark.parametrize("shape", WSM_TABLE)
-def test_decay_rows_are_the_papers(shape):
+def test_decay_weights_equal_the_papers(shape):
     np.testing.assert_allclose(recipes.decay(10, shape), WSM_TABLE[shape], atol=5.01e-4)
     np.testing.assert_allclose(recipes.coefficients(f"decay:shape={shape}", np.arange(5, 15)), recipes.decay(10, shape))
 
@@ -39,7 +39,7 @@ def test_decay_weights_turn_a_constant_rate_trajectory_into_the_decayed_one(shap
 
 
 def update_weights(coefficients):
-    """WSM's Theorem 3.1: w_i = c_i + … + c_k, i = 1 … k."""
+    """Return the update weights of WSM's Theorem 3.1: w_i = c_i + … + c_k, i = 1 … k."""
     return np.cumsum(np.asarray(coefficients)[::-1])[::-1][1:]
 
 
@@ -51,7 +51,7 @@ def test_from_update_weights_inverts_the_theorem(weights):
 
 
 def test_decay_at_uneven_positions():
-    # Horizon one mean interval (2) past the newest: the update that ends at token 1 of 8 keeps 7/8.
+    # The horizon is one mean interval (2) after the newest: the update that ends at token 1 of 8 keeps 7/8.
     np.testing.assert_allclose(update_weights(recipes.decay_at([0, 1, 5, 6], "linear")), [7 / 8, 3 / 8, 2 / 8])
     np.testing.assert_array_equal(recipes.decay_at([7], "cosine"), [1])
     for n, shape in ((3, "square"), (0, "linear")):
@@ -85,7 +85,7 @@ def test_power_equals_its_running_update_at_any_positions(tokens, sigma):
     np.testing.assert_allclose(recipes.power(tokens, sigma) @ models, running, atol=1e-9)
 
 
-def test_power_is_the_profiles_integral_with_the_wanted_width():
+def test_power_is_the_profiles_integral_with_the_requested_width():
     tokens = np.arange(1, 20_001)
     c = recipes.power(tokens, 0.1)
     middle = (tokens - 0.5) / tokens[-1]
@@ -93,7 +93,7 @@ def test_power_is_the_profiles_integral_with_the_wanted_width():
     np.testing.assert_allclose(recipes.power(30, 0.1), recipes.power(np.arange(1, 31) * 7e9, 0.1), rtol=1e-9)
 
 
-def test_power_cut_at_a_window_keeps_the_ratios():
+def test_power_truncated_to_a_window_keeps_the_ratios():
     whole, cut = recipes.power(30, 0.1), recipes.power(np.arange(21, 31), 0.1, start_tokens=20)
     np.testing.assert_allclose(cut, whole[20:] / whole[20:].sum(), rtol=1e-12)
     for tokens, start in (([0, 1], 0), ([5, 6], 5), ([5, 6], -1)):
@@ -125,7 +125,7 @@ def test_lagfree_of_order_two_reproduces_any_parabola(tokens, lag, seed):
     def parabola(t):
         return np.polyval(coefficients, (t - tokens[-1]) / span)
 
-    # Clustered positions make the weights themselves large: the bound follows their norm.
+    # Clustered positions make the weights large, so the bound scales with their norm.
     assert c @ parabola(tokens) == pytest.approx(parabola(at), abs=1e-9 * max(1, np.linalg.norm(c)))
 
 
@@ -143,7 +143,7 @@ def test_lagfree_has_the_least_norm(order, lag):
         assert np.linalg.norm(moved) > np.linalg.norm(c)
 
 
-def test_lagfree_by_hand():
+def test_lagfree_weights_of_three_points():
     # A straight line through 0, 1, 2 evaluated at 2: -1/6, 1/3, 5/6.
     np.testing.assert_allclose(recipes.lagfree([0, 1, 2]), [-1 / 6, 1 / 3, 5 / 6], atol=1e-12)
     np.testing.assert_allclose(recipes.lagfree(3), [-1 / 6, 1 / 3, 5 / 6], atol=1e-12)

@@ -1,4 +1,4 @@
-"""Merging safetensors: against float64, after a kill, and everything that must be refused."""
+"""Merge safetensors: against float64, after a kill, and every refusal."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def make(directory: Path, seed: int, dtype=BF16, noise=0.01, shift=0, **extra) -
 
 
 def load(path):
-    """By the reference reader, which knows no float8 for numpy; those by ours."""
+    """Load with the reference reader; float8, which it lacks for numpy, with pma_jax's."""
     source = open_source(path)
     if "float8_e4m3fn" in {leaf.dtype for leaf in source.leaves.values()}:
         return {name: read_leaf(source, name) for name in source.leaves}
@@ -68,7 +68,7 @@ def paths(tmp_path):
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32, np.float16, np.float64, ml_dtypes.float8_e4m3fn])
 @pytest.mark.parametrize("coefficients", [[1 / 3, 1 / 3, 1 / 3], [-0.25, 0.5, 0.75], [0.0, 0.5, 0.5]])
-def test_equals_float64(tmp_path, dtype, coefficients):
+def test_merge_equals_float64(tmp_path, dtype, coefficients):
     paths = [make(tmp_path / str(k), k, dtype) for k in range(3)]
     run(paths, coefficients, tmp_path / "out")
     merged = load(tmp_path / "out")
@@ -78,13 +78,13 @@ def test_equals_float64(tmp_path, dtype, coefficients):
         step = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24, "float64": 2**-53}.get(
             np.dtype(dtype).name, 2**-4
         )
-        # Half a step of the output dtype, and what float32 sums of three terms of size 5 lose.
+        # Half a step of the output dtype, plus the error of float32 sums of three terms of size 5.
         tolerance = step * np.abs(exact) + (1e-15 if dtype == np.float64 else 2e-6) + (2**-9 if step == 2**-4 else 0)
         assert np.all(np.abs(merged[name].astype(np.float64) - exact) <= tolerance), name
     np.testing.assert_array_equal(merged["counts"], np.arange(7))
 
 
-def test_equal_weights_give_the_correctly_rounded_mean(tmp_path):
+def test_equal_weights_return_the_correctly_rounded_mean(tmp_path):
     paths = [make(tmp_path / str(k), k) for k in range(10)]
     run(paths, np.full(10, 0.1), tmp_path / "out")
     merged = load_file(tmp_path / "out" / "model.safetensors")
@@ -103,7 +103,7 @@ def test_several_recipes_in_one_pass(tmp_path, dtype):
     for name in ("embed.weight", "norm.weight", "scale"):
         for row, leaves in zip(rows[:2], merged[:2], strict=True):
             exact = mean(paths, row, name).astype(np.float64 if dtype == np.float64 else np.float32).astype(dtype)
-            # A float32 sum may round a tie the other way than the float64 one: a step of the dtype at most.
+            # A float32 sum may round a tie differently from the float64 sum: by at most one step of the dtype.
             step = {"bfloat16": 2**-7, "float16": 2**-10}.get(np.dtype(dtype).name, 2**-22)
             difference = np.abs(leaves[name].astype(np.float64) - exact.astype(np.float64))
             assert np.all(difference <= step * np.abs(exact.astype(np.float64)) + 1e-6)
@@ -118,14 +118,14 @@ def test_dtype_float32_keeps_what_bfloat16_rounds_away(paths, tmp_path):
     assert verify(tmp_path / "out", with_sources=True) == []
 
 
-def test_the_same_inputs_give_the_same_bytes(paths, tmp_path):
+def test_same_inputs_give_the_same_bytes(paths, tmp_path):
     for out, cores in (("a", 1), ("b", 2)):
         run(paths, [0.2, 0.3, 0.5], tmp_path / out, cores=cores)
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
 
 
-def test_sharded_output_is_read_back_by_its_index(paths, tmp_path):
+def test_sharded_output_opens_by_its_index(paths, tmp_path):
     run(paths, [0, 0, 1.0], tmp_path / "out", shard_bytes=500_000)
     assert (tmp_path / "out" / "model-00001-of-00002.safetensors").exists()
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -138,7 +138,7 @@ def test_sharded_output_is_read_back_by_its_index(paths, tmp_path):
     np.testing.assert_array_equal(merged["embed.weight"], newest["embed.weight"])
 
 
-def test_small_files_are_carried_over_and_others_named(paths, tmp_path):
+def test_small_files_are_copied_and_others_reported(paths, tmp_path):
     notes, _ = run(paths, [0.5, 0.25, 0.25], tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "out" / "training_args.bin").exists()
@@ -148,7 +148,7 @@ def test_small_files_are_carried_over_and_others_named(paths, tmp_path):
     assert [source["step"] for source in facts["sources"]] == [100, 200, 300]
 
 
-def test_rounding_that_loses_the_gain_is_told(tmp_path):
+def test_rounding_that_loses_the_gain_is_reported(tmp_path):
     paths = [make(tmp_path / str(k), k, np.float32, noise=1e-4) for k in range(10)]
     notes, _ = run(paths, np.full(10, 0.1), tmp_path / "out", dtype="bfloat16")
     assert any("rounding to bfloat16" in note for note in notes)
@@ -158,7 +158,7 @@ def test_rounding_that_loses_the_gain_is_told(tmp_path):
     )
 
 
-def test_verify_finds_one_changed_byte(paths, tmp_path):
+def test_verify_detects_one_changed_byte(paths, tmp_path):
     out = tmp_path / "out"
     run(paths, [0.2, 0.3, 0.5], out)
     assert verify(out, with_sources=True) == []
@@ -180,7 +180,7 @@ def refused(match, paths, tmp_path, coefficients=None, **options):
     assert not out.exists() and not list(tmp_path.glob(".refused*"))
 
 
-def test_differences_are_named_and_counted(paths, tmp_path):
+def test_different_leaves_are_named_and_counted(paths, tmp_path):
     other = make(tmp_path / "other", 9, np.float32, surplus=np.zeros(3))
     refused(
         r"in 6 places: .*surplus is not expected in .*embed.weight is float32, not bfloat16 in .*other",
@@ -189,7 +189,7 @@ def test_differences_are_named_and_counted(paths, tmp_path):
     )
 
 
-def test_integers_that_differ_are_named(paths, tmp_path):
+def test_different_integers_are_named(paths, tmp_path):
     other = make(tmp_path / "other", 9, shift=1)
     refused(r"1 integer or boolean leaves.*counts \(int64\) in .*other", [*paths, other], tmp_path)
 
@@ -197,8 +197,8 @@ def test_integers_that_differ_are_named(paths, tmp_path):
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7F81, 0x7FC0, 0x7FFF, 0xFFFF])
 @pytest.mark.parametrize("place", [4998, 4999])
 @pytest.mark.parametrize("coefficients", [[0.5, 0.5], [0.3, 0.7]])
-def test_values_that_are_not_finite_are_refused(tmp_path, bits, place, coefficients):
-    """Infinities, and NaNs of every kind: rounding adds to the bits."""
+def test_non_finite_values_are_refused(tmp_path, bits, place, coefficients):
+    """Refuse infinities and NaNs of every bit pattern: rounding adds to the bits."""
     leaf = np.ones(5000, BF16)
     other = make(tmp_path / "other", 9, extra=leaf)
     bad = leaf.copy()
@@ -208,7 +208,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path, bits, place, coefficie
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_a_sum_that_overflows_is_refused(tmp_path, dtype):
+def test_overflowing_sum_is_refused(tmp_path, dtype):
     paths = [make(tmp_path / str(k), k, dtype, huge=np.full(9, 3e38, dtype)) for k in range(2)]
     refused(f"huge: the weighted sum overflows {np.dtype(dtype)}", paths, tmp_path, coefficients=[1.5, 1.5])
 
@@ -224,11 +224,11 @@ def test_a_sum_that_overflows_is_refused(tmp_path, dtype):
         ({"recipes": ["a", "b"]}, "recipe names"),
     ],
 )
-def test_wrong_calls_are_one_line(paths, tmp_path, options, match):
+def test_invalid_calls_are_one_line(paths, tmp_path, options, match):
     refused(match, paths, tmp_path, **options)
 
 
-def test_nothing_is_overwritten(paths, tmp_path):
+def test_existing_output_is_never_overwritten(paths, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     with pytest.raises(ValueError, match="never overwrites"):
@@ -242,7 +242,7 @@ def pass_on(problem):
 
 
 def test_two_processes_share_the_work(paths, tmp_path):
-    """One after the other here; each leaves its part, and the first publishes what both wrote."""
+    """Run the two processes one after the other; each writes its part, and the first publishes both."""
     run(paths, [0.2, 0.3, 0.5], tmp_path / "alone")
     made = plan([open_source(path) for path in paths], np.array([0.2, 0.3, 0.5]))
     merge(made, [tmp_path / "out"], share=(1, 2), barrier=pass_on)
@@ -272,7 +272,7 @@ merge(made, sys.argv[1:3], progress=lambda done, total: print(done, flush=True))
 """
 
 
-def test_a_killed_merge_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_killed_merge_resumes_where_it_stopped(tmp_path, monkeypatch):
     leaves = {f"leaf{n}": np.full(1000, n, np.float32) for n in range(40)}
     paths = [make(tmp_path / f"in{k}", k, **leaves) for k in range(3)]
     outs = [tmp_path / "a", tmp_path / "b"]
@@ -285,7 +285,7 @@ def test_a_killed_merge_goes_on_where_it_stopped(tmp_path, monkeypatch):
             child.stdout.readline()
         child.send_signal(signal.SIGKILL)
     assert not any(out.exists() for out in outs)
-    # The machine died too: a block that was noted never reached the disk.
+    # As after a power failure: a recorded block never reached the disk.
     work = next(tmp_path.glob(".a.partial-*"))
     with (work / "checkpoint" / "model.safetensors").open("r+b") as file:
         file.seek(-40, os.SEEK_END)
@@ -302,7 +302,7 @@ def test_a_killed_merge_goes_on_where_it_stopped(tmp_path, monkeypatch):
         assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_a_merge_killed_between_two_publications_publishes_the_other(paths, tmp_path, monkeypatch):
+def test_merge_killed_between_two_publications_publishes_the_other(paths, tmp_path, monkeypatch):
     rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
     made = plan([open_source(path) for path in paths], rows, recipes=["a", "b"])
     outs = [tmp_path / "a", tmp_path / "b"]
@@ -322,7 +322,7 @@ def test_a_merge_killed_between_two_publications_publishes_the_other(paths, tmp_
     assert all(verify(out) == [] for out in outs)
 
 
-def test_the_same_merge_twice_at_once_is_refused(paths, tmp_path, monkeypatch):
+def test_concurrent_identical_merge_is_refused(paths, tmp_path, monkeypatch):
     made = plan([open_source(path) for path in paths], np.array([0.2, 0.3, 0.5]))
     seen = []
 
@@ -336,8 +336,8 @@ def test_the_same_merge_twice_at_once_is_refused(paths, tmp_path, monkeypatch):
     assert seen and verify(tmp_path / "out") == []
 
 
-def test_memory_is_flat_in_the_number_of_checkpoints(tmp_path):
-    """Peak resident memory over the imports, in a process of its own, for 3 and for 30 checkpoints."""
+def test_memory_is_constant_in_the_number_of_checkpoints(tmp_path):
+    """Compare the peak resident memory above the imports for 3 and for 30 checkpoints, each in a new process."""
     paths = [make(tmp_path / str(k), k, big=np.ones(2**22, np.float32)) for k in range(3)]
     code = """
 import pathlib, sys
@@ -370,7 +370,7 @@ print(before, peak_kib())
     assert peaks[1] < 1.1 * peaks[0]
 
 
-def test_the_block_size_changes_nothing(paths, tmp_path):
+def test_block_size_does_not_change_the_result(paths, tmp_path):
     made = plan([open_source(path) for path in paths], np.array([0.2, 0.3, 0.5]))
     merge(made, [tmp_path / "a"])
     schedule = dataclasses.replace(made.schedule, block_elements=2**12)

@@ -1,4 +1,4 @@
-"""Merging Orbax checkpoints of every layout, as Orbax writes them, read back by Orbax."""
+"""Merge Orbax checkpoints of every layout that Orbax writes, and read the result back with Orbax."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ LAYOUTS = {
 
 
 def load(path, kind):
-    """By Orbax, without being told the structure."""
+    """Load with Orbax, without giving the structure."""
     if kind.startswith("v0"):
         return v0.PyTreeCheckpointer().restore(path)["params"]
     return ocp.load_checkpointables(path)["params"] if kind == "items" else ocp.load(path)
@@ -77,7 +77,7 @@ def load(path, kind):
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 @pytest.mark.parametrize("decoder", ["zstandard", "tensorstore"])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_every_layout_merges_and_orbax_reads_it_back(tmp_path, kind, decoder, monkeypatch):
+def test_every_layout_merges_and_opens_in_orbax(tmp_path, kind, decoder, monkeypatch):
     if decoder == "tensorstore":
         monkeypatch.setattr(zarr, "ZstdFrames", lambda *_: None)
     trees = [tree(seed) for seed in range(3)]
@@ -86,7 +86,7 @@ def test_every_layout_merges_and_orbax_reads_it_back(tmp_path, kind, decoder, mo
     sources = [open_source(tmp_path / str(k)) for k in range(3)]
     assert sources[2].step == 2
     made = plan(sources, ROW)
-    # Whatever is raw is read without decoding, but for values so small that a database keeps them in its index.
+    # Uncompressed arrays are read without decoding, except values so small that a database stores them in its index.
     is_plain = bool({"emb", "params.emb"} & sources[0].byte_ranges.keys())
     is_streamed = bool({"emb", "params.emb"} & made.schedule.zstd_leaves)
     if "chunks" not in kind:
@@ -107,7 +107,7 @@ def test_every_layout_merges_and_orbax_reads_it_back(tmp_path, kind, decoder, mo
 @pytest.mark.parametrize("spec", [("x", None), (None, "x"), ("x", "y")])
 @pytest.mark.parametrize("compression", [True, False])
 def test_checkpoints_saved_on_a_mesh(tmp_path, spec, compression):
-    """Chunks across rows, columns and both; merged to safetensors and to Orbax, the same numbers."""
+    """Merge arrays chunked by rows, columns and both to safetensors and to Orbax; the numbers are the same."""
     mesh = jax.make_mesh((4, 2), ("x", "y"))
 
     def place(x):
@@ -133,7 +133,7 @@ def test_checkpoints_saved_on_a_mesh(tmp_path, spec, compression):
     np.testing.assert_array_equal(restored["emb"], read_leaf(arrays, "emb"))
 
 
-def test_formats_convert_both_ways(tmp_path):
+def test_formats_convert_in_both_directions(tmp_path):
     for k in range(3):
         save_v1(tmp_path / str(k), tree(k))
     sources = [open_source(tmp_path / str(k)) for k in range(3)]
@@ -155,7 +155,7 @@ def test_names_that_an_address_would_escape(tmp_path, kind, monkeypatch):
     np.testing.assert_array_equal(read_leaf(source, "w%41"), tree(0)["emb"])
 
 
-def test_a_database_with_several_levels(tmp_path):
+def test_database_with_several_levels(tmp_path):
     params = {f"leaf{n}": jnp.full((600,), n, jnp.float32) for n in range(1500)}
     save_v1(tmp_path / "0", params, compression=False)
     source = open_source(tmp_path / "0")
@@ -164,7 +164,7 @@ def test_a_database_with_several_levels(tmp_path):
 
 
 def test_regions_bound_the_memory(tmp_path, monkeypatch):
-    """A leaf in many chunks is decoded a few rows at a time; the result is the same."""
+    """Decode a leaf of many chunks a few rows at a time; the result is the same."""
     from pma_jax.merging.engine import schedule
 
     monkeypatch.setattr(zarr, "ZstdFrames", lambda *_: None)
@@ -181,7 +181,7 @@ def test_regions_bound_the_memory(tmp_path, monkeypatch):
     np.testing.assert_array_equal(*[read_leaf(open_source(tmp_path / out), "w") for out in "ab"])
 
 
-def test_the_subtree_is_guessed_and_told_or_named(tmp_path):
+def test_subtree_is_detected_and_reported_or_named(tmp_path):
     save_v0(tmp_path / "0", tree(0))
     source = open_source(tmp_path / "0")
     assert all(name.startswith("params.") for name in source.leaves)
@@ -196,8 +196,8 @@ def test_the_subtree_is_guessed_and_told_or_named(tmp_path):
     assert list(open_source(tmp_path / "1", "theta").leaves) == ["theta"]
 
 
-def test_trees_without_metadata_are_read_by_their_arrays(tmp_path):
-    """As T5X and early Flax wrote them: `target` beside optimizer state, no `_METADATA`."""
+def test_trees_without_metadata_are_read_from_their_arrays(tmp_path):
+    """Read trees as T5X and early Flax wrote them: `target` next to optimizer state, no `_METADATA`."""
     state = {"target": {"mlp": {"w": jnp.ones((3, 4))}}, "state": {"step": jnp.int32(3)}}
     v0.Checkpointer(v0.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "0", state)
     (tmp_path / "0" / "_METADATA").unlink()
@@ -217,7 +217,7 @@ def read_all(path):
         read_leaf(source, name)
 
 
-def test_a_damaged_frame_is_one_line_and_publishes_nothing(tmp_path):
+def test_corrupt_frame_is_one_line_and_publishes_nothing(tmp_path):
     for k in range(2):
         save_v1(tmp_path / str(k), {"w": tree(k)["emb"]}, ocdbt=False)
     chunk = tmp_path / "1" / "state" / "w" / "c" / "0" / "0"
@@ -231,8 +231,8 @@ def test_a_damaged_frame_is_one_line_and_publishes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["v1", "v1 zarr2 files", "v1 raw files", "v1 raw"])
-def test_missing_parts_are_one_line(tmp_path, kind):
-    """Every file in turn; what is not needed may be missing, but nothing is read as zeros in its place."""
+def test_missing_files_are_one_line(tmp_path, kind):
+    """Remove each file in turn: unneeded files may be missing, but nothing is read as zeros in their place."""
     LAYOUTS[kind](tmp_path / "good", tree(0))
     files = sorted(path.relative_to(tmp_path / "good") for path in (tmp_path / "good").rglob("*") if path.is_file())
     for file in files:
@@ -250,7 +250,7 @@ def test_missing_parts_are_one_line(tmp_path, kind):
                 np.testing.assert_array_equal(read_leaf(good, name), read_leaf(bad, name), err_msg=str(file))
 
 
-def test_swapped_parts_are_told(tmp_path):
+def test_swapped_files_are_detected(tmp_path):
     save_v1(tmp_path / "0", tree(0), ocdbt=False)
     leaf = tmp_path / "0" / "state" / "emb"
     shutil.rmtree(leaf)
@@ -259,7 +259,7 @@ def test_swapped_parts_are_told(tmp_path):
     one_line(lambda: plan([open_source(tmp_path / str(k)) for k in range(2)], [0.5, 0.5]))
 
 
-def test_unfinished_and_several_checkpoints_are_told(tmp_path):
+def test_unfinished_and_multiple_checkpoints_are_reported(tmp_path):
     save_v1(tmp_path / "run" / "5", tree(0))
     one_line(lambda: open_source(tmp_path / "run"))
     (tmp_path / "run" / "5").rename(tmp_path / "5.orbax-checkpoint-tmp")
@@ -326,5 +326,5 @@ def test_several_recipes_of_decoded_leaves(tmp_path):
         one, other = open_source(out), open_source(tmp_path / "alone" / out.name)
         for name in sources[0].leaves:
             values = [read_leaf(source, name).astype(np.float64) for source in (one, other)]
-            # A matrix product may round the last bit of float32 otherwise.
+            # A matrix product may otherwise round the last bit of float32 differently.
             np.testing.assert_allclose(*values, rtol=2**-7, err_msg=name)

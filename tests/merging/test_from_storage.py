@@ -1,4 +1,4 @@
-"""`pma merge` on what users have: directories of any trainer's checkpoints, runs, and every option."""
+"""`pma merge` on users' inputs: directories of any trainer's checkpoints, runs, and every option."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ STEPS = (100, 200, 300, 400, 500)
 
 @pytest.fixture
 def suite(tmp_path):
-    """A directory as another trainer leaves it: step100 … step500, in no order of names."""
+    """Write a directory as another trainer leaves it: step100 … step500, not sorted by name."""
     for step in STEPS:
         write(tmp_path / "suite" / f"step{step}", step)
     (tmp_path / "suite" / "logs").mkdir()
@@ -40,8 +40,8 @@ def write(folder: Path, step: int, dtype=np.float32):
 
 @pytest.fixture
 def pma(capsys):
-    def call(*words):
-        status = cli.main([str(word) for word in words])
+    def call(*arguments):
+        status = cli.main([str(word) for word in arguments])
         return status, *capsys.readouterr()
 
     return call
@@ -49,8 +49,8 @@ def pma(capsys):
 
 @pytest.fixture
 def fails(pma):
-    def call(*words):
-        status, out, err = pma(*words)
+    def call(*arguments):
+        status, out, err = pma(*arguments)
         lines = err.strip().splitlines()
         assert (status, out) == (1, "") and lines[-1].startswith("error: ") and "Traceback" not in err
         return lines[-1]
@@ -66,7 +66,7 @@ def mean(steps, weights):
     return sum(w * leaf(step).astype(np.float64) for step, w in zip(steps, weights, strict=True))
 
 
-def test_a_directory_of_checkpoints_is_merged_in_order_of_steps(pma, suite, tmp_path):
+def test_directory_of_checkpoints_is_merged_in_order_of_steps(pma, suite, tmp_path):
     status, said, err = pma("merge", suite, "--last", 3, "--recipe", "wma", "--out", tmp_path / "out")
     assert status == 0 and "wma of 3 checkpoints" in said and "directory of 5 checkpoints" in err
     np.testing.assert_allclose(merged(tmp_path / "out"), mean(STEPS[-3:], [1 / 6, 2 / 6, 3 / 6]), rtol=1e-6)
@@ -75,7 +75,7 @@ def test_a_directory_of_checkpoints_is_merged_in_order_of_steps(pma, suite, tmp_
     assert pma("inspect", tmp_path / "out", "--verify", "--with-sources")[0] == 0
 
 
-def test_several_recipes_are_made_in_one_pass(pma, suite, tmp_path):
+def test_several_recipes_are_merged_in_one_pass(pma, suite, tmp_path):
     recipes = ["--recipe", "sma:2", "--recipe", "ema:alpha=0.5"]
     assert pma("merge", suite, *recipes, "--out", tmp_path / "out")[0] == 0
     np.testing.assert_allclose(merged(tmp_path / "out" / "sma-2"), mean(STEPS[-2:], [0.5, 0.5]), rtol=1e-6)
@@ -83,9 +83,9 @@ def test_several_recipes_are_made_in_one_pass(pma, suite, tmp_path):
     np.testing.assert_allclose(merged(tmp_path / "out" / "ema-alpha=0.5"), mean(STEPS, weights), rtol=1e-6)
 
 
-def test_checkpoints_without_weight_are_not_read(pma, suite, tmp_path):
+def test_checkpoints_with_zero_weight_are_not_read(pma, suite, tmp_path):
     (suite / "step100" / "model.safetensors").write_bytes((suite / "step100" / "model.safetensors").read_bytes()[:-4])
-    assert "step100" in str(pma("merge", suite, "--out", tmp_path / "out")[2]), "it is damaged"
+    assert "step100" in str(pma("merge", suite, "--out", tmp_path / "out")[2]), "the checkpoint is corrupt"
     save_file(
         {"model.w": np.full((300, 70), np.nan, np.float32), "ids": np.arange(4)},
         suite / "step100" / "model.safetensors",
@@ -94,40 +94,40 @@ def test_checkpoints_without_weight_are_not_read(pma, suite, tmp_path):
     assert status == 0 and len(json.loads(said)["inputs"]) == 4
 
 
-def test_dry_run_tells_all_and_writes_nothing(pma, suite, tmp_path):
+def test_dry_run_reports_the_merge_and_writes_nothing(pma, suite, tmp_path):
     before = tiny.contents(tmp_path)
-    words = ["merge", suite, "--last", 2, "--recipe", "ema:alpha=0.2", "--out", tmp_path / "out", "--dry-run"]
-    status, said, _ = pma(*words)
+    arguments = ["merge", suite, "--last", 2, "--recipe", "ema:alpha=0.2", "--out", tmp_path / "out", "--dry-run"]
+    status, said, _ = pma(*arguments)
     assert status == 0 and "+0.800000  step 400" in said and "+0.200000  step 500" in said
     assert "would write" in said and "of memory" in said
-    facts = json.loads(pma(*words, "--json")[1])
+    facts = json.loads(pma(*arguments, "--json")[1])
     assert [entry["coefficients"] for entry in facts["inputs"]] == [[pytest.approx(0.8)], [pytest.approx(0.2)]]
     assert facts["read_bytes"] == 2 * (300 * 70 * 4 + 4 * 8)
     assert tiny.contents(tmp_path) == before
 
 
-def test_a_dry_run_refuses_what_the_merge_would(fails, suite, tmp_path):
+def test_dry_run_refuses_what_the_merge_refuses(fails, suite, tmp_path):
     before = tiny.contents(tmp_path)
     assert "exists already" in fails("merge", suite, "--out", suite, "--dry-run")
     assert tiny.contents(tmp_path) == before
 
 
-def test_tokens_choose_where_steps_are_known_by_their_size(pma, fails, suite, tmp_path):
-    words = ["merge", suite, "--tokens", "2e5:5e5", "--every", "2e5", "--out", tmp_path / "out", "--json"]
-    assert "--tokens-per-step" in fails(*words)
-    facts = json.loads(pma(*words, "--tokens-per-step", 1000)[1])
+def test_tokens_select_checkpoints_when_tokens_per_step_are_given(pma, fails, suite, tmp_path):
+    arguments = ["merge", suite, "--tokens", "2e5:5e5", "--every", "2e5", "--out", tmp_path / "out", "--json"]
+    assert "--tokens-per-step" in fails(*arguments)
+    facts = json.loads(pma(*arguments, "--tokens-per-step", 1000)[1])
     assert [entry["tokens"] for entry in facts["inputs"]] == [300_000, 500_000]
     assert any("every 200,000 tokens" in note for note in facts["notes"])
 
 
 @pytest.mark.parametrize(("given", "stored"), [("float32", np.float32), ("bfloat16", ml_dtypes.bfloat16)])
-def test_dtype_is_what_is_written(pma, suite, tmp_path, given, stored):
+def test_dtype_option_sets_the_stored_dtype(pma, suite, tmp_path, given, stored):
     assert pma("merge", suite, "--dtype", given, "--out", tmp_path / "out")[0] == 0
     assert merged(tmp_path / "out").dtype == stored
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == given
 
 
-def test_rounding_more_than_merging_gains_is_told(pma, tmp_path):
+def test_rounding_larger_than_the_merge_gain_is_reported(pma, tmp_path):
     base = np.random.default_rng(0).standard_normal((200, 50))
     for step in (1, 2, 3):
         noise = np.random.default_rng(step).standard_normal(base.shape) * 1e-5
@@ -139,7 +139,7 @@ def test_rounding_more_than_merging_gains_is_told(pma, tmp_path):
     assert "rounding to" not in quiet[2] and "rounding to bfloat16" in told[2]
 
 
-def test_shard_size_splits_and_the_split_merges_again(pma, suite, tmp_path):
+def test_shard_size_splits_the_output_and_the_shards_merge_again(pma, suite, tmp_path):
     assert pma("merge", suite, "--shard-size", "50KB", "--out", tmp_path / "out")[0] == 0
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert pma("merge", tmp_path / "out", suite / "step100", "--out", tmp_path / "again")[0] == 0
@@ -147,12 +147,12 @@ def test_shard_size_splits_and_the_split_merges_again(pma, suite, tmp_path):
     np.testing.assert_allclose(merged(tmp_path / "again"), expected, rtol=1e-5)
 
 
-def test_format_changes_what_is_written(pma, suite, tmp_path):
+def test_format_option_sets_the_stored_format(pma, suite, tmp_path):
     assert pma("merge", suite, "--format", "orbax", "--out", tmp_path / "out")[0] == 0
     np.testing.assert_allclose(ocp.load(tmp_path / "out")["model.w"], mean(STEPS, [0.2] * 5), rtol=1e-6)
 
 
-def test_a_subtree_is_named(pma, fails, tmp_path):
+def test_subtree_option_selects_by_name(pma, fails, tmp_path):
     for step in (1, 2):
         ocp.save(
             tmp_path / "flax" / str(step), {"ema": {"w": np.full(3, step, np.float32)}, "step": np.zeros((), np.int32)}
@@ -163,7 +163,7 @@ def test_a_subtree_is_named(pma, fails, tmp_path):
     assert shown["kind"] == "orbax" and shown["parameters"] == 3
 
 
-def test_a_memory_limit_that_is_too_small_is_told(fails, suite, tmp_path):
+def test_too_small_memory_limit_is_reported(fails, suite, tmp_path):
     assert "memory" in fails("merge", suite, "--memory-limit", "1MiB", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -171,32 +171,32 @@ def test_a_memory_limit_that_is_too_small_is_told(fails, suite, tmp_path):
 def test_parallel_runs_are_merged_only_when_named_or_allowed(pma, fails, suite, tmp_path):
     write(tmp_path / "other" / "step600", 600)
     write(tmp_path / "other" / "step700", 700)
-    words = ["merge", suite, tmp_path / "other", "--out", tmp_path / "out", "--last", 3]
-    assert "crosses a boundary" in fails(*words)
-    status, _, err = pma(*words, "--across-stages")
+    arguments = ["merge", suite, tmp_path / "other", "--out", tmp_path / "out", "--last", 3]
+    assert "crosses a boundary" in fails(*arguments)
+    status, _, err = pma(*arguments, "--across-stages")
     assert status == 0 and "crosses a boundary" in err
     named = [suite / "step500", tmp_path / "other" / "step600"]
     assert pma("merge", *named, "--out", tmp_path / "soup")[0] == 0
 
 
-def test_twins_at_one_position_are_merged_as_named(pma, fails, suite, tmp_path):
+def test_duplicates_at_one_position_are_merged_only_when_named(pma, fails, suite, tmp_path):
     write(tmp_path / "twin" / "step500", 501)
-    words = ["merge", suite / "step500", tmp_path / "twin" / "step500", "--out", tmp_path / "out"]
-    status, _, err = pma(*words)
+    arguments = ["merge", suite / "step500", tmp_path / "twin" / "step500", "--out", tmp_path / "out"]
+    status, _, err = pma(*arguments)
     assert status == 0 and "merged in order" in err
     np.testing.assert_allclose(merged(tmp_path / "out"), mean((500, 501), (0.5, 0.5)), rtol=1e-6)
-    assert "computes weights from tokens" in fails(*words[:-1], tmp_path / "no", "--recipe", "power:sigma_rel=0.1")
+    assert "computes weights from tokens" in fails(*arguments[:-1], tmp_path / "no", "--recipe", "power:sigma_rel=0.1")
 
 
-def test_a_run_is_not_mixed_with_others(fails, finished, tmp_path):
+def test_run_cannot_be_mixed_with_other_sources(fails, finished, tmp_path):
     odd = tmp_path / "odd"
     ocp.save(odd, {"w": np.zeros(3, np.float32)})
     assert "none of pma_jax's metadata" in fails("merge", finished.snapshots[0].path, odd, "--out", tmp_path / "out")
 
 
-def test_a_runs_merge_is_a_snapshot_in_any_number_of_recipes(pma, finished, tmp_path):
-    words = ["merge", finished.path, "--recipe", "sma:3", "--recipe", "wma", "--out", tmp_path / "out"]
-    assert pma(*words)[0] == 0
+def test_merges_of_a_run_are_snapshots_for_any_number_of_recipes(pma, finished, tmp_path):
+    arguments = ["merge", finished.path, "--recipe", "sma:3", "--recipe", "wma", "--out", tmp_path / "out"]
+    assert pma(*arguments)[0] == 0
     for name, count in (("sma-3", 6), ("wma", 6)):
         snapshot = read_snapshot(tmp_path / "out" / name)
         assert snapshot.tokens == tiny.HORIZON and snapshot.merge["recipe"].startswith(name[:3])
@@ -208,7 +208,7 @@ def test_a_runs_merge_is_a_snapshot_in_any_number_of_recipes(pma, finished, tmp_
     assert pma("inspect", tmp_path / "out" / "wma", "--verify")[0] == 0
 
 
-def test_verify_names_what_changed(pma, fails, finished, tmp_path):
+def test_verify_names_the_change(pma, fails, finished, tmp_path):
     assert pma("merge", finished.path, "--out", tmp_path / "out")[0] == 0
     file = max((p for p in (tmp_path / "out" / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     data = bytearray(file.read_bytes())
@@ -220,7 +220,7 @@ def test_verify_names_what_changed(pma, fails, finished, tmp_path):
     assert "has no digests" in fails("inspect", tmp_path / "out", "--verify")
 
 
-def test_what_was_found_is_told(suite):
+def test_selection_is_reported(suite):
     found = gather.gather([suite])
     assert (found.unit, found.positions.tolist()) == ("steps", list(STEPS))
     assert set(found.stages) == {str(suite)}
@@ -230,6 +230,6 @@ def test_what_was_found_is_told(suite):
     ]
 
 
-@pytest.mark.parametrize("words", [["nothing"], ["nothing", "--kind", "point"]])
-def test_what_is_not_there_is_one_line(fails, tmp_path, words):
-    assert "nothing" in fails("merge", tmp_path / words[0], *words[1:], "--out", tmp_path / "out")
+@pytest.mark.parametrize("arguments", [["nothing"], ["nothing", "--kind", "point"]])
+def test_missing_source_is_one_line(fails, tmp_path, arguments):
+    assert "nothing" in fails("merge", tmp_path / arguments[0], *arguments[1:], "--out", tmp_path / "out")

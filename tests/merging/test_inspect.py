@@ -8,7 +8,7 @@ import pma_jax as pma
 from pma_jax.merging.inspect import as_text, inspect
 
 
-def test_a_run(finished):
+def test_inspect_describes_a_run(finished):
     facts = inspect(finished.path)
     assert facts["kind"] == "run"
     assert facts["snapshots"] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in finished.snapshots]
@@ -18,7 +18,7 @@ def test_a_run(finished):
     assert "6 snapshots, 1,024 to 6,144 tokens" in text and f"{finished.snapshots[-1].loss:.4f}" in text
 
 
-def test_a_snapshot_is_described_as_it_is_stored(finished):
+def test_inspect_describes_a_snapshot_as_stored(finished):
     facts = inspect(finished.snapshots[2].path)
     leaves = tiny.named(tiny.read(finished.snapshots[2]))
     assert facts["kind"] == "snapshot" and facts["merge"] is None
@@ -29,7 +29,7 @@ def test_a_snapshot_is_described_as_it_is_stored(finished):
     assert "blocks/gate_DxF  float32 (2, 16, 32)" in as_text(facts)
 
 
-def test_a_merge_shows_its_sources_and_coefficients(finished, tmp_path):
+def test_inspect_shows_the_sources_and_coefficients_of_a_merge(finished, tmp_path):
     pma.merge(finished.snapshots[-3:], pma.recipes.wma(3), tmp_path / "merged", recipe="wma")
     facts = inspect(tmp_path / "merged")
     assert facts["kind"] == "merged snapshot"
@@ -39,6 +39,6 @@ def test_a_merge_shows_its_sources_and_coefficients(finished, tmp_path):
     json.dumps(facts)
 
 
-def test_anything_else_is_refused(tmp_path):
+def test_other_directories_are_refused(tmp_path):
     with pytest.raises(ValueError, match="holds neither safetensors nor an Orbax checkpoint"):
         inspect(tmp_path)

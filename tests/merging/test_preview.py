@@ -37,7 +37,7 @@ def on_mesh(params, run, mesh):
 
 
 @pytest.mark.mesh
-def test_the_window_holds_the_newest_and_outlives_donation(workspace):
+def test_window_holds_the_newest_snapshots_and_survives_donation(workspace):
     config = tiny.config(workspace, mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     mesh = make_mesh(config.mesh)
     window = preview.Window(3)
@@ -77,7 +77,7 @@ def test_merges_keep_the_sharding(workspace):
         assert a.sharding.is_equivalent_to(e.sharding, a.ndim) and a.sharding.memory_kind == e.sharding.memory_kind
 
 
-def test_no_windows_hold_nothing():
+def test_without_windows_no_snapshots_are_held():
     window = preview.Window(0)
     window.add(1, {"w": jax.numpy.ones(3)})
     assert list(window.merges("sma", ())) == []

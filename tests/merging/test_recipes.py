@@ -27,7 +27,7 @@ TEXTS = [
 ]
 
 
-def test_sma_is_one_over_n():
+def test_sma_weights_are_one_over_n():
     w = recipes.sma(10)
     assert w.dtype == np.float64 and w.shape == (10,)
     np.testing.assert_array_equal(w, [0.1] * 10)
@@ -45,13 +45,13 @@ def test_ema_follows_the_papers_recursion_from_the_oldest():
         np.testing.assert_allclose(recipes.ema(10, alpha) @ models, running, rtol=1e-12)
 
 
-def test_ema_closed_form_is_the_printed_one_over_its_sum():
+def test_ema_closed_form_is_the_printed_one_normalised():
     printed = 0.1 * 0.9 ** np.arange(9, -1, -1)
     assert printed.sum() == pytest.approx(0.651, abs=5e-4)
     np.testing.assert_allclose(recipes.ema_closed(10, 0.1), printed / printed.sum(), rtol=1e-12)
 
 
-def test_mean_ages_order_the_methods_as_the_papers_figure_4():
+def test_mean_ages_are_ordered_as_in_the_papers_figure_4():
     intervals = np.arange(10)
     ages = [recipes.mean_age(w, intervals) for w in (recipes.wma(10), recipes.ema(10, 0.2), recipes.sma(10))]
     np.testing.assert_allclose(ages, [3.0, 3.463, 4.5], atol=1e-3)
@@ -60,7 +60,7 @@ def test_mean_ages_order_the_methods_as_the_papers_figure_4():
     assert recipes.mean_age(recipes.sma(10), intervals * 1000) == pytest.approx(4500)
 
 
-def test_wma_grows_linearly():
+def test_wma_weights_grow_linearly():
     np.testing.assert_allclose(recipes.wma(4), [0.1, 0.2, 0.3, 0.4], rtol=1e-15)
 
 
@@ -68,7 +68,7 @@ def test_lawa_is_the_plain_mean_of_the_latest():
     np.testing.assert_array_equal(recipes.coefficients("lawa:2", [1, 2, 3]), [0, 0.5, 0.5])
 
 
-def test_explicit_weights():
+def test_explicit_weights_are_validated():
     np.testing.assert_array_equal(recipes.weights([0.25, 0.75]), [0.25, 0.75])
     np.testing.assert_allclose(recipes.weights([-0.5, 1.5]), [-0.5, 1.5])
     np.testing.assert_allclose(recipes.weights([1, 3], normalize=True), [0.25, 0.75])
@@ -83,7 +83,7 @@ def test_explicit_weights():
 
 
 @given(st.sampled_from(TEXTS), st.integers(10, 40), st.integers(0, 2**32 - 1))
-def test_every_recipe_sums_to_one_on_any_positions(text, n, seed):
+def test_every_recipe_sums_to_one_at_any_positions(text, n, seed):
     tokens = np.cumsum(np.random.default_rng(seed).integers(10, 10**9, n))
     row = recipes.coefficients(text, tokens)
     assert row.dtype == np.float64 and row.shape == (n,)
@@ -106,7 +106,7 @@ def test_a_recipe_keeps_its_text(text):
     assert recipe.text == text and hash(recipe) is not None
 
 
-def test_weights_as_text():
+def test_weights_have_a_text_form():
     np.testing.assert_allclose(recipes.coefficients("weights:0.2,0.3,0.5", [1, 2, 3]), [0.2, 0.3, 0.5])
     np.testing.assert_allclose(recipes.coefficients("weights:0.5,0.5:2", [1, 2, 3]), [0, 0.5, 0.5])
     np.testing.assert_allclose(recipes.coefficients("weights:2,6,normalize=true", [1, 2]), [0.25, 0.75])
@@ -141,13 +141,13 @@ def test_weights_as_text():
         ("weights:1,normalize=maybe", "true or false"),
     ],
 )
-def test_mistakes_are_one_line_that_says_what_to_do(text, message):
+def test_invalid_text_is_one_line_that_gives_the_remedy(text, message):
     with pytest.raises(ValueError, match=message) as error:
         recipes.parse(text)
     assert "\n" not in str(error.value)
 
 
-def test_coefficients_refuse_wrong_positions():
+def test_invalid_positions_are_refused():
     with pytest.raises(ValueError, match="asks for 4 checkpoints and there are 3"):
         recipes.coefficients("sma:4", [1, 2, 3])
     with pytest.raises(ValueError, match="oldest first"):

@@ -1,4 +1,4 @@
-"""One definition of a weighted sum: every way to merge gives the same bits."""
+"""One definition of a weighted sum: every way to merge returns the same bits."""
 
 import jax
 import ml_dtypes
@@ -54,7 +54,7 @@ def assert_same_bits(actual, expected):
 
 
 def write_checkpoints(folder, dtype):
-    """Six safetensors of odd sizes, with zeros of both signs; returns their paths and their leaves."""
+    """Write six safetensors of odd sizes, with zeros of both signs; return their paths and their leaves."""
     rng = np.random.default_rng(0)
     leaves_K = []
     for _ in TOKENS:
@@ -110,7 +110,7 @@ def test_more_checkpoints_than_one_pass_sums(tmp_path):
     assert_same_bits(averager.average_stream(iter(leaves_K), row[None])[0], expected)
 
 
-def test_a_runs_merges_previews_and_sweeps_have_the_same_bits(finished, tmp_path, monkeypatch):
+def test_merges_previews_and_sweeps_of_a_run_have_the_same_bits(finished, tmp_path, monkeypatch):
     chosen = finished.snapshots
     tokens = [s.tokens for s in chosen]
     window = Window(len(chosen))
@@ -133,7 +133,7 @@ def test_a_runs_merges_previews_and_sweeps_have_the_same_bits(finished, tmp_path
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(bits(x), bits(y)), tree, stored)
 
 
-def test_weights_of_integer_ratios_are_summed_as_integers():
+def test_weights_with_integer_ratios_are_summed_as_integers():
     for c, ratio, divisor in (
         (recipes.sma(10), [1] * 10, 10),
         (recipes.wma(4), [1, 2, 3, 4], 10),

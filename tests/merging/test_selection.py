@@ -1,4 +1,4 @@
-"""Selecting checkpoints by tokens: ranges, grids, gaps, stages."""
+"""Select checkpoints by tokens: ranges, grids, gaps, stages."""
 
 import numpy as np
 import pytest
@@ -10,14 +10,14 @@ from pma_jax.merging.selection import Selection, select
 TENTHS = np.arange(1, 31) * 100_000
 
 
-def test_last():
+def test_last_selects_the_newest():
     assert select(TENTHS, last=3) == Selection((27, 28, 29))
     assert select(TENTHS).indexes == tuple(range(30))
     with pytest.raises(ValueError, match="31 checkpoints are requested and there are 30"):
         select(TENTHS, last=31)
 
 
-def test_between_includes_both_ends():
+def test_range_includes_both_ends():
     assert select(TENTHS, between=(200_000, 400_000)).indexes == (1, 2, 3)
     assert select(TENTHS, between=(None, 200_000)).indexes == (0, 1)
     assert select(TENTHS, between=(2_900_000, None), last=1).indexes == (29,)
@@ -25,7 +25,7 @@ def test_between_includes_both_ends():
         select(TENTHS, between=(1, 2))
 
 
-def test_every_takes_the_nearest_and_tells():
+def test_every_selects_the_nearest_and_reports_deviations():
     tokens = [1_000, 2_000, 2_950, 4_000, 6_000, 7_000, 8_040, 9_000]
     chosen = select(tokens, every=2_000)
     assert [tokens[i] for i in chosen.indexes] == [1_000, 2_950, 7_000, 9_000]
@@ -39,7 +39,7 @@ def test_every_takes_the_nearest_and_tells():
     ]  # fmt: skip
 
 
-def test_last_of_a_grid_goes_back_past_what_is_missing():
+def test_last_of_a_grid_extends_past_missing_checkpoints():
     tokens = [1_000, 2_000, 4_000, 5_000]
     chosen = select(tokens, every=1_000, last=3)
     assert [tokens[i] for i in chosen.indexes] == [2_000, 4_000, 5_000]
@@ -48,11 +48,11 @@ def test_last_of_a_grid_goes_back_past_what_is_missing():
         select(tokens, every=1_000, last=5)
 
 
-def test_a_tiny_interval_over_a_long_run_is_no_trouble():
+def test_tiny_interval_over_a_long_run_is_fast():
     assert select([1, 10**13], every=1).notes[1] == "missing: no checkpoint near 2 to 9,999,999,999,999 tokens"
 
 
-def test_gaps_and_off_grid_checkpoints_are_told_without_a_grid_too():
+def test_gaps_and_off_grid_checkpoints_are_reported_without_a_grid_too():
     assert select([100, 200, 300, 600, 700, 750, 850]).notes == (
         "missing: about 2 between 300 and 600 tokens (usual interval 100)",
         "off grid: 750 tokens is 50 after 700 (usual interval 100)",
@@ -60,7 +60,7 @@ def test_gaps_and_off_grid_checkpoints_are_told_without_a_grid_too():
     assert select(TENTHS).notes == ()
 
 
-def test_a_boundary_between_stages_is_never_crossed_silently():
+def test_stage_boundary_is_never_crossed_silently():
     tokens, stages = [100, 200, 300, 400], ["stage1", "stage1", "stage2", "stage2"]
     assert select(tokens, last=2, stages=stages).indexes == (2, 3)
     with pytest.raises(ValueError, match=r"between stage1 at 200 and stage2 at 300 tokens.*allow it explicitly"):
@@ -70,7 +70,7 @@ def test_a_boundary_between_stages_is_never_crossed_silently():
     assert allowed.notes == ("crosses a boundary between stage1 at 200 and stage2 at 300 tokens",)
 
 
-def test_parallel_runs_share_positions_and_are_not_one_trajectory():
+def test_parallel_runs_at_equal_positions_are_not_one_trajectory():
     tokens, stages = [100, 100, 200, 200], ["ingredient1", "ingredient2"] * 2
     with pytest.raises(ValueError, match="between ingredient1 at 200 and ingredient2 at 200"):
         select(tokens, last=2, stages=stages)
@@ -87,7 +87,7 @@ def test_parallel_runs_share_positions_and_are_not_one_trajectory():
         ({"stages": ["a"]}, "1 stages for 30"),
     ],
 )
-def test_wrong_options(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         select(TENTHS, **options)
     with pytest.raises(ValueError, match="oldest first"):
@@ -97,7 +97,7 @@ def test_wrong_options(options, message):
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40, unique=True), st.integers(1, 10**5))
-def test_a_grid_keeps_order_and_stays_within_the_tolerance(positions, every):
+def test_grid_keeps_order_and_stays_within_the_tolerance(positions, every):
     tokens = np.sort(positions)
     chosen = tokens[list(select(tokens, every=every).indexes)]
     assert chosen[-1] == tokens[-1] and (np.diff(chosen) > 0).all()

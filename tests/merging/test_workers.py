@@ -1,4 +1,4 @@
-"""Processes that help to merge: the same bytes, the same refusals, and none that stays behind."""
+"""Merge with worker processes: the same bytes, the same errors, and no process left running."""
 
 import dataclasses
 import signal
@@ -24,7 +24,7 @@ ROWS = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
 
 
 def leaves(seed, dtype=np.float32):
-    """Leaves of several units, and many small ones."""
+    """Return leaves of several units, and many small ones."""
     rng = np.random.default_rng(seed)
     large = {"large": rng.standard_normal(5_000_001, np.float32).astype(dtype)}
     return large | {f"leaf{n}": rng.standard_normal(1000, np.float32) for n in range(30)} | {"counts": np.arange(7)}
@@ -34,7 +34,7 @@ def leaves(seed, dtype=np.float32):
 def sources(tmp_path, request):
     paths = [tmp_path / f"in{k}" for k in range(3)]
     for k, path in enumerate(paths):
-        if request.param == "orbax":  # compressed: what a helper decodes
+        if request.param == "orbax":  # Compressed, so that a worker decodes.
             ocp.save(str(path), leaves(k))
         else:
             path.mkdir()
@@ -44,23 +44,23 @@ def sources(tmp_path, request):
     return [open_source(path) for path in paths]
 
 
-def with_helpers(sources, rows, only=False):
-    """A plan for two helpers, who do all of the work if `only`."""
+def plan_with_workers(sources, rows, only=False):
+    """Return a plan for two workers, which do all of the work if `only`."""
     made = plan(sources, rows)
     return dataclasses.replace(made, schedule=dataclasses.replace(made.schedule, processes=3, threads=0 if only else 1))
 
 
 @pytest.mark.parametrize("rows", [ROWS[0], ROWS], ids=["one recipe", "two recipes"])
 @pytest.mark.parametrize("only", [False, True], ids=["and this process", "alone"])
-def test_helpers_merge_to_the_bytes_of_one_process(sources, tmp_path, rows, only):
+def test_workers_merge_to_the_bytes_of_one_process(sources, tmp_path, rows, only):
     names = ["a", "b"][: np.atleast_2d(rows).shape[0]]
     merge(plan(sources, rows, cores=1), [tmp_path / "one" / name for name in names])
-    merge(with_helpers(sources, rows, only), [tmp_path / "many" / name for name in names])
+    merge(plan_with_workers(sources, rows, only), [tmp_path / "many" / name for name in names])
     assert tiny.contents(tmp_path / "many") == tiny.contents(tmp_path / "one")
     assert all(verify(str(tmp_path / "many" / name), with_sources=True) == [] for name in names)
 
 
-def test_processes_are_planned_where_each_has_enough_to_read_and_fits(sources, monkeypatch):
+def test_worker_count_is_bounded_by_bytes_to_read_and_memory(sources, monkeypatch):
     assert plan(sources, ROWS, cores=64).schedule.processes == 1
     each = sum(source.nbytes for source in sources) // 5 - 1000
     monkeypatch.setattr(schedule, "MIN_BYTES_PER_PROCESS", each)
@@ -69,11 +69,11 @@ def test_processes_are_planned_where_each_has_enough_to_read_and_fits(sources, m
     assert plan(sources, ROWS[0], cores=2).schedule.processes == 2
     few = plan(sources, ROWS[0], cores=64, memory_limit_bytes=made.schedule.memory_bytes // 2)
     assert 1 <= few.schedule.processes < 5 and few.schedule.memory_bytes <= made.schedule.memory_bytes // 2
-    assert few.digest == made.digest, "another number of processes goes on with the same merge"
+    assert few.digest == made.digest, "another number of processes resumes the same merge"
 
 
 def poisoned(tmp_path):
-    """Sources of which one holds a NaN."""
+    """Return sources of which one contains a NaN."""
     paths = [tmp_path / f"in{k}" for k in range(3)]
     for k, path in enumerate(paths):
         path.mkdir()
@@ -82,14 +82,14 @@ def poisoned(tmp_path):
     return [open_source(path) for path in paths]
 
 
-def test_what_a_helper_refuses_is_refused_in_its_words(tmp_path):
+def test_error_of_a_worker_is_raised_with_its_message(tmp_path):
     sources = poisoned(tmp_path)
     with pytest.raises(ValueError, match="in1: leaf13 has nan at element 0; only finite values merge"):
-        merge(with_helpers(sources, ROWS[0], only=True), [tmp_path / "out"])
+        merge(plan_with_workers(sources, ROWS[0], only=True), [tmp_path / "out"])
     assert {p.name for p in tmp_path.iterdir()} == {"in0", "in1", "in2"}
 
 
-def test_a_helper_that_is_killed_ends_the_merge_and_what_is_done_stays(sources, tmp_path, monkeypatch):
+def test_killed_worker_fails_the_merge_and_completed_units_are_kept(sources, tmp_path, monkeypatch):
     started = []
     real = subprocess.Popen
 
@@ -98,7 +98,7 @@ def test_a_helper_that_is_killed_ends_the_merge_and_what_is_done_stays(sources, 
         return started[-1]
 
     monkeypatch.setattr(workers.subprocess, "Popen", remembered)
-    made = with_helpers(sources, ROWS[0], only=True)
+    made = plan_with_workers(sources, ROWS[0], only=True)
     with pytest.raises(ChildProcessError, match=r"status -9 \(killed: out of memory\?\); run the same command again"):
         merge(made, [tmp_path / "out"], progress=lambda done, total: [p.kill() for p in started])
     assert not (tmp_path / "out").exists() and all(p.returncode is not None for p in started)
@@ -124,7 +124,7 @@ merge(dataclasses.replace(made, schedule=schedule), [sys.argv[1]], progress=wait
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="who is whose child is read from Linux's /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_helpers_end_with_the_process_that_merges(sources, tmp_path, number):
+def test_workers_exit_with_the_merging_process(sources, tmp_path, number):
     words = tiny.python(SLOW, tmp_path / "out", *(source.path for source in sources))
     process = subprocess.Popen(words, stdout=subprocess.PIPE, env=tiny.environment())
     process.stdout.readline()
@@ -140,16 +140,16 @@ def test_helpers_end_with_the_process_that_merges(sources, tmp_path, number):
 
 
 def is_running(process):
-    """Whether a process is there and not merely waiting to be asked for its status."""
+    """Return whether a process runs, rather than being a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_what_an_installation_prints_at_its_start_is_not_an_answer(sources, tmp_path, monkeypatch, capfd):
+def test_output_of_site_customisation_is_not_taken_for_an_answer(sources, tmp_path, monkeypatch, capfd):
     (tmp_path / "noisy").mkdir()
     (tmp_path / "noisy" / "sitecustomize.py").write_text("print('hello from an odd installation')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "noisy"), *sys.path])
-    merge(with_helpers(sources, ROWS[0], only=True), [tmp_path / "out"])
+    merge(plan_with_workers(sources, ROWS[0], only=True), [tmp_path / "out"])
     assert capfd.readouterr().out == ""

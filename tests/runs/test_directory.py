@@ -9,7 +9,7 @@ from pma_jax.runs.directory import create_run, open_run
 
 
 def write_step(folder, step, loss=1.0):
-    """Write a snapshot's metadata, without arrays."""
+    """Write a snapshot's metadata without arrays."""
     (folder / "params").mkdir(parents=True, exist_ok=True)
     metadata = {"step": step, "tokens": step * 100, "loss": loss, "kind": "point"}
     metadata["config"] = json.loads(configuration.to_json(Config()))
@@ -17,7 +17,7 @@ def write_step(folder, step, loss=1.0):
     (folder / steps.COMMIT_MARKER).touch()
 
 
-def test_metadata_are_read_once_and_again_when_they_change(tmp_path, monkeypatch):
+def test_metadata_are_read_once_and_again_after_a_change(tmp_path, monkeypatch):
     read = []
     read_snapshot = directory.read_snapshot
     monkeypatch.setattr(directory, "read_snapshot", lambda path: read.append(path.name) or read_snapshot(path))

@@ -1,4 +1,4 @@
-"""Damage is found, named and survived: every damaged file of a run, by resuming, merging and verifying."""
+"""Corrupt files of a run are detected, named and survived, when resuming, merging and verifying."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ def copy(finished, tmp_path):
 
 
 def array_file(step) -> Path:
-    """The file that holds the arrays of a snapshot's or state's largest item."""
+    """Return the file that holds the arrays of a snapshot's or state's largest item."""
     files = [p for p in Path(step).rglob("d/*") if p.is_file()]
     return max(files, key=lambda p: p.stat().st_size)
 
@@ -59,20 +59,20 @@ DAMAGES = {
 }
 
 
-def said(capsys) -> str:
+def read_stderr(capsys) -> str:
     return capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_state_is_passed_over_and_told(finished, copy, damage, capsys):
+def test_corrupt_state_is_skipped_and_reported(finished, copy, damage, capsys):
     shutil.rmtree(copy.path / "snapshots" / "24")
     states = Path(copy.path / "states")
     shutil.rmtree(states / "24")
     DAMAGES[damage](states / "16")
     run = train(copy.config, copy.path)
-    told = [line for line in said(capsys).splitlines() if line.startswith("passed over: ")]
-    assert len(told) == 1 and str(states / "16") in told[0]
-    assert [s.step for s in run.states] == [8, 16, 24], "the damaged one was written anew"
+    reports = [line for line in read_stderr(capsys).splitlines() if line.startswith("passed over: ")]
+    assert len(reports) == 1 and str(states / "16") in reports[0]
+    assert [s.step for s in run.states] == [8, 16, 24], "the corrupt state was written again"
     assert [p.name for p in Path(run.path / "damaged").iterdir()] == ["states-16.0"]
     assert tiny.numbers(run) == tiny.numbers(finished)
     tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
@@ -80,46 +80,46 @@ def test_a_damaged_state_is_passed_over_and_told(finished, copy, damage, capsys)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_snapshot_is_refused_by_name(copy, tmp_path, damage, capsys):
+def test_corrupt_snapshot_is_refused_by_name(copy, tmp_path, damage, capsys):
     snapshot = Path(copy.path / "snapshots" / "20")
     DAMAGES[damage](snapshot)
     out = tmp_path / "merged"
     assert cli.main(["merge", str(copy.path), "--last", "3", "--out", str(out)]) == 1
-    error = said(capsys)
+    error = read_stderr(capsys)
     assert error.startswith("error: ") and error.count("\n") == 1 and str(snapshot) in error
     assert not out.exists() and not list(tmp_path.glob(".merged*"))
     with pytest.raises(ValueError, match=str(snapshot)):
         pma.average([read_snapshot(copy.path / "snapshots" / "24"), read_snapshot(snapshot)], [0.5] * 2)
     assert any(str(snapshot) in problem for problem in verify(copy.path))
     assert cli.main(["inspect", str(copy.path), "--verify"]) == 1
-    assert said(capsys).startswith(f"error: {copy.path} is corrupt: ")
+    assert read_stderr(capsys).startswith(f"error: {copy.path} is corrupt: ")
 
 
-def test_damaged_snapshots_are_written_anew_where_the_run_passes_them_again(finished, copy, capsys):
+def test_corrupt_snapshots_are_written_again_when_the_run_reaches_them(finished, copy, capsys):
     shutil.rmtree(copy.path / "states" / "24")
     flip(array_file(copy.path / "snapshots" / "20"))
     (copy.path / "snapshots" / "24" / "_CHECKPOINT_METADATA").unlink()
     run = train(copy.config, copy.path)
-    assert said(capsys).count("passed over: ") == 2
+    assert read_stderr(capsys).count("passed over: ") == 2
     assert verify(run.path) == [] and tiny.numbers(run) == tiny.numbers(finished)
     for a, e in zip(run.snapshots, finished.snapshots, strict=True):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
 
 
-def test_a_damaged_snapshot_of_the_past_leaves_previews_out_and_nothing_else(finished, copy, capsys):
+def test_corrupt_earlier_snapshot_affects_previews_only(finished, copy, capsys):
     for root in ("states", "snapshots"):
         shutil.rmtree(copy.path / root / "24")
     shutil.rmtree(copy.path / "snapshots" / "20")
     flip(array_file(copy.path / "snapshots" / "12"))
     run = train(copy.config, copy.path)
-    assert str(copy.path / "snapshots" / "12") in said(capsys)
+    assert str(copy.path / "snapshots" / "12") in read_stderr(capsys)
     left_out = [r for r in tiny.numbers(finished) if r not in tiny.numbers(run)]
-    # From step 16 on the window holds 16, then 16 and 20: `sma:3` at step 20 would reach over the damaged one.
+    # From step 16 on the window holds 16, then 16 and 20: `sma:3` at step 20 would include the corrupt snapshot.
     assert [(r["kind"], r["step"], r["recipe"]) for r in left_out] == [("preview", 20, "sma:3")]
     tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
 
 
-def test_where_every_state_is_damaged_the_run_does_not_begin_anew_by_itself(copy):
+def test_run_with_only_corrupt_states_does_not_restart_by_itself(copy):
     for step in (8, 16, 24):
         flip(array_file(copy.path / "states" / str(step)))
     shutil.rmtree(copy.path / "states" / "24")
@@ -129,10 +129,10 @@ def test_where_every_state_is_damaged_the_run_does_not_begin_anew_by_itself(copy
     assert tiny.contents(Path(copy.path)) == before
 
 
-def test_leftovers_are_cleared_away(finished, copy):
+def test_leftovers_are_removed(finished, copy):
     shutil.rmtree(copy.path / "states" / "24")
-    (copy.path / "states" / "24").mkdir()  # an empty directory
-    half = copy.path / "snapshots" / "24"  # a kill while it was removed: the mark goes first
+    (copy.path / "states" / "24").mkdir()  # An empty directory.
+    half = copy.path / "snapshots" / "24"  # A kill during its removal, which removes the marker first.
     (half / steps.COMMIT_MARKER).unlink()
     (copy.path / "states" / "16.orbax-checkpoint-tmp").mkdir()
     run = train(copy.config, copy.path)
@@ -143,7 +143,7 @@ def test_leftovers_are_cleared_away(finished, copy):
 
 @pytest.mark.parametrize("name", ["config.json", "run.json", "metrics.jsonl"])
 @pytest.mark.parametrize("how", ["cut", "zeros", "text"])
-def test_a_damaged_record_of_the_run_is_one_clear_line(copy, name, how, capsys, workspace, tmp_path):
+def test_corrupt_run_record_is_one_clear_line(copy, name, how, capsys, workspace, tmp_path):
     file = tiny.write_config(tmp_path / "config.py", workspace)
     path = Path(copy.path / name)
     content = path.read_bytes()
@@ -151,12 +151,12 @@ def test_a_damaged_record_of_the_run_is_one_clear_line(copy, name, how, capsys, 
     path.write_bytes(damaged)
     shutil.rmtree(copy.path / "states" / "24")
     assert cli.main(["train", "--config", file, "--workdir", str(copy.path)]) == 1
-    error = said(capsys).splitlines()[-1]
+    error = read_stderr(capsys).splitlines()[-1]
     assert error.startswith("error: ") and str(path) in error, error
     assert path.read_bytes() == damaged
 
 
-def test_what_is_not_finite_is_neither_saved_nor_used(finished, copy):
+def test_non_finite_arrays_are_neither_saved_nor_restored(finished, copy):
     snapshot = finished.snapshots[-1]
     params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, make_mesh(snapshot.config.mesh)))
     for value in (np.nan, np.inf, -np.inf):
@@ -167,7 +167,7 @@ def test_what_is_not_finite_is_neither_saved_nor_used(finished, copy):
     assert not (copy.path / "snapshots" / "28").exists()
 
 
-def test_every_bit_of_the_arrays_counts(finished, tmp_path):
+def test_digest_covers_every_bit_of_the_arrays(finished, tmp_path):
     shutil.copytree(finished.snapshots[0].path, tmp_path / "4")
     rng = np.random.default_rng(0)
     for name, byte_ranges in open_source(tmp_path / "4").byte_ranges.items():
@@ -184,7 +184,7 @@ def test_every_bit_of_the_arrays_counts(finished, tmp_path):
 
 
 @pytest.mark.mesh
-def test_digests_are_those_of_merging_whatever_the_mesh(finished, workspace):
+def test_digests_equal_those_of_merging_on_any_mesh(finished, workspace):
     snapshot = finished.snapshots[0]
     stored = restore.recorded_digests(snapshot.path)
     for axes in ({}, {"mesh__data": 1, "mesh__fsdp": 4, "mesh__tensor": 2}):
@@ -198,7 +198,7 @@ def test_digests_are_those_of_merging_whatever_the_mesh(finished, workspace):
 
 
 @pytest.mark.mesh
-def test_segments_that_are_dealt_out_to_devices_have_the_same_checksums():
+def test_segments_distributed_over_devices_have_the_same_checksums():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     values = np.random.default_rng(0).normal(size=(2048, 2056)).astype(np.float32)
     hasher = digests.SegmentHasher(4)

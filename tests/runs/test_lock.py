@@ -30,35 +30,35 @@ def holder(folder, seconds=60):
     return process
 
 
-def test_the_second_process_is_refused_and_told_who_the_first_is(tmp_path):
+def test_second_process_is_refused_with_the_id_of_the_first(tmp_path):
     folder = epath.Path(tmp_path / "run")
     with holder(folder) as first:
         who = rf"process {first.pid} on {re.escape(socket.gethostname())} \(since 20\d\d-[0-9T:+-]*\)"
         with pytest.raises(ValueError, match=f"is being trained by {who}: wait until it ends"), lock.hold(folder):
             pass
         first.send_signal(signal.SIGKILL)
-    # The holder is dead: its lock is taken over, and that is told.
+    # The holder is dead: the next process takes over its lock and reports it.
     with lock.hold(folder) as note:
         assert re.match(rf"taking over from {who}", note)
     with lock.hold(folder) as note:
-        assert note is None, "given back in good order"
+        assert note is None, "the lock was released normally"
 
 
-def test_one_who_waits_gets_the_lock_when_it_is_free(tmp_path):
+def test_waiting_process_gets_the_lock_when_it_is_released(tmp_path):
     folder = epath.Path(tmp_path / "run")
     with holder(folder, seconds=0.5) as first, lock.hold(folder, waits=True) as note:
         assert first.wait(timeout=240) == 0 and note is None
 
 
-def test_a_process_that_got_the_dead_ones_number_is_not_taken_for_it(tmp_path):
-    # Our own process lives, and the text says that it holds the lock; the kernel knows better.
+def test_reused_process_id_is_not_mistaken_for_the_dead_holder(tmp_path):
+    # This process is alive, and the text names it as the holder; the kernel's lock decides.
     left = {"host": socket.gethostname(), "process": os.getpid(), "since": "2026-01-01T00:00:00+00:00"}
     (tmp_path / lock.FILE_NAME).write_text(json.dumps(left))
     with lock.hold(epath.Path(tmp_path)) as note:
         assert f"process {os.getpid()}" in note
 
 
-def test_one_process_excludes_itself_too(tmp_path):
+def test_one_process_cannot_take_the_lock_twice(tmp_path):
     folder = epath.Path(tmp_path)
     refused = pytest.raises(ValueError, match=f"process {os.getpid()} on")
     with lock.hold(folder), refused, lock.hold(folder):
@@ -66,7 +66,7 @@ def test_one_process_excludes_itself_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_many_at_once_one_wins(tmp_path):
+def test_exactly_one_of_many_processes_gets_the_lock(tmp_path):
     racing = [
         subprocess.Popen(tiny.python(HOLDS, tmp_path, 8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(4)
@@ -76,13 +76,13 @@ def test_many_at_once_one_wins(tmp_path):
     assert sum("is being trained by" in err for _, err in ended) == 3
 
 
-def test_what_is_no_lock_file_of_ours_does_no_harm(tmp_path):
+def test_foreign_file_in_place_of_the_lock_is_harmless(tmp_path):
     (tmp_path / lock.FILE_NAME).write_bytes(b"\xff\0 what is this")
     with lock.hold(epath.Path(tmp_path)) as note:
         assert note is None
 
 
-def test_a_run_that_is_trained_is_neither_trained_nor_forked_into(finished, tmp_path):
+def test_run_in_training_is_neither_trained_nor_forked_into(finished, tmp_path):
     with holder(tmp_path / "run") as first:
         with pytest.raises(ValueError, match="is being trained by process"):
             train(finished.config, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Disk full, read-only, not permitted: one line, a non-zero exit, and what was there before is whole."""
+"""Disk full, read-only, no permission: one line, a non-zero exit status, and existing files stay intact."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from pma_jax.training.loop import train
 
 @contextlib.contextmanager
 def mounted(folder: Path, options: str):
-    """A small file system of its own at `folder`; the test is skipped where mounting is not permitted."""
+    """Mount a small file system at `folder`; skip the test where mounting is not permitted."""
     folder.mkdir()
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False).returncode:
         pytest.skip("mounting a file system needs root, and a machine that permits it")
@@ -27,7 +27,7 @@ def mounted(folder: Path, options: str):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def failed(capsys, *words) -> str:
+def read_error(capsys, *words) -> str:
     assert cli.main([str(word) for word in words]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("error: ") and sum(line.startswith("error: ") for line in lines) == 1, lines
@@ -35,55 +35,53 @@ def failed(capsys, *words) -> str:
     return lines[-1]
 
 
-def test_a_full_disk_while_training_ends_in_one_line_and_the_run_goes_on_elsewhere(
-    finished, workspace, tmp_path, capsys
-):
+def test_full_disk_during_training_is_one_line_and_the_run_resumes_elsewhere(finished, workspace, tmp_path, capsys):
     file = tiny.write_config(tmp_path / "config.py", workspace)
     size = sum(p.stat().st_size for p in Path(finished.path).rglob("*") if p.is_file())
     filled = set()
     for share in (0.45, 0.6, 0.75):
         disk = tmp_path / f"disk-{share}"
         with mounted(disk, f"size={int(share * size) // 4096 * 4096}"):
-            error = failed(capsys, "train", "--config", file, "--workdir", disk / "run")
+            error = read_error(capsys, "train", "--config", file, "--workdir", disk / "run")
             assert "no space is left on the device" in error or "No space left on device" in error, error
             assert error.count(str(disk)) >= 1
             filled.add(error.replace(str(disk), ""))
             run = open_run(disk / "run")
             assert run.snapshots and run.snapshots[-1].step < 24
-            assert verify(run.path) == [], "what was published before is whole"
+            assert verify(run.path) == [], "what was published before is intact"
             shutil.copytree(disk / "run", tmp_path / f"moved-{share}")
         run = train(finished.config, tmp_path / f"moved-{share}")
         assert tiny.numbers(run) == tiny.numbers(finished)
         tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
 
 
-def test_a_full_disk_while_merging_publishes_nothing(finished, tmp_path, capsys):
+def test_full_disk_before_a_merge_publishes_nothing(finished, tmp_path, capsys):
     with mounted(tmp_path / "disk", "size=32k"):
-        error = failed(capsys, "merge", finished.path, "--last", 3, "--out", tmp_path / "disk" / "merged")
+        error = read_error(capsys, "merge", finished.path, "--last", 3, "--out", tmp_path / "disk" / "merged")
         assert "bytes are free and the merge writes" in error
         assert not (tmp_path / "disk" / "merged").exists()
 
 
 @pytest.mark.mesh
-def test_a_full_disk_while_the_merge_writes_publishes_nothing(finished, tmp_path, capsys, monkeypatch):
+def test_full_disk_during_a_merge_publishes_nothing(finished, tmp_path, capsys, monkeypatch):
     from pma_jax.merging.engine import merge as engine
 
-    monkeypatch.setattr(engine, "check_disk_space", lambda *_: None)  # another process fills the disk after the check
+    monkeypatch.setattr(engine, "check_disk_space", lambda *_: None)  # Another process fills the disk after the check.
     with mounted(tmp_path / "disk", "size=32k"):
-        error = failed(capsys, "merge", finished.path, "--last", 3, "--out", tmp_path / "disk" / "merged")
+        error = read_error(capsys, "merge", finished.path, "--last", 3, "--out", tmp_path / "disk" / "merged")
         assert "No space left on device" in error
         assert not (tmp_path / "disk" / "merged").exists()
 
 
-def test_a_full_disk_while_preparing_data_leaves_no_tokens(workspace, tmp_path, capsys):
+def test_full_disk_during_data_preparation_leaves_no_tokens(workspace, tmp_path, capsys):
     config = tiny.write_config(tmp_path / "config.py", workspace, data__cache_dir=str(tmp_path / "disk" / "cache"))
     with mounted(tmp_path / "disk", "size=16k"):
-        error = failed(capsys, "train", "--config", config, "--workdir", tmp_path / "run")
+        error = read_error(capsys, "train", "--config", config, "--workdir", tmp_path / "run")
         assert "cannot write tokens" in error and "No space left on device" in error
         assert [p.name for p in (tmp_path / "disk" / "cache").iterdir() if not p.name.endswith(".lock")] == []
 
 
-def test_a_read_only_run_is_one_line(finished, workspace, tmp_path, capsys):
+def test_read_only_run_is_one_line(finished, workspace, tmp_path, capsys):
     file = tiny.write_config(tmp_path / "config.py", workspace)
     disk = tmp_path / "disk"
     with mounted(disk, "size=8m"):
@@ -91,21 +89,21 @@ def test_a_read_only_run_is_one_line(finished, workspace, tmp_path, capsys):
         shutil.rmtree(disk / "run" / "states" / "24")
         before = tiny.contents(disk)
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        error = failed(capsys, "train", "--config", file, "--workdir", disk / "run")
+        error = read_error(capsys, "train", "--config", file, "--workdir", disk / "run")
         assert "Read-only file system" in error and str(disk / "run") in error
         for words in (
             ("merge", disk / "run", "--last", 3, "--out", disk / "merged"),
             ("fork", disk / "run", "--at-tokens", 4096, "--workdir", disk / "fork"),
             ("sweep", disk / "run", "--recipes", "sma", "--windows", 2),
         ):
-            error = failed(capsys, *words)
+            error = read_error(capsys, *words)
             assert "Read-only file system" in error or "may not be written" in error, error
         assert tiny.contents(disk) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root ignores permissions")
-def test_a_run_without_permission_is_one_line(finished, workspace, tmp_path, capsys):
+def test_run_without_permission_is_one_line(finished, workspace, tmp_path, capsys):
     file = tiny.write_config(tmp_path / "config.py", workspace)
     (tmp_path / "closed").mkdir(mode=0o500)
-    error = failed(capsys, "train", "--config", file, "--workdir", tmp_path / "closed" / "run")
+    error = read_error(capsys, "train", "--config", file, "--workdir", tmp_path / "closed" / "run")
     assert "Permission denied" in error

@@ -30,16 +30,16 @@ B = tiny.BATCH_TOKENS
 
 
 def read(snapshot):
-    """A snapshot's parameters, on this process's devices whatever the mesh of its run."""
+    """Read a snapshot's parameters onto this process's devices, whatever the mesh of its run is."""
     abstract = abstract_params(snapshot.config.model, local_mesh())
     return jax.tree.map(np.asarray, snapshots.restore_params(snapshot, abstract))
 
 
 def assert_same(run, expected, rtol=1e-5):
-    """Two runs' numbers and parameters, to what another order of summation leaves of float32."""
-    found, wanted = ([r for r in tiny.numbers(one) if "by" not in r] for one in (run, expected))
-    assert [(r["kind"], r["tokens"]) for r in found] == [(r["kind"], r["tokens"]) for r in wanted]
-    for one, other in zip(found, wanted, strict=True):
+    """Assert that two runs' numbers and parameters are equal up to float32 summation order."""
+    actual, desired = ([r for r in tiny.numbers(one) if "by" not in r] for one in (run, expected))
+    assert [(r["kind"], r["tokens"]) for r in actual] == [(r["kind"], r["tokens"]) for r in desired]
+    for one, other in zip(actual, desired, strict=True):
         close = {key: pytest.approx(value, rel=rtol) if type(value) is float else value for key, value in other.items()}
         assert one == close
     assert [s.step for s in run.snapshots] == [s.step for s in expected.snapshots]
@@ -48,7 +48,7 @@ def assert_same(run, expected, rtol=1e-5):
         tiny.assert_close(read(one), read(other), rtol=1e-4, atol=1e-5)
 
 
-def test_alone_nothing_is_waited_for(monkeypatch):
+def test_single_process_needs_no_communication(monkeypatch):
     assert hosts.process_index_and_count() == (0, 1) and hosts.is_first() and hosts.gather("a") == ["a"]
     assert hosts.broadcast_from_first(lambda: "b") == "b" and hosts.run_on_first_then_rest(lambda: 3) == 3
     hosts.raise_if_any_failed(None)
@@ -64,7 +64,7 @@ def test_alone_nothing_is_waited_for(monkeypatch):
         hosts.join()
 
 
-AGREE = """
+COMMUNICATE = """
 import jax
 index, count = hosts.process_index_and_count()
 assert hosts.gather("x" * index) == ["", "x", "xx"][:count]
@@ -87,11 +87,11 @@ except (ValueError, OSError) as error:
 """
 
 
-def test_processes_agree():
-    job = processes.script(AGREE, [], 2).check()
-    said = ["refused by 0", "refused by 0"]
+def test_processes_share_results_and_errors():
+    job = processes.script(COMMUNICATE, [], 2).check()
+    refusals = ["refused by 0", "refused by 0"]
     lines = [[line for line in job.out(p).splitlines() if "Gloo" not in line] for p in (0, 1)]
-    assert lines == [[*said, "ValueError process 1 failed: no room"], [*said, "OSError no room"]]
+    assert lines == [[*refusals, "ValueError process 1 failed: no room"], [*refusals, "OSError no room"]]
 
 
 EVERY_VERB = """
@@ -124,7 +124,7 @@ print(json.dumps([lines, rows, loss]))
 
 
 def write_configs(folder, **configs):
-    """Resolved configurations as files, for processes."""
+    """Write resolved configurations as files for the processes."""
     paths = []
     for name, made in configs.items():
         (folder / f"{name}.json").write_text(configuration.to_json(made))
@@ -133,8 +133,8 @@ def write_configs(folder, **configs):
 
 
 @pytest.mark.slow
-def test_two_processes_do_what_one_does(finished, tmp_path):
-    """Training, snapshots, states, previews, watch, sweep, evaluate, fork; from a corpus that nobody has prepared."""
+def test_two_processes_equal_one_for_every_verb(finished, tmp_path):
+    """Compare training, snapshots, states, previews, watch, sweep, evaluate and fork, on a corpus not yet prepared."""
     fresh = tmp_path / "fresh"
     config = tiny.config(fresh, mesh__data=2, mesh__fsdp=2)
     fork_config = tiny.config(fresh, training__total_tokens=18 * B, mesh__data=2, mesh__fsdp=2)
@@ -142,7 +142,7 @@ def test_two_processes_do_what_one_does(finished, tmp_path):
     job = processes.script(EVERY_VERB, [*configs, tmp_path / "two", tmp_path / "forked"], 2).check()
     lines, rows, loss = json.loads(job.out(0).splitlines()[-1])
     assert json.loads(job.out(1).splitlines()[-1]) == [lines, rows, loss]
-    assert "held-out loss" in job.error(0) and "tokens" not in job.error(1), "one of them says it"
+    assert "held-out loss" in job.error(0) and "tokens" not in job.error(1), "exactly one process reports it"
     assert len(list((fresh / "cache").glob("[0-9a-f]*"))) == 1
 
     two, forked = open_run(tmp_path / "two"), open_run(tmp_path / "forked")
@@ -161,7 +161,7 @@ def test_two_processes_do_what_one_does(finished, tmp_path):
 
 
 GRIDS = [
-    # processes, devices of each, mesh: a mesh axis within a process, and across processes, for each of the axes
+    # Processes, devices per process, mesh: each mesh axis both within a process and across processes.
     (2, 2, {"mesh__data": 4}),
     (2, 2, {"mesh__fsdp": 2, "mesh__tensor": 2}),
     (2, 1, {"mesh__tensor": 2}),
@@ -180,7 +180,9 @@ train(config.from_json(Path(sys.argv[1]).read_text()), sys.argv[2])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices", "mesh"), GRIDS)
-def test_every_grid_of_hosts_and_devices_trains_as_one(finished, workspace, tmp_path, count, devices, mesh):
+def test_training_on_any_grid_of_hosts_and_devices_equals_one_process(
+    finished, workspace, tmp_path, count, devices, mesh
+):
     (config,) = write_configs(tmp_path, config=tiny.config(workspace, **mesh))
     processes.script(TRAIN, [config, tmp_path / "run"], count, devices).check(600)
     assert_same(open_run(tmp_path / "run"), finished)
@@ -204,8 +206,8 @@ def test_experts_and_block_means_across_processes(workspace, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_processes_and_another_mesh(finished, workspace, tmp_path):
-    """8 steps on each: 4 processes, then 2, then 1."""
+def test_run_resumes_on_other_processes_and_another_mesh(finished, workspace, tmp_path):
+    """Train 8 steps on each of 4 processes, then 2, then 1."""
     run = tmp_path / "run"
     for count, devices, mesh, last in (
         (4, 2, {"mesh__fsdp": 8}, 8),
@@ -244,7 +246,7 @@ except Stop:
 
 
 def wait_until(job, is_time, seconds=300.0):
-    """Wait until `is_time` says so, while all processes live."""
+    """Wait until `is_time` returns True, while all processes are alive."""
     end = time.monotonic() + seconds
     while not is_time() and time.monotonic() < end:
         assert all(p.poll() is None for p in job.processes), [job.error(p)[-3000:] for p in range(len(job.processes))]
@@ -252,7 +254,7 @@ def wait_until(job, is_time, seconds=300.0):
 
 
 def kill_one(job, index, is_time, seconds=300.0):
-    """Kill one process when `is_time` says so; the others stop in time. Prints how long it took, and their statuses."""
+    """Kill one process when `is_time` returns True and require the others to stop in time; print time and statuses."""
     wait_until(job, is_time, seconds)
     job.processes[index].kill()
     start = time.monotonic()
@@ -264,53 +266,53 @@ def kill_one(job, index, is_time, seconds=300.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "killed"), [(2, 1), (2, 0), (4, 2)])
-def test_when_one_is_killed_the_others_stop_and_the_restart_is_exact(workspace, tmp_path, count, killed):
+def test_killed_process_stops_the_others_and_the_restart_is_bitwise(workspace, tmp_path, count, killed):
     long = {"training__total_tokens": 64 * B, "preview__windows": ()}
     config = tiny.config(workspace, **long, mesh__fsdp=2, mesh__data=-1)
     file = tiny.write_config(tmp_path / "config.py", workspace, **long, mesh__fsdp=2, mesh__data=-1)
-    words = ["train", "--config", file, "--workdir"]
-    processes.pma([*words, tmp_path / "whole"], count).check(600)
+    arguments = ["train", "--config", file, "--workdir"]
+    processes.pma([*arguments, tmp_path / "whole"], count).check(600)
     cut = tmp_path / "cut"
-    job = processes.pma([*words, cut], count)
+    job = processes.pma([*arguments, cut], count)
     kill_one(job, killed, lambda: len(read_records(absolute_path(cut / "metrics.jsonl"))) > 30)
-    said = [job.error(p) for p in range(count) if p != killed]
-    assert any("error: process" in text for text in said) or killed == 0, said
+    outputs = [job.error(p) for p in range(count) if p != killed]
+    assert any("error: process" in text for text in outputs) or killed == 0, outputs
     newest = open_run(cut).newest_state
     assert newest is None or newest.tokens < config.training.total_tokens
-    processes.pma([*words, cut], count).check(600)
-    whole, again = open_run(tmp_path / "whole"), open_run(cut)
-    assert tiny.numbers(again) == tiny.numbers(whole)
-    for one, other in zip(again.snapshots, whole.snapshots, strict=True):
+    processes.pma([*arguments, cut], count).check(600)
+    uninterrupted, again = open_run(tmp_path / "whole"), open_run(cut)
+    assert tiny.numbers(again) == tiny.numbers(uninterrupted)
+    for one, other in zip(again.snapshots, uninterrupted.snapshots, strict=True):
         tiny.assert_equal(read(one), read(other))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [[0], [1], [0, 1]], ids=["the first", "the second", "both"])
-def test_a_preemption_notice_to_any_process_stops_all_at_one_step_with_a_state(workspace, tmp_path, told):
+@pytest.mark.parametrize("notified", [[0], [1], [0, 1]], ids=["the first", "the second", "both"])
+def test_preemption_notice_to_any_process_stops_all_at_one_step_with_a_state(workspace, tmp_path, notified):
     file = tiny.write_config(
         tmp_path / "config.py", workspace, training__total_tokens=400 * B, preview__windows=(), mesh__fsdp=4
     )
-    words = ["train", "--config", file, "--workdir", tmp_path / "run"]
-    job = processes.pma(words, 2)
+    arguments = ["train", "--config", file, "--workdir", tmp_path / "run"]
+    job = processes.pma(arguments, 2)
     wait_until(job, lambda: len(read_records(absolute_path(tmp_path / "run" / "metrics.jsonl"))) > 20)
-    for index in told:
+    for index in notified:
         job.processes[index].send_signal(signal.SIGTERM)
     assert job.wait() == [143, 143]
     stopped = open_run(tmp_path / "run")
     step = stopped.newest_state.step
     assert [r["step"] for r in stopped.metrics if r["kind"] == "train"] == list(range(1, step + 1)), "no step is lost"
     for index in (0, 1):
-        said = job.error(index).splitlines()[-1]
-        assert f"stopped by a preemption: the state at step {step:,} " in said
-    processes.pma(words, 2).check(600)
-    whole = tmp_path / "whole"
-    processes.pma([*words[:-1], whole], 2).check(600)
-    assert tiny.numbers(open_run(tmp_path / "run")) == tiny.numbers(open_run(whole))
+        output = job.error(index).splitlines()[-1]
+        assert f"stopped by a preemption: the state at step {step:,} " in output
+    processes.pma(arguments, 2).check(600)
+    uninterrupted = tmp_path / "whole"
+    processes.pma([*arguments[:-1], uninterrupted], 2).check(600)
+    assert tiny.numbers(open_run(tmp_path / "run")) == tiny.numbers(open_run(uninterrupted))
 
 
 @pytest.mark.slow
-def test_processes_go_back_from_a_spike_together(workspace, tmp_path):
-    """What one process does is test_rollback.py's; a run that falls over is too chaotic to compare number by number."""
+def test_processes_roll_back_from_a_spike_together(workspace, tmp_path):
+    """Compare two runs of two processes (one: test_rollback.py). Diverging runs are too chaotic to compare with one."""
     spike = {
         "training__total_tokens": 64 * B,
         "schedule__peak_rate": 5.0,
@@ -333,7 +335,7 @@ def test_processes_go_back_from_a_spike_together(workspace, tmp_path):
     run = open_run(tmp_path / "run")
     (event,) = rollback.events(run)
     assert event["done"] and event["spike"]["verdict"] == "irrecoverable"
-    assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 65)), "one record a step"
+    assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 65)), "one record per step"
     merged = [tiny.named(read(s)) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
     restarted = next(s for s in run.states if s.step == event["step"])
     state = states.restore_state(restarted, abstract_state(run.config, local_mesh()))
@@ -349,7 +351,7 @@ def merge_files(path):
 
 
 def write_models(folder, count=3, leaves=24):
-    """Safetensors with so many leaves each."""
+    """Write safetensors files with this number of leaves each."""
     paths = []
     for k in range(count):
         rng = np.random.default_rng(k)
@@ -360,7 +362,7 @@ def write_models(folder, count=3, leaves=24):
     return paths
 
 
-def test_two_processes_merge_to_the_bytes_of_one(tmp_path):
+def test_merge_by_two_processes_is_bytewise_equal_to_one(tmp_path):
     paths = write_models(tmp_path / "models")
     assert main(["merge", *map(str, paths), "--out", str(tmp_path / "one")]) == 0
     job = processes.pma(["merge", *paths, "--out", tmp_path / "two"], 2).check()
@@ -372,7 +374,7 @@ def test_two_processes_merge_to_the_bytes_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_one_process_refuses_all_refuse(tmp_path):
+def test_refusal_by_one_process_is_a_refusal_by_all(tmp_path):
     paths = write_models(tmp_path / "models")
     tree = {f"leaf{n}": np.full(2000, np.nan if n == 13 else 1, np.float32) for n in range(24)}
     save_file(tree, paths[1] / "model.safetensors")
@@ -400,7 +402,7 @@ with hosts.exit_on_error():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_merge_that_loses_a_process_publishes_nothing_and_goes_on(tmp_path, killed):
+def test_merge_that_loses_a_process_publishes_nothing_and_resumes(tmp_path, killed):
     paths = write_models(tmp_path / "models")
     processes.script(SLOW_MERGE, [0, tmp_path / "whole", *paths], 2).check()
 

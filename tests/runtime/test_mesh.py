@@ -33,7 +33,7 @@ from pma_jax.runtime.mesh import (
         ((1, 2, 1, -1), (1, 2, 1, 4)),
     ],
 )
-def test_sizes_fill_the_devices(sizes, shape):
+def test_sizes_multiply_to_the_device_count(sizes, shape):
     mesh = make_mesh(MeshConfig(*sizes))
     assert tuple(mesh.shape.items()) == tuple(zip(AXES, shape, strict=True))
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
@@ -42,7 +42,7 @@ def test_sizes_fill_the_devices(sizes, shape):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-    ("sizes", "says"),
+    ("sizes", "message"),
     [
         ((4, 1, 1), "needs 4 devices, and 8 are available"),
         ((16, 1, 1), "needs 16"),
@@ -53,14 +53,14 @@ def test_sizes_fill_the_devices(sizes, shape):
         ((-2, 1, 1), "1 or more"),
     ],
 )
-def test_sizes_that_do_not_fill_the_devices_are_refused(sizes, says):
-    with pytest.raises(ValueError, match=says):
+def test_sizes_that_do_not_match_the_device_count_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
         make_mesh(MeshConfig(*sizes))
 
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-    ("sizes", "says"),
+    ("sizes", "message"),
     [
         (
             {"training": {"batch_size_sequences": 10}},
@@ -73,26 +73,26 @@ def test_sizes_that_do_not_fill_the_devices_are_refused(sizes, says):
         ({"model": {"width": 129}}, r"model\.width is 129, and fsdp splits it in 2"),
     ],
 )
-def test_sizes_that_do_not_divide_over_the_mesh_are_named(sizes, says):
+def test_sizes_that_do_not_divide_over_the_mesh_are_named(sizes, message):
     mesh = make_mesh(MeshConfig(2, 2, 2))
     check_mesh(resolve({}), mesh)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         check_mesh(resolve(sizes), mesh)
 
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "message"),
     [
         ({"experts": 6}, r"model\.experts is 6, and expert splits it in 4"),
         ({"expert_hidden": 127}, r"model\.expert_hidden is 127, and tensor splits it in 2"),
     ],
 )
-def test_experts_that_do_not_divide_over_the_mesh_are_named(model, says):
+def test_experts_that_do_not_divide_over_the_mesh_are_named(model, message):
     mesh = make_mesh(MeshConfig(1, 1, 2, 4))
-    # A mixture has no MLP of its own: what the key of the dense one says does not matter.
+    # A mixture has no dense MLP, so the value of its key is irrelevant.
     check_mesh(resolve({"model": {"experts": 8, "hidden": 127}}), mesh)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         check_mesh(resolve({"model": {"experts": 8} | model}), mesh)
 
 
@@ -107,12 +107,12 @@ def test_two_dims_on_one_axis_are_refused(dims):
         RULES.spec(*dims)
 
 
-def test_a_rule_can_be_changed():
+def test_rules_can_be_overridden():
     assert Rules(heads=None).spec("heads", "hidden") == P(None, "tensor")
 
 
 @pytest.mark.mesh
-def test_abstract_leaves_are_what_making_them_gives():
+def test_abstract_leaves_match_real_leaves():
     mesh = make_mesh(MeshConfig(2, 2, 2))
 
     def make():
@@ -129,12 +129,12 @@ def test_abstract_leaves_are_what_making_them_gives():
 
 
 @pytest.mark.mesh
-def test_the_local_mesh_has_every_device_along_data():
+def test_local_mesh_has_every_device_on_the_data_axis():
     assert dict(local_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "expert": 1}
     assert len(jax.device_put(jnp.ones(3), replicated_sharding(local_mesh())).addressable_shards) == 8
 
 
-def test_a_cpu_counts_as_many_devices_as_asked_in_a_fresh_process():
+def test_fresh_process_simulates_the_requested_cpu_devices():
     code = """
 import jax
 from pma_jax.config import MeshConfig
@@ -147,7 +147,7 @@ make_mesh(MeshConfig(cpu_devices=6))
 
 
 @pytest.mark.mesh
-def test_training_refuses_a_number_of_cpu_devices_that_comes_too_late():
+def test_training_refuses_a_cpu_device_count_set_too_late():
     config = resolve({"mesh": {"cpu_devices": 3}})
     mesh = make_mesh(config.mesh)
     assert mesh.size == 8
@@ -157,7 +157,7 @@ def test_training_refuses_a_number_of_cpu_devices_that_comes_too_late():
 
 
 @pytest.mark.mesh
-def test_inside_a_shard_map_its_own_axes_are_left_out():
+def test_shard_map_leaves_out_its_own_axes():
     seen = []
 
     def part(x):

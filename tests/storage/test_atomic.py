@@ -17,7 +17,7 @@ def test_concurrent_writers_leave_one_complete_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_file_and_leaves_no_temporary(tmp_path, monkeypatch):
     path = tmp_path / "file"
     atomic.write_text(path, "old")
     with monkeypatch.context() as patch:
@@ -27,7 +27,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path, mon
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_directory_is_published_with_its_contents(tmp_path):
+def test_directory_is_published_with_its_contents(tmp_path):
     (tmp_path / "work" / "below").mkdir(parents=True)
     (tmp_path / "work" / "below" / "file").write_text("text")
     atomic.publish_directory(tmp_path / "work", tmp_path / "done")

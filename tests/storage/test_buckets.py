@@ -1,4 +1,4 @@
-"""Paths that begin with gs://, through every library's own path layer: see local_bucket.py."""
+"""Paths that begin with gs://, through each library's own path layer: see local_bucket.py."""
 
 import itertools
 import shutil
@@ -30,7 +30,7 @@ from pma_jax.training.loop import train
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What gs://bucket is, as a folder of this machine."""
+    """Return the local folder behind gs://bucket."""
     root = tmp_path_factory.mktemp("buckets")
     server, environment = local_bucket.serve(root)
     with pytest.MonkeyPatch.context() as patch:
@@ -44,12 +44,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(finished, folder):
-    """The finished run, in the bucket. To be read."""
+    """Return the finished run in the bucket. Read-only."""
     shutil.copytree(finished.path, folder / "runs" / "demo")
     return open_run("gs://bucket/runs/demo")
 
 
-def test_training_into_a_bucket_is_training(finished, workspace, folder, monkeypatch):
+def test_training_in_a_bucket_equals_training_on_disk(finished, workspace, folder, monkeypatch):
     config, save = tiny.config(workspace), states.save_state
 
     def save_and_stop(writer, state, progress):
@@ -70,7 +70,7 @@ def test_training_into_a_bucket_is_training(finished, workspace, folder, monkeyp
     assert list((folder / "runs" / "new" / "tensorboard").iterdir())
 
 
-def test_a_fork_between_buckets_goes_on_from_the_state(run, folder):
+def test_fork_between_buckets_continues_from_the_state(run, folder):
     forked = fork(run, 16 * tiny.BATCH_TOKENS, run.config, "gs://bucket/runs/forked")
     (saved,) = forked.states
     assert forked.metadata["forked_from"]["path"] == "gs://bucket/runs/demo"
@@ -79,29 +79,29 @@ def test_a_fork_between_buckets_goes_on_from_the_state(run, folder):
     assert fork(run, 16 * tiny.BATCH_TOKENS, run.config, "gs://bucket/runs/forked").path == forked.path
 
 
-def test_a_run_in_a_bucket_is_swept_evaluated_watched_and_reported(finished, run, tmp_path):
+def test_run_in_a_bucket_is_swept_evaluated_watched_and_reported(finished, run, tmp_path):
     local = open_run(shutil.copytree(finished.path, tmp_path / "run"))
     grid = (["sma", "wma"], [2, 4])
     assert sweep(run, *grid)["rows"] == sweep(local, *grid)["rows"]
     assert evaluate_targets([str(run.path)], [])[0]["loss"] == evaluate_targets([str(local.path)], [])[0]["loss"]
     assert list(watch(run)) == list(watch(local))
-    assert list(watch(run)) == [], "what is in watch.jsonl is not computed again"
+    assert list(watch(run)) == [], "records of watch.jsonl are not computed again"
     assert main(["inspect", "gs://bucket/runs/demo"]) == 0
     written = write_report(build_report(run, []), run, run.path)
     assert [path.name for path in written if path.exists()] == ["report.json", "report.png", "report.html"]
 
 
-def as_text(path: Path) -> dict[str, bytes]:
-    """The files of a merge, but for the provenance, which names its sources."""
+def read_without_provenance(path: Path) -> dict[str, bytes]:
+    """Return the files of a merge without the provenance, which names its sources."""
     return {name: data for name, data in tiny.contents(path).items() if name != "provenance.json"}
 
 
-def test_a_merge_in_a_bucket_is_the_same(finished, run, folder, tmp_path, capsys):
+def test_merge_in_a_bucket_equals_merge_on_disk(finished, run, folder, tmp_path, capsys):
     assert main(["merge", str(finished.path), "--last", "3", "--out", str(tmp_path / "local")]) == 0
     for out in (str(tmp_path / "out"), "gs://bucket/merged/sma-3"):
         assert main(["merge", str(run.path), "--last", "3", "--out", out]) == 0
-    expected = as_text(tmp_path / "local")
-    assert as_text(tmp_path / "out") == as_text(folder / "merged" / "sma-3") == expected
+    expected = read_without_provenance(tmp_path / "local")
+    assert read_without_provenance(tmp_path / "out") == read_without_provenance(folder / "merged" / "sma-3") == expected
     capsys.readouterr()
     assert main(["merge", str(run.path), "--last", "3", "--out", "gs://bucket/merged/sma-3"]) == 1
     assert "never overwrites" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_every_kind_of_checkpoint_is_read_from_a_bucket(folder, tmp_path):
     for step in (1, 2, 3):
         tree = {"w": rng.standard_normal((300, 200), np.float32), "n": np.arange(5)}
         save_file(tree, _made(folder / "safetensors" / f"step{step}") / "model.safetensors")
-        ocp.save(folder / "zstd" / str(step), {"params": tree})  # compressed, as Orbax does by itself
+        ocp.save(folder / "zstd" / str(step), {"params": tree})  # Compressed, as Orbax does by default.
         context = ocp.Context()
         context.array.saving.use_ocdbt = False
         context.array.saving.use_zarr3 = True
@@ -129,7 +129,7 @@ def test_every_kind_of_checkpoint_is_read_from_a_bucket(folder, tmp_path):
     for kind in ("safetensors", "zstd", "files"):
         assert main(["merge", str(folder / kind), "--out", str(tmp_path / f"{kind}-local")]) == 0
         assert main(["merge", f"gs://bucket/{kind}", "--out", str(tmp_path / kind)]) == 0
-        assert as_text(tmp_path / kind) == as_text(tmp_path / f"{kind}-local")
+        assert read_without_provenance(tmp_path / kind) == read_without_provenance(tmp_path / f"{kind}-local")
 
 
 def _made(path: Path) -> Path:
@@ -137,9 +137,9 @@ def _made(path: Path) -> Path:
     return path
 
 
-def test_an_interrupted_publication_is_no_checkpoint_and_is_made_whole(run, folder, tmp_path, monkeypatch, capsys):
+def test_interrupted_publication_is_no_checkpoint_and_is_completed(run, folder, tmp_path, monkeypatch, capsys):
     words = ["merge", str(run.path), "--last", "2", "--out", "gs://bucket/merged/cut"]
-    copy, calls = publish._copy, itertools.count()  # several threads copy at once
+    copy, calls = publish._copy, itertools.count()  # Several threads copy at once.
 
     def stops(source, target):
         if next(calls) >= 3:
@@ -151,14 +151,14 @@ def test_an_interrupted_publication_is_no_checkpoint_and_is_made_whole(run, fold
     monkeypatch.undo()
     assert (folder / "merged" / "cut" / publish.IN_PROGRESS_FILE).exists()
     assert not is_snapshot("gs://bucket/merged/cut")
-    assert main([*words[:3], "3", *words[4:]]) == 1, "another merge does not write over it"
+    assert main([*words[:3], "3", *words[4:]]) == 1, "another merge does not overwrite it"
     assert main(words) == 0
     assert not (folder / "merged" / "cut" / publish.IN_PROGRESS_FILE).exists()
     assert main(["merge", str(run.path), "--last", "2", "--out", str(tmp_path / "out")]) == 0
-    assert as_text(folder / "merged" / "cut") == as_text(tmp_path / "out")
+    assert read_without_provenance(folder / "merged" / "cut") == read_without_provenance(tmp_path / "out")
 
 
-def test_text_and_tokenizer_may_lie_in_a_bucket(folder, tmp_path):
+def test_text_and_tokenizer_may_be_in_a_bucket(folder, tmp_path):
     tiny.write_corpus(folder / "text" / "a", documents=30)
     (folder / "text" / ".hidden.txt").write_text("no document")
     keys = {"source": "files", "held_out_percent": 20.0, "cache_dir": str(tmp_path / "cache")}
@@ -173,7 +173,7 @@ def test_text_and_tokenizer_may_lie_in_a_bucket(folder, tmp_path):
         shards.prepare_tokens(configuration.DataConfig(**keys | {"cache_dir": "gs://bucket/cache"}, files=there.files))
 
 
-def test_ranges_are_read_as_they_are(folder, monkeypatch):
+def test_byte_ranges_are_read_exactly(folder, monkeypatch):
     data = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
     (folder / "object").write_bytes(data)
     monkeypatch.setattr(RangeReader, "AHEAD_BYTES", 1000)
@@ -185,7 +185,7 @@ def test_ranges_are_read_as_they_are(folder, monkeypatch):
         assert bytes(into[:filled]) == data[offset : offset + length]
 
 
-def test_lines_reach_a_bucket_when_they_must(folder, monkeypatch):
+def test_lines_are_written_to_a_bucket_when_flushed(folder, monkeypatch):
     path, clock = absolute_path("gs://bucket/lines"), [0.0]
     monkeypatch.setattr("pma_jax.storage.lines.time.monotonic", lambda: clock[0])
     file = LineFile(path)
@@ -205,7 +205,7 @@ def test_lines_reach_a_bucket_when_they_must(folder, monkeypatch):
     assert path.read_text() == "a\nb\nc\nd\n"
 
 
-def test_what_is_missing_is_said(capsys, monkeypatch, tmp_path):
+def test_missing_packages_and_buckets_are_reported(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "s3://bucket/run"]) == 1
     assert "paths are local or begin with gs://" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""hf:// addresses, against a local directory that is served on loopback as the hub's endpoint."""
+"""hf:// addresses, against a local directory served on loopback as the hub's endpoint."""
 
 import hashlib
 import http.server
@@ -89,7 +89,7 @@ def endpoint(tmp_path, monkeypatch):
 
 
 def _api(made, address, cache):
-    """The real client, with the endpoint and cache of this test: it reads the environment when it is imported."""
+    """Return the real client with this test's endpoint and cache; it reads the environment when imported."""
 
     def create():
         api = made(endpoint=address, token=False)
@@ -100,7 +100,7 @@ def _api(made, address, cache):
     return create
 
 
-def test_a_suite_is_expanded_fetched_and_merged(endpoint, tmp_path):
+def test_suite_is_expanded_downloaded_and_merged(endpoint, tmp_path):
     addresses, notes = hub.list_revisions("hf://org/suite@stage1-step-{100..400..100}")
     assert addresses == [f"hf://org/suite@stage1-step-{step}" for step in (100, 200, 400)]
     assert notes == ["org/suite has no stage1-step-300 (1 missing)"]
@@ -112,7 +112,7 @@ def test_a_suite_is_expanded_fetched_and_merged(endpoint, tmp_path):
     assert read(tmp_path / "out")["sources"][0]["source"] == f"hf://org/suite@{commit('stage1-step-100')}"
 
 
-def test_only_what_takes_part_is_fetched(endpoint, tmp_path):
+def test_only_selected_revisions_are_downloaded(endpoint, tmp_path):
     gathered = gather.select_checkpoints(gather.gather(["hf://org/suite@stage1-step-*"]), last=2)
     assert endpoint == [], "names alone decide"
     made, used = from_storage.plan_merge(gathered, ["sma:1"])
@@ -122,7 +122,7 @@ def test_only_what_takes_part_is_fetched(endpoint, tmp_path):
     np.testing.assert_array_equal(read_leaf(open_source(tmp_path / "out"), "w"), np.full(5, 400, np.float32))
 
 
-def test_a_star_tells_when_it_crosses_stages(endpoint):
+def test_pattern_that_crosses_stages_is_reported(endpoint):
     addresses, notes = hub.list_revisions("hf://org/suite@stage*")
     assert [address.split("@")[1] for address in addresses] == [
         "stage1-step-100",
@@ -142,13 +142,13 @@ def test_a_star_tells_when_it_crosses_stages(endpoint):
         ("hf://org/../x@a", "is not hf://"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(endpoint, address, match):
+def test_unavailable_address_is_one_line(endpoint, address, match):
     with pytest.raises(ValueError, match=match) as error:
         open_source(address)
     assert "\n" not in str(error.value)
 
 
-def test_patterns_that_match_nothing_name_what_there_is(endpoint):
+def test_patterns_without_a_match_list_the_available_names(endpoint):
     with pytest.raises(ValueError, match="no revision matches; org/suite has pickled, stage1-step-100"):
         hub.list_revisions("hf://org/suite@final*")
 
@@ -161,11 +161,11 @@ def test_patterns_that_match_nothing_name_what_there_is(endpoint):
         ("s{0..10..5}x{a,b}", ["s0xa", "s0xb", "s5xa", "s5xb", "s10xa", "s10xb"]),
     ],
 )
-def test_braces_count_and_choose(pattern, names):
+def test_braces_expand_ranges_and_alternatives(pattern, names):
     assert expand_braces(pattern) == names
 
 
 @pytest.mark.parametrize("pattern", ["{5..1}", "{0..999999999999}", "{1..2..0}", "{1..5000}{1..5000}"])
-def test_braces_are_bounded(pattern):
+def test_brace_expansion_is_bounded(pattern):
     with pytest.raises(ValueError, match="expands to"):
         expand_braces(pattern)

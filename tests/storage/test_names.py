@@ -1,4 +1,4 @@
-"""Opening checkpoints: what is told about them."""
+"""Read steps and tokens from the names of checkpoints."""
 
 import pytest
 
@@ -19,5 +19,5 @@ from pma_jax.storage.formats.names import progress_from_name
         ("model", None, None),
     ],
 )
-def test_progress_is_read_from_the_names_that_suites_use(name, step, tokens):
+def test_steps_and_tokens_are_parsed_from_the_names_of_public_suites(name, step, tokens):
     assert progress_from_name(name) == (step, tokens)

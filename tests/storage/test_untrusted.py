@@ -1,4 +1,4 @@
-"""Files from strangers: whatever the bytes, one line and no crash."""
+"""Untrusted files: any bytes give one line and no crash."""
 
 import importlib.util
 import json
@@ -60,19 +60,19 @@ def refuses(path, match="."):
         (b"", "JSON"),
     ],
 )
-def test_damaged_headers_are_one_line(tmp_path, header, match):
+def test_corrupt_headers_are_one_line(tmp_path, header, match):
     refuses(write(tmp_path / "x.safetensors", header), match)
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 2**60, 10**8 + 1, 1000])
-def test_a_length_that_lies_allocates_nothing(tmp_path, length):
+def test_false_length_allocates_nothing(tmp_path, length):
     path = write(tmp_path / "x.safetensors", {"a": F32}, length=length)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refuses(path, "claims")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 * 1024
 
 
-def test_short_files(tmp_path):
+def test_truncated_files_are_one_line(tmp_path):
     for length in range(9):
         (tmp_path / "x.safetensors").write_bytes(b"\x00" * length)
         refuses(tmp_path / "x.safetensors")
@@ -95,26 +95,26 @@ def test_short_files(tmp_path):
         ([], "not a JSON object"),
     ],
 )
-def test_damaged_indexes_are_one_line(tmp_path, index, match):
+def test_corrupt_indexes_are_one_line(tmp_path, index, match):
     write(tmp_path / "x.safetensors", {"a": F32})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     refuses(tmp_path, match)
 
 
-def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
+def test_pickles_are_refused_with_conversion_instructions(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     refuses(tmp_path, "pickle.*convert")
     refuses(tmp_path / "pytorch_model.bin", "pickle.*convert")
 
 
-def test_nothing_to_open_is_one_line(tmp_path):
+def test_missing_checkpoint_is_one_line(tmp_path):
     refuses(tmp_path / "gone", "no such file")
     refuses(tmp_path, "neither safetensors nor")
     (tmp_path / "notes.txt").write_text("")
     refuses(tmp_path / "notes.txt", "not a checkpoint")
 
 
-def test_a_file_cut_short_after_it_was_opened(tmp_path):
+def test_file_truncated_after_opening_is_one_line(tmp_path):
     save_file({"a": np.ones(1000, np.float32)}, tmp_path / "x.safetensors")
     source = open_source(tmp_path / "x.safetensors")
     with (tmp_path / "x.safetensors").open("r+b") as file:
@@ -156,7 +156,7 @@ def test_any_bytes_open_or_are_one_line(tmp_path, header, data, length):
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(0, 10**6), byte=st.integers(0, 255), cut=st.none() | st.integers(0, 10**6))
-def test_a_good_file_with_a_changed_byte_opens_or_is_one_line(tmp_path, at, byte, cut):
+def test_file_with_a_changed_byte_opens_or_is_one_line(tmp_path, at, byte, cut):
     path = tmp_path / "x.safetensors"
     save_file({"a": np.ones((3, 4), np.float32), "b": np.zeros(5, np.int8)}, path, metadata={"format": "pt"})
     data = bytearray(path.read_bytes())
@@ -170,7 +170,7 @@ def test_a_good_file_with_a_changed_byte_opens_or_is_one_line(tmp_path, at, byte
     assert sum(read_leaf(source, name).nbytes for name in source.leaves) == source.nbytes <= len(data)
 
 
-def test_the_fuzzers_corpus_opens_or_is_refused_in_one_line(tmp_path):
+def test_fuzzing_corpus_opens_or_is_refused_in_one_line(tmp_path):
     fuzz = Path(__file__).parents[2] / "experiments" / "fuzz"
     spec = importlib.util.spec_from_file_location("safetensors_header", fuzz / "safetensors_header.py")
     module = importlib.util.module_from_spec(spec)
