@@ -1,13 +1,13 @@
-"""Small random models of every kind, and the Hugging Face layout once more, a head and a row at a time.
+"""Small random models of every kind, and the Hugging Face layout implemented once more, one head and row at a time.
 
-Every parameter is random, the norms' scales too: a wrong home shows.
+Every parameter is random, including the scales of norms, so that a wrong mapping shows.
 """
 
 import json
 from pathlib import Path
 
 import jax
-import ml_dtypes  # noqa: F401  numpy then knows bfloat16 by name
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy by name
 import numpy as np
 import safetensors
 import tiny
@@ -45,18 +45,18 @@ TOKENS = np.random.default_rng(1).integers(0, SIZES["vocabulary_size"], (8, 12))
 
 
 def model(kind: str) -> ModelConfig:
-    """The small model of a kind."""
+    """Return the small model of a kind."""
     return ModelConfig(**SIZES | KINDS[kind])
 
 
 def config(kind: str, **data) -> Config:
-    """A whole configuration around it; keys of `data` may be given."""
+    """Return a complete configuration with this model; keys of `data` may be given."""
     keys = SIZES | KINDS[kind]
     return configuration.resolve({"model": keys, "data": data, "training": {"sequence_length_tokens": 32}})
 
 
 def random_tree(abstract, seed: int = 0):
-    """float32 numbers around one half of each shape, so that scales of norms are not all alike."""
+    """Return random float32 numbers around one half for each shape, so that scales of norms differ."""
     rng = np.random.default_rng(seed)
 
     def fill(leaf):
@@ -65,10 +65,10 @@ def random_tree(abstract, seed: int = 0):
     return jax.tree.map(lambda leaf: fill(np.empty(leaf.shape)), abstract)
 
 
-def write_ours(
+def write_pma_snapshot(
     path: Path, made: Config, seed: int = 0, tokens: int = 4096, kind: str = "point", change=lambda params: None
 ):
-    """A snapshot of random parameters, as the configuration's mesh writes it; returns them. `change` may alter them."""
+    """Write a snapshot of random parameters on the configuration's mesh; return them, altered by `change`."""
     abstract = abstract_params(made.model, local_mesh() if made.mesh == MeshConfig() else make_mesh(made.mesh))
     params = random_tree(abstract, seed)
     change(params)
@@ -78,8 +78,8 @@ def write_ours(
     return params
 
 
-def our_logits(path: Path, tokens_BxL: np.ndarray = TOKENS) -> np.ndarray:
-    """Logits of a stored snapshot by our decoder, on all devices."""
+def pma_logits(path: Path, tokens_BxL: np.ndarray = TOKENS) -> np.ndarray:
+    """Return the logits of a stored snapshot by pma_jax's decoder, on all devices."""
     mesh = local_mesh()
     snapshot = read_snapshot(path)
     params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, mesh))
@@ -90,7 +90,7 @@ def our_logits(path: Path, tokens_BxL: np.ndarray = TOKENS) -> np.ndarray:
 
 
 def shapes(made: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that transformers has for such a model."""
+    """Return name -> shape of every tensor that transformers has for such a model."""
     D, F, V = made.width, made.expert_hidden if made.experts else made.hidden, made.vocabulary_size
     queries, keys = made.heads * made.head_dim, made.kv_heads * made.head_dim
     block = {
@@ -116,26 +116,26 @@ def shapes(made: ModelConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def write_theirs(
+def write_random_hf_model(
     path: Path, made: ModelConfig, dtypes: tuple[str, ...] = ("float32",), shards: int = 1, **fields
 ) -> dict[str, np.ndarray]:
-    """A Hugging Face directory of random tensors, their dtypes in turn; returns the tensors."""
+    """Write a Hugging Face directory of random tensors, cycling through the dtypes; return the tensors."""
     rng = np.random.default_rng(2)
     tensors = {
         name: (0.5 * (len(shape) == 1) + rng.standard_normal(shape) / 4).astype(dtypes[i % len(dtypes)])
         for i, (name, shape) in enumerate(shapes(made).items())
     }
-    write_directory(path, made, tensors, shards, **fields)
+    write_hf_tensors(path, made, tensors, shards, **fields)
     return tensors
 
 
 def model_type(made: ModelConfig) -> str:
-    """What transformers calls such a model."""
+    """Return the name of such a model in transformers."""
     return "qwen3_moe" if made.experts else "qwen3" if made.qk_norm else "llama"
 
 
-def write_directory(path: Path, made: ModelConfig, tensors: dict[str, np.ndarray], shards: int = 1, **fields) -> None:
-    """A Hugging Face directory of these tensors; `fields` change config.json, and None takes one away."""
+def write_hf_tensors(path: Path, made: ModelConfig, tensors: dict[str, np.ndarray], shards: int = 1, **fields) -> None:
+    """Write a Hugging Face directory of these tensors; `fields` change config.json, and None removes one."""
     path.mkdir(parents=True)
     described = {
         "architectures": [ARCHITECTURES[model_type(made)]],
@@ -176,8 +176,8 @@ def write_directory(path: Path, made: ModelConfig, tensors: dict[str, np.ndarray
         (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def read_theirs(path: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a directory, by the reference implementation's parser."""
+def read_hf_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Read every tensor of a directory with the parser of the reference implementation."""
     found = {}
     codes = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     for file in sorted(path.glob("*.safetensors")):
@@ -187,11 +187,11 @@ def read_theirs(path: Path) -> dict[str, np.ndarray]:
 
 
 def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
-    """Their tensors as what `reference.logits` takes, a head and a row at a time."""
+    """Convert Hugging Face tensors to the input of `reference.logits`, one head and row at a time."""
     wide = {name: values.astype(np.float64) for name, values in tensors.items()}
 
     def columns(name: str, heads: int) -> np.ndarray:
-        rows = wide[name]  # row n * H + h gives number h of head n
+        rows = wide[name]  # Row n * H + h becomes number h of head n.
         H = made.head_dim
         return np.stack([np.stack([rows[n * H + h] for h in range(H)], axis=-1) for n in range(heads)], axis=1)
 
@@ -232,7 +232,7 @@ def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
 
 
 def assert_logits(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
-    """The largest difference, relative to the largest logit."""
+    """Assert closeness by the largest difference relative to the largest logit."""
     assert actual.shape == expected.shape
     difference = np.abs(actual.astype(np.float64) - expected).max() / np.abs(expected).max()
     assert difference <= tolerance, difference

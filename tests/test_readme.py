@@ -166,7 +166,7 @@ def test_merging_page_commands_run(tmp_path, monkeypatch, capfd):
 def write_models(finished, folder: Path) -> None:
     """Write the inputs of docs/huggingface.md: three models with their tokenizer, a run, and texts."""
     for name, kind in (("llama", "llama"), ("other", "llama"), ("mixture", "mixture")):
-        hf_models.write_theirs(folder / "models" / name, hf_models.model(kind))
+        hf_models.write_random_hf_model(folder / "models" / name, hf_models.model(kind))
         byte_tokenizer().save(folder / "models" / name / "tokenizer.json")
     shutil.copytree(finished.path, folder / "runs" / "demo")
     tiny.write_corpus(folder / "texts")

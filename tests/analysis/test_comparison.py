@@ -14,7 +14,7 @@ def test_rows_are_the_means_of_every_subset():
         np.testing.assert_allclose(matrix.mean(axis=0), 1 / 4)
 
 
-def test_independent_noise_in_a_bowl_is_found():
+def test_independent_noise_in_a_quadratic_is_recovered():
     rng = np.random.default_rng(0)
     hessian, drift = np.diag(rng.uniform(0.1, 2, 200)), rng.normal(size=200)
     replicas = drift + 0.3 * rng.normal(size=(7, 200))
@@ -26,6 +26,6 @@ def test_independent_noise_in_a_bowl_is_found():
     np.testing.assert_allclose(list(found.values()), [split.floor + split.noise / m for m in found], rtol=1e-9)
 
 
-def test_one_number_of_replicas_says_nothing():
+def test_single_replica_count_cannot_be_fitted():
     with pytest.raises(ValueError, match="two or more different numbers of replicas"):
         fit_noise([3, 3], [1.0, 1.1])

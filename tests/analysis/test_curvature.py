@@ -1,4 +1,4 @@
-"""Hessian and Gauss-Newton products against the matrices that jax.hessian gives, and the algebra of merging."""
+"""Hessian and Gauss-Newton products against the matrices of jax.hessian, and the algebra of merging."""
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +42,16 @@ def dense(function, params):
     return np.asarray(jax.hessian(lambda v: function(unflatten(v)))(flat), np.float64)
 
 
-def applied(product, params):
-    """The matrix of a product, column by column."""
+def dense_from_product(product, params):
+    """Return the matrix of a product, column by column."""
     flat, unflatten = ravel_pytree(params)
     columns = [ravel_pytree(product(unflatten(column)))[0] for column in jnp.eye(flat.size)]
     return np.stack([np.asarray(c, np.float64) for c in columns], axis=1)
 
 
-def test_hessian_products_are_those_of_the_matrix(params):
+def test_hessian_products_equal_those_of_the_matrix(params):
     product = curvature.hessian_product(loss, params)
-    np.testing.assert_allclose(applied(product, params), dense(loss, params), atol=1e-5)
+    np.testing.assert_allclose(dense_from_product(product, params), dense(loss, params), atol=1e-5)
 
 
 def test_slopes_are_products_with_the_gradient(params):
@@ -61,7 +61,7 @@ def test_slopes_are_products_with_the_gradient(params):
     np.testing.assert_allclose(curvature.directional_slopes(loss, params, deltas), expected, rtol=1e-5)
 
 
-def test_gauss_newton_is_the_hessian_of_the_outputs_seen_through_the_jacobian(params):
+def test_gauss_newton_equals_jacobian_transpose_times_output_hessian_times_jacobian(params):
     flat, unflatten = ravel_pytree(params)
     logits = outputs(params)[0]
     jacobian = np.asarray(jax.jacobian(lambda v: outputs(unflatten(v))[0])(flat), np.float64).reshape(4, 3, -1)
@@ -70,12 +70,12 @@ def test_gauss_newton_is_the_hessian_of_the_outputs_seen_through_the_jacobian(pa
         w / 3 * jacobian[i].T @ (np.diag(p[i]) - np.outer(p[i], p[i])) @ jacobian[i]
         for i, w in enumerate(np.asarray(WEIGHTS))
     )
-    found = applied(curvature.gauss_newton_product(outputs, params), params)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert np.linalg.eigvalsh((found + found.T) / 2).min() > -1e-5
+    actual = dense_from_product(curvature.gauss_newton_product(outputs, params), params)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    assert np.linalg.eigvalsh((actual + actual.T) / 2).min() > -1e-5
 
 
-def test_the_top_of_the_spectrum_is_that_of_the_matrix(params):
+def test_top_of_the_spectrum_equals_that_of_the_matrix(params):
     values, vectors = curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 3)
     exact = np.linalg.eigvalsh(dense(loss, params))[::-1][:3]
     np.testing.assert_allclose(values, exact, rtol=1e-2, atol=1e-4)
@@ -87,7 +87,7 @@ def test_the_top_of_the_spectrum_is_that_of_the_matrix(params):
 
 
 @given(st.integers(2, 6), st.integers(0, 2**31))
-def test_the_gains_are_differences_of_a_quadratic(count, seed):
+def test_gains_are_differences_of_a_quadratic(count, seed):
     rng = np.random.default_rng(seed)
     root = rng.normal(size=(8, 8))
     hessian, slope = root @ root.T, rng.normal(size=8)
@@ -113,24 +113,24 @@ def test_pairs_are_products_of_the_deltas(params):
     deltas = [jax.tree.map(lambda x, k=key: jax.random.normal(k, x.shape), params) for key in keys]
     flat = np.stack([np.asarray(ravel_pytree(d)[0], np.float64) for d in deltas])
     expected = flat @ dense(loss, params) @ flat.T
-    found = curvature.pairwise_curvature(curvature.hessian_product(loss, params), deltas)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    actual = curvature.pairwise_curvature(curvature.hessian_product(loss, params), deltas)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
-def test_off_diagonal_share_at_its_three_landmarks(rows, share):
+def test_off_diagonal_share_at_three_known_values(rows, share):
     assert curvature.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
 
 
 @pytest.mark.slow
-def test_products_of_the_decoder_agree_with_differences_of_its_gradient(finished):
+def test_products_of_the_decoder_equal_differences_of_its_gradient(finished):
     config, mesh = finished.config, make_mesh(finished.config.mesh)
     with jax.set_mesh(mesh):
         held_out = held_out_batches(shards.prepare_tokens(config.data, progress=False), config, mesh)
         loss = text_loss(graph_definition(config.model), held_out)
         params = init_params(config.model, jax.random.key(0))
         vector = init_params(config.model, jax.random.key(1))
-        found = curvature.hessian_product(loss, params)(vector)
+        actual = curvature.hessian_product(loss, params)(vector)
         gradient = jax.jit(jax.grad(loss))
         step = 1e-2
         ahead = gradient(jax.tree.map(lambda p, v: p + step * v, params, vector))
@@ -141,11 +141,11 @@ def test_products_of_the_decoder_agree_with_differences_of_its_gradient(finished
         gauss_newton = curvature.gauss_newton_product(bench.outputs, params)
         spread = float(inner_product(vector, gauss_newton(vector)))
     expected = jax.tree.map(lambda a, b: (np.asarray(a) - np.asarray(b)) / (2 * step), ahead, behind)
-    assert distance(found, expected) < 2e-2
-    assert spread > 0  # positive semi-definite, where the Hessian need not be
+    assert distance(actual, expected) < 2e-2
+    assert spread > 0  # Positive semi-definite, unlike the Hessian in general.
     assert distance(curved, jax.tree.map(lambda v: values[0] * np.asarray(v), vectors[0])) < 5e-2
 
 
-def distance(found, expected):
-    found, expected = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (found, expected))
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+def distance(actual, expected):
+    actual, expected = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (actual, expected))
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)

@@ -35,7 +35,7 @@ def test_the_plane_of_three_models_goes_through_them(points):
         assert np.linalg.norm(flat(axis)) == pytest.approx(1, rel=1e-5)
 
 
-def test_a_model_beside_the_plane_has_its_distance(points):
+def test_model_off_the_plane_has_its_distance(points):
     plane = landscape.principal_plane([model(p) for p in points[:3]])
     basis, _ = np.linalg.qr((points[1:3] - points[0]).T)
     offset = points[3] - points[0]
@@ -43,13 +43,13 @@ def test_a_model_beside_the_plane_has_its_distance(points):
     assert plane.coordinates(model(points[3]))[2] == pytest.approx(expected, rel=1e-5)
 
 
-def test_models_on_a_line_span_no_plane(points):
+def test_collinear_models_span_no_plane(points):
     one, two = points[:2]
     with pytest.raises(ValueError, match="one line"):
         landscape.principal_plane([model(one), model(two), model((one + two) / 2)])
 
 
-def test_the_principal_plane_is_that_of_the_singular_vectors(points):
+def test_principal_plane_equals_that_of_the_singular_vectors(points):
     plane = landscape.principal_plane([model(p) for p in points])
     apart = points - points.mean(axis=0)
     _, _, rows = np.linalg.svd(apart)
@@ -58,7 +58,7 @@ def test_the_principal_plane_is_that_of_the_singular_vectors(points):
     np.testing.assert_allclose(flat(plane.origin), points.mean(axis=0), atol=1e-6)
 
 
-def test_the_grid_holds_the_loss_at_each_point(points):
+def test_grid_contains_the_loss_at_each_point(points):
     plane = landscape.principal_plane([model(p) for p in points[:3]])
     xs, ys = [-1.0, 0.0, 2.0], [0.5, 1.5]
     grid = landscape.loss_over(lambda p: jnp.sum(p["a"] ** 2) + jnp.sum(p["b"] ** 3), plane, xs, ys)
@@ -69,7 +69,7 @@ def test_the_grid_holds_the_loss_at_each_point(points):
             assert grid[j, i] == pytest.approx(np.sum(at[:3] ** 2) + np.sum(at[3:] ** 3), rel=1e-4)
 
 
-def test_a_plane_over_two_weights_moves_nothing_else(points):
+def test_plane_over_two_weights_changes_nothing_else(points):
     params = model(points[0])
     plane = landscape.plane_of_two_weights(params, "b", (0, 1), (1, 0))
     moved = flat(plane.at(2.0, -3.0)) - flat(params)
@@ -77,7 +77,7 @@ def test_a_plane_over_two_weights_moves_nothing_else(points):
 
 
 @pytest.mark.mesh
-def test_two_weights_of_a_leaf_that_is_split_over_devices():
+def test_two_weights_of_a_sharded_leaf():
     mesh = make_mesh(MeshConfig(2, 2, 2))
     with jax.set_mesh(mesh):
         split = jax.device_put(jnp.ones((4, 6)), jax.NamedSharding(mesh, jax.P("fsdp", "tensor")))
@@ -90,9 +90,9 @@ def test_two_weights_of_a_leaf_that_is_split_over_devices():
 
 
 @pytest.mark.parametrize(
-    ("leaf", "first", "second", "says"),
+    ("leaf", "first", "second", "message"),
     [("c", (0,), (1,), "one of a, b"), ("a", (0,), (3,), "not an index"), ("a", (1,), (1,), "two different indices")],
 )
-def test_weights_that_are_not_there_are_refused(points, leaf, first, second, says):
-    with pytest.raises(ValueError, match=says):
+def test_missing_weights_are_refused(points, leaf, first, second, message):
+    with pytest.raises(ValueError, match=message):
         landscape.plane_of_two_weights(model(points[0]), leaf, first, second)

@@ -1,4 +1,4 @@
-"""Learned weights against the optimum that linear algebra gives, and on a real run."""
+"""Learned weights against the optimum of linear algebra, and on a real run."""
 
 import operator
 
@@ -25,7 +25,7 @@ def flat(params):
     return np.concatenate([np.asarray(params["a"]), np.asarray(params["b"])]).astype(np.float64)
 
 
-def test_a_quadratic_loss_has_the_weights_that_its_equations_give():
+def test_weights_of_a_quadratic_loss_solve_its_equations():
     params_K = models(4)
     rng = np.random.default_rng(1)
     root = rng.normal(size=(12, 12))
@@ -45,13 +45,13 @@ def test_a_quadratic_loss_has_the_weights_that_its_equations_give():
     assert learned.loss <= learned.start_loss
 
 
-def test_one_model_leaves_nothing_to_learn():
+def test_single_model_has_no_weights_to_learn():
     with pytest.raises(ValueError, match="2 or more"):
         learn_weights(lambda p: jnp.sum(p["a"]), models(1))
 
 
 @pytest.mark.slow
-def test_learned_weights_beat_the_mean_on_the_text_they_were_learned_on(finished):
+def test_learned_weights_beat_the_mean_on_their_training_text(finished):
     config, mesh = finished.config, make_mesh(finished.config.mesh)
     abstract = abstract_params(config.model, mesh)
     params_K = [snapshots.restore_params(s, abstract) for s in finished.snapshots[-4:]]
@@ -66,4 +66,4 @@ def test_learned_weights_beat_the_mean_on_the_text_they_were_learned_on(finished
     assert alone == pytest.approx(of_last, rel=1e-5)
     assert learned.start_loss == pytest.approx(of_mean, rel=1e-5)
     assert learned.loss == pytest.approx(of_learned, rel=1e-5)
-    assert of_learned < min(of_mean, of_last)  # both are points of the same simplex: the best is no worse
+    assert of_learned < min(of_mean, of_last)  # Both are points of one simplex, so the best is no worse.

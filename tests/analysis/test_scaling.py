@@ -1,4 +1,4 @@
-"""Fits find the law that made the numbers, also through noise; comparisons against scipy and by hand."""
+"""Fits recover the generating law, also under noise; comparisons against scipy and by hand."""
 
 import numpy as np
 import pytest
@@ -7,21 +7,21 @@ import scipy.stats
 from pma_jax.analysis import comparison, scaling
 
 
-def test_a_loss_curve_is_found_again():
+def test_loss_curve_is_recovered():
     tokens = np.geomspace(1e6, 1e9, 12)
     curve = scaling.fit_loss_curve(tokens, 1.7 + 400 * tokens**-0.35)
     assert (curve.floor, curve.exponent) == (pytest.approx(1.7, rel=1e-3), pytest.approx(0.35, rel=1e-2))
     np.testing.assert_allclose(curve.at(1e11), 1.7 + 400 * 1e11**-0.35, rtol=1e-3)
 
 
-def test_one_wild_point_does_not_move_a_loss_curve():
+def test_one_outlier_does_not_move_a_loss_curve():
     tokens = np.geomspace(1e6, 1e9, 16)
     loss = 1.7 + 400 * tokens**-0.35
     loss[7] *= 1.3
     np.testing.assert_allclose(scaling.fit_loss_curve(tokens, loss).at(1e10), 1.7 + 400 * 1e10**-0.35, rtol=5e-3)
 
 
-def test_a_scaling_law_is_found_again():
+def test_scaling_law_is_recovered():
     parameters, tokens = (x.ravel() for x in np.meshgrid(np.geomspace(1e6, 1e8, 4), np.geomspace(1e7, 1e10, 5)))
     truth = scaling.ScalingLaw(e=1.7, a=400, b=410, alpha=0.34, beta=0.28)
     law = scaling.fit_scaling_law(parameters, tokens, truth.at(parameters, tokens))
@@ -31,20 +31,20 @@ def test_a_scaling_law_is_found_again():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "loss", "says"),
+    ("tokens", "loss", "message"),
     [([1, 2, 3], [3, 2, 1], "4 or more"), ([1, 2, 3, -4], [4, 3, 2, 1], "above 0"), ([1, 2, 3, 4], [1, 2], "shapes")],
 )
-def test_what_cannot_be_fitted_is_refused(tokens, loss, says):
-    with pytest.raises(ValueError, match=says):
+def test_unfittable_data_is_refused(tokens, loss, message):
+    with pytest.raises(ValueError, match=message):
         scaling.fit_loss_curve(tokens, loss)
 
 
-def test_one_model_size_has_no_exponent_of_size():
+def test_single_model_size_has_no_exponent_of_size():
     with pytest.raises(ValueError, match="same parameters"):
         scaling.fit_scaling_law([1e6] * 6, [1e6, 2e6, 3e6, 4e6, 5e6, 6e6], [3, 2.9, 2.8, 2.7, 2.6, 2.5])
 
 
-def test_a_paired_difference_is_the_paired_t_interval():
+def test_paired_difference_is_the_paired_t_interval():
     a, b = np.array([1.0, 2.0, 4.0, 3.0]), np.array([0.5, 1.8, 3.1, 2.9])
     found = comparison.paired_difference(a, b)
     low, high = scipy.stats.ttest_rel(a, b).confidence_interval(0.95)
@@ -53,7 +53,7 @@ def test_a_paired_difference_is_the_paired_t_interval():
         comparison.paired_difference([1.0], [2.0])
 
 
-def test_the_interval_of_a_mean_is_the_t_interval():
+def test_interval_of_a_mean_is_the_t_interval():
     values = np.array([0.3, -0.1, 0.25])
     found = comparison.mean_interval(values)
     low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
@@ -62,7 +62,7 @@ def test_the_interval_of_a_mean_is_the_t_interval():
         comparison.mean_interval([1.0])
 
 
-def test_rankings_and_what_a_wrong_one_costs():
+def test_rankings_and_the_cost_of_a_wrong_one():
     truth = [1.0, 2.0, 3.0, 4.0]
     assert comparison.kendall_tau([10, 20, 30, 40], truth) == pytest.approx(1)
     assert comparison.kendall_tau([40, 30, 20, 10], truth) == pytest.approx(-1)
@@ -72,14 +72,14 @@ def test_rankings_and_what_a_wrong_one_costs():
         comparison.kendall_tau([1, 1], [1, 2])
 
 
-def test_tokens_to_reach_lie_on_the_straight_line_between():
+def test_tokens_to_reach_a_loss_are_interpolated_linearly():
     tokens, loss = [100, 200, 300], [4.0, 3.0, 2.0]
     assert comparison.tokens_to_reach(tokens, loss, 2.5) == 250
     assert comparison.tokens_to_reach(tokens, loss, 4.5) == 100
     assert comparison.tokens_to_reach(tokens, loss, 1.0) is None
 
 
-def test_roughness_is_of_steps_not_of_a_trend():
+def test_roughness_measures_steps_and_ignores_a_trend():
     assert comparison.roughness([2.0, 2.0, 2.0]) == 0
     assert comparison.roughness([1.0, 2.0, 1.0, 2.0]) == pytest.approx(np.log(2))
     noise = np.exp(0.1 * np.random.default_rng(0).normal(size=4000))

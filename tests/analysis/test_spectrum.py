@@ -1,4 +1,4 @@
-"""Recipes as filters, against what a filter does to a sine, and spectra of known series."""
+"""Recipes as filters, against their effect on a sine, and spectra of known series."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ from pma_jax.merging import recipes
 
 
 @given(st.integers(2, 20), st.floats(0, 0.5))
-def test_a_recipe_answers_a_wave_as_its_response_says(count, frequency):
+def test_response_of_a_recipe_equals_its_effect_on_a_sine(count, frequency):
     weights = recipes.wma(count)
     wave = np.exp(2j * np.pi * frequency * np.arange(count))
     response = spectrum.frequency_response(weights, [frequency])[0]
@@ -19,7 +19,7 @@ def test_a_recipe_answers_a_wave_as_its_response_says(count, frequency):
 
 
 @pytest.mark.parametrize("text", ["sma", "wma", "ema:alpha=0.2", "lagfree", "lagfree:lag=0.5", "decay:shape=linear"])
-def test_what_does_not_move_passes_and_the_slope_at_zero_is_the_mean_age(text):
+def test_constant_passes_and_the_slope_at_zero_is_the_mean_age(text):
     weights = recipes.coefficients(text, np.arange(8) * 100)
     assert spectrum.frequency_response(weights, [0.0])[0] == pytest.approx(1)
     small = 1e-6
@@ -34,7 +34,7 @@ def test_positions_may_be_uneven():
     np.testing.assert_allclose(weights @ wave, response * wave[-1], atol=1e-12)
 
 
-def test_a_wave_stands_at_its_frequency_and_a_drift_nowhere():
+def test_spectrum_of_a_sine_peaks_at_its_frequency_and_ignores_drift():
     k = np.arange(64)
     series = np.stack([np.sin(2 * np.pi * 8 / 64 * k), 3.0 + 0.5 * k], axis=1)
     frequencies, power = spectrum.power_spectrum(series, interval=2.0)
@@ -45,7 +45,7 @@ def test_a_wave_stands_at_its_frequency_and_a_drift_nowhere():
         spectrum.power_spectrum(np.zeros((3, 1)))
 
 
-def test_projections_are_inner_products_and_directions_have_length_one():
+def test_projections_are_inner_products_with_unit_directions():
     rng = np.random.default_rng(0)
     flat = rng.normal(size=(3, 40))
     models = [{"a": jnp.asarray(v[:10], jnp.float32), "b": jnp.asarray(v[10:], jnp.float32)} for v in flat]

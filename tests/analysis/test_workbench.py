@@ -10,7 +10,7 @@ from pma_jax.runtime.mesh import make_mesh
 
 
 @pytest.mark.parametrize("tokens", [0, 37, 300])
-def test_the_loss_of_a_workbench_is_the_evaluations(finished, workspace, tokens):
+def test_loss_of_a_workbench_equals_the_evaluations(finished, workspace, tokens):
     config = finished.config
     bench = open_workbench(config, tokens)
     models = bench.models(finished.snapshots[-2:])
@@ -22,7 +22,7 @@ def test_the_loss_of_a_workbench_is_the_evaluations(finished, workspace, tokens)
 
 
 @pytest.mark.slow
-def test_its_loss_and_outputs_have_curvature(finished):
+def test_loss_and_outputs_have_curvature(finished):
     bench = open_workbench(finished.config, 256)
     first, last = bench.models([finished.snapshots[0], finished.snapshots[-1]])
     delta = jax.tree.map(lambda a, b: a - b, last, first)
@@ -32,6 +32,6 @@ def test_its_loss_and_outputs_have_curvature(finished):
     assert np.isfinite(hessian).all() and gauss_newton[0, 0] > 0
 
 
-def test_more_text_than_there_is_is_refused(finished):
+def test_more_text_than_available_is_refused(finished):
     with pytest.raises(ValueError, match="held-out split"):
         open_workbench(finished.config, 10**5)

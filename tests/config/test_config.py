@@ -23,12 +23,12 @@ def test_defaults_resolve_to_the_default_config():
     assert config.resolve(config.defaults()) == Config()
 
 
-def test_a_config_file_that_assigns_an_unknown_key_fails():
+def test_config_file_with_an_unknown_key_fails():
     with pytest.raises(AttributeError):
         config.defaults().training.totl_tokens = 3
 
 
-def test_a_missing_section_or_key_takes_its_default():
+def test_missing_section_or_key_takes_its_default():
     resolved = with_keys(training={"seed": 7})
     assert resolved == dataclasses.replace(Config(), training=dataclasses.replace(Config().training, seed=7))
 
@@ -52,7 +52,7 @@ def test_a_missing_section_or_key_takes_its_default():
         ("data.hub_name=a=b", "a=b"),
     ],
 )
-def test_an_override_is_read_as_its_keys_type(assignment, value):
+def test_override_is_parsed_as_its_keys_type(assignment, value):
     raw = config.defaults()
     config.override(raw, [assignment])
     section, key = assignment.partition("=")[0].split(".")
@@ -63,7 +63,7 @@ def test_an_override_is_read_as_its_keys_type(assignment, value):
 
 
 @pytest.mark.parametrize(
-    ("assignment", "says"),
+    ("assignment", "message"),
     [
         ("checkpoint.intervall_tokens=1e6", "'checkpoint.interval_tokens'"),
         ("trainig.seed=1", "'training.seed'"),
@@ -80,16 +80,16 @@ def test_an_override_is_read_as_its_keys_type(assignment, value):
         ("training.a.b=3", "unknown config key 'training.a.b'"),
     ],
 )
-def test_a_wrong_override_is_refused_with_what_would_be_right(assignment, says):
+def test_invalid_override_is_refused_with_what_is_valid(assignment, message):
     raw = config.defaults()
     with pytest.raises(ValueError, match=r"config|override") as refused:
         config.override(raw, [assignment])
-    assert says in str(refused.value)
+    assert message in str(refused.value)
     assert raw.to_dict() == config.defaults().to_dict(), "a refused override changes nothing"
 
 
 @pytest.mark.parametrize(
-    ("sections", "says"),
+    ("sections", "message"),
     [
         ({"trainin": {}}, "'training'"),
         ({"training": {"sed": 1}}, "training.sed"),
@@ -127,16 +127,16 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(assignment, says):
         ({"schedule": {"decay": "linear", "decay_start_tokens": 6_000_000}}, "total_tokens"),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_key(sections, says):
+def test_invalid_value_is_refused_with_its_key(sections, message):
     with pytest.raises(ValueError) as refused:
         config.resolve(sections)
-    assert says in str(refused.value)
+    assert message in str(refused.value)
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_and_a_shipped_name_load(tmp_path):
+def test_file_and_shipped_name_load(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from pma_jax import config\ndef get_config():\n    c = config.defaults()\n    c.training.seed = 3\n"
@@ -148,7 +148,7 @@ def test_a_file_and_a_shipped_name_load(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         (None, "no configuration file"),
         ("raise RuntimeError('broken today')", "broken today"),
@@ -160,22 +160,22 @@ def test_a_file_and_a_shipped_name_load(tmp_path):
         ("def get_config():\n    return None", "returned NoneType"),
     ],
 )
-def test_a_wrong_file_is_refused_by_its_path(tmp_path, text, says):
+def test_invalid_file_is_refused_with_its_path(tmp_path, text, message):
     file = tmp_path / "mine.py"
     if text is not None:
         file.write_text(text)
     with pytest.raises(ValueError) as refused:
         config.load(str(file))
-    assert says in str(refused.value) and str(file) in str(refused.value)
+    assert message in str(refused.value) and str(file) in str(refused.value)
 
 
-def test_a_folder_of_a_shipped_name_is_not_meant(tmp_path, monkeypatch):
+def test_folder_with_a_shipped_name_is_not_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
     config.resolve(config.load("demo"))
 
 
-def test_an_unknown_name_lists_the_shipped_ones():
+def test_unknown_name_lists_the_shipped_ones():
     with pytest.raises(ValueError, match="demo"):
         config.load("dmo")
 
@@ -213,7 +213,7 @@ def configs(draw):
 
 
 @given(configs())
-def test_json_is_a_round_trip(made):
+def test_json_round_trips(made):
     text = config.to_json(made)
     assert config.from_json(text) == made
     assert config.to_json(config.from_json(text)) == text
@@ -222,20 +222,20 @@ def test_json_is_a_round_trip(made):
 
 
 @given(configs(), configs())
-def test_digests_agree_exactly_when_nothing_differs(a, b):
+def test_digests_are_equal_exactly_when_configurations_are(a, b):
     assert (config.digest(a) == config.digest(b)) == (config.differences(a, b) == [])
 
 
-def test_the_digest_is_the_same_in_another_process():
+def test_digest_is_the_same_in_another_process():
     code = "from pma_jax import config; print(config.digest(config.resolve(config.load('demo'))))"
     found = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        for _ in range(2)  # each with its own hash seed
+        for _ in range(2)  # Each with its own hash seed.
     }
     assert found == {config.digest(config.resolve(config.load("demo"))) + "\n"}
 
 
-def test_every_key_is_part_of_the_identity_but_where_the_run_lives():
+def test_every_key_except_locations_is_part_of_the_digest():
     base = Config()
     changed = {"str": "other", "int": 77, "float": 0.77, "tuple": (77,), "bool": None}
     for section in dataclasses.fields(base):
@@ -254,8 +254,8 @@ def test_every_key_is_part_of_the_identity_but_where_the_run_lives():
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(0, 5000), st.integers(1, 400))
-def test_marks_never_drift(batch, length, extra, steps):
-    # However V and the batch divide: T tokens hold floor(T / V) marks, each in the step that reached it.
+def test_marks_do_not_drift(batch, length, extra, steps):
+    # For any V and batch size: T tokens contain floor(T / V) marks, each at the step that reached it.
     interval = batch * length + extra
     made = with_keys(
         training={"sequence_length_tokens": length, "batch_size_sequences": batch},
@@ -270,7 +270,7 @@ def test_marks_never_drift(batch, length, extra, steps):
 
 
 @given(st.integers(1, 500), st.integers(0, 5000), st.integers(1, 20), st.integers(1, 200))
-def test_every_jth_step_since_the_mark_goes_into_a_block_mean(batch, extra, every, steps):
+def test_every_jth_step_since_the_mark_is_added_to_a_block_mean(batch, extra, every, steps):
     interval = batch * every + extra
     training = {"sequence_length_tokens": batch, "batch_size_sequences": 1, "total_tokens": 10**9}
     made = with_keys(
@@ -282,17 +282,17 @@ def test_every_jth_step_since_the_mark_goes_into_a_block_mean(batch, extra, ever
         since_mark += 1
         assert made.is_block_add(tokens) == (since_mark % every == 0)
         if made.is_snapshot(tokens):
-            assert since_mark >= every, "a block mean is never of nothing"
+            assert since_mark >= every, "a block mean is never empty"
             since_mark = 0
     assert not any(with_keys(training=training).is_block_add(t) for t in range(batch, steps * batch + 1, batch))
 
 
-def test_a_run_of_points_may_leave_j_as_it_is():
+def test_run_without_block_means_ignores_j():
     made = with_keys(checkpoint={"interval_tokens": 2048, "block_every_steps": 4})
     assert made.checkpoint.interval_tokens // made.batch_tokens < made.checkpoint.block_every_steps
 
 
-def test_snapshots_states_and_named_states_at_their_marks():
+def test_snapshots_states_and_named_states_are_at_their_marks():
     made = with_keys(
         training={"sequence_length_tokens": 10, "batch_size_sequences": 10, "total_tokens": 1050},
         checkpoint={"interval_tokens": 250, "state_interval_tokens": 400, "keep_states_at_tokens": (601, 700)},
@@ -304,5 +304,5 @@ def test_snapshots_states_and_named_states_at_their_marks():
     assert [t for t in ends if made.is_horizon(t)] == [1100]
 
 
-def test_json_holds_every_key():
+def test_json_contains_every_key():
     assert json.loads(config.to_json(Config())).keys() == dataclasses.asdict(Config()).keys()

@@ -16,7 +16,7 @@ TRAINING = config.TrainingConfig(sequence_length_tokens=L, batch_size_sequences=
 
 
 def split_of(ids, cuts=()):
-    """A split that holds `ids`, in shards cut at `cuts`."""
+    """Return a split that contains `ids`, in shards cut at `cuts`."""
     parts = np.split(np.asarray(ids, np.uint16), sorted(cuts))
     return shards.TokenStream(1, len(ids), 2 * len(ids), tuple(part for part in parts if part.size))
 
@@ -34,14 +34,14 @@ def take(count, position=0, tokens=TOKENS, training=TRAINING, **processes):
     return list(itertools.islice(made, count))
 
 
-def test_inputs_and_targets_shift_by_one():
+def test_inputs_and_targets_are_shifted_by_one():
     for batch in take(5):
         assert batch.shape == (B, L + 1) and batch.dtype == np.int32
         starts = batch[:, :1]
         assert (starts % L == 0).all() and (batch == starts + np.arange(L + 1)).all()
 
 
-def test_each_epoch_sees_every_window_once_in_its_own_order():
+def test_each_epoch_reads_every_window_once_in_its_own_order():
     rows = np.concatenate(take(3 * 101 // B + 1))[:, 0] // L
     epochs = [rows[i * 101 : (i + 1) * 101] for i in range(3)]
     for epoch in epochs:
@@ -54,12 +54,12 @@ def test_seeds_differ_and_do_not_share_epochs():
     other = dataclasses.replace(TRAINING, seed=1)
     rows = [np.concatenate(take(26, training=training))[:, 0] for training in (TRAINING, other)]
     assert not (rows[0][:101] == rows[1][:101]).all()
-    assert not (rows[0][101:202] == rows[1][:101]).all(), "seed 1 is not seed 0 an epoch later"
+    assert not (rows[0][101:202] == rows[1][:101]).all(), "seed 1 is not seed 0 one epoch later"
     assert (np.concatenate(take(26)) == np.concatenate(take(26))).all()
 
 
 @pytest.mark.parametrize("position", [0, 1, B, 5 * B + 3, 101, 101 * B, 1_000_003])
-def test_starting_at_a_position_is_skipping_that_many_sequences(position):
+def test_starting_at_a_position_skips_that_many_sequences(position):
     skipped, first = divmod(position, B)
     if position < 10_000:
         rows = np.concatenate(take(skipped + 4))[first + skipped * B :][: 2 * B]
@@ -77,13 +77,13 @@ def test_processes_together_read_what_one_reads(count, position):
         assert (np.concatenate([part[step] for part in parts]) == alone[step]).all()
 
 
-def test_rows_need_not_lie_beside_each_other():
+def test_rows_need_not_be_contiguous():
     rows = np.array([1, 2, 6])
     for part, whole in zip(take(20, position=13, rows=rows), take(20, position=13), strict=True):
         assert (part == whole[rows]).all()
 
 
-def test_a_fork_with_another_batch_size_goes_on_with_unseen_windows():
+def test_fork_with_another_batch_size_continues_with_unseen_windows():
     before = np.concatenate(take(5))
     after = take(1, position=5 * B, training=dataclasses.replace(TRAINING, batch_size_sequences=61))[0]
     assert sorted(np.concatenate([before, after])[:, 0] // L) == list(range(101))
@@ -102,15 +102,15 @@ def test_windows_are_slices_of_the_concatenated_stream(data):
     assert (read == np.array([padded[s : s + window] for s in starts]).reshape(len(starts), window)).all()
 
 
-@pytest.mark.parametrize("wanted", [1, L, L * B, L * B + 1, 700, 999])
+@pytest.mark.parametrize("requested", [1, L, L * B, L * B + 1, 700, 999])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_validation_reads_exactly_the_first_tokens_in_order(wanted, count):
+def test_validation_reads_exactly_the_first_tokens_in_order(requested, count):
     def read(rows):
         return list(
             batches.validation_batches(
                 TOKENS,
                 sequence_length_tokens=L,
-                tokens_wanted=wanted,
+                tokens_wanted=requested,
                 batch_size_sequences=B,
                 rows=rows,
             )
@@ -125,20 +125,20 @@ def test_validation_reads_exactly_the_first_tokens_in_order(wanted, count):
             assert tokens_bxW.dtype == np.int32 and mask_bxL.dtype == np.bool_
             assert (tokens_bxW[:, :-1][mask_bxL] == tokens_bxW[:, 1:][mask_bxL] - 1).all()
             targets += tokens_bxW[:, 1:][mask_bxL].tolist()
-    assert targets == list(range(1, wanted + 1))
+    assert targets == list(range(1, requested + 1))
 
 
 def test_impossible_requests_are_one_clear_line():
-    def validation(wanted):
+    def validation(requested):
         return batches.validation_batches(
-            TOKENS, sequence_length_tokens=L, tokens_wanted=wanted, batch_size_sequences=B
+            TOKENS, sequence_length_tokens=L, tokens_wanted=requested, batch_size_sequences=B
         )
 
     short = tokens_of(np.arange(L))
     with pytest.raises(ValueError, match=f"has {L} tokens, less than one window of {L} \\+ 1"):
         take(1, tokens=short)
     with pytest.raises(ValueError, match=r"evaluation\.tokens is 1000 but the held-out split can predict 999"):
-        validation(wanted=1000)
+        validation(requested=1000)
     assert len(take(1, tokens=tokens_of(np.arange(L + 1)))) == 1, "one window is enough"
 
 
@@ -148,7 +148,7 @@ def packaged(tmp_path_factory):
     return data, shards.prepare_tokens(data, progress=False)
 
 
-def test_the_packaged_corpus_trains_and_holds_out(packaged):
+def test_packaged_corpus_trains_and_holds_out(packaged):
     data, tokens = packaged
     assert tokens.train.tokens > 5_000_000 and tokens.validation.tokens > 65_536
     assert 0.002 < tokens.validation.tokens / tokens.train.tokens < 0.1

@@ -24,18 +24,18 @@ def write_jsonl(path: Path, rows) -> Path:
     return path
 
 
-def test_text_files_are_documents_named_below_the_glob(tmp_path):
+def test_text_files_are_documents_named_relative_to_the_glob(tmp_path):
     for name in ("b.txt", "a.txt", "deep/c.txt", "deep/.hidden.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"text of {name}\r\n", newline="")
     expected = [(name, f"text of {name}\r\n") for name in ("a.txt", "b.txt", "deep/c.txt")]
     assert read(files(tmp_path / "**" / "*.txt")) == expected
     assert read(files(tmp_path / "a.txt", tmp_path / "*.txt")) == expected[:2], (
-        "a file that two globs match is read once"
+        "a file matched by two globs is read once"
     )
 
 
-def test_relative_globs(tmp_path, monkeypatch):
+def test_relative_globs_are_resolved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("odd[1].txt").write_text("brackets")
     Path("more").mkdir()
@@ -43,7 +43,7 @@ def test_relative_globs(tmp_path, monkeypatch):
     assert read(files("odd[1].txt", "more/*.txt")) == [("odd[1].txt", "brackets"), ("a.txt", "x")]
 
 
-def test_rows_of_jsonl_and_parquet(tmp_path):
+def test_rows_of_jsonl_and_parquet_are_documents(tmp_path):
     texts = ["one", None, "", "two\0", "three €"]
     write_jsonl(tmp_path / "a.jsonl", [{"body": text, "id": i} for i, text in enumerate(texts)])
     table = pa.table({"id": range(5), "body": texts})
@@ -54,13 +54,13 @@ def test_rows_of_jsonl_and_parquet(tmp_path):
         assert read(files(tmp_path / name, text_field="body")) == expected
 
 
-def test_dictionary_and_large_string_columns(tmp_path):
+def test_dictionary_and_large_string_columns_are_read(tmp_path):
     for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
         pq.write_table(pa.table({"text": pa.array(["x", "y", "x"], pa.string()).cast(kind)}), tmp_path / "a.parquet")
         assert [text for _, text in read(files(tmp_path / "a.parquet"))] == ["x", "y", "x"]
 
 
-def test_the_digest_follows_content_and_names_but_not_the_place(tmp_path):
+def test_digest_depends_on_content_and_names_but_not_on_the_location(tmp_path):
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "a.txt").write_text("alpha")
@@ -83,7 +83,7 @@ def test_held_out_share_is_stable_and_near_the_percentage():
     assert corpus.is_held_out("document 3", 2) == corpus.is_held_out("document 3", 2)
 
 
-def test_a_held_out_text_never_trains_even_under_another_name(tmp_path):
+def test_held_out_text_is_never_trained_even_under_another_name(tmp_path):
     rows = [{"text": f"text {i % 50}"} for i in range(400)]
     opened = corpus.open_corpus(files(write_jsonl(tmp_path / "a.jsonl", rows)))
     found = corpus.scan_corpus(opened, 5)
@@ -123,14 +123,14 @@ def bad_corpora(tmp_path):
     ]
 
 
-def test_a_bad_corpus_is_one_clear_line(tmp_path):
+def test_bad_corpus_is_one_clear_line(tmp_path):
     for data, message in bad_corpora(tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             read(data)
         assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_disappears_is_reported(tmp_path):
+def test_disappearing_file_is_reported(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     opened = corpus.open_corpus(files(tmp_path / "*.txt"))
     (tmp_path / "a.txt").unlink()
@@ -146,7 +146,7 @@ def hub(tmp_path, monkeypatch):
     return config.DataConfig(source="hub", hub_name=str(tmp_path / "set"))
 
 
-def test_a_hub_dataset_is_read_by_rows_and_digested_by_content(hub, tmp_path):
+def test_hub_dataset_is_read_by_rows_and_digested_by_content(hub, tmp_path):
     opened = corpus.open_corpus(hub)
     assert [(d.name, d.text) for d in opened.read()] == [(f"train:{i + 1}", f"row {i}") for i in range(3000)]
     assert corpus.open_corpus(hub).digest == opened.digest
@@ -166,6 +166,6 @@ def test_hub_mistakes_are_one_clear_line(hub, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message) as caught:
             corpus.open_corpus(data)
         assert "\n" not in str(caught.value)
-    monkeypatch.setitem(sys.modules, "datasets", None)  # what an import finds where the extra is not installed
+    monkeypatch.setitem(sys.modules, "datasets", None)  # What an import raises where the extra is not installed.
     with pytest.raises(ValueError, match=r"pip install 'pma-jax\[hub\]'"):
         corpus.open_corpus(hub)

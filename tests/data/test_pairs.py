@@ -55,7 +55,7 @@ def outer():
 '''
 
 
-def test_functions_from_docstring_to_body():
+def test_functions_with_docstrings_are_extracted():
     found = list(extract_function_pairs(SOURCE, 1000))
     assert found[0] == ('def one(a,\n        b=1):\n    """Adds."""\n', "    # why\n    return a + b\n")
     assert found[2:] == [
@@ -67,12 +67,12 @@ def test_functions_from_docstring_to_body():
     ]
     prompt, body = found[1]
     assert prompt.startswith("    async def two(self):\n") and prompt.endswith('        """\n'), (
-        "a text at the margin keeps the function where it is"
+        "text at the margin keeps the function's indentation"
     )
     assert body == '\n        x = """kept\nas it is"""\n        return x\n'
 
 
-def test_pairs_longer_than_the_limit_are_left_out():
+def test_pairs_longer_than_the_limit_are_skipped():
     found = list(extract_function_pairs(SOURCE, 1000))
     longest = max(len((prompt + body).encode()) for prompt, body in found)
     assert len(list(extract_function_pairs(SOURCE, longest))) == len(found)
@@ -80,7 +80,7 @@ def test_pairs_longer_than_the_limit_are_left_out():
 
 
 @pytest.mark.parametrize("source", ["def f(:\n", "print 1\n", "x = 1\n", "", "a\0b", "(" * 5000])
-def test_what_is_no_function_gives_nothing(source):
+def test_source_without_functions_gives_no_pairs(source):
     assert list(extract_function_pairs(source, 1000)) == []
 
 
@@ -97,7 +97,7 @@ def data(tmp_path_factory):
     return configuration.DataConfig(**keys)
 
 
-def test_prompts_are_stored_apart_from_what_is_learned(data):
+def test_prompts_are_stored_separately_from_targets(data):
     tokens = shards.prepare_tokens(data, progress=False)
     assert tokens.train.shards[0].dtype == np.int16
     pairs = [
@@ -115,7 +115,7 @@ def test_prompts_are_stored_apart_from_what_is_learned(data):
     assert tokens.train.utf8_bytes == tokens.train.tokens
 
 
-def test_the_same_sources_as_text_are_other_tokens(data):
+def test_same_sources_as_text_are_other_tokens(data):
     text = shards.prepare_tokens(dataclasses.replace(data, task="text"), progress=False)
     pairs = shards.prepare_tokens(data, progress=False)
     longest = max(len(document.full_text) for document in corpus.open_corpus(data).read())
@@ -126,7 +126,7 @@ def test_the_same_sources_as_text_are_other_tokens(data):
 
 
 @pytest.mark.slow
-def test_training_learns_the_bodies_alone(data, workspace, tmp_path):
+def test_training_learns_only_the_bodies(data, workspace, tmp_path):
     keys = {f"data__{key}": getattr(data, key) for key in ("source", "files", "cache_dir", "task")}
     config = tiny.config(workspace, **keys, training__sequence_length_tokens=64, preview__windows=())
     run = train(config, tmp_path / "run")
@@ -145,10 +145,10 @@ def test_training_learns_the_bodies_alone(data, workspace, tmp_path):
                 count += 1
     assert run.snapshots[-1].loss == pytest.approx(nats / count, rel=1e-5)
     assert make_evaluator(config, mesh)(params) == pytest.approx(nats / count, rel=1e-5)
-    assert run.snapshots[-1].loss < run.snapshots[0].loss - 0.1, "bodies are much alike"
+    assert run.snapshots[-1].loss < run.snapshots[0].loss - 0.1, "bodies are similar"
 
 
-def test_the_sources_of_an_installed_package():
+def test_sources_of_an_installed_package_are_read():
     names = [document.name for document in corpus.open_corpus(configuration.DataConfig(package="optax")).read()]
     assert "__init__.py" in names and "contrib/__init__.py" in names
     for package in ("no_such_package", "os", "optax.contrib"):

@@ -17,7 +17,7 @@ WORDS = [f"word{i}" for i in range(5000)]
 
 
 def make_files(folder, documents=200, words=60, seed=0):
-    """One JSONL file of reproducible documents; returns its texts."""
+    """Write one JSONL file of reproducible documents; return its texts."""
     rng = random.Random(seed)
     texts = [" ".join(rng.choices(WORDS, k=words)) + f" é {i}\n" for i in range(documents)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def documents_of(tokens, split):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "file"])
-def test_every_document_arrives_exactly_once_in_one_split(tmp_path, kind):
+def test_every_document_is_in_exactly_one_split_once(tmp_path, kind):
     texts = make_files(tmp_path / "text", documents=60)
     if kind == "file":
         kind = str(tmp_path / "mine.json")
@@ -91,7 +91,7 @@ def test_tokens_in_several_files_make_the_same_stream(tmp_path):
     assert not whole.train.shards[0].flags.writeable
 
 
-def test_tokens_are_prepared_once_and_again_when_something_changes(tmp_path):
+def test_tokens_are_prepared_once_and_again_after_a_change(tmp_path):
     make_files(tmp_path / "text")
     first = shards.prepare_tokens(data_config(tmp_path), progress=False)
     written = (first.directory / "meta.json").stat().st_mtime_ns
@@ -109,7 +109,7 @@ def test_tokens_are_prepared_once_and_again_when_something_changes(tmp_path):
     assert len(folders(tmp_path)) == 5
 
 
-def test_output_is_one_line_on_a_pipe_and_nothing_when_quiet(tmp_path, capsys):
+def test_output_is_one_line_on_a_pipe_and_empty_when_quiet(tmp_path, capsys):
     make_files(tmp_path / "text")
     shards.prepare_tokens(data_config(tmp_path), progress=True)
     out, err = capsys.readouterr()
@@ -120,14 +120,14 @@ def test_output_is_one_line_on_a_pipe_and_nothing_when_quiet(tmp_path, capsys):
 
 
 def prepare_in_process(data):
-    # A config written as code: the child must do just what a user's program does.
+    # A config written as code: the child must do exactly what a user's program does.
     code = f"from pma_jax.config import DataConfig\nfrom pma_jax.data import shards\nshards.prepare_tokens({data!r})"
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
 def half_way(tmp_path):
-    """A configuration, and another process in the middle of writing its tokens."""
+    """Return a configuration, and another process in the middle of writing its tokens."""
     make_files(tmp_path / "text", documents=1500, words=600)
     data = data_config(tmp_path, tokenizer="bpe", bpe_vocabulary_size=300)
     child = prepare_in_process(data)
@@ -140,18 +140,18 @@ def half_way(tmp_path):
     child.communicate()
 
 
-def test_a_killed_preparation_leaves_nothing_that_looks_prepared(tmp_path, half_way):
+def test_killed_preparation_leaves_nothing_that_looks_prepared(tmp_path, half_way):
     data, child = half_way
     child.send_signal(signal.SIGKILL)
     child.wait()
     [left] = folders(tmp_path)
     assert left.endswith(".tmp"), "the child was killed in the middle"
     tokens = shards.prepare_tokens(data, progress=False)
-    assert folders(tmp_path) == [tokens.directory.name], "and the next process cleans up after it"
+    assert folders(tmp_path) == [tokens.directory.name], "and the next process removes its files"
     assert tokens.train.documents + tokens.validation.documents == 1500
 
 
-def test_two_processes_at_once_both_end_well(tmp_path, half_way, capsys):
+def test_two_concurrent_preparations_both_succeed(tmp_path, half_way, capsys):
     data, child = half_way
     tokens = shards.prepare_tokens(data)
     assert capsys.readouterr().err == "waiting for another process to prepare the same tokens\n"
@@ -160,7 +160,7 @@ def test_two_processes_at_once_both_end_well(tmp_path, half_way, capsys):
     assert tokens.train.documents + tokens.validation.documents == 1500
 
 
-def test_damaged_tokens_are_refused(tmp_path):
+def test_corrupt_tokens_are_refused(tmp_path):
     make_files(tmp_path / "text")
     tokens = shards.prepare_tokens(data_config(tmp_path), progress=False)
     shard = tokens.directory / "train-00000.bin"
@@ -172,7 +172,7 @@ def test_damaged_tokens_are_refused(tmp_path):
         shards.open_tokens(tokens.directory)
 
 
-def test_corpora_that_cannot_be_used(tmp_path):
+def test_unusable_corpora_are_refused(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(ValueError, match="files corpus has no text"):
@@ -182,13 +182,13 @@ def test_corpora_that_cannot_be_used(tmp_path):
         shards.prepare_tokens(data_config(tmp_path, held_out_percent=0.1), progress=False)
     with pytest.raises(ValueError, match="no tokenizer file"):
         shards.prepare_tokens(data_config(tmp_path, tokenizer="bites"), progress=False)
-    assert folders(tmp_path) == [], "a failure leaves nothing behind"
+    assert folders(tmp_path) == [], "a failure leaves no files"
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot write tokens to data.cache_dir .*file"):
         shards.prepare_tokens(data_config(tmp_path, cache_dir=str(tmp_path / "file")), progress=False)
 
 
-def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path):
+def test_vocabulary_larger_than_the_model_is_refused(tmp_path):
     make_files(tmp_path / "text", documents=60)
     tokens = shards.prepare_tokens(data_config(tmp_path), progress=False)
     shards.check_tokens_match_model(tokens, config.ModelConfig(vocabulary_size=256))
@@ -196,7 +196,7 @@ def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path):
         shards.check_tokens_match_model(tokens, config.ModelConfig(vocabulary_size=255))
 
 
-def test_documents_are_kept_apart_by_the_token_that_ends_them(tmp_path):
+def test_end_token_separates_documents(tmp_path):
     make_files(tmp_path / "text", documents=60)
     tokens = shards.prepare_tokens(data_config(tmp_path), progress=False)
     shards.check_tokens_match_model(tokens, config.ModelConfig(separator_token=tokens.end_of_document))

@@ -22,7 +22,7 @@ def test_bytes_are_their_own_ids():
     assert (made.name, made.vocabulary_size, made.end_of_document) == ("bytes", 256, 0)
     ids = made.encode("é!")
     assert ids.dtype == np.int32 and ids.tolist() == [0xC3, 0xA9, 0x21]
-    assert made.decode([0xC3, 0x21]) == "\ufffd!", "half a character does not stop generation"
+    assert made.decode([0xC3, 0x21]) == "\ufffd!", "a partial character does not stop generation"
 
 
 @given(st.text())
@@ -31,7 +31,7 @@ def test_bytes_round_trip(text):
     assert made.decode(made.encode(text)) == text
 
 
-def test_the_saved_bytes_tokenizer_is_a_hugging_face_one_with_the_same_ids(tmp_path):
+def test_saved_bytes_tokenizer_opens_in_tokenizers_with_the_same_ids(tmp_path):
     made = tokenizer.byte_tokenizer()
     made.save(tmp_path / "tokenizer.json")
     foreign = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -51,19 +51,19 @@ def test_bpe_is_deterministic_and_shorter_than_bytes(bpe):
         tokenizer.train_bpe(TEXTS, 256)
 
 
-def test_special_tokens_in_a_text_are_text(bpe):
+def test_special_tokens_in_a_text_are_plain_text(bpe):
     assert bpe.end_of_document not in bpe.encode(TRICKY)
     assert bpe.decode(bpe.encode(TRICKY)) == TRICKY
     assert bpe.decode([bpe.end_of_document]) == "<|endoftext|>"
 
 
-def test_encode_many_is_encode_of_each(bpe):
+def test_encode_many_equals_encode_of_each(bpe):
     for made in (bpe, tokenizer.byte_tokenizer()):
         many = made.encode_many([TRICKY, "", "cat"])
         assert [ids.tolist() for ids in many] == [made.encode(text).tolist() for text in (TRICKY, "", "cat")]
 
 
-def test_a_tokenizer_survives_its_file(bpe, tmp_path):
+def test_tokenizer_round_trips_through_its_file(bpe, tmp_path):
     bpe.save(tmp_path / "mine.json")
     loaded = tokenizer.load_tokenizer(tmp_path / "mine.json")
     assert (loaded.digest, loaded.name) == (bpe.digest, "mine.json")
@@ -71,8 +71,8 @@ def test_a_tokenizer_survives_its_file(bpe, tmp_path):
     assert loaded.encode(TRICKY).tolist() == bpe.encode(TRICKY).tolist()
 
 
-def test_a_foreign_tokenizer_is_used_plainly(tmp_path):
-    """Truncation, padding and a begin token in the file must not reach the tokens."""
+def test_foreign_tokenizer_is_used_without_its_options(tmp_path):
+    """Ignore truncation, padding and a begin token in the file."""
     vocabulary = {"<s>": 0, "cat": 1, "dog": 2, "</s>": 7, "<unk>": 3}
     foreign = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     foreign.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -84,7 +84,7 @@ def test_a_foreign_tokenizer_is_used_plainly(tmp_path):
     made = tokenizer.load_tokenizer(tmp_path / "tokenizer.json")
     assert made.encode("cat dog cat dog").tolist() == [1, 2, 1, 2]
     assert made.end_of_document == 7
-    assert made.vocabulary_size == 8, "ids may have gaps: the size covers the largest"
+    assert made.vocabulary_size == 8, "ids may have gaps: the size includes the largest"
 
 
 def test_tokenizer_mistakes_are_one_clear_line(tmp_path):
@@ -103,7 +103,7 @@ def test_tokenizer_mistakes_are_one_clear_line(tmp_path):
         tokenizer.byte_tokenizer().decode(np.array([65, 256]))
 
 
-def test_the_file_is_plain_json(bpe, tmp_path):
+def test_file_is_plain_json(bpe, tmp_path):
     bpe.save(tmp_path / "tokenizer.json")
     saved = json.loads((tmp_path / "tokenizer.json").read_text())
     assert saved["truncation"] is None and saved["padding"] is None

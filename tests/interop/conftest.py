@@ -1,4 +1,4 @@
-"""The float64 decoder that these tests compare with lies beside the model's tests."""
+"""Add the folder of the model tests to the path: it holds the float64 decoder that these tests compare with."""
 
 import sys
 from pathlib import Path

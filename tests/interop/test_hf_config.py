@@ -21,7 +21,7 @@ OURS = ModelConfig(vocabulary_size=128, width=32, layers=2, heads=4, kv_heads=2,
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("tie", [False, True])
-def test_there_and_back_is_the_same_model(qk_norm, tie):
+def test_configuration_round_trips(qk_norm, tie):
     window = 9 if qk_norm and tie else 0
     model = dataclasses.replace(
         OURS, qk_norm=qk_norm, tie_embeddings=tie, norm_epsilon=3e-5, attention_window_tokens=window
@@ -35,7 +35,7 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling has the type 'llama3'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has the type 'linear'"),
@@ -79,14 +79,14 @@ def test_there_and_back_is_the_same_model(qk_norm, tie):
     ],
 )
 @pytest.mark.parametrize("base", [LLAMA, QWEN3, MIXTURE], ids=["llama", "qwen3", "mixture"])
-def test_what_the_decoder_does_not_have_is_named(base, fields, says):
+def test_unsupported_fields_are_named(base, fields, message):
     with pytest.raises(ValueError) as raised:
         parse_hf_config(base | fields)
-    assert says in str(raised.value) and "\n" not in str(raised.value)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"num_experts": 0}, "num_experts is 0"),
         ({"num_experts": 4, "num_local_experts": 8}, "num_experts is 4 but num_local_experts is 8"),
@@ -101,15 +101,15 @@ def test_what_the_decoder_does_not_have_is_named(base, fields, says):
         ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
     ],
 )
-def test_what_is_wrong_with_a_mixture_is_named(fields, says):
+def test_invalid_mixture_fields_are_named(fields, message):
     with pytest.raises(ValueError) as raised:
         parse_hf_config(MIXTURE | fields)
-    assert says in str(raised.value) and "\n" not in str(raised.value)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("window", [0, 9])
-def test_a_mixture_there_and_back_is_the_same(normalized, window):
+def test_mixture_configuration_round_trips(normalized, window):
     model = dataclasses.replace(
         OURS,
         qk_norm=True,
@@ -127,8 +127,8 @@ def test_a_mixture_there_and_back_is_the_same(normalized, window):
     assert fields["model_type"] == "qwen3_moe" and fields["router_aux_loss_coef"] == 0
 
 
-def test_the_fields_of_the_models_on_the_hub_are_known():
-    """All that the config.json of two mixtures on the hub have: the one of 30B-A3B, and what Coder has besides."""
+def test_fields_of_models_on_the_hub_are_known():
+    """Read all fields of the config.json of two mixtures on the hub: 30B-A3B's, and those that Coder adds."""
     base = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "attention_bias": False,
@@ -173,12 +173,12 @@ def test_the_fields_of_the_models_on_the_hub_are_known():
     assert parse_hf_config(base | coder) == (model, ())
 
 
-def test_all_that_keeps_a_mixture_from_going_out_is_named():
+def test_all_obstacles_to_exporting_a_mixture_are_named():
     other = dataclasses.replace(OURS, experts=4, shared_experts=1, router_scores="sigmoid")
     with pytest.raises(ValueError) as raised:
         make_hf_config(other, dtype="float32", max_position_embeddings=64, others={})
-    for says in ("model.qk_norm is False", "model.router_scores is 'sigmoid'", "model.shared_experts is 1"):
-        assert says in str(raised.value)
+    for message in ("model.qk_norm is False", "model.router_scores is 'sigmoid'", "model.shared_experts is 1"):
+        assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_theta_is_read_in_every_form(fields):
     assert parse_hf_config(LLAMA | fields)[0].rope_theta == 7e4
 
 
-def test_what_is_absent_is_what_transformers_takes_it_to_be():
+def test_absent_fields_take_the_defaults_of_transformers():
     llama = parse_hf_config({name: value for name, value in LLAMA.items() if name != "num_key_value_heads"})[0]
     assert (llama.kv_heads, llama.head_dim, llama.rope_theta, llama.norm_epsilon) == (4, 8, 1e4, 1e-6)
     assert not llama.tie_embeddings and not llama.qk_norm
@@ -220,7 +220,7 @@ def test_what_is_absent_is_what_transformers_takes_it_to_be():
         ({"use_sliding_window": True, "sliding_window": 4096, "layer_types": ["sliding_attention"] * 2}, 4096),
     ],
 )
-def test_a_window_is_that_of_the_layers_which_use_it(fields, window):
+def test_window_is_that_of_the_layers_that_use_it(fields, window):
     assert parse_hf_config(QWEN3 | fields) == (
         dataclasses.replace(parse_hf_config(QWEN3)[0], attention_window_tokens=window),
         (),
@@ -236,12 +236,12 @@ def test_a_window_is_that_of_the_layers_which_use_it(fields, window):
         ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, 9),
     ],
 )
-def test_the_window_of_a_mixture_is_that_of_all_layers(fields, window):
+def test_window_of_a_mixture_applies_to_all_layers(fields, window):
     assert parse_hf_config(MIXTURE | fields)[0].attention_window_tokens == window
 
 
 @pytest.mark.parametrize(
-    ("base", "fields", "says"),
+    ("base", "fields", "message"),
     [
         (LLAMA, {"sliding_window": 4096}, "sliding_window is 4096"),
         (LLAMA, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window is 4096"),
@@ -250,19 +250,19 @@ def test_the_window_of_a_mixture_is_that_of_all_layers(fields, window):
         (QWEN3, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": "x"}, "max_window_layers"),
     ],
 )
-def test_a_window_of_some_layers_or_where_there_is_none_is_named(base, fields, says):
-    with pytest.raises(ValueError, match=says):
+def test_window_of_some_or_no_layers_is_refused_by_name(base, fields, message):
+    with pytest.raises(ValueError, match=message):
         parse_hf_config(base | fields)
 
 
-def test_fields_that_nothing_reads_are_told():
+def test_unread_fields_are_reported():
     (note,) = parse_hf_config(LLAMA | {"unsloth_version": "1", "_name_or_path": "x", "use_cache": True})[1]
     assert "unsloth_version" in note and "name_or_path" not in note and "use_cache" not in note
     (note,) = parse_hf_config(QWEN3 | {"num_experts": 4, "router_aux_loss_coef": 0.1})[1]
     assert "num_experts, router_aux_loss_coef" in note and "Qwen3ForCausalLM has no such" in note
 
 
-def test_a_llama_with_a_window_is_not_written():
+def test_llama_with_a_window_is_not_exported():
     with pytest.raises(ValueError, match="attention_window_tokens is 7"):
         make_hf_config(
             dataclasses.replace(OURS, attention_window_tokens=7),
@@ -272,7 +272,7 @@ def test_a_llama_with_a_window_is_not_written():
         )
 
 
-def test_a_shape_that_transformers_refuses_is_not_written():
+def test_shape_that_transformers_refuses_is_not_exported():
     odd = dataclasses.replace(OURS, width=30)
     with pytest.raises(ValueError, match=r"model.width \(30\)"):
         make_hf_config(odd, dtype="float32", max_position_embeddings=64, others={})

@@ -1,11 +1,11 @@
-"""Against transformers itself, where torch and transformers are installed (`pip install -e '.[torch]'`)."""
+"""Compare with transformers itself where torch and transformers are installed (`pip install -e '.[torch]'`)."""
 
 import json
 
 import hf_models
 import numpy as np
 import pytest
-from hf_models import KINDS, TOKENS, assert_logits, config, our_logits, read_theirs, write_ours
+from hf_models import KINDS, TOKENS, assert_logits, config, pma_logits, read_hf_tensors, write_pma_snapshot
 
 from pma_jax.data.tokenizer import byte_tokenizer
 from pma_jax.interop.hf import export_snapshot, import_model
@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def their_logits(path) -> np.ndarray:
-    """Logits of a directory by transformers in float32; every weight must come from the files."""
+    """Return the logits of a directory by transformers in float32; every weight must come from the files."""
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, output_loading_info=True
     )
@@ -26,8 +26,8 @@ def their_logits(path) -> np.ndarray:
         return model.eval()(torch.from_numpy(TOKENS.astype(np.int64))).logits.numpy()
 
 
-def random_of_theirs(kind: str):
-    """A model of transformers with random weights, all of them."""
+def random_transformers_model(kind: str):
+    """Return a model of transformers with all weights random."""
     made = hf_models.model(kind)
     sizes = {
         "vocab_size": made.vocabulary_size,
@@ -59,15 +59,15 @@ def random_of_theirs(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_import_computes_what_transformers_does_and_goes_back_bitwise(tmp_path, kind):
-    random_of_theirs(kind).save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+def test_import_computes_what_transformers_does_and_exports_bitwise(tmp_path, kind):
+    random_transformers_model(kind).save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
     made = import_model(tmp_path / "theirs", tmp_path / "ours")
     assert [note[:17] for note in made["notes"]] == ["no tokenizer.json"]
-    assert_logits(our_logits(tmp_path / "ours"), their_logits(tmp_path / "theirs"))
+    assert_logits(pma_logits(tmp_path / "ours"), their_logits(tmp_path / "theirs"))
 
     export_snapshot(tmp_path / "ours", tmp_path / "back")
-    before, after = read_theirs(tmp_path / "theirs"), read_theirs(tmp_path / "back")
+    before, after = read_hf_tensors(tmp_path / "theirs"), read_hf_tensors(tmp_path / "back")
     assert before.keys() == after.keys()
     for name, values in before.items():
         np.testing.assert_array_equal(after[name], values, err_msg=name, strict=True)
@@ -75,34 +75,34 @@ def test_an_import_computes_what_transformers_does_and_goes_back_bitwise(tmp_pat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_computes_what_we_do(tmp_path, kind, dtype):
-    write_ours(tmp_path / "ours", config(kind))
+def test_export_computes_what_the_decoder_does(tmp_path, kind, dtype):
+    write_pma_snapshot(tmp_path / "ours", config(kind))
     export_snapshot(tmp_path / "ours", tmp_path / "theirs", dtype=dtype, shard_bytes=20_000)
-    if dtype == "bfloat16":  # what was rounded is another model, whose tokens may go to other experts
+    if dtype == "bfloat16":  # Rounding makes another model, whose tokens may be routed to other experts.
         import_model(tmp_path / "theirs", tmp_path / "rounded")
     assert_logits(
-        their_logits(tmp_path / "theirs"), our_logits(tmp_path / ("ours" if dtype == "float32" else "rounded"))
+        their_logits(tmp_path / "theirs"), pma_logits(tmp_path / ("ours" if dtype == "float32" else "rounded"))
     )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3 tied", "mixture"])
-def test_a_merge_exports_loads_and_generates_what_we_would(tmp_path, kind):
+def test_exported_merge_loads_and_generates_like_the_decoder(tmp_path, kind):
     for seed in (0, 1):
-        # A tokenizer that is not there: no token ends a document, and generation goes to its full length.
-        write_ours(tmp_path / str(seed), config(kind, tokenizer="nowhere/tokenizer.json"), seed=seed)
+        # Without a tokenizer no token ends a document, so that generation reaches its full length.
+        write_pma_snapshot(tmp_path / str(seed), config(kind, tokenizer="nowhere/tokenizer.json"), seed=seed)
     merge_one([tmp_path / "0", tmp_path / "1"], [0.3, 0.7], tmp_path / "merged")
     export_snapshot(tmp_path / "merged", tmp_path / "theirs")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     start = TOKENS[:, :4]
     written = model.generate(torch.from_numpy(start.astype(np.int64)), max_new_tokens=6, do_sample=False).numpy()
-    ours = np.pad(start, ((0, 0), (0, 6)))  # what is not written yet is not seen: attention is causal
+    ours = np.pad(start, ((0, 0), (0, 6)))  # Later positions do not matter: attention is causal.
     for position in range(start.shape[1], ours.shape[1]):
-        ours[:, position] = our_logits(tmp_path / "merged", ours)[:, position - 1].argmax(axis=-1)
+        ours[:, position] = pma_logits(tmp_path / "merged", ours)[:, position - 1].argmax(axis=-1)
     np.testing.assert_array_equal(written, ours)
 
 
-def test_the_bytes_tokenizer_goes_along(tmp_path):
-    write_ours(tmp_path / "ours", config("llama"))
+def test_bytes_tokenizer_is_exported(tmp_path):
+    write_pma_snapshot(tmp_path / "ours", config("llama"))
     export_snapshot(tmp_path / "ours", tmp_path / "theirs")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     for text in ("import os\n\tx = 1  # é 漢 🙂", "", "  a  "):
@@ -113,14 +113,14 @@ def test_the_bytes_tokenizer_goes_along(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe"])
-def test_fields_and_their_absence_mean_what_they_do_there(name):
+def test_config_fields_and_their_defaults_match_transformers(name):
     kind = getattr(transformers, f"{name}Config")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2}
     few = sizes | {"num_attention_heads": 32, "architectures": [f"{name}ForCausalLM"]}
     whole = kind(**few)
     model, notes = parse_hf_config(few)
     assert notes == ()
-    # Where the configuration of a mixture has no head dim, its attention takes the width's share.
+    # Where the configuration of a mixture has no head dim, its attention takes width / heads.
     assert model.head_dim == (2 if name == "Qwen3Moe" else whole.head_dim)
     assert model.kv_heads == whole.num_key_value_heads
     if model.experts:
@@ -128,6 +128,6 @@ def test_fields_and_their_absence_mean_what_they_do_there(name):
         assert (model.expert_hidden, model.router_normalized) == (whole.moe_intermediate_size, whole.norm_topk_prob)
     assert model.norm_epsilon == whole.rms_norm_eps and model.tie_embeddings == whole.tie_word_embeddings
     assert model.rope_theta == whole.rope_parameters["rope_theta"]
-    # Every field of this version is known: none is left unread.
+    # Every field of this version is known: none is ignored.
     assert parse_hf_config(json.loads(whole.to_json_string(use_diff=False)) | few)[1] == ()
     assert parse_hf_config(json.loads(whole.to_json_string()) | few) == (model, ())

@@ -1,4 +1,4 @@
-"""The decoder again, in float64 numpy and with loops over heads: what the tests compare with."""
+"""The decoder in float64 numpy with loops over heads: the reference for the tests."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from pma_jax.model.decoder import Params
 
 
 def logits(config: ModelConfig, params: Params, tokens_BxL: np.ndarray) -> np.ndarray:
-    """float64 [B, L, V]."""
+    """Return logits, float64 [B, L, V]."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x_BxLxD = params["embedding_VxD"][tokens_BxL]
     apart = documents(config, tokens_BxL)
@@ -25,13 +25,13 @@ def logits(config: ModelConfig, params: Params, tokens_BxL: np.ndarray) -> np.nd
 
 
 def mlp(x: np.ndarray, gate_DxF: np.ndarray, up_DxF: np.ndarray, down_FxD: np.ndarray) -> np.ndarray:
-    """SwiGLU."""
+    """Return SwiGLU's output."""
     gate = x @ gate_DxF
     return (gate / (1 + np.exp(-gate)) * (x @ up_DxF)) @ down_FxD
 
 
 def mixture(config: ModelConfig, moe: dict[str, np.ndarray], x_BxLxD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The routed experts, token by token and expert by expert: [B, L, D], and the tokens that each expert got."""
+    """Return the routed experts' output [B, L, D], token by token and expert by expert, and tokens per expert."""
     out_BxLxD, load_E = np.zeros_like(x_BxLxD), np.zeros(config.experts, int)
     for b, l in np.ndindex(x_BxLxD.shape[:2]):
         x_D = x_BxLxD[b, l]
@@ -48,12 +48,12 @@ def mixture(config: ModelConfig, moe: dict[str, np.ndarray], x_BxLxD: np.ndarray
 
 
 def norm(config: ModelConfig, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """RMSNorm over the last dim."""
+    """Return RMSNorm over the last dim."""
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon) * scale
 
 
 def documents(config: ModelConfig, tokens_BxL: np.ndarray) -> np.ndarray | None:
-    """The number of each token's document in its window, counted token by token."""
+    """Return the index of each token's document in its window, counted token by token."""
     if config.separator_token < 0:
         return None
     numbers_BxL = np.zeros_like(tokens_BxL)
@@ -66,7 +66,7 @@ def documents(config: ModelConfig, tokens_BxL: np.ndarray) -> np.ndarray | None:
 def attend(
     config: ModelConfig, block: dict[str, np.ndarray], x_BxLxD: np.ndarray, segment_ids_BxL: np.ndarray | None
 ) -> np.ndarray:
-    """Attention of one block, a head at a time; [B, L, D]."""
+    """Return the attention of one block, computed one head at a time; [B, L, D]."""
     out_BxLxD = np.zeros_like(x_BxLxD)
     for head in range(config.heads):
         shared = head // (config.heads // config.kv_heads)
@@ -76,7 +76,7 @@ def attend(
             q_BxLxH = norm(config, q_BxLxH, block["query_norm_H"])
             k_BxLxH = norm(config, k_BxLxH, block["key_norm_H"])
         v_BxLxH = x_BxLxD @ block["value_DxKxH"][:, shared]
-        turned = turn(q_BxLxH, config.rope_theta), turn(k_BxLxH, config.rope_theta)
+        turned = rotate(q_BxLxH, config.rope_theta), rotate(k_BxLxH, config.rope_theta)
         y_BxLxH = one_head(*turned, v_BxLxH, segment_ids_BxL, config.attention_window_tokens)
         out_BxLxD += y_BxLxH @ block["output_NxHxD"][head]
     return out_BxLxD
@@ -89,7 +89,7 @@ def one_head(
     segment_ids_BxL: np.ndarray | None = None,
     window_tokens: int = 0,
 ) -> np.ndarray:
-    """Causal softmax attention, within a document and a window; [B, L, H]."""
+    """Return causal softmax attention within a document and a window; [B, L, H]."""
     length, head_dim = q_BxLxH.shape[1:]
     scores_BxLxL = q_BxLxH @ k_BxLxH.swapaxes(1, 2) / np.sqrt(head_dim)
     for query in range(length):
@@ -103,8 +103,8 @@ def one_head(
     return weights_BxLxL / weights_BxLxL.sum(axis=-1, keepdims=True) @ v_BxLxH
 
 
-def turn(x_BxLxH: np.ndarray, theta: float) -> np.ndarray:
-    """Rotary positions: the pair (x_i, x_{i + H/2}) is a complex number, and turns by position / theta^(2i/H)."""
+def rotate(x_BxLxH: np.ndarray, theta: float) -> np.ndarray:
+    """Apply rotary positions: the pair (x_i, x_{i + H/2}), as a complex number, turns by position / theta^(2i/H)."""
     half = x_BxLxH.shape[-1] // 2
     angle_Lxh = np.arange(x_BxLxH.shape[1])[:, None] * theta ** (-np.arange(half) / half)
     z_BxLxh = (x_BxLxH[..., :half] + 1j * x_BxLxH[..., half:]) * np.exp(1j * angle_Lxh)

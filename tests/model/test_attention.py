@@ -16,10 +16,10 @@ def heads(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-# Lengths that the blocks of queries divide, do not divide, and exceed.
+# Lengths that the query blocks divide, do not divide, and exceed.
 @pytest.mark.parametrize("length", [1, 3, 8, 13])
 @pytest.mark.parametrize(("n", "k"), [(4, 4), (4, 2), (4, 1)])
-def test_against_float64(length, n, k):
+def test_attention_equals_float64(length, n, k):
     q, keys, v = heads(2, length, n, 6), heads(2, length, k, 6, seed=1), heads(2, length, k, 6, seed=2)
     actual = attention(q, keys, v)
     for head in range(n):
@@ -30,7 +30,7 @@ def test_against_float64(length, n, k):
         np.testing.assert_allclose(actual[:, :, head], expected, atol=2e-6)
 
 
-def test_gradients_against_jax():
+def test_gradients_equal_jaxs():
     q, k, v, g = (heads(2, 13, n, 8, seed=n) for n in (4, 2, 2, 4))
 
     def gradients(f):
@@ -44,7 +44,7 @@ def test_gradients_against_jax():
 @pytest.mark.mesh
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("sizes", [MeshConfig(8, 1, 1), MeshConfig(2, 4, 1)], ids=str)
-def test_gradients_on_a_mesh_even_of_one_head(sizes, n):
+def test_gradients_on_a_mesh_even_with_one_head(sizes, n):
     q, k, v = (heads(8, 5, n, 4, seed=s) for s in range(3))
 
     gradients = jax.jit(jax.grad(lambda *qkv: jnp.sum(jnp.sin(module.attention(*qkv))), argnums=(0, 1, 2)))
@@ -59,7 +59,7 @@ def test_gradients_on_a_mesh_even_of_one_head(sizes, n):
         assert a.sharding.is_equivalent_to(sharding, 4)
 
 
-def test_curvature_against_jax():
+def test_curvature_equals_jaxs():
     q, k, v = (heads(1, 6, 2, 4, seed=s) for s in range(3))
 
     def curvature(f):
@@ -70,7 +70,7 @@ def test_curvature_against_jax():
     np.testing.assert_allclose(curvature(module.attention), oracle, atol=1e-5)
 
 
-def test_grouped_heads_equal_repeated_ones():
+def test_grouped_heads_equal_repeated_heads():
     q, k, v = heads(1, 12, 6, 4), heads(1, 12, 2, 4, seed=1), heads(1, 12, 2, 4, seed=2)
     repeated = attention(q, np.repeat(k, 3, axis=2), np.repeat(v, 3, axis=2))
     np.testing.assert_allclose(attention(q, k, v), repeated, atol=1e-6)
@@ -83,13 +83,13 @@ def test_large_scores_stay_finite():
     assert all(np.isfinite(g).all() for g in gradients)
 
 
-def test_bfloat16_inputs_have_a_float32_softmax():
+def test_bfloat16_inputs_use_a_float32_softmax():
     q, k, v = (jnp.asarray(heads(1, 64, 2, 8, seed=s), jnp.bfloat16) for s in range(3))
     y = attention(q, k, v)
     assert y.dtype == jnp.bfloat16
     exact = attention(*(x.astype(jnp.float32) for x in (q, k, v)))
     np.testing.assert_allclose(np.asarray(y, np.float32), exact, atol=2e-2)
-    # Scores in bfloat16 would be off by 2^-9 of a score; the row sums of float32 weights are not.
+    # Scores in bfloat16 would be off by 2^-9 relative; the row sums of float32 weights are not.
     ones = attention(q, k, jnp.ones_like(v))
     np.testing.assert_allclose(np.asarray(ones, np.float32), 1.0, atol=4e-3)
 

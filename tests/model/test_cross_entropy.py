@@ -1,4 +1,4 @@
-"""The chunked loss: float64 numpy's sums and gradients on any mesh, and never all logits at once."""
+"""The chunked loss: sums and gradients of float64 numpy on any mesh, and never all logits at once."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ TARGETS = RNG.integers(-1, V, (B, L)).astype(np.int32)
 
 
 def reference():
-    """Objective, nats, and the objective's gradients by x and head, float64."""
+    """Return the objective, nats, and the objective's gradients with respect to x and head, in float64."""
     x, head, targets = X.reshape(-1, D).astype(np.float64), HEAD.astype(np.float64), TARGETS.reshape(-1)
     logits = x @ head
     log_z = np.log(np.exp(logits).sum(axis=1))
@@ -37,7 +37,7 @@ def reference():
 @pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
-def test_sums_and_gradients_are_numpys(sizes, chunk_tokens):
+def test_sums_and_gradients_equal_numpys(sizes, chunk_tokens):
     mesh = jax.make_mesh((*sizes, 1), AXES, devices=jax.devices()[: int(np.prod(sizes))])
     with jax.set_mesh(mesh):
         x = jax.device_put(X, RULES.spec("batch", None, None))
@@ -59,14 +59,14 @@ def test_sums_and_gradients_are_numpys(sizes, chunk_tokens):
     np.testing.assert_allclose(d_head, expected[3], rtol=1e-5, atol=1e-5)
 
 
-def test_the_cotangent_scales_the_gradient():
+def test_cotangent_scales_the_gradient():
     with jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])):
         d_x = jax.grad(lambda x: 3.0 * cross_entropy(x, jnp.asarray(HEAD), jnp.asarray(TARGETS), WEIGHT, 5)[0])(X)
     np.testing.assert_allclose(d_x, 3 * reference()[2], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_is_that_of_a_chunk(dtype):
+def test_memory_is_that_of_one_chunk(dtype):
     rows, width, vocabulary, chunk = 16, 8, 4096, 128
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, 256, width), (width, vocabulary))]
     targets = jax.ShapeDtypeStruct((rows, 256), jnp.int32)
@@ -84,8 +84,8 @@ def test_memory_is_that_of_a_chunk(dtype):
 @pytest.mark.mesh
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_no_array_of_a_compiled_train_step_holds_all_logits(sizes, tied):
-    """Neither they, nor their gradient, in any dtype: nothing has as many numbers as a device's share of them."""
+def test_no_array_of_a_compiled_train_step_contains_all_logits(sizes, tied):
+    """Check logits and their gradient, in any dtype: no array has as many numbers as a device's share of them."""
     model = ModelConfig(512, width=16, layers=1, heads=2, kv_heads=2, head_dim=8, hidden=32, logits_chunk_tokens=64)
     config = Config(
         model=dataclasses.replace(model, tie_embeddings=tied),
@@ -100,4 +100,4 @@ def test_no_array_of_a_compiled_train_step_holds_all_logits(sizes, tied):
         text = step.lower(abstract_state(config, mesh), tokens, 1e-3).compile().as_text()
     shapes = re.findall(r"\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]", text)
     largest = max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
-    assert 64 * 512 / sizes[2] <= largest < 16 * 64 * 512 / devices, "a chunk's logits are there, and no more"
+    assert 64 * 512 / sizes[2] <= largest < 16 * 64 * 512 / devices, "only one chunk's logits are materialised"

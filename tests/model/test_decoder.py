@@ -33,7 +33,7 @@ def one_device():
 
 @functools.cache
 def fresh(config):
-    """Parameters whose norm scales are not all ones, so that a scale left out shows."""
+    """Return parameters whose norm scales are not all ones, so that an unused scale shows."""
     rng = np.random.default_rng(1)
 
     def values(path, leaf):
@@ -77,7 +77,7 @@ def assert_close(actual, expected, rtol=1e-4, atol=1e-4):
     ],
     ids=str,
 )
-def test_against_float64(changes):
+def test_logits_equal_float64(changes):
     config = dataclasses.replace(TINY, **changes)
     params = fresh(config)
     expected = reference.logits(config, params, TOKENS)
@@ -105,7 +105,7 @@ def test_tied_embeddings_drop_one_matrix():
 
 @pytest.mark.parametrize("position", [1, 5, 10])
 @pytest.mark.parametrize("scan", [True, False])
-def test_a_token_changes_no_logits_before_it(position, scan):
+def test_token_does_not_affect_earlier_logits(position, scan):
     config = dataclasses.replace(TINY, scan_layers=scan)
     changed = TOKENS.copy()
     changed[:, position] = (changed[:, position] + 1) % 32
@@ -115,26 +115,26 @@ def test_a_token_changes_no_logits_before_it(position, scan):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_packed_documents_do_not_see_each_other(scan):
+def test_packed_documents_are_isolated(scan):
     config = dataclasses.replace(TINY, separator_token=7, scan_layers=scan)
     first, second = TOKENS[:, :5].copy(), TOKENS[:, 5:].copy()
     first[first == 7], second[second == 7] = 8, 8
     first[:, -1] = 7
     packed = logits(config, fresh(config), np.concatenate([first, second], axis=1))
-    # Rotary positions are relative: a document that begins later is the same document.
+    # Rotary positions are relative, so a document that starts later has the same logits.
     for alone, part in ((first, packed[:, :5]), (second, packed[:, 5:])):
         np.testing.assert_allclose(part, logits(config, fresh(config), alone), atol=1e-5)
     together = logits(TINY, fresh(TINY), np.concatenate([first, second], axis=1))
     assert np.abs(together - packed)[:, 5:].max() > 1e-3
 
 
-def test_rows_do_not_meet():
+def test_rows_of_a_batch_are_independent():
     whole, alone = logits(TINY, fresh(TINY), TOKENS), logits(TINY, fresh(TINY), TOKENS[2:3])
     np.testing.assert_allclose(whole[2:3], alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{"remat": "full"}, {"remat": "dots", "scan_layers": False}], ids=str)
-def test_remat_and_unrolling_change_no_number(changes):
+def test_remat_and_unrolling_do_not_change_the_result(changes):
     expected = on_one_device(TINY)
     assert_close(loss_and_gradients(dataclasses.replace(TINY, **changes), fresh(TINY), TOKENS), expected)
 
@@ -145,8 +145,8 @@ def test_remat_and_unrolling_change_no_number(changes):
     [({}, 6), ({"experts": 4, "expert_hidden": 8}, 7)],
     ids=["dense", "experts"],
 )
-def test_dots_recomputes_no_product_and_full_every_one_that_a_gradient_needs(changes, again):
-    """Query, key, value, output, gate and up; down too where the routers' weights multiply what it gives."""
+def test_dots_recomputes_no_product_and_full_recomputes_every_one_that_a_gradient_needs(changes, again):
+    """Count query, key, value, output, gate and up; down too where the routers' weights multiply its output."""
 
     def products(remat):
         config = dataclasses.replace(TINY, remat=remat, **changes)
@@ -156,7 +156,7 @@ def test_dots_recomputes_no_product_and_full_every_one_that_a_gradient_needs(cha
         def gradient(params, tokens):
             return jax.grad(lambda params: jnp.sum(decoder.make_decoder(graph, params).hidden(tokens)[0]))(params)
 
-        # Lowered for a GPU, where the experts' products are products and not loops; one trace of the scanned layer.
+        # Lowered for a GPU, where the experts' products are not loops; one trace of the scanned layer.
         exported = jax.export.export(jax.jit(gradient), platforms=["cuda"])(params, np.zeros((2, 4), np.int32))
         return exported.mlir_module().count("stablehlo.dot_general")
 
@@ -166,12 +166,12 @@ def test_dots_recomputes_no_product_and_full_every_one_that_a_gradient_needs(cha
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_a_fresh_model_knows_nothing(tie_embeddings):
+def test_initial_model_predicts_nearly_uniformly(tie_embeddings):
     config = ModelConfig(width=64, layers=1, heads=2, kv_heads=2, hidden=96, tie_embeddings=tie_embeddings)
     params = jax.jit(lambda key: decoder.init_params(config, key))(jax.random.key(1))
     tokens = np.random.default_rng(1).integers(0, 256, (4, 33)).astype(np.int32)
     _, sums = jax.jit(loss_sums, static_argnums=0)(decoder.graph_definition(config), params, tokens)
-    # Logits of unit variance cost half a nat over the uniform distribution's log V.
+    # Logits of unit variance cost half a nat over log V, the loss of the uniform distribution.
     assert float(sums["nats"] / sums["count"]) == pytest.approx(math.log(256) + 0.5, abs=0.3)
 
 
@@ -189,7 +189,7 @@ SHAPES = [(8, 1, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 1, 2)]
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_mesh_changes_no_number(shape):
+def test_mesh_does_not_change_the_result(shape):
     config = dataclasses.replace(TINY, scan_layers=shape != (4, 1, 2), qk_norm=True, remat="dots")
     expected = on_one_device(config)
     mesh = mesh_of(*shape)
@@ -203,7 +203,7 @@ def test_a_mesh_changes_no_number(shape):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
-def test_a_mesh_changes_no_fresh_parameter(shape):
+def test_mesh_does_not_change_the_initial_parameters(shape):
     with jax.set_mesh(mesh_of(*shape)):
         split = jax.jit(lambda key: decoder.init_params(TINY, key))(jax.random.key(4))
     with jax.set_mesh(mesh_of()):
@@ -220,7 +220,7 @@ def test_parameters_carry_their_sharding():
     assert blocks["query_DxNxH"].sharding.spec == P(None, "fsdp", "tensor", None)
     assert blocks["down_FxD"].sharding.spec == P(None, "tensor", "fsdp")
     assert params["embedding_VxD"].sharding.spec == P("tensor", "fsdp")
-    # Half along fsdp, half along tensor: a quarter on each device, twice along data.
+    # Half along fsdp, half along tensor: a quarter per device, replicated twice along data.
     assert blocks["gate_DxF"].addressable_shards[0].data.size * 4 == blocks["gate_DxF"].size
 
 
@@ -234,19 +234,19 @@ def test_parameters_carry_their_sharding():
         ({"vocabulary_size": 33}, (1, 1, 2), r"model.vocabulary_size is 33, and tensor splits it in 2"),
     ],
 )
-def test_a_dim_that_does_not_divide_is_one_error(changes, shape, says):
+def test_dim_that_does_not_divide_is_one_error(changes, shape, says):
     config = dataclasses.replace(TINY, **{"kv_heads": 4} | changes)
     with jax.set_mesh(mesh_of(*shape)), pytest.raises(ValueError, match=says):
         jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))
 
 
-def test_axes_that_collide_are_one_error(monkeypatch):
+def test_colliding_axes_are_one_error(monkeypatch):
     monkeypatch.setattr(decoder, "RULES", dataclasses.replace(meshes.RULES, hidden="fsdp"))
     with pytest.raises(ValueError, match="both split by mesh axis 'fsdp'"):
         jax.eval_shape(lambda: decoder.init_params(TINY, jax.random.key(0)))
 
 
-def test_rms_norm_is_float32_inside():
+def test_rms_norm_computes_in_float32():
     x = jnp.full((1, 4), 300.0, jnp.bfloat16)
     y = rms_norm(x, jnp.ones(4), 1e-6)
     assert y.dtype == jnp.bfloat16

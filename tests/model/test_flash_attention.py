@@ -1,4 +1,4 @@
-"""Every kernel gives float64 numpy's values and gradients, for every mask; Splash runs in Pallas' interpreter."""
+"""Every kernel returns float64 numpy's values and gradients for every mask; Splash runs in Pallas' interpreter."""
 
 import functools
 
@@ -29,7 +29,7 @@ def inputs():
 
 
 def exact(q, k, v, documents, window):
-    """float64 [B, L, N, H]."""
+    """Return attention in float64, [B, L, N, H]."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     group = N // K
     heads = [(q[:, :, n], k[:, :, n // group], v[:, :, n // group]) for n in range(N)]
@@ -41,7 +41,7 @@ def exact(q, k, v, documents, window):
     ("packed", "window"),
     [(True, 100), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, 0), (False, 100), (False, 0)])],
 )
-def test_values_and_gradients(name, window, packed):
+def test_values_and_gradients_equal_float64(name, window, packed):
     (q, k, v), g, documents = inputs()
     documents = documents if packed else None
     run = lambda q, k, v: KERNELS[name](q, k, v, None if documents is None else jnp.asarray(documents), window)  # noqa: E731
@@ -61,7 +61,7 @@ def test_values_and_gradients(name, window, packed):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("window", [0, 3])
-def test_masks_on_a_mesh_are_those_of_one_device(window):
+def test_masks_on_a_mesh_equal_those_of_one_device(window):
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((8, 7, n, 4)).astype(np.float32) for n in (4, 2, 2)]
     documents = np.cumsum(rng.random((8, 7)) < 0.3, axis=1).astype(np.int32)
@@ -79,7 +79,7 @@ def test_masks_on_a_mesh_are_those_of_one_device(window):
         np.testing.assert_allclose(a, e, atol=1e-6)
 
 
-def test_shapes_that_a_kernel_does_not_take():
+def test_unsupported_shapes_are_refused():
     assert kernels.splash_supports(256, 128, jnp.dtype("bfloat16"))
     assert not kernels.splash_supports(200, 128, jnp.dtype("bfloat16"))
     assert not kernels.splash_supports(256, 32, jnp.dtype("bfloat16"))

@@ -7,7 +7,14 @@ from pma_jax.model.kernels import grouped_matmul as grouped
 from pma_jax.model.kernels.grouped_matmul import grouped_matmul
 
 E, D, F = 4, 12, 20
-SIZES = [[5, 0, 11, 16], [32, 0, 0, 0], [0, 0, 0, 32], [8, 8, 8, 8], [0, 0, 0, 0], [3, 0, 9, 1]]  # the last leave rows
+SIZES = [
+    [5, 0, 11, 16],
+    [32, 0, 0, 0],
+    [0, 0, 0, 32],
+    [8, 8, 8, 8],
+    [0, 0, 0, 0],
+    [3, 0, 9, 1],
+]  # The last sizes leave rows without a group.
 
 
 def arrays(rows=32, dim=D, other=F):
@@ -21,7 +28,7 @@ def by_groups(sizes, x, matrices):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_product_and_gradients_are_numpys(sizes):
+def test_product_and_gradients_equal_numpys(sizes):
     x, matrices, g = arrays()
     total = sum(sizes)
 
@@ -41,11 +48,11 @@ def test_product_and_gradients_are_numpys(sizes):
 
 @pytest.mark.parametrize("rows", [32, 1500])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_batch_of_blocks_that_gpus_run_is_the_same_function(sizes, rows):
+def test_batched_blocks_for_gpus_are_the_same_function(sizes, rows):
     sizes = np.array(sizes) * rows // 32
     x, matrices, g = arrays(rows=rows)
     total, ends = sizes.sum(), np.cumsum(sizes)
-    matrices[sizes == 0] = np.nan  # never visited
+    matrices[sizes == 0] = np.nan  # Never visited.
     args = (np.float32(x), np.float32(matrices), np.float32(g), np.int32(sizes))
 
     @jax.jit
@@ -64,23 +71,23 @@ def test_the_batch_of_blocks_that_gpus_run_is_the_same_function(sizes, rows):
         np.testing.assert_allclose(d_matrices[e], x[end - n : end].T @ g[end - n : end], **close)
 
 
-def test_a_gpu_makes_one_batch_of_each_product():
+def test_gpu_runs_one_batch_of_each_product():
     def objective(x, matrices, sizes):
         return jnp.sum(grouped_matmul(x, matrices, sizes) ** 2)
 
     shapes = [((1024, 256), jnp.bfloat16), ((E, 256, 128), jnp.bfloat16), ((E,), jnp.int32)]
     abstract = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     text = jax.export.export(jax.jit(jax.grad(objective, (0, 1))), platforms=["cuda"])(*abstract).mlir_module()
-    # Forward, both gradients, and the sum of the blocks' gradients; each group has an eighth of the rows and more.
+    # Forward, both gradients, and the sum of the blocks' gradients; each group has an eighth of the rows or more.
     assert text.count("stablehlo.dot_general") == 4 and "while" not in text and "ragged_dot" not in text
 
 
-def test_a_group_without_rows_is_not_visited():
+def test_group_without_rows_is_not_visited():
     x, matrices, _ = arrays()
-    matrices[1] = np.nan  # zero times it would be nan
+    matrices[1] = np.nan  # Zero times NaN would be NaN.
     y = jax.jit(grouped_matmul)(np.float32(x), np.float32(matrices), np.int32([20, 0, 6, 6]))
     assert np.isfinite(y).all()
-    # And the arithmetic is that of the blocks that there are: a loop, of no fixed length, over one small product.
+    # The computation also covers only the non-empty blocks: a loop of dynamic length over one small product.
     lowered = jax.jit(grouped_matmul).lower(np.float32(x), np.float32(matrices), np.int32([20, 0, 6, 6]))
     assert lowered.compile().cost_analysis()["flops"] < 1.5 * 2 * 32 * D * F
 
@@ -94,14 +101,14 @@ def test_bfloat16_rows_are_summed_in_float32():
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-7, atol=2**-4)
 
 
-def test_on_tpu_it_is_megablox_three_times_and_nothing_dense():
+def test_tpu_runs_three_megablox_kernels_and_no_dense_product():
     def objective(x, matrices, sizes):
         return jnp.sum(grouped_matmul(x, matrices, sizes) ** 2)
 
     shapes = [((1024, 256), jnp.bfloat16), ((E, 256, 128), jnp.bfloat16), ((E,), jnp.int32)]
     abstract = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     text = jax.export.export(jax.jit(jax.grad(objective, (0, 1))), platforms=["tpu"])(*abstract).mlir_module()
-    # Forward, gradient of the rows, gradient of the matrices: kernels, and no product beside them.
+    # Forward, gradient of the rows, gradient of the matrices: all kernels, no other product.
     assert text.count("tpu_custom_call") == 3
     assert "dot_general" not in text and "ragged_dot" not in text
 

@@ -12,7 +12,7 @@ from pma_jax.model.decoder import abstract_params, activated_parameter_count, pa
 from pma_jax.runtime.mesh import AXES, check_mesh
 
 CONFIGS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("[a-z]*.py"))
-PAPER = {  # size: interval in tokens and window, as the paper prints them
+PAPER = {  # Size: interval in tokens and window, as the paper prints them.
     "dense_411m": (2e9, 6),
     "dense_2b": (5e9, 6),
     "dense_8b": (15e9, 10),
@@ -24,19 +24,19 @@ PAPER = {  # size: interval in tokens and window, as the paper prints them
 
 
 def abstract_of(config):
-    """Shapes only: on a mesh of many devices that are not here, none of this would fit in memory."""
+    """Return shapes only: the mesh has many simulated devices, whose parameters would not fit in memory."""
     mesh = jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
     return abstract_params(config.model, mesh)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_shipped_configuration_resolves_and_survives_json(name):
+def test_every_shipped_configuration_resolves_and_round_trips_json(name):
     config = configuration.resolve(configuration.load(name))
     assert configuration.from_json(configuration.to_json(config)) == config
 
 
 @pytest.mark.parametrize("name", ladder.SIZES)
-def test_parameters_are_within_5_percent_of_the_name(name):
+def test_parameter_count_is_within_5_percent_of_the_name(name):
     config = configuration.resolve(configuration.load(name))
     params, size = abstract_of(config), ladder.SIZES[name]
     assert config.model == size.model
@@ -44,7 +44,7 @@ def test_parameters_are_within_5_percent_of_the_name(name):
     assert activated_parameter_count(params, config.model) == pytest.approx(size.activated, rel=0.05)
 
 
-def test_every_size_has_its_file_and_the_papers_sizes_are_there():
+def test_every_size_has_a_file_and_the_papers_sizes_exist():
     of_experiments = {name for name in CONFIGS if name.startswith("science_")}
     assert set(ladder.SIZES) | {"tiny", "tiny_moe", "demo"} == set(CONFIGS) - of_experiments
     named = {(size.activated, size.total) for size in ladder.SIZES.values()}
@@ -54,18 +54,18 @@ def test_every_size_has_its_file_and_the_papers_sizes_are_there():
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_interval_and_window_are_the_papers(name):
+def test_interval_and_window_equal_the_papers(name):
     config = configuration.resolve(configuration.load(name))
     assert (config.checkpoint.interval_tokens, config.checkpoint.window) == PAPER[name]
     assert config.training.total_tokens == 20 * config.checkpoint.window * config.checkpoint.interval_tokens
 
 
-def test_the_1b3_13b_run_is_as_long_as_the_papers():
+def test_1b3_13b_run_is_as_long_as_the_papers():
     assert configuration.load("moe_1b3_13b").training.total_tokens == 1.6e12
 
 
 @pytest.mark.parametrize("mixture", [False, True])
-def test_recommended_intervals_are_near_the_papers_and_grow(mixture):
+def test_recommended_intervals_are_near_the_papers_and_increase(mixture):
     points = ladder.MIXTURE_POINTS if mixture else ladder.DENSE_POINTS
     for params, tokens, window in points:
         interval, recommended_window = ladder.recommend_interval(params, mixture)
@@ -76,7 +76,7 @@ def test_recommended_intervals_are_near_the_papers_and_grow(mixture):
     assert intervals == sorted(intervals) and len(set(intervals)) > 25
 
 
-def test_the_papers_points_are_the_ones_fitted():
+def test_fit_uses_the_papers_points():
     found = {n for n, *_ in ladder.DENSE_POINTS} | {n for n, *_ in ladder.MIXTURE_POINTS}
     assert found == {ladder.SIZES[name].activated for name in PAPER}
     for points in (ladder.DENSE_POINTS, ladder.MIXTURE_POINTS):
@@ -85,8 +85,8 @@ def test_the_papers_points_are_the_ones_fitted():
 
 
 @pytest.mark.parametrize("name", ladder.SIZES)
-def test_a_size_divides_over_a_mesh_that_it_would_run_on(name):
-    """By sizes alone: 16 devices in a mesh that is not here."""
+def test_size_divides_over_its_intended_mesh(name):
+    """Check by sizes alone: the mesh has 16 devices that this machine lacks."""
     config = configuration.resolve(configuration.load(name))
     tensor, expert = (1, 4) if config.model.experts else (4, 1)
     shape = {"data": 1, "fsdp": 4, "tensor": tensor, "expert": expert}
@@ -94,7 +94,7 @@ def test_a_size_divides_over_a_mesh_that_it_would_run_on(name):
     check_mesh(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, cpu_devices=0)), mesh)
 
 
-def test_the_documented_table_is_what_the_configurations_say():
+def test_documented_table_matches_the_configurations():
     page = (Path(__file__).parents[2] / "docs" / "ladder.md").read_text()
     rows = [
         [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")

@@ -31,7 +31,7 @@ def gradient_of(mesh, tokens, g, dtype=jnp.float32):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 2, 2)])
-def test_rows_and_gradient_are_numpys_on_any_mesh(sizes):
+def test_rows_and_gradient_equal_numpys_on_any_mesh(sizes):
     rng = np.random.default_rng(1)
     tokens, g = rng.integers(0, V, (B, L), dtype=np.int32), rng.standard_normal((B, L, D)).astype(np.float32)
     found = gradient_of(make_mesh(MeshConfig(*sizes)), tokens, g)
@@ -41,8 +41,8 @@ def test_rows_and_gradient_are_numpys_on_any_mesh(sizes):
 
 
 @pytest.mark.mesh
-def test_a_frequent_words_gradient_is_not_lost_to_rounding():
-    """512 ones: a sum in bfloat16 would stop at 256."""
+def test_gradient_of_a_frequent_token_is_not_lost_to_rounding():
+    """Sum 512 ones, where a sum in bfloat16 would stop at 256."""
     tokens, g = np.full((B, L), 3, np.int32), jnp.ones((B, L, D), jnp.bfloat16)
     found = gradient_of(make_mesh(MeshConfig(1, 2, 2, 2)), tokens, g, jnp.bfloat16)
     assert (found[3] == B * L).all() and not np.delete(found, 3, axis=0).any()

@@ -18,9 +18,9 @@ TOKENS = RNG.integers(0, V, (8, 7)).astype(np.int32)
 
 
 class Table:
-    """A model whose hidden states are the parameters, a table of logits: what is left is the loss."""
+    """A model whose hidden states are its parameters, a table of logits: only the loss is computed."""
 
-    config = ModelConfig(logits_chunk_tokens=5)  # divides nothing here
+    config = ModelConfig(logits_chunk_tokens=5)  # No chunk divides it.
 
     def __init__(self, logits):
         self.logits = logits
@@ -29,7 +29,7 @@ class Table:
         assert tokens_BxL.shape == self.logits.shape[:2]
         return jnp.where(
             (tokens_BxL < 0)[..., None], jnp.nan, self.logits
-        ), {}  # a negative index would read another row
+        ), {}  # A negative index would read another row.
 
     def head(self):
         return jax.device_put(jnp.eye(V), RULES.spec(None, "vocabulary"))
@@ -43,7 +43,7 @@ def given_logits(monkeypatch):
 
 
 def reference(logits, tokens, weight=0.0):
-    """Objective, nats and count in float64, one token at a time."""
+    """Return objective, nats and count in float64, one token at a time."""
     objective = nats = count = 0.0
     for row in range(tokens.shape[0]):
         for position in range(tokens.shape[1] - 1):
@@ -58,7 +58,7 @@ def reference(logits, tokens, weight=0.0):
     return objective, nats, count
 
 
-def test_against_float64_and_optax():
+def test_loss_equals_float64_and_optax():
     objective, sums = loss.loss_sums(None, LOGITS, TOKENS)
     expected, nats, count = reference(LOGITS, TOKENS)
     assert float(objective) == pytest.approx(expected, rel=1e-6)
@@ -68,7 +68,7 @@ def test_against_float64_and_optax():
     assert float(objective) == pytest.approx(float(oracle), rel=1e-6)
 
 
-def test_z_loss_is_added_to_the_objective_alone():
+def test_z_loss_is_added_to_the_objective_only():
     objective, sums = loss.loss_sums(None, LOGITS, TOKENS, z_loss_weight=0.25)
     expected, nats, _ = reference(LOGITS, TOKENS, weight=0.25)
     assert float(objective) == pytest.approx(expected, rel=1e-6)
@@ -86,7 +86,7 @@ def test_padding_is_not_counted():
     assert float(sums["count"]) == count == 8 * 6 - 4 - 6
 
 
-def test_what_is_not_counted_is_seen_all_the_same():
+def test_uncounted_tokens_are_still_inputs():
     tokens = np.array([[3, ~5, ~0, 7, -1]], np.int32)
     np.testing.assert_array_equal(loss.unmask_ids(jnp.asarray(tokens)), [[3, 5, 0, 7, 0]])
 
@@ -115,7 +115,7 @@ def test_large_logits_stay_finite():
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
-def test_a_split_vocabulary_changes_no_number(sizes):
+def test_split_vocabulary_does_not_change_the_result(sizes):
     mesh = jax.make_mesh((*sizes, 1), AXES)
     with jax.set_mesh(mesh):
         table = jax.device_put(LOGITS, jax.NamedSharding(mesh, RULES.spec("batch", None, "vocabulary")))
@@ -127,7 +127,7 @@ def test_a_split_vocabulary_changes_no_number(sizes):
 def test_evaluate_is_the_mean_over_tokens_not_over_batches():
     padded = TOKENS.copy()
     padded[4:, 2:] = loss.PADDING
-    jax.clear_caches()  # the evaluation step may have been traced with a real model
+    jax.clear_caches()  # The evaluation step may have been traced with a real model.
     nats = [
         loss.evaluation_step(None, LOGITS[:4], padded[:4]),
         loss.evaluation_step(None, LOGITS[4:], padded[4:]),
@@ -139,7 +139,7 @@ def test_evaluate_is_the_mean_over_tokens_not_over_batches():
     assert float(nats[1][1]) == 4
 
 
-def test_units():
+def test_units_are_converted():
     assert loss.perplexity(math.log(7.0)) == pytest.approx(7.0)
     assert loss.bits_per_byte(math.log(2.0), 1.0) == pytest.approx(1.0)
     assert loss.bits_per_byte(4 * math.log(2.0), 4.0) == pytest.approx(1.0)
@@ -152,7 +152,7 @@ def test_gradient_is_softmax_minus_one_hot():
 
 
 def test_graph_definitions_compare_equal():
-    """A second run of the same model must not compile again: graph definitions are jit's static arguments."""
+    """Prevent a recompilation by a second run of the same model: graph definitions are jit's static arguments."""
     from pma_jax.model.decoder import graph_definition
 
     config = ModelConfig(width=8, layers=1, heads=1, kv_heads=1, head_dim=4, hidden=8)

@@ -1,4 +1,4 @@
-"""The product with its own gradient: the values and gradients of float64 numpy, whatever is split over the mesh."""
+"""The product with its own gradient: values and gradients of float64 numpy, whatever the mesh splits."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def arrays():
         ((1, 4, 2), P("tensor", "fsdp"), P("fsdp", None)),
     ],
 )
-def test_gradients_are_numpys_on_any_mesh(sizes, matrix_spec, spec):
+def test_gradients_equal_numpys_on_any_mesh(sizes, matrix_spec, spec):
     x, matrix, g = arrays()
     with jax.set_mesh(make_mesh(MeshConfig(*sizes))):
         rows = P(spec[0], "tensor" if matrix_spec[0] == "tensor" else None)

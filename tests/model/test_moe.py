@@ -26,7 +26,7 @@ TINY = ModelConfig(
     shared_experts=1,
 )
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 11)).astype(np.int32)
-WEIGHTS = (1e-3, 0.1, 0.01)  # of the losses: z, balance, the router's z
+WEIGHTS = (1e-3, 0.1, 0.01)  # The losses: z, balance, the router's z.
 
 
 def mesh_of(data=1, fsdp=1, tensor=1, expert=1):
@@ -42,7 +42,7 @@ def one_device():
 
 @functools.cache
 def fresh(config, bias=0.1, seed=1):
-    """Parameters with biases that change which experts are chosen."""
+    """Return parameters with biases that change which experts are selected."""
     rng = np.random.default_rng(seed)
 
     def values(path, leaf):
@@ -89,7 +89,7 @@ ROUTERS = [
 
 
 @pytest.mark.parametrize("changes", ROUTERS, ids=str)
-def test_against_a_loop_over_experts_in_float64(changes):
+def test_mixture_equals_a_loop_over_experts_in_float64(changes):
     config = dataclasses.replace(TINY, **changes)
     apply = jax.jit(decoder.apply, static_argnums=0)
     logits = apply(decoder.graph_definition(config), fresh(config), TOKENS)
@@ -101,7 +101,7 @@ def test_against_a_loop_over_experts_in_float64(changes):
 
 
 def every_expert(config, p, x_BxLxD):
-    """The mixture with no sorting and no gathers, and its auxiliary losses, in plain jnp."""
+    """Return the mixture and its auxiliary losses in plain jnp, without sorting or gathers."""
     logits = jnp.einsum("bld,de->ble", x_BxLxD, p["router_DxE"])
     sigmoid = config.router_scores == "sigmoid"
     scores = 1 / (1 + jnp.exp(-logits)) if sigmoid else jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
@@ -122,7 +122,7 @@ def every_expert(config, p, x_BxLxD):
 
 
 @pytest.mark.parametrize("changes", [ROUTERS[0], ROUTERS[1], ROUTERS[2], ROUTERS[4]], ids=str)
-def test_gradients_and_losses_are_those_of_computing_every_expert(changes):
+def test_gradients_and_losses_equal_those_of_computing_every_expert(changes):
     config = dataclasses.replace(TINY, **changes)
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), fresh(config)["blocks"]["moe"])
     rng = np.random.default_rng(2)
@@ -136,7 +136,7 @@ def test_gradients_and_losses_are_those_of_computing_every_expert(changes):
     ours = functools.partial(objective, lambda p, x: graph(p, x))
     theirs = functools.partial(objective, functools.partial(every_expert, config))
     (value, load), gradients = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(params, x)
-    # Not jitted: XLA on CPU (jax 0.10.2) miscompiles this formula's softmax beside its sort.
+    # Not jitted: XLA on CPU (jax 0.10.2) miscompiles this formula's softmax next to its sort.
     (expected, expected_load), expected_gradients = jax.value_and_grad(theirs, (0, 1), has_aux=True)(params, x)
     assert float(value) == pytest.approx(float(expected), rel=1e-4)
     np.testing.assert_array_equal(load, expected_load)
@@ -146,7 +146,7 @@ def test_gradients_and_losses_are_those_of_computing_every_expert(changes):
 
 
 def nnx_parts(config):
-    """The mixture as a function of its parameters and input."""
+    """Return the mixture as a function of its parameters and input."""
     from flax import nnx
 
     module = nnx.eval_shape(lambda: moe.MixtureOfExperts(config, nnx.Rngs(params=jax.random.key(0))))
@@ -156,7 +156,7 @@ def nnx_parts(config):
 
 # --- Meshes -----------------------------------------------------------------------------------------------------------
 
-EVEN, SKEWED = 0.1, 5.0  # how large the biases are
+EVEN, SKEWED = 0.1, 5.0  # The scale of the biases.
 SHAPES = [
     ((8, 1, 1, 1), EVEN),
     ((1, 1, 1, 8), EVEN),
@@ -168,7 +168,7 @@ SHAPES = [
 ]
 
 
-QUICK = (5,)  # the others are slow
+QUICK = (5,)  # The others are slow.
 
 
 @pytest.mark.mesh
@@ -177,10 +177,10 @@ QUICK = (5,)  # the others are slow
     [pytest.param(*case, marks=() if i in QUICK else pytest.mark.slow) for i, case in enumerate(SHAPES)],
     ids=str,
 )
-def test_a_mesh_changes_no_number(shape, bias):
-    """Skewed: the same few experts for all tokens, so the exchange goes more than one round."""
+def test_mesh_does_not_change_the_result(shape, bias):
+    """Skew the router: all tokens choose the same few experts, so the exchange needs more than one round."""
     config = dataclasses.replace(TINY, remat="full" if shape[3] == 4 else "none")
-    (expected, expected_sums), expected_gradients = on_one_device(TINY, bias)  # without remat
+    (expected, expected_sums), expected_gradients = on_one_device(TINY, bias)  # Without remat.
     mesh = mesh_of(*shape)
     with jax.set_mesh(mesh):
         params = placed(config, fresh(TINY, bias), mesh)
@@ -196,7 +196,7 @@ def test_a_mesh_changes_no_number(shape, bias):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_many_small_rounds_change_no_number(monkeypatch):
+def test_many_small_rounds_do_not_change_the_result(monkeypatch):
     monkeypatch.setattr(experts, "ROUND_CAPACITY_FACTOR", 0.2)
     (expected, expected_sums), expected_gradients = on_one_device(TINY, SKEWED)
     mesh = mesh_of(expert=4)
@@ -209,7 +209,7 @@ def test_many_small_rounds_change_no_number(monkeypatch):
 
 
 @pytest.mark.mesh
-def test_tokens_travel_by_all_to_all_and_experts_stay():
+def test_tokens_move_by_all_to_all_and_experts_stay():
     mesh = mesh_of(2, 1, 1, 4)
     config = dataclasses.replace(TINY, scan_layers=False)
     with jax.set_mesh(mesh):
@@ -220,15 +220,15 @@ def test_tokens_travel_by_all_to_all_and_experts_stay():
         run = jax.jit(decoder.apply, static_argnums=0)
         text = run.lower(graph, params, put_batch(mesh, TOKENS)).compile().as_text()
     assert "all-to-all" in text
-    assert "f32[1,8,16,12]" not in text and "f32[8,16,12]" not in text, "no device sees all experts"
+    assert "f32[1,8,16,12]" not in text and "f32[8,16,12]" not in text, "no device gathers all experts"
 
 
-# --- Laws -------------------------------------------------------------------------------------------------------------
+# --- Invariants -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 4)], ids=str)
-def test_the_order_of_experts_changes_nothing(shape):
+def test_order_of_experts_does_not_change_the_result(shape):
     order = np.random.default_rng(3).permutation(8)
     params = fresh(TINY)
     renamed = {
@@ -248,21 +248,21 @@ def test_the_order_of_experts_changes_nothing(shape):
     np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)
 
 
-def test_a_bias_chooses_and_does_not_weigh():
+def test_bias_selects_experts_without_weighting_them():
     config = dataclasses.replace(TINY, experts_per_token=8, router_scores="sigmoid")
     apply = jax.jit(decoder.apply, static_argnums=0)
     graph = decoder.graph_definition(config)
-    # All experts are chosen whatever the bias, so it must not show at all.
+    # With all experts selected the bias must have no effect at all.
     np.testing.assert_allclose(
         apply(graph, fresh(config, 0.0), TOKENS), apply(graph, fresh(config, 5.0), TOKENS), rtol=1e-5, atol=1e-6
     )
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_the_bias_evens_out_a_skewed_router(scores):
+def test_bias_balances_a_skewed_router(scores):
     config = dataclasses.replace(TINY, router_scores=scores)
     rng = np.random.default_rng(4)
-    # Some experts are favoured for every token: what a router without balancing falls into.
+    # Some experts are favoured for every token, as in a router without balancing.
     logits = (rng.standard_normal((4096, 8)) + np.linspace(-1, 1, 8)).astype(np.float32)
 
     @jax.jit
@@ -282,7 +282,7 @@ def test_the_bias_evens_out_a_skewed_router(scores):
 
 
 @pytest.mark.mesh
-def test_the_balance_loss_is_least_when_even_and_most_when_all_tokens_agree():
+def test_balance_loss_is_least_when_even_and_greatest_when_all_tokens_agree():
     even = jnp.full((2, 8, 4), 0.25)
     cycling = jnp.stack([jnp.arange(8) % 4, (jnp.arange(8) + 1) % 4], axis=-1)[None].repeat(2, 0)
     assert float(moe._balance_loss(even, cycling)) == pytest.approx(2 * 8)
@@ -306,7 +306,7 @@ def test_bfloat16_keeps_float32_gradients_and_nearly_the_loss():
         ({"expert_hidden": 13}, (1, 1, 2, 1), r"model.expert_hidden is 13, and tensor splits it in 2"),
     ],
 )
-def test_a_size_that_does_not_divide_is_one_error(changes, shape, says):
+def test_size_that_does_not_divide_is_one_error(changes, shape, says):
     config = dataclasses.replace(TINY, **changes)
     with jax.set_mesh(mesh_of(*shape)), pytest.raises(ValueError, match=says):
         jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))

@@ -1,4 +1,4 @@
-"""The notebooks: executed on a tiny run and its annealed fork, in a kernel of this Python; stored without outputs."""
+"""Execute the notebooks on a tiny run and its annealed fork, in a kernel of this Python; stored without outputs."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def runs(workspace, tmp_path_factory):
-    """A run with a snapshot of both kinds at every second step, and a fork of it that anneals."""
+    """Return a run with a snapshot of both kinds at every second step, and an annealed fork of it."""
     folder = tmp_path_factory.mktemp("runs")
     keys = {
         "checkpoint__interval_tokens": 2 * tiny.BATCH_TOKENS,
@@ -38,15 +38,15 @@ def runs(workspace, tmp_path_factory):
 
 
 class Client(nbclient.NotebookClient):
-    """Runs notebooks with `sys.executable`, whatever kernels somebody registered on this machine."""
+    """Run notebooks with `sys.executable`, whichever kernels are registered on this machine."""
 
     def create_kernel_manager(self):
-        specs = KernelSpecManager(kernel_dirs=[])  # none but ipykernel's own
+        specs = KernelSpecManager(kernel_dirs=[])  # Only ipykernel's own.
         self.km = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
         return self.km
 
 
-def test_there_are_five():
+def test_there_are_five_notebooks():
     names = [path.stem for path in NOTEBOOKS]
     assert names == [
         "explore_a_run",
@@ -58,7 +58,7 @@ def test_there_are_five():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_holds_no_outputs_and_installs_the_package_on_colab(path):
+def test_notebook_is_stored_without_outputs_and_installs_the_package_on_colab(path):
     cells = json.loads(path.read_text())["cells"]
     assert cells[0]["cell_type"] == "markdown" and cells[0]["source"][0].startswith("# ")
     for cell in cells:
@@ -75,8 +75,8 @@ QUICK = ("quickstart",)
 @pytest.mark.parametrize(
     "path", [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else [pytest.mark.slow]) for p in NOTEBOOKS]
 )
-def test_a_notebook_runs_from_top_to_bottom(path, runs, tmp_path, monkeypatch):
-    shutil.copytree(runs / "run", tmp_path / "run")  # a sweep adds its rows to it
+def test_notebook_runs_from_top_to_bottom(path, runs, tmp_path, monkeypatch):
+    shutil.copytree(runs / "run", tmp_path / "run")  # A sweep adds its rows to it.
     monkeypatch.setenv("PMA_RUN", str(tmp_path / "run"))
     monkeypatch.setenv("PMA_ANNEALED", str(runs / "annealed"))
     monkeypatch.setenv("PMA_TEXT_TOKENS", "128")
@@ -87,6 +87,6 @@ def test_a_notebook_runs_from_top_to_bottom(path, runs, tmp_path, monkeypatch):
     resources = {"metadata": {"path": str(tmp_path)}}
     Client(notebook, timeout=300, resources=resources).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert any("image/png" in output.get("data", {}) for output in outputs), "it draws"
-    assert any(output.get("name") == "stdout" for output in outputs), "and says something"
+    assert any("image/png" in output.get("data", {}) for output in outputs), "the notebook draws"
+    assert any(output.get("name") == "stdout" for output in outputs), "and prints"
     assert not [output for output in outputs if output.get("name") == "stderr" and "Warning" in output["text"]]

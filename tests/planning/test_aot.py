@@ -23,7 +23,7 @@ def largest_shard_bytes(params):
 
 
 def assert_merge_adds_in_place(config, mesh):
-    """No collective; no memory beyond one leaf; every leaf of the accumulator is the output's memory."""
+    """Assert no collective, at most one leaf of temporary memory, and accumulator leaves that alias the output."""
     report = aot.compile_program(aot.program_lowerings(config, mesh)["merge"], mesh)
     params = abstract_state(config, mesh).params
     assert report.refusal is None
@@ -36,7 +36,7 @@ def assert_merge_adds_in_place(config, mesh):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)])
-def test_the_merge_on_eight_devices_adds_in_place_without_a_collective(sizes):
+def test_merge_on_eight_devices_adds_in_place_without_a_collective(sizes):
     mesh = make_mesh(MeshConfig(*sizes))
     report = assert_merge_adds_in_place(CONFIG, mesh)
     totals = sum(
@@ -49,7 +49,7 @@ def test_the_merge_on_eight_devices_adds_in_place_without_a_collective(sizes):
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
-def test_the_merge_on_tpu_adds_in_place_without_a_collective(name):
+def test_merge_on_tpu_adds_in_place_without_a_collective(name):
     mesh = mesh_from_devices(aot.tpu_topology(name).devices, MeshConfig(1, 4, 2))
     report = assert_merge_adds_in_place(CONFIG, mesh)
     assert platform_of(mesh) == "tpu" and "T(8,128)" in report.program.text
@@ -59,7 +59,7 @@ def test_the_merge_on_tpu_adds_in_place_without_a_collective(name):
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
     mesh = mesh_from_devices(aot.tpu_topology("v5e:2x4").devices, MeshConfig(2, 2, 2))
-    # Small, as compiling for TPU takes its time, but of whole tiles (8 x 128).
+    # Small, because compiling for TPU is slow, but of complete tiles (8 x 128).
     model = ModelConfig(
         vocabulary_size=512,
         width=256,
@@ -79,7 +79,7 @@ def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
     assert step.program.aliased_outputs == len(jax.tree.leaves(state))
     assert hlo.loop_trip_counts(step.program) == [2, 2] and hlo.loop_trip_counts(evaluation.program) == [2]
     assert {c.kind for c in counts.collectives(step.program)} >= {"all-gather", "all-reduce", "reduce-scatter"}
-    if head_dim == 128:  # Splash takes it
+    if head_dim == 128:  # Splash supports it.
         assert all("splash" in report.program.text for report in (step, evaluation))
         assert counts.count_kernels(step.program).silent == 2
         return
@@ -91,7 +91,7 @@ def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
 
 
 @needs_libtpu
-def test_what_does_not_fit_is_the_compilers_word():
+def test_compiler_decides_whether_a_program_fits():
     mesh = mesh_from_devices(aot.tpu_topology("v5e:1x1").devices, MeshConfig())
     large = dataclasses.replace(MODEL, width=8192, hidden=65_536, layers=4, vocabulary_size=131_072)
     report = aot.compile_program(aot.program_lowerings(dataclasses.replace(CONFIG, model=large), mesh)["merge"], mesh)
@@ -111,7 +111,7 @@ def test_topologies_have_chips_and_devices(name, chips, devices):
 
 @needs_libtpu
 @pytest.mark.parametrize("sizes", [(1, 32, 4), (1, 64, 2), (2, 16, 4), (128, 1, 1)])
-def test_a_mesh_axis_may_be_a_part_of_the_torus(sizes):
+def test_mesh_axis_may_span_a_part_of_the_torus(sizes):
     mesh = mesh_from_devices(aot.tpu_topology("v5p:4x4x8").devices, MeshConfig(*sizes))
     assert tuple(mesh.shape.values()) == (*sizes, 1)
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
@@ -121,7 +121,7 @@ def test_a_mesh_axis_may_be_a_part_of_the_torus(sizes):
 @pytest.mark.parametrize(
     ("sizes", "shape"), [((2, 2, 2), (2, 2, 2, 1)), ((-1, 4, 1), (2, 4, 1, 1)), ((4, 1, 1, 2), (4, 1, 1, 2))]
 )
-def test_replicas_lie_in_one_slice_each(sizes, shape):
+def test_each_replica_is_within_one_slice(sizes, shape):
     topology = aot.tpu_topology("2*v5e:2x2")
     assert (topology.slices, topology.chips, len(topology.devices)) == (2, 8, 8)
     mesh = mesh_from_devices(topology.devices, MeshConfig(*sizes))
@@ -133,7 +133,7 @@ def test_replicas_lie_in_one_slice_each(sizes, shape):
 
 @needs_libtpu
 @pytest.mark.parametrize("sizes", [(1, -1, 1), (1, 4, 2), (3, 4, 1)])
-def test_a_replica_over_several_slices_is_one_clear_error(sizes):
+def test_replica_across_several_slices_is_one_clear_error(sizes):
     devices = aot.tpu_topology("2*v5e:2x2").devices
     says = (
         r"mesh.* needs 12 devices, and 8 are available"
@@ -146,7 +146,7 @@ def test_a_replica_over_several_slices_is_one_clear_error(sizes):
 
 
 @needs_libtpu
-def test_between_slices_only_the_gradients_travel_once_a_step():
+def test_only_gradients_cross_slices_once_per_step():
     mesh = mesh_from_devices(aot.tpu_topology("2*v5e:2x2").devices, MeshConfig(2, 4))
     model = dataclasses.replace(MODEL, width=256, layers=1, head_dim=128, heads=2, kv_heads=2, compute_dtype="bfloat16")
     training = dataclasses.replace(TRAINING, batch_size_sequences=16, accumulation_steps=2)
@@ -177,20 +177,20 @@ def test_between_slices_only_the_gradients_travel_once_a_step():
         "v5e:0x0",
     ],
 )
-def test_an_unknown_topology_lists_the_known_ones_in_one_line(name):
+def test_unknown_topology_lists_the_known_ones_in_one_line(name):
     with pytest.raises(ValueError, match=r"v4:\{2x2x1,.*v5e:\{1x1,.*v5p:.*v6e:") as raised:
         aot.tpu_topology(name)
     assert "\n" not in str(raised.value) and repr(name) in str(raised.value)
 
 
 @needs_libtpu
-def test_a_shape_that_the_chip_does_not_come_in_lists_its_shapes():
+def test_shape_not_offered_for_the_chip_lists_its_shapes():
     with pytest.raises(ValueError, match=r"v5p:3x3x3.*one of v5p:\{2x2x1,.*16x16x24\}$") as raised:
         aot.tpu_topology("v5p:3x3x3")
     assert "\n" not in str(raised.value)
 
 
-def test_without_libtpu_one_line_says_what_to_install(monkeypatch):
+def test_missing_libtpu_is_one_line_with_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(ValueError, match=r"^[^\n]*pip install 'pma-jax\[plan\]'$"):

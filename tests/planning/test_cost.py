@@ -23,7 +23,7 @@ def program(name, model, mesh=None):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_matrix_parameters_are_the_models_without_norms_embedding_and_output(tied):
+def test_matrix_parameters_exclude_norms_embedding_and_output(tied):
     model = dataclasses.replace(MODEL, tie_embeddings=tied)
     with jax.set_mesh(jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])):
         count = parameter_count(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
@@ -37,11 +37,12 @@ def test_matrix_parameters_are_the_models_without_norms_embedding_and_output(tie
 @pytest.mark.parametrize(
     ("name", "passes"), [("evaluation_step", 1), pytest.param("train_step", 3, marks=pytest.mark.slow)]
 )
-def test_analytic_flops_are_what_the_compiler_multiplies(name, passes, scan):
-    """Parameters and output to the last FLOP; attention between what is seen (half) and the whole square.
+def test_analytic_flops_equal_the_compilers(name, passes, scan):
+    """Compare parameters and output to the last FLOP, and attention within its bounds.
 
-    How much of the square above the diagonal is computed and thrown away is the kernel's choice. In the backward pass
-    a kernel may also make the scores again: one more of its four products there, 4/3 of three passes at most.
+    Attention lies between the causal half and the full square: how much above the diagonal is computed and
+    discarded is the kernel's choice. In the backward pass a kernel may also recompute the scores, one more than its
+    four products there, at most 4/3 of three passes.
     """
     found = counts.matmul_flops(program(name, dataclasses.replace(MODEL, scan_layers=scan)).program)
     parts = {part: flops * B * L * passes for part, flops in cost.forward_flops_per_token(MODEL, L).items()}
@@ -50,7 +51,7 @@ def test_analytic_flops_are_what_the_compiler_multiplies(name, passes, scan):
 
 
 @pytest.mark.slow
-def test_recomputing_costs_a_forward_pass_more():
+def test_remat_costs_one_more_forward_pass():
     plain, remat = (
         counts.matmul_flops(program("train_step", dataclasses.replace(MODEL, remat=remat)).program)
         for remat in ("none", "full")
@@ -60,13 +61,13 @@ def test_recomputing_costs_a_forward_pass_more():
         * B
         * L
     )
-    # Not the product that a block ends with, whose result the backward pass does not need; attention's share as above.
+    # Except the last product of each block, whose result the backward pass does not need; attention's share as above.
     assert 0.7 * blocks < remat - plain < 1.2 * blocks
 
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_a_mesh_shares_the_products_out():
+def test_mesh_divides_the_products():
     whole = counts.matmul_flops(program("train_step", MODEL).program)
     mesh = make_mesh(MeshConfig(2, 2, 2))
     part = program("train_step", MODEL, mesh)
@@ -77,7 +78,7 @@ def test_a_mesh_shares_the_products_out():
 def test_training_is_three_forward_passes():
     forward = cost.forward_flops_per_token(MODEL, L)
     assert cost.training_flops_per_token(MODEL, L) == 3 * sum(forward.values())
-    # The rule of thumb of six FLOPs a parameter, for a model whose attention is small (Kaplan et al. 2020).
+    # The rule of thumb of six FLOPs per parameter, for a model with little attention (Kaplan et al. 2020).
     large = ModelConfig(
         vocabulary_size=32_000, width=4096, layers=32, heads=32, kv_heads=32, head_dim=128, hidden=11_008
     )
@@ -85,7 +86,7 @@ def test_training_is_three_forward_passes():
     assert cost.training_flops_per_token(large, 2048) == pytest.approx(6 * parameters, rel=0.05)
 
 
-def test_the_roofline_is_the_slowest_of_three():
+def test_roofline_is_the_slowest_of_three():
     chip = cost.CHIPS["tpu7x"]
     assert chip.devices == 2
     program = hlo.parse_hlo("""HloModule m, num_partitions=4
@@ -107,7 +108,7 @@ ENTRY %main (a: bf16[1024,1024]) -> bf16[1024,1024] {
     assert (slower.seconds, slower.limit) == (1.0, "slice network")
 
 
-def test_every_chip_says_where_its_figures_are_from():
+def test_every_chip_gives_the_source_of_its_figures():
     for name, chip in cost.CHIPS.items():
         assert "cloud.google.com" in chip.source and chip.shapes
         assert all(
@@ -116,13 +117,13 @@ def test_every_chip_says_where_its_figures_are_from():
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 100])
-def test_attention_counts_the_keys_that_each_position_sees(window):
+def test_attention_counts_the_keys_visible_to_each_position(window):
     model = ModelConfig(layers=2, heads=3, head_dim=4, attention_window_tokens=window)
     seen = [sum(0 <= q - k < (window or 8) for k in range(8)) for q in range(8)]
     assert cost.forward_flops_per_token(model, 8)["attention"] == pytest.approx(2 * 3 * 4 * 4 * sum(seen) / 8)
 
 
-def test_a_mixture_counts_the_experts_that_a_token_meets():
+def test_mixture_counts_the_experts_used_per_token():
     dense = dataclasses.replace(MODEL, hidden=96)
     mixture = dataclasses.replace(MODEL, experts=8, experts_per_token=2, expert_hidden=32, shared_experts=1)
     router = MODEL.layers * MODEL.width * 8

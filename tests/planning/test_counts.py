@@ -8,11 +8,11 @@ from jax import P
 
 from pma_jax.planning import counts, hlo
 
-# Recorded from XLA for TPU (v5e:2x2): five steps of a scan, each gathers a [1024, 1024] bfloat16 matrix along an axis
-# of 2 devices and multiplies a device's 256 rows by it; then a sum over all 4.
+# Recorded from XLA for TPU (v5e:2x2): each of five scan steps gathers a [1024, 1024] bfloat16 matrix along an axis of 2
+# devices and multiplies a device's 256 rows by it; then all 4 devices sum.
 RECORDED = (Path(__file__).parent / "tpu_program.txt").read_text()
 
-# What XLA for TPU does to a gather that runs beside products, and to a sum of which each device keeps a part.
+# How XLA for TPU compiles a gather that overlaps products, and a sum of which each device keeps a part.
 SPREAD = """HloModule spread, num_partitions=8
 
 %start (p.0: bf16[1,16]) -> (bf16[1,16], bf16[4,16]) {
@@ -49,7 +49,7 @@ ENTRY %main (a: bf16[1,16], b: f32[64]) -> (bf16[4,16], f32[8]) {
 
 
 def one_instruction(line, devices=16):
-    """A program of one line that works on its parameters."""
+    """Return a program of one line that operates on its parameters."""
     return hlo.parse_hlo(f"""HloModule one, num_partitions={devices}
 
 ENTRY %main (a: f32[8,4], b: f32[4,6]) -> f32[8,6] {{
@@ -68,7 +68,7 @@ def on(mesh, shape, spec, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
 
 
-def test_a_recorded_program_for_tpu():
+def test_program_recorded_for_tpu():
     program = hlo.parse_hlo(RECORDED)
     assert (program.devices, hlo.loop_trip_counts(program)) == (4, [5])
     gather, total = counts.collectives(program)
@@ -80,15 +80,15 @@ def test_a_recorded_program_for_tpu():
     assert counts.memory_traffic_bytes(program) == pytest.approx(256 * 1024 * 2 + 5 * 512 * 1024 * 2, abs=200)
 
 
-def test_a_gather_that_is_spread_over_fusions_is_one_and_a_sliced_sum_is_a_scatter():
+def test_gather_spread_over_fusions_counts_once_and_a_sliced_sum_is_a_scatter():
     gather, scatter = counts.collectives(hlo.parse_hlo(SPREAD))
     assert gather == counts.Collective("all-gather", 4 * 16 * 2, 4, 1)
     assert scatter == counts.Collective("reduce-scatter", 64 * 4, 8, 1)
     assert scatter.sent_bytes == 64 * 4 * 7 / 8
 
 
-def test_a_collective_of_another_thread_of_the_chip_is_found():
-    # XLA for TPU7x hands collectives to the chip's SparseCores.
+def test_collective_on_another_core_of_the_chip_is_counted():
+    # XLA for TPU7x runs collectives on the chip's SparseCores.
     (found,) = counts.collectives(
         hlo.parse_hlo("""HloModule offloaded, num_partitions=8
 
@@ -121,7 +121,7 @@ ENTRY %main (a: bf16[1,16]) -> bf16[4,16] {
         ("{}", 16),
     ],
 )
-def test_the_groups_of_a_collective(groups, devices):
+def test_groups_of_a_collective(groups, devices):
     line = f"%r = f32[8,4]{{1,0}} all-reduce(%a), channel_id=1, replica_groups={groups}, to_apply=%add"
     assert counts.collectives(one_instruction(line)) == [counts.Collective("all-reduce", 8 * 4 * 4, devices, 1)]
 
@@ -136,7 +136,7 @@ def test_the_groups_of_a_collective(groups, devices):
         ("%r = f32[8,4]{1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}", "collective-permute", 128),
     ],
 )
-def test_the_bytes_of_a_collective(line, kind, payload):
+def test_bytes_of_a_collective(line, kind, payload):
     (found,) = counts.collectives(one_instruction(line))
     assert (found.kind, found.payload_bytes) == (kind, payload)
 
@@ -149,20 +149,20 @@ def test_the_bytes_of_a_collective(line, kind, payload):
         ("%r = f32[8,6]{1,0} multiply(%a, %a)", 0),
     ],
 )
-def test_the_flops_of_an_instruction(line, count):
+def test_flops_of_an_instruction(line, count):
     assert counts.matmul_flops(one_instruction(line)) == count
 
 
-@pytest.mark.parametrize(("config", "says"), [('{"cost_estimate":{"flops":"77"}}', (77, 0)), ("{}", (0, 1))])
-def test_what_a_kernel_declares_is_told_apart_and_that_it_is_silent_too(config, says):
+@pytest.mark.parametrize(("config", "expected"), [('{"cost_estimate":{"flops":"77"}}', (77, 0)), ("{}", (0, 1))])
+def test_declared_and_undeclared_kernel_flops_are_counted_separately(config, expected):
     line = f'%r = f32[8,6]{{1,0}} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={config}'
     program = one_instruction(line)
-    assert counts.count_kernels(program) == counts.KernelCounts(*says) and counts.matmul_flops(program) == 0
+    assert counts.count_kernels(program) == counts.KernelCounts(*expected) and counts.matmul_flops(program) == 0
 
 
-def test_the_flops_of_a_batched_product_that_is_written_as_a_dilated_convolution():
-    # From a decoder's attention on TPU: scores of 2 x 16 heads, [1024, 128] times [128, 1024]. XLA for TPU says it with
-    # a window over the batch, of which one element in 2 x 16 is real.
+def test_flops_of_a_batched_product_written_as_a_dilated_convolution():
+    # From a decoder's attention on TPU: scores of 2 x 16 heads, [1024, 128] times [128, 1024]. XLA for TPU writes it
+    # with a window over the batch, of which one element in 2 x 16 is real.
     window = "window={size=2x16 stride=1x15 lhs_dilate=2x16}"
     program = hlo.parse_hlo(f"""HloModule scores, num_partitions=1
 
@@ -176,7 +176,7 @@ ENTRY %main (q: bf16[2,16,1024,128], k: bf16[2,16,128,1024]) -> f32[2,16,1024,10
 
 
 @pytest.mark.mesh
-def test_known_collectives_of_a_compile_for_eight_devices():
+def test_collectives_of_a_compilation_for_eight_devices():
     mesh = jax.make_mesh((2, 4), ("x", "y"))
     with jax.set_mesh(mesh):
         x, w = on(mesh, (16, 64), P("x", "y")), on(mesh, (64, 32), P("y", None))
@@ -189,7 +189,7 @@ def test_known_collectives_of_a_compile_for_eight_devices():
 
 
 @pytest.mark.mesh
-def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
+def test_collective_in_a_loop_counts_once_per_iteration():
     mesh = jax.make_mesh((8,), ("x",))
 
     def part(x):
@@ -209,7 +209,7 @@ def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
     assert found["collective-permute"].payload_bytes == found["collective-permute"].sent_bytes == 16 * 3 * 4
 
 
-def test_flops_are_the_compilers_where_there_is_no_loop_and_all_of_them_where_there_is():
+def test_flops_equal_the_compilers_without_loops_and_include_every_iteration():
     def chain(x, w, length, unroll):
         return jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=length, unroll=unroll)[0]
 
@@ -221,18 +221,18 @@ def test_flops_are_the_compilers_where_there_is_no_loop_and_all_of_them_where_th
         == counts.matmul_flops(hlo.parse_hlo(unrolled.as_text()))
         == 6 * one
     )
-    # The compiler's figure has the loop's body once, which is why it is not used.
+    # The compiler counts the loop's body once, which is why its figure is not used.
     assert unrolled.cost_analysis()["flops"] == pytest.approx(6 * one, rel=1e-3)
     assert rolled.cost_analysis()["flops"] == pytest.approx(one, rel=1e-3)
 
 
-def test_the_bytes_of_an_element_wise_program_are_those_of_its_arrays():
+def test_bytes_of_an_element_wise_program_are_those_of_its_arrays():
     x = np.ones((1000, 64), np.float32)
     program = hlo.parse_hlo(compiled(lambda a, b: jnp.sin(a) * b + 1, x, x).as_text())
     assert counts.memory_traffic_bytes(program) == 3 * x.nbytes
 
 
-def test_a_slice_costs_what_is_taken_of_the_array():
+def test_slice_costs_the_bytes_it_takes():
     stack = np.ones((50, 64, 64), np.float32)
     program = hlo.parse_hlo(
         compiled(lambda s: jax.lax.scan(lambda c, x: (c + x * 2, None), s[0] * 0, s)[0], stack).as_text()
@@ -283,7 +283,7 @@ ENTRY %main (a: f32[4,4], n: s32[]) -> (s32[], f32[4,4]) {
         ({"STEP": "1", "DIRECTION": "LT", "FIRST": "n"}, None),
     ],
 )
-def test_a_loop_whose_length_the_text_does_not_tell_is_not_guessed(changes, trips):
+def test_unknown_trip_count_is_not_guessed(changes, trips):
     text = LOOP
     for word, value in changes.items():
         text = text.replace(word, value)
@@ -314,7 +314,7 @@ ENTRY %main (p: s32[], a: f32[4,4]) -> f32[4,4] {
 """
 
 
-def test_of_a_condition_the_shortest_branch_counts():
+def test_conditional_counts_its_shortest_branch():
     program = hlo.parse_hlo(CONDITION)
     assert counts.matmul_flops(program) == 2 * 4**3
     assert counts.collectives(program) == [] and counts.count_kernels(program) == counts.KernelCounts(0, 0)

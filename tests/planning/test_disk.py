@@ -11,7 +11,7 @@ from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state
 
-OVERHEAD = 100_000  # bytes that Orbax adds to a snapshot or a state of so few leaves
+OVERHEAD = 100_000  # Bytes that Orbax adds to a snapshot or a state with this few leaves.
 RETENTION = {
     "checkpoint__kinds": ("point", "block_mean"),
     "checkpoint__window": 2,
@@ -29,7 +29,7 @@ def files_bytes(folder):
 
 
 @pytest.mark.slow
-def test_bytes_on_disk_of_a_run_that_keeps_some(workspace, tmp_path):
+def test_bytes_on_disk_match_a_run_with_retention(workspace, tmp_path):
     config = tiny.config(workspace, **RETENTION)
     run = train(config, tmp_path / "run")
     state = abstract_state(config, make_mesh(config.mesh))
@@ -40,9 +40,9 @@ def test_bytes_on_disk_of_a_run_that_keeps_some(workspace, tmp_path):
     assert folders["point"] == folders["block_mean"] and len(folders["point"]) == found["snapshots_kept_of_each_kind"]
     assert len(run.states) == found["states_kept"] == 2
     assert 2 * len(folders["point"]) * found["snapshot_bytes"] + 2 * found["state_bytes"] == found["bytes_at_the_end"]
-    # One of each kind and one state more, while the new ones are there and the old ones still.
+    # One more of each kind and one more state: new ones are written before old ones are removed.
     assert found["bytes_at_most"] - found["bytes_at_the_end"] == 2 * found["snapshot_bytes"] + found["state_bytes"]
-    # Arrays are written as they are; names, shapes and the configuration come on top.
+    # Arrays are stored uncompressed; names, shapes and the configuration come on top.
     snapshot, saved = run.of_kind("point")[-1].path, run.states[-1].path
     for path, bytes_ in ((snapshot, found["snapshot_bytes"]), (saved, found["state_bytes"])):
         assert bytes_ <= files_bytes(path) <= bytes_ + OVERHEAD, path
@@ -62,7 +62,7 @@ def test_bytes_on_disk_of_a_run_that_keeps_some(workspace, tmp_path):
     ],
 )
 @pytest.mark.parametrize("total", [6144, 6145, 6000])
-def test_marks_are_the_runs_own(checkpoint_keys, total):
+def test_marks_equal_those_of_the_run(checkpoint_keys, total):
     config = resolve(
         {
             "training": {"sequence_length_tokens": 32, "batch_size_sequences": 8, "total_tokens": total},
@@ -77,18 +77,18 @@ def test_marks_are_the_runs_own(checkpoint_keys, total):
 
 
 @pytest.mark.mesh
-def test_block_means_take_one_float32_model_of_memory(workspace):
+def test_block_means_take_one_float32_copy_of_the_model(workspace):
     config = tiny.config(workspace, checkpoint__kinds=("block_mean",), mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     state = abstract_state(config, make_mesh(config.mesh))
     found = disk.summarize_storage(config, state)
     assert found["block_mean_bytes_per_device"] == disk.bytes_per_device(state.params) + 4
-    # Norms are whole on each device, matrices in four parts.
+    # Norms are replicated on each device, matrices are split in four.
     assert found["snapshot_bytes"] / 8 < disk.bytes_per_device(state.params) < found["snapshot_bytes"] / 2
     without = abstract_state(tiny.config(workspace), make_mesh(config.mesh))
     assert disk.summarize_storage(config, without)["block_mean_bytes_per_device"] == 0
 
 
-def test_times_are_bytes_over_bandwidth(workspace):
+def test_write_time_is_bytes_over_bandwidth(workspace):
     config = tiny.config(workspace, spikes__detect=False)
     state = jax.eval_shape(lambda s: s, abstract_state(config, make_mesh(config.mesh)))
     found = disk.estimate_storage_seconds(config, state, 1e6)

@@ -22,5 +22,5 @@ from pma_jax.planning import formatting
         (formatting.format_duration(0), "0 ms"),
     ],
 )
-def test_numbers_as_people_read_them(written, read):
+def test_numbers_are_formatted_for_readers(written, read):
     assert written == read

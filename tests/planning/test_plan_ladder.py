@@ -1,4 +1,4 @@
-"""The table of experiments/plan_ladder is what its results say, and they are of today's configurations."""
+"""The table of experiments/plan_ladder matches its results, and they match the present configurations."""
 
 import importlib.util
 import math
@@ -39,16 +39,16 @@ def test_every_size_has_a_slice_of_v5e_v5p_or_v6e():
 
 
 @pytest.mark.parametrize("name", plan_ladder.SLICES)
-def test_a_slices_mesh_fills_it_and_divides_the_size(name):
-    config, where = plan_ladder.planned_config(name), plan_ladder.SLICES[name]
+def test_mesh_of_a_slice_fills_it_and_divides_the_size(name):
+    config, slice_ = plan_ladder.planned_config(name), plan_ladder.SLICES[name]
     mesh = config.mesh
     shape = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor, "expert": mesh.expert}
-    chips = math.prod(int(side) for side in where.topology.partition(":")[2].split("x"))
+    chips = math.prod(int(side) for side in slice_.topology.partition(":")[2].split("x"))
     assert math.prod(shape.values()) == chips
     check_mesh(config, jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape)))
 
 
-def test_the_readme_has_exactly_the_table_of_the_results():
+def test_readme_has_exactly_the_table_of_the_results():
     readme = (FOLDER / "README.md").read_text()
     _, _, rest = readme.partition(plan_ladder.START + "\n")
     found, closed, _ = rest.partition("\n" + plan_ladder.END)
@@ -57,10 +57,10 @@ def test_the_readme_has_exactly_the_table_of_the_results():
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_result_is_of_the_configuration_and_fits_by_the_compilers_word(name):
+def test_result_belongs_to_the_configuration_and_fits_by_the_compilers_report(name):
     result, plan = RESULTS[name], RESULTS[name]["plan"]
-    # Versions and digest are those that it was made with: a new key changes the digest of every configuration, and
-    # running the command again makes the plan anew with today's.
+    # Versions and digest are those of the planning run: a new key changes the digest of every configuration, and
+    # running the command again plans anew with the present one.
     made_with = {key: result["identity"][key] for key in ("versions", "config_digest")}
     now = plan_ladder.identity(name) | made_with
     assert result["identity"] == now
@@ -74,7 +74,7 @@ def test_a_result_is_of_the_configuration_and_fits_by_the_compilers_word(name):
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_recorded_merge_adds_in_place_without_a_collective(name):
+def test_recorded_merge_adds_in_place_without_a_collective(name):
     plan = RESULTS[name]["plan"]
     merge = plan["programs"]["merge"]
     assert merge["collectives"] == {}
@@ -84,10 +84,10 @@ def test_a_recorded_merge_adds_in_place_without_a_collective(name):
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["dense_70b", "moe_20b_200b"])
-def test_the_merge_of_the_largest_sizes_adds_in_place_without_a_collective(name):
-    config, where = plan_ladder.planned_config(name), plan_ladder.SLICES[name]
+def test_merge_of_the_largest_sizes_adds_in_place_without_a_collective(name):
+    config, slice_ = plan_ladder.planned_config(name), plan_ladder.SLICES[name]
     sizes = MeshConfig(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
-    mesh = mesh_from_devices(aot.tpu_topology(where.topology).devices, sizes)
+    mesh = mesh_from_devices(aot.tpu_topology(slice_.topology).devices, sizes)
     leaves = jax.tree.leaves(abstract_state(config, mesh).params)
     report = aot.compile_program(aot.program_lowerings(config, mesh)["merge"], mesh)
     assert report.refusal is None and report.program.devices == mesh.size
@@ -97,7 +97,7 @@ def test_the_merge_of_the_largest_sizes_adds_in_place_without_a_collective(name)
     assert report.program.aliased_outputs == len(leaves)
 
 
-def test_a_size_that_could_not_be_planned_says_why_in_its_row():
+def test_row_of_a_failed_plan_gives_the_reason():
     failed = {"identity": {}, "wall_seconds": 1200.0, "failed": "not compiled within 20 minutes", "plan": None}
     rows = plan_ladder.table({"dense_8b": failed}).splitlines()
     row = next(row for row in rows if "`dense_8b`" in row)
@@ -105,7 +105,7 @@ def test_a_size_that_could_not_be_planned_says_why_in_its_row():
     assert "not planned yet" in rows[2]
 
 
-def test_a_size_that_does_not_fit_is_never_said_to():
+def test_size_that_does_not_fit_is_never_reported_to_fit():
     if not PLANNED:
         pytest.skip("no size is planned")
     result = RESULTS[PLANNED[0]]
@@ -115,7 +115,7 @@ def test_a_size_that_does_not_fit_is_never_said_to():
     assert "does not fit: the train step" in row and "GiB" not in row
 
 
-def test_what_is_planned_is_kept_and_what_has_changed_is_planned_again(tmp_path, monkeypatch):
+def test_stored_plans_are_reused_and_changed_sizes_planned_again(tmp_path, monkeypatch):
     planned = []
 
     def plan_size(name, limit_minutes):

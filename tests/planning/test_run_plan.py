@@ -13,7 +13,7 @@ CHIP = cost.CHIPS["v5e"]
 
 
 def planned(config, **changes):
-    """A plan for the eight simulated devices, as if each were a chip."""
+    """Return a plan for the eight simulated devices, as if each were a chip."""
     topology = aot.Topology("8 CPU devices", CHIP, tuple(jax.devices()))
     options = {"storage_bytes_per_second": 1e6, "annealing_share": 0.25} | changes
     return run_plan.plan_run(config, topology, **options)
@@ -25,7 +25,7 @@ def numbers(workspace):
 
 
 @pytest.mark.mesh
-def test_a_plan_is_json_and_its_numbers_fit_together(numbers):
+def test_plan_is_json_with_consistent_numbers(numbers):
     numbers = json.loads(json.dumps(numbers))
     assert numbers["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1} and numbers["topology"]["chips"] == 8
     run, step = numbers["training"], numbers["programs"]["train_step"]
@@ -42,18 +42,18 @@ def test_a_plan_is_json_and_its_numbers_fit_together(numbers):
 
 
 @pytest.mark.mesh
-def test_the_memory_of_a_step_is_the_states_and_the_batchs(numbers):
+def test_memory_of_a_step_is_that_of_state_and_batch(numbers):
     memory = numbers["programs"]["train_step"]["memory"]
     state, blocks = numbers["storage"]["state_bytes"], numbers["storage"]["block_mean_bytes_per_device"]
     assert blocks > 0 and state / 8 < memory["argument_bytes"] < state
-    # All but the metrics, and on CPU the table of where the outputs lie.
+    # All but the metrics and, on CPU, the table of output addresses.
     assert 0 <= memory["output_bytes"] - memory["aliased_bytes"] < 1000
     assert memory["bytes"] >= memory["argument_bytes"] + memory["temporary_bytes"]
     assert memory["share_of_memory"] == memory["bytes"] / CHIP.memory_bytes
 
 
 @pytest.mark.mesh
-def test_the_text_has_every_program_and_what_the_run_leaves(numbers):
+def test_text_lists_every_program_and_the_files_on_disk(numbers):
     text = plan_text.format_plan(numbers)
     for word in (
         "train step",
@@ -70,7 +70,7 @@ def test_the_text_has_every_program_and_what_the_run_leaves(numbers):
     assert run_plan.out_of_memory_messages(numbers) == []
 
 
-def test_a_program_that_does_not_fit_is_never_said_to(workspace, monkeypatch):
+def test_program_that_does_not_fit_is_never_reported_to_fit(workspace, monkeypatch):
     compile_program = aot.compile_program
     said = "RESOURCE_EXHAUSTED: 20G of 15.75G hbm"
 
@@ -95,9 +95,9 @@ def mixture(**changes):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-def test_a_mixtures_plan_has_the_exchange_of_its_experts_and_merges_its_bias():
+def test_plan_of_a_mixture_counts_the_expert_exchange_and_the_bias():
     numbers = planned(mixture(**{"mesh.fsdp": 2, "mesh.expert": 4}))
-    # Embedding and output, attention, router and bias, experts (8 of which a token meets 2), norms.
+    # Embedding and output, attention, router and bias, experts (each token uses 2 of 8), norms.
     D, shared = 96, 2 * 256 * 96 + 4 * 96 * 96 + 96 * 8 + 8 + 3 * 96
     expert = 3 * D * 128
     assert numbers["parameters"] == shared + 8 * expert
@@ -106,15 +106,15 @@ def test_a_mixtures_plan_has_the_exchange_of_its_experts_and_merges_its_bias():
     token = 2 * (4 * D * D + D * 8 + 2 * expert) + 2 * 256 * D + 4 * D * (128 + 1) / 2
     assert numbers["training"]["training_flops_per_token"] == 3 * token
     step, evaluation, merge = numbers["programs"].values()
-    # Indices and rows there, rows back; in the backward pass rows there and back.
+    # Indices and rows out, rows back; the backward pass sends rows out and back.
     assert [p["collectives"]["all-to-all"]["count"] for p in (step, evaluation)] == [5, 3]
     assert merge["collectives"] == {} and merge["memory"]["temporary_bytes"] == 0
-    assert merge["aliased_outputs"] == 14  # leaves, the bias among them
+    assert merge["aliased_outputs"] == 14  # Leaves, including the bias.
     assert " parameters, " in plan_text.format_plan(numbers).splitlines()[0]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-def test_a_mixture_on_tpu_multiplies_what_its_tokens_need():
+def test_mixture_on_tpu_multiplies_only_its_tokens_products():
     numbers = run_plan.plan_run(
         mixture(**{"mesh.expert": 4, "training.batch_size_sequences": 64}),
         aot.tpu_topology("v5e:2x2"),
@@ -125,7 +125,7 @@ def test_a_mixture_on_tpu_multiplies_what_its_tokens_need():
     forward = numbers["training"]["forward_flops_per_token"]
     for program, passes, sequences in ((step, 3, 64), (evaluation, 1, 64)):
         needed = passes * sum(forward.values()) * sequences * 128 / 4
-        seen_twice = passes * forward["attention"] * sequences * 128 / 4  # the whole square, by XLA
+        seen_twice = passes * forward["attention"] * sequences * 128 / 4  # The full square, by XLA.
         found = program["product_flops"] + program["kernel_flops"]
         assert needed <= found <= (needed + 4 / 3 * seen_twice) * 1.01
         assert program["kernels"]["silent"] == 0
@@ -134,7 +134,7 @@ def test_a_mixture_on_tpu_multiplies_what_its_tokens_need():
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-def test_the_verb_prints_writes_and_fails_where_a_program_does_not_fit(workspace, tmp_path, capsys):
+def test_verb_prints_writes_and_fails_where_a_program_does_not_fit(workspace, tmp_path, capsys):
     file = tiny.write_config(tmp_path / "config.py", workspace)
     words = ["plan", "--config", file, "--topology", "v5e:2x2", "--out", str(tmp_path / "plan.json")]
     assert main([*words, "--json"]) == 0

@@ -1,4 +1,4 @@
-"""Run directories with metrics written by hand."""
+"""Fixtures: run directories with metrics written by hand."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def preview(tokens, recipe, loss):
 
 @pytest.fixture
 def make_run(tmp_path):
-    """`make_run(name, records, sweep=..., decay=..., facts=...)` -> a Run in a folder of its own."""
+    """Return `make_run(name, records, sweep=..., decay=..., facts=...)`, which writes a run to a folder of its own."""
 
     def make(name, records, *, sweep=None, decay="none", facts=None, **data):
         schedule = ScheduleConfig(decay=decay, decay_start_tokens=FORK if decay != "none" else 0)
@@ -40,13 +40,13 @@ def make_run(tmp_path):
 
 @pytest.fixture
 def forked():
-    """run.json's facts of a fork."""
+    """Return the fork metadata of run.json."""
     return {"forked_from": {"path": "runs/demo", "tokens": FORK, "step": FORK // 2048}}
 
 
 @pytest.fixture
 def realistic(make_run, forked):
-    """A run of 60 snapshots whose raw loss sits 0.09 above its trend, and a fork that anneals that away."""
+    """Return a run of 60 snapshots whose raw loss is 0.09 above its trend, and a fork that anneals this excess away."""
 
     def trend(t):
         return 0.95 + 0.45 / math.sqrt(t / 1e6)

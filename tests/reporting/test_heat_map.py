@@ -20,7 +20,7 @@ def sweep(recipes=("sma", "lagfree:lag=0.5"), windows=(3, 10), intervals=(1, 2, 
     return {"tokens": 5_120_000, "raw_loss": 1.5, "rows": rows}
 
 
-def test_a_panel_a_recipe_and_kind_of_intervals_by_windows():
+def test_one_panel_per_recipe_and_kind_with_intervals_by_windows():
     panels = heat_map.sweep_heat_maps(sweep()["rows"])
     assert [p.title for p in panels] == [
         "sma, points",
@@ -33,7 +33,7 @@ def test_a_panel_a_recipe_and_kind_of_intervals_by_windows():
     assert first.losses[2, 1] == 1 + 0.1 + 0.004 + len("smapoint")
 
 
-def test_with_one_interval_a_panel_a_kind_of_recipes_by_windows():
+def test_single_interval_gives_one_panel_per_kind_with_recipes_by_windows():
     panels = heat_map.sweep_heat_maps(sweep(intervals=(1,))["rows"])
     assert [(p.title, p.rows) for p in panels] == [
         ("points", ["sma", "lagfree lag=0.5"]),
@@ -43,7 +43,7 @@ def test_with_one_interval_a_panel_a_kind_of_recipes_by_windows():
 
 
 @pytest.mark.parametrize("intervals", [(1,), (1, 2, 4)])
-def test_every_loss_is_written_and_the_best_is_framed(intervals):
+def test_every_loss_is_printed_and_the_best_is_framed(intervals):
     found = sweep(intervals=intervals)
     del found["rows"][3]
     drawn = heat_map.draw_sweep(found)
@@ -55,7 +55,7 @@ def test_every_loss_is_written_and_the_best_is_framed(intervals):
     assert len(frames) == 1 and bold == [f"{min(r['loss'] for r in found['rows']):.4f}"]
 
 
-def test_everything_is_inside_the_figure_and_nothing_overlaps():
+def test_all_artists_are_inside_the_figure_without_overlap():
     drawn = heat_map.draw_sweep(sweep(recipes=("sma", "wma", "ema:alpha=0.1", "lagfree:lag=0.5,order=1")))
     drawn.canvas.draw()
     renderer = drawn.canvas.get_renderer()
@@ -66,7 +66,7 @@ def test_everything_is_inside_the_figure_and_nothing_overlaps():
         assert not any(box.overlaps(other) for other in boxes[:i])
 
 
-def test_losses_that_are_not_finite_and_a_single_one_can_be_drawn(tmp_path):
+def test_non_finite_losses_and_a_single_loss_can_be_drawn(tmp_path):
     found = sweep(recipes=("sma",), windows=(3,), intervals=(1,), kinds=("point",))
     found["raw_loss"] = None
     path = heat_map.write_sweep_figure(found, tmp_path)
@@ -76,7 +76,7 @@ def test_losses_that_are_not_finite_and_a_single_one_can_be_drawn(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["sweep.png"]
 
 
-def test_panels_below_each_other_are_taller_and_their_bytes_repeat():
+def test_stacked_panels_are_taller_and_bytes_are_reproducible():
     panels = heat_map.sweep_heat_maps(sweep(intervals=(1, 2))["rows"])
     assert len(panels) > 1
     beside, below = (
@@ -87,7 +87,7 @@ def test_panels_below_each_other_are_taller_and_their_bytes_repeat():
     assert to_png(heat_map.draw_heat_maps(panels, "title")) == to_png(heat_map.draw_heat_maps(panels, "title"))
 
 
-def test_cells_above_the_end_of_the_scale_have_its_last_colour():
+def test_cells_above_the_scale_have_its_last_colour():
     panel = heat_map.HeatMap("one", ["a"], ["1", "2", "3"], "N", np.array([[0.0, 1.0, 100.0]]))
     wide, narrow = (heat_map.draw_heat_maps([panel], "t", highest=h).axes[0].images[0] for h in (None, 1.0))
     assert narrow.get_clim() == (0.0, 1.0) and wide.get_clim() == (0.0, 100.0)

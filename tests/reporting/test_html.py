@@ -11,7 +11,7 @@ VOID = {"meta", "img", "source", "br", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Checks that tags are balanced; keeps attributes and text."""
+    """Check that tags are balanced; keep attributes and text."""
 
     def __init__(self, text):
         super().__init__()
@@ -39,7 +39,7 @@ def report(realistic):
     return build_report(run, [fork])
 
 
-def test_the_page_parses_and_needs_nothing_else(report):
+def test_page_parses_and_is_self_contained(report):
     text = html.render_page(report, "{}", b"light", b"dark")
     page = Page(text)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
@@ -51,12 +51,12 @@ def test_the_page_parses_and_needs_nothing_else(report):
     assert "url(" not in text and "@import" not in text
 
 
-def test_both_figures_are_embedded(report):
+def test_page_embeds_both_figures(report):
     embedded = re.findall(r"base64,([^\"]+)", html.render_page(report, "{}", b"light", b"dark"))
     assert [base64.b64decode(e) for e in embedded] == [b"dark", b"light"]
 
 
-def test_the_page_says_what_the_report_holds(report):
+def test_page_contains_the_report(report):
     page = Page(html.render_page(report, '{"config": "here"}', b"", b""))
     text = " ".join(page.text)
     assert report["finding"] in text
@@ -80,7 +80,7 @@ def test_text_from_files_is_escaped(report):
     assert "script" not in page.tags and evil in " ".join(page.text)
 
 
-def test_a_run_alone_makes_a_page(realistic):
+def test_run_without_forks_has_a_page(realistic):
     run, _ = realistic
     page = Page(html.render_page(build_report(run, []), "{}", b"", b""))
     assert "Recovered is" not in " ".join(page.text)

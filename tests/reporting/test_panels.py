@@ -1,4 +1,4 @@
-"""Panels of lines: every line, its bars, and one legend."""
+"""Panels of lines: every line, its error bars, and one legend."""
 
 import io
 
@@ -14,7 +14,7 @@ B = Line("raw", [1, 2, 4], [0.5, 0.4, 0.3], dashed=True)
 LONG = Line("raw", range(-15, 1), [0.1] * 16)
 
 
-def test_a_name_has_one_colour_and_one_entry():
+def test_each_name_has_one_colour_and_one_legend_entry():
     drawn = draw_lines([LinePanel("left", "tokens", [A, B], zero=True), LinePanel("right", "tokens", [B])])
     left, right = drawn.axes
     colours = {line.get_label(): c[0].get_color() for c in left.containers for line in [c]}
@@ -23,21 +23,21 @@ def test_a_name_has_one_colour_and_one_entry():
     assert left.get_title(loc="left") == "left" and right.get_xlabel() == "tokens"
 
 
-def test_bars_reach_from_low_to_high():
+def test_error_bars_reach_from_low_to_high():
     drawn = draw_lines([LinePanel("one", "tokens", [A], log_x=True)])
     (bars,) = drawn.axes[0].containers[0][2]
     ends = np.array([segment[:, 1] for segment in bars.get_segments()])
     np.testing.assert_allclose(ends, np.stack([A.low, A.high], axis=1), atol=1e-12)
 
 
-def test_ticks_are_where_it_was_measured_and_whole_where_that_is():
+def test_ticks_are_at_the_measured_values_and_integers_where_those_are():
     drawn = draw_lines([LinePanel("one", "tokens", [A], log_x=True), LinePanel("two", "snapshots", [LONG])])
     few, many = drawn.axes
     assert [t.get_text() for t in few.get_xticklabels()] == ["1", "2", "4"]
     assert all(float(x).is_integer() for x in many.get_xticks())
 
 
-def test_more_panels_than_columns_go_on_in_the_next_row_and_bytes_repeat():
+def test_panels_beyond_the_columns_wrap_and_bytes_are_reproducible():
     panels = [LinePanel(str(i), "x", [A, B], percent=True, limits=(0, 1)) for i in range(4)]
     png = to_png(draw_lines(panels, columns=3))
     assert png == to_png(draw_lines(panels, columns=3))
@@ -55,7 +55,7 @@ PANEL = ContourPanel(
 )
 
 
-def test_a_panel_shows_the_loss_and_what_is_marked():
+def test_panel_shows_the_loss_and_the_marked_points():
     drawn = draw_contours([PANEL, PANEL])
     panels = [axes for axes in drawn.axes if axes.get_title(loc="left")]
     assert len(panels) == 2
@@ -66,7 +66,7 @@ def test_a_panel_shows_the_loss_and_what_is_marked():
         assert axes.get_xlim() == (-1, 1) and axes.get_ylim() == (-2, 2)
 
 
-def test_the_same_planes_give_the_same_bytes():
+def test_same_planes_give_the_same_bytes():
     assert to_png(draw_contours([PANEL])) == to_png(draw_contours([PANEL])) and to_png(
         draw_contours([PANEL])
     ).startswith(b"\x89PNG")

@@ -45,12 +45,12 @@ def pair(make_run, forked):
     return run, make_run("demo-annealed", ANNEALED, decay="linear", facts=forked)
 
 
-def test_shares_are_those_computed_by_hand(pair):
+def test_recovered_shares_equal_values_computed_by_hand(pair):
     run, fork = pair
     report = build_report(run, [fork])
     assert (report["tokens"], report["raw_loss"], report["annealed_loss"]) == (HORIZON, 1.2, 1.1)
     assert report["merged_loss"] == {"sma:3": 1.15, "sma:10": 1.12, "ema:alpha=0.2:10": 1.11}
-    # (1.2 - loss) / (1.2 - 1.1); the best SMA window gives the headline, though EMA is better.
+    # (1.2 - loss) / (1.2 - 1.1); the best SMA window is the headline, although EMA is better.
     assert report["recovered_shares"] == pytest.approx({"sma:3": 0.5, "sma:10": 0.8, "ema:alpha=0.2:10": 0.9})
     assert report["recovered_share"] == pytest.approx(0.8)
     assert report["best_sma"]["text"] == "sma:10"
@@ -66,7 +66,7 @@ def test_shares_are_those_computed_by_hand(pair):
     assert "80% of what annealing gains" in report["finding"] and "1.20M tokens" in report["finding"]
 
 
-def test_previews_are_counted_against_the_raw_loss_at_the_same_tokens(pair):
+def test_previews_are_compared_with_the_raw_loss_at_the_same_tokens(pair):
     run, fork = pair
     report = build_report(run, [fork])
     assert (report["previews_total"], report["previews_below_raw"]) == (5, 4)
@@ -77,15 +77,15 @@ def test_previews_are_counted_against_the_raw_loss_at_the_same_tokens(pair):
     assert list(report["previews"]) == ["sma:3", "sma:10"]
 
 
-def test_curves_hold_what_was_evaluated(pair):
+def test_curves_contain_the_evaluations(pair):
     run, fork = pair
     curves = build_report(run, [fork])["curves"]
     assert curves["raw"] == [[1_000_000, 1.5], [FORK, 1.3], [HORIZON, 1.2]]
-    assert curves["annealed"] == [[5_400_000, 1.2], [HORIZON, 1.1]]  # what it trained itself, past the fork
+    assert curves["annealed"] == [[5_400_000, 1.2], [HORIZON, 1.1]]  # Only what the fork trained itself.
     assert curves["previews"]["sma:10"] == [[FORK, 1.26], [HORIZON, 1.12]]
 
 
-def test_provenance(pair):
+def test_report_contains_provenance(pair):
     run, fork = pair
     report = build_report(run, [fork])
     assert (report["corpus_digest"], report["evaluation_digest"]) == ("c0ffee", "e7a1")
@@ -94,7 +94,7 @@ def test_provenance(pair):
     assert report["parameters"] == 918_656  # 2·256·128 + 4 (4·128·128 + 3·128·384 + 2·128) + 128
 
 
-def test_the_commands_give_the_same_configurations(pair):
+def test_commands_reproduce_the_configurations(pair):
     run, fork = pair
     train, forking, sweep, last = (shlex.split(c) for c in build_report(run, [fork])["commands"])
     raw = configuration.load(train[train.index("--config") + 1])
@@ -120,11 +120,11 @@ def with_blocks(make_run, forked):
     return run, make_run("demo-annealed", ANNEALED, decay="linear", facts=forked)
 
 
-def test_block_means_and_intervals_stand_beside_the_papers_merges(with_blocks):
+def test_block_means_and_intervals_are_listed_beside_the_papers_merges(with_blocks):
     run, fork = with_blocks
     report = build_report(run, [fork])
     assert report["best_block_merge"] == {"text": "block/wma:10", "loss": 1.104, "recovered_share": pytest.approx(0.96)}
-    # The headline is of points, one interval apart: sma:10 with 0.8, though sma:10@2 is better.
+    # The headline uses points one interval apart: sma:10 with 0.8, although sma:10@2 is better.
     assert report["best_sma"]["text"] == "sma:10" and report["recovered_share"] == pytest.approx(0.8)
     assert report["block_points_gained"] == pytest.approx(0.16)
     assert report["merged_loss"]["sma:10@2"] == 1.105 and report["merged_loss"]["block/sma:3"] == 1.14
@@ -143,14 +143,14 @@ def test_block_means_and_intervals_stand_beside_the_papers_merges(with_blocks):
     ]
 
 
-def test_without_block_means_nothing_is_said_of_them(pair):
+def test_block_means_are_not_mentioned_without_any(pair):
     run, fork = pair
     report = build_report(run, [fork])
     assert report["best_block_merge"] is None and report["block_points_gained"] is None
     assert "block/" not in write_report(report, run)[2].read_text()
 
 
-def test_block_means_alone_gain_nothing_over_points_that_are_not_there(make_run, forked):
+def test_block_means_alone_claim_no_gain_over_missing_points(make_run, forked):
     fork = make_run("annealed", ANNEALED, decay="linear", facts=forked)
     rows, unknown = BLOCK_ROWS[1:], {"raw_loss": None}
     report = build_report(make_run("demo", RAW, sweep=SWEEP | unknown | {"rows": rows}), [fork])
@@ -158,10 +158,10 @@ def test_block_means_alone_gain_nothing_over_points_that_are_not_there(make_run,
     assert report["best_block_merge"]["text"] == "block/wma:10" and report["notes"] == []
 
 
-def test_what_was_watched_is_beside_the_trainers_previews(make_run, forked):
+def test_watched_previews_are_listed_beside_the_trainers(make_run, forked):
     run = make_run("demo", RAW)
     watched = [preview(t, "block/sma:3", loss) | {"by": "watch"} for t, loss in ((FORK, 1.24), (HORIZON, 1.13))]
-    # The trainer's sma:3 was watched too: it is one curve, and counted once.
+    # The trainer's sma:3 was watched too: it is one curve and counted once.
     again = [preview(HORIZON, "sma:3", 1.15) | {"by": "watch"}]
     (run.path / "watch.jsonl").write_text("".join(json.dumps(r) + "\n" for r in watched + again))
     report = build_report(run, [make_run("annealed", ANNEALED, decay="linear", facts=forked)])
@@ -171,7 +171,7 @@ def test_what_was_watched_is_beside_the_trainers_previews(make_run, forked):
     assert report["block_points_gained"] == pytest.approx(-0.1)
 
 
-def test_without_an_annealed_run_there_are_no_shares(make_run):
+def test_without_an_annealed_run_there_are_no_recovered_shares(make_run):
     report = build_report(make_run("demo", RAW, sweep=SWEEP), [])
     for key in ("annealed_loss", "recovered_share", "tokens_saved", "fork_tokens", "annealing"):
         assert report[key] is None
@@ -187,13 +187,13 @@ def test_without_a_sweep_the_last_previews_are_the_merges(make_run, forked):
     assert report["recovered_share"] == pytest.approx(0.8)
 
 
-def test_a_sweep_of_another_horizon_is_left_out_and_said(make_run):
+def test_sweep_at_another_horizon_is_skipped_with_a_note(make_run):
     report = build_report(make_run("demo", RAW, sweep=SWEEP | {"tokens": FORK}), [])
     assert set(report["merged_loss"]) == {"sma:3", "sma:10"}
     assert "4,800,000" in report["notes"][0] and "pma sweep" in report["notes"][0]
 
 
-def test_a_sweep_that_disagrees_on_the_raw_model_is_left_out_and_said(make_run):
+def test_sweep_with_another_raw_loss_is_skipped_with_a_note(make_run):
     report = build_report(make_run("demo", RAW, sweep=SWEEP | {"raw_loss": 1.3}), [])
     assert set(report["merged_loss"]) == {"sma:3", "sma:10"}
     assert "1.3000" in report["notes"][0]
@@ -207,7 +207,7 @@ def test_evaluations_alone_make_a_report(make_run, tmp_path):
     assert "3.0000" in format_report(report)
 
 
-def test_several_annealed_forks_are_held_against_the_best(pair, make_run, forked):
+def test_best_of_several_annealed_forks_is_the_reference(pair, make_run, forked):
     run, fork = pair
     worse = make_run("cosine", [evaluation(HORIZON, 1.14)], decay="cosine", facts=forked)
     report = build_report(run, [worse, fork])
@@ -215,7 +215,7 @@ def test_several_annealed_forks_are_held_against_the_best(pair, make_run, forked
     assert [a["run"] for a in report["annealed_runs"]] == ["demo-annealed", "cosine"]
 
 
-def test_forks_that_are_not_annealed_or_not_at_the_horizon_are_noted(pair, make_run, forked):
+def test_forks_not_annealed_or_not_at_the_horizon_are_noted(pair, make_run, forked):
     run, fork = pair
     short = make_run("short", ANNEALED[:2], decay="linear", facts=forked)
     constant = make_run("constant", [evaluation(HORIZON, 1.0)], facts=forked)
@@ -225,7 +225,7 @@ def test_forks_that_are_not_annealed_or_not_at_the_horizon_are_noted(pair, make_
     assert any("constant" in n for n in report["notes"])
 
 
-def test_annealing_that_does_not_help_leaves_no_share(make_run, forked):
+def test_annealing_without_gain_gives_no_recovered_share(make_run, forked):
     fork = make_run("annealed", [evaluation(HORIZON, 1.25)], decay="linear", facts=forked)
     run = make_run("demo", RAW, sweep=SWEEP)
     report = build_report(run, [fork])
@@ -242,7 +242,7 @@ def test_runs_on_other_text_are_refused(make_run, forked, fact, what):
         build_report(make_run("demo", RAW), [fork])
 
 
-def test_a_run_that_was_not_forked_is_refused(make_run):
+def test_run_that_was_not_forked_is_refused(make_run):
     with pytest.raises(ValueError, match="is not a fork"):
         build_report(make_run("demo", RAW), [make_run("other", ANNEALED, decay="linear")])
 
@@ -253,17 +253,17 @@ def test_runs_in_the_wrong_order_are_refused(pair):
         build_report(fork, [run])
 
 
-def test_a_run_without_evaluations_says_what_to_do(make_run):
+def test_run_without_evaluations_is_refused_with_the_remedy(make_run):
     with pytest.raises(ValueError, match="train it to its first snapshot"):
         build_report(make_run("demo", RAW[:1]), [])
 
 
-def test_a_diverged_run_is_refused(make_run):
+def test_diverged_run_is_refused(make_run):
     with pytest.raises(ValueError, match="diverged"):
         build_report(make_run("demo", [evaluation(HORIZON, math.nan)]), [])
 
 
-def test_losses_that_are_not_finite_stay_out_of_the_json(make_run, tmp_path):
+def test_non_finite_losses_are_excluded_from_the_json(make_run, tmp_path):
     rows = [*ROWS, {"recipe": "wma", "window": 3, "text": "wma:3", "loss": math.inf}]
     records = [evaluation(50_000, math.nan), preview(50_000, "sma:3", math.nan), *RAW]
     run = make_run("demo", records, sweep=SWEEP | {"rows": rows})
@@ -272,7 +272,7 @@ def test_losses_that_are_not_finite_stay_out_of_the_json(make_run, tmp_path):
     json.loads(write_report(report, run)[0].read_text(), parse_constant=pytest.fail)
 
 
-def test_the_files_are_written_whole_and_where_asked(pair, tmp_path):
+def test_files_are_complete_and_written_to_the_requested_folder(pair, tmp_path):
     run, fork = pair
     report = build_report(run, [fork])
     here, there = write_report(report, run), write_report(report, run, tmp_path / "new" / "folder")
@@ -284,7 +284,7 @@ def test_the_files_are_written_whole_and_where_asked(pair, tmp_path):
     assert [p.read_bytes() for p in here] == [p.read_bytes() for p in there]
 
 
-def test_a_report_that_fails_leaves_the_old_one(pair, monkeypatch):
+def test_failed_report_leaves_the_old_files(pair, monkeypatch):
     run, fork = pair
     report = build_report(run, [fork])
     before = {p: p.read_bytes() for p in write_report(report, run)}
@@ -298,18 +298,18 @@ def test_a_report_that_fails_leaves_the_old_one(pair, monkeypatch):
     assert {p: p.read_bytes() for p in before} == before
 
 
-def test_the_table_is_aligned_and_marks_the_best(pair):
+def test_table_is_aligned_and_marks_the_best(pair):
     run, fork = pair
     lines = format_report(build_report(run, [fork])).splitlines()
     table = lines[2:8]
     assert len({len(line) for line in table}) == 1
-    # 1.11 nats a byte: perplexity e^1.11, bits 1.11 / ln 2.
+    # 1.11 nats per byte: perplexity e^1.11, bits 1.11 / ln 2.
     best = next(line for line in table if "ema" in line).split()
     assert best == ["ema:alpha=0.2:10", "*", "1.1100", "3.0344", "1.6014", "90.0%"]
     assert lines[-1] == "previews below the raw loss: 4 of 5"
 
 
-def test_bits_per_byte_only_for_bytes(make_run):
+def test_bits_per_byte_are_given_for_bytes_only(make_run):
     run = make_run("demo", RAW, sweep=SWEEP, tokenizer="bpe")
     report = build_report(run, [])
     assert "bits" not in format_report(report)

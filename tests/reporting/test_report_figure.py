@@ -17,26 +17,26 @@ def report(realistic):
     return build_report(run, [fork])
 
 
-def test_the_png_is_valid_and_at_twice_the_size(report):
+def test_png_is_valid_and_at_twice_the_size(report):
     data = to_png(report_figure.draw_report(report), PAGE_DPI)
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     height, width, _ = image.imread(io.BytesIO(data)).shape
     assert (width, height) == (2200, 980)
 
 
-def test_light_and_dark_have_their_own_paper(report):
+def test_light_and_dark_have_their_own_background(report):
     light, dark = (
         image.imread(io.BytesIO(to_png(report_figure.draw_report(report, theme)))) for theme in (LIGHT, DARK)
     )
     assert light[0, 0, :3].min() == 1.0 and dark[0, 0, :3].max() < 0.2
 
 
-def test_no_pyplot():
+def test_pyplot_is_not_imported():
     check = "import sys, pma_jax.reporting.report_figure; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
-def test_the_gain_fills_the_panel(report):
+def test_gain_fills_the_panel(report):
     left, low, high = report_figure._visible_range(report)
     gain = report["raw_loss"] - report["annealed_loss"]
     assert low < report["annealed_loss"] and report["raw_loss"] < high
@@ -64,7 +64,7 @@ def test_labels_do_not_overlap(report):
         assert not any(box.overlaps(other) for other in boxes[:i])
 
 
-def test_a_run_alone_makes_a_figure(realistic):
+def test_run_without_forks_has_a_figure(realistic):
     run, _ = realistic
     report = build_report(run, [])
     assert len(report_figure.draw_report(report).axes) == 2

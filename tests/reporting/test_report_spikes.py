@@ -1,4 +1,4 @@
-"""Spikes in a report: those that passed, and those from which the run went back."""
+"""Spikes in a report: those that recovered, and those after which the run rolled back."""
 
 import json
 
@@ -24,7 +24,7 @@ def event(number, lost, tokens, **changes):
 
 @pytest.fixture
 def spiky(make_run):
-    """A run with a spike that passed at 1M tokens, and one at 3M from which it went back twice."""
+    """Return a run with a recovered spike at 1M tokens, and one at 3M after which it rolled back twice."""
     records = [evaluation(t, 2.0 - t / 1e7) for t in range(100_000, 6_000_001, 100_000)]
     run = make_run("spiky", [*records, spike(1_000_000, 1_100_000, "recovered")])
     for number, tokens in ((1, 2_900_000), (2, 2_800_000)):
@@ -37,7 +37,7 @@ def spiky(make_run):
     return run
 
 
-def test_each_spike_is_a_row_with_what_was_done(spiky):
+def test_each_spike_is_a_row_with_the_action_taken(spiky):
     rows = build_report(spiky, [])["spikes"]
     assert [(r["onset_tokens"], r["verdict"]) for r in rows] == [
         (1_000_000, "recovered"),
@@ -56,20 +56,20 @@ def test_each_spike_is_a_row_with_what_was_done(spiky):
     }
 
 
-def test_the_page_and_the_files_have_them(spiky, tmp_path):
+def test_page_and_files_contain_the_spikes(spiky, tmp_path):
     report = build_report(spiky, [])
     page = html.render_page(report, to_json(spiky.config), b"", b"")
     assert "Loss spikes" in page and "back to sma of 3 snapshots" in " ".join(page.split()) and "not finite" in page
     assert json.loads(write_report(report, spiky, tmp_path)[0].read_text())["spikes"] == report["spikes"]
 
 
-def test_the_figure_marks_where_the_run_went_back(spiky):
+def test_figure_marks_the_rollbacks(spiky):
     drawn = draw_report(build_report(spiky, []))
     texts = [text.get_text() for axes in drawn.axes for text in axes.texts]
     assert sum("back to\nsma:3" in text for text in texts) == 2
 
 
-def test_a_calm_run_says_nothing_of_spikes(make_run):
+def test_run_without_spikes_reports_none(make_run):
     run = make_run("calm", [evaluation(6_000_000, 1.5)])
     report = build_report(run, [])
     assert report["spikes"] == []

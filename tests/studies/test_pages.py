@@ -12,19 +12,19 @@ from pma_jax.studies.pages import BEGIN, END, IndexRow
 PAGE = f"# Title\n\nwords\n\n{BEGIN}\n\nold\n\n{END}\n\nmore words\n"
 
 
-def test_a_table_is_markdown_and_bars_stay_in_their_cell():
+def test_table_is_markdown_with_bars_escaped_in_cells():
     assert pages.format_table(["a", "b"], [[1, "x|y"]]) == "| a | b |\n| --- | --- |\n| 1 | x\\|y |"
 
 
-def test_an_interval_is_its_mean_and_ends_with_signs():
+def test_interval_is_its_mean_and_signed_ends():
     assert pages.format_interval(Difference(0.01234, -0.001, 0.0257, 3)) == "+0.0123 [-0.0010, +0.0257]"
     assert pages.format_interval(Difference(85.0, 84.0, 86.0, 3), digits=0, unit="%") == "+85% [+84%, +86%]"
-    # Student's t of 2 degrees of freedom: 4.303 times 0.1 over sqrt(3).
+    # Student's t with 2 degrees of freedom: 4.303 times 0.1 over sqrt(3).
     assert pages.format_difference([1.1, 1.2, 1.3], [1.0, 1.0, 1.0], 3) == "+0.200 [-0.048, +0.448]"
     assert pages.format_mean_share([0.8, 0.85, 0.9]) == "85% [73%, 97%]"
 
 
-def test_only_what_stands_between_the_marks_is_replaced():
+def test_only_text_between_the_marks_is_replaced():
     new = pages.replace_results(PAGE, "new\n")
     assert new == PAGE.replace("old", "new") and pages.extract_results(new) == "new"
     for broken in ("no marks", PAGE + PAGE):
@@ -34,7 +34,7 @@ def test_only_what_stands_between_the_marks_is_replaced():
             pages.extract_results(broken)
 
 
-def test_the_index_has_the_questions_that_have_results_by_their_number(tmp_path):
+def test_index_lists_questions_with_results_by_number(tmp_path):
     rows = {"b": IndexRow(1, "first?", "yes", "it does", "+1"), "a": IndexRow(2, "second?", "no", "it does not", "-1")}
     for name, row in rows.items():
         (tmp_path / name).mkdir()

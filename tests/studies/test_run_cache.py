@@ -1,4 +1,4 @@
-"""The cache of runs: what is there is not trained again, what was cut is resumed, and two who ask share one run."""
+"""The cache of runs: finished runs are reused, interrupted ones resumed, and concurrent callers share one run."""
 
 import json
 import shutil
@@ -26,20 +26,20 @@ def cache(workspace, tmp_path_factory):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Configurations that were trained, and not found finished."""
-    asked, train = [], run_cache.train
+    """Record the configurations that were trained rather than found finished."""
+    trained_configs, train = [], run_cache.train
 
     def counted(config, folder):
         run = open_run(folder) if is_run(folder) else None
         if run is None or run.newest_state is None or run.newest_state.tokens < config.training.total_tokens:
-            asked.append(config)
+            trained_configs.append(config)
         return train(config, folder)
 
     monkeypatch.setattr(run_cache, "train", counted)
-    return asked
+    return trained_configs
 
 
-def test_a_run_is_trained_once_and_is_the_run_that_train_gives(cache, finished, workspace, trained):
+def test_run_is_trained_once_and_equals_that_of_train(cache, finished, workspace, trained):
     run = run_cache.get_or_train(cache, tiny.config(workspace))
     assert trained == [] and run.path.parent.name == configuration.digest(run.config)
     assert tiny.numbers(run) == tiny.numbers(finished)
@@ -48,7 +48,7 @@ def test_a_run_is_trained_once_and_is_the_run_that_train_gives(cache, finished, 
     assert len(trained) == 1 and other.path != run.path
 
 
-def test_a_run_that_was_cut_is_resumed(cache, finished, workspace, tmp_path, trained):
+def test_interrupted_run_is_resumed(cache, finished, workspace, tmp_path, trained):
     run = run_cache.get_or_train(cache, tiny.config(workspace))
     copied = shutil.copytree(run.path.parent, tmp_path / run.path.parent.name)
     for saved in (copied / "run" / "states").iterdir():
@@ -57,11 +57,11 @@ def test_a_run_that_was_cut_is_resumed(cache, finished, workspace, tmp_path, tra
     before = json.loads((copied / "seconds.json").read_text())["seconds"]
     again = run_cache.get_or_train(tmp_path, tiny.config(workspace))
     assert len(trained) == 1 and tiny.numbers(again) == tiny.numbers(finished)
-    assert run_cache.training_cost(again)["seconds"] > before, "all sittings count"
+    assert run_cache.training_cost(again)["seconds"] > before, "the time of all sessions counts"
 
 
 @pytest.mark.slow
-def test_a_fork_is_known_by_its_parent_its_place_and_its_changes(cache, workspace, trained):
+def test_fork_is_keyed_by_parent_tokens_and_changes(cache, workspace, trained):
     source = run_cache.get_or_train(cache, tiny.config(workspace))
     fork = run_cache.get_or_fork(cache, source, FORK, ANNEAL)
     assert fork.metadata["forked_from"]["tokens"] == FORK and fork.config.schedule.decay == "linear"
@@ -75,16 +75,16 @@ def test_a_fork_is_known_by_its_parent_its_place_and_its_changes(cache, workspac
     assert len(paths) == 5
 
 
-def test_a_cache_may_move(cache, workspace, tmp_path, trained):
+def test_cache_can_be_moved(cache, workspace, tmp_path, trained):
     source = run_cache.get_or_train(cache, tiny.config(workspace))
     fork = run_cache.get_or_fork(cache, source, FORK, ANNEAL)
     moved = shutil.copytree(cache, tmp_path / "moved")
-    trained.clear()  # whichever test came first here has trained them
+    trained.clear()  # The first test that runs here has trained them.
     again = run_cache.get_or_fork(moved, run_cache.get_or_train(moved, tiny.config(workspace)), FORK, ANNEAL)
     assert again.path.parent.name == fork.path.parent.name and trained == []
 
 
-def test_a_fork_may_begin_with_a_merge(cache, workspace, trained):
+def test_fork_may_start_from_a_merge(cache, workspace, trained):
     source = run_cache.get_or_train(cache, tiny.config(workspace))
     merged = run_cache.get_or_merge(source, Cell("wma", 3), FORK)
     snapshots = [tiny.named(tiny.read(s)) for s in source.snapshots[1:4]]
@@ -114,7 +114,7 @@ print(run_cache.training_cost(run)["seconds"], flush=True)
 
 
 @pytest.mark.slow
-def test_two_processes_that_ask_for_one_run_train_it_once(workspace, tmp_path):
+def test_two_concurrent_processes_train_a_run_once(workspace, tmp_path):
     words = tiny.python(TRAINS, tiny.__file__.rpartition("/")[0], tmp_path, workspace)
     both = [
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=tiny.environment())
@@ -122,6 +122,6 @@ def test_two_processes_that_ask_for_one_run_train_it_once(workspace, tmp_path):
     ]
     said = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
-    assert len({out.split()[1] for out, _ in said}) == 1, "one of them trained, and both saw what that took"
+    assert len({out.split()[1] for out, _ in said}) == 1, "one of them trained, and both read its cost"
     begun = sum(err.count("training for 6,144 tokens") for _, err in said)
     assert begun == 1

@@ -1,4 +1,4 @@
-"""A study: trunks cut into units, branches that end where they should, and what a script writes."""
+"""A study: trunks cut into units, branches that end at their targets, and the files that a script writes."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from pma_jax.studies import study as studies
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study
 
-BATCH = 128  # tokens: TINY has 8 sequences of 16
+BATCH = 128  # Tokens: TINY has 8 sequences of 16.
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +36,19 @@ def data_keys(workspace):
 
 
 @pytest.mark.parametrize("size", studies.SIZES)
-def test_a_trunk_is_cut_into_equal_units_of_whole_steps(size):
+def test_trunk_is_cut_into_equal_units_of_complete_steps(size):
     config = Study(Path("cache")).trunk_config(size, seed=2)
     unit = config.checkpoint.interval_tokens
     assert unit % config.batch_tokens == 0 and config.training.total_tokens == 64 * unit
     assert config.training.total_tokens == configuration.load(size).training.total_tokens
-    assert config.steps(unit) % config.checkpoint.block_every_steps == 0, "every block mean is of equally many"
+    assert config.steps(unit) % config.checkpoint.block_every_steps == 0, (
+        "every block mean has the same number of steps"
+    )
     assert config.training.seed == 2 and config.schedule.decay == "none"
     assert [t // unit for t in config.checkpoint.keep_states_at_tokens] == Study(Path("cache")).fork_units()
 
 
-def test_overrides_go_to_every_run_and_stand_over_the_studys_own_marks():
+def test_overrides_apply_to_every_run_and_replace_the_studys_own_marks():
     given = ("training.total_tokens=2e6", "training.batch_size_sequences=32", "evaluation.tokens=2048")
     study = Study(Path("cache"), overrides=given)
     config = study.trunk_config("science_small", 0, ["schedule.peak_rate=0.5"])
@@ -107,7 +109,7 @@ PAGE = f"# Page\n\n{pages.BEGIN}\n\n{pages.END}\n\nend\n"
 
 
 @pytest.mark.slow
-def test_a_script_writes_its_results_its_figure_its_page_and_its_row(workspace, tmp_path):
+def test_script_writes_its_results_figure_page_and_row(workspace, tmp_path):
     folder = tmp_path / "experiments" / "question"
     folder.mkdir(parents=True)
     (folder / "script.py").write_text(SCRIPT)
@@ -134,7 +136,7 @@ def test_a_script_writes_its_results_its_figure_its_page_and_its_row(workspace, 
     assert refused.returncode != 0 and "once each" in refused.stderr
 
 
-def test_what_a_script_does_not_know_is_refused(tmp_path, capsys):
+def test_unknown_arguments_of_a_script_are_refused(tmp_path, capsys):
     for words, said in ((["--sead", "1"], "unknown: --sead 1"), (["--units", "20"], "give a multiple of 16")):
         with pytest.raises(SystemExit):
             studies.run_experiment(
@@ -148,7 +150,7 @@ def test_what_a_script_does_not_know_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_a_script_refuses_a_wrong_key_in_one_line(tmp_path):
+def test_script_refuses_an_invalid_key_in_one_line(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     words = [sys.executable, str(tmp_path / "script.py"), "--runs", str(tmp_path / "runs"), "--tiny"]
     done = subprocess.run(

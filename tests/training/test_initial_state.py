@@ -69,7 +69,7 @@ def mixture(workspace, start_from, **changes):
 def imported(tmp_path_factory):
     """Import a Hugging Face mixture."""
     folder = tmp_path_factory.mktemp("imported")
-    hf_models.write_theirs(folder / "theirs", hf_models.model("mixture"))
+    hf_models.write_random_hf_model(folder / "theirs", hf_models.model("mixture"))
     hf.import_model(folder / "theirs", folder / "ours")
     return read_snapshot(folder / "ours")
 
@@ -115,7 +115,7 @@ def test_imported_mixture_trains_exports_and_resumes_on_another_mesh(imported, w
 def test_bias_is_exported_with_the_model_and_never_dropped(workspace, tmp_path):
     model = {"model__router_bias": True, "model__shared_experts": 1, "model__router_scores": "sigmoid"}
     written = mixture(workspace, "", **model, mesh__data=2, mesh__expert=4)
-    params = tiny.named(hf_models.write_ours(tmp_path / "ours", written))
+    params = tiny.named(hf_models.write_pma_snapshot(tmp_path / "ours", written))
     assert params[BIAS].any()
     tiny.assert_equal(
         initial_params(mixture(workspace, tmp_path / "ours", **model, mesh__fsdp=2, mesh__expert=4)), params
