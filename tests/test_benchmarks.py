@@ -39,7 +39,9 @@ def test_failing_part_is_recorded_and_the_others_run(tmp_path):
 def test_parts_without_time_left_are_recorded(tmp_path):
     done, parts = gpu(tmp_path / "out.json", "--parts", "rates,merge", "--limit-seconds", "0.5")
     assert done.returncode == 1
-    assert parts["rates"]["error"].startswith("took longer than") and parts["merge"] == {"error": "no time was left"}
+    assert parts["rates"]["error"].startswith("took longer than") and parts["merge"] == {
+        "error": "the time limit was reached before this part"
+    }
 
 
 @pytest.mark.slow

@@ -1,16 +1,16 @@
-"""How fast the averager runs against the memory under it: `python experiments/benchmarks/averager.py`.
+"""Speed of the averager relative to memory bandwidth: `python experiments/benchmarks/averager.py`.
 
-One run, two child processes (1 device, 8 simulated CPU devices). In each, K = 10 inputs of one flat leaf, sharded over
-the devices, in bfloat16 and float32, at two sizes: `cache` (64Ki elements an input) and `memory` (16Mi elements):
+One run starts two child processes (1 device, 8 simulated CPU devices). Each averages K = 10 inputs of one flat leaf,
+sharded over the devices, in bfloat16 and float32, at two sizes: `cache` (64Ki elements per input) and `memory` (16Mi):
   fused            fused_average into a donated float32 result
   fused, fresh     the same into newly allocated memory
   one at a time    add_weighted, K times
   16 recipes       average_stream over loaded inputs, R = 16; as a multiple of `fused`
-The yardstick, STREAM add, is float32 c = a + b into existing memory over arrays of the same bytes altogether, 12 bytes
-an element: the faster of jax.jit over the same devices and np.add on two threads. A rate counts every byte that the
-algorithm must read or write (inputs once, result once), as STREAM's does; `input` counts inputs only. All are medians
-of 5 rounds taken in turn, so that a busy neighbour meets all of them.
-Bar: fused >= 80% of STREAM add, aim 95%.
+The reference, STREAM add, is float32 c = a + b into existing memory over arrays of the same total bytes, 12 bytes per
+element: the faster of jax.jit over the same devices and np.add on two threads. A rate counts every byte that the
+algorithm must read or write (inputs once, result once), as STREAM's does; `input` counts inputs only. All figures are
+medians of 5 rounds in which the programs alternate, so that other load on the machine affects all of them.
+Bar: fused >= 80% of STREAM add; target 95%.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 K, R, ROUNDS = 10, 16, 5
-SIZES = {"cache": 1 << 16, "memory": 1 << 24}  # elements an input
+SIZES = {"cache": 1 << 16, "memory": 1 << 24}  # elements per input
 
 
 def main():
-    """Runs both device counts and prints a table, or JSON lines."""
+    """Run both device counts and print a table, or JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="a JSON object a line instead of a table")
-    parser.add_argument("--devices", type=int, help="measure in this process, on so many devices")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+    parser.add_argument("--devices", type=int, help="measure in this process, on this number of devices")
     args = parser.parse_args()
     if args.devices:
         measure_all(args.devices)
@@ -52,11 +52,11 @@ def main():
             check=True,
         )
         for line in child.stdout.splitlines():
-            print(line if args.json else row_text(json.loads(line)), flush=True)
+            print(line if args.json else format_row(json.loads(line)), flush=True)
 
 
-def row_text(row):
-    """A line of the table."""
+def format_row(row):
+    """Format one line of the table."""
     return (
         f"{row['devices']:>7} {row['size']:>7} {row['dtype']:>9}  {row['what']:<16} {row['gb_per_second']:6.1f} "
         f"{row['input_gb_per_second']:6.1f}  {row['ratio']}"
@@ -64,7 +64,7 @@ def row_text(row):
 
 
 def measure_all(devices):
-    """Prints a JSON line for each measurement on this process's devices."""
+    """Print one JSON line per measurement on this process's devices."""
     import jax
     import jax.numpy as jnp
 
@@ -73,31 +73,36 @@ def measure_all(devices):
     for size, n in SIZES.items():
         for dtype in (jnp.bfloat16, jnp.float32):
             item = jnp.dtype(dtype).itemsize
-            programs = programs_for(n, dtype, sharding)
+            programs = make_programs(n, dtype, sharding)
             seconds = median_seconds(programs, repeats=max(1, 2**22 // n))
             stream_bytes = 12 * stream_elements(n, item)
             stream = stream_bytes / min(seconds["STREAM jit"], seconds["STREAM numpy"]) / 1e9
-            for what, taken in seconds.items():
+            for what, call_seconds in seconds.items():
                 results = R if what.startswith("16") else 1
                 inputs = 0 if what.startswith("STREAM") else K * item * n
-                touched = stream_bytes if what.startswith("STREAM") else inputs + 4 * n * results
+                total_bytes = stream_bytes if what.startswith("STREAM") else inputs + 4 * n * results
                 if what == "one at a time":
-                    touched = inputs + 8 * n * K
-                rate = touched / taken / 1e9
-                ratio = f"{taken / seconds['fused']:.2f}x fused" if results == R else f"{rate / stream:.0%} of STREAM"
+                    total_bytes = inputs + 8 * n * K
+                rate = total_bytes / call_seconds / 1e9
+                ratio = (
+                    f"{call_seconds / seconds['fused']:.2f}x fused"
+                    if results == R
+                    else f"{rate / stream:.0%} of STREAM"
+                )
                 row = {"devices": devices, "size": size, "dtype": jnp.dtype(dtype).name, "what": what, "ratio": ratio}
                 print(
-                    json.dumps(row | {"gb_per_second": rate, "input_gb_per_second": inputs / taken / 1e9}), flush=True
+                    json.dumps(row | {"gb_per_second": rate, "input_gb_per_second": inputs / call_seconds / 1e9}),
+                    flush=True,
                 )
 
 
 def stream_elements(n, item):
-    """Elements of STREAM's arrays that give the bytes of K inputs and a result; a multiple of 64."""
+    """Return the elements per STREAM array that give the bytes of K inputs and a result; a multiple of 64."""
     return n * (K * item + 4) // 12 // 64 * 64
 
 
-def programs_for(n, dtype, sharding):
-    """What is measured: name -> function of nothing that returns arrays to wait for."""
+def make_programs(n, dtype, sharding):
+    """Return the measured programs: name -> function without arguments that returns arrays to wait for."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -119,14 +124,14 @@ def programs_for(n, dtype, sharding):
     threads = ThreadPoolExecutor(2)
 
     def reusing(run, out):
-        held = [out]
+        result = [out]
         del out
 
-        def again():
-            held.append(run(held.pop()))
-            return held[0]
+        def run_again():
+            result.append(run(result.pop()))
+            return result[0]
 
-        return again
+        return run_again
 
     def one_at_a_time(total):
         for x in inputs_K:
@@ -144,10 +149,13 @@ def programs_for(n, dtype, sharding):
 
 
 def median_seconds(programs, repeats):
-    """Median seconds of a call of each, over ROUNDS rounds in which they take turns; `repeats` calls a timing."""
+    """Return the median seconds per call of each program, over ROUNDS rounds in which they alternate.
+
+    A timing is the mean of `repeats` calls.
+    """
     import jax
 
-    taken = {name: [] for name in programs}
+    timings = {name: [] for name in programs}
     for round_ in range(ROUNDS + 1):
         for name, run in programs.items():
             start = time.perf_counter()
@@ -156,8 +164,8 @@ def median_seconds(programs, repeats):
             result = run()
             jax.block_until_ready(result)
             if round_:
-                taken[name].append((time.perf_counter() - start) / repeats)
-    return {name: statistics.median(values) for name, values in taken.items()}
+                timings[name].append((time.perf_counter() - start) / repeats)
+    return {name: statistics.median(values) for name, values in timings.items()}
 
 
 if __name__ == "__main__":

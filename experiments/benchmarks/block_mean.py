@@ -1,9 +1,10 @@
-"""What dense averaging adds to a training step of the demo's model.
+"""Cost of block means, relative to a training step of the demo's model.
 
 Command:   python experiments/benchmarks/block_mean.py [--rounds 200]
-Floor:     read the weights and the mean, write the mean: three models of bytes in memory.
+Floor:     read the weights and the mean, write the mean: the bytes of three models.
 
-The add and the step are timed in turn, each waited for; an add falls on every `checkpoint.block_every_steps`-th step.
+Steps and additions to the block mean alternate, and each is timed until its result is ready. A run adds at every
+`checkpoint.block_every_steps`-th step.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pma_jax.training.step import make_train_step
 
 
 def main() -> None:
-    """Print milliseconds and the share of a step."""
+    """Print the milliseconds of a step and of an addition, and the share of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     options = parser.parse_args()
@@ -37,17 +38,17 @@ def main() -> None:
         block, batch = averages.empty(state.params), put_batch(mesh, tokens_BxM)
         steps, adds = [], []
         for _ in range(options.rounds):
-            begin = time.perf_counter()
+            started = time.perf_counter()
             state = jax.block_until_ready(step(state, batch, 1e-3))[0]
-            between = time.perf_counter()
+            stepped = time.perf_counter()
             block = jax.block_until_ready(averages.add_to_block_mean(block, state.params))
-            steps.append(between - begin)
-            adds.append(time.perf_counter() - between)
+            steps.append(stepped - started)
+            adds.append(time.perf_counter() - stepped)
     step_s, add_s = statistics.median(steps), statistics.median(adds)
     every = config.checkpoint.block_every_steps
-    size = parameter_count(state.params) * 4
-    print(f"step {step_s * 1e3:.2f} ms, add {add_s * 1e3:.3f} ms ({3 * size / add_s / 1e9:.1f} GB/s)")
-    print(f"an add every {every} steps: {add_s / every / step_s:.2%} of a step (bar: at most 1%)")
+    model_bytes = parameter_count(state.params) * 4
+    print(f"step {step_s * 1e3:.2f} ms, addition {add_s * 1e3:.3f} ms ({3 * model_bytes / add_s / 1e9:.1f} GB/s)")
+    print(f"one addition every {every} steps: {add_s / every / step_s:.2%} of a step (bar: at most 1%)")
 
 
 if __name__ == "__main__":

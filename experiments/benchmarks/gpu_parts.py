@@ -1,6 +1,6 @@
-"""The parts of `gpu.py`: each makes its figures in a process of its own. JAX is imported where it is used.
+"""The parts of `gpu.py`, each of which runs in a process of its own. JAX is imported inside functions.
 
-A part takes the sizes and the command's arguments, and returns what JSON can hold.
+A part is a function of the sizes and the command's arguments that returns its figures as a JSON-serialisable dict.
 """
 
 import argparse
@@ -17,30 +17,31 @@ from typing import Any
 
 from pma_jax.runtime.mesh import put_batch
 
-# What the makers name for dense bfloat16 products, FLOPs a second (data sheets of H100, H200 SXM and A100).
+# Peak rates of dense bfloat16 products, FLOPs per second (data sheets of H100, H200 SXM and A100).
 PEAKS = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12}
-RATE = 1e-4  # of learning: the speed does not depend on it
+LEARNING_RATE = 1e-4  # does not affect the speed
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the parts measure: (configuration, sequences a step, context) and numbers of bytes, models and steps."""
+    """The sizes that the parts measure."""
 
-    steps: dict[str, tuple[str, tuple[int, ...], int]]  # a smaller batch is tried where one does not fit
-    product: int  # rows and columns of the matrix product
-    stream_elements: int
+    # Part -> configuration, sequences per step in order of preference (the next is tried if one does not fit), context.
+    steps: dict[str, tuple[str, tuple[int, ...], int]]
+    product: int  # rows and columns of the square matrix product
+    stream_elements: int  # per array of STREAM add
     merge_config: str
-    merge_models: int
-    training: tuple[str, int, int, int]  # configuration, sequences, context, steps an interval
-    turns: int
-    steps_a_turn: int
+    merge_models: int  # models per mean
+    training: tuple[str, int, int, int]  # configuration, sequences per step, context, steps per snapshot interval
+    turns: int  # timings per step time, which is their median
+    steps_per_turn: int
 
 
 # --- Rates ------------------------------------------------------------------------------------------------------------
 
 
 def rates(sizes: Sizes, _: argparse.Namespace) -> dict[str, Any]:
-    """The ceilings: FLOPs a second of a square bfloat16 product of random numbers, bytes a second of STREAM add."""
+    """Measure upper bounds: FLOPs per second of a square bfloat16 product, and bytes per second of STREAM add."""
     import jax
     import jax.numpy as jnp
 
@@ -60,47 +61,48 @@ def rates(sizes: Sizes, _: argparse.Namespace) -> dict[str, Any]:
 
 
 def stream_add_seconds(elements: int) -> float:
-    """Seconds of c = a + b, float32, into memory that is there: 12 bytes an element."""
+    """Return the seconds of c = a + b in float32 into existing memory: 12 bytes per element."""
     import jax
     import jax.numpy as jnp
 
     a, b = (jnp.full(elements, value, jnp.float32) for value in (1, 2))
     add = jax.jit(lambda c, a, b: a + b, donate_argnums=0, keep_unused=True)
-    held = [jnp.zeros(elements)]
+    result = [jnp.zeros(elements)]
 
-    def again():
-        held.append(add(held.pop(), a, b))
-        return held[0]
+    def add_again():
+        result.append(add(result.pop(), a, b))
+        return result[0]
 
-    return median_seconds(again, repeats=5)
+    return median_seconds(add_again, repeats=5)
 
 
 def median_seconds(run: Callable[[], Any], repeats: int, turns: int = 7) -> float:
-    """Median over turns of the seconds of a call, `repeats` calls a turn; the first two turns warm up."""
+    """Return the median over turns of the seconds per call, with `repeats` calls per turn, after two warm-up turns."""
     import jax
 
-    taken = []
+    timings = []
     for _ in range(turns + 2):
-        begin = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(repeats - 1):
             run()
         jax.block_until_ready(run())
-        taken.append((time.perf_counter() - begin) / repeats)
-    return statistics.median(taken[2:])
+        timings.append((time.perf_counter() - started) / repeats)
+    return statistics.median(timings[2:])
 
 
 # --- A train step -----------------------------------------------------------------------------------------------------
 
 
 def train_step(sizes: Sizes, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The step of `sizes.steps[name]`, at the largest of its batches that fits."""
+    """Measure the train step of a part, with the first of its batch sizes that fits into memory."""
     import jax
 
     config_name, batches, length = sizes.steps[name]
     refused = []
     for batch in batches:
         try:
-            return measured_step(sized(config_name, batch, length, args), sizes) | {"batches_refused": refused}
+            config = make_config(config_name, batch, length, args)
+            return measure_step(config, sizes) | {"batches_refused": refused}
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -109,20 +111,20 @@ def train_step(sizes: Sizes, args: argparse.Namespace, name: str) -> dict[str, A
     raise RuntimeError(f"no batch fits: {refused}")
 
 
-def sized(name: str, batch: int, length: int, args: argparse.Namespace, *more: str):
-    """A shipped configuration with these sizes, in bfloat16, as one device has it."""
+def make_config(name: str, batch: int, length: int, args: argparse.Namespace, *overrides: str):
+    """Return a shipped configuration with this batch size and context, in bfloat16, for one device."""
     from pma_jax import config as configuration
 
     raw = configuration.load(name)
     sizes = {"training.batch_size_sequences": batch, "training.sequence_length_tokens": length}
     sizes |= {"evaluation.batch_size_sequences": batch, "evaluation.tokens": batch * length}
     sizes |= {"model.compute_dtype": "bfloat16", "mesh.cpu_devices": 0}
-    configuration.override(raw, [*(f"{key}={value}" for key, value in sizes.items()), *more, *args.set])
+    configuration.override(raw, [*(f"{key}={value}" for key, value in sizes.items()), *overrides, *args.set])
     return configuration.resolve(raw)
 
 
-def measured_step(config, sizes: Sizes) -> dict[str, Any]:
-    """Step time, utilisation, costs and memory of the real train step, state donated, steps queued as in training."""
+def measure_step(config, sizes: Sizes) -> dict[str, Any]:
+    """Measure time, utilisation, costs and memory of the train step; it donates the state, as in the training loop."""
     import jax
     import numpy as np
     from memory_floor import compiled_bytes, floor
@@ -138,46 +140,46 @@ def measured_step(config, sizes: Sizes) -> dict[str, Any]:
     shape = (config.training.batch_size_sequences, L + 1)
     tokens_BxM = np.random.default_rng(0).integers(0, config.model.vocabulary_size, shape).astype(np.int32)
     with jax.set_mesh(mesh):
-        begin = time.perf_counter()
+        started = time.perf_counter()
         step = program_lowerings(config, mesh)["train_step"]().compile()
-        compile_seconds = time.perf_counter() - begin
-        held: list[Any] = [make_state(config), None]
+        compile_seconds = time.perf_counter() - started
+        state_and_metrics: list[Any] = [make_state(config), None]
         tokens = put_batch(mesh, tokens_BxM)
 
-        def turn():
-            for _ in range(sizes.steps_a_turn):
-                held[:] = step(held[0], tokens, RATE)
-            return jax.block_until_ready(held[1]["loss"])
+        def run_turn():
+            for _ in range(sizes.steps_per_turn):
+                state_and_metrics[:] = step(state_and_metrics[0], tokens, LEARNING_RATE)
+            return jax.block_until_ready(state_and_metrics[1]["loss"])
 
-        seconds = median_seconds(turn, repeats=1, turns=sizes.turns) / sizes.steps_a_turn
-        loss = float(turn())
+        seconds = median_seconds(run_turn, repeats=1, turns=sizes.turns) / sizes.steps_per_turn
+        loss = float(run_turn())
         if not np.isfinite(loss):
-            raise RuntimeError(f"the loss is {loss}")
-        costs = top_costs(turn, sizes.steps_a_turn, step.as_text() or "")
+            raise RuntimeError(f"the loss is {loss}, not a finite number")
+        costs = top_costs(run_turn, sizes.steps_per_turn, step.as_text() or "")
     device, devices = jax.devices()[0], jax.device_count()
     needed = training_flops_per_token(config.model, L) * config.batch_tokens
-    # PaLM's convention counts all L keys for each position, seen or not.
-    seen = forward_flops_per_token(config.model, L)["attention"]
+    # PaLM's convention counts all L keys for each position, including invisible ones.
+    visible_keys = forward_flops_per_token(config.model, L)["attention"]
     all_keys = 4.0 * config.model.layers * config.model.heads * config.model.head_dim * L
     peak = next((rate for name, rate in PEAKS.items() if name in device.device_kind), None)
-    used = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    peak_bytes = (device.memory_stats() or {}).get("peak_bytes_in_use")
     least = floor(config, devices, keeps_scores=device.platform == "cpu")
-    took = compiled_bytes(step)
+    memory = compiled_bytes(step)
     return {
         "step_seconds": seconds,
         "tokens_per_second": config.batch_tokens / seconds,
         "batch_tokens": config.batch_tokens,
         "needed_flops_per_second": needed / seconds / devices,
         "mfu": needed / seconds / devices / peak if peak else None,
-        "mfu_of_all_keys": (needed + 3 * (all_keys - seen) * config.batch_tokens) / seconds / devices / peak
+        "mfu_of_all_keys": (needed + 3 * (all_keys - visible_keys) * config.batch_tokens) / seconds / devices / peak
         if peak
         else None,
         "compile_seconds": compile_seconds,
         "loss": loss,
-        "peak_memory_bytes": used,
-        "compiled_memory": took,
+        "peak_memory_bytes": peak_bytes,
+        "compiled_memory": memory,
         "memory_floor": least,
-        "memory_over_floor": (used or took["bytes"]) / least["bytes"],
+        "memory_over_floor": (peak_bytes or memory["bytes"]) / least["bytes"],
         "costs": costs,
     }
 
@@ -186,7 +188,7 @@ def measured_step(config, sizes: Sizes) -> dict[str, Any]:
 
 
 def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds and FLOPs a second of the product of experts with both gradients, random loads, one way after another."""
+    """Measure each implementation of the experts' product with both gradients, at random loads of the experts."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -194,7 +196,7 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
     from pma_jax.model.kernels import grouped_matmul as grouped
 
     name, batches, length = sizes.steps["moe_2k"]
-    model = sized(name, batches[0], length, args).model
+    model = make_config(name, batches[0], length, args).model
     E, D, F = model.experts, model.width, model.expert_hidden
     R = batches[0] * length * model.experts_per_token
     rng = np.random.default_rng(0)
@@ -202,47 +204,47 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
     rows, g = (jax.random.normal(jax.random.key(i), (R, n), jnp.bfloat16) for i, n in ((0, D), (1, F)))
     matrices = jax.random.normal(jax.random.key(2), (E, D, F), jnp.bfloat16) / D**0.5
 
-    def by(product, outer):  # one of our ways, whatever the platform's own
+    def own_kernels(product, outer):  # an implementation of pma_jax, also on platforms that use another one
         return lambda rows, matrices, g: (
             product(rows, matrices, sizes_E),
             product(g, matrices, sizes_E, transposed=True),
             outer(rows, g, sizes_E),
         )
 
-    def derived(product):  # with the gradients that JAX has for it
-        def three(rows, matrices, g):
-            y, back = jax.vjp(lambda rows, matrices: product(rows, matrices, sizes_E), rows, matrices)
-            return y, *back(g)
+    def with_vjp(product):  # the product with the gradients that JAX derives or that are registered for it
+        def products(rows, matrices, g):
+            y, vjp = jax.vjp(lambda rows, matrices: product(rows, matrices, sizes_E), rows, matrices)
+            return y, *vjp(g)
 
-        return three
+        return products
 
-    ways = {
-        "ours": derived(grouped.grouped_matmul),
-        "batch": by(grouped._product_by_batch, grouped._outer_by_batch),
-        "loop": by(grouped._product_by_blocks, grouped._outer_by_blocks),
-        "ragged_dot": derived(jax.lax.ragged_dot),
+    implementations = {
+        "ours": with_vjp(grouped.grouped_matmul),
+        "batch": own_kernels(grouped._product_by_batch, grouped._outer_by_batch),
+        "loop": own_kernels(grouped._product_by_blocks, grouped._outer_by_blocks),
+        "ragged_dot": with_vjp(jax.lax.ragged_dot),
     }
-    found: dict[str, Any] = {"rows": R, "shape": [E, D, F], "largest_load": int(sizes_E.max())}
+    results: dict[str, Any] = {"rows": R, "shape": [E, D, F], "largest_load": int(sizes_E.max())}
     reference = None
-    for way, three in ways.items():
-        run = jax.jit(three)
+    for name, products in implementations.items():
+        run = jax.jit(products)
         try:
             result = [np.asarray(x[:64].astype(jnp.float32)) for x in run(rows, matrices, g)]
             reference = reference or result
             error = max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(result, reference, strict=True))
             seconds = median_seconds(lambda run=run: run(rows, matrices, g), repeats=2, turns=3)
             rate = 6.0 * R * D * F / seconds
-            found[way] = {"seconds": seconds, "flops_per_second": rate, "difference_from_ours": float(error)}
-        except Exception as refusal:  # a way that this backend has not is a result too
-            found[way] = {"refused": str(refusal).splitlines()[0][:300]}
-    return found
+            results[name] = {"seconds": seconds, "flops_per_second": rate, "difference_from_ours": float(error)}
+        except Exception as failure:  # this backend may not support every implementation
+            results[name] = {"refused": str(failure).splitlines()[0][:300]}
+    return results
 
 
 # --- Merging ----------------------------------------------------------------------------------------------------------
 
 
 def merge(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
-    """`average` of N models on the mesh into an earlier result's memory, against STREAM add in the same process."""
+    """Measure `average` of N models on the mesh into an earlier result's memory, relative to STREAM add."""
     import jax
     import jax.numpy as jnp
 
@@ -251,43 +253,43 @@ def merge(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
     from pma_jax.model.decoder import init_params, parameter_count
     from pma_jax.runtime.mesh import make_mesh
 
-    config = sized(sizes.merge_config, 8, 64, args)
-    found: dict[str, Any] = {"models": sizes.merge_models}
+    config = make_config(sizes.merge_config, 8, 64, args)
+    results: dict[str, Any] = {"models": sizes.merge_models}
     with jax.set_mesh(make_mesh(config.mesh)):
         for dtype in ("float32", "bfloat16"):
             make = jax.jit(lambda key, d=dtype: jax.tree.map(lambda x: x.astype(d), init_params(config.model, key)))
             params_K = [make(jax.random.key(k)) for k in range(sizes.merge_models)]
-            held = [average(params_K, sma(sizes.merge_models))]
+            mean = [average(params_K, sma(sizes.merge_models))]
 
-            def again(params_K=params_K, held=held):
-                held.append(average(params_K, sma(sizes.merge_models), out=held.pop()))
-                return held[0]
+            def average_again(params_K=params_K, mean=mean):
+                mean.append(average(params_K, sma(sizes.merge_models), out=mean.pop()))
+                return mean[0]
 
-            seconds = median_seconds(again, repeats=2)
+            seconds = median_seconds(average_again, repeats=2)
             count = parameter_count(params_K[0])
-            touched = (sizes.merge_models + 1) * count * jnp.dtype(dtype).itemsize
-            found |= {"parameters": count, f"{dtype}_seconds": seconds}
-            found[f"{dtype}_bytes_per_second"] = touched / seconds
-            del params_K, held, again
+            total_bytes = (sizes.merge_models + 1) * count * jnp.dtype(dtype).itemsize
+            results |= {"parameters": count, f"{dtype}_seconds": seconds}
+            results[f"{dtype}_bytes_per_second"] = total_bytes / seconds
+            del params_K, mean, average_again
     rate = 12 * sizes.stream_elements / stream_add_seconds(sizes.stream_elements)
-    shares = {f"{d}_share_of_stream": found[f"{d}_bytes_per_second"] / rate for d in ("float32", "bfloat16")}
-    return found | {"stream_add_bytes_per_second": rate} | shares
+    shares = {f"{d}_share_of_stream": results[f"{d}_bytes_per_second"] / rate for d in ("float32", "bfloat16")}
+    return results | {"stream_add_bytes_per_second": rate} | shares
 
 
 # --- The loop ---------------------------------------------------------------------------------------------------------
 
 
 def training(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
-    """The real loop without snapshots, with them, and with previews of 2 besides; seconds of four whole intervals."""
+    """Measure four intervals of the training loop: without snapshots, with them, and with previews of 2 in addition."""
     import jax
 
     from pma_jax import config as configuration
     from pma_jax.training.loop import train
 
     name, batch, length, steps = sizes.training
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")  # the step is the same in all three
+        jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")  # all three runs use the same step
         words = [f"{a}{b}" for a in ("mer", "ges", "ta", "ko") for b in ("na", "lo", "ri", "u")]
         rng = random.Random(0)
         lines = (" ".join(rng.choices(words, k=40)) for _ in range(5000))
@@ -313,25 +315,25 @@ def training(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
                 "checkpoint.keep_states_at_tokens": "",
                 "schedule.warmup_tokens": interval,
             }
-            config = sized(name, batch, length, args, *(f"{k}={v}" for k, v in keys.items()), *changes)
+            config = make_config(name, batch, length, args, *(f"{k}={v}" for k, v in keys.items()), *changes)
             run = train(config, f"{folder}/{kind}")
-            at = {r["tokens"]: r["seconds"] for r in run.metrics if r["kind"] == "train"}
-            # From the step after the second mark, all is compiled; the horizon also saves a state, and is left out.
-            found[f"{kind}_seconds"] = at[6 * interval] - at[2 * interval + batch * length]
-    counted = 4 * steps - 1
-    printed = configuration.resolve(configuration.load(name)).checkpoint.interval_tokens
-    step_seconds = found["plain_seconds"] / counted
-    # A mark's record is written after its snapshot is made: four fall between the two records that are compared.
-    snapshot = (found["snapshots_seconds"] - found["plain_seconds"]) / 4
-    preview = (found["previews_seconds"] - found["snapshots_seconds"]) / 4
-    apart = printed / (batch * length) * step_seconds
-    return found | {
+            seconds_at = {r["tokens"]: r["seconds"] for r in run.metrics if r["kind"] == "train"}
+            # Everything is compiled after the second mark. The last interval is not measured: it also saves a state.
+            results[f"{kind}_seconds"] = seconds_at[6 * interval] - seconds_at[2 * interval + batch * length]
+    measured_steps = 4 * steps - 1
+    interval_tokens = configuration.resolve(configuration.load(name)).checkpoint.interval_tokens
+    step_seconds = results["plain_seconds"] / measured_steps
+    # The record of a mark is written after its snapshot, so four snapshots are between the two records.
+    snapshot = (results["snapshots_seconds"] - results["plain_seconds"]) / 4
+    preview = (results["previews_seconds"] - results["snapshots_seconds"]) / 4
+    interval_seconds = interval_tokens / (batch * length) * step_seconds
+    return results | {
         "step_seconds": step_seconds,
         "seconds_per_snapshot": snapshot,
         "seconds_per_preview": preview,
-        "interval_tokens": printed,
-        "snapshot_share": snapshot / apart,
-        "preview_share": preview / apart,
+        "interval_tokens": interval_tokens,
+        "snapshot_share": snapshot / interval_seconds,
+        "preview_share": preview / interval_seconds,
     }
 
 

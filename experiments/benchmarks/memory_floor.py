@@ -1,11 +1,11 @@
-"""The least memory that a train step needs, against what XLA's program for it takes.
+"""Memory of a compiled train step, relative to the minimum that the step needs.
 
-    python experiments/benchmarks/memory_floor.py                        demo shapes, every remat policy, compiled here
+    python experiments/benchmarks/memory_floor.py                        demo shapes, every remat policy
     python experiments/benchmarks/memory_floor.py --configs dense_125m --batch 4
 
-Nothing runs: a program's arguments and temporaries are what the compiler says. Bar: none yet; the ratio is reported.
-Legend: B sequences, L positions, S = B L tokens, T layers, D width, N query heads, K key heads, H head dim, F hidden
-width of what a token meets, V vocabulary, C positions of a chunk of logits.
+The step is compiled on this machine and not run: the compiler reports its arguments and temporaries. No bar; the ratio
+is reported.
+Legend: L positions per sequence, S tokens per microbatch.
 """
 
 import argparse
@@ -25,75 +25,78 @@ from pma_jax.training.state import abstract_state
 
 
 def main() -> None:
-    """Print a row a configuration and policy, or JSON lines."""
+    """Print one row per configuration and policy, or JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", default="tiny,tiny_moe")
-    parser.add_argument("--batch", type=int, help="sequences a step, in place of the configuration's")
-    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--configs", default="tiny,tiny_moe", help="names of configurations, comma-separated")
+    parser.add_argument("--batch", type=int, help="sequences per step, instead of the configuration's")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="SECTION.KEY=VALUE", help="overrides of every configuration"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     for name in args.configs.split(","):
         raw = configuration.load(name)
-        # Unrolled, XLA on CPU sees that a recomputed layer is the first one again, and keeps it: no policy has effect.
+        # Unrolled, XLA on CPU merges a recomputed layer with its first computation, and no policy has an effect.
         changes = ["mesh.cpu_devices=0", "model.scan_layers=True"]
         changes += [f"training.batch_size_sequences={args.batch}"] if args.batch else []
         configuration.override(raw, [*changes, *args.set])
         for policy in ("none", "full", "dots"):
             raw.model.remat = policy
-            found = compiled_and_floor(configuration.resolve(raw))
+            result = measure(configuration.resolve(raw))
             if args.json:
-                print(json.dumps({"config": name, "remat": policy} | found), flush=True)
+                print(json.dumps({"config": name, "remat": policy} | result), flush=True)
                 continue
-            took, least = (found[kind]["bytes"] / 2**20 for kind in ("compiled", "floor"))
+            compiled, least = (result[kind]["bytes"] / 2**20 for kind in ("compiled", "floor"))
             print(
-                f"{name:<10} remat {policy:<5} {took:9.1f} MiB compiled, floor {least:9.1f} MiB, "
-                f"{found['ratio']:.2f}x; the step's own {found['step_ratio']:.2f}x",
+                f"{name:<10} remat {policy:<5} {compiled:9.1f} MiB compiled, floor {least:9.1f} MiB, "
+                f"{result['ratio']:.2f}x; without the state {result['step_ratio']:.2f}x",
                 flush=True,
             )
 
 
-def compiled_and_floor(config: Config) -> dict:
-    """What the compiled step takes of a device, the floor, and two ratios: of all bytes, and of those beyond the state.
+def measure(config: Config) -> dict:
+    """Return the memory of the compiled step per device, the floor, and their ratios with and without the state.
 
-    Which backend compiles is the process's; the floor supposes the attention that it runs.
+    The process's default backend compiles the step; the floor assumes the attention of that backend.
     """
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         compiled = program_lowerings(config, mesh)["train_step"]().compile()
-    took, least = compiled_bytes(compiled), floor(config, len(mesh.devices.flat), jax.default_backend() == "cpu")
-    own = took["bytes"] - took["arguments"]
+    memory, least = compiled_bytes(compiled), floor(config, len(mesh.devices.flat), jax.default_backend() == "cpu")
+    without_state = memory["bytes"] - memory["arguments"]
     return {
-        "compiled": took,
+        "compiled": memory,
         "floor": least,
-        "ratio": took["bytes"] / least["bytes"],
-        "step_ratio": own / (least["bytes"] - least["state"]),
+        "ratio": memory["bytes"] / least["bytes"],
+        "step_ratio": without_state / (least["bytes"] - least["state"]),
     }
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes of a device while a compiled program runs: arguments, temporaries, and outputs that take no argument's."""
+    """Return the bytes per device of a compiled program: arguments, temporaries, and outputs not in donated memory."""
     memory = compiled.memory_analysis()
-    assert memory is not None, "this backend says nothing of memory"
-    fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert memory is not None, "this backend does not report memory"
+    new_outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     parts = {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
-        "new_outputs": fresh,
+        "new_outputs": new_outputs,
     }
     return parts | {"bytes": sum(parts.values())}
 
 
 def floor(config: Config, devices: int, keeps_scores: bool) -> dict[str, int]:
-    """The least bytes of a device, evenly split: the state, and the fullest moment of a step.
+    """Return the minimum bytes per device: the state, plus the peak of a step.
 
-    The step is fullest either when the forward pass is done (what the backward pass needs is kept, a chunk of logits
-    and the output projection's gradient are there), or when it ends (all gradients are, as the global norm needs them).
-    Kept is only what no cheap element-wise pass makes again: inputs of norms, of attention and of the gate.
+    The peak is either at the end of the forward pass (activations for the backward pass, a chunk of logits and the
+    gradient of the output projection), or at the end of the step (all gradients, because the global norm needs them).
+    Activations count only if no cheap element-wise pass recomputes them: inputs of norms, of attention and of the gate.
 
     Args:
-        config: of the run.
-        devices: that share the state, the batch and the activations.
-        keeps_scores: whether attention keeps its softmax for the gradient, as XLA's on CPU; flash attention does not.
+        config: Configuration of the run.
+        devices: Number of devices that share the state, the batch and the activations evenly.
+        keeps_scores: Whether attention keeps its softmax for the gradient, as XLA on CPU does; flash attention does
+            not.
     """
     model, training = config.model, config.training
     state = abstract_state(config, make_mesh(config.mesh))
@@ -103,30 +106,30 @@ def floor(config: Config, devices: int, keeps_scores: bool) -> dict[str, int]:
     S //= training.accumulation_steps
     width = jnp.dtype(model.compute_dtype).itemsize
     parts = layer_elements(config, keeps_scores)
-    stacked = {  # what each layer keeps until its backward pass, elements a token
+    stacked = {  # elements per token that each layer keeps until its backward pass
         "none": sum(parts.values()),
         "full": parts["residual"] / 2,
         "dots": parts["residual"] + parts["attention_inputs"] + parts["gate"] + parts.get("experts", 0),
     }[model.remat]
-    # A layer that is computed again has all of its own besides, one layer at a time.
-    again = 0 if model.remat == "none" else sum(parts.values())
-    activations = width * S * (model.layers * stacked + again + model.width)
+    # While a layer is recomputed, one at a time, all of its elements are live.
+    recomputed = 0 if model.remat == "none" else sum(parts.values())
+    activations = width * S * (model.layers * stacked + recomputed + model.width)
     chunk = 4 * min(model.logits_chunk_tokens * devices, S) * model.vocabulary_size
     head = 4 * model.width * model.vocabulary_size
-    fullest = max(activations + chunk + head, 4 * parameters)
+    peak = max(activations + chunk + head, 4 * parameters)
     numbers = {
         "state": state_bytes,
         "activations": activations,
         "logits_chunk": chunk,
         "head_gradient": head,
         "gradients": 4 * parameters,
-        "bytes": state_bytes + 4 * S * (L + 1) // L + fullest,
+        "bytes": state_bytes + 4 * S * (L + 1) // L + peak,
     }
     return {name: round(value / devices) for name, value in numbers.items()}
 
 
 def layer_elements(config: Config, keeps_scores: bool) -> dict[str, float]:
-    """Numbers a token that one layer must keep for its gradient, by part."""
+    """Return the elements per token that one layer must keep for its gradient, by part."""
     c, L = config.model, config.training.sequence_length_tokens
     parts = {
         "residual": 2.0 * c.width,  # the inputs of the two norms
@@ -135,9 +138,9 @@ def layer_elements(config: Config, keeps_scores: bool) -> dict[str, float]:
         "gate": 2.0 * c.shared_hidden,  # gate and up
     }
     if keeps_scores:
-        seen = sum(-(-L // QUERY_BLOCKS) * (i + 1) for i in range(QUERY_BLOCKS)) / QUERY_BLOCKS
-        parts["attention"] += c.heads * min(seen, L)
-    if c.experts:  # of each choice: gate, up, and the row that its weight multiplies
+        visible = sum(-(-L // QUERY_BLOCKS) * (i + 1) for i in range(QUERY_BLOCKS)) / QUERY_BLOCKS
+        parts["attention"] += c.heads * min(visible, L)
+    if c.experts:  # per chosen expert: gate, up, and the row that its weight multiplies
         parts["experts"] = float(c.experts_per_token * (2 * c.expert_hidden + c.width) + c.experts)
     return parts
 

@@ -1,12 +1,12 @@
-"""What merging costs: whole processes, beside a plain read of the same bytes and beside other ways, all in one run.
+"""Cost of merging as a complete process, relative to a plain read of the same bytes and to other implementations.
 
     python experiments/benchmarks/merge.py SCRATCH                       the 160M model, bfloat16, 5 rounds: minutes
     python experiments/benchmarks/merge.py SCRATCH --size 560M --dtype float32 --rounds 3
-    python experiments/benchmarks/merge.py SCRATCH --mergekit ENV/bin/python    and mergekit, from its own environment
-    python experiments/benchmarks/merge.py SCRATCH --cold    the inputs' pages are dropped from memory before each run
+    python experiments/benchmarks/merge.py SCRATCH --mergekit ENV/bin/python    also mergekit, in its own environment
+    python experiments/benchmarks/merge.py SCRATCH --cold    drop the inputs from the page cache before each run
 
-Makes its inputs in SCRATCH (about 11 checkpoints, twice: safetensors and Orbax), removes them when it is done, and
-prints one JSON object: medians of wall seconds and peak resident MB, and the ratios that the bars are about.
+The script writes its inputs to SCRATCH (about 11 checkpoints, as safetensors and as Orbax), removes them at the end,
+and prints one JSON object: medians of wall seconds and peak resident MB, and the ratios that the bars refer to.
 """
 
 import argparse
@@ -17,30 +17,32 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from merge_methods import METHODS
+
+# Name -> width, hidden width, layers, vocabulary.
 SIZES = {"tiny": (256, 512, 4, 1024), "160M": (768, 2048, 16, 32000), "560M": (1280, 3456, 24, 32000)}
 
 
 def shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of a Llama-shaped model: (width, hidden, layers, vocabulary) from `SIZES`."""
+    """Return name -> shape of the tensors of a Llama model of one of `SIZES`."""
     width, hidden, layers, vocabulary = SIZES[size]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
-        found |= {f"{prefix}.self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
-        found |= {f"{prefix}.mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
-        found |= {f"{prefix}.mlp.down_proj.weight": (width, hidden), f"{prefix}.input_layernorm.weight": (width,)}
-        found[f"{prefix}.post_attention_layernorm.weight"] = (width,)
-    return found | {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
+        tensors |= {f"{prefix}.self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
+        tensors |= {f"{prefix}.mlp.{name}_proj.weight": (hidden, width) for name in ("gate", "up")}
+        tensors |= {f"{prefix}.mlp.down_proj.weight": (width, hidden), f"{prefix}.input_layernorm.weight": (width,)}
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = (width,)
+    return tensors | {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
 
 
 def checkpoints(size: str, dtype: str, count: int) -> Any:
-    """Yields `count` checkpoints, name -> array: common weights and a little noise that differs."""
+    """Yield `count` checkpoints (name -> array): the same weights with different small noise."""
     import ml_dtypes
     import numpy as np
 
@@ -56,7 +58,7 @@ def checkpoints(size: str, dtype: str, count: int) -> Any:
 
 
 def generate(folder: Path, size: str, dtype: str, count: int) -> None:
-    """Writes the checkpoints as safetensors/K and orbax/K (Orbax v1 as it is by default)."""
+    """Write the checkpoints as safetensors/K and orbax/K (Orbax v1 with its default options)."""
     from orbax.checkpoint import v1 as ocp
     from safetensors.numpy import save_file
 
@@ -64,12 +66,12 @@ def generate(folder: Path, size: str, dtype: str, count: int) -> None:
         target = folder / "safetensors" / str(number)
         target.mkdir(parents=True)
         save_file(leaves, target / "model.safetensors", metadata={"format": "pt"})
-        (target / "config.json").write_text(json.dumps(llama(size, dtype)))
+        (target / "config.json").write_text(json.dumps(llama_config(size, dtype)))
         ocp.save(str(folder / "orbax" / str(number)), leaves)
 
 
-def llama(size: str, dtype: str) -> dict[str, Any]:
-    """The config.json that mergekit asks for."""
+def llama_config(size: str, dtype: str) -> dict[str, Any]:
+    """Return the config.json that mergekit requires."""
     width, hidden, layers, vocabulary = SIZES[size]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -85,135 +87,10 @@ def llama(size: str, dtype: str) -> dict[str, Any]:
     }
 
 
-def floor(inputs: list[Path], out: Path, rows: int = 1) -> None:
-    """Reads every byte of every input once, two threads, and writes `rows` times as many bytes as one input has."""
-    files = [file for path in inputs for file in sorted(path.rglob("*")) if file.is_file()]
-    buffers = [bytearray(2**20) for _ in range(2)]
-
-    def read(worker: int) -> None:
-        for file in files[worker::2]:
-            descriptor = os.open(file, os.O_RDONLY)
-            while os.readv(descriptor, [buffers[worker]]):
-                pass
-            os.close(descriptor)
-
-    workers = [threading.Thread(target=read, args=(worker,)) for worker in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    size = sum(file.stat().st_size for file in inputs[0].rglob("*") if file.is_file())
-    with out.open("wb", buffering=0) as target:
-        for _ in range(0, rows * size, 2**20):
-            target.write(buffers[0])
-
-
-def ours(inputs: list[Path], out: Path, rows: int = 1) -> None:
-    """This package: the mean, or `rows` weighted sums in one pass."""
-    import numpy as np
-
-    from pma_jax.merging.engine.merge import merge
-    from pma_jax.merging.engine.plan import plan
-    from pma_jax.storage.formats.open import open_source
-
-    count = len(inputs)
-    coefficients = np.full((1, count), 1 / count)
-    if rows > 1:
-        coefficients = np.random.default_rng(0).dirichlet(np.ones(count), rows)
-    made = plan([open_source(path) for path in inputs], coefficients, recipes=["r"] * rows)
-    merge(made, [out / str(row) for row in range(rows)])
-
-
-def torch_loop(inputs: list[Path], out: Path) -> None:
-    """Each file loaded whole, added in float32."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    first = load_file(inputs[0] / "model.safetensors")
-    total = {name: value.to(torch.float32) for name, value in first.items()}
-    for path in inputs[1:]:
-        for name, value in load_file(path / "model.safetensors").items():
-            total[name] += value
-    merged = {name: (value / len(inputs)).to(first[name].dtype) for name, value in total.items()}
-    out.mkdir()
-    save_file(merged, out / "model.safetensors", metadata={"format": "pt"})
-
-
-def mergekit(inputs: list[Path], out: Path) -> None:
-    """Mergekit's own linear merge (its interpreter runs this function)."""
-    from mergekit.config import MergeConfiguration  # pyrefly: ignore
-    from mergekit.merge import MergeOptions, run_merge  # pyrefly: ignore
-
-    models = [{"model": str(path), "parameters": {"weight": 1.0}} for path in inputs]
-    config = MergeConfiguration.model_validate({"merge_method": "linear", "models": models, "dtype": "bfloat16"})
-    run_merge(config, str(out), MergeOptions(lazy_unpickle=True, low_cpu_memory=True))
-
-
-def decode(inputs: list[Path], out: Path) -> None:
-    """Only decodes: every array of every checkpoint through tensorstore, eight in flight, nothing kept."""
-    import tensorstore as ts
-
-    flying: list[Any] = []
-    for path in inputs:
-        for name in json.loads((path / "state" / "_METADATA").read_text())["tree_metadata"].values():
-            key = ".".join(part["key"] for part in name["key_metadata"])
-            store = {"driver": "ocdbt", "base": f"file://{path}/state/", "path": f"{key}/"}
-            flying.append(ts.open({"driver": "zarr3", "kvstore": store}, open=True).result().read())
-            if len(flying) == 8:
-                flying.pop(0).result()
-    for read in flying:
-        read.result()
-
-
-def one_by_one(inputs: list[Path], out: Path) -> None:
-    """Orbax restores one checkpoint after the other; a jitted, donated add; Orbax saves."""
-    import jax
-    import jax.numpy as jnp
-    from orbax.checkpoint import v1 as ocp
-
-    add = jax.jit(lambda total, new: jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new), donate_argnums=0)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def restore(path: Path) -> Any:
-        stored = ocp.metadata(str(path)).metadata
-        return ocp.load(
-            str(path), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), stored)
-        )
-
-    first = restore(inputs[0])
-    total = jax.tree.map(lambda x: x.astype(jnp.float32), first)
-    dtypes = jax.tree.map(lambda x: x.dtype, first)
-    del first
-    for path in inputs[1:]:
-        total = add(total, restore(path))
-    ocp.save(str(out), jax.tree.map(lambda t, d: (t / len(inputs)).astype(d), total, dtypes))
-
-
-def imports(inputs: list[Path], out: Path) -> None:
-    """Only imports what merging these inputs imports."""
-    __import__("pma_jax.merging.engine.merge")
-    if (inputs[0] / "state").exists():
-        __import__("tensorstore")
-
-
-METHODS: dict[str, Callable[[list[Path], Path], None]] = {
-    "floor": floor,
-    "floor of 16 recipes": lambda inputs, out: floor(inputs, out, rows=16),
-    "imports": imports,
-    "ours": ours,
-    "ours 16 recipes": lambda inputs, out: ours(inputs, out, rows=16),
-    "torch loop": torch_loop,
-    "mergekit": mergekit,
-    "decode": decode,
-    "one by one": one_by_one,
-}
-
-
 def run(
     method: str, inputs: list[Path], out: Path, python: str = sys.executable, cold: bool = False
 ) -> dict[str, float]:
-    """Wall and CPU seconds of the whole process, and its peak resident MB."""
+    """Run one method in a process of its own; return its wall and CPU seconds and its peak resident MB."""
     if cold:
         drop_pages(inputs)
     words = [python, __file__, str(out.parent), *map(str, inputs), "--child", method, "--out", str(out)]
@@ -229,15 +106,15 @@ def run(
 
 
 def drop_pages(inputs: list[Path]) -> None:
-    """Takes the inputs out of the page cache, so that the next read comes from the disk."""
-    os.sync()  # a page that is not on the disk yet cannot be dropped
+    """Drop the inputs from the page cache, so that the next read is from disk."""
+    os.sync()  # a dirty page cannot be dropped
     for file in (file for path in inputs for file in path.rglob("*") if file.is_file()):
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def peak_resident_mb() -> float:
-    """Peak resident MB of this process since it began; getrusage would count what its parent had when it forked."""
+    """Return this process's peak resident MB; getrusage would include its parent's memory at the fork."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
@@ -245,54 +122,55 @@ def peak_resident_mb() -> float:
 def measure(
     methods: list[str], inputs: list[Path], scratch: Path, rounds: int, cold: bool, mergekit_python: str = ""
 ) -> dict[str, dict[str, float]]:
-    """Every method in turn, `rounds` times: medians."""
-    found: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
+    """Run the methods alternately, `rounds` times each; return the medians per method."""
+    runs: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method in methods:
             python = mergekit_python if method == "mergekit" else sys.executable
-            found[method].append(run(method, inputs, scratch / "out", python, cold))
+            runs[method].append(run(method, inputs, scratch / "out", python, cold))
     return {
-        method: {key: round(statistics.median(one[key] for one in all), 2) for key in all[0]}
-        for method, all in found.items()
+        method: {key: round(statistics.median(one[key] for one in of_method), 2) for key in of_method[0]}
+        for method, of_method in runs.items()
     }
 
 
-def ratio(found: dict[str, dict[str, float]], method: str, over: str) -> str:
-    """Wall seconds of one method over another's, and the same of CPU seconds, which a busy neighbour changes less."""
-    wall, cpu = (found[method][key] / found[over][key] for key in ("wall_s", "cpu_s"))
+def ratio(medians: dict[str, dict[str, float]], method: str, reference: str) -> str:
+    """Format the ratio of wall seconds of two methods, and of CPU seconds, which depend less on other load."""
+    wall, cpu = (medians[method][key] / medians[reference][key] for key in ("wall_s", "cpu_s"))
     return f"{wall:.2f} (CPU {cpu:.2f})"
 
 
 def memory_over_imports(inputs: list[Path], scratch: Path) -> dict[str, int]:
-    """Peak resident MB above the imports, for 3 and for 30 checkpoints."""
+    """Return the peak resident MB above that of the imports, for 3 and for 30 checkpoints."""
     base = run("imports", inputs, scratch / "out")["peak_MB"]
     return {str(n): round(run("ours", (inputs * 30)[:n], scratch / "out")["peak_MB"] - base) for n in (3, 30)}
 
 
 def safetensors_section(scratch: Path, rounds: int, count: int, cold: bool, mergekit_python: str) -> dict[str, Any]:
-    """Safetensors -> safetensors, and memory for 3 and 30 checkpoints."""
+    """Measure merges from safetensors to safetensors, and the memory for 3 and 30 checkpoints."""
     inputs = [scratch / "safetensors" / str(number) for number in range(count)]
     methods = ["floor", "ours", "torch loop", *(["mergekit"] if mergekit_python else [])]
-    found = measure(methods, inputs, scratch, rounds, cold, mergekit_python)
-    found |= measure(["floor of 16 recipes", "ours 16 recipes"], inputs, scratch, 1, cold)
-    ratios = {f"{method} / floor": ratio(found, method, "floor") for method in methods[1:]}
-    ratios |= {f"{method} / ours": ratio(found, method, "ours") for method in [*methods[2:], "ours 16 recipes"]}
-    ratios["ours 16 recipes / floor of 16 recipes"] = ratio(found, "ours 16 recipes", "floor of 16 recipes")
+    medians = measure(methods, inputs, scratch, rounds, cold, mergekit_python)
+    medians |= measure(["floor of 16 recipes", "ours 16 recipes"], inputs, scratch, 1, cold)
+    ratios = {f"{method} / floor": ratio(medians, method, "floor") for method in methods[1:]}
+    ratios |= {f"{method} / ours": ratio(medians, method, "ours") for method in [*methods[2:], "ours 16 recipes"]}
+    ratios["ours 16 recipes / floor of 16 recipes"] = ratio(medians, "ours 16 recipes", "floor of 16 recipes")
     memory = memory_over_imports(inputs, scratch)
-    return {"found": found, "ratios": ratios, "peak_MB_over_imports_by_count": memory}
+    return {"found": medians, "ratios": ratios, "peak_MB_over_imports_by_count": memory}
 
 
 def orbax_section(scratch: Path, rounds: int, count: int, cold: bool) -> dict[str, Any]:
-    """Orbax -> Orbax."""
+    """Measure merges from Orbax to Orbax."""
     inputs = [scratch / "orbax" / str(number) for number in range(count)]
-    found = measure(["floor", "decode", "ours", "one by one"], inputs, scratch, rounds, cold)
-    ratios = {"ours / decode": ratio(found, "ours", "decode"), "one by one / ours": ratio(found, "one by one", "ours")}
+    medians = measure(["floor", "decode", "ours", "one by one"], inputs, scratch, rounds, cold)
+    pairs = (("ours", "decode"), ("one by one", "ours"))
+    ratios = {f"{method} / {reference}": ratio(medians, method, reference) for method, reference in pairs}
     memory = memory_over_imports(inputs, scratch)
-    return {"found": found, "ratios": ratios, "peak_MB_over_imports_by_count": memory}
+    return {"found": medians, "ratios": ratios, "peak_MB_over_imports_by_count": memory}
 
 
 def encodings_section(scratch: Path, size: str, rounds: int) -> dict[str, Any]:
-    """How to store our own snapshots (float32): size over raw, and restoring over a plain read of the same bytes."""
+    """Measure encodings of float32 snapshots: size relative to raw, and restoring relative to a plain read."""
     import jax
     from orbax.checkpoint import v1 as ocp
 
@@ -300,7 +178,7 @@ def encodings_section(scratch: Path, size: str, rounds: int) -> dict[str, Any]:
     leaves = jax.device_put(next(iter(checkpoints(size, "float32", 1))), place)
     raw = sum(leaf.nbytes for leaf in leaves.values())
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), leaves)
-    found = {}
+    results = {}
     for ocdbt in (True, False):
         for compressed in (True, False):
             for chunk in (None, 2**24):
@@ -309,39 +187,39 @@ def encodings_section(scratch: Path, size: str, rounds: int) -> dict[str, Any]:
                 context.array.saving.use_ocdbt = ocdbt
                 context.array.saving.use_compression = compressed
                 context.array.saving.storage_options.chunk_byte_size = chunk
-                saves, loads, plain, ours_s = [], [], [], []
+                saves, loads, plain_reads, engine_reads = [], [], [], []
                 for _ in range(rounds):
                     shutil.rmtree(path, ignore_errors=True)
-                    saves.append(timed(lambda c=context, p=path: save_with(c, p, leaves)))
-                    plain.append(timed(lambda p=path: read_plainly(p)))
-                    loads.append(timed(lambda p=path: jax.block_until_ready(ocp.load(str(p), abstract))))
-                    ours_s.append(timed(lambda p=path: read_ours(p)))
+                    saves.append(measure_seconds(lambda c=context, p=path: save_with(c, p, leaves)))
+                    plain_reads.append(measure_seconds(lambda p=path: read_bytes(p)))
+                    loads.append(measure_seconds(lambda p=path: jax.block_until_ready(ocp.load(str(p), abstract))))
+                    engine_reads.append(measure_seconds(lambda p=path: read_by_engine(p)))
                 size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                read = statistics.median(plain)
+                plain = statistics.median(plain_reads)
                 name = (
                     f"{'ocdbt' if ocdbt else 'files'} {'zstd' if compressed else 'raw'} {'16MiB' if chunk else 'whole'}"
                 )
-                found[name] = {
+                results[name] = {
                     "size / raw": round(size_bytes / raw, 3),
                     "save s": round(statistics.median(saves), 2),
-                    "plain read s": round(read, 3),
-                    "orbax load / plain read": round(statistics.median(loads) / read, 2),
-                    "engine read / plain read": round(statistics.median(ours_s) / read, 2),
+                    "plain read s": round(plain, 3),
+                    "orbax load / plain read": round(statistics.median(loads) / plain, 2),
+                    "engine read / plain read": round(statistics.median(engine_reads) / plain, 2),
                 }
                 shutil.rmtree(path)
-    return found
+    return results
 
 
 def save_with(context: Any, path: Path, leaves: Any) -> None:
-    """Saves under an Orbax context."""
+    """Save `leaves` under an Orbax context."""
     from orbax.checkpoint import v1 as ocp
 
     with context:
         ocp.save(str(path), leaves)
 
 
-def read_plainly(path: Path) -> None:
-    """Every byte once, into one reused buffer."""
+def read_bytes(path: Path) -> None:
+    """Read every byte once, into one reused buffer."""
     buffer = bytearray(2**20)
     for file in path.rglob("*"):
         if file.is_file():
@@ -350,8 +228,8 @@ def read_plainly(path: Path) -> None:
                     pass
 
 
-def read_ours(path: Path) -> None:
-    """Every leaf through the engine's reader, in 1 MiB blocks where it can."""
+def read_by_engine(path: Path) -> None:
+    """Read every leaf with the engine's reader, in blocks of 1 MiB where the format allows."""
     from pma_jax.storage.formats.open import open_source, read_leaf_bytes
 
     source = open_source(path)
@@ -361,24 +239,24 @@ def read_ours(path: Path) -> None:
             read_leaf_bytes(source, name, start, min(start + step, leaf.elements))
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Wall seconds of a call."""
+def measure_seconds(call: Callable[[], Any]) -> float:
+    """Return the wall seconds of a call."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
 def main() -> None:
-    """Runs the sections, or one method as a child process."""
+    """Run the sections, or one method as a child process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scratch", type=Path)
+    parser.add_argument("scratch", type=Path, help="directory for temporary checkpoints")
     parser.add_argument("--size", choices=SIZES, default="160M")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--sections", default="safetensors,orbax,encodings")
-    parser.add_argument("--cold", action="store_true", help="read from the disk, not from the page cache")
-    parser.add_argument("--mergekit", default="", help="the python of an environment that has mergekit")
+    parser.add_argument("--rounds", type=int, default=5, help="runs per method")
+    parser.add_argument("--count", type=int, default=10, help="checkpoints per merge")
+    parser.add_argument("--sections", default="safetensors,orbax,encodings", help="comma-separated")
+    parser.add_argument("--cold", action="store_true", help="read from disk, not from the page cache")
+    parser.add_argument("--mergekit", default="", help="Python interpreter of an environment with mergekit")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("inputs", nargs="*", type=Path, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Where a step's time goes: a trace by JAX's profiler, read without TensorBoard."""
+"""The most expensive operations of a step, from a trace of JAX's profiler (TensorBoard is not needed)."""
 
 import collections
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# A kernel's kind by its name or its HLO instruction's: the first that matches. cuBLAS's are nvjet, cutlass and gemm.
+# Kind -> pattern of the name of a kernel or its HLO instruction; the first match applies. nvjet is a name of cuBLAS.
 KINDS = {
     "attention": r"fmha|flash|cudnn.*(attention|sdpa)|sdpa",
     "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|matmul",
@@ -20,17 +20,17 @@ KINDS = {
 
 
 def top_costs(run: Callable[[], Any], steps: int, hlo: str, count: int = 15) -> dict[str, Any]:
-    """Trace `run`, which does `steps` steps and waits for them, and sum up its operations.
+    """Trace `run` and sum up its operations.
 
     Args:
-        run: what to trace; it ran before.
-        steps: to divide by.
-        hlo: the text of the compiled program, which says what each instruction is of.
-        count: how many operations to list.
+        run: Function that runs `steps` steps and waits for them; it must have run before, so that nothing compiles.
+        steps: Number of steps of `run`, by which times are divided.
+        hlo: Text of the compiled program, which names the source of each instruction.
+        count: Number of operations to list.
 
     Returns:
-        `busy_seconds_per_step` (all device threads or streams together), `kinds` (name -> share of that), and `top`:
-        the most expensive operations, with seconds a step, share, calls a step, and where they come from.
+        `busy_seconds_per_step` (sum over device threads or streams), `kinds` (kind -> share of the busy time), and
+        `top`: the most expensive operations, with seconds and calls per step, share, and source.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -40,7 +40,7 @@ def top_costs(run: Callable[[], Any], steps: int, hlo: str, count: int = 15) -> 
         data = jax.profiler.ProfileData.from_file(str(traces[0]))
         spent = sum_operations(data)
     if not spent:
-        raise RuntimeError("the trace has no operation of a device")
+        raise RuntimeError("the trace contains no device operation")
     total = sum(seconds for seconds, _ in spent.values())
     sources = dict(re.findall(r'%?([\w.\-]+) = [^\n]*?op_name="([^"]*)"', hlo))
     kinds: dict[str, float] = collections.defaultdict(float)
@@ -65,20 +65,20 @@ def top_costs(run: Callable[[], Any], steps: int, hlo: str, count: int = 15) -> 
 
 
 def kind_of(name: str, source: str) -> str:
-    """One of KINDS. A fusion that JAX made from a product counts as one."""
+    """Return the kind of an operation, a key of KINDS; fusions whose source is a matrix product count as products."""
     if source.endswith("dot_general"):
         return "matrix products"
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower()))
 
 
 def sum_operations(data: jax.profiler.ProfileData) -> dict[tuple[str, str], tuple[float, int]]:
-    """(kernel, HLO instruction) -> own seconds and calls, over all lines of all devices."""
+    """Return (kernel, HLO instruction) -> (own seconds, calls), summed over all lines of all devices."""
     planes = list(data.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     spent: dict[tuple[str, str], list] = collections.defaultdict(lambda: [0.0, 0])
     for plane in devices or planes:
         lines = list(plane.lines)
-        # A GPU's streams hold kernels; lines such as "XLA Modules" would count them again.
+        # A GPU's streams contain the kernels; lines such as "XLA Modules" would count them twice.
         streams = [line for line in lines if line.name.startswith("Stream")]
         for line in streams or lines:
             for key, seconds in own_times(line.events, kernels=bool(streams)):
@@ -88,20 +88,20 @@ def sum_operations(data: jax.profiler.ProfileData) -> dict[tuple[str, str], tupl
 
 
 def own_times(events: Iterable[Any], kernels: bool) -> Iterable[tuple[tuple[str, str], float]]:
-    """Each operation of a line, and its seconds less those of what runs inside it (a loop holds its body's)."""
-    found = []
+    """Yield each operation of a line, and its seconds without those of nested operations (such as a loop's body)."""
+    operations = []
     for event in events:
         stats = {name: value for name, value in event.stats if name in ("hlo_op", "hlo_module")}
         if kernels or "hlo_op" in stats:
-            found.append((event.start_ns, -event.duration_ns, event.name, str(stats.get("hlo_op", ""))))
-    open_: list[list] = []  # [end, key, own seconds] of what encloses the next event
-    for start, minus_duration, kernel, instruction in sorted(found):
+            operations.append((event.start_ns, -event.duration_ns, event.name, str(stats.get("hlo_op", ""))))
+    enclosing: list[list] = []  # [end, key, own seconds] of the operations that enclose the next one
+    for start, minus_duration, kernel, instruction in sorted(operations):
         duration = -minus_duration
-        while open_ and open_[-1][0] <= start:
-            _, key, own = open_.pop()
+        while enclosing and enclosing[-1][0] <= start:
+            _, key, own = enclosing.pop()
             yield key, own
-        if open_:
-            open_[-1][2] -= duration / 1e9
-        open_.append([start + duration, (kernel, instruction), duration / 1e9])
-    for _, key, own in open_:
+        if enclosing:
+            enclosing[-1][2] -= duration / 1e9
+        enclosing.append([start + duration, (kernel, instruction), duration / 1e9])
+    for _, key, own in enclosing:
         yield key, own

@@ -1,12 +1,12 @@
-"""What safety costs: digests, lock, checks that all is finite and watching for signals, as a share of training.
+"""Cost of safety (digests, lock, checks for finite values, signals), as a share of training time.
 
 Command:   python experiments/benchmarks/safety.py [--rounds 200] [--starts 5]
-Bar:       under 1% of a step, at the demo's cadence of snapshots and states.
+Bar:       under 1% of a step, at the demo's intervals of snapshots and states.
 
-Each part is timed in turn with a training step of the demo's model, and waited for; what happens once a snapshot or a
-state is shared out over the steps between two. `--starts` also measures, in processes of their own and in turn, the
-time to the first step of a fresh run and of a resumed one, from the command to its first line of metrics; both with
-what was compiled before, as a restart on the same machine has it.
+Training steps of the demo's model and the parts alternate, and each is timed until its result is ready. The cost of a
+part that runs once per snapshot or state is divided by the steps between two of them. `--starts` also measures the time
+to the first step of a fresh run and of a resumed one, from the command to its first line of metrics, in alternating
+processes. Both use a warm compilation cache, as a restart on the same machine does.
 """
 
 import argparse
@@ -39,78 +39,78 @@ from pma_jax.training.step import make_train_step
 
 
 def main() -> None:
-    """Print milliseconds and shares."""
+    """Print milliseconds and shares of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--starts", type=int, default=5, help="of each kind; 0: none")
+    parser.add_argument("--rounds", type=int, default=200, help="timings of each part")
+    parser.add_argument("--starts", type=int, default=5, help="starts of each kind to time; 0: none")
     options = parser.parse_args()
     keep_freed_memory()
     config = configuration.resolve(configuration.load("demo"))
-    _steps(config, options.rounds)
+    _time_steps(config, options.rounds)
     if options.starts:
-        _starts(options.starts)
+        _time_starts(options.starts)
 
 
-def _steps(config: Config, rounds: int) -> None:
+def _time_steps(config: Config, rounds: int) -> None:
     mesh = make_mesh(config.mesh)
     shape = (config.training.batch_size_sequences, config.training.sequence_length_tokens + 1)
     tokens_BxM = np.random.default_rng(0).integers(0, config.model.vocabulary_size, shape).astype(np.int32)
     keep, batch_tokens = config.checkpoint, config.batch_tokens
-    each_snapshot = keep.interval_tokens / batch_tokens / len(keep.kinds)
-    each_state = keep.state_interval_tokens / batch_tokens
+    steps_per_snapshot = keep.interval_tokens / batch_tokens / len(keep.kinds)
+    steps_per_state = keep.state_interval_tokens / batch_tokens
     record = {"step": 1, "tokens": batch_tokens}
     numbers = {"loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1.0}
     with jax.set_mesh(mesh), signals.catch_signals(interrupts=False) as notice:
         state, step = make_state(config), make_train_step(config, graph_definition(config.model))
         batch = put_batch(mesh, tokens_BxM)
-        parts: dict[str, tuple[float, Callable[[], Any]]] = {  # name -> steps between two, what is done
-            "is a snapshot finite": (each_snapshot, lambda: integrity.non_finite_leaves(state.params)),
-            "digests of a snapshot": (each_snapshot, lambda: integrity.tree_digests(state.params)),
-            "is a state finite": (each_state, lambda: integrity.non_finite_leaves(state.params)),
-            "digests of a state": (each_state, lambda: integrity.tree_digests(state)),
-            "are loss and gradient finite": (1, lambda: step_records.check_finite(record, numbers, state.params)),
-            "has a signal come": (1, lambda: hosts.is_stop_requested(notice, 1)),
+        parts: dict[str, tuple[float, Callable[[], Any]]] = {  # name -> steps per call, function
+            "finite check of a snapshot": (steps_per_snapshot, lambda: integrity.non_finite_leaves(state.params)),
+            "digests of a snapshot": (steps_per_snapshot, lambda: integrity.tree_digests(state.params)),
+            "finite check of a state": (steps_per_state, lambda: integrity.non_finite_leaves(state.params)),
+            "digests of a state": (steps_per_state, lambda: integrity.tree_digests(state)),
+            "finite check of loss and gradient": (1, lambda: step_records.check_finite(record, numbers, state.params)),
+            "check for signals": (1, lambda: hosts.is_stop_requested(notice, 1)),
         }
         steps: list[float] = []
         times: dict[str, list[float]] = {name: [] for name in parts}
         for _ in range(rounds):
-            begin = time.perf_counter()
+            started = time.perf_counter()
             state = jax.block_until_ready(step(state, batch, 1e-3))[0]
-            steps.append(time.perf_counter() - begin)
-            for name, (_, do) in parts.items():
-                begin = time.perf_counter()
-                do()
-                times[name].append(time.perf_counter() - begin)
+            steps.append(time.perf_counter() - started)
+            for name, (_, call) in parts.items():
+                started = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - started)
     step_s = statistics.median(steps)
     print(f"a step takes {step_s * 1e3:.3f} ms")
     total = 0.0
-    for name, (between, _) in parts.items():
-        took = statistics.median(times[name])
-        total += took / between
-        print(f"{name}: {took * 1e3:.4f} ms, every {between:g} steps: {took / between / step_s:.4%} of a step")
+    for name, (interval, _) in parts.items():
+        seconds = statistics.median(times[name])
+        total += seconds / interval
+        print(f"{name}: {seconds * 1e3:.4f} ms, every {interval:g} steps: {seconds / interval / step_s:.4%} of a step")
     with tempfile.TemporaryDirectory() as folder:
-        begin = time.perf_counter()
+        started = time.perf_counter()
         with lock.hold(epath.Path(folder)):
-            took = time.perf_counter() - begin
+            seconds = time.perf_counter() - started
     horizon = config.training.total_tokens / batch_tokens
-    total += took / horizon
-    print(f"the lock: {took * 1e3:.4f} ms, once in {horizon:g} steps: {took / horizon / step_s:.4%} of a step")
-    print(f"all together: {total / step_s:.3%} of a step (bar: under 1%)")
+    total += seconds / horizon
+    print(f"lock: {seconds * 1e3:.4f} ms, once in {horizon:g} steps: {seconds / horizon / step_s:.4%} of a step")
+    print(f"total: {total / step_s:.3%} of a step (bar: under 1%)")
 
 
-def _starts(count: int) -> None:
+def _time_starts(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-        _seconds_to_a_step(Path(folder, "first"), environment)  # compiles, and prepares the data
+        _seconds_to_first_step(Path(folder, "first"), environment)  # compiles, and prepares the data
         times: dict[str, list[float]] = {"fresh": [], "resumed": []}
         for turn in range(count):
             run = Path(folder, str(turn))
-            times["fresh"].append(_seconds_to_a_step(run, environment))
-            times["resumed"].append(_seconds_to_a_step(run, environment))
+            times["fresh"].append(_seconds_to_first_step(run, environment))
+            times["resumed"].append(_seconds_to_first_step(run, environment))
             shutil.rmtree(run)
     medians = {kind: statistics.median(seconds) for kind, seconds in times.items()}
     for kind, seconds in times.items():
@@ -118,20 +118,20 @@ def _starts(count: int) -> None:
     print(f"resumed over fresh: {medians['resumed'] / medians['fresh']:.3f}")
 
 
-def _seconds_to_a_step(run: Path, environment: dict[str, str]) -> float:
-    """From the command to its first new line of metrics; the run is then stopped by SIGTERM, and saves its state."""
+def _seconds_to_first_step(run: Path, environment: dict[str, str]) -> float:
+    """Time a command until its first new line of metrics; then stop it by SIGTERM, so that it saves its state."""
     metrics, keys = run / "metrics.jsonl", ["training.log_interval_tokens=2048", "checkpoint.keep_states=2"]
-    known = _newest_step(metrics)
+    last_step = _newest_step(metrics)
     command = [sys.executable, "-m", "pma_jax.cli", "train", "--config", "demo", "--workdir", str(run)]
-    begin = time.perf_counter()
+    started = time.perf_counter()
     words = [*command, *(f"--config.{key}" for key in keys)]
     process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
-    while process.poll() is None and _newest_step(metrics) <= known:
+    while process.poll() is None and _newest_step(metrics) <= last_step:
         time.sleep(0.005)
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - started
     process.terminate()
     if process.wait() != 143:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+        raise SystemExit(f"error: {' '.join(command)} ended with status {process.returncode}, not 143")
     return seconds
 
 

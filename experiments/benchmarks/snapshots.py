@@ -1,12 +1,11 @@
-"""What snapshots cost a run: wall time of training with them at the demo's cadence over training without.
+"""Cost of snapshots: wall time of training with snapshots at the demo's interval, relative to training without.
 
 Command:   python experiments/benchmarks/snapshots.py [--rounds 5] [--tokens 1.5e6]
-Floor:     the bytes of one model, copied from the devices and written: everything else is overhead.
+Floor:     copying the bytes of one model from the devices and writing them; everything else is overhead.
 
-Three runs of the demo's model and batch, each in a process of its own, in turn: without snapshots, with points, and
-with both kinds that the demo saves (which also keep the block mean). None makes previews or evaluates more than two
-windows a mark, so that what differs is the saving. The time from the first log mark to the horizon counts: compiling
-does not.
+Runs of the demo's model and batch in alternating processes: without snapshots, with points, and with both kinds that
+the demo saves (which also computes the block mean). No run makes previews, and evaluations take 256 tokens, so that the
+runs differ only in saving. The time from the first training record to the horizon counts, which excludes compilation.
 """
 
 import argparse
@@ -19,16 +18,16 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Print seconds and the ratio."""
+    """Print the seconds of each kind of run, and its cost relative to a run without snapshots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=float, default=1.5e6)
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each kind")
+    parser.add_argument("--tokens", type=float, default=1.5e6, help="tokens per run")
     options = parser.parse_args()
     times: dict[str, list[float]] = {"no": [], "point": [], "point,block_mean": []}
     for turn in range(options.rounds):
-        # Alternate who goes first: a machine that slows down must not favour one of them.
+        # Reverse the order in each round: a machine that slows down must not favour one kind.
         for kind in list(times)[:: 1 if turn % 2 else -1]:
-            times[kind].append(_seconds(options.tokens, kind))
+            times[kind].append(_training_seconds(options.tokens, kind))
     medians = {kind: statistics.median(seconds) for kind, seconds in times.items()}
     for kind, seconds in times.items():
         cost = medians[kind] / medians["no"] - 1
@@ -36,7 +35,7 @@ def main() -> None:
         print(f"{kind} snapshots: {cost:+.2%} (bar: at most 2%), median {medians[kind]:.2f} s of {runs}")
 
 
-def _seconds(tokens: float, kinds: str) -> float:
+def _training_seconds(tokens: float, kinds: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         keys = {
             "training.total_tokens": tokens,

@@ -1,11 +1,11 @@
-"""What the detector of spikes adds to a training step of the demo's model, and how often it is wrong on clean traces.
+"""Cost of the spike detector relative to a training step of the demo's model, and its errors on synthetic traces.
 
 Command:   python experiments/benchmarks/spikes.py [--rounds 200] [--steps 1000000]
 
-The two programs, with and without the detector, are timed in turn, each waited for, and the metrics fetched as the
-loop fetches them; on a busy machine the difference is noise, so the detector is timed alone too (fastest of five
-loops, beside the fastest step). Clean traces fall as a run's do and have independent noise of normal and of Student's t
-tails (5 and 3 degrees of freedom); planted ones leave by 0.8 to 4 nats within 5 steps, half of them for good.
+Steps with and without the detector alternate, and each is timed until its metrics are fetched, as in the training loop.
+On a busy machine the difference is noise, so the detector is also timed alone (the fastest of five loops, relative to
+the fastest step). Clean traces decrease like those of a run, with independent noise that is normal or has Student's t
+tails (5 and 3 degrees of freedom). Planted spikes rise by 0.8 to 4 nats within 5 steps; half of them do not recover.
 """
 
 import argparse
@@ -33,28 +33,28 @@ TAILS = {"normal": 0, "t5": 5, "t3": 3}  # name -> degrees of freedom; 0: normal
 
 
 def main() -> None:
-    """Print the overhead, then false alarms and planted spikes found."""
+    """Print the overhead, the false alarms, and the planted spikes that are detected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=200, help="timed steps of each kind")
     parser.add_argument("--steps", type=int, default=1_000_000, help="clean steps, over all kinds of noise")
-    parser.add_argument("--planted", type=int, default=200)
+    parser.add_argument("--planted", type=int, default=200, help="traces with a planted spike")
     options = parser.parse_args()
     keep_freed_memory()
     config = configuration.resolve(configuration.load("demo"))
-    overhead(config, options.rounds)
+    measure_overhead(config, options.rounds)
     alarms, steps = 0, 0
     for seed, degrees in enumerate(TAILS.values()):
-        losses, norms = trace(options.steps // len(TAILS), seed, degrees)
+        losses, norms = clean_trace(options.steps // len(TAILS), seed, degrees)
         readings = scan(config, jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32))
         alarms, steps = alarms + onsets(readings).size, steps + losses.size
     print(f"false alarms: {alarms} in {steps:,} clean steps (bar: 1 in 100,000)")
-    found = [planted(config, seed) for seed in range(options.planted)]
-    print(f"planted spikes found within 5 steps: {sum(f for f, _ in found)} of {len(found)}")
-    print(f"told rightly whether they pass: {sum(told for _, told in found)} of {len(found)}")
+    verdicts = [detect_planted(config, seed) for seed in range(options.planted)]
+    print(f"planted spikes detected within 5 steps: {sum(on_time for on_time, _ in verdicts)} of {len(verdicts)}")
+    print(f"correctly classified as recovered or not: {sum(correct for _, correct in verdicts)} of {len(verdicts)}")
 
 
-def overhead(config: Config, rounds: int) -> None:
-    """Time a step with and without the detector, in turn."""
+def measure_overhead(config: Config, rounds: int) -> None:
+    """Time steps with and without the detector alternately, and the detector alone."""
     mesh = make_mesh(config.mesh)
     shape = (config.training.batch_size_sequences, config.training.sequence_length_tokens + 1)
     tokens_BxM = np.random.default_rng(0).integers(0, config.model.vocabulary_size, shape).astype(np.int32)
@@ -64,26 +64,26 @@ def overhead(config: Config, rounds: int) -> None:
         runs: list[list[Any]] = [[make_state(c), make_train_step(c, graph), []] for c in (without, config)]
         for i in range(rounds):
             for run in runs if i % 2 else reversed(runs):
-                begin = time.perf_counter()
+                started = time.perf_counter()
                 run[0], metrics = run[1](run[0], batch, 1e-3)
                 jax.device_get(metrics)
-                run[2].append(time.perf_counter() - begin)
-    plain, watched = (statistics.median(times[5:]) for _, _, times in runs)
-    paired = statistics.median(b - a for a, b in zip(runs[0][2][5:], runs[1][2][5:], strict=True))
-    print(f"step {plain * 1e3:.2f} ms, with the detector {watched * 1e3:.2f} ms")
-    print(f"median of the differences: {paired / plain:+.2%} of a step (bar: under 1%)")
-    losses, norms = (jnp.asarray(x, jnp.float32) for x in trace(ALONE_STEPS, 0, 0))
+                run[2].append(time.perf_counter() - started)
+    plain, detecting = (statistics.median(times[5:]) for _, _, times in runs)
+    difference = statistics.median(b - a for a, b in zip(runs[0][2][5:], runs[1][2][5:], strict=True))
+    print(f"step {plain * 1e3:.2f} ms, with the detector {detecting * 1e3:.2f} ms")
+    print(f"median of the differences: {difference / plain:+.2%} of a step (bar: under 1%)")
+    losses, norms = (jnp.asarray(x, jnp.float32) for x in clean_trace(ALONE_STEPS, 0, 0))
     times = []
     for _ in range(5):
-        begin = time.perf_counter()
+        started = time.perf_counter()
         jax.block_until_ready(scan(config, losses, norms))
-        times.append((time.perf_counter() - begin) / ALONE_STEPS)
+        times.append((time.perf_counter() - started) / ALONE_STEPS)
     print(f"the detector alone, in a loop: {min(times) * 1e6:.0f} us, {min(times) / min(runs[0][2]):.2%} of a step")
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def scan(config: Config, losses: jax.Array, norms: jax.Array) -> spikes.Reading:
-    """Every reading of a trace."""
+    """Return the detector's reading at every step of a trace."""
 
     def one(detector: spikes.Detector, x: Any) -> tuple[spikes.Detector, spikes.Reading]:
         return spikes.observe(detector, config, *x)
@@ -93,12 +93,12 @@ def scan(config: Config, losses: jax.Array, norms: jax.Array) -> spikes.Reading:
 
 
 def onsets(readings: spikes.Reading) -> np.ndarray:
-    """First steps of all spikes that were noticed."""
+    """Return the first steps of all detected spikes."""
     return np.unique(np.asarray(readings.onset)[np.asarray(readings.code) != spikes.CALM])
 
 
-def trace(steps: int, seed: int, degrees: int) -> tuple[np.ndarray, np.ndarray]:
-    """Loss and gradient norm of a clean run."""
+def clean_trace(steps: int, seed: int, degrees: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return synthetic losses and gradient norms without spikes; `degrees` of freedom of the noise, 0: normal."""
     rng, t = np.random.default_rng(seed), np.arange(1, steps + 1)
 
     def noise() -> np.ndarray:
@@ -108,19 +108,19 @@ def trace(steps: int, seed: int, degrees: int) -> tuple[np.ndarray, np.ndarray]:
     return losses, (0.5 + 6 * np.exp(-t / 50)) * np.exp(0.25 * noise())
 
 
-def planted(config: Config, seed: int) -> tuple[bool, bool]:
-    """(found within 5 steps, told rightly whether it passes) of one spike in a trace of 2,000 steps."""
+def detect_planted(config: Config, seed: int) -> tuple[bool, bool]:
+    """Return whether one planted spike is detected within 5 steps, and whether it is classified correctly."""
     rng = np.random.default_rng(1000 + seed)
-    losses, norms = trace(2000, seed, list(TAILS.values())[seed % len(TAILS)])
-    begin, height, passes = int(rng.integers(500, 1200)), rng.uniform(0.8, 4), bool(seed % 2)
-    t = np.arange(2000 - begin)
-    shape = np.minimum((t + 1) / 5, 1) * (0.5 ** (np.maximum(t - 5, 0) / 4) if passes else 1)
-    losses[begin:] += height * shape
-    norms[begin : begin + 10] *= 20
+    losses, norms = clean_trace(2000, seed, list(TAILS.values())[seed % len(TAILS)])
+    onset, height, recovers = int(rng.integers(500, 1200)), rng.uniform(0.8, 4), bool(seed % 2)
+    t = np.arange(2000 - onset)
+    shape = np.minimum((t + 1) / 5, 1) * (0.5 ** (np.maximum(t - 5, 0) / 4) if recovers else 1)
+    losses[onset:] += height * shape
+    norms[onset : onset + 10] *= 20
     readings = scan(config, jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32))
-    found = onsets(readings)
-    lost = bool((np.asarray(readings.code) == spikes.IRRECOVERABLE).any())
-    return bool(found.size and abs(found[0] - begin - 1) <= 5), lost != passes
+    detected = onsets(readings)
+    irrecoverable = bool((np.asarray(readings.code) == spikes.IRRECOVERABLE).any())
+    return bool(detected.size and abs(detected[0] - onset - 1) <= 5), irrecoverable != recovers
 
 
 if __name__ == "__main__":

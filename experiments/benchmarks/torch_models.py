@@ -1,6 +1,6 @@
-"""The peers of `train.py` in PyTorch: a decoder as one would write it, and the models of Hugging Face transformers.
+"""The PyTorch models of `train.py`: a plain decoder, and the models of Hugging Face transformers.
 
-All hold the weights that they are given, in pma_jax's layout. Legend: T layers, V vocabulary, D width, N query heads,
+All are built from weights in pma_jax's layout. Legend: T layers, V vocabulary, D width, N query heads,
 K key and value heads, H head dim, F hidden width, E experts.
 """
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 def own_decoder(model, weights, length):
-    """A dense decoder from nn.Linear, nn.RMSNorm and F.scaled_dot_product_attention; as many key heads as queries."""
+    """Return a dense decoder of nn.Linear, nn.RMSNorm and F.scaled_dot_product_attention, with N = K."""
 
     def linear(matrix):
         layer = nn.Linear(*matrix.shape, bias=False)
@@ -32,12 +32,12 @@ def own_decoder(model, weights, length):
         def forward(self, x, cos, sin):
             h = self.attention_norm(x)
             q, k, v = (f(h).unflatten(-1, self.heads).transpose(1, 2) for f in (self.query, self.key, self.value))
-            y = functional.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
+            y = functional.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
             x = x + self.output(y.transpose(1, 2).flatten(2))
             h = self.mlp_norm(x)
             return x + self.down(functional.silu(self.gate(h)) * self.up(h))
 
-    def turn(x, cos, sin):
+    def rotate(x, cos, sin):
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
@@ -67,9 +67,13 @@ def own_decoder(model, weights, length):
 
 
 def transformers_decoder(model, weights, length, experts_implementation="grouped_mm"):
-    """Llama (dense) or Qwen3-MoE of transformers, with its default attention; returns logits.
+    """Return transformers' Llama (dense) or Qwen3-MoE with its default attention; calling it returns logits.
 
-    `experts_implementation`: "eager", a loop over the experts that got tokens, or "grouped_mm".
+    Args:
+        model: The shape (ModelConfig).
+        weights: Leaf name -> float32 array, in pma_jax's layout.
+        length: Maximum number of positions.
+        experts_implementation: "eager", a loop over the experts that have tokens, or "grouped_mm".
     """
     import transformers
 
@@ -100,7 +104,9 @@ def transformers_decoder(model, weights, length, experts_implementation="grouped
         decoder.set_experts_implementation(experts_implementation)
     else:
         decoder = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=model.hidden))
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in named(model, weights)}
+    tensors = {
+        name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in transformers_tensors(model, weights)
+    }
     decoder.load_state_dict(tensors, strict=True)
 
     class Logits(nn.Module):
@@ -114,27 +120,27 @@ def transformers_decoder(model, weights, length, experts_implementation="grouped
     return Logits()
 
 
-def named(model, weights):
-    """(name, values) of every tensor of transformers' models."""
+def transformers_tensors(model, weights):
+    """Yield (name, values) of every tensor of transformers' models."""
     D, blocks = model.width, weights["blocks"]
     yield "model.embed_tokens.weight", weights["embedding_VxD"]
     yield "model.norm.weight", weights["final_norm_D"]
     yield "lm_head.weight", weights["unembedding_DxV"].T
     for i in range(model.layers):
-        start = f"model.layers.{i}"
-        yield f"{start}.input_layernorm.weight", blocks["attention_norm_D"][i]
-        yield f"{start}.post_attention_layernorm.weight", blocks["mlp_norm_D"][i]
+        prefix = f"model.layers.{i}"
+        yield f"{prefix}.input_layernorm.weight", blocks["attention_norm_D"][i]
+        yield f"{prefix}.post_attention_layernorm.weight", blocks["mlp_norm_D"][i]
         for theirs, ours in (("q", "query_DxNxH"), ("k", "key_DxKxH"), ("v", "value_DxKxH")):
-            yield f"{start}.self_attn.{theirs}_proj.weight", blocks[ours][i].reshape(D, -1).T
-        yield f"{start}.self_attn.o_proj.weight", blocks["output_NxHxD"][i].reshape(-1, D).T
+            yield f"{prefix}.self_attn.{theirs}_proj.weight", blocks[ours][i].reshape(D, -1).T
+        yield f"{prefix}.self_attn.o_proj.weight", blocks["output_NxHxD"][i].reshape(-1, D).T
         if not model.experts:
             for name in ("gate_DxF", "up_DxF", "down_FxD"):
-                yield f"{start}.mlp.{name.partition('_')[0]}_proj.weight", blocks[name][i].T
+                yield f"{prefix}.mlp.{name.partition('_')[0]}_proj.weight", blocks[name][i].T
             continue
-        yield f"{start}.self_attn.q_norm.weight", blocks["query_norm_H"][i]
-        yield f"{start}.self_attn.k_norm.weight", blocks["key_norm_H"][i]
+        yield f"{prefix}.self_attn.q_norm.weight", blocks["query_norm_H"][i]
+        yield f"{prefix}.self_attn.k_norm.weight", blocks["key_norm_H"][i]
         moe = {name: leaf[i] for name, leaf in blocks["moe"].items()}
-        yield f"{start}.mlp.gate.weight", moe["router_DxE"].T
+        yield f"{prefix}.mlp.gate.weight", moe["router_DxE"].T
         rows = [moe[name].transpose(0, 2, 1) for name in ("expert_gate_ExDxF", "expert_up_ExDxF")]
-        yield f"{start}.mlp.experts.gate_up_proj", np.concatenate(rows, axis=1)
-        yield f"{start}.mlp.experts.down_proj", moe["expert_down_ExFxD"].transpose(0, 2, 1)
+        yield f"{prefix}.mlp.experts.gate_up_proj", np.concatenate(rows, axis=1)
+        yield f"{prefix}.mlp.experts.down_proj", moe["expert_down_ExFxD"].transpose(0, 2, 1)

@@ -1,20 +1,20 @@
 """Training throughput on CPU against PyTorch and transformers: `python experiments/benchmarks/train.py`.
 
-A whole optimizer step (forward, backward, clipping, AdamW with decay on matrices, update) of the same decoder in
-float32, on the same tokens, two threads each:
-  pma_jax                    `make_train_step` on a device a core (`mesh.cpu_devices=2`), as `pma train` runs it
-  torch                      a decoder as one writes it (nn.Linear, F.scaled_dot_product_attention); dense only
+A complete optimizer step (forward, backward, clipping, AdamW with decay on matrices, update) of the same decoder in
+float32, on the same tokens, with two threads each:
+  pma_jax                    `make_train_step` with one device per core (`mesh.cpu_devices=2`), as `pma train` runs it
+  torch                      a plain decoder (nn.Linear, F.scaled_dot_product_attention); dense only
   transformers               LlamaForCausalLM, or Qwen3MoeForCausalLM with its grouped product of experts
   transformers, loop         Qwen3MoeForCausalLM with its loop over experts
   …, compiled                the same under torch.compile
-All of PyTorch use AdamW(fused=True) and clip_grad_norm_. Every contender is a process of its own; they take turns, a
-few steps each, and a busy neighbour meets all of them. Steps follow each other as in the training loop: metrics are
-fetched one step late, and a turn ends when all is computed. The contenders first compute the loss of the same weights
-on the same tokens, which must agree to 1e-4.
-Printed: the median step in milliseconds, tokens a second, the ratio to the fastest peer, CPU milliseconds a step (all
-threads), and the floor: the FLOPs that training needs (`planning.cost.training_flops_per_token`) at the rate of this
-machine's matrix products (by JAX, at the sizes of the MLP's).
-Bar: pma_jax >= 1.0x the fastest peer. Needs `pip install -e '.[torch]'`, and a C++ compiler for compiling.
+All PyTorch contenders use AdamW(fused=True) and clip_grad_norm_. Each contender is a process of its own; they alternate
+after a few steps, so that other load on the machine affects all of them. Steps follow each other as in the training
+loop: metrics are fetched one step late, and a turn ends when everything is computed. At the start, the contenders
+compute the loss of the same weights on the same tokens, and these losses must agree to 1e-4.
+The script prints the median step in milliseconds, tokens per second, the ratio to the fastest peer, CPU milliseconds
+per step (all threads), and the floor: the FLOPs that training needs (`planning.cost.training_flops_per_token`) at the
+rate of this machine's matrix products (by JAX, at the MLP's sizes).
+Bar: pma_jax >= 1.0x the fastest peer. Requires `pip install -e '.[torch]'`, and a C++ compiler for torch.compile.
 """
 
 import argparse
@@ -35,9 +35,9 @@ from pma_jax.planning.cost import training_flops_per_token
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.mesh import put_batch
 
-QWEN3_MOE = {"scan_layers": False, "qk_norm": True, "router_bias": False}  # what its experts and heads compute
+QWEN3_MOE = {"scan_layers": False, "qk_norm": True, "router_bias": False}  # keys that match Qwen3-MoE
 
-SHAPES = {  # name: model, sequences a step; few blocks, so unrolled, as in the demo's config
+SHAPES = {  # name -> model, sequences per step; unrolled like the demo, because there are few blocks
     "default": (ModelConfig(scan_layers=False), 16),
     "demo": (ModelConfig(width=96, layers=3, heads=3, kv_heads=3, hidden=256, scan_layers=False), 16),
     "small": (ModelConfig(width=64, layers=3, head_dim=16, hidden=192, scan_layers=False), 32),
@@ -56,38 +56,38 @@ SHAPES = {  # name: model, sequences a step; few blocks, so unrolled, as in the 
 }
 DENSE = ("pma_jax", "torch", "torch, compiled", "transformers", "transformers, compiled")
 MIXTURE = ("pma_jax", "transformers", "transformers, loop", "transformers, compiled")
-LENGTH = 128  # tokens a sequence
-RATE = 1e-3
+LENGTH = 128  # tokens per sequence
+LEARNING_RATE = 1e-3
 
 
 def main():
-    """Measure, print a table or JSON lines, and fail when the contenders do not compute the same loss."""
+    """Print a table or JSON lines; fail if the contenders do not compute the same loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated, of " + ", ".join(SHAPES))
-    parser.add_argument("--rounds", type=int, default=7, help="turns that each contender takes")
-    parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
-    parser.add_argument("--threads", type=int, default=2, help="cores of each contender")
+    parser.add_argument("--rounds", type=int, default=7, help="turns per contender")
+    parser.add_argument("--steps", type=int, default=6, help="steps per turn")
+    parser.add_argument("--threads", type=int, default=2, help="cores per contender")
     parser.add_argument(
-        "--axis", default="data", choices=("data", "fsdp", "expert"), help="of the mesh, pma_jax's cores"
+        "--axis", default="data", choices=("data", "fsdp", "expert"), help="mesh axis of pma_jax's cores"
     )
-    parser.add_argument("--system-malloc", action="store_true", help="leave glibc's malloc at its defaults")
+    parser.add_argument("--system-malloc", action="store_true", help="use glibc's malloc with its defaults")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="model keys, such as remat=dots")
-    parser.add_argument("--json", action="store_true", help="a JSON object a line instead of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         contender, shape = args.work
-        work(contender, shape, args)
+        run_contender(contender, shape, args)
         return
     if not args.json:
         print(f"{'shape':<8} {'contender':<16} {'ms/step':>8} {'tokens/s':>9} {'ratio':>6} {'CPU ms':>7}")
     for shape in args.shapes.split(","):
         for row in measure(shape, args):
-            print(json.dumps(row) if args.json else row_text(row), flush=True)
+            print(json.dumps(row) if args.json else format_row(row), flush=True)
 
 
-def row_text(row):
-    """A line of the table."""
+def format_row(row):
+    """Format one line of the table."""
     return (
         f"{row['shape']:<8} {row['contender']:<16} {row['ms']:8.1f} {row['tokens_per_second']:9.0f} "
         f"{row['ratio']:5.2f}x {row['cpu_ms']:7.1f}"
@@ -95,32 +95,32 @@ def row_text(row):
 
 
 def measure(shape, args):
-    """A row a contender, and the floor's."""
+    """Yield one row per contender, and the floor's row."""
     model, sequences = SHAPES[shape]
     tokens = sequences * LENGTH
-    workers = {name: start(name, shape, args) for name in (MIXTURE if model.experts else DENSE)}
-    first = {name: answer(worker) for name, worker in workers.items()}
-    losses = {name: report["loss"] for name, report in first.items()}
+    workers = {name: start_worker(name, shape, args) for name in (MIXTURE if model.experts else DENSE)}
+    reports = {name: read_answer(worker) for name, worker in workers.items()}
+    losses = {name: report["loss"] for name, report in reports.items()}
     if max(losses.values()) - min(losses.values()) > 1e-4:
         raise SystemExit(f"error: the contenders compute different losses: {losses}")
     timings = {name: [] for name in workers}
     for _ in range(args.rounds):
         for name, worker in workers.items():
             print(args.steps, file=worker.stdin, flush=True)
-            timings[name].append(answer(worker))
+            timings[name].append(read_answer(worker))
     for worker in workers.values():
         worker.communicate()
-    seconds = {name: statistics.median(wall for wall, _ in taken) for name, taken in timings.items()}
-    peer = min(taken for name, taken in seconds.items() if name != "pma_jax")
-    seconds["floor"] = training_flops_per_token(model, LENGTH) * tokens / first["pma_jax"]["flops_per_second"]
-    for name, taken in seconds.items():
+    seconds = {name: statistics.median(wall for wall, _ in turns) for name, turns in timings.items()}
+    fastest_peer = min(step for name, step in seconds.items() if name != "pma_jax")
+    seconds["floor"] = training_flops_per_token(model, LENGTH) * tokens / reports["pma_jax"]["flops_per_second"]
+    for name, step in seconds.items():
         cpu = statistics.median(cpu for _, cpu in timings[name]) if name in timings else float("nan")
-        row = {"shape": shape, "contender": name, "ms": taken * 1e3, "tokens_per_second": tokens / taken}
-        yield row | {"ratio": peer / taken, "cpu_ms": cpu * 1e3}
+        row = {"shape": shape, "contender": name, "ms": step * 1e3, "tokens_per_second": tokens / step}
+        yield row | {"ratio": fastest_peer / step, "cpu_ms": cpu * 1e3}
 
 
-def start(name, shape, args):
-    """The contender's process."""
+def start_worker(name, shape, args):
+    """Start a contender's process."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -133,18 +133,18 @@ def start(name, shape, args):
     return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def answer(worker):
-    """The worker's next line, as JSON."""
+def read_answer(worker):
+    """Read a worker's next line of JSON."""
     line = worker.stdout.readline()
     if not line:
-        raise SystemExit("error: a contender ended early; its message is above")
+        raise SystemExit("error: a contender ended early: see its message above")
     return json.loads(line)
 
 
-def work(name, shape, args):
-    """One contender: report the loss of the shared weights, then time as many steps as each line of stdin says."""
+def run_contender(name, shape, args):
+    """Run one contender: print the loss of the shared weights, then time the number of steps in each line of stdin."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.threads :])
-    # For all: it is what `pma train` does, and torch allocates as much.
+    # For all contenders: `pma train` does it, and torch allocates as much.
     if not args.system_malloc:
         keep_freed_memory()
     model, batch = SHAPES[shape]
@@ -169,7 +169,7 @@ def work(name, shape, args):
 
 
 def shared_weights(model):
-    """Leaf name -> float32 array in pma_jax's layout, from numpy, so that every contender has the same."""
+    """Return leaf name -> float32 array in pma_jax's layout, made by NumPy so that all contenders have the same."""
     rng = np.random.default_rng(1)
     T, V, D, N, K, H, F, E = (
         getattr(model, key)
@@ -200,7 +200,7 @@ def shared_weights(model):
 
 
 def jax_step(_name, model, weights, tokens_BxM, axis="data"):
-    """pma_jax's own step, as the training loop calls it."""
+    """Return pma_jax's step as the training loop calls it, a function that waits for it, and the report."""
     import jax
 
     from pma_jax.model.decoder import graph_definition
@@ -229,18 +229,18 @@ def jax_step(_name, model, weights, tokens_BxM, axis="data"):
         ),
     }
     train_step = make_train_step(config, graph)
-    held: list = [dataclasses.replace(state, params=params), None]
+    state_and_metrics: list = [dataclasses.replace(state, params=params), None]
 
     def step():
-        before = held[1]
-        held[:] = train_step(held[0], tokens_BxM, RATE)
-        jax.block_until_ready(before)  # as the loop does: metrics are fetched one step late
+        previous_metrics = state_and_metrics[1]
+        state_and_metrics[:] = train_step(state_and_metrics[0], tokens_BxM, LEARNING_RATE)
+        jax.block_until_ready(previous_metrics)  # the loop also fetches metrics one step late
 
-    return step, lambda: jax.block_until_ready(held), report
+    return step, lambda: jax.block_until_ready(state_and_metrics), report
 
 
 def matrix_product_rate(rows, inner, columns, axis):
-    """FLOPs a second of the MLP's product, its rows over all devices: the best of twenty."""
+    """Return the FLOPs per second of the MLP's product with its rows split over all devices: the best of twenty."""
     import jax
     import jax.numpy as jnp
     from jax import P
@@ -249,14 +249,14 @@ def matrix_product_rate(rows, inner, columns, axis):
     product = jax.jit(jnp.matmul)
     seconds = []
     for _ in range(20):
-        begin = time.perf_counter()
+        started = time.perf_counter()
         jax.block_until_ready(product(a, b))
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - started)
     return 2 * rows * inner * columns / min(seconds)
 
 
 def torch_step(name, model, weights, tokens_BxM):
-    """A peer: see CONTENDERS."""
+    """Return the step of a PyTorch contender, a function that waits for it, and the report."""
     import torch
     from torch.nn.functional import cross_entropy
     from torch_models import own_decoder, transformers_decoder
@@ -271,7 +271,7 @@ def torch_step(name, model, weights, tokens_BxM):
     matrices = [p for p in decoder.parameters() if p.ndim > 1]
     scales = [p for p in decoder.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, fused=True)
     tokens = torch.from_numpy(tokens_BxM).long()
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1)
 

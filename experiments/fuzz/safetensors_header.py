@@ -1,11 +1,11 @@
-"""Coverage-guided fuzzing of what reads a stranger's files: any bytes open, or are refused in one line.
+"""Coverage-guided fuzzing of the safetensors reader: any bytes either open, or raise a one-line ValueError.
 
     pip install atheris
     python experiments/fuzz/safetensors_header.py experiments/fuzz/corpus -max_total_time=3600
 
-Inputs that reach new code are kept in the corpus, which the tests replay. A crash writes the input beside it and ends
-the run. The first byte of an input chooses what it is: a safetensors file, a header that is given its length, or a
-shard index.
+Inputs that reach new code are added to the corpus, which the tests replay. On a crash the input is written to the
+current directory, and the run ends. The first byte of an input selects its form: 1, a header whose length is prepended;
+2, a shard index; any other, a complete safetensors file.
 """
 
 import sys
@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 def open_all(data: bytes, folder: Path) -> str | None:
-    """Opens one input and reads every leaf it claims to have; the refusal, None if it was a checkpoint."""
-    # Imported here, so that the fuzzer can instrument it before.
+    """Open one input and read every leaf that it declares; return the error message, or None if it is a checkpoint."""
+    # Imported here, after the fuzzer has instrumented it.
     from pma_jax.storage.formats.open import open_source, read_leaf
 
     kind, body = data[:1], data[1:]
@@ -41,17 +41,17 @@ def open_all(data: bytes, folder: Path) -> str | None:
 
 
 def main() -> None:
-    """Hands over to libFuzzer."""
+    """Run libFuzzer."""
     import atheris  # pyrefly: ignore
 
     with atheris.instrument_imports(include=["pma_jax", "json"]):
         import pma_jax.storage.formats.open  # noqa: F401
     folder = Path(tempfile.mkdtemp())
 
-    def one_input(data: bytes) -> None:
+    def fuzz_one_input(data: bytes) -> None:
         open_all(data, folder)
 
-    atheris.Setup(sys.argv, one_input)
+    atheris.Setup(sys.argv, fuzz_one_input)
     atheris.Fuzz()
 
 
