@@ -23,6 +23,6 @@ def get_config() -> ml_collections.ConfigDict:
     c.schedule.warmup_tokens = 98_304
     c.checkpoint.interval_tokens = 49_152
     c.checkpoint.keep_states_at_tokens = ()
-    c.mesh.cpu_devices = 0  # one, which also runs on a single core: so that two runs can share two cores
-    c.evaluation.batch_size_sequences = 32  # the 4096 tokens of a run's own records are one batch
+    c.mesh.cpu_devices = 0  # JAX's default, one device, so that two concurrent runs can use one core each
+    c.evaluation.batch_size_sequences = 32  # so that an evaluation during training, of 4096 tokens, is one batch
     return c

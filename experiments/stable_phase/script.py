@@ -1,4 +1,4 @@
-"""Is the merged model better than the raw one along the whole constant phase? (PMA, Figures 1 and 9)
+"""Is the merged model better than the raw one throughout the constant phase? (PMA, Figures 1 and 9)
 
 Command:   python experiments/stable_phase/script.py --runs runs/science
 """
