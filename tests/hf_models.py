@@ -108,12 +108,12 @@ def shapes(made: ModelConfig) -> dict[str, tuple[int, ...]]:
         block["mlp.gate"] = (made.experts, D)
     if made.qk_norm:
         block |= {"self_attn.q_norm": (made.head_dim,), "self_attn.k_norm": (made.head_dim,)}
-    found = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    result = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not made.tie_embeddings:
-        found["lm_head.weight"] = (V, D)
+        result["lm_head.weight"] = (V, D)
     for layer in range(made.layers):
-        found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
-    return found
+        result |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
+    return result
 
 
 def write_random_hf_model(
@@ -178,12 +178,12 @@ def write_hf_tensors(path: Path, made: ModelConfig, tensors: dict[str, np.ndarra
 
 def read_hf_tensors(path: Path) -> dict[str, np.ndarray]:
     """Read every tensor of a directory with the parser of the reference implementation."""
-    found = {}
+    result = {}
     codes = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     for file in sorted(path.glob("*.safetensors")):
         for name, entry in safetensors.deserialize(file.read_bytes()):
-            found[name] = np.frombuffer(entry["data"], codes[entry["dtype"]]).reshape(entry["shape"])
-    return found
+            result[name] = np.frombuffer(entry["data"], codes[entry["dtype"]]).reshape(entry["shape"])
+    return result
 
 
 def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
@@ -199,7 +199,7 @@ def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
         start = f"model.layers.{layer}"
         out = wide[f"{start}.self_attn.o_proj.weight"]
         H = made.head_dim
-        found = {
+        result = {
             "attention_norm_D": wide[f"{start}.input_layernorm.weight"],
             "query_DxNxH": columns(f"{start}.self_attn.q_proj.weight", made.heads),
             "key_DxKxH": columns(f"{start}.self_attn.k_proj.weight", made.kv_heads),
@@ -208,17 +208,17 @@ def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
             "mlp_norm_D": wide[f"{start}.post_attention_layernorm.weight"],
         }
         if made.experts:
-            found["moe"] = {"router_DxE": np.stack([*wide[f"{start}.mlp.gate.weight"]], axis=-1)}
+            result["moe"] = {"router_DxE": np.stack([*wide[f"{start}.mlp.gate.weight"]], axis=-1)}
             for name, ours in (("gate", "gate_ExDxF"), ("up", "up_ExDxF"), ("down", "down_ExFxD")):
                 experts = (wide[f"{start}.mlp.experts.{e}.{name}_proj.weight"].T for e in range(made.experts))
-                found["moe"][f"expert_{ours}"] = np.stack(list(experts))
+                result["moe"][f"expert_{ours}"] = np.stack(list(experts))
         else:
             for name, ours in (("gate", "gate_DxF"), ("up", "up_DxF"), ("down", "down_FxD")):
-                found[ours] = wide[f"{start}.mlp.{name}_proj.weight"].T
+                result[ours] = wide[f"{start}.mlp.{name}_proj.weight"].T
         if made.qk_norm:
-            found["query_norm_H"] = wide[f"{start}.self_attn.q_norm.weight"]
-            found["key_norm_H"] = wide[f"{start}.self_attn.k_norm.weight"]
-        return found
+            result["query_norm_H"] = wide[f"{start}.self_attn.q_norm.weight"]
+            result["key_norm_H"] = wide[f"{start}.self_attn.k_norm.weight"]
+        return result
 
     blocks = [block(layer) for layer in range(made.layers)]
     made_of = {

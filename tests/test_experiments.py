@@ -33,9 +33,9 @@ def load_module(path):
 
 def data_keys(workspace):
     text, cache = tiny.write_functions(workspace / "functions"), workspace / "cache"
-    words = {"data.source": "files", "data.files": text, "data.cache_dir": cache}
-    words |= {"data.held_out_percent": 20, "mesh.cpu_devices": 0}
-    return [f"--config.{key}={value}" for key, value in words.items()]
+    arguments = {"data.source": "files", "data.files": text, "data.cache_dir": cache}
+    arguments |= {"data.held_out_percent": 20, "mesh.cpu_devices": 0}
+    return [f"--config.{key}={value}" for key, value in arguments.items()]
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +48,24 @@ def runs(tmp_path_factory):
 def test_script_runs_end_to_end(folder, runs, workspace, tmp_path):
     shutil.copy(folder / "README.md", tmp_path)
     before = [path.read_text() for path in (folder / "README.md", FOLDER / "README.md")]
-    words = [str(folder / "script.py"), "--runs", str(runs), "--out", str(tmp_path), "--tiny", *data_keys(workspace)]
+    arguments = [
+        str(folder / "script.py"),
+        "--runs",
+        str(runs),
+        "--out",
+        str(tmp_path),
+        "--tiny",
+        *data_keys(workspace),
+    ]
     # A separate process with one device, as for a user; eight simulated devices take three times as long.
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, env=tiny.environment(devices=1), check=False
+        [sys.executable, *arguments], capture_output=True, text=True, env=tiny.environment(devices=1), check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     script = load_module(folder / "script.py")
-    said = pages.extract_results((tmp_path / "README.md").read_text())
-    assert said == study.render_results(script.report, results).strip() and said in done.stdout
+    output = pages.extract_results((tmp_path / "README.md").read_text())
+    assert output == study.render_results(script.report, results).strip() and output in done.stdout
     row = script.summarize(results)
     assert results["row"] == dataclasses.asdict(row) and all(dataclasses.astuple(row)), "no cell of the row is empty"
     drawn = {path.name for path in tmp_path.glob("*.png")}
@@ -72,14 +80,14 @@ def test_script_runs_end_to_end(folder, runs, workspace, tmp_path):
 @pytest.mark.parametrize("folder", QUESTIONS, ids=NAMES)
 def test_page_matches_its_results(folder):
     page = (folder / "README.md").read_text()
-    said = pages.extract_results(page)
+    output = pages.extract_results(page)
     command = f"python experiments/{folder.name}/script.py --runs runs/science"
     assert command in page and command in (folder / "script.py").read_text()
     if not (folder / "results.json").exists():
-        assert said == "", "a page without results.json shows no results"
+        assert output == "", "a page without results.json shows no results"
         return
     script, results = load_module(folder / "script.py"), json.loads((folder / "results.json").read_text())
-    assert said == study.render_results(script.report, results).strip()
+    assert output == study.render_results(script.report, results).strip()
     assert results["row"] == dataclasses.asdict(script.summarize(results))
     assert len(results["made"]["seeds"]) >= 3 and results["made"]["overrides"] == []
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", page):
@@ -99,9 +107,18 @@ def test_run_all_continues_after_a_failure_and_reports_it(workspace, runs, tmp_p
     command = [sys.executable, str(FOLDER / "run_all.py")]
     listed = subprocess.run([*command, "--list"], capture_output=True, text=True, check=True)
     assert [line.split()[0] for line in listed.stdout.splitlines()].count("stable_phase") == 1
-    words = [*command, "--runs", str(runs), "--out", str(tmp_path), "--tiny", "--only", "stable_phase,learning_rate"]
+    arguments = [
+        *command,
+        "--runs",
+        str(runs),
+        "--out",
+        str(tmp_path),
+        "--tiny",
+        "--only",
+        "stable_phase,learning_rate",
+    ]
     done = subprocess.run(
-        [*words, "--jobs", "2", "--config.data.source=nowhere"],
+        [*arguments, "--jobs", "2", "--config.data.source=nowhere"],
         capture_output=True,
         text=True,
         env=tiny.environment(),

@@ -32,14 +32,14 @@ def blocks(language: str, page: Path = ROOT / "README.md") -> list[str]:
 def commands(program: str, page: Path = ROOT / "README.md") -> list[list[str]]:
     """Return the arguments of each command line of a program, parsed as a shell does."""
     lines = [line for block in blocks("bash", page) for line in block.replace("\\\n", " ").splitlines()]
-    words = [shlex.split(line, comments=True) for line in lines]
-    return [line[1:] for line in words if line[:1] == [program]]
+    arguments = [shlex.split(line, comments=True) for line in lines]
+    return [line[1:] for line in arguments if line[:1] == [program]]
 
 
 def write_small_demo(folder: Path) -> str:
     """Write the shipped demo with the same token marks, one step per snapshot interval and a small vocabulary."""
-    words = [f"w{i}" for i in range(14)]
-    vocabulary = {word: i for i, word in enumerate(["<eos>", "?", *words])}
+    arguments = [f"w{i}" for i in range(14)]
+    vocabulary = {word: i for i, word in enumerate(["<eos>", "?", *arguments])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.add_special_tokens(["<eos>"])
@@ -72,8 +72,8 @@ def test_page_has_commands():
 
 def test_make_commands_are_targets_of_the_makefile():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for words in commands("make"):
-        assert words and set(words) <= set(targets)
+    for arguments in commands("make"):
+        assert arguments and set(arguments) <= set(targets)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -157,8 +157,8 @@ def write_checkpoints(folder: Path) -> None:
 def test_merging_page_commands_run(tmp_path, monkeypatch, capfd):
     write_checkpoints(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for words in commands("pma", ROOT / "docs" / "merging.md"):
-        assert main(words) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+    for arguments in commands("pma", ROOT / "docs" / "merging.md"):
+        assert main(arguments) == 0, f"pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
     made = sorted(str(path.relative_to("merged")) for path in Path("merged").rglob("provenance.json"))
     assert len(made) == 10, made
 
@@ -172,17 +172,19 @@ def write_models(finished, folder: Path) -> None:
     tiny.write_corpus(folder / "texts")
 
 
-def adapt_to_small_model(words: list[str], folder: Path) -> list[str]:
+def adapt_to_small_model(arguments: list[str], folder: Path) -> list[str]:
     """Return the same command with its token cache in `folder` and a sufficient held-out share of its text."""
     keys = {"data.cache_dir": folder / "cache", "data.held_out_percent": 20, "evaluation.tokens": 500}
-    return words + [f"--config.{key}={value}" for key, value in keys.items() if words[0] == "evaluate"]
+    return arguments + [f"--config.{key}={value}" for key, value in keys.items() if arguments[0] == "evaluate"]
 
 
 def test_hugging_face_page_commands_run(finished, tmp_path, monkeypatch, capfd):
     write_models(finished, tmp_path)
     monkeypatch.chdir(tmp_path)
-    for words in commands("pma", ROOT / "docs" / "huggingface.md"):
-        assert main(adapt_to_small_model(words, tmp_path)) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+    for arguments in commands("pma", ROOT / "docs" / "huggingface.md"):
+        assert main(adapt_to_small_model(arguments, tmp_path)) == 0, (
+            f"pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
+        )
     made = sorted(path.parent.name for path in Path("models").rglob("generation_config.json"))
     assert made == ["mixture-again", "newest", "sma-5", "soup"]
 
@@ -193,9 +195,9 @@ def test_hugging_face_page_python_runs(finished, tmp_path, monkeypatch, capfd):
     write_models(finished, tmp_path)
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "huggingface.md"
-    for words in commands("pma", page):
-        if "sma-5" in shlex.join(words):
-            assert main(words) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+    for arguments in commands("pma", page):
+        if "sma-5" in shlex.join(arguments):
+            assert main(arguments) == 0, f"pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
     capfd.readouterr()
     for block in blocks("python", page):
         exec(compile(block, page.name, "exec"), {})
@@ -205,8 +207,8 @@ def test_hugging_face_page_python_runs(finished, tmp_path, monkeypatch, capfd):
 def test_safety_page_commands_run(finished, tmp_path, monkeypatch, capfd):
     shutil.copytree(finished.path, tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
-    for words in commands("pma", ROOT / "docs" / "safety.md"):
-        assert main(words) == 0, f"pma {shlex.join(words)}\n{capfd.readouterr().err}"
+    for arguments in commands("pma", ROOT / "docs" / "safety.md"):
+        assert main(arguments) == 0, f"pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
     assert capfd.readouterr().out.count("all data matches its digests") == 4
 
 
@@ -233,11 +235,11 @@ def test_page_documents_every_option_of_the_verb(page, verb, capsys):
 def test_spikes_page_commands_run(tmp_path, monkeypatch, capfd):
     small = write_small_demo(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for words in commands("pma", ROOT / "docs" / "spikes.md"):
-        short = ["--config.training.total_tokens=4e5"] if words[0] == "train" else []
+    for arguments in commands("pma", ROOT / "docs" / "spikes.md"):
+        short = ["--config.training.total_tokens=4e5"] if arguments[0] == "train" else []
         # The small demo has one step per snapshot interval, so a window of 16 steps is the minimum.
-        short += ["--config.spikes.window_tokens=2e6"] if words[0] == "train" else []
-        assert main([small if word == "demo" else word for word in words] + short) == 0, capfd.readouterr().err
+        short += ["--config.spikes.window_tokens=2e6"] if arguments[0] == "train" else []
+        assert main([small if word == "demo" else word for word in arguments] + short) == 0, capfd.readouterr().err
     assert {path.name for path in Path("runs").iterdir()} == {"guarded", "careful", "skipping"}
 
 
@@ -251,8 +253,8 @@ def test_spikes_page_documents_every_key():
 def test_planning_page_commands_run(tmp_path, monkeypatch, capfd):
     small = write_small_demo(tmp_path)
     monkeypatch.chdir(tmp_path)
-    for words in commands("pma", ROOT / "docs" / "planning.md"):
-        assert main([small if word == "demo" else word for word in words]) == 0, capfd.readouterr().err
+    for arguments in commands("pma", ROOT / "docs" / "planning.md"):
+        assert main([small if word == "demo" else word for word in arguments]) == 0, capfd.readouterr().err
     assert json.loads(Path("plan.json").read_text())["topology"]["chips"] == 4
 
 
@@ -260,9 +262,9 @@ def test_planning_page_commands_run(tmp_path, monkeypatch, capfd):
 def test_hosts_page_commands_run(tmp_path, monkeypatch):
     small, page = write_small_demo(tmp_path), ROOT / "docs" / "hosts.md"
     monkeypatch.chdir(tmp_path)
-    for words in commands("pma", page):
-        assert words.pop() == "--distributed"
-        processes.pma([small if word == "demo" else word for word in words], 2).check()
+    for arguments in commands("pma", page):
+        assert arguments.pop() == "--distributed"
+        processes.pma([small if word == "demo" else word for word in arguments], 2).check()
     assert configuration.from_json(Path("runs/demo/config.json").read_text()).mesh.data == -1
     made = ["runs/demo/sweep.json", "runs/demo/watch.jsonl", "runs/demo/merged/wma-10", "runs/annealed/metrics.jsonl"]
     assert all(Path(path).exists() for path in made)
@@ -275,10 +277,11 @@ def test_pages_commands_run_in_reading_order(tmp_path, monkeypatch, capfd):
     # In reading order: later pages use the runs and merges of the README.
     for name in ("README", "docs/training", "docs/sweeps_and_previews", "docs/averaging_while_training"):
         page = ROOT / f"{name}.md"
-        for words in commands("pma", page):
+        for arguments in commands("pma", page):
             small_words = [
-                small if before == "--config" else word for before, word in zip(["", *words], words, strict=False)
+                small if before == "--config" else word
+                for before, word in zip(["", *arguments], arguments, strict=False)
             ]
-            assert main(small_words) == 0, f"{name}: pma {shlex.join(words)}\n{capfd.readouterr().err}"
+            assert main(small_words) == 0, f"{name}: pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
         for block in blocks("python", page):
             exec(compile(block, page.name, "exec"), {})

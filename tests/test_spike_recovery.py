@@ -61,8 +61,8 @@ def test_script_trains_classifies_and_plots(script, workspace, tmp_path, monkeyp
         "spikes.minimum_rise_nats": 0.3,
         "spikes.warmup_tokens": 800 * tiny.BATCH_TOKENS,
     }
-    words = ["script.py", "--runs", str(tmp_path / "runs"), "--seeds", "0", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", words + [f"--config.{key}={value}" for key, value in keys.items()])
+    arguments = ["script.py", "--runs", str(tmp_path / "runs"), "--seeds", "0", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", arguments + [f"--config.{key}={value}" for key, value in keys.items()])
     script.main()
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     arms = results["seeds"]["0"]

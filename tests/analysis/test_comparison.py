@@ -18,12 +18,12 @@ def test_independent_noise_in_a_quadratic_is_recovered():
     rng = np.random.default_rng(0)
     hessian, drift = np.diag(rng.uniform(0.1, 2, 200)), rng.normal(size=200)
     replicas = drift + 0.3 * rng.normal(size=(7, 200))
-    found = {m: np.mean([x @ hessian @ x / 2 for x in rows @ replicas]) for m, rows in subset_rows(7).items()}
-    split = fit_noise(list(found), list(found.values()))
+    actual = {m: np.mean([x @ hessian @ x / 2 for x in rows @ replicas]) for m, rows in subset_rows(7).items()}
+    split = fit_noise(list(actual), list(actual.values()))
     assert split.noise == pytest.approx(0.09 * np.trace(hessian) / 2, rel=0.2)
     assert split.floor == pytest.approx(drift @ hessian @ drift / 2, rel=0.1)
     # The mean over all subsets of a size is exactly linear in 1 / m.
-    np.testing.assert_allclose(list(found.values()), [split.floor + split.noise / m for m in found], rtol=1e-9)
+    np.testing.assert_allclose(list(actual.values()), [split.floor + split.noise / m for m in actual], rtol=1e-9)
 
 
 def test_single_replica_count_cannot_be_fitted():

@@ -23,7 +23,7 @@ def points():
     return np.random.default_rng(0).normal(size=(5, 7))
 
 
-def test_the_plane_of_three_models_goes_through_them(points):
+def test_plane_of_three_models_contains_them(points):
     models = [model(p) for p in points[:3]]
     plane = landscape.principal_plane(models)
     for params in models:

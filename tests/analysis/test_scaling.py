@@ -46,18 +46,18 @@ def test_single_model_size_has_no_exponent_of_size():
 
 def test_paired_difference_is_the_paired_t_interval():
     a, b = np.array([1.0, 2.0, 4.0, 3.0]), np.array([0.5, 1.8, 3.1, 2.9])
-    found = comparison.paired_difference(a, b)
+    actual = comparison.paired_difference(a, b)
     low, high = scipy.stats.ttest_rel(a, b).confidence_interval(0.95)
-    assert (found.mean, found.low, found.high) == pytest.approx((np.mean(a - b), low, high))
+    assert (actual.mean, actual.low, actual.high) == pytest.approx((np.mean(a - b), low, high))
     with pytest.raises(ValueError, match="other seeds"):
         comparison.paired_difference([1.0], [2.0])
 
 
 def test_interval_of_a_mean_is_the_t_interval():
     values = np.array([0.3, -0.1, 0.25])
-    found = comparison.mean_interval(values)
+    actual = comparison.mean_interval(values)
     low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert (found.mean, found.low, found.high) == pytest.approx((values.mean(), low, high))
+    assert (actual.mean, actual.low, actual.high) == pytest.approx((values.mean(), low, high))
     with pytest.raises(ValueError, match="other seeds"):
         comparison.mean_interval([1.0])
 

@@ -52,5 +52,5 @@ def test_projections_are_inner_products_with_unit_directions():
     directions = spectrum.random_directions(models[0], 2, seed=1)
     rows = np.stack([np.concatenate([np.asarray(d["a"]), np.asarray(d["b"])]) for d in directions]).astype(np.float64)
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
-    found = spectrum.projections(iter(models), directions, models[0])
-    np.testing.assert_allclose(found, (flat - flat[0]) @ rows.T, atol=1e-4)
+    actual = spectrum.projections(iter(models), directions, models[0])
+    np.testing.assert_allclose(actual, (flat - flat[0]) @ rows.T, atol=1e-4)

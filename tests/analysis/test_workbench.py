@@ -15,9 +15,9 @@ def test_loss_of_a_workbench_equals_the_evaluations(finished, workspace, tokens)
     bench = open_workbench(config, tokens)
     models = bench.models(finished.snapshots[-2:])
     with jax.set_mesh(bench.mesh):
-        found = [float(jax.jit(bench.loss)(params)) for params in models]
+        actual = [float(jax.jit(bench.loss)(params)) for params in models]
     evaluated = tiny.config(workspace, evaluation__tokens=tokens or config.evaluation.tokens)
-    assert found == pytest.approx(list(map(make_evaluator(evaluated, make_mesh(config.mesh)), models)), rel=1e-5)
+    assert actual == pytest.approx(list(map(make_evaluator(evaluated, make_mesh(config.mesh)), models)), rel=1e-5)
     assert bench.batch.shape[1] == 33 and bench.batch.shape[0] % jax.device_count() == 0
 
 

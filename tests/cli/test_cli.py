@@ -193,8 +193,8 @@ def corrupt(snapshot, how):
 def test_corrupt_snapshot_is_one_line(fails, copy, tmp_path, how):
     first, *_, damaged = copy.snapshots
     corrupt(damaged, how)
-    said = [fails("evaluate", damaged.path), fails("merge", first.path, damaged.path, "--out", tmp_path / "out")]
-    assert all(str(damaged.path) in line and len(line) < 1000 for line in said)
+    output = [fails("evaluate", damaged.path), fails("merge", first.path, damaged.path, "--out", tmp_path / "out")]
+    assert all(str(damaged.path) in line and len(line) < 1000 for line in output)
     assert not (tmp_path / "out").exists()
 
 
@@ -340,9 +340,9 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_merge_equals_numpy_and_every_verb_accepts_it(pma, finished, tmp_path, recipe):
     out = tmp_path / "deep" / "merged"
-    status, said, _ = pma("merge", finished.path, "--last", "3", "--recipe", recipe, "--out", out)
+    status, output, _ = pma("merge", finished.path, "--last", "3", "--recipe", recipe, "--out", out)
     assert status == 0
-    assert f"{recipe} of 3 checkpoints (4,096 to 6,144 tokens)" in said
+    assert f"{recipe} of 3 checkpoints (4,096 to 6,144 tokens)" in output
     merged = read_snapshot(out)
     np.testing.assert_allclose(merged.merge["coefficients"], RECIPES[recipe], rtol=1e-12)
     stored = [tiny.named(tiny.read(s)) for s in finished.snapshots[-3:]]
@@ -412,13 +412,13 @@ def test_sweep_evaluates_each_merge(pma, copy):
         "--json",
     ]
     status, out, _ = pma(*arguments)
-    found = json.loads(out)
-    assert status == 0 and found == json.loads((copy.path / "sweep.json").read_text())
-    assert found["tokens"] == tiny.HORIZON
-    assert found["raw_loss"] == pytest.approx(copy.snapshots[-1].loss, rel=1e-6)
-    grid = [(r["recipe"], r["window"]) for r in found["rows"]]
+    actual = json.loads(out)
+    assert status == 0 and actual == json.loads((copy.path / "sweep.json").read_text())
+    assert actual["tokens"] == tiny.HORIZON
+    assert actual["raw_loss"] == pytest.approx(copy.snapshots[-1].loss, rel=1e-6)
+    grid = [(r["recipe"], r["window"]) for r in actual["rows"]]
     assert grid == [(r, n) for r in ("sma", "lagfree:lag=0.5,order=1", "ema:alpha=0.2") for n in (3, 5)]
-    rows = {r["text"]: r["loss"] for r in found["rows"]}
+    rows = {r["text"]: r["loss"] for r in actual["rows"]}
     ema = [0.8**4, 0.2 * 0.8**3, 0.2 * 0.8**2, 0.2 * 0.8, 0.2]
     stored = [tiny.named(tiny.read(s)) for s in copy.snapshots]
     for text, weights in (("sma:3", [1 / 3] * 3), ("sma:5", [0.2] * 5), ("ema:alpha=0.2:5", ema)):

@@ -228,11 +228,11 @@ def test_digests_are_equal_exactly_when_configurations_are(a, b):
 
 def test_digest_is_the_same_in_another_process():
     code = "from pma_jax import config; print(config.digest(config.resolve(config.load('demo'))))"
-    found = {
+    actual = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         for _ in range(2)  # Each with its own hash seed.
     }
-    assert found == {config.digest(config.resolve(config.load("demo"))) + "\n"}
+    assert actual == {config.digest(config.resolve(config.load("demo"))) + "\n"}
 
 
 def test_every_key_except_locations_is_part_of_the_digest():

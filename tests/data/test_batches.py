@@ -79,8 +79,8 @@ def test_processes_together_read_what_one_reads(count, position):
 
 def test_rows_need_not_be_contiguous():
     rows = np.array([1, 2, 6])
-    for part, whole in zip(take(20, position=13, rows=rows), take(20, position=13), strict=True):
-        assert (part == whole[rows]).all()
+    for part, complete in zip(take(20, position=13, rows=rows), take(20, position=13), strict=True):
+        assert (part == complete[rows]).all()
 
 
 def test_fork_with_another_batch_size_continues_with_unseen_windows():

@@ -86,13 +86,13 @@ def test_held_out_share_is_stable_and_near_the_percentage():
 def test_held_out_text_is_never_trained_even_under_another_name(tmp_path):
     rows = [{"text": f"text {i % 50}"} for i in range(400)]
     opened = corpus.open_corpus(files(write_jsonl(tmp_path / "a.jsonl", rows)))
-    found = corpus.scan_corpus(opened, 5)
-    splits = list(corpus.split_documents(opened, 5, found))
+    actual = corpus.scan_corpus(opened, 5)
+    splits = list(corpus.split_documents(opened, 5, actual))
     train = {document.text for split, document in splits if split == "train"}
     validation = {document.text for split, document in splits if split == "validation"}
     assert train and validation and not train & validation
     assert train | validation == {row["text"] for row in rows}
-    assert found.documents == 400 and found.utf8_bytes == sum(len(row["text"]) for row in rows)
+    assert actual.documents == 400 and actual.utf8_bytes == sum(len(row["text"]) for row in rows)
 
 
 def bad_corpora(tmp_path):

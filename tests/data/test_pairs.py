@@ -56,16 +56,16 @@ def outer():
 
 
 def test_functions_with_docstrings_are_extracted():
-    found = list(extract_function_pairs(SOURCE, 1000))
-    assert found[0] == ('def one(a,\n        b=1):\n    """Adds."""\n', "    # why\n    return a + b\n")
-    assert found[2:] == [
+    actual = list(extract_function_pairs(SOURCE, 1000))
+    assert actual[0] == ('def one(a,\n        b=1):\n    """Adds."""\n', "    # why\n    return a + b\n")
+    assert actual[2:] == [
         (
             'def outer():\n    """Outer."""\n',
             '    def inner():\n        """Inner."""\n        return 2\n    return inner\n',
         ),
         ('def inner():\n    """Inner."""\n', "    return 2\n"),
     ]
-    prompt, body = found[1]
+    prompt, body = actual[1]
     assert prompt.startswith("    async def two(self):\n") and prompt.endswith('        """\n'), (
         "text at the margin keeps the function's indentation"
     )
@@ -73,10 +73,10 @@ def test_functions_with_docstrings_are_extracted():
 
 
 def test_pairs_longer_than_the_limit_are_skipped():
-    found = list(extract_function_pairs(SOURCE, 1000))
-    longest = max(len((prompt + body).encode()) for prompt, body in found)
-    assert len(list(extract_function_pairs(SOURCE, longest))) == len(found)
-    assert len(list(extract_function_pairs(SOURCE, longest - 1))) == len(found) - 1
+    actual = list(extract_function_pairs(SOURCE, 1000))
+    longest = max(len((prompt + body).encode()) for prompt, body in actual)
+    assert len(list(extract_function_pairs(SOURCE, longest))) == len(actual)
+    assert len(list(extract_function_pairs(SOURCE, longest - 1))) == len(actual) - 1
 
 
 @pytest.mark.parametrize("source", ["def f(:\n", "print 1\n", "x = 1\n", "", "a\0b", "(" * 5000])

@@ -31,5 +31,5 @@ def test_more_batches_than_xla_keeps_in_flight():
         tiny.python(EVALUATE), capture_output=True, text=True, env=tiny.environment(devices=2), check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    devices, whole, each = done.stdout.split()
-    assert devices == "2" and float(whole) == pytest.approx(float(each), rel=1e-6)
+    devices, complete, each = done.stdout.split()
+    assert devices == "2" and float(complete) == pytest.approx(float(each), rel=1e-6)

@@ -28,30 +28,30 @@ def run(finished, tmp_path):
 
 
 def test_each_loss_is_that_of_numpys_merge_of_the_snapshots_up_to_then(run):
-    found = evaluate_along_run(run, CELLS, [3 * V, 6 * V])
-    assert set(found) == {(cell, end) for cell in CELLS for end in (3 * V, 6 * V)} - {(Cell("lagfree", 4), 3 * V)}
-    for (cell, end), loss in found.items():
+    actual = evaluate_along_run(run, CELLS, [3 * V, 6 * V])
+    assert set(actual) == {(cell, end) for cell in CELLS for end in (3 * V, 6 * V)} - {(Cell("lagfree", 4), 3 * V)}
+    for (cell, end), loss in actual.items():
         there = [s for s in run.of_kind(cell.kind) if s.tokens <= end]
         chosen = there[::-1][:: cell.interval][: cell.window][::-1]
         weights = recipes.coefficients(cell.recipe, [s.tokens for s in chosen])
         expected = tiny.loss_of_sum(run, [tiny.named(tiny.read(s)) for s in chosen], weights)
         assert loss == pytest.approx(expected, rel=2e-6), (cell.text, end)
-    assert found[RAW, 3 * V] == pytest.approx(run.snapshots[2].loss, rel=1e-6)
+    assert actual[RAW, 3 * V] == pytest.approx(run.snapshots[2].loss, rel=1e-6)
 
 
 def test_stored_losses_are_not_recomputed(run, monkeypatch):
-    asked, evaluate = [], sweep.evaluate_merges
+    requests, evaluate = [], sweep.evaluate_merges
     monkeypatch.setattr(
-        sweep, "evaluate_merges", lambda c, s, rows: asked.append(np.shape(rows)[0]) or evaluate(c, s, rows)
+        sweep, "evaluate_merges", lambda c, s, rows: requests.append(np.shape(rows)[0]) or evaluate(c, s, rows)
     )
     first = evaluate_along_run(run, [RAW, Cell("sma", 3)], [6 * V])
     assert evaluate_along_run(run, [Cell("sma", 3)], [6 * V]) == {(Cell("sma", 3), 6 * V): first[Cell("sma", 3), 6 * V]}
     both = evaluate_along_run(run, [RAW, Cell("sma", 3), Cell("sma", 99)], [5 * V, 6 * V])
     evaluate_along_run(run, [Cell("sma", 99)], [5 * V, 6 * V])
-    assert asked == [2, 2] and both.items() >= first.items()
+    assert requests == [2, 2] and both.items() >= first.items()
     shorter = dataclasses.replace(run.config.evaluation, tokens=300)
     other = evaluate_along_run(run, [RAW], [6 * V], shorter)
-    assert asked == [2, 2, 1] and other[RAW, 6 * V] != first[RAW, 6 * V], "another text has another loss"
+    assert requests == [2, 2, 1] and other[RAW, 6 * V] != first[RAW, 6 * V], "another text has another loss"
 
 
 def test_end_without_a_snapshot_is_named(run):

@@ -36,10 +36,10 @@ def evaluated(monkeypatch):
 def previews(run):
     """Return the loss of each watched preview, keyed by (recipe, step)."""
     records = read_records(run.path / "watch.jsonl")
-    found = {(r["recipe"], r["step"]): r["loss"] for r in records}
-    assert len(found) == len(records), "each preview once"
+    actual = {(r["recipe"], r["step"]): r["loss"] for r in records}
+    assert len(actual) == len(records), "each preview once"
     assert all((r["kind"], r["by"], r["tokens"]) == ("preview", "watch", 256 * r["step"]) for r in records)
-    return found
+    return actual
 
 
 def trainer_previews(run):
@@ -51,14 +51,14 @@ def test_run_trained_by_another_process_is_followed_to_its_end(workspace, tmp_pa
     file = tiny.write_config(
         tmp_path / "config.py", workspace, training__total_tokens=40 * 1024, preview__windows=(), preview__recipe="wma"
     )
-    workdir, words = tmp_path / "run", {"stdout": subprocess.PIPE, "text": True, "env": tiny.environment(1)}
+    workdir, arguments = tmp_path / "run", {"stdout": subprocess.PIPE, "text": True, "env": tiny.environment(1)}
     with subprocess.Popen(
-        tiny.command("train", "--config", file, "--workdir", workdir), stderr=subprocess.DEVNULL, **words
+        tiny.command("train", "--config", file, "--workdir", workdir), stderr=subprocess.DEVNULL, **arguments
     ) as trainer:
         while trainer.poll() is None and not is_run(workdir):
             time.sleep(0.05)
         watcher = tiny.command("watch", workdir, "--windows", "2,3", "--poll-seconds", "0.05")
-        with subprocess.Popen(watcher, stderr=subprocess.PIPE, **words) as following:
+        with subprocess.Popen(watcher, stderr=subprocess.PIPE, **arguments) as following:
             first = following.stdout.readline()
             assert trainer.poll() is None, "the first preview is printed while the run trains"
             assert "held-out loss of wma:2" in first
@@ -68,14 +68,14 @@ def test_run_trained_by_another_process_is_followed_to_its_end(workspace, tmp_pa
     run = open_run(workdir)
     snapshots = run.snapshots
     stored = [tiny.named(tiny.read(s)) for s in snapshots]
-    found = previews(run)
+    actual = previews(run)
     expected = [(f"wma:{n}", s.step) for k, s in enumerate(snapshots) for n in (2, 3) if n <= k + 1]
-    assert len(snapshots) == 40 and list(found) == expected and len(lines.splitlines()) == len(expected) - 1
+    assert len(snapshots) == 40 and list(actual) == expected and len(lines.splitlines()) == len(expected) - 1
     for k in (1, 2, 20, 39):
         for n in (2, 3)[: k if k < 2 else 2]:
             weights = recipes.wma(n)
             loss = tiny.loss_of_sum(run, stored[k + 1 - n : k + 1], weights)
-            assert found[f"wma:{n}", snapshots[k].step] == pytest.approx(loss, rel=1e-5)
+            assert actual[f"wma:{n}", snapshots[k].step] == pytest.approx(loss, rel=1e-5)
     assert all("by" not in r for r in read_records(run.path / "metrics.jsonl"))
     assert [r for r in run.metrics if r["kind"] == "preview"] == read_records(run.path / "watch.jsonl")
 
@@ -147,8 +147,8 @@ def test_snapshot_removed_by_retention_is_skipped_and_reported(copy, monkeypatch
 
     monkeypatch.setattr(snapshots, "restore_params", deleting)
     lines = list(watch(copy))
-    told = [line for line in lines if line.startswith("skipped: ")]
-    assert len(told) == 1 and str(copy.path / "snapshots" / "12") in told[0] and "\n" not in told[0]
+    reports = [line for line in lines if line.startswith("skipped: ")]
+    assert len(reports) == 1 and str(copy.path / "snapshots" / "12") in reports[0] and "\n" not in reports[0]
     # No merge spans the gap.
     assert list(previews(copy)) == [("sma:2", 8), ("sma:2", 20), ("sma:2", 24), ("sma:3", 24)]
     for key, loss in previews(copy).items():

@@ -280,8 +280,8 @@ def with_bias(tmp_path: Path, value: float) -> Path:
 
 def test_zero_bias_is_dropped_and_reported(tmp_path):
     expected_shapes = with_bias(tmp_path, 0.0)
-    said = hf.export_snapshot(expected_shapes, tmp_path / "theirs")
-    assert any("router's bias" in note for note in said["notes"])
+    output = hf.export_snapshot(expected_shapes, tmp_path / "theirs")
+    assert any("router's bias" in note for note in output["notes"])
     hf.import_model(tmp_path / "theirs", tmp_path / "again")
     assert not read_snapshot(tmp_path / "again").config.model.router_bias
     assert_logits(pma_logits(tmp_path / "again"), pma_logits(expected_shapes), 1e-6)
@@ -496,8 +496,8 @@ def test_stored_tied_head_must_equal_the_embedding(tmp_path):
     tensors = write_random_hf_model(tmp_path / "plain", made)
     head = tensors["model.embed_tokens.weight"]
     write_hf_tensors(tmp_path / "same", made, tensors | {"lm_head.weight": head})
-    said = hf.import_model(tmp_path / "same", tmp_path / "ours")
-    assert any("lm_head.weight is the embedding" in note for note in said["notes"])
+    output = hf.import_model(tmp_path / "same", tmp_path / "ours")
+    assert any("lm_head.weight is the embedding" in note for note in output["notes"])
     write_hf_tensors(tmp_path / "other", made, tensors | {"lm_head.weight": head + 1})
     assert_refused(tmp_path / "no", "lm_head.weight has no mapping", hf.import_model, tmp_path / "other")
 
@@ -510,8 +510,8 @@ def test_stored_frequencies_must_equal_those_of_theta(tmp_path):
     right = (1.0 / made.rope_theta ** (np.arange(half) / half)).astype("bfloat16")
     names = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(made.layers)]
     write_hf_tensors(tmp_path / "right", made, tensors | dict.fromkeys(names, right))
-    said = hf.import_model(tmp_path / "right", tmp_path / "ours")
-    assert any("3 tensors of rotary frequencies" in note for note in said["notes"])
+    output = hf.import_model(tmp_path / "right", tmp_path / "ours")
+    assert any("3 tensors of rotary frequencies" in note for note in output["notes"])
     write_hf_tensors(tmp_path / "wrong", made, tensors | dict.fromkeys(names, right * 2))
     assert_refused(tmp_path / "no", "inv_freq has no mapping", hf.import_model, tmp_path / "wrong")
 
@@ -613,8 +613,8 @@ def test_tokenizer_given_by_the_user_is_exported(tmp_path):
 def test_model_with_separate_packed_documents_gets_no_begin_token(tmp_path):
     made = configuration.resolve({"model": hf_models.SIZES | {"separator_token": 0}})
     write_pma_snapshot(tmp_path / "ours", made)
-    said = hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
-    assert "one document per sequence" in said["notes"][0]
+    output = hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs")
+    assert "one document per sequence" in output["notes"][0]
     for name, key in (("config.json", "bos_token_id"), ("tokenizer_config.json", "bos_token")):
         assert json.loads((tmp_path / "theirs" / name).read_text())[key] is None
 
@@ -626,10 +626,10 @@ def test_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
 
 
 def test_progress_reaches_the_total(tmp_path):
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     write_pma_snapshot(tmp_path / "ours", config("llama"))
-    hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs", progress=lambda *args: told.append(args))
-    assert told[-1][0] == told[-1][1] == max(done for done, _ in told)
-    told.clear()
-    hf.import_model(tmp_path / "theirs", tmp_path / "again", progress=lambda *args: told.append(args))
-    assert told[-1][0] == told[-1][1]
+    hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs", progress=lambda *args: reports.append(args))
+    assert reports[-1][0] == reports[-1][1] == max(done for done, _ in reports)
+    reports.clear()
+    hf.import_model(tmp_path / "theirs", tmp_path / "again", progress=lambda *args: reports.append(args))
+    assert reports[-1][0] == reports[-1][1]

@@ -117,17 +117,20 @@ def test_config_fields_and_their_defaults_match_transformers(name):
     kind = getattr(transformers, f"{name}Config")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2}
     few = sizes | {"num_attention_heads": 32, "architectures": [f"{name}ForCausalLM"]}
-    whole = kind(**few)
+    complete = kind(**few)
     model, notes = parse_hf_config(few)
     assert notes == ()
     # Where the configuration of a mixture has no head dim, its attention takes width / heads.
-    assert model.head_dim == (2 if name == "Qwen3Moe" else whole.head_dim)
-    assert model.kv_heads == whole.num_key_value_heads
+    assert model.head_dim == (2 if name == "Qwen3Moe" else complete.head_dim)
+    assert model.kv_heads == complete.num_key_value_heads
     if model.experts:
-        assert (model.experts, model.experts_per_token) == (whole.num_experts, whole.num_experts_per_tok)
-        assert (model.expert_hidden, model.router_normalized) == (whole.moe_intermediate_size, whole.norm_topk_prob)
-    assert model.norm_epsilon == whole.rms_norm_eps and model.tie_embeddings == whole.tie_word_embeddings
-    assert model.rope_theta == whole.rope_parameters["rope_theta"]
+        assert (model.experts, model.experts_per_token) == (complete.num_experts, complete.num_experts_per_tok)
+        assert (model.expert_hidden, model.router_normalized) == (
+            complete.moe_intermediate_size,
+            complete.norm_topk_prob,
+        )
+    assert model.norm_epsilon == complete.rms_norm_eps and model.tie_embeddings == complete.tie_word_embeddings
+    assert model.rope_theta == complete.rope_parameters["rope_theta"]
     # Every field of this version is known: none is ignored.
-    assert parse_hf_config(json.loads(whole.to_json_string(use_diff=False)) | few)[1] == ()
-    assert parse_hf_config(json.loads(whole.to_json_string()) | few) == (model, ())
+    assert parse_hf_config(json.loads(complete.to_json_string(use_diff=False)) | few)[1] == ()
+    assert parse_hf_config(json.loads(complete.to_json_string()) | few) == (model, ())

@@ -38,8 +38,8 @@ def test_rows_equal_float64_from_host_or_mesh(shape, dtype):
     for trees in (params_K, on_mesh_K):
         with jax.set_mesh(mesh):
             results_R = averager.average_stream(iter(trees), C, dtype="float32")
-        for result, wanted in zip(results_R, wanted_R, strict=True):
-            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), result, wanted)
+        for result, expected in zip(results_R, wanted_R, strict=True):
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), result, expected)
     for result in results_R:
         assert all(
             jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), result, like))

@@ -111,8 +111,8 @@ def test_float64_is_summed_in_float64_under_x64():
 def test_mean_of_bfloat16_is_correctly_rounded():
     rng = np.random.default_rng(0)
     params_K = [{"w": rng.normal(size=200_000).astype(jnp.bfloat16)} for _ in range(10)]
-    for c, whole, divisor in ((recipes.sma(10), np.ones(10), 10), (recipes.wma(10), np.arange(1, 11), 55)):
-        exact = expected(params_K, whole)["w"] / divisor
+    for c, complete, divisor in ((recipes.sma(10), np.ones(10), 10), (recipes.wma(10), np.arange(1, 11), 55)):
+        exact = expected(params_K, complete)["w"] / divisor
         in_float32 = np.asarray(averager.average(params_K, c, dtype="float32")["w"])
         # Some sums need more than 24 bits; multiplying by a rounded reciprocal would round a third of all values
         # wrongly.
@@ -144,9 +144,9 @@ def test_average_is_invariant_to_permuting_checkpoints_with_their_weights(weight
 def test_average_is_linear_in_the_weights(weights, factor, seed):
     params_K = make_checkpoints(3, seed=seed)
     a, b = np.array(weights[:3]), np.array(weights[3:])
-    whole = averager.average(params_K, a + factor * b)
+    complete = averager.average(params_K, a + factor * b)
     parts = averager.average([averager.average(params_K, a), averager.average(params_K, b)], [1, factor])
-    assert_close(whole, {k: np.float64(x) for k, x in parts.items()}, rtol=1e-5)
+    assert_close(complete, {k: np.float64(x) for k, x in parts.items()}, rtol=1e-5)
 
 
 def test_one_compilation_serves_all_weights():

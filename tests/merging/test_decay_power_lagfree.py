@@ -94,8 +94,8 @@ def test_power_is_the_profiles_integral_with_the_requested_width():
 
 
 def test_power_truncated_to_a_window_keeps_the_ratios():
-    whole, cut = recipes.power(30, 0.1), recipes.power(np.arange(21, 31), 0.1, start_tokens=20)
-    np.testing.assert_allclose(cut, whole[20:] / whole[20:].sum(), rtol=1e-12)
+    complete, cut = recipes.power(30, 0.1), recipes.power(np.arange(21, 31), 0.1, start_tokens=20)
+    np.testing.assert_allclose(cut, complete[20:] / complete[20:].sum(), rtol=1e-12)
     for tokens, start in (([0, 1], 0), ([5, 6], 5), ([5, 6], -1)):
         with pytest.raises(ValueError, match=r"power|start_tokens"):
             recipes.power(tokens, 0.1, start_tokens=start)

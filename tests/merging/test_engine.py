@@ -297,9 +297,9 @@ def test_killed_merge_resumes_where_it_stopped(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*partial*"))
     wholes = [tmp_path / "whole" / out.name for out in outs]
     merge(made, wholes)
-    for out, whole in zip(outs, wholes, strict=True):
+    for out, complete in zip(outs, wholes, strict=True):
         assert verify(out, with_sources=True) == []
-        assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        assert (out / "model.safetensors").read_bytes() == (complete / "model.safetensors").read_bytes()
 
 
 def test_merge_killed_between_two_publications_publishes_the_other(paths, tmp_path, monkeypatch):
@@ -357,14 +357,14 @@ print(before, peak_kib())
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     peaks = []
     for count in (3, 30):
-        words = [
+        arguments = [
             sys.executable,
             "-c",
             code,
             str(tmp_path / f"out{count}"),
             *[str(path) for path in (paths * 10)[:count]],
         ]
-        out = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        out = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True).stdout.split()
         peaks.append(int(out[1]))
         assert int(out[1]) - int(out[0]) < 100 * 1024
     assert peaks[1] < 1.1 * peaks[0]

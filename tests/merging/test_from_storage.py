@@ -67,8 +67,8 @@ def mean(steps, weights):
 
 
 def test_directory_of_checkpoints_is_merged_in_order_of_steps(pma, suite, tmp_path):
-    status, said, err = pma("merge", suite, "--last", 3, "--recipe", "wma", "--out", tmp_path / "out")
-    assert status == 0 and "wma of 3 checkpoints" in said and "directory of 5 checkpoints" in err
+    status, output, err = pma("merge", suite, "--last", 3, "--recipe", "wma", "--out", tmp_path / "out")
+    assert status == 0 and "wma of 3 checkpoints" in output and "directory of 5 checkpoints" in err
     np.testing.assert_allclose(merged(tmp_path / "out"), mean(STEPS[-3:], [1 / 6, 2 / 6, 3 / 6]), rtol=1e-6)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_size"] == 70
     assert (tmp_path / "out" / "tokenizer.json").exists()
@@ -90,16 +90,16 @@ def test_checkpoints_with_zero_weight_are_not_read(pma, suite, tmp_path):
         {"model.w": np.full((300, 70), np.nan, np.float32), "ids": np.arange(4)},
         suite / "step100" / "model.safetensors",
     )
-    status, said, _ = pma("merge", suite, "--recipe", "sma:4", "--out", tmp_path / "out", "--json")
-    assert status == 0 and len(json.loads(said)["inputs"]) == 4
+    status, output, _ = pma("merge", suite, "--recipe", "sma:4", "--out", tmp_path / "out", "--json")
+    assert status == 0 and len(json.loads(output)["inputs"]) == 4
 
 
 def test_dry_run_reports_the_merge_and_writes_nothing(pma, suite, tmp_path):
     before = tiny.contents(tmp_path)
     arguments = ["merge", suite, "--last", 2, "--recipe", "ema:alpha=0.2", "--out", tmp_path / "out", "--dry-run"]
-    status, said, _ = pma(*arguments)
-    assert status == 0 and "+0.800000  step 400" in said and "+0.200000  step 500" in said
-    assert "would write" in said and "of memory" in said
+    status, output, _ = pma(*arguments)
+    assert status == 0 and "+0.800000  step 400" in output and "+0.200000  step 500" in output
+    assert "would write" in output and "of memory" in output
     facts = json.loads(pma(*arguments, "--json")[1])
     assert [entry["coefficients"] for entry in facts["inputs"]] == [[pytest.approx(0.8)], [pytest.approx(0.2)]]
     assert facts["read_bytes"] == 2 * (300 * 70 * 4 + 4 * 8)
@@ -134,9 +134,9 @@ def test_rounding_larger_than_the_merge_gain_is_reported(pma, tmp_path):
         (tmp_path / "near" / f"step{step}").mkdir(parents=True)
         save_file({"w": (base + noise).astype(np.float32)}, tmp_path / "near" / f"step{step}" / "model.safetensors")
     quiet = pma("merge", tmp_path / "near", "--out", tmp_path / "kept")
-    told = pma("merge", tmp_path / "near", "--dtype", "bfloat16", "--out", tmp_path / "rounded")
-    assert quiet[0] == told[0] == 0
-    assert "rounding to" not in quiet[2] and "rounding to bfloat16" in told[2]
+    reports = pma("merge", tmp_path / "near", "--dtype", "bfloat16", "--out", tmp_path / "rounded")
+    assert quiet[0] == reports[0] == 0
+    assert "rounding to" not in quiet[2] and "rounding to bfloat16" in reports[2]
 
 
 def test_shard_size_splits_the_output_and_the_shards_merge_again(pma, suite, tmp_path):
@@ -221,9 +221,9 @@ def test_verify_names_the_change(pma, fails, finished, tmp_path):
 
 
 def test_selection_is_reported(suite):
-    found = gather.gather([suite])
-    assert (found.unit, found.positions.tolist()) == ("steps", list(STEPS))
-    assert set(found.stages) == {str(suite)}
+    actual = gather.gather([suite])
+    assert (actual.unit, actual.positions.tolist()) == ("steps", list(STEPS))
+    assert set(actual.stages) == {str(suite)}
     assert [path.name for path in from_storage.output_paths("out", ["sma:3", "lagfree:lag=0.5,order=1"])] == [
         "sma-3",
         "lagfree-lag=0.5,order=1",

@@ -46,15 +46,15 @@ def test_window_holds_the_newest_snapshots_and_survives_donation(workspace):
             "w": jax.device_put(np.ones((4, 4), np.float32), jax.NamedSharding(mesh, RULES.spec("width", "hidden")))
         }
         grow = jax.jit(lambda p: jax.tree.map(lambda x: x * 2, p), donate_argnums=0)
-        found = []
+        actual = []
         for step in range(1, 6):
             window.add(step, params)
             merges = {text: np.asarray(merged["w"]) for text, merged in window.merges("wma", (3, 2, 9))}
-            found.append(merges)
+            actual.append(merges)
             params = grow(params)
     values = 2.0 ** np.arange(5)
-    assert [sorted(m) for m in found] == [[], ["wma:2"], ["wma:2", "wma:3"], ["wma:2", "wma:3"], ["wma:2", "wma:3"]]
-    for step, merges in enumerate(found):
+    assert [sorted(m) for m in actual] == [[], ["wma:2"], ["wma:2", "wma:3"], ["wma:2", "wma:3"], ["wma:2", "wma:3"]]
+    for step, merges in enumerate(actual):
         for n, weights in WMA.items():
             if f"wma:{n}" in merges:
                 expected = np.dot(weights, values[step + 1 - n : step + 1])

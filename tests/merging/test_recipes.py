@@ -101,7 +101,7 @@ def test_explicit_weights_permute_with_their_checkpoints(values, random):
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "weights:0.2,0.3,0.5", "weights:1", "weights:1,3,normalize=true:2"])
-def test_a_recipe_keeps_its_text(text):
+def test_recipe_keeps_its_text_form(text):
     recipe = recipes.parse(text)
     assert recipe.text == text and hash(recipe) is not None
 

@@ -125,8 +125,8 @@ merge(dataclasses.replace(made, schedule=schedule), [sys.argv[1]], progress=wait
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="who is whose child is read from Linux's /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_exit_with_the_merging_process(sources, tmp_path, number):
-    words = tiny.python(SLOW, tmp_path / "out", *(source.path for source in sources))
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, env=tiny.environment())
+    command_line = tiny.python(SLOW, tmp_path / "out", *(source.path for source in sources))
+    process = subprocess.Popen(command_line, stdout=subprocess.PIPE, env=tiny.environment())
     process.stdout.readline()
     children = Path(f"/proc/{process.pid}/task").glob("*/children")
     running = [int(child) for task in children for child in task.read_text().split()]

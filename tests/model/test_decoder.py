@@ -129,8 +129,8 @@ def test_packed_documents_are_isolated(scan):
 
 
 def test_rows_of_a_batch_are_independent():
-    whole, alone = logits(TINY, fresh(TINY), TOKENS), logits(TINY, fresh(TINY), TOKENS[2:3])
-    np.testing.assert_allclose(whole[2:3], alone, atol=1e-5)
+    complete, alone = logits(TINY, fresh(TINY), TOKENS), logits(TINY, fresh(TINY), TOKENS[2:3])
+    np.testing.assert_allclose(complete[2:3], alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{"remat": "full"}, {"remat": "dots", "scan_layers": False}], ids=str)
@@ -207,8 +207,8 @@ def test_mesh_does_not_change_the_initial_parameters(shape):
     with jax.set_mesh(mesh_of(*shape)):
         split = jax.jit(lambda key: decoder.init_params(TINY, key))(jax.random.key(4))
     with jax.set_mesh(mesh_of()):
-        whole = jax.jit(lambda key: decoder.init_params(TINY, key))(jax.random.key(4))
-    assert_close(jax.device_get(split), jax.device_get(whole), rtol=1e-6, atol=1e-7)
+        complete = jax.jit(lambda key: decoder.init_params(TINY, key))(jax.random.key(4))
+    assert_close(jax.device_get(split), jax.device_get(complete), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.mesh
@@ -226,7 +226,7 @@ def test_parameters_carry_their_sharding():
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-    ("changes", "shape", "says"),
+    ("changes", "shape", "message"),
     [
         ({"kv_heads": 1}, (1, 1, 2), r"model.kv_heads is 1, and tensor splits it in 2"),
         ({"width": 20}, (1, 8, 1), r"model.width is 20, and fsdp splits it in 8"),
@@ -234,9 +234,9 @@ def test_parameters_carry_their_sharding():
         ({"vocabulary_size": 33}, (1, 1, 2), r"model.vocabulary_size is 33, and tensor splits it in 2"),
     ],
 )
-def test_dim_that_does_not_divide_is_one_error(changes, shape, says):
+def test_dim_that_does_not_divide_is_one_error(changes, shape, message):
     config = dataclasses.replace(TINY, **{"kv_heads": 4} | changes)
-    with jax.set_mesh(mesh_of(*shape)), pytest.raises(ValueError, match=says):
+    with jax.set_mesh(mesh_of(*shape)), pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))
 
 

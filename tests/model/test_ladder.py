@@ -77,8 +77,8 @@ def test_recommended_intervals_are_near_the_papers_and_increase(mixture):
 
 
 def test_fit_uses_the_papers_points():
-    found = {n for n, *_ in ladder.DENSE_POINTS} | {n for n, *_ in ladder.MIXTURE_POINTS}
-    assert found == {ladder.SIZES[name].activated for name in PAPER}
+    actual = {n for n, *_ in ladder.DENSE_POINTS} | {n for n, *_ in ladder.MIXTURE_POINTS}
+    assert actual == {ladder.SIZES[name].activated for name in PAPER}
     for points in (ladder.DENSE_POINTS, ladder.MIXTURE_POINTS):
         for params, tokens, window in points:
             assert (tokens, window) in [PAPER[name] for name in PAPER if ladder.SIZES[name].activated == params]

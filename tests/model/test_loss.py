@@ -102,10 +102,10 @@ def test_padding_has_no_gradient():
 def test_sums_of_ragged_batches_add_up():
     padded = TOKENS.copy()
     padded[6:, 2:] = loss.PADDING
-    _, whole = loss.loss_sums(None, LOGITS, padded)
+    _, complete = loss.loss_sums(None, LOGITS, padded)
     parts = [loss.loss_sums(None, LOGITS[i : i + 2], padded[i : i + 2])[1] for i in range(0, 8, 2)]
-    assert float(sum(p["nats"] for p in parts)) == pytest.approx(float(whole["nats"]), rel=1e-6)
-    assert float(sum(p["count"] for p in parts)) == float(whole["count"])
+    assert float(sum(p["nats"] for p in parts)) == pytest.approx(float(complete["nats"]), rel=1e-6)
+    assert float(sum(p["count"] for p in parts)) == float(complete["count"])
 
 
 def test_large_logits_stay_finite():

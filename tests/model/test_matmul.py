@@ -44,8 +44,8 @@ def test_gradients_equal_numpys_on_any_mesh(sizes, matrix_spec, spec):
         y, d_x, d_matrix = run(*placed)
         assert (jax.typeof(d_x).sharding.spec, jax.typeof(d_matrix).sharding.spec) == (rows, matrix_spec)
     x, matrix, g = (a.astype(np.float64) for a in (x, matrix, g))
-    for found, expected in ((y, x @ matrix), (d_x, g @ matrix.T), (d_matrix, x.T @ g)):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for actual, expected in ((y, x @ matrix), (d_x, g @ matrix.T), (d_matrix, x.T @ g)):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_keep_the_inputs_dtype():
@@ -55,5 +55,5 @@ def test_gradients_keep_the_inputs_dtype():
         d_x, d_matrix = pullback(g)
     assert (y.dtype, d_x.dtype, d_matrix.dtype) == (jnp.bfloat16,) * 3
     x, matrix, g = (np.asarray(a, np.float64) for a in (x, matrix, g))
-    for found, expected in ((y, x @ matrix), (d_x, g @ matrix.T), (d_matrix, x.T @ g)):
-        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-7, atol=2**-6)
+    for actual, expected in ((y, x @ matrix), (d_x, g @ matrix.T), (d_matrix, x.T @ g)):
+        np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=2**-7, atol=2**-6)

@@ -300,13 +300,13 @@ def test_bfloat16_keeps_float32_gradients_and_nearly_the_loss():
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-    ("changes", "shape", "says"),
+    ("changes", "shape", "message"),
     [
         ({"experts": 6}, (1, 1, 1, 4), r"model.experts is 6, and expert splits it in 4"),
         ({"expert_hidden": 13}, (1, 1, 2, 1), r"model.expert_hidden is 13, and tensor splits it in 2"),
     ],
 )
-def test_size_that_does_not_divide_is_one_error(changes, shape, says):
+def test_size_that_does_not_divide_is_one_error(changes, shape, message):
     config = dataclasses.replace(TINY, **changes)
-    with jax.set_mesh(mesh_of(*shape)), pytest.raises(ValueError, match=says):
+    with jax.set_mesh(mesh_of(*shape)), pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))

@@ -86,8 +86,8 @@ def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
     single = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])
     for name, report in (("train_step", step), ("evaluation_step", evaluation)):
         on_cpu = aot.compile_program(aot.program_lowerings(config, single)[name], single)
-        whole = counts.matmul_flops(on_cpu.program)
-        assert 8 * counts.matmul_flops(report.program) == pytest.approx(whole, rel=0.02), name
+        complete = counts.matmul_flops(on_cpu.program)
+        assert 8 * counts.matmul_flops(report.program) == pytest.approx(complete, rel=0.02), name
 
 
 @needs_libtpu
@@ -105,8 +105,8 @@ def test_compiler_decides_whether_a_program_fits():
     [("v4:2x2x1", 4, 4), ("v5e:1x1", 1, 1), ("v5p:4x4x8", 128, 128), ("tpu7x:2x2x1", 4, 8)],
 )
 def test_topologies_have_chips_and_devices(name, chips, devices):
-    found = aot.tpu_topology(name)
-    assert (found.chips, len(found.devices)) == (chips, devices)
+    actual = aot.tpu_topology(name)
+    assert (actual.chips, len(actual.devices)) == (chips, devices)
 
 
 @needs_libtpu
@@ -135,12 +135,12 @@ def test_each_replica_is_within_one_slice(sizes, shape):
 @pytest.mark.parametrize("sizes", [(1, -1, 1), (1, 4, 2), (3, 4, 1)])
 def test_replica_across_several_slices_is_one_clear_error(sizes):
     devices = aot.tpu_topology("2*v5e:2x2").devices
-    says = (
+    message = (
         r"mesh.* needs 12 devices, and 8 are available"
         if sizes[0] == 3
         else r"mesh\.data is 1, and 2 slices of 4 devices"
     )
-    with pytest.raises(ValueError, match=says) as raised:
+    with pytest.raises(ValueError, match=message) as raised:
         mesh_from_devices(devices, MeshConfig(*sizes))
     assert "\n" not in str(raised.value)
 

@@ -44,9 +44,9 @@ def test_analytic_flops_equal_the_compilers(name, passes, scan):
     discarded is the kernel's choice. In the backward pass a kernel may also recompute the scores, one more than its
     four products there, at most 4/3 of three passes.
     """
-    found = counts.matmul_flops(program(name, dataclasses.replace(MODEL, scan_layers=scan)).program)
+    actual = counts.matmul_flops(program(name, dataclasses.replace(MODEL, scan_layers=scan)).program)
     parts = {part: flops * B * L * passes for part, flops in cost.forward_flops_per_token(MODEL, L).items()}
-    attention = found - parts["parameters"] - parts["output_projection"]
+    attention = actual - parts["parameters"] - parts["output_projection"]
     assert parts["attention"] <= attention <= (1 if passes == 1 else 4 / 3) * 2 * parts["attention"]
 
 
@@ -68,11 +68,11 @@ def test_remat_costs_one_more_forward_pass():
 @pytest.mark.slow
 @pytest.mark.mesh
 def test_mesh_divides_the_products():
-    whole = counts.matmul_flops(program("train_step", MODEL).program)
+    complete = counts.matmul_flops(program("train_step", MODEL).program)
     mesh = make_mesh(MeshConfig(2, 2, 2))
     part = program("train_step", MODEL, mesh)
     assert part.program.devices == 8
-    assert 8 * counts.matmul_flops(part.program) == pytest.approx(whole, rel=1e-6)
+    assert 8 * counts.matmul_flops(part.program) == pytest.approx(complete, rel=1e-6)
 
 
 def test_training_is_three_forward_passes():
@@ -97,14 +97,14 @@ ENTRY %main (a: bf16[1024,1024]) -> bf16[1024,1024] {
   ROOT %c = bf16[1024,1024]{1,0} all-reduce(%b), replica_groups=[1,4]<=[4], to_apply=%add
 }
 """)
-    found = cost.roofline(program, chip)
-    assert found.compute_seconds == pytest.approx(2 * 1024**3 / (2307e12 / 2))
+    actual = cost.roofline(program, chip)
+    assert actual.compute_seconds == pytest.approx(2 * 1024**3 / (2307e12 / 2))
     # Read a twice and write b; read b and write c.
-    assert found.memory_seconds == pytest.approx(5 * 2 * 1024**2 / (7380e9 / 2))
-    assert found.network_seconds == pytest.approx(2 * 3 / 4 * 2 * 1024**2 / (600e9 / 2))
-    assert found.slice_network_seconds == 0
-    assert (found.seconds, found.limit) == (found.network_seconds, "network")
-    slower = dataclasses.replace(found, slice_network_seconds=1.0)
+    assert actual.memory_seconds == pytest.approx(5 * 2 * 1024**2 / (7380e9 / 2))
+    assert actual.network_seconds == pytest.approx(2 * 3 / 4 * 2 * 1024**2 / (600e9 / 2))
+    assert actual.slice_network_seconds == 0
+    assert (actual.seconds, actual.limit) == (actual.network_seconds, "network")
+    slower = dataclasses.replace(actual, slice_network_seconds=1.0)
     assert (slower.seconds, slower.limit) == (1.0, "slice network")
 
 

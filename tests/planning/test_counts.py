@@ -89,7 +89,7 @@ def test_gather_spread_over_fusions_counts_once_and_a_sliced_sum_is_a_scatter():
 
 def test_collective_on_another_core_of_the_chip_is_counted():
     # XLA for TPU7x runs collectives on the chip's SparseCores.
-    (found,) = counts.collectives(
+    (actual,) = counts.collectives(
         hlo.parse_hlo("""HloModule offloaded, num_partitions=8
 
 %called (p: bf16[1,16], t: token[]) -> bf16[4,16] {
@@ -106,7 +106,7 @@ ENTRY %main (a: bf16[1,16]) -> bf16[4,16] {
 }
 """)
     )
-    assert found == counts.Collective("all-gather", 4 * 16 * 2, 4, 1)
+    assert actual == counts.Collective("all-gather", 4 * 16 * 2, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_groups_of_a_collective(groups, devices):
     ],
 )
 def test_bytes_of_a_collective(line, kind, payload):
-    (found,) = counts.collectives(one_instruction(line))
-    assert (found.kind, found.payload_bytes) == (kind, payload)
+    (actual,) = counts.collectives(one_instruction(line))
+    assert (actual.kind, actual.payload_bytes) == (kind, payload)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +181,11 @@ def test_collectives_of_a_compilation_for_eight_devices():
     with jax.set_mesh(mesh):
         x, w = on(mesh, (16, 64), P("x", "y")), on(mesh, (64, 32), P("y", None))
         both = compiled(lambda x, w: jnp.einsum("sd,de->se", x, w, out_sharding=P("x", None)), x, w).as_text()
-        whole = compiled(lambda x: jax.reshard(x, P("x", None)), x).as_text()
+        complete = compiled(lambda x: jax.reshard(x, P("x", None)), x).as_text()
     # A sum over the 4 devices of `y` of products [8, 32]; a gather of [8, 64].
     assert counts.collectives(hlo.parse_hlo(both)) == [counts.Collective("all-reduce", 8 * 32 * 4, 4, 1)]
     assert counts.matmul_flops(hlo.parse_hlo(both)) == 2 * 8 * 16 * 32
-    assert counts.collectives(hlo.parse_hlo(whole)) == [counts.Collective("all-gather", 8 * 64 * 4, 4, 1)]
+    assert counts.collectives(hlo.parse_hlo(complete)) == [counts.Collective("all-gather", 8 * 64 * 4, 4, 1)]
 
 
 @pytest.mark.mesh
@@ -202,11 +202,11 @@ def test_collective_in_a_loop_counts_once_per_iteration():
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(part, in_specs=P("x"), out_specs=P("x"), check_vma=False)
         program = hlo.parse_hlo(compiled(mapped, on(mesh, (8 * 16, 3), P("x"))).as_text())
-    found = {c.kind: c for c in counts.collectives(program)}
+    actual = {c.kind: c for c in counts.collectives(program)}
     assert hlo.loop_trip_counts(program) == [7]
-    assert found["all-reduce"] == counts.Collective("all-reduce", 16 * 3 * 4, 8, 7)
-    assert found["reduce-scatter"] == counts.Collective("reduce-scatter", 16 * 3 * 4, 8, 1)
-    assert found["collective-permute"].payload_bytes == found["collective-permute"].sent_bytes == 16 * 3 * 4
+    assert actual["all-reduce"] == counts.Collective("all-reduce", 16 * 3 * 4, 8, 7)
+    assert actual["reduce-scatter"] == counts.Collective("reduce-scatter", 16 * 3 * 4, 8, 1)
+    assert actual["collective-permute"].payload_bytes == actual["collective-permute"].sent_bytes == 16 * 3 * 4
 
 
 def test_flops_equal_the_compilers_without_loops_and_include_every_iteration():

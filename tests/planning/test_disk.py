@@ -33,22 +33,24 @@ def test_bytes_on_disk_match_a_run_with_retention(workspace, tmp_path):
     config = tiny.config(workspace, **RETENTION)
     run = train(config, tmp_path / "run")
     state = abstract_state(config, make_mesh(config.mesh))
-    found = disk.summarize_storage(config, state)
+    actual = disk.summarize_storage(config, state)
     folders = {
         name: sorted(int(p.name) for p in (run.path / kind.folder).iterdir()) for name, kind in SNAPSHOT_KINDS.items()
     }
-    assert folders["point"] == folders["block_mean"] and len(folders["point"]) == found["snapshots_kept_of_each_kind"]
-    assert len(run.states) == found["states_kept"] == 2
-    assert 2 * len(folders["point"]) * found["snapshot_bytes"] + 2 * found["state_bytes"] == found["bytes_at_the_end"]
+    assert folders["point"] == folders["block_mean"] and len(folders["point"]) == actual["snapshots_kept_of_each_kind"]
+    assert len(run.states) == actual["states_kept"] == 2
+    assert (
+        2 * len(folders["point"]) * actual["snapshot_bytes"] + 2 * actual["state_bytes"] == actual["bytes_at_the_end"]
+    )
     # One more of each kind and one more state: new ones are written before old ones are removed.
-    assert found["bytes_at_most"] - found["bytes_at_the_end"] == 2 * found["snapshot_bytes"] + found["state_bytes"]
+    assert actual["bytes_at_most"] - actual["bytes_at_the_end"] == 2 * actual["snapshot_bytes"] + actual["state_bytes"]
     # Arrays are stored uncompressed; names, shapes and the configuration come on top.
     snapshot, saved = run.of_kind("point")[-1].path, run.states[-1].path
-    for path, bytes_ in ((snapshot, found["snapshot_bytes"]), (saved, found["state_bytes"])):
+    for path, bytes_ in ((snapshot, actual["snapshot_bytes"]), (saved, actual["state_bytes"])):
         assert bytes_ <= files_bytes(path) <= bytes_ + OVERHEAD, path
     everything = sum(files_bytes(run.path / folder) for folder in STEP_FOLDERS)
     saved_count = 2 * len(folders["point"]) + len(run.states)
-    assert found["bytes_at_the_end"] <= everything <= found["bytes_at_the_end"] + saved_count * OVERHEAD
+    assert actual["bytes_at_the_end"] <= everything <= actual["bytes_at_the_end"] + saved_count * OVERHEAD
 
 
 @pytest.mark.parametrize(
@@ -71,19 +73,19 @@ def test_marks_equal_those_of_the_run(checkpoint_keys, total):
         }
     )
     ends = range(256, -(-total // 256) * 256 + 1, 256)
-    found = disk.summarize_storage(config, abstract_state(config, make_mesh(config.mesh)))
-    assert found["snapshots_saved_of_each_kind"] == sum(map(config.is_snapshot, ends))
-    assert found["states_saved"] == sum(map(config.is_state, ends))
+    actual = disk.summarize_storage(config, abstract_state(config, make_mesh(config.mesh)))
+    assert actual["snapshots_saved_of_each_kind"] == sum(map(config.is_snapshot, ends))
+    assert actual["states_saved"] == sum(map(config.is_state, ends))
 
 
 @pytest.mark.mesh
 def test_block_means_take_one_float32_copy_of_the_model(workspace):
     config = tiny.config(workspace, checkpoint__kinds=("block_mean",), mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     state = abstract_state(config, make_mesh(config.mesh))
-    found = disk.summarize_storage(config, state)
-    assert found["block_mean_bytes_per_device"] == disk.bytes_per_device(state.params) + 4
+    actual = disk.summarize_storage(config, state)
+    assert actual["block_mean_bytes_per_device"] == disk.bytes_per_device(state.params) + 4
     # Norms are replicated on each device, matrices are split in four.
-    assert found["snapshot_bytes"] / 8 < disk.bytes_per_device(state.params) < found["snapshot_bytes"] / 2
+    assert actual["snapshot_bytes"] / 8 < disk.bytes_per_device(state.params) < actual["snapshot_bytes"] / 2
     without = abstract_state(tiny.config(workspace), make_mesh(config.mesh))
     assert disk.summarize_storage(config, without)["block_mean_bytes_per_device"] == 0
 
@@ -91,7 +93,7 @@ def test_block_means_take_one_float32_copy_of_the_model(workspace):
 def test_write_time_is_bytes_over_bandwidth(workspace):
     config = tiny.config(workspace, spikes__detect=False)
     state = jax.eval_shape(lambda s: s, abstract_state(config, make_mesh(config.mesh)))
-    found = disk.estimate_storage_seconds(config, state, 1e6)
-    assert found["write_snapshot_seconds"] == pytest.approx(disk.tree_bytes(state.params) / 1e6)
-    assert found["merge_window_seconds"] == pytest.approx((3 + 1) * found["write_snapshot_seconds"])
-    assert found["write_state_seconds"] == pytest.approx(3 * found["write_snapshot_seconds"], rel=1e-3)
+    actual = disk.estimate_storage_seconds(config, state, 1e6)
+    assert actual["write_snapshot_seconds"] == pytest.approx(disk.tree_bytes(state.params) / 1e6)
+    assert actual["merge_window_seconds"] == pytest.approx((3 + 1) * actual["write_snapshot_seconds"])
+    assert actual["write_state_seconds"] == pytest.approx(3 * actual["write_snapshot_seconds"], rel=1e-3)

@@ -51,9 +51,9 @@ def test_mesh_of_a_slice_fills_it_and_divides_the_size(name):
 def test_readme_has_exactly_the_table_of_the_results():
     readme = (FOLDER / "README.md").read_text()
     _, _, rest = readme.partition(plan_ladder.START + "\n")
-    found, closed, _ = rest.partition("\n" + plan_ladder.END)
-    assert closed and found == plan_ladder.table(RESULTS)
-    assert all(f"| `{name}` |" in found for name in ladder.SIZES)
+    actual, closed, _ = rest.partition("\n" + plan_ladder.END)
+    assert closed and actual == plan_ladder.table(RESULTS)
+    assert all(f"| `{name}` |" in actual for name in ladder.SIZES)
 
 
 @pytest.mark.parametrize("name", PLANNED)

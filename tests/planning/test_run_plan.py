@@ -72,15 +72,15 @@ def test_text_lists_every_program_and_the_files_on_disk(numbers):
 
 def test_program_that_does_not_fit_is_never_reported_to_fit(workspace, monkeypatch):
     compile_program = aot.compile_program
-    said = "RESOURCE_EXHAUSTED: 20G of 15.75G hbm"
+    output = "RESOURCE_EXHAUSTED: 20G of 15.75G hbm"
 
     def only_merges(lower, mesh):
-        return compile_program(lower, mesh) if lower.__name__ == "merge" else aot.CompileReport(1.0, said)
+        return compile_program(lower, mesh) if lower.__name__ == "merge" else aot.CompileReport(1.0, output)
 
     monkeypatch.setattr(aot, "compile_program", only_merges)
     numbers = planned(tiny.config(workspace))
     assert [p["compiled"] for p in numbers["programs"].values()] == [False, False, True]
-    assert run_plan.out_of_memory_messages(numbers) == [f"the train step: {said}", f"the evaluation step: {said}"]
+    assert run_plan.out_of_memory_messages(numbers) == [f"the train step: {output}", f"the evaluation step: {output}"]
     text = plan_text.format_plan(numbers)
     assert text.count("no: does not fit") == 2 and text.count("yes, ") == 1 and "MFU" not in text
     assert "FLOP" in text.splitlines()[-1] and "chip hours" not in text
@@ -126,8 +126,8 @@ def test_mixture_on_tpu_multiplies_only_its_tokens_products():
     for program, passes, sequences in ((step, 3, 64), (evaluation, 1, 64)):
         needed = passes * sum(forward.values()) * sequences * 128 / 4
         seen_twice = passes * forward["attention"] * sequences * 128 / 4  # The full square, by XLA.
-        found = program["product_flops"] + program["kernel_flops"]
-        assert needed <= found <= (needed + 4 / 3 * seen_twice) * 1.01
+        actual = program["product_flops"] + program["kernel_flops"]
+        assert needed <= actual <= (needed + 4 / 3 * seen_twice) * 1.01
         assert program["kernels"]["silent"] == 0
         assert program["collectives"]["all-to-all"]["payload_bytes"] > 0
     assert merge["collectives"] == {} and merge["aliased_outputs"] == 14
@@ -136,13 +136,13 @@ def test_mixture_on_tpu_multiplies_only_its_tokens_products():
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 def test_verb_prints_writes_and_fails_where_a_program_does_not_fit(workspace, tmp_path, capsys):
     file = tiny.write_config(tmp_path / "config.py", workspace)
-    words = ["plan", "--config", file, "--topology", "v5e:2x2", "--out", str(tmp_path / "plan.json")]
-    assert main([*words, "--json"]) == 0
+    arguments = ["plan", "--config", file, "--topology", "v5e:2x2", "--out", str(tmp_path / "plan.json")]
+    assert main([*arguments, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "plan.json").read_text())
     assert printed["topology"]["name"] == "v5e:2x2" and "libtpu" in printed["versions"]
     large = ["--config.model.vocabulary_size=2097152", "--config.model.width=4096", "--config.model.layers=1"]
-    assert main([*words, *large]) == 1
+    assert main([*arguments, *large]) == 1
     captured = capsys.readouterr()
     assert "no: does not fit" in captured.out
     assert captured.err.splitlines()[-1].startswith("error: does not fit v5e:2x2: ")

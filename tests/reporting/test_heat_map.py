@@ -44,15 +44,15 @@ def test_single_interval_gives_one_panel_per_kind_with_recipes_by_windows():
 
 @pytest.mark.parametrize("intervals", [(1,), (1, 2, 4)])
 def test_every_loss_is_printed_and_the_best_is_framed(intervals):
-    found = sweep(intervals=intervals)
-    del found["rows"][3]
-    drawn = heat_map.draw_sweep(found)
+    actual = sweep(intervals=intervals)
+    del actual["rows"][3]
+    drawn = heat_map.draw_sweep(actual)
     written = [text.get_text() for axes in drawn.axes for text in axes.texts]
-    assert sorted(t for t in written if t != "–") == sorted(f"{r['loss']:.4f}" for r in found["rows"])
+    assert sorted(t for t in written if t != "–") == sorted(f"{r['loss']:.4f}" for r in actual["rows"])
     assert written.count("–") == 1
     frames = [p for axes in drawn.axes for p in axes.patches if isinstance(p, Rectangle)]
     bold = [t.get_text() for axes in drawn.axes for t in axes.texts if t.get_fontweight() == "bold"]
-    assert len(frames) == 1 and bold == [f"{min(r['loss'] for r in found['rows']):.4f}"]
+    assert len(frames) == 1 and bold == [f"{min(r['loss'] for r in actual['rows']):.4f}"]
 
 
 def test_all_artists_are_inside_the_figure_without_overlap():
@@ -67,12 +67,12 @@ def test_all_artists_are_inside_the_figure_without_overlap():
 
 
 def test_non_finite_losses_and_a_single_loss_can_be_drawn(tmp_path):
-    found = sweep(recipes=("sma",), windows=(3,), intervals=(1,), kinds=("point",))
-    found["raw_loss"] = None
-    path = heat_map.write_sweep_figure(found, tmp_path)
+    actual = sweep(recipes=("sma",), windows=(3,), intervals=(1,), kinds=("point",))
+    actual["raw_loss"] = None
+    path = heat_map.write_sweep_figure(actual, tmp_path)
     assert image.imread(io.BytesIO(path.read_bytes())).shape[2] == 4
-    found["rows"][0]["loss"] = float("nan")
-    assert [t.get_text() for t in heat_map.draw_sweep(found).axes[0].texts] == ["–"]
+    actual["rows"][0]["loss"] = float("nan")
+    assert [t.get_text() for t in heat_map.draw_sweep(actual).axes[0].texts] == ["–"]
     assert [p.name for p in tmp_path.iterdir()] == ["sweep.png"]
 
 

@@ -161,8 +161,8 @@ def test_non_finite_arrays_are_neither_saved_nor_restored(finished, copy):
     params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, make_mesh(snapshot.config.mesh)))
     for value in (np.nan, np.inf, -np.inf):
         bad = dict(params) | {"embedding_VxD": params["embedding_VxD"] * value}
-        says = r"1 leaves of the weights are not finite .*: embedding_VxD"
-        with copy.snapshot_writer("point") as writer, pytest.raises(ValueError, match=says):
+        message = r"1 leaves of the weights are not finite .*: embedding_VxD"
+        with copy.snapshot_writer("point") as writer, pytest.raises(ValueError, match=message):
             snapshots.save_snapshot(writer, bad, dataclasses.replace(snapshot, step=28))
     assert not (copy.path / "snapshots" / "28").exists()
 
@@ -172,14 +172,14 @@ def test_digest_covers_every_bit_of_the_arrays(finished, tmp_path):
     rng = np.random.default_rng(0)
     for name, byte_ranges in open_source(tmp_path / "4").byte_ranges.items():
         for byte_range in byte_ranges:
-            whole = byte_range.path.read_bytes()
+            complete = byte_range.path.read_bytes()
             for place in {0, byte_range.nbytes - 1, *rng.integers(0, byte_range.nbytes, 8).tolist()}:
-                damaged = bytearray(whole)
+                damaged = bytearray(complete)
                 damaged[byte_range.offset + place] ^= 1 << rng.integers(8)
                 byte_range.path.write_bytes(damaged)
                 (problem,) = verify(tmp_path / "4")
                 assert f"{name} is not what was written ({byte_range.path})" in problem
-            byte_range.path.write_bytes(whole)
+            byte_range.path.write_bytes(complete)
     assert verify(tmp_path / "4") == []
 
 

@@ -27,8 +27,8 @@ def mounted(folder: Path, options: str):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def read_error(capsys, *words) -> str:
-    assert cli.main([str(word) for word in words]) == 1
+def read_error(capsys, *arguments) -> str:
+    assert cli.main([str(word) for word in arguments]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("error: ") and sum(line.startswith("error: ") for line in lines) == 1, lines
     assert not any("Traceback" in line for line in lines)
@@ -91,12 +91,12 @@ def test_read_only_run_is_one_line(finished, workspace, tmp_path, capsys):
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         error = read_error(capsys, "train", "--config", file, "--workdir", disk / "run")
         assert "Read-only file system" in error and str(disk / "run") in error
-        for words in (
+        for arguments in (
             ("merge", disk / "run", "--last", 3, "--out", disk / "merged"),
             ("fork", disk / "run", "--at-tokens", 4096, "--workdir", disk / "fork"),
             ("sweep", disk / "run", "--recipes", "sma", "--windows", 2),
         ):
-            error = read_error(capsys, *words)
+            error = read_error(capsys, *arguments)
             assert "Read-only file system" in error or "may not be written" in error, error
         assert tiny.contents(disk) == before
 

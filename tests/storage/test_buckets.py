@@ -138,7 +138,7 @@ def _made(path: Path) -> Path:
 
 
 def test_interrupted_publication_is_no_checkpoint_and_is_completed(run, folder, tmp_path, monkeypatch, capsys):
-    words = ["merge", str(run.path), "--last", "2", "--out", "gs://bucket/merged/cut"]
+    arguments = ["merge", str(run.path), "--last", "2", "--out", "gs://bucket/merged/cut"]
     copy, calls = publish._copy, itertools.count()  # Several threads copy at once.
 
     def stops(source, target):
@@ -147,12 +147,12 @@ def test_interrupted_publication_is_no_checkpoint_and_is_completed(run, folder, 
         copy(source, target)
 
     monkeypatch.setattr(publish, "_copy", stops)
-    assert main(words) == 130
+    assert main(arguments) == 130
     monkeypatch.undo()
     assert (folder / "merged" / "cut" / publish.IN_PROGRESS_FILE).exists()
     assert not is_snapshot("gs://bucket/merged/cut")
-    assert main([*words[:3], "3", *words[4:]]) == 1, "another merge does not overwrite it"
-    assert main(words) == 0
+    assert main([*arguments[:3], "3", *arguments[4:]]) == 1, "another merge does not overwrite it"
+    assert main(arguments) == 0
     assert not (folder / "merged" / "cut" / publish.IN_PROGRESS_FILE).exists()
     assert main(["merge", str(run.path), "--last", "2", "--out", str(tmp_path / "out")]) == 0
     assert read_without_provenance(folder / "merged" / "cut") == read_without_provenance(tmp_path / "out")
@@ -214,7 +214,7 @@ def test_missing_packages_and_buckets_are_reported(capsys, monkeypatch, tmp_path
         raise ImportError("Please install gcsfs")
 
     monkeypatch.setattr("pma_jax.storage.paths.file_system", not_installed)
-    for words in (["merge", "gs://b/run", "--out", "x"], ["train", "--config", "tiny", "--workdir", "gs://b/run"]):
-        assert main(words) == 1
+    for arguments in (["merge", "gs://b/run", "--out", "x"], ["train", "--config", "tiny", "--workdir", "gs://b/run"]):
+        assert main(arguments) == 1
         assert "pip install 'pma-jax[gcs]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

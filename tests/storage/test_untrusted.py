@@ -175,6 +175,6 @@ def test_fuzzing_corpus_opens_or_is_refused_in_one_line(tmp_path):
     spec = importlib.util.spec_from_file_location("safetensors_header", fuzz / "safetensors_header.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    said = {path.name: module.open_all(path.read_bytes(), tmp_path) for path in (fuzz / "corpus").iterdir()}
-    assert said["header"] is None
-    assert len(said) > 30 and len(set(said.values())) > 10, "the corpus reaches many different refusals"
+    output = {path.name: module.open_all(path.read_bytes(), tmp_path) for path in (fuzz / "corpus").iterdir()}
+    assert output["header"] is None
+    assert len(output) > 30 and len(set(output.values())) > 10, "the corpus reaches many different refusals"

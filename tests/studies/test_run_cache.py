@@ -115,13 +115,13 @@ print(run_cache.training_cost(run)["seconds"], flush=True)
 
 @pytest.mark.slow
 def test_two_concurrent_processes_train_a_run_once(workspace, tmp_path):
-    words = tiny.python(TRAINS, tiny.__file__.rpartition("/")[0], tmp_path, workspace)
+    arguments = tiny.python(TRAINS, tiny.__file__.rpartition("/")[0], tmp_path, workspace)
     both = [
-        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=tiny.environment())
+        subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=tiny.environment())
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=240) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert len({out.split()[1] for out, _ in said}) == 1, "one of them trained, and both read its cost"
-    begun = sum(err.count("training for 6,144 tokens") for _, err in said)
-    assert begun == 1
+    output = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], output
+    assert len({out.split()[1] for out, _ in output}) == 1, "one of them trained, and both read its cost"
+    started = sum(err.count("training for 6,144 tokens") for _, err in output)
+    assert started == 1

@@ -115,29 +115,29 @@ def test_script_writes_its_results_figure_page_and_row(workspace, tmp_path):
     (folder / "script.py").write_text(SCRIPT)
     for page in (folder / "README.md", folder.parent / "README.md"):
         page.write_text(PAGE)
-    words = [sys.executable, str(folder / "script.py"), "--runs", str(tmp_path / "runs"), "--tiny"]
-    words += [f"--config.{key}" for key in data_keys(workspace)]
+    arguments = [sys.executable, str(folder / "script.py"), "--runs", str(tmp_path / "runs"), "--tiny"]
+    arguments += [f"--config.{key}" for key in data_keys(workspace)]
     done = subprocess.run(
-        [*words, "--evaluation-tokens", "400"], capture_output=True, text=True, env=tiny.environment()
+        [*arguments, "--evaluation-tokens", "400"], capture_output=True, text=True, env=tiny.environment()
     )
     assert done.returncode == 0, done.stderr
     results = json.loads((folder / "results.json").read_text())
     assert results["made"]["seeds"] == [0, 1] and results["made"]["runs"] == 2 and len(results["losses"]) == 2
     assert results["row"]["effect"] == f"{results['losses'][0]:.3f}"
-    said = pages.extract_results((folder / "README.md").read_text())
-    assert said.startswith(f"losses {results['losses']}\n") and "Seeds 0, 1; 400 held-out tokens" in said
-    assert said in done.stdout and (folder / "figure.png").read_bytes() == b"PNG"
+    output = pages.extract_results((folder / "README.md").read_text())
+    assert output.startswith(f"losses {results['losses']}\n") and "Seeds 0, 1; 400 held-out tokens" in output
+    assert output in done.stdout and (folder / "figure.png").read_bytes() == b"PNG"
     assert "| [what?](question/README.md) | that | so |" in (folder.parent / "README.md").read_text()
     (folder / "README.md").write_text(PAGE)
-    redrawn = subprocess.run([*words, "--redraw"], capture_output=True, text=True, env=tiny.environment())
-    assert redrawn.returncode == 0 and pages.extract_results((folder / "README.md").read_text()) == said
+    redrawn = subprocess.run([*arguments, "--redraw"], capture_output=True, text=True, env=tiny.environment())
+    assert redrawn.returncode == 0 and pages.extract_results((folder / "README.md").read_text()) == output
     (folder / "README.md").write_text("no marks")
-    refused = subprocess.run(words, capture_output=True, text=True, env=tiny.environment())
+    refused = subprocess.run(arguments, capture_output=True, text=True, env=tiny.environment())
     assert refused.returncode != 0 and "once each" in refused.stderr
 
 
 def test_unknown_arguments_of_a_script_are_refused(tmp_path, capsys):
-    for words, said in ((["--sead", "1"], "unknown: --sead 1"), (["--units", "20"], "give a multiple of 16")):
+    for arguments, output in ((["--sead", "1"], "unknown: --sead 1"), (["--units", "20"], "give a multiple of 16")):
         with pytest.raises(SystemExit):
             studies.run_experiment(
                 str(tmp_path / "script.py"),
@@ -145,16 +145,16 @@ def test_unknown_arguments_of_a_script_are_refused(tmp_path, capsys):
                 str,
                 lambda r: IndexRow(1, "", "", "", ""),
                 dict,
-                ["--runs", "x", *words],
+                ["--runs", "x", *arguments],
             )
-        assert said in capsys.readouterr().err
+        assert output in capsys.readouterr().err
 
 
 def test_script_refuses_an_invalid_key_in_one_line(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = [sys.executable, str(tmp_path / "script.py"), "--runs", str(tmp_path / "runs"), "--tiny"]
+    arguments = [sys.executable, str(tmp_path / "script.py"), "--runs", str(tmp_path / "runs"), "--tiny"]
     done = subprocess.run(
-        [*words, "--config.model.widht=3"], capture_output=True, text=True, env=tiny.environment(), check=False
+        [*arguments, "--config.model.widht=3"], capture_output=True, text=True, env=tiny.environment(), check=False
     )
     assert done.returncode == 1
     assert done.stderr == "error: unknown config key 'model.widht': did you mean 'model.width'?\n"

@@ -228,8 +228,8 @@ def test_windows_of_block_means_equal_dense_means(dense, weights):
 
 def test_losses_of_both_kinds_are_recorded(dense):
     for kind, record in (("point", "evaluation"), ("block_mean", "block_mean")):
-        found = [r for r in dense.metrics if r["kind"] == record]
-        assert found == [
+        result = [r for r in dense.metrics if r["kind"] == record]
+        assert result == [
             {"kind": record, "tokens": s.tokens, "step": s.step, "loss": s.loss} for s in dense.of_kind(kind)
         ]
     config = dense.config
@@ -348,9 +348,9 @@ def test_fork_may_enable_block_means(dense, weights, workspace, tmp_path):
     parent = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "parent")
     config = resolve(parent.config, ["checkpoint.kinds=point,block_mean"])
     run = fork(parent, 8 * STEP, config, tmp_path / "fork")
-    begun = state(run, 8).block
-    assert int(begun.count) == 0
-    assert begun.mean["embedding_VxD"].sharding == state(run, 8).params["embedding_VxD"].sharding
+    started = state(run, 8).block
+    assert int(started.count) == 0
+    assert started.mean["embedding_VxD"].sharding == state(run, 8).params["embedding_VxD"].sharding
     run = train(config, run.path)
     first, second, _ = run.of_kind("block_mean")
     assert_mean(first, weights, [10, 12])
@@ -371,10 +371,10 @@ def test_newest_snapshot_of_each_kind(dense):
 
 def test_kinds_cannot_be_mixed(dense, tmp_path):
     point, block = dense.of_kind("point")[0], dense.of_kind("block_mean")[1]
-    says = r"12 (is )?a block_mean.*points and block means do not mix"
-    with pytest.raises(ValueError, match=says):
+    message = r"12 (is )?a block_mean.*points and block means do not mix"
+    with pytest.raises(ValueError, match=message):
         pma.average([point, block], [0.5, 0.5])
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         pma.merge([point, block], [0.5, 0.5], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -128,10 +128,10 @@ def test_incomplete_copy_is_made_again(finished, tmp_path):
     half = tmp_path / "half" / "states" / ".16.copying"
     half.mkdir(parents=True)
     (half / "part").write_text("part")
-    whole = tmp_path / "whole"
-    fork(finished, FORK, finished.config, whole)
-    (whole / "config.json").unlink()
-    for folder in (half.parent.parent, whole):
+    complete = tmp_path / "whole"
+    fork(finished, FORK, finished.config, complete)
+    (complete / "config.json").unlink()
+    for folder in (half.parent.parent, complete):
         run = fork(finished, FORK, finished.config, folder)
         tiny.assert_equal(state(run, 16), state(finished, 16))
 

@@ -32,15 +32,15 @@ def test_run_starts_with_the_weights_of_an_imported_model(finished, workspace, t
 
 @pytest.mark.slow
 def test_resume_uses_the_runs_own_state_and_not_the_start_model(finished, workspace, tmp_path):
-    whole = tiny.config(workspace, training__start_from=str(finished.path), preview__windows=())
-    first = train(whole, tmp_path / "whole")
+    complete = tiny.config(workspace, training__start_from=str(finished.path), preview__windows=())
+    first = train(complete, tmp_path / "whole")
     # The directory as a kill after the first state leaves it.
-    half = train(whole, tmp_path / "half")
+    half = train(complete, tmp_path / "half")
     for folder, last in (("states", 8), ("snapshots", 8)):
         for path in (half.path / folder).iterdir():
             if path.name.isdigit() and int(path.name) > last:
                 path.rmtree()
-    again = train(whole, tmp_path / "half")
+    again = train(complete, tmp_path / "half")
     tiny.assert_equal(tiny.read(again.snapshots[-1]), tiny.read(first.snapshots[-1]))
 
 
@@ -126,7 +126,7 @@ def test_bias_is_exported_with_the_model_and_never_dropped(workspace, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"experts": 8}, "experts=4"),
         ({"expert_hidden": 16}, "expert_hidden=12"),
@@ -135,9 +135,9 @@ def test_bias_is_exported_with_the_model_and_never_dropped(workspace, tmp_path):
         ({"experts": 0}, "experts=4"),
     ],
 )
-def test_mixture_with_other_experts_is_refused(imported, workspace, tmp_path, changes, says):
+def test_mixture_with_other_experts_is_refused(imported, workspace, tmp_path, changes, message):
     other = mixture(workspace, imported.path, **{f"model__{key}": value for key, value in changes.items()})
-    with pytest.raises(ValueError, match=rf"is another model: give --config.model.{says}$"):
+    with pytest.raises(ValueError, match=rf"is another model: give --config.model.{message}$"):
         train(other, tmp_path / "run")
 
 

@@ -93,16 +93,16 @@ def test_run_records_its_configuration_and_versions(finished):
 
 def test_snapshots_hold_the_parameters_of_their_step_despite_donation(finished):
     config, tokens = finished.config, shards.prepare_tokens(finished.config.data)
-    mesh, wanted = make_mesh(config.mesh), {s.step: s for s in finished.snapshots}
+    mesh, requested = make_mesh(config.mesh), {s.step: s for s in finished.snapshots}
     with jax.set_mesh(mesh):
         state, train_step = make_state(config), make_train_step(config, graph_definition(config.model))
         stream = batches.train_batches(tokens, config.training, position=0)
         for step in range(1, 25):
             rate = learning_rate(config.schedule, config.training.total_tokens, step * config.batch_tokens)
             state, _ = train_step(state, put_batch(mesh, next(stream)), rate)
-            if step in wanted:
+            if step in requested:
                 # Fetched before the next step is dispatched, so nothing here is asynchronous.
-                tiny.assert_equal(tiny.read(wanted[step]), jax.tree.map(np.asarray, state.params))
+                tiny.assert_equal(tiny.read(requested[step]), jax.tree.map(np.asarray, state.params))
     assert int(state.step) == 24
     tiny.assert_equal(newest(finished), state)
 
@@ -154,9 +154,9 @@ sys.exit(cli.main(sys.argv[2:]))
 def test_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
     # 11: between marks. 16: while the snapshot and the state of step 16 are written. The last: killed repeatedly.
     file = tiny.write_config(tmp_path / "config.py", workspace)
-    words = ["train", "--config", file, "--workdir", tmp_path / "run"]
+    arguments = ["train", "--config", file, "--workdir", tmp_path / "run"]
     for count in steps:
-        ended = subprocess.run([sys.executable, "-c", KILLED, str(count), *map(str, words)], capture_output=True)
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(count), *map(str, arguments)], capture_output=True)
         assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     run = open_run(tmp_path / "run")
     assert not run.states or run.states[-1].step < 24

@@ -35,12 +35,12 @@ def quadratic_steps(config, rates, seed=0):
     rng = np.random.default_rng(seed)
     params = {"w": jnp.asarray(rng.standard_normal((4, 3)), jnp.float32)}
     moments = initial_moments(config, params)
-    found = []
+    result = []
     for rate, noise in zip(rates, rng.standard_normal((len(rates), 4, 3)), strict=True):
         gradients = {"w": params["w"] + jnp.asarray(0.3 * noise, jnp.float32)}
         params, moments = jax.jit(apply_update, static_argnums=0)(config, gradients, moments, params, rate)
-        found.append((eval_params(config, params, moments)["w"], params["w"], moments))
-    return found
+        result.append((eval_params(config, params, moments)["w"], params["w"], moments))
+    return result
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

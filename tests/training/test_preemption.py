@@ -131,9 +131,11 @@ def test_states_between_marks_do_not_count_for_retention():
 @pytest.mark.slow
 def test_command_reports_preemption_in_one_line_and_exits_with_its_status(finished, workspace, tmp_path):
     file = tiny.write_config(tmp_path / "config.py", workspace, training__total_tokens=10**6)
-    words = ["train", "--config", file, "--workdir", tmp_path / "run"]
+    command_line = ["train", "--config", file, "--workdir", tmp_path / "run"]
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        process = subprocess.Popen(tiny.command(*words), stderr=subprocess.PIPE, text=True, env=tiny.environment())
+        process = subprocess.Popen(
+            tiny.command(*command_line), stderr=subprocess.PIPE, text=True, env=tiny.environment()
+        )
         for line in process.stderr:
             if "loss" in line:
                 break
@@ -150,8 +152,8 @@ def test_other_verbs_stop_at_once_with_one_line(finished, tmp_path, monkeypatch,
         time.sleep(5)
 
     monkeypatch.setattr(engine, "merge", interrupted)
-    words = ["merge", str(finished.path), "--last", "2", "--out", str(tmp_path / "merged")]
-    assert cli.main(words) == status
+    command_line = ["merge", str(finished.path), "--last", "2", "--out", str(tmp_path / "merged")]
+    assert cli.main(command_line) == status
     assert capsys.readouterr().err == ("stopped: nothing was published; the same command resumes the merge\n")
     monkeypatch.undo()
-    assert cli.main(words) == 0
+    assert cli.main(command_line) == 0

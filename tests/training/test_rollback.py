@@ -230,9 +230,9 @@ def set_aside_states(run):
 @pytest.mark.slow
 def test_spike_with_zero_attempts_is_reported_and_training_continues(recovered, workspace, tmp_path):
     run = train(config(workspace, spikes__attempts=0), tmp_path / "run")
-    told = [r for r in run.metrics if r["kind"] == "spike"]
+    reports = [r for r in run.metrics if r["kind"] == "spike"]
     spike = event_of(recovered)["spike"]
-    assert told[0] == spike
+    assert reports[0] == spike
     assert rollback.events(run) == [] and not (run.path / "spikes").exists()
     assert losses(run.metrics) | losses(set_aside_records(recovered)) == losses(run.metrics), (
         "identical up to the spike"
@@ -305,9 +305,9 @@ DEATHS = [
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: f"{death[1]}-{death[2]}")
 def test_kill_during_rollback_resumes_bitwise(recovered, workspace, tmp_path, death):
     file = tiny.write_config(tmp_path / "config.py", workspace, **KEYS)
-    words = ["train", "--config", file, "--workdir", str(tmp_path / "run")]
+    arguments = ["train", "--config", file, "--workdir", str(tmp_path / "run")]
     ended = subprocess.run(
-        [sys.executable, "-c", KILLED, *map(str, death), *words], capture_output=True, env=os.environ, check=False
+        [sys.executable, "-c", KILLED, *map(str, death), *arguments], capture_output=True, env=os.environ, check=False
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     run = train(recovered.config, tmp_path / "run")
@@ -389,14 +389,14 @@ def test_run_with_skipped_updates_resumes_bitwise(workspace, tmp_path):
         spikes__skip_gradient_z=1.0,
         training__total_tokens=32 * STEP,
     )
-    whole = train(keys, tmp_path / "whole")
-    trained = [r for r in whole.metrics if r["kind"] == "train"]
+    complete = train(keys, tmp_path / "whole")
+    trained = [r for r in complete.metrics if r["kind"] == "train"]
     assert trained[-1]["skipped_updates"] > 0 and trained[15]["skipped_updates"] == 0
-    shutil.copytree(whole.path, tmp_path / "cut")
+    shutil.copytree(complete.path, tmp_path / "cut")
     for saved in [*open_run(tmp_path / "cut").snapshots, *open_run(tmp_path / "cut").states]:
         if saved.step > 24:
             saved.path.rmtree()
-    assert_same_run(train(keys, tmp_path / "cut"), whole)
+    assert_same_run(train(keys, tmp_path / "cut"), complete)
 
 
 def test_fork_starts_a_detector_where_its_parent_had_none_or_another(finished, workspace):

@@ -131,7 +131,7 @@ def test_nothing_is_flagged_before_the_window_is_full():
 
 @pytest.mark.parametrize("tails", [0.0, 3.0], ids=["normal", "t3"])
 def test_planted_spikes_are_detected_and_distinguished_from_collapses(tails):
-    found = 0
+    actual = 0
     for seed in range(20):
         rng = np.random.default_rng(100 + seed)
         losses, norms = trace(2000, seed, tails=tails)
@@ -147,8 +147,8 @@ def test_planted_spikes_are_detected_and_distinguished_from_collapses(tails):
         assert onsets and abs(onsets[0] - (begin + 1)) <= 5, (seed, onsets, begin)
         assert (readings.code == IRRECOVERABLE).any() == (not seed % 2), seed
         assert (readings.code == RECOVERED).any() == bool(seed % 2), seed
-        found += 1
-    assert found == 20
+        actual += 1
+    assert actual == 20
 
 
 def test_collapse_is_declared_when_the_patience_ends():
@@ -190,8 +190,8 @@ def test_non_finite_value_is_irrecoverable_at_once_even_early(bad, which):
     readings = read(LIMITS, losses, norms)
     assert np.flatnonzero(readings.code == IRRECOVERABLE)[0] == 20
     assert readings.declared[-1] == 21
-    told = read(TOLD, losses, norms)
-    assert set(told.declared[20:].tolist()) == {21}, "reported once, not at every step"
+    reports = read(TOLD, losses, norms)
+    assert set(reports.declared[20:].tolist()) == {21}, "reported once, not at every step"
 
 
 def test_non_finite_norm_is_ignored_where_its_update_is_skipped():

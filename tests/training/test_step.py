@@ -45,11 +45,11 @@ def steps(config, mesh=None, batches=(0, 1, 2), ragged=True):
         # The initial state is compiled once; another test checks that every mesh makes the same one.
         state = jax.device_put(fresh_state(config.training.seed), shardings)
         train_step = make_train_step(config, graph_definition(config.model))
-        found = []
+        result = []
         for seed, rate in zip(batches, RATES, strict=False):
             state, metrics = train_step(state, put_batch(mesh, batch(seed, ragged)), rate)
-            found.append({name: float(value) for name, value in metrics.items() if name != "spike"})
-        return jax.tree.map(np.asarray, state), found
+            result.append({name: float(value) for name, value in metrics.items() if name != "spike"})
+        return jax.tree.map(np.asarray, state), result
 
 
 def submesh(data, fsdp, tensor, expert=1):
@@ -88,7 +88,7 @@ def reference(config, optimizer, batches=(0, 1, 2)):
         params = jax.device_put(fresh_state(0).params)
         objective = functools.partial(mean_objective, graph)
         gradient = jax.jit(jax.value_and_grad(objective, has_aux=True), static_argnums=2)
-        moments, found = jax.jit(optimizer(1.0).init)(params), []
+        moments, result = jax.jit(optimizer(1.0).init)(params), []
 
         @jax.jit
         def update(rate, gradients, moments, params):
@@ -99,8 +99,8 @@ def reference(config, optimizer, batches=(0, 1, 2)):
             (_, loss), gradients = gradient(params, batch(seed), config.training.z_loss_weight)
             params, moments = update(rate, gradients, moments, params)
             norms = [np.linalg.norm(np.asarray(g, np.float64)) for g in jax.tree.leaves(gradients)]
-            found.append({"loss": float(loss), "gradient_norm": float(np.linalg.norm(norms))})
-        return jax.tree.map(np.asarray, params), found
+            result.append({"loss": float(loss), "gradient_norm": float(np.linalg.norm(norms))})
+        return jax.tree.map(np.asarray, params), result
 
 
 def assert_metrics_close(actual, expected, rtol=1e-5):

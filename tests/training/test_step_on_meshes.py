@@ -65,12 +65,12 @@ def losses(name, shape):
     with jax.set_mesh(mesh):
         state = jax.device_put(fresh_state(name), shardings)
         step = make_train_step(config, graph_definition(config.model))
-        found = []
+        actual = []
         for i in range(STEPS):
             rate = learning_rate(config.schedule, config.training.total_tokens, (i + 1) * config.batch_tokens)
             state, metrics = step(state, put_batch(mesh, batch(config, i)), rate)
-            found.append(float(metrics["loss"]))
-    return found
+            actual.append(float(metrics["loss"]))
+    return actual
 
 
 @pytest.mark.mesh
@@ -92,14 +92,14 @@ def test_runs_on_1_2_4_and_8_devices_have_equal_losses(experts, tmp_path):
     """Compare complete runs, each in a process with this number of devices."""
     changes = {"model__experts": experts, "model__expert_hidden": 16}
     config = tiny.write_config(tmp_path / "run.py", tmp_path, **changes)
-    found = {}
+    actual = {}
     for devices in (1, 2, 4, 8):
         done = tiny.pma("train", "--config", config, "--workdir", tmp_path / str(devices), devices=devices)
         assert done.returncode == 0, done.stderr
         records = open_run(tmp_path / str(devices)).metrics
-        found[devices] = [(r["kind"], r["tokens"], r["loss"]) for r in records]
-    assert len(found[1]) > 24
+        actual[devices] = [(r["kind"], r["tokens"], r["loss"]) for r in records]
+    assert len(actual[1]) > 24
     for devices in (2, 4, 8):
-        for (*what, loss), (*wanted, expected) in zip(found[devices], found[1], strict=True):
-            assert what == wanted
+        for (*what, loss), (*requested, expected) in zip(actual[devices], actual[1], strict=True):
+            assert what == requested
             assert loss == pytest.approx(expected, rel=1e-4), (devices, *what)

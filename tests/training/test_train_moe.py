@@ -65,8 +65,8 @@ def steps(config, mesh, count=3):
         train_step = make_train_step(config, graph_definition(config.model))
         metrics, biases = [], []
         for seed in range(count):
-            state, found = train_step(state, put_batch(mesh, batch(seed)), 1e-2)
-            metrics.append({name: float(value) for name, value in found.items() if name != "spike"})
+            state, actual = train_step(state, put_batch(mesh, batch(seed)), 1e-2)
+            metrics.append({name: float(value) for name, value in actual.items() if name != "spike"})
             biases.append(np.array(state.params["blocks"]["moe"][moe.ROUTER_BIAS]))
         return jax.tree.map(np.asarray, state), metrics, biases
 
@@ -104,8 +104,8 @@ def test_any_mesh_and_microbatches_equal_one_device(shape, microbatches):
     state, metrics, _ = steps(make_config(accumulation_steps=microbatches), submesh(*shape))
     expected, expected_metrics, _ = on_one_device()
     tiny.assert_close(state, expected, rtol=5e-4, atol=2e-5)
-    for found, wanted in zip(metrics, expected_metrics, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-4)
+    for actual, requested in zip(metrics, expected_metrics, strict=True):
+        assert actual == pytest.approx(requested, rel=1e-4)
 
 
 def test_auxiliary_losses_affect_the_gradient_but_not_the_reported_loss():
