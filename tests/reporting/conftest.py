@@ -5,20 +5,13 @@ import json
 import math
 
 import pytest
+from metrics_records import evaluation, preview
 
 from pma_jax.config import Config, ScheduleConfig, TrainingConfig
 from pma_jax.runs.directory import create_run
 
 FACTS = {"corpus": "c0ffee", "evaluation": "e7a1", "versions": {"python": "3.11.9", "jax": "0.10.0"}}
 HORIZON, FORK = 6_000_000, 4_800_000
-
-
-def evaluation(tokens, loss):
-    return {"kind": "evaluation", "tokens": tokens, "step": tokens // 2048, "loss": loss}
-
-
-def preview(tokens, recipe, loss):
-    return {"kind": "preview", "tokens": tokens, "step": tokens // 2048, "recipe": recipe, "loss": loss}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ import math
 import shlex
 
 import pytest
+from metrics_records import evaluation, preview
 
 from pma_jax import config as configuration
 from pma_jax.reporting import report as reporting
@@ -15,14 +16,6 @@ ROWS = [
     {"recipe": "ema:alpha=0.2", "window": 10, "text": "ema:alpha=0.2:10", "loss": 1.11},
 ]
 SWEEP = {"tokens": HORIZON, "raw_loss": 1.2, "rows": ROWS}
-
-
-def evaluation(tokens, loss):
-    return {"kind": "evaluation", "tokens": tokens, "step": tokens // 2048, "loss": loss}
-
-
-def preview(tokens, recipe, loss):
-    return {"kind": "preview", "tokens": tokens, "step": tokens // 2048, "recipe": recipe, "loss": loss}
 
 
 RAW = [

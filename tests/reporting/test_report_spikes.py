@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import evaluation
+from metrics_records import evaluation
 
 from pma_jax.config import to_json
 from pma_jax.reporting import html
