@@ -19,7 +19,7 @@ from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
-from pma_jax.storage.json_files import parse_json
+from pma_jax.storage.json_files import parse_untrusted_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,5 +184,5 @@ def _read_stored(run: Run, tokens: int) -> dict[str, Any]:
     """Read the content of sweep.json if it is about these tokens, else return an empty one."""
     empty = {"tokens": tokens, "raw_loss": None, "rows": [], "left_out": {}, "passes": 1, "seconds": {}}
     path = run.path / "sweep.json"
-    stored = empty | parse_json(path.read_bytes(), str(path)) if path.exists() else empty
+    stored = empty | parse_untrusted_json(path.read_bytes(), str(path)) if path.exists() else empty
     return stored if stored["tokens"] == tokens else empty

@@ -17,7 +17,7 @@ from pma_jax.evaluation.sweep import Cell, evaluate_cells, snapshots_until
 from pma_jax.runs.directory import Run
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
-from pma_jax.storage.json_files import parse_json
+from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.storage.locks import locked
 from pma_jax.storage.paths import is_bucket
 
@@ -52,7 +52,7 @@ def evaluate_along_run(
     path = run.path / FILE_NAME
     # One process reads the file for all: they must agree on what to evaluate.
     stored = hosts.broadcast_from_first(lambda: path.read_text() if path.exists() else "{}")
-    known = parse_json(stored.encode(), str(path)).get(text, {})
+    known = parse_untrusted_json(stored.encode(), str(path)).get(text, {})
     cells = list(dict.fromkeys(cells))
     wanted = {_name(cell, end): (cell, end) for end in ends_tokens for cell in cells}
     new = {name: pair for name, pair in wanted.items() if name not in known}
@@ -75,7 +75,7 @@ def _store(run: Run, text: str, losses: dict[str, float | None]) -> None:
     """Add losses to losses.json, which other processes may change at the same time. Buckets have no locks."""
     path = run.path / FILE_NAME
     with contextlib.nullcontext() if is_bucket(path) else locked(Path(run.path / LOCK_NAME)):
-        everything: Losses = parse_json(path.read_bytes(), str(path)) if path.exists() else {}
+        everything: Losses = parse_untrusted_json(path.read_bytes(), str(path)) if path.exists() else {}
         everything[text] = everything.get(text, {}) | losses
         atomic.write_text(path, json.dumps(everything, indent=1) + "\n")
 

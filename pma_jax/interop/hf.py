@@ -346,5 +346,5 @@ def _write_directory(
 
 
 def _check_not_existing(target: Path) -> None:
-    if (target.exists() or target.is_symlink()) and not publish.is_upload_interrupted(target, _DIGEST):
+    if (target.exists() or target.is_symlink()) and not publish.has_incomplete_upload(target, _DIGEST):
         raise ValueError(f"{target}: exists already and is not overwritten: choose another --out or remove it")

@@ -146,7 +146,7 @@ def check_same_kind(sources: Sequence[CheckpointSource]) -> None:
         raise ValueError(f"{first} is a {one} and {second} a {other}: points and block means do not mix")
     if kinds and None in metadata:
         odd = sources[metadata.index(None)].origin
-        raise ValueError(f"{odd} has none of pma_jax's metadata: it is corrupt, or of another version")
+        raise ValueError(f"{odd} has no metadata of pma_jax: it is corrupt, or from another version")
 
 
 def _expand(address: str, kind: str | None) -> tuple[list[str], Callable[[str], str | None], list[str]]:

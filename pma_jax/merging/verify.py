@@ -9,7 +9,7 @@ from etils import epath
 from pma_jax.merging.engine import provenance
 from pma_jax.runs import steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, is_run, open_run
-from pma_jax.storage.digests import METADATA_DIGEST_KEY, checkpoint_digest, file_digest
+from pma_jax.storage.digests import METADATA_DIGEST_KEY, checkpoint_digest, file_sha256
 from pma_jax.storage.formats import orbax_read
 from pma_jax.storage.formats.open import open_source
 from pma_jax.storage.formats.source import CheckpointSource
@@ -76,7 +76,7 @@ def _verify_merge(directory: Path, with_sources: bool) -> Iterator[str]:
             yield f"{provenance.FILE_NAME}: names {name[:80]!r}, which is outside"
         elif not path.is_file():
             yield f"{name}: is missing"
-        elif file_digest(path) != digest:
+        elif file_sha256(path) != digest:
             yield f"{name}: has changed"
     for entry in recorded["sources"] if with_sources else []:
         yield from _verify_checkpoint(entry["source"], open_source(entry["source"]), entry)
@@ -98,5 +98,5 @@ def _verify_leaves(what: str, source: CheckpointSource, digests: Mapping[str, st
             yield f"{what}: {name} cannot be read: {error}"
             continue
         if digests.get(name) != digest:
-            yield f"{what}: {name} is not what was written ({provenance.format_leaf_files(source, name)})"
+            yield f"{what}: {name} does not match its digest ({provenance.format_leaf_files(source, name)})"
     yield from (f"{what}: {name} is missing" for name in digests if name not in source.leaves)

@@ -91,7 +91,7 @@ def _digest(leaf: jax.Array | np.ndarray) -> str:
     host = np.ascontiguousarray(leaf)
     hasher = SegmentHasher(host.dtype.itemsize)
     hasher.update(host.reshape(-1).view(np.uint8))
-    return leaf_digest(hasher.hexdigests())
+    return leaf_digest(hasher.finish())
 
 
 def segment_checksums_on_devices(leaf: jax.Array) -> list[str]:

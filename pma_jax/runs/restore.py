@@ -25,7 +25,7 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
     """
     metadata = stored(path).get(name)
     if not jax.tree.leaves(metadata):
-        raise ValueError(f"{path} is damaged or incomplete: it lists no arrays")
+        raise ValueError(f"{path} is corrupt or incomplete: it lists no arrays")
     differences = shape_differences(metadata, abstract)
     if differences:
         listed = "; ".join(differences[:10])
@@ -42,7 +42,7 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
     changed = integrity.changed_leaves(restored, recorded_digests(path), "" if name == "params" else f"{name}.")
     if changed:
         raise ValueError(
-            f"{path} is damaged: {len(changed)} leaves are not what was written: {', '.join(changed[:10])}"
+            f"{path} is corrupt: {len(changed)} leaves do not match their digests: {', '.join(changed[:10])}"
         )
     return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), restored, abstract)
 
@@ -71,7 +71,7 @@ def recorded_digests(path: epath.Path) -> dict[str, str]:
 
 
 def read_provenance(path: epath.Path) -> dict[str, Any]:
-    """Read what a merge recorded about the snapshot that it made; empty where no merge made it."""
+    """Read the provenance of a merged snapshot; empty if the snapshot was not made by a merge."""
     file = path / "provenance.json"
     if not file.exists():
         return {}
@@ -87,7 +87,7 @@ def report_read_errors(path: epath.Path) -> Iterator[None]:
     except Exception as error:
         reason = error_line(error)
         reason = reason if len(reason) <= 300 else f"{reason[:300]} ..."
-        raise ValueError(f"{path} is damaged or incomplete: {type(error).__name__}: {reason}") from error
+        raise ValueError(f"{path} is corrupt or incomplete: {type(error).__name__}: {reason}") from error
 
 
 def shape_differences(metadata: Any, abstract: Any) -> list[str]:

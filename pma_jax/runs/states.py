@@ -108,7 +108,7 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
         if part is None:
             continue
         if stored.get(name) is None and any(leaf.startswith(f"{name}.") for leaf in digests_of):
-            raise ValueError(f"{saved.path} is damaged or incomplete: its {name} is gone")
+            raise ValueError(f"{saved.path} is corrupt or incomplete: its {name} is missing")
         if stored.get(name) is not None and not restore.shape_differences(stored[name], part):
             part = restore.restore_tree(saved.path, name, part)
         else:

@@ -46,11 +46,11 @@ def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
     try:
         metadata = json.loads(file.read_text())["custom_metadata"]
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is damaged or incomplete: {METADATA_FILE} is missing") from error
+        raise ValueError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{file} is corrupt: {type(error).__name__}: {error}") from error
     if not isinstance(metadata, dict) or not metadata.keys() >= set(keys):
-        raise ValueError(f"{path} has none of pma_jax's metadata: it is damaged, or not of this version")
+        raise ValueError(f"{path} has no metadata of pma_jax: it is corrupt, or from another version")
     check_metadata_digest(metadata, file)
     return metadata
 

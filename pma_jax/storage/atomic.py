@@ -37,28 +37,28 @@ def write_bytes(path: Any, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_entry(target.parent)
+    fsync_path(target.parent)
 
 
 def publish_directory(temporary: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Flush a complete directory on a disk and rename it to `target`. Raises OSError when `target` is not empty."""
-    sync_tree(Path(temporary))
+    fsync_tree(Path(temporary))
     Path(temporary).rename(target)
-    sync_entry(Path(target).parent)
+    fsync_path(Path(target).parent)
 
 
-def sync_tree(directory: Path) -> None:
-    """Flush every file and directory below `directory`, and its own entry, to the disk."""
+def fsync_tree(directory: Path) -> None:
+    """Flush every file and directory below `directory`, itself and its parent directory to the disk."""
     paths = [path for root, _, files in os.walk(directory) for path in [Path(root), *(Path(root, f) for f in files)]]
     # An Orbax checkpoint is hundreds of small files; file systems batch flushes that are requested concurrently.
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
-        for _ in pool.map(sync_entry, paths):
+        for _ in pool.map(fsync_path, paths):
             pass
-    sync_entry(directory.parent)
+    fsync_path(directory.parent)
 
 
-def sync_entry(path: Path) -> None:
-    """Flush a file's bytes, or the names in a directory, to the disk."""
+def fsync_path(path: Path) -> None:
+    """Flush the file or directory at `path` itself (a file's bytes, or the names in a directory) to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -17,15 +17,16 @@ from typing import Any
 
 import xxhash
 
-CHECKSUM = "xxh3_128"  # as it is called in metadata
-# Also the unit of work that threads and processes share, and that a resumed merge skips once it is done.
+CHECKSUM = "xxh3_128"  # the name of the checksum in metadata
+# A segment is also the unit of work of threads and processes; a resumed merge skips finished segments.
 SEGMENT_ELEMENTS = 2**21
-METADATA_DIGEST_KEY = "facts_digest"  # of the digest that covers all other metadata of a checkpoint
-_KEYS = ("checksum", "leaves", METADATA_DIGEST_KEY)
+# Key of the digest that covers all other metadata of a checkpoint; "facts" is the format's older word for metadata.
+METADATA_DIGEST_KEY = "facts_digest"
+_DIGEST_KEYS = ("checksum", "leaves", METADATA_DIGEST_KEY)
 
 
 class SegmentHasher:
-    """Checksum a leaf's bytes, given in order in pieces of any size, segment by segment."""
+    """Computes the checksum of each segment of one leaf, whose bytes are added in order in pieces of any size."""
 
     def __init__(self, item_bytes: int):
         self._segment_bytes = SEGMENT_ELEMENTS * item_bytes
@@ -34,7 +35,11 @@ class SegmentHasher:
         self._done: list[str] = []
 
     def update(self, data: Any) -> None:
-        """Add the next piece: any object with a contiguous byte buffer."""
+        """Add the next bytes of the leaf.
+
+        Args:
+            data: A bytes-like object (contiguous buffer). View a bfloat16 array, which has no buffer, as uint16 first.
+        """
         view = memoryview(data).cast("B")
         while len(view):
             piece = view[: self._segment_bytes - self._filled]
@@ -44,8 +49,11 @@ class SegmentHasher:
             if self._filled == self._segment_bytes:
                 self._finish_segment()
 
-    def hexdigests(self) -> list[str]:
-        """Finish the leaf and return the checksum (hex) of each segment; the last may cover a shorter one."""
+    def finish(self) -> list[str]:
+        """End the leaf and return the checksum (hex) of each segment; the last segment may be shorter.
+
+        Do not call `update` afterwards.
+        """
         if self._filled:
             self._finish_segment()
         return self._done
@@ -74,7 +82,7 @@ def checkpoint_digest(leaves: Mapping[str, Any], leaf_digests: Mapping[str, str]
     return total.hexdigest()
 
 
-def file_digest(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Compute the sha256 (hex) of a small file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -88,21 +96,21 @@ def add_metadata_digest(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def check_metadata_digest(metadata: Mapping[str, Any], file: object) -> None:
     """Check metadata read from `file` against the digest that they contain.
 
-    Metadata without digests belong to a merge, whose provenance contains them, to an earlier version, or to another
-    library, and are accepted.
+    Metadata without digests are accepted: merges record their digests in provenance.json instead, and earlier versions
+    and other libraries wrote none.
 
     Raises:
-        ValueError: the metadata differ from what was written.
+        ValueError: The digest does not match, or it is missing although the metadata list digests of leaves.
     """
     content = {key: value for key, value in metadata.items() if key != METADATA_DIGEST_KEY}
     is_covered = METADATA_DIGEST_KEY in metadata or {"checksum", "leaves"} <= metadata.keys()
     if is_covered and metadata.get(METADATA_DIGEST_KEY) != _metadata_digest(content):
-        raise ValueError(f"{file} is damaged: it is not what was written")
+        raise ValueError(f"{file} is corrupt: it does not match the digest in its {METADATA_DIGEST_KEY}, or has none")
 
 
 def drop_digests(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata without digests, for a checkpoint with other arrays."""
-    return {key: value for key, value in metadata.items() if key not in _KEYS}
+    """Return the metadata without `_DIGEST_KEYS` (digests, checksum and leaves), for a checkpoint with other arrays."""
+    return {key: value for key, value in metadata.items() if key not in _DIGEST_KEYS}
 
 
 def _metadata_digest(metadata: Mapping[str, Any]) -> str:

@@ -8,48 +8,56 @@ from typing import Any
 
 from pma_jax.runtime.errors import error_line
 
-LIMIT_BYTES = 100_000_000  # the reference implementation's limit for headers of safetensors, too
+MAX_JSON_BYTES = 100_000_000  # also the limit for headers in the reference implementation of safetensors
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `LIMIT_BYTES`.
+    """Read a JSON object from a file of at most `MAX_JSON_BYTES`.
 
     Raises:
-        ValueError: one line that names the file and the reason.
+        ValueError: The file is too large, or not a JSON object. The message is one line that names the file.
     """
-    if path.stat().st_size > LIMIT_BYTES:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes is too large for metadata")
-    value = parse_json(path.read_bytes(), str(path))
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes is more than the limit of {MAX_JSON_BYTES} for JSON")
+    value = parse_untrusted_json(path.read_bytes(), str(path))
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: is not a JSON object; it is damaged")
+        raise ValueError(f"{path}: is not a JSON object; the file is corrupt")
     return value
 
 
-def parse_json(data: bytes, what: str) -> Any:
-    """Parse untrusted JSON: UTF-8 only, no duplicate keys, no NaN, no nesting that breaks the parser.
+def parse_untrusted_json(data: bytes, source: str, allow_nan: bool = False) -> Any:
+    """Parse JSON from an untrusted source: UTF-8, without duplicate keys or nesting that breaks the parser.
+
+    Args:
+        data: The text.
+        source: What `data` was read from, such as a path; it starts the error message.
+        allow_nan: Whether to accept NaN and Infinity, which Python writes although JSON does not have them.
 
     Raises:
-        ValueError: one line that names `what` and the reason.
+        ValueError: `data` is not valid. The message is one line.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) != len(pairs):
-            twice, count = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"the name {twice[:80]!r} appears {count} times")
+            duplicate, count = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"the name {duplicate[:80]!r} appears {count} times")
         return value
 
-    def refuse(constant: str) -> float:
+    def reject_constant(constant: str) -> float:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        on_constant = float if allow_nan else reject_constant
+        return json.loads(data.decode("utf-8"), object_pairs_hook=reject_duplicate_keys, parse_constant=on_constant)
     except RecursionError:
-        raise ValueError(f"{what}: nested too deeply; the file is damaged or hostile") from None
+        raise ValueError(f"{source}: nested too deeply; the file is corrupt or malicious") from None
     except ValueError as error:
-        raise ValueError(f"{what}: not readable as JSON: {error_line(error)[:200]}; fetch the file again") from None
+        raise ValueError(
+            f"{source}: not readable as JSON: {error_line(error)[:200]}; the file is corrupt: replace or remove it"
+        ) from None
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Format an object as indented UTF-8 JSON."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    """Format an object as indented UTF-8 JSON. Raise ValueError if it contains NaN or Infinity."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -169,7 +169,7 @@ def test_verify_detects_one_changed_byte(paths, tmp_path):
         file.write(bytes([byte ^ 1]))
     (out / "tokenizer.json").unlink()
     problems = verify(out)
-    assert len(problems) == 2 and "is not what was written" in problems[0] and "tokenizer.json" in problems[1]
+    assert len(problems) == 2 and "does not match its digest" in problems[0] and "tokenizer.json" in problems[1]
 
 
 def refused(match, paths, tmp_path, coefficients=None, **options):

@@ -174,7 +174,7 @@ def test_regions_bound_the_memory(tmp_path, monkeypatch):
     merge(plan(sources, ROW), [tmp_path / "a"])
     monkeypatch.setattr(schedule, "_REGION_BYTES", 1024)
     made = plan(sources, ROW)
-    assert made.schedule.decoded_regions["w"] < sources[0].leaves["w"].elements
+    assert made.schedule.region_elements["w"] < sources[0].leaves["w"].elements
     merge(made, [tmp_path / "b"])
     for out in "ab":
         assert verify(tmp_path / out, with_sources=True) == []

@@ -35,5 +35,5 @@ def test_metadata_are_read_once_and_again_after_a_change(tmp_path, monkeypatch):
     (folder / "1" / steps.COMMIT_MARKER).unlink()
     assert [s.step for s in run.snapshots] == [2, 3]
     (folder / "3" / steps.METADATA_FILE).write_text("{")
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(ValueError, match="corrupt"):
         _ = run.snapshots

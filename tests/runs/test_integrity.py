@@ -124,7 +124,7 @@ def test_run_with_only_corrupt_states_does_not_restart_by_itself(copy):
         flip(array_file(copy.path / "states" / str(step)))
     shutil.rmtree(copy.path / "states" / "24")
     before = tiny.contents(Path(copy.path))
-    with pytest.raises(ValueError, match=r"no state of .* is intact .*states/16 is damaged"):
+    with pytest.raises(ValueError, match=r"no state of .* is intact .*states/16 is corrupt"):
         train(copy.config, copy.path)
     assert tiny.contents(Path(copy.path)) == before
 
@@ -178,7 +178,7 @@ def test_digest_covers_every_bit_of_the_arrays(finished, tmp_path):
                 damaged[byte_range.offset + place] ^= 1 << rng.integers(8)
                 byte_range.path.write_bytes(damaged)
                 (problem,) = verify(tmp_path / "4")
-                assert f"{name} is not what was written ({byte_range.path})" in problem
+                assert f"{name} does not match its digest ({byte_range.path})" in problem
             byte_range.path.write_bytes(complete)
     assert verify(tmp_path / "4") == []
 
@@ -194,7 +194,7 @@ def test_digests_equal_those_of_merging_on_any_mesh(finished, workspace):
     for name, leaf in tiny.named(params).items():
         hasher = digests.SegmentHasher(leaf.itemsize)
         hasher.update(leaf.tobytes())
-        assert digests.leaf_digest(hasher.hexdigests()) == stored[name.replace("/", ".")]
+        assert digests.leaf_digest(hasher.finish()) == stored[name.replace("/", ".")]
 
 
 @pytest.mark.mesh
@@ -203,7 +203,7 @@ def test_segments_distributed_over_devices_have_the_same_checksums():
     values = np.random.default_rng(0).normal(size=(2048, 2056)).astype(np.float32)
     hasher = digests.SegmentHasher(4)
     hasher.update(values.reshape(-1))
-    expected = hasher.hexdigests()
+    expected = hasher.finish()
     assert len(expected) == 3
     for spec in (jax.P("a", "b"), jax.P(None, ("a", "b")), jax.P()):
         leaf = jax.device_put(values, jax.NamedSharding(mesh, spec))

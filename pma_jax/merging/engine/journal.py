@@ -100,7 +100,7 @@ def compute_segment_digests(leaf: LeafInfo, ranges: Sequence[ByteRange], unit: U
             piece = buffer[: min(len(buffer), unit.stop * width - start)]
             read_range(files, ranges, start, piece)
             hasher.update(piece)
-    return hasher.hexdigests()
+    return hasher.finish()
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def resolve_outputs(plan: MergePlan, outs: Sequence[str | Path]) -> list[_Output
         target = locate(out).absolute()
         work = publish.working_directory(target, f"-{plan.digest[:16]}")
         exists = target.exists() or target.is_symlink()
-        is_published = exists and not publish.is_upload_interrupted(target, plan.digest)
+        is_published = exists and not publish.has_incomplete_upload(target, plan.digest)
         if is_published and not (work.exists() and provenance.read_plan_digest(target) == plan.digest):
             raise ValueError(_exists_message(target))
         outputs.append(_Output(target, work, is_published))
@@ -202,7 +202,7 @@ def _check_equal_leaves(plan: MergePlan) -> None:
             continue
         # A compressed leaf is decoded one region at a time, and no part of it twice.
         default = leaf.elements if name in plan.schedule.zstd_leaves else BLOCK_ELEMENTS
-        step = plan.schedule.decoded_regions.get(name, default)
+        step = plan.schedule.region_elements.get(name, default)
         for start in range(0, leaf.elements, step):
             stop = min(start + step, leaf.elements)
             blocks = [read_leaf_bytes(source, name, start, stop).tobytes() for source in plan.sources]
@@ -222,7 +222,7 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
     schedule = job.plan.schedule
     sequential: queue.SimpleQueue[tuple[int, Unit]] = queue.SimpleQueue()
     for item in todo:
-        if item[1].name not in schedule.decoded_regions:
+        if item[1].name not in schedule.region_elements:
             sequential.put(item)
     stop = threading.Event()
 
@@ -258,7 +258,7 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
             stop.set()
             finished.set()
         flusher.result()
-    merge_decoded_units(job, [item for item in todo if item[1].name in schedule.decoded_regions], finish_unit)
+    merge_decoded_units(job, [item for item in todo if item[1].name in schedule.region_elements], finish_unit)
 
 
 def _flush_large_files(job: MergeJob, finished: threading.Event) -> None:
@@ -271,7 +271,7 @@ def _flush_large_files(job: MergeJob, finished: threading.Event) -> None:
     large = [path for path, nbytes in sizes.items() if nbytes >= _MIN_FLUSHED_BYTES]
     while large and not finished.wait(_FLUSH_INTERVAL_SECONDS):
         for path in large:
-            atomic.sync_entry(path)
+            atomic.fsync_path(path)
 
 
 def _publish_outputs(plan: MergePlan, outputs: Sequence[_Output], command: str) -> list[str]:

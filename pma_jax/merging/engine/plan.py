@@ -70,7 +70,7 @@ class MergePlan:
     def units(self) -> Iterator[Unit]:
         """Yield all units in storage order: segments of a leaf, or complete leaves that are decoded."""
         for name, leaf in self.leaves.items():
-            is_sequential = name in self.schedule.decoded_regions or name in self.schedule.zstd_leaves
+            is_sequential = name in self.schedule.region_elements or name in self.schedule.zstd_leaves
             step = leaf.elements if is_sequential else SEGMENT_ELEMENTS
             for start in range(0, leaf.elements, max(1, step)):
                 yield Unit(name, start, min(start + step, leaf.elements))
@@ -157,7 +157,7 @@ def _compute_digest(merge_plan: MergePlan) -> str:
     stamps = []
     for source in merge_plan.sources:
         paths = sorted({part.path for ranges in source.byte_ranges.values() for part in ranges})
-        if not paths or merge_plan.schedule.decoded_regions or merge_plan.schedule.zstd_leaves:
+        if not paths or merge_plan.schedule.region_elements or merge_plan.schedule.zstd_leaves:
             paths += sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else []
         stamps.append([[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths])
     identity = [

@@ -23,7 +23,7 @@ from pma_jax.storage.digests import (
     METADATA_DIGEST_KEY,
     SegmentHasher,
     checkpoint_digest,
-    file_digest,
+    file_sha256,
     leaf_digest,
 )
 from pma_jax.storage.formats.open import read_leaf_bytes
@@ -69,7 +69,7 @@ def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str
         "digest": checkpoint_digest(plan.leaves, written),
         "leaves": written,
         "files": {name: hashlib.sha256(text).hexdigest() for name, text in plan.layout.texts.items()}
-        | {name: file_digest(path) for name, path in plan.layout.copies.items()},
+        | {name: file_sha256(path) for name, path in plan.layout.copies.items()},
         "sources": sources,
         "notes": list(plan.notes),
         "plan": plan.digest,
@@ -102,7 +102,7 @@ def check_inputs_unchanged(plan: MergePlan, provenance: Mapping[str, Any]) -> No
         changed = [name for name, digest in entry["leaves"].items() if recorded.get(name, digest) != digest]
         if changed:
             raise ValueError(
-                f"{source.origin} is corrupt: {len(changed)} leaves are not what was written: "
+                f"{source.origin} is corrupt: {len(changed)} leaves do not match their digests: "
                 f"{', '.join(f'{name} ({format_leaf_files(source, name)})' for name in changed[:5])}"
             )
 
@@ -180,4 +180,4 @@ def compute_leaf_digest(source: CheckpointSource, name: str) -> str:
         return leaf_digest(compute_segment_digests(leaf, source.byte_ranges[name], unit))
     hasher = SegmentHasher(ITEM_BYTES[leaf.dtype])
     hasher.update(read_leaf_bytes(source, name, 0, leaf.elements))
-    return leaf_digest(hasher.hexdigests())
+    return leaf_digest(hasher.finish())

@@ -9,19 +9,22 @@ from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zstd import DECODER_BYTES
 from pma_jax.storage.paths import RangeReader, is_bucket
 
-# Small enough for one core's share of the caches, large enough that threads seldom contend for the interpreter's lock.
+# Small enough for one core's share of the caches, large enough that threads seldom contend for the GIL.
 BLOCK_ELEMENTS = 2**18
+# With several recipes, one block per source and recipe stays in the caches together: these share this many elements.
+_CACHED_ELEMENTS = 16 * BLOCK_ELEMENTS
+# Lower bound for merges with many recipes: smaller blocks cost more in Python than they save in cache misses.
 MIN_BLOCK_ELEMENTS = 2**12
-# The interpreter, numpy and thread stacks, beside the buffers.
+# The interpreter, numpy and thread stacks, in addition to the buffers.
 _BASE_BYTES = 48 * 2**20
-# A worker process takes a fifth of a second to start, which pays off only with this much to read.
+# Starting a worker process takes a fifth of a second, which pays off only if it reads at least this much.
 MIN_BYTES_PER_PROCESS = 2**30
-# More threads only wait for the interpreter's lock.
+# More threads only wait for the GIL.
 _MAX_THREADS = 2
 # tensorstore holds an array's compressed bytes and the decoded result at once.
 _DECODE_FACTOR = 2
 _REGION_BYTES = 32 * 2**20
-# tensorstore and its libraries, once loaded.
+# Memory of the tensorstore library and its dependencies.
 _TENSORSTORE_BYTES = 160 * 2**20
 
 
@@ -31,11 +34,11 @@ class Schedule:
 
     Attributes:
         block_elements: Number of elements that are summed at a time.
-        threads: Threads of this process that merge leaves which can be read sequentially.
-        processes: Processes that do so: this one and its workers.
-        zstd_leaves: Leaves that some source stores as zstd frames, decoded block by block.
-        decoded_regions: Leaves that tensorstore decodes: name -> elements per region.
-        regions_in_flight: Decoded regions that are held or being read at once.
+        threads: Threads per process that merge the leaves which can be read sequentially.
+        processes: Processes that merge the leaves which can be read sequentially, including this one.
+        zstd_leaves: Names of the leaves that some source stores as zstd frames, which are decoded block by block.
+        region_elements: Name of each leaf that tensorstore decodes, region by region -> elements per region.
+        max_regions_in_flight: Maximum number of regions that are decoded or being decoded at once.
         memory_bytes: Upper estimate of the peak resident memory.
     """
 
@@ -43,8 +46,8 @@ class Schedule:
     threads: int
     processes: int
     zstd_leaves: frozenset[str]
-    decoded_regions: dict[str, int]
-    regions_in_flight: int
+    region_elements: dict[str, int]
+    max_regions_in_flight: int
     memory_bytes: int
 
 
@@ -60,13 +63,12 @@ def make_schedule(
         cores: Cores to use; None for those that this process may use.
 
     Raises:
-        ValueError: The memory limit is too low; one line that says by how much.
+        ValueError: The memory limit is too low. The message states how much memory is needed.
     """
     decoded, in_flight, decode_bytes = _plan_decoding(sources, recipe_count, memory_limit_bytes)
     leaves = sources[0].leaves
-    # With several recipes, one block of every source and recipe stays in cache together.
-    several = max(MIN_BLOCK_ELEMENTS, 16 * BLOCK_ELEMENTS // (recipe_count + len(sources)))
-    block_elements = BLOCK_ELEMENTS if recipe_count == 1 else several
+    shared_cache_elements = max(MIN_BLOCK_ELEMENTS, _CACHED_ELEMENTS // (recipe_count + len(sources)))
+    block_elements = BLOCK_ELEMENTS if recipe_count == 1 else shared_cache_elements
     zstd_leaves = frozenset(
         name for name in leaves if name not in decoded and not all(name in source.byte_ranges for source in sources)
     )
@@ -88,7 +90,7 @@ def _plan_parallelism(
     cores = cores or len(os.sched_getaffinity(0))
     if budget_bytes < thread_bytes:
         missing = (thread_bytes - budget_bytes) // 2**20 + 1
-        raise ValueError(f"{missing} MiB more memory are needed; raise the limit or merge fewer recipes at once")
+        raise ValueError(f"{missing} MiB more memory is needed; raise the limit or merge fewer recipes at once")
     affordable = (budget_bytes + _BASE_BYTES) // (thread_bytes + _BASE_BYTES)
     processes = min(cores, sequential_bytes // MIN_BYTES_PER_PROCESS, affordable)
     if processes > 1:
@@ -99,7 +101,7 @@ def _plan_parallelism(
 def _plan_decoding(
     sources: Sequence[CheckpointSource], recipe_count: int, limit_bytes: int
 ) -> tuple[dict[str, int], int, int]:
-    """Return (leaf that tensorstore decodes -> elements per region, regions in flight, bytes that they take)."""
+    """Return (leaf that tensorstore decodes -> elements per region, regions in flight, bytes of memory for them)."""
     leaves = sources[0].leaves
     regions: dict[str, int] = {}
     for name, leaf in leaves.items():
@@ -120,6 +122,6 @@ def _plan_decoding(
         if total + _BASE_BYTES <= limit_bytes:
             return regions, in_flight, total
     raise ValueError(
-        f"{largest} is stored in pieces of {region_bytes // 2**20} MiB, and merging it needs "
+        f"{largest} is decoded in regions of {region_bytes // 2**20} MiB, and merging it needs "
         f"{(total + _BASE_BYTES) // 2**20 + 1} MiB of memory; raise the memory limit"
     )

@@ -102,8 +102,8 @@ def _merge_unit(
                     merged = _finish_block(job, unit.name, first, block, last - first, row, sample)
                     write_hashers[row].update(merged)
                     write_range(targets, ranges, first * out_width, merged)
-    read_digests = [hasher.hexdigests() for hasher in read_hashers]
-    return Record(number, read_digests, [hasher.hexdigests() for hasher in write_hashers], squares)
+    read_digests = [hasher.finish() for hasher in read_hashers]
+    return Record(number, read_digests, [hasher.finish() for hasher in write_hashers], squares)
 
 
 def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Callable[[int, np.ndarray], None]:
@@ -125,7 +125,7 @@ def _add_block(job: MergeJob, name: str, scratch: sums.Scratch, elements: int, s
     if not leaf.is_summed:
         return
     # Of a decoded region, several blocks of one source follow each other.
-    if len(job.plan.recipes) == 1 or name in job.plan.schedule.decoded_regions:
+    if len(job.plan.recipes) == 1 or name in job.plan.schedule.region_elements:
         sums.add_block(scratch, leaf.dtype, elements, job.weights, source)
         return
     sums.stage_block(scratch, leaf.dtype, elements, source)
@@ -170,13 +170,13 @@ def merge_decoded_units(
     if not todo:
         return
     schedule = job.plan.schedule
-    largest = max(schedule.decoded_regions[unit.name] for _, unit in todo)
+    largest = max(schedule.region_elements[unit.name] for _, unit in todo)
     totals = np.zeros((len(job.plan.recipes), 8 * largest + 64), np.uint8)
     scratch = job.new_scratch()
-    with ThreadPoolExecutor(schedule.regions_in_flight) as pool:
+    with ThreadPoolExecutor(schedule.max_regions_in_flight) as pool:
         regions = _read_ahead(pool, job.plan, todo)
         for number, unit in todo:
-            step = schedule.decoded_regions[unit.name]
+            step = schedule.region_elements[unit.name]
             record = _merge_unit(job, number, unit, step, lambda *_: next(regions), scratch, totals)
             finish_unit(unit, record)
 
@@ -186,14 +186,14 @@ def _read_ahead(pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[
     requests = (
         (source, unit.name, start, stop)
         for _, unit in todo
-        for start, stop in _pieces(unit.start, unit.stop, plan.schedule.decoded_regions[unit.name])
+        for start, stop in _pieces(unit.start, unit.stop, plan.schedule.region_elements[unit.name])
         for source in plan.sources
     )
     in_flight: deque[Future[np.ndarray]] = deque()
     try:
         for request in requests:
             in_flight.append(pool.submit(read_leaf_bytes, *request))
-            if len(in_flight) == plan.schedule.regions_in_flight:
+            if len(in_flight) == plan.schedule.max_regions_in_flight:
                 yield in_flight.popleft().result()
         while in_flight:
             yield in_flight.popleft().result()

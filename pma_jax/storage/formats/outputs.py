@@ -1,4 +1,7 @@
-"""Plan the directory of a merged checkpoint: the leaves in the requested format, and the small files beside them."""
+"""Plan the directory of a merged checkpoint: the leaves in the requested format, and the small files beside them.
+
+Only safetensors outputs get these sidecar files, such as config.json and the tokenizer.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,40 +42,41 @@ _SIDECAR_LIMIT_BYTES = 256 * 2**20
 def plan_output(
     sources: Sequence[CheckpointSource],
     leaves: Mapping[str, LeafInfo],
-    kind: str,
+    format: str,
     shard_bytes: int,
-    dtype: str,
+    config_dtype: str,
     custom_metadata: Mapping[str, Any],
 ) -> OutputLayout:
     """Lay out the files of a merged checkpoint.
 
     Args:
-        sources: The inputs, oldest first; small files are copied from the newest.
+        sources: The inputs, oldest first; sidecar files are copied from the newest (safetensors only).
         leaves: The merged leaves, in the order to write them.
-        kind: "safetensors" or "orbax".
-        shard_bytes: Maximum bytes of leaves per safetensors file.
-        dtype: "keep", or the dtype to name in config.json.
-        custom_metadata: Custom metadata of an Orbax checkpoint.
+        format: "safetensors" or "orbax".
+        shard_bytes: Maximum bytes of leaves per file (safetensors only).
+        config_dtype: The dtype to name in config.json (safetensors only); "keep" copies config.json unchanged. The
+            dtypes of the leaves themselves are those of `leaves`.
+        custom_metadata: Custom metadata of the checkpoint (Orbax only).
 
     Raises:
-        ValueError: The format cannot store these leaves.
+        ValueError: The format is unknown, or cannot store these leaves.
     """
-    if kind == "orbax":
+    if format == "orbax":
         return orbax_layout(leaves, sources[0], custom_metadata)
-    if kind != "safetensors":
-        raise ValueError(f"the format {kind!r} is not one of keep, safetensors, orbax")
+    if format != "safetensors":
+        raise ValueError(f"the output format {format!r} is not safetensors or orbax")
     if "__metadata__" in leaves:
         raise ValueError("a leaf is named __metadata__, which safetensors reserves; write it as Orbax (--format orbax)")
     metadata = sources[0].metadata if sources[0].kind == "safetensors" else {"format": "pt"}
     layout = safetensors_layout(leaves, shard_bytes, metadata)
-    copies, texts, notes = _plan_sidecars(sources, dtype)
+    copies, texts, notes = _plan_sidecars(sources, config_dtype)
     return replace(layout, texts={**texts, **layout.texts}, copies=copies, notes=notes)
 
 
 def _plan_sidecars(
-    sources: Sequence[CheckpointSource], dtype: str
+    sources: Sequence[CheckpointSource], config_dtype: str
 ) -> tuple[dict[str, Path], dict[str, bytes], tuple[str, ...]]:
-    """Return the small files to copy, those to rewrite, and notes about files that are omitted or differ."""
+    """Return (files to copy, files to write with changed contents, notes about files that are omitted or differ)."""
     newest = sources[-1]
     copies = {path.name: path for path in newest.files if is_sidecar(path, SIDECAR_PATTERNS)}
     omitted = [path.name for path in newest.files if path.name not in copies]
@@ -89,12 +93,12 @@ def _plan_sidecars(
         if other := next(differing, None):
             notes.append(f"{name} differs between {other.origin} and {newest.origin}; the latter's is kept")
     texts = {}
-    if dtype != "keep" and "config.json" in copies:
+    if config_dtype != "keep" and "config.json" in copies:
         config = read_object(copies["config.json"])
         dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config]
         if dtype_keys:
             del copies["config.json"]
-            texts["config.json"] = json_bytes(config | dict.fromkeys(dtype_keys, dtype))
+            texts["config.json"] = json_bytes(config | dict.fromkeys(dtype_keys, config_dtype))
     return copies, texts, tuple(notes)
 
 

@@ -2,7 +2,7 @@
 
 Every object in a bucket appears atomically. The order of upload is: a marker `publishing.json`, the files with arrays,
 the small files that refer to them, provenance.json, the commit marker; then `publishing.json` is removed. A directory
-that contains `publishing.json` is incomplete: the same merge uploads it again, every other writer refuses it.
+that contains `publishing.json` is incomplete: the same merge uploads it again, and every other writer raises an error.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ def working_directory(target: Path, suffix: str) -> Path:
 
 
 def publish(directory: Path, target: Path, array_files: Sequence[str], digest: str) -> None:
-    """Make the finished `directory` appear as `target`.
+    """Move or upload the complete `directory` to `target`.
 
     Args:
         directory: A complete checkpoint on a local disk.
         target: The directory to create, on the same disk or in a bucket.
-        array_files: Relative paths of the files that hold leaves.
+        array_files: Relative paths of the files that contain arrays; they are uploaded first.
         digest: Identifies what is published, in the marker of an interrupted upload.
     """
     if is_bucket(target):
@@ -45,8 +45,8 @@ def publish(directory: Path, target: Path, array_files: Sequence[str], digest: s
         atomic.publish_directory(directory, target)
 
 
-def is_upload_interrupted(target: Path, digest: str) -> bool:
-    """Return whether an upload with this digest was interrupted, so that `publish` may overwrite the target."""
+def has_incomplete_upload(target: Path, digest: str) -> bool:
+    """Return whether `target` is an interrupted upload with this digest, which `publish` may overwrite."""
     marker = target / IN_PROGRESS_FILE
     return is_bucket(target) and marker.exists() and read_object(marker).get("digest") == digest
 

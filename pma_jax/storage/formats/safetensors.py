@@ -14,7 +14,7 @@ from typing import Any
 
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
-from pma_jax.storage.json_files import LIMIT_BYTES, json_bytes, parse_json, read_object
+from pma_jax.storage.json_files import MAX_JSON_BYTES, json_bytes, parse_untrusted_json, read_object
 
 _ABBREVIATIONS = {"FLOAT": "F", "UINT": "U", "INT": "I"}
 # bfloat16 -> BF16, float8_e4m3fn -> F8_E4M3, uint8 -> U8, bool -> BOOL.
@@ -47,12 +47,12 @@ def read_header(path: Path) -> Header:
         if len(prefix) < 8:
             raise ValueError(f"{path}: {file_bytes} bytes is too short for a safetensors file; fetch it again")
         header_bytes = int.from_bytes(prefix, "little")
-        if header_bytes > min(LIMIT_BYTES, file_bytes - 8):
+        if header_bytes > min(MAX_JSON_BYTES, file_bytes - 8):
             raise ValueError(
                 f"{path}: the header claims {header_bytes} bytes and the file has {file_bytes}; "
                 "it is cut short or not a safetensors file"
             )
-        entries = parse_json(file.read(header_bytes), f"{path}: header")
+        entries = parse_untrusted_json(file.read(header_bytes), f"{path}: header")
     if not isinstance(entries, dict):
         raise ValueError(f"{path}: the header is not a JSON object; it is not a safetensors file")
     return _validate_header(entries, path, data_start=8 + header_bytes, data_bytes=file_bytes - 8 - header_bytes)

@@ -17,7 +17,7 @@ import numpy as np
 from pma_jax.runtime.errors import error_line
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.formats.zstd import ZstdFrames
-from pma_jax.storage.json_files import parse_json
+from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.storage.paths import file_sizes, is_bucket
 
 # Arrays with more chunks are read through tensorstore, which does not need a list of them.
@@ -118,7 +118,7 @@ def read_array(store: Store, name: str) -> Array:
         driver, parse, text = "zarr3", _parse_v3, store.read_metadata(f"{name}/zarr.json")
     if text is None:
         raise ValueError(f"{what}: its array is missing; the checkpoint is not complete, fetch or save it again")
-    metadata = parse_json(text, what)
+    metadata = parse_untrusted_json(text, what)
     try:
         encoding = parse(metadata)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
