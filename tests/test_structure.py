@@ -165,4 +165,5 @@ def test_imported_packages_are_declared_and_declared_packages_are_imported():
     required = _distributions(project["dependencies"])
     optional = _distributions([text for extra in project["optional-dependencies"].values() for text in extra])
     assert imported <= required | optional
-    assert required <= imported
+    # jax imports jaxlib; it is declared to exclude versions with defects.
+    assert required - {"jaxlib"} <= imported

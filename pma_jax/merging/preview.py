@@ -32,4 +32,15 @@ class Window:
 
 
 def _move(params: Any, memory_kind: str) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(memory_kind)), params)
+    """Copy arrays to this kind of memory, each shard on its own device.
+
+    Each process moves its own shards: on an array that several processes share, jax.device_put runs a compiled program,
+    and XLA in jaxlib 0.10.1 rejects that program if the array is replicated.
+    """
+    shards = jax.tree.map(lambda x: [shard.data for shard in x.addressable_shards], params)
+    moved = jax.device_put(shards, jax.tree.map(lambda x: x.sharding.with_memory_kind(memory_kind), shards))
+    return jax.tree.map(
+        lambda x, own: jax.make_array_from_single_device_arrays(x.shape, x.sharding.with_memory_kind(memory_kind), own),
+        params,
+        moved,
+    )
