@@ -74,51 +74,6 @@ def train_batches(
     return iter(grain.MapDataset.range(sys.maxsize).map(gather).to_iter_dataset(_READ))
 
 
-def validation_batches(
-    tokens: shards.TokenSet,
-    *,
-    sequence_length_tokens: int,
-    tokens_wanted: int,
-    batch_size_sequences: int,
-    rows: np.ndarray | None = None,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return an iterator over the first `tokens_wanted` predictions of the held-out stream.
-
-    The tokens and their order are always the same. The masks of all rows together select exactly `tokens_wanted`
-    targets. The number of batches and their shape do not depend on `rows`. To compute bits per byte, count
-    `tokens.validation.bytes_per_token` bytes per target: exact for the bytes tokenizer, the split's average for others.
-
-    Args:
-        tokens: The prepared corpus.
-        sequence_length_tokens: L.
-        tokens_wanted: Number of targets to predict.
-        batch_size_sequences: Rows per global batch.
-        rows: Indices of the rows to read from each global batch, integers [b]; all rows by default.
-
-    Returns:
-        An iterator over pairs of int32 windows [b, L+1] and a bool mask [b, L] of the targets to count.
-
-    Raises:
-        ValueError: The held-out split has fewer than `tokens_wanted` targets.
-    """
-    available = tokens.validation.tokens - 1
-    if not 0 < tokens_wanted <= available:
-        raise ValueError(
-            f"evaluation.tokens is {tokens_wanted} but the held-out split can predict {available}: lower it, or raise "
-            "data.held_out_percent"
-        )
-    rows_b = np.arange(batch_size_sequences) if rows is None else rows
-    batches = -(-tokens_wanted // (sequence_length_tokens * batch_size_sequences))
-
-    def read() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for batch in range(batches):
-            starts_b = (batch * batch_size_sequences + rows_b) * sequence_length_tokens
-            targets_bxL = starts_b[:, None] + np.arange(sequence_length_tokens)
-            yield read_windows(tokens.validation, starts_b, sequence_length_tokens + 1), targets_bxL < tokens_wanted
-
-    return read()
-
-
 def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens: int) -> np.ndarray:
     """Read tokens [start, start + window_tokens) for each start.
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from pma_jax import config
 from pma_jax.data.pairs import extract_function_pairs
+from pma_jax.runtime.errors import first_line
 from pma_jax.storage.paths import find, is_bucket, locate
 
 if TYPE_CHECKING:
@@ -163,11 +164,7 @@ def _report_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot read {path}: {first_line(error)}") from error
 
 
 # --- Packaged: the standard library of Python, or the sources of an installed package ---------------------------------
@@ -273,7 +270,7 @@ def _read_jsonl(file: _File, field: str) -> Iterator[Document]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{where} is not JSON: {_first_line(error)}") from error
+                raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{where} is not a JSON object: each line must be one, with the field {field!r}")
             if field not in record:
@@ -302,7 +299,7 @@ def _read_parquet(file: _File, field: str) -> Iterator[Document]:
             _check_column(table.schema_arrow, str(file.path), field)
             yield from _read_rows(file.name, table.iter_batches(batch_size=_BLOCK_ROWS, columns=[field]))
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {file.path}: {_first_line(error)}") from error
+        raise ValueError(f"cannot read {file.path}: {first_line(error)}") from error
 
 
 def _read_rows(name: str, blocks: Iterable[Any]) -> Iterator[Document]:
@@ -345,7 +342,7 @@ def _load_hub(data: config.DataConfig) -> Any:
     try:
         table = datasets.load_dataset(data.hub_name, data.hub_subset or None, split=data.hub_split)
     except Exception as error:  # the network, the dataset builder and the files raise many types
-        raise ValueError(f"cannot load {where}, split {data.hub_split!r}: {_first_line(error)}") from error
+        raise ValueError(f"cannot load {where}, split {data.hub_split!r}: {first_line(error)}") from error
     _check_column(table.features.arrow_schema, where, data.text_field)
     return table.select_columns([data.text_field]).with_format("arrow")
 

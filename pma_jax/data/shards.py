@@ -35,6 +35,7 @@ from pma_jax.storage import atomic, locks
 from pma_jax.storage.paths import is_bucket
 
 FORMAT = 1
+_STORED_FIELDS = ("digest", "corpus_digest", "tokenizer", "vocabulary_size", "end_of_document")  # of a TokenSet
 _ENCODE_CHARACTERS = 2**22  # characters of text per call of the tokenizer
 
 
@@ -65,10 +66,6 @@ class TokenSet:
     end_of_document: int
     train: TokenStream
     validation: TokenStream
-
-    def load_tokenizer(self) -> tokenizing.Tokenizer:
-        """Load the tokenizer of these tokens from `directory`/tokenizer.json."""
-        return tokenizing.load_tokenizer(self.directory / "tokenizer.json")
 
 
 def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSet:
@@ -114,11 +111,7 @@ def open_tokens(directory: str | Path) -> TokenSet:
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         return TokenSet(
             directory=directory,
-            digest=meta["digest"],
-            corpus_digest=meta["corpus_digest"],
-            tokenizer=meta["tokenizer"],
-            vocabulary_size=meta["vocabulary_size"],
-            end_of_document=meta["end_of_document"],
+            **{field: meta[field] for field in _STORED_FIELDS},
             train=_open_split(directory, corpus.TRAIN, meta),
             validation=_open_split(directory, corpus.VALIDATION, meta),
         )

@@ -39,32 +39,17 @@ class Tokenizer:
     end_of_document: int  # the id that follows each document
     digest: str  # SHA-256 (hex) of the tokenizer.json
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
-    is_bytes: bool = False  # ids are byte values: encoding and decoding skip the backend
-
-    def encode(self, text: str) -> np.ndarray:
-        """Encode `text` as ids, int32 [T], without surrounding special tokens."""
-        return self.encode_many([text])[0]
+    is_bytes: bool = False  # ids are byte values: encoding skips the backend
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text, in parallel where the backend supports it. All texts are held in memory."""
+        """Encode each text as ids, int32 [T], without surrounding special tokens; in parallel where the backend can.
+
+        All texts are held in memory.
+        """
         if self.is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
-
-    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """Decode `ids` to text; bytes that are not valid UTF-8 become U+FFFD.
-
-        Raises:
-            ValueError: An id is outside the vocabulary.
-        """
-        ids_T = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
-        outside = ids_T[(ids_T < 0) | (ids_T >= self.vocabulary_size)]
-        if outside.size:
-            raise ValueError(f"token id {outside[0]} is outside the tokenizer's vocabulary of {self.vocabulary_size}")
-        if self.is_bytes:
-            return ids_T.astype(np.uint8).tobytes().decode(errors="replace")
-        return self.backend.decode(ids_T.tolist(), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
         """Write a Hugging Face tokenizer.json; `load_tokenizer` reads it back."""

@@ -21,13 +21,13 @@ from pma_jax.runtime.mesh import local_rows, put_batch
 def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:
     """Return the first `evaluation.tokens` held-out predictions: int32 [B, M] batches, sharded over the batch axes."""
     rows_b = local_rows(mesh, config.evaluation.batch_size_sequences)
-    return [put_batch(mesh, tokens_bxM) for tokens_bxM in _windows(tokens, config, rows_b)]
+    return [put_batch(mesh, tokens_bxM) for tokens_bxM in read_held_out_windows(tokens, config, rows_b)]
 
 
 def evaluation_digest(tokens: shards.TokenSet, config: Config) -> str:
     """Return 16 hex digits of the SHA-256 of the held-out windows; losses with equal digests are comparable."""
     digest = hashlib.sha256()
-    for tokens_BxM in _windows(tokens, config):
+    for tokens_BxM in read_held_out_windows(tokens, config):
         digest.update(tokens_BxM.tobytes())
     return digest.hexdigest()[:16]
 
@@ -53,14 +53,41 @@ def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], f
     return loss
 
 
-def _windows(tokens: shards.TokenSet, config: Config, rows_b: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    windows = batches.validation_batches(
-        tokens,
-        sequence_length_tokens=config.training.sequence_length_tokens,
-        tokens_wanted=config.evaluation.tokens,
-        batch_size_sequences=config.evaluation.batch_size_sequences,
-        rows=rows_b,
+def read_held_out_windows(
+    tokens: shards.TokenSet, config: Config, rows_b: np.ndarray | None = None
+) -> Iterator[np.ndarray]:
+    """Yield windows with the first `evaluation.tokens` predictions of the held-out stream; later targets are PADDING.
+
+    The tokens and their order are always the same, and so are the number of batches and their shape, whatever `rows_b`.
+    To compute bits per byte, count `tokens.validation.bytes_per_token` bytes per target: exact for the bytes tokenizer,
+    the split's average for others.
+
+    Args:
+        tokens: The prepared corpus.
+        config: Sequence length, number of predictions and batch size.
+        rows_b: Indices of the rows to read from each global batch, integers [b]; all rows by default.
+
+    Yields:
+        int32 [b, L+1].
+
+    Raises:
+        ValueError: The held-out split has too few targets.
+    """
+    L, B, wanted = (
+        config.training.sequence_length_tokens,
+        config.evaluation.batch_size_sequences,
+        config.evaluation.tokens,
     )
-    for tokens_BxM, counted_BxL in windows:
-        targets_BxL = np.where(counted_BxL, tokens_BxM[:, 1:], PADDING)
-        yield np.concatenate([tokens_BxM[:, :1], targets_BxL], axis=1)
+    available = tokens.validation.tokens - 1
+    if not 0 < wanted <= available:
+        raise ValueError(
+            f"evaluation.tokens is {wanted} but the held-out split can predict {available}: lower it, or raise "
+            "data.held_out_percent"
+        )
+    rows_b = np.arange(B) if rows_b is None else rows_b
+    for first_row in range(0, -(-wanted // L), B):
+        starts_b = (first_row + rows_b) * L
+        windows_bxM = batches.read_windows(tokens.validation, starts_b, L + 1)
+        is_counted_bxL = starts_b[:, None] + np.arange(L) < wanted
+        windows_bxM[:, 1:] = np.where(is_counted_bxL, windows_bxM[:, 1:], PADDING)
+        yield windows_bxM

@@ -22,6 +22,7 @@ from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import evaluation_step
 from pma_jax.planning import hlo
 from pma_jax.planning.cost import CHIPS, Chip, format_known_topologies
+from pma_jax.runtime.errors import first_line
 from pma_jax.runtime.mesh import RULES, check_mesh
 from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
@@ -105,7 +106,7 @@ def tpu_topology(name: str) -> Topology:
         description = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **options)
     except Exception as error:
         known = format_known_topologies(parts[2])
-        raise ValueError(f"libtpu knows no topology {name!r} ({_first_line(error)}): give one of {known}") from error
+        raise ValueError(f"libtpu knows no topology {name!r} ({first_line(error)}): give one of {known}") from error
     return Topology(name, chip, tuple(description.devices), slices)
 
 
@@ -150,7 +151,7 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return CompileReport(time.perf_counter() - start, _first_line(error))
+        return CompileReport(time.perf_counter() - start, first_line(error))
     seconds = time.perf_counter() - start
     stats, costs, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
     assert stats is not None and text is not None
@@ -159,7 +160,3 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.
     memory["bytes"] = memory["argument_bytes"] + fresh + memory["temporary_bytes"] + memory["code_bytes"]
     costs = {"flops": costs.get("flops"), "bytes_accessed": costs.get("bytes accessed")}
     return CompileReport(seconds, None, hlo.parse_hlo(text), memory, costs)
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).strip().split("\n")[0].split())

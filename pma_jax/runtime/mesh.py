@@ -25,10 +25,6 @@ def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (part,) if isinstance(part, str) else part or ()
 
 
-def _partition(dims: Sequence[tuple[str, ...]]) -> P:
-    return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in dims))
-
-
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """Mesh axis (or axes) that splits each logical dim; None leaves a dim unsplit."""
@@ -55,7 +51,7 @@ class Rules:
         for axis in flat:
             if flat.count(axis) > 1:
                 raise ValueError(f"dims {dims} are both split by mesh axis {axis!r}: change one of the sharding rules")
-        return _partition(split)
+        return P(*split)
 
 
 RULES = Rules()
@@ -243,7 +239,7 @@ def gather_batch_axes(x: jax.Array) -> jax.Array:
     sharding = jax.typeof(x).sharding
     if sharding.mesh.empty:
         return x
-    return jax.reshard(x, _partition([tuple(a for a in axes_of(p) if a not in RULES.batch) for p in sharding.spec]))
+    return jax.reshard(x, P(*(tuple(a for a in axes_of(p) if a not in RULES.batch) for p in sharding.spec)))
 
 
 def reshard_like(like: jax.Array, x: jax.Array) -> jax.Array:

@@ -102,43 +102,10 @@ def test_windows_are_slices_of_the_concatenated_stream(data):
     assert (read == np.array([padded[s : s + window] for s in starts]).reshape(len(starts), window)).all()
 
 
-@pytest.mark.parametrize("requested", [1, L, L * B, L * B + 1, 700, 999])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_validation_reads_exactly_the_first_tokens_in_order(requested, count):
-    def read(rows):
-        return list(
-            batches.validation_batches(
-                TOKENS,
-                sequence_length_tokens=L,
-                tokens_wanted=requested,
-                batch_size_sequences=B,
-                rows=rows,
-            )
-        )
-
-    parts = [read(rows) for rows in (np.split(np.arange(B), count) if count > 1 else [None])]
-    assert len({len(part) for part in parts}) == 1
-    targets = []
-    for step in range(len(parts[0])):
-        for tokens_bxW, mask_bxL in (part[step] for part in parts):
-            assert tokens_bxW.shape == (B // count, L + 1) and mask_bxL.shape == (B // count, L)
-            assert tokens_bxW.dtype == np.int32 and mask_bxL.dtype == np.bool_
-            assert (tokens_bxW[:, :-1][mask_bxL] == tokens_bxW[:, 1:][mask_bxL] - 1).all()
-            targets += tokens_bxW[:, 1:][mask_bxL].tolist()
-    assert targets == list(range(1, requested + 1))
-
-
 def test_impossible_requests_are_one_clear_line():
-    def validation(requested):
-        return batches.validation_batches(
-            TOKENS, sequence_length_tokens=L, tokens_wanted=requested, batch_size_sequences=B
-        )
-
     short = tokens_of(np.arange(L))
     with pytest.raises(ValueError, match=f"has {L} tokens, less than one window of {L} \\+ 1"):
         take(1, tokens=short)
-    with pytest.raises(ValueError, match=r"evaluation\.tokens is 1000 but the held-out split can predict 999"):
-        validation(requested=1000)
     assert len(take(1, tokens=tokens_of(np.arange(L + 1)))) == 1, "one window is enough"
 
 
@@ -155,7 +122,7 @@ def test_packaged_corpus_trains_and_holds_out(packaged):
     assert tokens.validation.bytes_per_token == 1
     assert shards.prepare_tokens(data, progress=False).digest == tokens.digest
     batch = take(1, tokens=tokens, position=10**9)[0]
-    assert re.search(r"\w", tokens.load_tokenizer().decode(batch[0]))
+    assert re.search(r"\w", bytes(batch[0].tolist()).decode(errors="replace"))
 
 
 def test_no_held_out_document_is_in_the_train_stream(packaged):

@@ -42,9 +42,10 @@ def documents_of(tokens, split):
     ids, end = stream(split), tokens.end_of_document
     assert ids[-1] == end
     made, document = [], []
+    of_tokens = tokenizer.load_tokenizer(tokens.directory / "tokenizer.json")
     for token in ids:
         if token == end:
-            made.append(tokens.load_tokenizer().decode(document))
+            made.append(of_tokens.backend.decode(document, skip_special_tokens=False))
             document = []
         else:
             document.append(token)

@@ -1,9 +1,48 @@
-"""Evaluate many batches on a CPU that simulates two devices, in a separate process."""
+"""The windows of held-out text; and many batches on a CPU that simulates two devices, in a separate process."""
 
+import dataclasses
 import subprocess
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
+
+from pma_jax.config import Config, EvaluationConfig, TrainingConfig
+from pma_jax.data import shards
+from pma_jax.evaluation.held_out import read_held_out_windows
+from pma_jax.model.loss import PADDING
+
+L, B = 16, 8
+CONFIG = Config(training=TrainingConfig(sequence_length_tokens=L))
+STREAM = shards.TokenStream(1, 1000, 2000, tuple(np.split(np.arange(1000, dtype=np.uint16), [70])))
+TOKENS = shards.TokenSet(Path(), "d", "c", "t", 2**16, 0, STREAM, STREAM)
+
+
+def read_windows(requested, rows=None):
+    evaluation = EvaluationConfig(tokens=requested, batch_size_sequences=B)
+    return list(read_held_out_windows(TOKENS, dataclasses.replace(CONFIG, evaluation=evaluation), rows))
+
+
+@pytest.mark.parametrize("requested", [1, L, L * B, L * B + 1, 700, 999])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_exactly_the_first_tokens_are_read_in_order(requested, count):
+    parts = [read_windows(requested, rows) for rows in (np.split(np.arange(B), count) if count > 1 else [None])]
+    assert len({len(part) for part in parts}) == 1
+    targets = []
+    for step in range(len(parts[0])):
+        for tokens_bxM in (part[step] for part in parts):
+            assert tokens_bxM.shape == (B // count, L + 1) and tokens_bxM.dtype == np.int32
+            is_counted_bxL = tokens_bxM[:, 1:] != PADDING
+            assert (tokens_bxM[:, :-1][is_counted_bxL] == tokens_bxM[:, 1:][is_counted_bxL] - 1).all()
+            targets += tokens_bxM[:, 1:][is_counted_bxL].tolist()
+    assert targets == list(range(1, requested + 1))
+
+
+def test_too_many_tokens_are_one_clear_line():
+    with pytest.raises(ValueError, match=r"evaluation\.tokens is 1000 but the held-out split can predict 999"):
+        read_windows(1000)
+
 
 EVALUATE = """
 import jax, numpy as np

@@ -570,7 +570,7 @@ def test_trained_bpe_is_read_from_the_token_cache(tmp_path, workspace):
     run = create_run(tmp_path / "run", made, {"corpus": prepared.digest})
     write_pma_snapshot(run.path / "snapshots" / "8", made)
     merge_one([run.path / "snapshots" / "8"], [1.0], tmp_path / "merged")
-    expected = prepared.load_tokenizer()
+    expected = tokenizing.load_tokenizer(prepared.directory / "tokenizer.json")
     for source in (run.path / "snapshots" / "8", tmp_path / "merged"):
         hf.export_snapshot(source, tmp_path / f"{source.name}-out")
         mappings = tokenizing.load_tokenizer(tmp_path / f"{source.name}-out" / "tokenizer.json")
