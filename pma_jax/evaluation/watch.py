@@ -102,49 +102,45 @@ def _record_preview(log: epath.Path, snapshot: Snapshot, name: str, loss: float)
 
 
 class _Published:
-    """A run's published snapshots of one kind from `preview.start_tokens` on; what each says of itself is read once.
+    """A run's published snapshots of one kind from `preview.start_tokens` on; the metadata of each are read once.
 
-    Process 0 reads it, and tells the others.
+    Process 0 reads them and broadcasts them to the others.
     """
 
     def __init__(self, run: Run, kind: str):
+        self.snapshots: list[Snapshot] = []  # found by the last look, by tokens
         self._folder, self._kind, self._config = run.path / SNAPSHOT_KINDS[kind].folder, kind, run.config
-        self._start_tokens = run.config.preview.start_tokens
-        self._known: dict[str, Snapshot | None] = {}  # None: it cannot be read
+        # Name -> (name, step, tokens, loss), in process 0; None if the snapshot cannot be read.
+        self._known: dict[str, tuple[str, int, int, float | None] | None] = {}
 
-    @property
-    def snapshots(self) -> list[Snapshot]:
-        """Those of the last look, by tokens."""
-        found = [s for s in self._known.values() if s and s.tokens >= self._start_tokens]
-        return sorted(found, key=lambda s: s.tokens)
-
-    def look(self) -> Iterator[str]:
-        """See what is there now; yields a line a snapshot that cannot be read."""
-        there, new, lines = json.loads(hosts.broadcast_from_first(self._look))
-        self._known = {name: snapshot for name, snapshot in self._known.items() if name in there}
-        for name, facts in new.items():
-            self._known[name] = facts and self._snapshot(name, *facts)
-        yield from lines
+    def look(self) -> list[str]:
+        """List the snapshots that exist now; return one line for each that cannot be read."""
+        found, lines = json.loads(hosts.broadcast_from_first(self._look))
+        self.snapshots = [
+            Snapshot(self._folder / name, step, tokens, loss, self._config, kind=self._kind)
+            for name, step, tokens, loss in found
+        ]
+        return lines
 
     def _look(self) -> str:
-        """JSON: names of what is there, (step, tokens, loss) of what was not known, a line for what cannot be read."""
+        """Return, as JSON, what is known of each snapshot and the lines of those that cannot be read."""
         folders = self._folder.iterdir() if self._folder.exists() else ()
-        there = {p.name: p for p in folders if p.name.isdigit() and is_snapshot(p)}
-        new, lines = {}, []
-        for name in there.keys() - self._known.keys():
-            new[name] = None
+        present = {p.name: p for p in folders if p.name.isdigit() and is_snapshot(p)}
+        self._known = {name: known for name, known in self._known.items() if name in present}
+        lines = []
+        for name in present.keys() - self._known.keys():
+            self._known[name] = None
             try:
-                found = read_snapshot(there[name])
-                new[name] = (found.step, found.tokens, found.loss)
+                found = read_snapshot(present[name])
+                self._known[name] = (name, found.step, found.tokens, found.loss)
             except ValueError as error:
                 lines.append(f"skipped: {error}")
-        return json.dumps([list(there), new, lines])
-
-    def _snapshot(self, name: str, step: int, tokens: int, loss: float | None) -> Snapshot:
-        return Snapshot(self._folder / name, step, tokens, loss, self._config, kind=self._kind)
+        start_tokens = self._config.preview.start_tokens
+        found = [known for known in self._known.values() if known and known[2] >= start_tokens]
+        return json.dumps([sorted(found, key=lambda known: known[2]), lines])
 
     def drop(self, snapshot: Snapshot, error: ValueError) -> str:
-        """Never list this one again; returns the line that says so."""
+        """Exclude a snapshot from later lists; return the line that reports it."""
         self._known[snapshot.path.name] = None
         return f"skipped: {error}"
 
@@ -154,13 +150,12 @@ class _Newest:
 
     def __init__(self, config: Config, size: int):
         self.window, self.mesh = Window(size), make_mesh(config.mesh)
-        self._config, self._size = config, size
+        self._config = config
         self._abstract = abstract_params(config.model, self.mesh)
-        self._tokens: list[int] = []  # of what the window holds
 
     def reach(self, listed: Sequence[Snapshot]) -> int:
         """How many snapshots, held or listed, end at the last listed with none missing between; at most the size."""
-        tokens = sorted({*self._tokens, *(s.tokens for s in listed)})[-self._size :]
+        tokens = sorted({*self.window.tokens, *(s.tokens for s in listed)})[-self.window.size :]
         reach = 1
         for newer, older in itertools.pairwise(reversed(tokens)):
             between = range(newer - self._config.batch_tokens, older, -self._config.batch_tokens)
@@ -172,13 +167,12 @@ class _Newest:
     def read(self, snapshots: Sequence[Snapshot]) -> tuple[Snapshot, ValueError] | None:
         """Bring those that are newer than what is held; returns the first that cannot be read, and why."""
         for snapshot in snapshots:
-            if not self._tokens or snapshot.tokens > self._tokens[-1]:
+            if snapshot.tokens > max(self.window.tokens, default=-1):
                 try:
                     params = _read_whole(snapshot, self._abstract)
                 except ValueError as error:
                     return snapshot, error
                 self.window.add(snapshot.tokens, params)
-                self._tokens = [*self._tokens, snapshot.tokens][-self._size :]
         return None
 
 

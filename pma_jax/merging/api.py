@@ -11,8 +11,9 @@ from numpy.typing import ArrayLike
 from pma_jax.merging import from_storage
 from pma_jax.merging.averager import average_stream
 from pma_jax.merging.engine.rounding import check_rows
+from pma_jax.merging.selection import check_one_kind
 from pma_jax.model.decoder import abstract_params
-from pma_jax.runs.snapshots import Snapshot, check_one_kind, read_snapshot, restore_params
+from pma_jax.runs.snapshots import Snapshot, read_snapshot, restore_params
 from pma_jax.runtime.mesh import local_mesh
 from pma_jax.storage.paths import absolute_path
 
@@ -34,7 +35,7 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
         ValueError: The counts differ, or a snapshot does not fit the first one's model or is of another kind.
     """
     weights_1xK = check_rows(np.atleast_2d(weights), len(snapshots))
-    check_one_kind(snapshots)
+    check_one_kind({str(s.path): s.kind for s in snapshots})
     mesh = mesh or local_mesh()
     abstract = abstract_params(snapshots[0].config.model, mesh)
     with jax.set_mesh(mesh):

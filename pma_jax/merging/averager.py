@@ -90,8 +90,7 @@ def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike, *, dtype: DType
         ValueError: As for `average`, as soon as the offending tree has been loaded. Exceptions of `trees` propagate.
     """
     C = check_rows(weights_RxK, np.shape(weights_RxK)[-1])
-    multipliers_RxK, divisors_R = split_rows(C)
-    first_R = np.argmax(multipliers_RxK != 0, axis=1)
+    multipliers_RxK, divisors_R, first_R = split_rows(C)
     abstract, first, totals_R = None, None, [None] * len(C)
     for k, params in enumerate(_load_ahead(iter(trees), C.shape[1])):
         name = f"checkpoint {k + 1}"

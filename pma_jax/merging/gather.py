@@ -140,10 +140,8 @@ def snapshot_metadata(source: CheckpointSource) -> dict[str, Any] | None:
 def check_same_kind(sources: Sequence[CheckpointSource]) -> None:
     """Raise ValueError if points and block means, or pma_jax's snapshots and other checkpoints, are mixed."""
     metadata = [snapshot_metadata(source) for source in sources]
-    kinds = {entry["kind"]: source.origin for entry, source in zip(metadata, sources, strict=True) if entry is not None}
-    if len(kinds) > 1:
-        (one, first), (other, second) = list(kinds.items())[:2]
-        raise ValueError(f"{first} is a {one} and {second} a {other}: points and block means do not mix")
+    kinds = {source.origin: entry["kind"] for entry, source in zip(metadata, sources, strict=True) if entry is not None}
+    selection.check_one_kind(kinds)
     if kinds and None in metadata:
         odd = sources[metadata.index(None)].origin
         raise ValueError(f"{odd} has no metadata of pma_jax: it is corrupt, or from another version")

@@ -17,6 +17,11 @@ class Window:
         self.size = size
         self._newest: collections.deque[tuple[int, Any]] = collections.deque(maxlen=size)
 
+    @property
+    def tokens(self) -> list[int]:
+        """Positions of the snapshots, oldest first."""
+        return [tokens for tokens, _ in self._newest]
+
     def add(self, tokens: int, params: Any) -> None:
         """Copy `params` (arrays on devices) to host memory; they may be donated afterwards."""
         if self.size:

@@ -6,7 +6,7 @@ even grid of one trajectory is in the notes, and crossing a boundary between sta
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -77,6 +77,20 @@ def select(
     if every is None and len({labels[i] for i in chosen}) == 1:
         notes += _gap_notes(t[chosen])
     return Selection(tuple(int(i) for i in chosen), tuple(notes))
+
+
+def check_one_kind(kinds: Mapping[str, str]) -> None:
+    """Check that snapshots, given as path -> kind, are of one kind.
+
+    Raises:
+        ValueError: They are not; the message names one of each kind.
+    """
+    path_of = {kind: path for path, kind in kinds.items()}
+    if len(path_of) > 1:
+        (one, first), (other, second) = path_of.items()
+        raise ValueError(
+            f"{first} is a {one} and {second} a {other}: points and block means do not mix, give snapshots of one kind"
+        )
 
 
 def _in_range(t: np.ndarray, between: tuple[int | None, int | None] | None) -> np.ndarray:

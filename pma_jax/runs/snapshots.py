@@ -48,21 +48,6 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     return Snapshot(folder, metadata["step"], metadata["tokens"], metadata["loss"], config, merge, metadata["kind"])
 
 
-def check_one_kind(snapshots: Sequence[Snapshot]) -> None:
-    """Check that all snapshots are of the first one's kind.
-
-    Raises:
-        ValueError: they are not; the message names the first that differs.
-    """
-    first = snapshots[0]
-    for other in snapshots:
-        if other.kind != first.kind:
-            raise ValueError(
-                f"{other.path} is a {other.kind}, and {first.path} is a {first.kind}: points and block means do not "
-                "mix, give snapshots of one kind"
-            )
-
-
 def kept_snapshots(config: Config, tokens: Sequence[int]) -> list[bool]:
     """Apply the retention rule: the newest windows, and the archive's snapshots, are kept.
 

@@ -146,6 +146,6 @@ def test_weights_with_integer_ratios_are_summed_as_integers():
         multipliers, got_divisor = split_coefficients(c)
         np.testing.assert_array_equal(multipliers, ratio)
         assert got_divisor == divisor
-    multipliers, divisors = split_rows(np.stack([recipes.ema(5, 0.1), recipes.sma(5)]))
+    multipliers, divisors, _ = split_rows(np.stack([recipes.ema(5, 0.1), recipes.sma(5)]))
     np.testing.assert_array_equal(multipliers, [recipes.ema(5, 0.1), np.ones(5)])
     np.testing.assert_array_equal(divisors, [1, 5])

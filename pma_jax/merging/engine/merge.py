@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pma_jax.merging.engine import journal, provenance, sums, workers
+from pma_jax.merging.engine import journal, provenance, workers
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit, check_disk_space
+from pma_jax.merging.engine.rounding import split_rows
 from pma_jax.merging.engine.schedule import BLOCK_ELEMENTS
 from pma_jax.merging.engine.units import MergeJob, merge_decoded_units, merge_sequential_unit
 from pma_jax.storage import atomic
@@ -185,7 +186,7 @@ def _merge_remaining(
                     progress(read, total)
 
         _check_equal_leaves(plan)
-        _merge_units(MergeJob(plan, sums.kernel_weights(plan.coefficients), output_ranges), todo, finish_unit)
+        _merge_units(MergeJob(plan, split_rows(plan.coefficients), output_ranges), todo, finish_unit)
     return read
 
 

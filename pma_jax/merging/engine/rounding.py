@@ -11,6 +11,8 @@ with float64 c_k = m_k / divisor from `split_coefficients`, m_k and divisor roun
 where a value is subnormal (below 1.2e-38 in magnitude), because XLA flushes subnormal numbers to zero on CPU and TPU.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -58,7 +60,22 @@ def split_coefficients(coefficients: ArrayLike) -> tuple[np.ndarray, float]:
     return row, 1.0
 
 
-def split_rows(coefficients: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Apply `split_coefficients` to each row: float64 [R, K] to multipliers, float64 [R, K], and divisors, [R]."""
+class SplitRows(NamedTuple):
+    """Rows of coefficients as `split_coefficients` splits them.
+
+    Attributes:
+        multipliers: float64 [R, K], of each checkpoint.
+        divisors: float64 [R], of each finished sum.
+        first: int [R], the first checkpoint with a nonzero coefficient, which starts the sum.
+    """
+
+    multipliers: np.ndarray
+    divisors: np.ndarray
+    first: np.ndarray
+
+
+def split_rows(coefficients: ArrayLike) -> SplitRows:
+    """Apply `split_coefficients` to each row of float64 [R, K]."""
     rows, divisors = zip(*map(split_coefficients, np.asarray(coefficients, np.float64)), strict=True)
-    return np.stack(rows), np.array(divisors)
+    multipliers = np.stack(rows)
+    return SplitRows(multipliers, np.array(divisors), np.argmax(multipliers != 0, axis=1))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pma_jax.merging.engine.rounding import split_rows
+from pma_jax.merging.engine.rounding import SplitRows
 from pma_jax.storage.formats.source import ITEM_BYTES, numpy_dtype
 
 _SIXTEEN = np.uint32(16)
@@ -20,27 +20,6 @@ _INFINITY = 0x7F800000
 _BF16_OVERFLOW = 0x7F7F8000
 # With several rows, a strip of every source and of one row's sum stays in the second-level cache.
 _STRIP_ELEMENTS = 2**13
-
-
-@dataclass(frozen=True)
-class KernelWeights:
-    """The coefficients as the kernels use them.
-
-    Attributes:
-        rows: float64 [R, K]; the multiplier of each source, see `rounding.split_coefficients`.
-        divisors: float64 [R]; the divisor of each finished sum.
-        first: int [R]; the first source with a nonzero weight, which starts the sum.
-    """
-
-    rows: np.ndarray
-    divisors: np.ndarray
-    first: np.ndarray
-
-
-def kernel_weights(coefficients: np.ndarray) -> KernelWeights:
-    """Convert coefficients, float64 [R, K], to multipliers and divisors."""
-    rows, divisors = split_rows(coefficients)
-    return KernelWeights(rows, divisors, np.argmax(coefficients != 0, axis=1))
 
 
 @dataclass(frozen=True)
@@ -109,7 +88,7 @@ def _widened(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> n
 
 # `finish_block` reports values that are not finite, with the names of the leaf and the source.
 @np.errstate(over="ignore", invalid="ignore")
-def add_block(scratch: Scratch, dtype: str, elements: int, weights: KernelWeights, source: int) -> None:
+def add_block(scratch: Scratch, dtype: str, elements: int, weights: SplitRows, source: int) -> None:
     """Add the block in `scratch.raw`, of source number `source`, to every row's sum with its weight."""
     wide = _widened(scratch, dtype, elements, scratch.wide)
     sums = _sums(scratch, dtype, elements)
@@ -127,11 +106,11 @@ def stage_block(scratch: Scratch, dtype: str, elements: int, source: int) -> Non
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: KernelWeights) -> None:
+def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: SplitRows) -> None:
     """Sum the staged blocks for all rows, one strip in cache at a time."""
     sums = _sums(scratch, dtype, elements)
     staged = scratch.stack[:, : sums[0].nbytes].view(sums.dtype)
-    multipliers = weights.rows.astype(sums.dtype)
+    multipliers = weights.multipliers.astype(sums.dtype)
     is_exact = _einsum_rounds_products()
     for strip in _strips(sums, weights):
         totals = sums[:, strip]
@@ -151,17 +130,17 @@ def _einsum_rounds_products() -> bool:
     return not np.einsum("rk,kn->rn", np.array([[1, x]], np.float32), terms).any()
 
 
-def _strips(sums: np.ndarray, weights: KernelWeights) -> Iterator[slice]:
+def _strips(sums: np.ndarray, weights: SplitRows) -> Iterator[slice]:
     """Yield slices of the last axis: all of it for one row, strips that stay in cache for several."""
     count = sums.shape[-1]
-    step = _STRIP_ELEMENTS if len(weights.rows) > 1 else max(count, 1)
+    step = _STRIP_ELEMENTS if len(weights.multipliers) > 1 else max(count, 1)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: KernelWeights, source: int) -> None:
+def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: SplitRows, source: int) -> None:
     """Add one source's values, [elements], to every row's sums, [R, elements], as `rounding` defines it."""
     product = scratch.rounded[: wide.nbytes].view(wide.dtype)
-    for total, multipliers, first in zip(totals, weights.rows, weights.first, strict=True):
+    for total, multipliers, first in zip(totals, weights.multipliers, weights.first, strict=True):
         multiplier = totals.dtype.type(multipliers[source])
         if source == first:
             # Starting from the first term instead of from zero keeps the sign of a negative zero.
@@ -174,7 +153,7 @@ def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights:
 
 
 def finish_block(
-    scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: KernelWeights, row: int
+    scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: SplitRows, row: int
 ) -> np.ndarray | None:
     """Divide a row's sum in place, round to nearest even, and return its bytes (uint8, in `scratch.rounded`).
 

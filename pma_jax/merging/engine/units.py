@@ -12,6 +12,7 @@ import numpy as np
 from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit
+from pma_jax.merging.engine.rounding import SplitRows
 from pma_jax.storage.digests import SegmentHasher
 from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, split_range, write_range
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
@@ -28,12 +29,12 @@ class MergeJob:
 
     Attributes:
         plan: The merge.
-        weights: Its coefficients as the kernels use them.
+        weights: Its coefficients, split.
         output_ranges: For each recipe, where its leaves are written.
     """
 
     plan: MergePlan
-    weights: sums.KernelWeights
+    weights: SplitRows
     output_ranges: Sequence[Mapping[str, Sequence[ByteRange]]]
 
     def new_scratch(self) -> sums.Scratch:
