@@ -34,7 +34,11 @@ from pma_jax.runtime.errors import error_line
 from pma_jax.storage import atomic
 from pma_jax.storage.paths import absolute_path, locate
 
-STEP_FOLDERS = (*(kind.folder for kind in SNAPSHOT_KINDS.values()), STATES)
+# Folder of steps -> how the metadata of one step are read, and which of the steps are kept.
+STEP_FOLDERS: dict[str, tuple[Callable[[epath.Path], Any], Callable[[Config, Sequence[int]], list[bool]]]] = {
+    **{kind.folder: (read_snapshot, kept_snapshots) for kind in SNAPSHOT_KINDS.values()},
+    STATES: (read_state, kept_states),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +59,12 @@ class Run:
 
     def of_kind(self, kind: str) -> list[Snapshot]:
         """List the published snapshots of one kind, "point" or "block_mean", by tokens."""
-        return self._read_steps(SNAPSHOT_KINDS[kind].folder, read_snapshot)
+        return self.read_steps(SNAPSHOT_KINDS[kind].folder)
 
     @property
     def states(self) -> list[SavedState]:
         """Published states, by tokens, without those whose metadata are corrupt."""
-        return self._read_steps(STATES, read_state, skip_corrupt=True)
+        return self.read_steps(STATES, skip_corrupt=True)
 
     @property
     def newest_state(self) -> SavedState | None:
@@ -99,22 +103,18 @@ class Run:
         """
         return [*read_records(self.path / "metrics.jsonl"), *read_records(self.path / "watch.jsonl")]
 
-    def snapshot_writer(self, kind: str) -> StepWriter:
-        """Open the folder of one kind of snapshot for writing, with the configured retention."""
-        return self._writer(SNAPSHOT_KINDS[kind].folder, kept_snapshots)
-
-    def state_writer(self) -> StepWriter:
-        """Open RUN/states for writing, with the configured retention."""
-        return self._writer(STATES, kept_states)
-
-    def _writer(self, folder: str, kept: Callable[[Config, Sequence[int]], list[bool]]) -> StepWriter:
+    def writer(self, folder: str) -> StepWriter:
+        """Open one of STEP_FOLDERS for writing, with the configured retention."""
+        _, kept = STEP_FOLDERS[folder]
         return StepWriter(self.path / folder, functools.partial(kept, self.config), removes=hosts.is_first())
 
-    def _newest_tokens(self, kind: str) -> int:
-        intact = self._read_steps(SNAPSHOT_KINDS[kind].folder, read_snapshot, skip_corrupt=True)
-        return intact[-1].tokens if intact else 0
+    def read_steps(self, folder: str, skip_corrupt: bool = False) -> list[Any]:
+        """List the published steps in one of STEP_FOLDERS, by tokens.
 
-    def _read_steps(self, folder: str, read: Callable[[epath.Path], Any], skip_corrupt: bool = False) -> list[Any]:
+        Raises:
+            ValueError: the metadata of a step are corrupt, and `skip_corrupt` is False.
+        """
+        read, _ = STEP_FOLDERS[folder]
         entries = []
         for path in steps.published(self.path / folder):
             try:
@@ -123,6 +123,10 @@ class Run:
                 if not skip_corrupt:
                     raise
         return sorted(entries, key=lambda entry: entry.tokens)
+
+    def _newest_tokens(self, kind: str) -> int:
+        intact = self.read_steps(SNAPSHOT_KINDS[kind].folder, skip_corrupt=True)
+        return intact[-1].tokens if intact else 0
 
     def _read_cached(self, path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
         try:

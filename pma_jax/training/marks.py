@@ -15,7 +15,7 @@ from pma_jax.model.loss import evaluate
 from pma_jax.runs import snapshots, states
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
-from pma_jax.runs.states import Progress
+from pma_jax.runs.states import STATES, Progress
 from pma_jax.training import averages, resume
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.state import TrainState, snapshot_params
@@ -38,8 +38,9 @@ class Marks:
         """Open the writers of snapshots and states, which close with `stack`."""
         self._run, self._config, self._log = run, run.config, log
         # Snapshots are closed first: the state before is removed only when the newest state's snapshots are published.
-        self._states = stack.enter_context(run.state_writer())
-        self._snapshots = {kind: stack.enter_context(run.snapshot_writer(kind)) for kind in run.config.checkpoint.kinds}
+        self._states = stack.enter_context(run.writer(STATES))
+        kinds = run.config.checkpoint.kinds
+        self._snapshots = {kind: stack.enter_context(run.writer(SNAPSHOT_KINDS[kind].folder)) for kind in kinds}
         self._graph, self._held_out = graph, held_out
         self._window = preview.Window(max(run.config.preview.windows, default=0))
 

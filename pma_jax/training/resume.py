@@ -6,7 +6,6 @@ A step is intact if its metadata match their digest, and every leaf the digest w
 commit marker (the process was killed while it wrote or removed them) never existed, and are removed.
 """
 
-import contextlib
 import importlib.metadata
 import platform
 from collections.abc import Callable
@@ -28,13 +27,6 @@ T = TypeVar("T")
 
 DAMAGED = "damaged"
 Warn = Callable[[str], None]
-# Folder of a run -> how to read one of its steps, and which of them are kept.
-_FOLDERS: dict[str, tuple[Callable[[epath.Path], Any], Callable[..., list[bool]]]] = {
-    folder: (states.read_state, states.kept_states)
-    if folder == STATES
-    else (snapshots.read_snapshot, snapshots.kept_snapshots)
-    for folder in STEP_FOLDERS
-}
 
 
 def run_metadata(tokens: TokenSet, config: Config) -> dict[str, Any]:
@@ -70,7 +62,7 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
 def clean_up(run: Run, warn: Warn) -> None:
     """Remove steps without a commit marker, and set aside those with corrupt metadata; process 0 does both."""
     if hosts.is_first():
-        for name, (read, _) in _FOLDERS.items():
+        for name, (read, _) in STEP_FOLDERS.items():
             _remove_unpublished(run.path / name)
             for path in steps.published(run.path / name):
                 try:
@@ -83,12 +75,8 @@ def clean_up(run: Run, warn: Warn) -> None:
 def apply_retention(run: Run) -> None:
     """Remove what a run that was killed at its horizon had still to remove; corrupt steps stay. Process 0 does it."""
     if hosts.is_first():
-        for name, (read, rule) in _FOLDERS.items():
-            saved: list[SavedState | Snapshot] = []
-            for path in steps.published(run.path / name):
-                with contextlib.suppress(ValueError):
-                    saved.append(read(path))
-            saved.sort(key=lambda s: s.tokens)
+        for name, (_, rule) in STEP_FOLDERS.items():
+            saved = run.read_steps(name, skip_corrupt=True)
             for step, is_kept in zip(saved, rule(run.config, [s.tokens for s in saved]), strict=True):
                 if not is_kept:
                     steps.remove(step.path)

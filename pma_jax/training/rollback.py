@@ -100,7 +100,7 @@ def begin(run: Run, spike: Record, state: TrainState, progress: Progress, mesh: 
         "aside": {name: _steps_past(run, name, newest.step) for name in STEP_FOLDERS},
         "done": False,
     }
-    with jax.set_mesh(mesh), _held(run, event).state_writer() as writer:
+    with jax.set_mesh(mesh), _held(run, event).writer(STATES) as writer:
         merged_state = _merged_state(run, event, state, mesh)
         states.save_state(writer, merged_state, Progress(event["step"], event["tokens"], event["position"]))
     _write_event(run, event)

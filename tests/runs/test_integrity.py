@@ -162,7 +162,7 @@ def test_non_finite_arrays_are_neither_saved_nor_restored(finished, copy):
     for value in (np.nan, np.inf, -np.inf):
         bad = dict(params) | {"embedding_VxD": params["embedding_VxD"] * value}
         message = r"1 leaves of the weights are not finite .*: embedding_VxD"
-        with copy.snapshot_writer("point") as writer, pytest.raises(ValueError, match=message):
+        with copy.writer("snapshots") as writer, pytest.raises(ValueError, match=message):
             snapshots.save_snapshot(writer, bad, dataclasses.replace(snapshot, step=28))
     assert not (copy.path / "snapshots" / "28").exists()
 

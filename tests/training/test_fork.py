@@ -153,7 +153,7 @@ def test_fork_with_other_weights_keeps_the_parents_optimizer_and_data(finished, 
     abstract = abstract_state(config, make_mesh(config.mesh))
     changed = dataclasses.replace(state(finished, 16), params=snapshots.restore_params(weights, abstract.params))
     shutil.rmtree(by_hand.path / "states" / "16")
-    with by_hand.state_writer() as writer:
+    with by_hand.writer("states") as writer:
         states.save_state(writer, changed, Progress(16, FORK, 16 * 8))
     assert tiny.numbers(run) == tiny.numbers(train(config, by_hand.path))
     assert tiny.numbers(run)[0] != tiny.numbers(annealed)[0]

@@ -53,7 +53,7 @@ def test_non_finite_loss_is_not_recorded_with_a_snapshot():
 
 def test_state_with_non_finite_weights_is_not_saved(finished, tmp_path):
     params = {"w": np.array([1.0, np.nan], np.float32)}
-    with Run(absolute_path(tmp_path), finished.config).state_writer() as writer:
+    with Run(absolute_path(tmp_path), finished.config).writer("states") as writer:
         state = type("State", (), {"params": params})()
         with pytest.raises(ValueError, match=r"step 3 \(768 tokens\): 1 leaves of the weights are not finite .*: w"):
             states.save_state(writer, state, Progress(3, 768, 24))
