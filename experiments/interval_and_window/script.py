@@ -165,7 +165,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             intervals = [f"V = {i * size['unit_tokens'] / 1e3:.0f}k" for i in INTERVALS]
             title = f"{end * size['unit_tokens'] / 1e6:.2f}M tokens (raw {raw:.4f})"
             lowest = min(lowest, np.nanmin(table))
-            panels.append(HeatMap(title, intervals, [str(w) for w in WINDOWS], "snapshots merged, N", table))
+            panels.append(HeatMap(title, intervals, [str(w) for w in WINDOWS], table))
         title = f"{name}: held-out loss of means of N points, less raw (nats, below 0 better)"
         figure = draw_heat_maps(panels, title, columns=1, highest=max(-lowest, 0.01))
         figures[f"{name}.png"] = to_png(figure, PAGE_DPI)

@@ -21,8 +21,8 @@ from typing import Any
 
 from pma_jax import config as configuration
 from pma_jax.model import ladder
-from pma_jax.planning import formatting
 from pma_jax.planning.run_plan import package_versions
+from pma_jax.runtime import formatting
 from pma_jax.studies import pages
 
 HERE = Path(__file__).parent

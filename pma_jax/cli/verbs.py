@@ -263,7 +263,7 @@ def _print_result(options: argparse.Namespace, data: Any, as_text: Callable[[], 
 
 
 def _print_table(options: argparse.Namespace, data: Any, rows: Sequence[Sequence[str]]) -> None:
-    from pma_jax.planning.formatting import align_columns
+    from pma_jax.runtime.formatting import align_columns
 
     _print_result(options, data, lambda: align_columns(rows))
 

@@ -12,6 +12,7 @@ from pma_jax.merging import recipes
 from pma_jax.merging.engine import merge as engine
 from pma_jax.merging.engine.plan import MergePlan, plan
 from pma_jax.merging.gather import CheckpointSeries, check_same_kind, drop_unused, snapshot_metadata
+from pma_jax.runtime.formatting import format_memory_bytes
 from pma_jax.storage.digests import drop_digests
 from pma_jax.storage.formats.open import open_source
 from pma_jax.storage.formats.source import CheckpointSource
@@ -107,10 +108,10 @@ def format_plan(description: Mapping[str, Any]) -> str:
         position = f"  {entry['tokens']:,} tokens" if entry["tokens"] is not None else position
         weights = "  ".join(f"{c:+.6f}" for c in entry["coefficients"])
         lines.append(f"  {weights}{position}  {entry['source']}")
+    read, written, memory = (format_memory_bytes(description[f"{name}_bytes"]) for name in ("read", "write", "memory"))
     lines.append(
-        f"{description['leaves']} leaves; reads {_bytes(description['read_bytes'])}, "
-        f"writes {_bytes(description['write_bytes'])} of {description['format']} (dtype {description['dtype']}), "
-        f"at most {_bytes(description['memory_bytes'])} of memory, {description['cores']} cores"
+        f"{description['leaves']} leaves; reads {read}, writes {written} of {description['format']} "
+        f"(dtype {description['dtype']}), at most {memory} of memory, {description['cores']} cores"
     )
     lines += [f"would write {out}" for out in description["outs"]]
     return "\n".join(lines)
@@ -131,10 +132,3 @@ def _merged_metadata(sources: Sequence[CheckpointSource]) -> dict[str, Any] | No
     metadata = [snapshot_metadata(source) for source in sources]
     newest = metadata[-1]
     return drop_digests(newest) | {"loss": None} if newest is not None and all(metadata) else None
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

@@ -7,7 +7,7 @@ from etils import epath
 from pma_jax.runs import restore
 from pma_jax.runs.directory import Run, is_run, open_run
 from pma_jax.runs.snapshots import is_snapshot, read_snapshot
-from pma_jax.storage.formats.open import describe_source, open_source
+from pma_jax.storage.formats.open import open_source
 
 
 def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
@@ -32,7 +32,16 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
         }
     if not is_snapshot(path):
         source = open_source(str(path), subtree)
-        return describe_source(source) | {"parameters": sum(leaf.elements for leaf in source.leaves.values())}
+        return {
+            "kind": source.kind,
+            "path": source.origin,
+            "tokens": source.tokens,
+            "step": source.step,
+            "nbytes": source.nbytes,
+            "leaves": {name: {"shape": list(leaf.shape), "dtype": leaf.dtype} for name, leaf in source.leaves.items()},
+            "notes": list(source.notes),
+            "parameters": sum(leaf.elements for leaf in source.leaves.values()),
+        }
     snapshot = read_snapshot(path)
     leaves = restore.stored_leaves(snapshot.path)
     return {

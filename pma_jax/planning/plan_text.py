@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from pma_jax.planning.formatting import (
+from pma_jax.runtime.formatting import (
     align_columns,
     format_count,
     format_duration,

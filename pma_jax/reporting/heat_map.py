@@ -39,12 +39,11 @@ BELOW_INCHES, ABOVE_INCHES, TITLE_INCHES = 0.5, 0.4, 0.55
 
 @dataclasses.dataclass(frozen=True)
 class HeatMap:
-    """One table of losses."""
+    """One table of losses; its columns are numbers of snapshots merged."""
 
     title: str
     rows: Sequence[str]
     columns: Sequence[str]
-    columns_label: str
     losses: np.ndarray  # [rows, columns]; NaN where nothing was measured
 
 
@@ -85,7 +84,7 @@ def _heat_map(title: str, rows: Sequence[dict[str, Any]], key: str, names: dict[
     losses = np.full((len(values), len(windows)), np.nan)
     for r in rows:
         losses[values.index(r[key]), windows.index(r["window"])] = r["loss"] if math.isfinite(r["loss"]) else np.nan
-    return HeatMap(title, list(names.values()), [str(w) for w in windows], "snapshots merged, N", losses)
+    return HeatMap(title, list(names.values()), [str(w) for w in windows], losses)
 
 
 def draw_sweep(sweep: dict[str, Any]) -> Figure:
@@ -148,4 +147,4 @@ def _draw_heat_map(axes: Axes, heat_map: HeatMap, scale: Normalize, best: float)
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_title(heat_map.title, loc="left", color=LIGHT.ink, fontsize=TEXT_POINTS, fontweight="bold", pad=6)
-    axes.set_xlabel(heat_map.columns_label, color=LIGHT.muted, fontsize=SMALL_POINTS)
+    axes.set_xlabel("snapshots merged, N", color=LIGHT.muted, fontsize=SMALL_POINTS)

@@ -52,15 +52,13 @@ class LinePanel:
 
 @dataclasses.dataclass(frozen=True)
 class ContourPanel:
-    """A loss over one plane, with points in it: a single one is drawn as a star, several are joined in order."""
+    """A loss over one plane, by distances, with points in it: a single one is a star, several are joined in order."""
 
     title: str
     x: Sequence[float]
     y: Sequence[float]
     losses: Sequence[Sequence[float]]  # [y, x], nats per token
     points: Sequence[Line]
-    x_label: str = "distance"
-    y_label: str = "distance"
 
 
 def interval_line(name: str, x: Sequence[float], intervals: Sequence[Difference]) -> Line:
@@ -144,6 +142,6 @@ def draw_contours(panels: Sequence[ContourPanel]) -> Figure:
         for points, color in zip(panel.points, colors, strict=False):
             style = {"marker": "*", "markersize": 14} if len(points.x) == 1 else {"marker": "o", "markersize": 3.5}
             axes.plot(points.x, points.y, color=color, linewidth=0.7, label=points.name, **style)
-        label_panel(axes, panel.title, panel.x_label, panel.y_label)
+        label_panel(axes, panel.title, "distance", "distance")
         axes.legend(fontsize=SMALL_POINTS, loc="upper right")
     return figure

@@ -18,12 +18,12 @@ from pma_jax.analysis.comparison import recovered_share
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
-from pma_jax.planning.formatting import align_columns
 from pma_jax.reporting import html
 from pma_jax.reporting.commands import reproduction_commands
 from pma_jax.reporting.drawing import DARK, LIGHT, PAGE_DPI, to_png
 from pma_jax.reporting.report_figure import draw_report
 from pma_jax.runs.directory import Run, read_records
+from pma_jax.runtime.formatting import align_columns
 from pma_jax.runtime.mesh import AXES
 from pma_jax.storage import atomic
 from pma_jax.storage.paths import absolute_path

@@ -88,6 +88,6 @@ def test_stacked_panels_are_taller_and_bytes_are_reproducible():
 
 
 def test_cells_above_the_scale_have_its_last_colour():
-    panel = heat_map.HeatMap("one", ["a"], ["1", "2", "3"], "N", np.array([[0.0, 1.0, 100.0]]))
+    panel = heat_map.HeatMap("one", ["a"], ["1", "2", "3"], np.array([[0.0, 1.0, 100.0]]))
     wide, narrow = (heat_map.draw_heat_maps([panel], "t", highest=h).axes[0].images[0] for h in (None, 1.0))
     assert narrow.get_clim() == (0.0, 1.0) and wide.get_clim() == (0.0, 100.0)

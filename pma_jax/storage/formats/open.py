@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -162,16 +161,3 @@ def read_leaf_bytes(source: CheckpointSource, name: str, start: int, stop: int) 
     with open_files([part.path for part in ranges], os.O_RDONLY) as files:
         read_range(files, ranges, start * width, data)
     return data
-
-
-def describe_source(source: CheckpointSource) -> dict[str, Any]:
-    """Describe a source for `pma inspect`, ready for JSON."""
-    return {
-        "kind": source.kind,
-        "path": source.origin,
-        "tokens": source.tokens,
-        "step": source.step,
-        "nbytes": source.nbytes,
-        "leaves": {name: {"shape": list(leaf.shape), "dtype": leaf.dtype} for name, leaf in source.leaves.items()},
-        "notes": list(source.notes),
-    }

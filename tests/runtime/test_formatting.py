@@ -1,6 +1,6 @@
 import pytest
 
-from pma_jax.planning import formatting
+from pma_jax.runtime import formatting
 
 
 @pytest.mark.parametrize(
