@@ -31,30 +31,46 @@ def from_update_weights(weights: ArrayLike) -> np.ndarray:
     return -np.diff(np.concatenate(([1.0], w, [0.0])))
 
 
-def decay(tokens: ArrayLike | int, shape: str | Callable[[float], float] = "linear") -> np.ndarray:
-    """Return the coefficients that correspond to a decay over the checkpoints: w_i = f(t).
+def decay(n: int, shape: str | Callable[[float], float] = "linear") -> np.ndarray:
+    """Return the coefficients that correspond to a decay over n evenly spaced checkpoints: w_i = f(i / n).
 
-    t is the fraction of the decay passed at checkpoint i. The decay starts at the oldest checkpoint and ends one mean
-    interval after the newest, so that an even grid gives t = i / n. There linear decay is the plain mean, cosine is
-    bell-shaped, and 1 - sqrt has its largest weight on the oldest. On an uneven grid `linear` is the mean over tokens,
-    not over checkpoints.
+    Linear decay is the plain mean, cosine is bell-shaped, and 1 - sqrt has its largest weight on the oldest.
 
     Args:
-        tokens: [n], positions in tokens, increasing; or n, for n even positions.
+        n: Number of checkpoints, at least 1.
         shape: A name in DECAY_SHAPES, or f(t), the remaining fraction of the rate at t in (0, 1).
 
     Returns:
         float64 [n], sums to 1, oldest first.
 
     Raises:
-        ValueError: The shape is unknown, or there is no checkpoint.
+        ValueError: The shape is unknown, or n is 0.
+    """
+    return decay_at(np.arange(n), shape)
+
+
+def decay_at(tokens: ArrayLike, shape: str | Callable[[float], float] = "linear") -> np.ndarray:
+    """Return `decay`'s coefficients for any positions: w_i = f(t), t the fraction of the decay passed at checkpoint i.
+
+    The decay starts at the oldest checkpoint and ends one mean interval after the newest, so that an even grid gives
+    t = i / n. On an uneven grid `linear` is therefore the mean over tokens, not over checkpoints.
+
+    Args:
+        tokens: [n], positions in tokens, increasing.
+        shape: As for `decay`.
+
+    Returns:
+        float64 [n], sums to 1, oldest first.
+
+    Raises:
+        ValueError: As for `decay`.
     """
     f = shape if callable(shape) else DECAY_SHAPES.get(shape)
     if f is None:
         raise ValueError(
             f"decay has no shape {shape!r}: choose one of {', '.join(DECAY_SHAPES)}, or pass a function of t"
         )
-    t = np.arange(float(tokens)) if isinstance(tokens, int) else np.asarray(tokens, np.float64)
+    t = np.asarray(tokens, np.float64)
     n = len(t)
     if n < 1:
         raise ValueError("decay needs at least one checkpoint")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pma_jax.config import DECAY_SHAPES
-from pma_jax.merging.decay import decay, from_update_weights
+from pma_jax.merging.decay import decay, decay_at, from_update_weights
 from pma_jax.merging.lagfree import lagfree, mean_age
 from pma_jax.merging.power import gamma_from_sigma_rel, power
 
@@ -26,6 +26,7 @@ __all__ = [
     "Recipe",
     "coefficients",
     "decay",
+    "decay_at",
     "ema",
     "ema_closed",
     "from_update_weights",
@@ -203,7 +204,7 @@ _METHODS = {
     ),
     "wma": _Method(lambda t: wma(len(t)), {}, (), "wma"),
     "lawa": _Method(lambda t: lawa(len(t)), {}, (), "lawa:5"),
-    "decay": _Method(decay, {"shape": str}, ("shape",), "decay:shape=cosine"),
+    "decay": _Method(decay_at, {"shape": str}, ("shape",), "decay:shape=cosine"),
     "power": _Method(power, {"sigma_rel": float, "start_tokens": float}, ("sigma_rel",), "power:sigma_rel=0.1"),
     "lagfree": _Method(lagfree, {"lag": float, "order": int}, (), "lagfree:lag=0.5,order=1"),
     "weights": _Method(_explicit, {"normalize": bool}, (), "weights:0.2,0.3,0.5"),

@@ -50,10 +50,10 @@ def test_from_update_weights_inverts_the_theorem(weights):
     np.testing.assert_allclose(update_weights(c), weights, atol=1e-12)
 
 
-def test_decay_over_uneven_positions():
+def test_decay_at_uneven_positions():
     # The horizon is one mean interval (2) after the newest: the update that ends at token 1 of 8 keeps 7/8.
-    np.testing.assert_allclose(update_weights(recipes.decay([0, 1, 5, 6], "linear")), [7 / 8, 3 / 8, 2 / 8])
-    np.testing.assert_array_equal(recipes.decay([7], "cosine"), [1])
+    np.testing.assert_allclose(update_weights(recipes.decay_at([0, 1, 5, 6], "linear")), [7 / 8, 3 / 8, 2 / 8])
+    np.testing.assert_array_equal(recipes.decay_at([7], "cosine"), [1])
     for n, shape in ((3, "square"), (0, "linear")):
         with pytest.raises(ValueError, match="decay"):
             recipes.decay(n, shape)
