@@ -23,7 +23,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopRequest:
-    """The signal that requested a stop, if any."""
+    """The signal that requested a stop, if any. It is set before the main thread runs its next Python instruction."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -51,6 +51,7 @@ def catch_signals(interrupts: bool) -> Iterator[StopRequest]:
 
     def handle(number: int, frame: Any) -> None:
         del frame
+        request.signal = request.signal or number
         if interrupts:
             raise Stopped(number)
 
@@ -69,12 +70,14 @@ def catch_signals(interrupts: bool) -> Iterator[StopRequest]:
 
 
 def _read_signals(read_end: int, request: StopRequest) -> None:
+    is_first = True
     while numbers := os.read(read_end, 16):
         for number in numbers:
             if number not in SIGNALS:
                 continue
-            if request.signal is not None:
+            if not is_first:
                 os.write(2, b"stopped at once: published checkpoints are intact\n")
                 os._exit(128 + number)
-            request.signal = number
+            is_first = False
+            request.signal = request.signal or number
     os.close(read_end)

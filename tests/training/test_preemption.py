@@ -25,8 +25,7 @@ def send_signal_at(monkeypatch, number, step):
 
     def place_and_signal(mesh, batch):
         if next(calls) == step:
-            os.kill(os.getpid(), number)
-            time.sleep(0.05)  # The watching thread must see the signal before the step boundary.
+            signal.raise_signal(number)
         return place(mesh, batch)
 
     monkeypatch.setattr(loop, "put_batch", place_and_signal)
@@ -79,8 +78,7 @@ def test_nothing_is_saved_before_the_first_step(finished, tmp_path, monkeypatch)
     run_of = loop.open_or_create
 
     def signal_and_open(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.05)
+        signal.raise_signal(signal.SIGTERM)
         return run_of(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(signals.Stopped, match="no step was done"):
