@@ -36,6 +36,7 @@ def test_failing_part_is_recorded_and_the_others_run(tmp_path):
     assert parts["rates"]["stream_add_bytes_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_parts_without_time_left_are_recorded(tmp_path):
     done, parts = gpu(tmp_path / "out.json", "--parts", "rates,merge", "--limit-seconds", "0.5")
     assert done.returncode == 1

@@ -198,6 +198,7 @@ def test_corrupt_snapshot_is_one_line(fails, copy, tmp_path, how):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_corrupt_snapshot_is_one_line_in_a_terminal_too(copy):
     # Threads and event loops of the libraries print by themselves, which only a separate process shows.
     damaged = copy.snapshots[-1]

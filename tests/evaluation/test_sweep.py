@@ -41,7 +41,7 @@ def by_text(result):
     return {row["text"]: row["loss"] for row in result["rows"]}
 
 
-@pytest.mark.parametrize("kind", ["point", "block_mean"])
+@pytest.mark.parametrize("kind", ["point", pytest.param("block_mean", marks=pytest.mark.slow)])
 def test_each_row_is_the_loss_of_numpys_merge(copy, kind):
     result = sweep(copy, RECIPES, [2, 3], [1, 2], kind)
     snapshots = copy.of_kind(kind)

@@ -151,6 +151,7 @@ def test_merge_in_bfloat16_is_exported_in_bfloat16(tmp_path):
     assert wide["bytes"] == 2 * made["bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "mixture"])
 def test_every_verb_accepts_an_imported_model(tmp_path, workspace, capsys, kind):
     tensors = write_random_hf_model(tmp_path / "theirs", hf_models.model(kind))

@@ -50,7 +50,9 @@ def plan_with_workers(sources, rows, only=False):
     return dataclasses.replace(made, schedule=dataclasses.replace(made.schedule, processes=3, threads=0 if only else 1))
 
 
-@pytest.mark.parametrize("rows", [ROWS[0], ROWS], ids=["one recipe", "two recipes"])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(ROWS[0], marks=pytest.mark.slow), ROWS], ids=["one recipe", "two recipes"]
+)
 @pytest.mark.parametrize("only", [False, True], ids=["and this process", "alone"])
 def test_workers_merge_to_the_bytes_of_one_process(sources, tmp_path, rows, only):
     names = ["a", "b"][: np.atleast_2d(rows).shape[0]]
@@ -122,6 +124,7 @@ merge(dataclasses.replace(made, schedule=schedule), [sys.argv[1]], progress=wait
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="who is whose child is read from Linux's /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_exit_with_the_merging_process(sources, tmp_path, number):

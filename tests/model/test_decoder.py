@@ -133,6 +133,7 @@ def test_rows_of_a_batch_are_independent():
     np.testing.assert_allclose(complete[2:3], alone, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"remat": "full"}, {"remat": "dots", "scan_layers": False}], ids=str)
 def test_remat_and_unrolling_do_not_change_the_result(changes):
     expected = on_one_device(TINY)

@@ -36,7 +36,9 @@ def exact(q, k, v, documents, window):
     return np.stack([reference.one_head(*three, documents, window) for three in heads], axis=2)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name", ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in KERNELS if name != "xla")]
+)
 @pytest.mark.parametrize(
     ("packed", "window"),
     [(True, 100), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, 0), (False, 100), (False, 0)])],

@@ -121,7 +121,9 @@ def every_expert(config, p, x_BxLxD):
     return y, {"balance": balance, "z": z, "load_E": chosen.sum((0, 1))}
 
 
-@pytest.mark.parametrize("changes", [ROUTERS[0], ROUTERS[1], ROUTERS[2], ROUTERS[4]], ids=str)
+@pytest.mark.parametrize(
+    "changes", [ROUTERS[4], *(pytest.param(ROUTERS[i], marks=pytest.mark.slow) for i in (0, 1, 2))], ids=str
+)
 def test_gradients_and_losses_equal_those_of_computing_every_expert(changes):
     config = dataclasses.replace(TINY, **changes)
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), fresh(config)["blocks"]["moe"])

@@ -69,12 +69,8 @@ def test_notebook_is_stored_without_outputs_and_installs_the_package_on_colab(pa
     nbformat.validate(nbformat.read(path, as_version=4))
 
 
-QUICK = ("quickstart",)
-
-
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, id=p.stem, marks=[] if p.stem in QUICK else [pytest.mark.slow]) for p in NOTEBOOKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_from_top_to_bottom(path, runs, tmp_path, monkeypatch):
     shutil.copytree(runs / "run", tmp_path / "run")  # A sweep adds its rows to it.
     monkeypatch.setenv("PMA_RUN", str(tmp_path / "run"))

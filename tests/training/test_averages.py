@@ -245,6 +245,7 @@ def test_training_is_unchanged_by_block_means(dense, workspace, tmp_path):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
 
 
+@pytest.mark.slow
 def test_run_with_block_means_only(dense, workspace, tmp_path):
     config = tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("block_mean",)})
     alone = train(config, tmp_path / "alone")

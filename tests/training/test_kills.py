@@ -272,7 +272,8 @@ def test_killed_preparation_leaves_only_complete_tokens(workspace, tmp_path, kil
 # --- Merging ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, 16])
 def test_killed_merge_is_complete_or_absent(uninterrupted, tmp_path, kills, count):
     rng = random.Random(count)
     arguments = ["merge", uninterrupted.path, "--last", "6", "--recipe", "sma", "--out"]

@@ -153,6 +153,7 @@ def test_schedule_free_resume_is_bitwise(schedule_free, tmp_path):
     assert_same_run(train(copy.config, copy.path), schedule_free)
 
 
+@pytest.mark.slow
 def test_schedule_free_starts_from_a_snapshot(finished, workspace, tmp_path):
     keys = {"schedule__peak_rate": 1e-12, "training__total_tokens": 1024, "preview__windows": ()}
     config = tiny.config(workspace, training__start_from=str(finished.path), **keys, **SCHEDULE_FREE)

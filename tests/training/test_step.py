@@ -151,6 +151,7 @@ def test_z_loss_affects_the_gradient_but_not_the_reported_loss_and_null_disables
     assert metrics[0]["gradient_norm"] != pytest.approx(plain_metrics[0]["gradient_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [4])
 def test_accumulation_over_ragged_microbatches_equals_one_batch(microbatches):
     state, metrics = steps(make_config(accumulation_steps=microbatches), submesh(1, 1, 1))

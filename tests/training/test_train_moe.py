@@ -76,6 +76,7 @@ def on_one_device():
     return steps(make_config(), submesh(1, 1, 1, 1))
 
 
+@pytest.mark.slow
 def test_bias_moves_by_its_rate_and_the_optimizer_skips_it():
     state, metrics, biases = on_one_device()
     before = np.zeros_like(biases[0])
@@ -108,6 +109,7 @@ def test_any_mesh_and_microbatches_equal_one_device(shape, microbatches):
         assert actual == pytest.approx(requested, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_affect_the_gradient_but_not_the_reported_loss():
     _, metrics, _ = on_one_device()
     plain = make_config(balance_loss_weight=0.0, router_z_loss_weight=0.0)
