@@ -28,41 +28,41 @@ class Cell:
 
     recipe: str
     window: int
-    interval: int = 1
+    interval: int = 1  # in snapshots, not tokens: 2 merges every second snapshot
     kind: str = "point"
 
     @property
     def text(self) -> str:
         """The cell's name: `sma:10`; `sma:10@2` of every second snapshot; `block/sma:10` of block means."""
-        every = f"@{self.interval}" if self.interval > 1 else ""
-        return f"{SNAPSHOT_KINDS[self.kind].prefix}{self.recipe}:{self.window}{every}"
+        suffix = f"@{self.interval}" if self.interval > 1 else ""
+        return f"{SNAPSHOT_KINDS[self.kind].prefix}{self.recipe}:{self.window}{suffix}"
 
     @property
-    def snapshots_needed(self) -> int:
-        """The number of snapshots that the cell spans, including those that its interval skips."""
+    def span(self) -> int:
+        """Number of snapshots from the oldest to the newest that is merged, including those that the interval skips."""
         return (self.window - 1) * self.interval + 1
 
-    def weights(self, tokens_K: np.ndarray) -> np.ndarray:
-        """Return the weights over snapshots at these token positions.
+    def coefficients(self, tokens_K: np.ndarray) -> np.ndarray:
+        """Return the coefficient of each snapshot in the merge.
 
         Args:
-            tokens_K: [K], oldest first.
+            tokens_K: [K], tokens of each snapshot, oldest first.
 
         Returns:
-            float64 [K], sums to 1; 0 for the snapshots that do not take part.
+            float64 [K], sums to 1; 0 for snapshots that are not merged.
 
         Raises:
             ValueError: There are too few snapshots, or the recipe rejects them.
         """
-        weights_K = np.zeros(len(tokens_K))
-        if len(tokens_K) < self.snapshots_needed:
-            raise ValueError(f"there are {len(tokens_K)} snapshots, and it needs {self.snapshots_needed}")
-        used = slice(len(tokens_K) - self.snapshots_needed, None, self.interval)
-        weights_K[used] = recipes.coefficients(self.recipe, tokens_K[used])
-        return weights_K
+        coefficients_K = np.zeros(len(tokens_K))
+        if len(tokens_K) < self.span:
+            raise ValueError(f"there are {len(tokens_K)} snapshots, and it needs {self.span}")
+        used = slice(len(tokens_K) - self.span, None, self.interval)
+        coefficients_K[used] = recipes.coefficients(self.recipe, tokens_K[used])
+        return coefficients_K
 
 
-RAW = Cell("sma", 1)  # the newest point alone
+RAW = Cell("sma", 1)  # no merging: the newest point alone, the baseline of a sweep
 
 
 def sweep(
@@ -72,23 +72,24 @@ def sweep(
     intervals: Sequence[int] = (1,),
     kind: str = "point",
 ) -> dict[str, Any]:
-    """Evaluate every recipe over every window and interval at the newest snapshot, and cache the rows in sweep.json.
+    """Evaluate every recipe with every window and interval at the newest snapshot, and cache the rows in sweep.json.
 
-    Snapshots are read, and merges are held in memory, as `evaluate_merges` does. Rows that sweep.json holds for the
-    same newest tokens are not computed again; rows for other tokens are dropped.
+    `evaluate_merges` states how snapshots are read and how much memory is used. Rows of sweep.json for the same newest
+    snapshot are not computed again; rows for another one are dropped.
 
     Args:
         run: The run, with snapshots of `kind`.
-        recipe_texts: As `recipes.parse` reads them, without a window.
-        windows: Numbers of snapshots.
-        intervals: i takes every i-th snapshot, counted back from the newest.
-        kind: Of snapshots, "point" or "block_mean".
+        recipe_texts: Recipes in the syntax of `recipes.parse`, without a window.
+        windows: Numbers of snapshots to merge.
+        intervals: Numbers of snapshots: for each i, every i-th snapshot is merged, counted back from the newest.
+        kind: The kind of snapshots, "point" or "block_mean".
 
     Returns:
-        The content of sweep.json: `tokens`; `raw_loss` of the newest point, None where there is none; `rows`, each with
-        recipe, window, interval, kind, text and loss in nats per token; `left_out`, the text of each merge that this
-        call could not make and why; `passes` over the snapshots and `seconds` of reading (with adding), evaluating and
-        in all, of the last call that computed anything.
+        The content of sweep.json: `tokens` of the newest snapshot; `raw_loss`, the loss of the newest point, None if no
+        point has these tokens; `rows`, each with recipe, window, interval, kind, text and loss in nats per
+        token; `left_out`, which maps the text of each merge that cannot be made to the reason. Two more describe the
+        last call that evaluated anything: `passes`, how many times snapshots were read, and `seconds`, with the keys
+        read (reading and adding snapshots), evaluate, and all.
 
     Raises:
         ValueError: A recipe is invalid, no merge of the grid can be made, or sweep.json is corrupt.
@@ -96,7 +97,7 @@ def sweep(
     began = time.perf_counter()
     for text in recipe_texts:
         recipes.parse(text)
-    snapshots = run.of_kind(kind)
+    snapshots = run.snapshots_of_kind(kind)
     if not snapshots:
         raise ValueError(
             f"{run.path} has no snapshots of kind {kind}: it saves {', '.join(run.config.checkpoint.kinds)}"
@@ -106,7 +107,7 @@ def sweep(
     left_out: dict[str, str] = {}
     for cell in grid:
         try:
-            cell.weights(tokens_K)
+            cell.coefficients(tokens_K)
         except ValueError as error:
             left_out[cell.text] = str(error)
     if len(left_out) == len(grid):
@@ -114,8 +115,8 @@ def sweep(
             f"no merge can be made of {run.path}: {'; '.join(f'{t}: {why}' for t, why in left_out.items())}"
         )
     stored = _read_stored(run, snapshots[-1].tokens)
-    known = {row["text"] for row in stored["rows"]} | left_out.keys()
-    new = [cell for cell in grid if cell.text not in known]
+    excluded = {row["text"] for row in stored["rows"]} | left_out.keys()
+    new = [cell for cell in grid if cell.text not in excluded]
     result = stored | {"left_out": left_out}
     if new:
         result |= _evaluate_new(run, new, stored)
@@ -128,46 +129,47 @@ def sweep(
 def evaluate_cells(
     config: Config, snapshots: Mapping[str, Sequence[Snapshot]], cells: Sequence[tuple[Cell, int]]
 ) -> EvaluatedMerges:
-    """Evaluate each cell over the newest snapshots up to a token mark, as `evaluate_merges` does.
+    """Evaluate merges, each over the newest snapshots up to a number of tokens, as `evaluate_merges` does.
 
     Args:
-        config: Of the run, with the held-out text.
-        snapshots: Those of each kind that the cells name, oldest first.
-        cells: The cells and their marks.
+        config: Configuration of the run, with the held-out text.
+        snapshots: kind -> snapshots of that kind, oldest first, for each kind that the cells name.
+        cells: Each cell with the tokens at which its newest snapshot was scheduled, a multiple of the snapshot interval
+            or the end of the run.
 
     Raises:
-        ValueError: There is no snapshot at a mark, there are too few, or a recipe rejects them.
+        ValueError: No snapshot was scheduled at these tokens, there are too few before, or a recipe rejects them.
     """
-    every = [s for of_kind in snapshots.values() for s in of_kind]
-    rows_RxK = np.zeros((len(cells), len(every)))
+    all_snapshots = [s for of_kind in snapshots.values() for s in of_kind]
+    rows_RxK = np.zeros((len(cells), len(all_snapshots)))
     for row_K, (cell, tokens) in zip(rows_RxK, cells, strict=True):
-        until = snapshots_until(snapshots[cell.kind], tokens, config.batch_tokens)
-        start = every.index(until[0])
-        row_K[start : start + len(until)] = cell.weights(np.array([s.tokens for s in until]))
-    return evaluate_merges(config, every, rows_RxK)
+        used = snapshots_through(snapshots[cell.kind], tokens, config.batch_tokens)
+        start = all_snapshots.index(used[0])
+        row_K[start : start + len(used)] = cell.coefficients(np.array([s.tokens for s in used]))
+    return evaluate_merges(config, all_snapshots, rows_RxK)
 
 
-def snapshots_until(snapshots: Sequence[Snapshot], tokens: int, batch_tokens: int) -> Sequence[Snapshot]:
-    """Return the snapshots up to the one that was taken at the mark `tokens`.
+def snapshots_through(snapshots: Sequence[Snapshot], scheduled_tokens: int, batch_tokens: int) -> Sequence[Snapshot]:
+    """Return the snapshots up to and including the one that was scheduled at `scheduled_tokens`.
 
-    The step that reaches a mark ends less than one batch after it.
+    A snapshot is taken after the first step that ends at or after its scheduled tokens, so less than one batch later.
 
     Raises:
-        ValueError: There is no snapshot at the mark.
+        ValueError: No snapshot was scheduled at these tokens.
     """
     for i, snapshot in enumerate(snapshots):
-        if 0 <= snapshot.tokens - tokens < batch_tokens:
+        if 0 <= snapshot.tokens - scheduled_tokens < batch_tokens:
             return snapshots[: i + 1]
     have = ", ".join(f"{s.tokens:,}" for s in snapshots) or "none"
-    raise ValueError(f"there is no snapshot at {tokens:,} tokens (there are: {have})")
+    raise ValueError(f"there is no snapshot at {scheduled_tokens:,} tokens (there are: {have})")
 
 
 def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the stored and new rows, the raw loss, the number of passes and the seconds taken."""
+    """Evaluate `new` and return the keys of sweep.json that change: raw_loss, rows, passes and seconds."""
     tokens, raw_loss = stored["tokens"], stored["raw_loss"]
-    snapshots = {kind: run.of_kind(kind) for kind in dict.fromkeys([new[0].kind, RAW.kind])}
+    snapshots = {kind: run.snapshots_of_kind(kind) for kind in dict.fromkeys([new[0].kind, RAW.kind])}
     has_raw = any(s.tokens == tokens for s in snapshots[RAW.kind])
-    # The raw model is one more merge, so that it is not read twice.
+    # The raw loss is evaluated as one more merge, so that the newest point is not read twice.
     cells = list(dict.fromkeys([*new, RAW] if has_raw and raw_loss is None else new))
     evaluated = evaluate_cells(run.config, snapshots, [(cell, tokens) for cell in cells])
     losses = dict(zip(cells, evaluated.losses, strict=True))
@@ -181,8 +183,8 @@ def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str
 
 
 def _read_stored(run: Run, tokens: int) -> dict[str, Any]:
-    """Read the content of sweep.json if it is about these tokens, else return an empty one."""
+    """Return the content of sweep.json if its newest snapshot has these tokens, else that of an empty sweep."""
     empty = {"tokens": tokens, "raw_loss": None, "rows": [], "left_out": {}, "passes": 1, "seconds": {}}
     path = run.path / "sweep.json"
-    stored = empty | parse_untrusted_json(path.read_bytes(), str(path)) if path.exists() else empty
+    stored = empty | parse_untrusted_json(path.read_bytes(), str(path), allow_nan=True) if path.exists() else empty
     return stored if stored["tokens"] == tokens else empty

@@ -1,6 +1,6 @@
 """The held-out loss of merges along a run, evaluated afterwards at positions that the run has passed.
 
-RUN/losses.json holds {digest of the held-out windows: {"CELL at TOKENS": nats per token, or null where there are too
+RUN/losses.json contains {digest of the held-out windows: {"CELL at TOKENS": nats per token, or null if there are too
 few snapshots}}.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from pma_jax.config import EvaluationConfig
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import evaluation_digest
-from pma_jax.evaluation.sweep import Cell, evaluate_cells, snapshots_until
+from pma_jax.evaluation.sweep import Cell, evaluate_cells, snapshots_through
 from pma_jax.runs.directory import Run
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
@@ -33,16 +33,19 @@ def evaluate_along_run(
     ends_tokens: Sequence[int],
     evaluation: EvaluationConfig | None = None,
 ) -> dict[tuple[Cell, int], float]:
-    """Evaluate each merge at each end, in nats per token, and cache the losses in RUN/losses.json.
+    """Evaluate each merge at several points of the run, and cache the losses in RUN/losses.json.
 
-    At an end a cell takes the newest snapshots up to there, whatever came later. Cells with too few snapshots at an end
-    are left out of the result. Memory is that of `evaluate_merges`. Several processes may evaluate the same run.
+    Each cell merges the newest snapshots up to each of `ends_tokens`. `evaluate_merges` states how much memory is used.
+    Several processes may evaluate the same run.
 
     Args:
         run: The run, with snapshots of every kind that the cells name.
         cells: The merges; `sweep.RAW` is the snapshot itself.
-        ends_tokens: Token marks at which the run has snapshots.
+        ends_tokens: Tokens at which snapshots of the run were scheduled.
         evaluation: The held-out text; by default the run's own.
+
+    Returns:
+        (cell, end) -> nats per token, without the cells that have too few snapshots at that end.
 
     Raises:
         ValueError: There is no snapshot at an end, a recipe is invalid, or losses.json is corrupt.
@@ -52,30 +55,30 @@ def evaluate_along_run(
     path = run.path / FILE_NAME
     # One process reads the file for all: they must agree on what to evaluate.
     stored = hosts.broadcast_from_first(lambda: path.read_text() if path.exists() else "{}")
-    known = parse_untrusted_json(stored.encode(), str(path)).get(text, {})
+    cached = parse_untrusted_json(stored.encode(), str(path), allow_nan=True).get(text, {})
     cells = list(dict.fromkeys(cells))
     wanted = {_name(cell, end): (cell, end) for end in ends_tokens for cell in cells}
-    new = {name: pair for name, pair in wanted.items() if name not in known}
+    new = {name: pair for name, pair in wanted.items() if name not in cached}
     if new:
-        snapshots = {kind: run.of_kind(kind) for kind in dict.fromkeys(cell.kind for cell, _ in new.values())}
+        snapshots = {kind: run.snapshots_of_kind(kind) for kind in dict.fromkeys(cell.kind for cell, _ in new.values())}
         possible = {
             name: (cell, end)
             for name, (cell, end) in new.items()
-            if len(snapshots_until(snapshots[cell.kind], end, config.batch_tokens)) >= cell.snapshots_needed
+            if len(snapshots_through(snapshots[cell.kind], end, config.batch_tokens)) >= cell.span
         }
         losses = evaluate_cells(config, snapshots, list(possible.values())).losses if possible else []
         computed = dict.fromkeys(new) | dict(zip(possible, losses, strict=True))
-        known = known | computed
+        cached = cached | computed
         if hosts.is_first():
             _store(run, text, computed)
-    return {pair: loss for name, pair in wanted.items() if (loss := known[name]) is not None}
+    return {pair: loss for name, pair in wanted.items() if (loss := cached[name]) is not None}
 
 
 def _store(run: Run, text: str, losses: dict[str, float | None]) -> None:
     """Add losses to losses.json, which other processes may change at the same time. Buckets have no locks."""
     path = run.path / FILE_NAME
     with contextlib.nullcontext() if is_bucket(path) else locked(Path(run.path / LOCK_NAME)):
-        everything: Losses = parse_untrusted_json(path.read_bytes(), str(path)) if path.exists() else {}
+        everything: Losses = parse_untrusted_json(path.read_bytes(), str(path), True) if path.exists() else {}
         everything[text] = everything.get(text, {}) | losses
         atomic.write_text(path, json.dumps(everything, indent=1) + "\n")
 

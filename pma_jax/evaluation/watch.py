@@ -22,7 +22,7 @@ from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots
-from pma_jax.runs.directory import Run, read_records, record_lines
+from pma_jax.runs.directory import Run, read_metric_records, record_lines
 from pma_jax.runs.snapshots import Snapshot, is_snapshot, read_snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
@@ -203,4 +203,4 @@ def _done(log: epath.Path) -> set[tuple[str, int]]:
     text = log.read_text() if log.exists() else ""
     if not text.endswith("\n") and text:
         atomic.write_text(log, text[: text.rfind("\n") + 1])
-    return {(record["recipe"], record["tokens"]) for record in read_records(log)}
+    return {(record["recipe"], record["tokens"]) for record in read_metric_records(log)}

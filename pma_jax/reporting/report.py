@@ -22,7 +22,7 @@ from pma_jax.reporting import html
 from pma_jax.reporting.commands import reproduction_commands
 from pma_jax.reporting.drawing import DARK, LIGHT, PAGE_DPI, to_png
 from pma_jax.reporting.report_figure import draw_report
-from pma_jax.runs.directory import Run, read_records
+from pma_jax.runs.directory import Run, read_metric_records
 from pma_jax.runtime.formatting import align_columns
 from pma_jax.runtime.mesh import AXES
 from pma_jax.storage import atomic
@@ -153,7 +153,7 @@ def spike_rows(run: Run) -> list[dict[str, Any]]:
     """
     rows = [{key: r[key] for key in SPIKE_KEYS} | {"went_back": None} for r in run.metrics if r["kind"] == "spike"]
     for event in rollback.events(run):
-        records = read_records(run.path / rollback.FOLDER / str(event["number"]) / "metrics.jsonl")
+        records = read_metric_records(run.path / rollback.FOLDER / str(event["number"]) / "metrics.jsonl")
         went_back = {
             "tokens": event["tokens"],
             "recipe": event["recipe"],

@@ -3,10 +3,10 @@
     RUN/config.json            resolved configuration
     RUN/run.json               metadata: corpus digest, versions, origin of a fork
     RUN/snapshots/<step>/      parameters with their tokens, loss and configuration: what merging reads
-    RUN/block_means/<step>/    the same for the mean of the weights since the previous snapshot (dense averaging)
+    RUN/block_means/<step>/    the same for the mean of the parameters since the previous snapshot
     RUN/states/<step>/         parameters, optimizer, block mean and data position: what resuming and forking need
     RUN/metrics.jsonl          one record per line, written by the training process
-    RUN/watch.jsonl            preview records written by `pma watch`; a separate file, because two writers would race
+    RUN/watch.jsonl            preview records written by `pma watch`; a separate file, so that each file has one writer
     RUN/lock                   held by the training process (runs/lock.py)
     RUN/damaged/               corrupt steps that resuming set aside (training/resume.py)
 
@@ -54,37 +54,37 @@ class Run:
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        """Published snapshots of the first kind that the run saves, by tokens."""
-        return self.of_kind(self.config.checkpoint.kinds[0])
+        """Published snapshots of the first kind listed in `config.checkpoint.kinds`, sorted by tokens."""
+        return self.snapshots_of_kind(self.config.checkpoint.kinds[0])
 
-    def of_kind(self, kind: str) -> list[Snapshot]:
-        """List the published snapshots of one kind, "point" or "block_mean", by tokens."""
+    def snapshots_of_kind(self, kind: str) -> list[Snapshot]:
+        """List the published snapshots of one kind, "point" or "block_mean", sorted by tokens."""
         return self.read_steps(SNAPSHOT_KINDS[kind].folder)
 
     @property
     def states(self) -> list[SavedState]:
-        """Published states, by tokens, without those whose metadata are corrupt."""
+        """Published states, sorted by tokens, without those whose metadata are corrupt."""
         return self.read_steps(STATES, skip_corrupt=True)
 
     @property
-    def newest_state(self) -> SavedState | None:
-        """The first of `resumable_states`."""
+    def newest_resumable_state(self) -> SavedState | None:
+        """The newest of `resumable_states`, which may be older than the newest of `states`; None if there is none."""
         return next(iter(self.resumable_states), None)
 
     @property
     def resumable_states(self) -> list[SavedState]:
         """States to resume from, newest first.
 
-        A killed run may have published a state but not the snapshots before it; such a state is left out, because
-        resuming from it would lose these snapshots. If that leaves no state, the snapshots were removed on purpose, and
-        all states are returned.
+        A killed run may have published a state but not the snapshots before it; such a state is omitted, because
+        resuming from it would lose these snapshots. If no state has all its snapshots, the user has removed snapshots,
+        and all states are returned.
         """
-        origin = self.metadata.get("forked_from", {"tokens": 0})["tokens"]
-        published = min(self._newest_tokens(kind) for kind in self.config.checkpoint.kinds)
+        fork_tokens = self.metadata.get("forked_from", {"tokens": 0})["tokens"]
+        newest_complete_tokens = min(self._newest_tokens(kind) for kind in self.config.checkpoint.kinds)
 
         def has_its_snapshots(state: SavedState) -> bool:
-            ends = range(state.tokens, origin, -self.config.batch_tokens)
-            return published >= next((t for t in ends if self.config.is_snapshot(t)), 0)
+            step_ends = range(state.tokens, fork_tokens, -self.config.batch_tokens)
+            return newest_complete_tokens >= next((t for t in step_ends if self.config.is_snapshot(t)), 0)
 
         states = self.states[::-1]
         return list(filter(has_its_snapshots, states)) or states
@@ -98,10 +98,10 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Records of metrics.jsonl, then those of watch.jsonl.
 
-        A resumed run drops its own records past the restored state and writes them again. A watcher's records stay, as
-        do the snapshots that they evaluate.
+        Resuming removes the records after the restored state from metrics.jsonl, and training writes them again. The
+        records of watch.jsonl are kept, because the snapshots that they evaluate are kept.
         """
-        return [*read_records(self.path / "metrics.jsonl"), *read_records(self.path / "watch.jsonl")]
+        return [*read_metric_records(self.path / "metrics.jsonl"), *read_metric_records(self.path / "watch.jsonl")]
 
     def writer(self, folder: str) -> StepWriter:
         """Open one of STEP_FOLDERS for writing, with the configured retention."""
@@ -109,7 +109,7 @@ class Run:
         return StepWriter(self.path / folder, functools.partial(kept, self.config), removes=hosts.is_first())
 
     def read_steps(self, folder: str, skip_corrupt: bool = False) -> list[Any]:
-        """List the published steps in one of STEP_FOLDERS, by tokens.
+        """List the published steps in one of STEP_FOLDERS, sorted by tokens.
 
         Raises:
             ValueError: the metadata of a step are corrupt, and `skip_corrupt` is False.
@@ -133,14 +133,14 @@ class Run:
             status = locate(path / steps.METADATA_FILE).stat()
             version = (status.st_mtime_ns, status.st_size)
         except OSError:
-            return read(path)  # which reports what is wrong
+            return read(path)  # raises an error that describes the problem
         if path not in self._cache or self._cache[path][0] != version:
             self._cache[path] = version, read(path)
         return self._cache[path][1]
 
 
 def is_run(path: epath.PathLike) -> bool:
-    """Check for a run directory: run.json and config.json (a Hugging Face model has only the second)."""
+    """Return whether `path` has run.json and config.json (a Hugging Face model has only the second)."""
     return all((absolute_path(path) / name).exists() for name in ("run.json", "config.json"))
 
 
@@ -153,7 +153,7 @@ def open_run(path: epath.PathLike) -> Run:
     folder = absolute_path(path)
     if not is_run(folder):
         raise ValueError(
-            f"{path} is not a run directory (run.json and config.json): give the --workdir of a `pma train`"
+            f"{path} is not a run directory (run.json and config.json): specify the --workdir of a `pma train`"
         )
     raw = _read_json(folder / "config.json")
     try:
@@ -163,7 +163,10 @@ def open_run(path: epath.PathLike) -> Run:
 
 
 def create_run(path: epath.PathLike, config: Config, metadata: dict[str, Any]) -> Run:
-    """Create a run directory: write run.json, then config.json, after which the run exists."""
+    """Create a run directory: write run.json, then config.json, after which the run exists.
+
+    Existing files are replaced: the caller checks that there is no run at `path`.
+    """
     folder = absolute_path(path)
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / "run.json", json.dumps(metadata, indent=2) + "\n")
@@ -172,7 +175,7 @@ def create_run(path: epath.PathLike, config: Config, metadata: dict[str, Any]) -
 
 
 def newest_snapshot(path: epath.PathLike) -> Snapshot:
-    """Return the snapshot at `path`, or a run's newest one of the first kind that it saves.
+    """Return the snapshot at `path`, or the last of `Run.snapshots` if `path` is a run.
 
     Raises:
         ValueError: `path` is neither a run nor a snapshot, or the run has no snapshot.
@@ -181,15 +184,17 @@ def newest_snapshot(path: epath.PathLike) -> Snapshot:
         return read_snapshot(path)
     snapshots = open_run(path).snapshots
     if not snapshots:
-        raise ValueError(f"no snapshot in {path}: train until the first token mark")
+        raise ValueError(f"no snapshot in {path}: train until the first multiple of checkpoint.interval_tokens")
     return snapshots[-1]
 
 
-def read_records(path: epath.Path) -> list[dict[str, Any]]:
-    """Read metric records, one per line; a missing file has none, and an unfinished last line is left out.
+def read_metric_records(path: epath.Path) -> list[dict[str, Any]]:
+    """Read a file of metric records (JSON objects with `kind` and `tokens`), one per line.
+
+    The result is empty if the file does not exist. An unfinished last line is ignored.
 
     Raises:
-        ValueError: a line is corrupt; the message names it.
+        ValueError: A line is corrupt, or lacks `kind` or `tokens`; the message gives its number.
     """
     if not path.exists():
         return []
@@ -200,13 +205,13 @@ def read_records(path: epath.Path) -> list[dict[str, Any]]:
             if type(record["tokens"]) is not int or not isinstance(record["kind"], str):
                 raise TypeError("a record has kind and tokens")
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged in line {number}: remove that line ({error})") from error
+            raise ValueError(f"{path}: line {number} is corrupt: remove that line ({error})") from error
         records.append(record)
     return records
 
 
 def record_lines(records: Iterable[dict[str, Any]]) -> str:
-    """Format metric records as `read_records` reads them: one per line."""
+    """Format metric records as `read_metric_records` reads them: one per line."""
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
@@ -214,7 +219,7 @@ def _read_json(path: epath.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
         if not isinstance(value, dict):
-            raise TypeError(f"it holds a {type(value).__name__}")
+            raise TypeError(f"it contains a {type(value).__name__}, not an object")
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {error_line(error)}") from error
     return value

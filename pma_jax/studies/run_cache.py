@@ -24,7 +24,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
-from pma_jax.evaluation.sweep import Cell, snapshots_until
+from pma_jax.evaluation.sweep import Cell, snapshots_through
 from pma_jax.merging.api import merge
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run, is_run, open_run
@@ -83,16 +83,16 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     Raises:
       ValueError: `run` has too few snapshots, or none at `at_tokens`.
     """
-    until = snapshots_until(run.of_kind(cell.kind), at_tokens, run.config.batch_tokens)
-    row_K = cell.weights(np.array([s.tokens for s in until]))
+    used = snapshots_through(run.snapshots_of_kind(cell.kind), at_tokens, run.config.batch_tokens)
+    row_K = cell.coefficients(np.array([s.tokens for s in used]))
     folder = run.path.parent / "merged"
-    target = folder / f"{cell.text.replace('/', '-').replace(':', '-')}-{until[-1].tokens}"
+    target = folder / f"{cell.text.replace('/', '-').replace(':', '-')}-{used[-1].tokens}"
 
     def write() -> str:
-        used = np.flatnonzero(row_K).tolist()
+        merged = np.flatnonzero(row_K).tolist()
         with lock.hold(folder, waits=True):
             if not is_snapshot(target):
-                merge([until[k] for k in used], row_K[used], target, cell.recipe)
+                merge([used[k] for k in merged], row_K[merged], target, cell.recipe)
         return str(target)
 
     return read_snapshot(hosts.broadcast_from_first(write))
@@ -133,7 +133,7 @@ def _finish(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any
 
 
 def _is_finished(run: Run) -> bool:
-    newest = run.newest_state
+    newest = run.newest_resumable_state
     return newest is not None and run.config.is_horizon(newest.tokens)
 
 

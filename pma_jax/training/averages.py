@@ -1,11 +1,11 @@
-"""Running means of the weights during training: the block mean of a snapshot interval, and the EMA over every step.
+"""Running means of the parameters during training: the block mean of a snapshot interval, and the EMA over every step.
 
-A block mean averages every j-th step since the last token mark. It takes the storage of one snapshot and has less noise
-than the weights at one step. Blocks of equal counts average to the exact mean over all their steps, so a window of
-block means is a window of dense averaging.
+A block mean averages the parameters after every j-th step of one snapshot interval (`checkpoint.block_every_steps`). It
+takes the storage of one snapshot and has less noise than the parameters after one step. The mean of several block means
+with equal counts is the exact mean over all steps in these blocks ("dense averaging").
 
-A `RunningMean` holds the mean itself, not a sum: saving it needs no second copy. Every function is element-wise over
-pytrees: on a mesh each device updates its own shards.
+A `RunningMean` contains the mean itself, not a sum, so that it can be saved without a second copy. Every function is
+element-wise over pytrees, so on a mesh each device updates its own shards.
 """
 
 import dataclasses
@@ -20,41 +20,47 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RunningMean:
-    """Mean (float32, shaped and sharded as the parameters) of `count` weights (int32 scalar); undefined at count 0."""
+    """The mean of a sequence of parameter trees.
+
+    Attributes:
+        mean: Tree with the shapes and shardings of the parameters, float32; undefined if `count` is 0.
+        count: Number of parameter trees added so far, int32 scalar.
+    """
 
     mean: Any
     count: jax.Array
 
 
 def empty(params: Any) -> RunningMean:
-    """Return a mean of no weights, with the shapes of `params`; traceable."""
+    """Return a mean with count 0 and the shapes of `params`; traceable."""
     return RunningMean(jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params), jnp.zeros((), jnp.int32))
 
 
 def restart(running: RunningMean) -> RunningMean:
-    """Set the count to 0, so that the next weights replace the mean. The arrays are kept, not cleared."""
+    """Return `running` with count 0, so that the next parameters replace the mean. The arrays are kept, not cleared."""
     return dataclasses.replace(running, count=jnp.zeros_like(running.count))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def add_to_block_mean(block: RunningMean, params: Any) -> RunningMean:
-    """Add the weights `params`, all with equal weight; `block` is donated, `params` is not."""
+    """Add `params` to the arithmetic mean; `block` is donated, `params` is not."""
     count = (block.count + 1).astype(jnp.float32)
-    # Equal weights average to themselves exactly. As for a sum, the error is about a quarter of the root of `count`
-    # roundings (one after 12 adds, five after 300).
+    # The mean of equal parameters is exactly these parameters. Otherwise the rounding error grows as it does for a sum:
+    # about sqrt(count) / 4 units in the last place (one after 12 adds, five after 300).
     return _add(block, params, lambda difference: difference / count)
 
 
 def add_to_ema(ema: RunningMean, params: Any, decay: float) -> RunningMean:
-    """Add one step's weights to the exponential moving average; traceable.
+    """Add the parameters after one step to the exponential moving average; traceable.
 
-    The weights k steps ago have weight (1 - d) d^k divided by the sum of these, as Adam corrects its moments (optax.ema
-    with `debias`): after the first step the average is that step's weights.
+    The parameters of k steps ago have the coefficient (1 - d) d^k, divided by the sum of all coefficients. This is the
+    bias correction of Adam's moments (optax.ema with `debias`): after the first step the average is that step's
+    parameters.
 
     Args:
-        ema: the average so far.
-        params: the weights after this step.
-        decay: d in (0, 1), by which the weight of a step shrinks with each later step.
+        ema: The average so far.
+        params: The parameters after this step.
+        decay: d in (0, 1), the factor by which each later step reduces a step's coefficient.
     """
     count = (ema.count + 1).astype(jnp.float32)
     share = (1 - decay) / (1 - jnp.float32(decay) ** count)
@@ -62,21 +68,22 @@ def add_to_ema(ema: RunningMean, params: Any, decay: float) -> RunningMean:
 
 
 def ema_decay(half_life_tokens: float, batch_tokens: int) -> float:
-    """Return the decay d with which the last `half_life_tokens` have half of the total weight."""
+    """Return the decay d at which the steps of the last `half_life_tokens` have half of the sum of coefficients."""
     return 0.5 ** (batch_tokens / half_life_tokens)
 
 
-def block_mean_at_mark(block: RunningMean, params: Any) -> RunningMean:
-    """Return the block mean to save at a token mark: `block`, or the weights `params` if it holds no step.
+def block_mean_or_params(block: RunningMean, params: Any) -> RunningMean:
+    """Return the block mean to save: `block`, or a mean of `params` alone if no step was added to `block`.
 
-    It holds none where the horizon or a fork cuts an interval short. Waits for the device; `block` may be donated.
+    No step was added if the end of the run or a fork cuts an interval short. Blocks until `block.count` is computed,
+    and may donate `block`.
     """
     return block if int(block.count) else add_to_block_mean(block, params)
 
 
-def _add(running: RunningMean, params: Any, scaled: Callable[[jax.Array], jax.Array]) -> RunningMean:
+def _add(running: RunningMean, params: Any, scale: Callable[[jax.Array], jax.Array]) -> RunningMean:
     def blend(mean: jax.Array, p: jax.Array) -> jax.Array:
         p = p.astype(jnp.float32)
-        return jnp.where(running.count == 0, p, mean + scaled(p - mean))
+        return jnp.where(running.count == 0, p, mean + scale(p - mean))
 
     return RunningMean(jax.tree.map(blend, running.mean, params), running.count + 1)

@@ -77,7 +77,7 @@ def _train_to_horizon_or_spike(
     run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, request: StopRequest, messages: list[str]
 ) -> bool:
     """Train to the horizon (True), or to an irrecoverable spike, from which the next call rolls back (False)."""
-    config, newest, spike = run.config, run.newest_state, None
+    config, newest, spike = run.config, run.newest_resumable_state, None
     if newest and config.is_horizon(newest.tokens) and not rollback.is_pending(run):
         resume.apply_retention(run)
         return True
@@ -117,7 +117,7 @@ def _open(
     finished = rollback.finish(run)
     state, progress = initial_state.restore_or_make(run, abstract, messages.append)
 
-    log = stack.enter_context(MetricsLog(run, progress.tokens, writes=hosts.is_first()))
+    log = stack.enter_context(MetricsLog(run, progress.tokens, is_writer=hosts.is_first()))
     marks = Marks(run, graph, held_out_batches(tokens, config, mesh), log, stack)
     stack.enter_context(hosts.exit_on_error())
     for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, finished)]:

@@ -1,4 +1,7 @@
-"""Work at token marks: evaluate the model, save snapshots and states, preview merges."""
+"""Work at token marks: evaluate the model, save snapshots and states, preview merges.
+
+The token marks of an interval are its multiples; a mark is reached by the first step that ends at or after it.
+"""
 
 import contextlib
 import dataclasses
@@ -22,9 +25,9 @@ from pma_jax.training.state import TrainState, snapshot_params
 
 
 class Marks:
-    """Evaluates and saves at token marks, always on the same held-out tokens; call its methods under `jax.set_mesh`.
+    """Evaluates on fixed held-out tokens and saves at token marks; call its methods under `jax.set_mesh`.
 
-    The newest snapshots stay in host memory, for previews.
+    The newest snapshots are kept in host memory for previews.
     """
 
     def __init__(
@@ -45,7 +48,10 @@ class Marks:
         self._window = preview.Window(max(run.config.preview.windows, default=0))
 
     def load_preview_window(self, tokens: int, abstract: Params) -> None:
-        """Read the newest snapshots up to `tokens` into host memory, up to a corrupt one: no preview spans a gap."""
+        """Read the newest snapshots up to `tokens` into host memory; older than a corrupt one are skipped.
+
+        Otherwise a preview would have a gap in its window.
+        """
         size, start = self._window.size, self._config.preview.start_tokens
         newest = [s for s in self._run.snapshots if start <= s.tokens <= tokens]
         restored: list[tuple[int, Params]] = []
@@ -58,7 +64,7 @@ class Marks:
             self._window.add(at, params)
 
     def save_due(self, state: TrainState, progress: Progress, stops: bool) -> TrainState:
-        """Take a snapshot and save the full state, each if its mark was reached, the state also where the run stops."""
+        """Take a snapshot and save the training state, each if its mark was reached; the state also if `stops`."""
         if self._config.is_snapshot(progress.tokens):
             state = self.take_snapshot(state, progress)
         if stops or self._config.is_state(progress.tokens):
@@ -66,14 +72,14 @@ class Marks:
         return state
 
     def take_snapshot(self, state: TrainState, progress: Progress) -> TrainState:
-        """Evaluate and save the model in each kind, and preview merges; return the state with a new block mean begun.
+        """Evaluate and save the model in each kind, and preview merges; return the state with a restarted block mean.
 
         Points are evaluated even if they are not saved.
         """
         model = snapshot_params(self._config, state)
         params = {"point": model}
         if state.block is not None:
-            block = averages.block_mean_at_mark(state.block, model)
+            block = averages.block_mean_or_params(state.block, model)
             params["block_mean"] = block.mean
             state = dataclasses.replace(state, block=averages.restart(block))
         for kind in params:
@@ -82,7 +88,7 @@ class Marks:
         return state
 
     def save_state(self, state: TrainState, progress: Progress) -> None:
-        """Save the full state, which vouches for every record up to it: resuming from it does not write them again."""
+        """Flush the metric records, then save the training state: resuming does not write earlier records again."""
         self._log.sync()
         states.save_state(self._states, state, progress)
 

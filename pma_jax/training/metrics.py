@@ -12,17 +12,18 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from pma_jax.config import Config
-from pma_jax.runs.directory import Run, read_records, record_lines
+from pma_jax.runs.directory import Run, read_metric_records, record_lines
 from pma_jax.runs.steps import report_write_errors
 from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
 
 _Event: Any = vars(event_pb2)["Event"]  # created by protobuf at import: type checkers do not see it
 _START = 1  # SessionLog.START: TensorBoard drops an earlier process's events from that step on
-Record = dict[str, Any]  # always: kind (train | evaluation | block_mean | preview | spike | recovery), tokens
+# One record: always `kind` and `tokens`. `write` takes the kinds of `_LINE_FORMATS` and `spike`; a rollback appends
+# `recovery` records to the file itself.
+Record = dict[str, Any]
 
-
-_LINES = {
+_LINE_FORMATS = {
     "train": "loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s",
     "evaluation": "held-out loss {loss:.4f}",
     "block_mean": "held-out loss of the block mean {loss:.4f}",
@@ -33,15 +34,20 @@ _LINES = {
 class MetricsLog:
     """Appends records to RUN/metrics.jsonl and TensorBoard; shows a progress bar on a terminal, else plain lines.
 
-    Only process 0 writes. Opening it drops the records past `tokens`: a resumed run writes them again.
+    Creating it removes the records after `tokens` from the file, because a resumed run writes them again.
+
+    Args:
+        run: The run.
+        tokens: Tokens at which training starts or resumes.
+        is_writer: Whether this process writes; only process 0 does. In other processes the methods have no effect.
     """
 
-    def __init__(self, run: Run, tokens: int, writes: bool):
-        self._writes = writes
-        if not writes:
+    def __init__(self, run: Run, tokens: int, is_writer: bool):
+        self._is_writer = is_writer
+        if not is_writer:
             return
         path = run.path / "metrics.jsonl"
-        kept = [r for r in read_records(path) if r["tokens"] <= tokens]
+        kept = [r for r in read_metric_records(path) if r["tokens"] <= tokens]
         atomic.write_text(path, record_lines(kept))
         self._path, self._file = path, LineFile(path)
         folder = run.path / "tensorboard"
@@ -54,27 +60,30 @@ class MetricsLog:
         self._bar.start()
 
     def write(self, record: Record) -> None:
-        """Append one record; its numbers must be Python's, so that JSON keeps every digit."""
-        if not self._writes:
+        """Append one record; its numbers must be of type int or float, not numpy or JAX scalars."""
+        if not self._is_writer:
             return
         with report_write_errors(self._path):
             self._file.write(record_lines([record]))
             for tag, value in _scalars(record):
                 scalar = summary.scalar(tag, value)
                 self._board.write_event(_Event(wall_time=time.time(), step=record["tokens"], summary=scalar))
-        shown = _shown(record)
+        shown = _format_record(record)
         self._bar.update(self._bar.task_ids[0], completed=record["tokens"], description=shown)
         if not self._console.is_terminal:
             print(shown, file=sys.stderr, flush=True)
 
     def print(self, line: str) -> None:
         """Print one line to the terminal."""
-        if self._writes:
+        if self._is_writer:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def sync(self) -> None:
-        """Flush the records to disk, before a state is saved from which they are not written again."""
-        if self._writes:
+        """Flush the records to disk.
+
+        Call it before saving a state: a run that resumes from the state does not write earlier records again.
+        """
+        if self._is_writer:
             with report_write_errors(self._path):
                 self._file.sync()
 
@@ -83,7 +92,7 @@ class MetricsLog:
 
     def __exit__(self, *exception: object) -> None:
         """Flush and close everything."""
-        if self._writes:
+        if self._is_writer:
             self._bar.stop()
             with report_write_errors(self._path):
                 self._file.close()
@@ -97,10 +106,10 @@ def _scalars(record: Record) -> list[tuple[str, float]]:
     return [(f"{record['kind']}/{key}", v) for key, v in numbers.items()]
 
 
-def _shown(record: Record) -> str:
+def _format_record(record: Record) -> str:
     millions = f"{record['tokens'] / 1e6:.2f}M tokens"
     if record["kind"] != "spike":
-        return f"{millions}  {_LINES[record['kind']].format_map(record)}"
+        return f"{millions}  {_LINE_FORMATS[record['kind']].format_map(record)}"
     spike, loss = record, "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
     return (
         f"loss spike from {spike['onset_tokens']:,} to {spike['tokens']:,} tokens ({spike['verdict']}): loss {loss}, "

@@ -26,7 +26,7 @@ from pma_jax.config import Config
 from pma_jax.merging.api import average
 from pma_jax.merging.recipes import coefficients
 from pma_jax.runs import integrity, states, steps
-from pma_jax.runs.directory import STEP_FOLDERS, Run, read_records, record_lines
+from pma_jax.runs.directory import STEP_FOLDERS, Run, read_metric_records, record_lines
 from pma_jax.runs.snapshots import Snapshot, read_snapshot
 from pma_jax.runs.states import STATES, Progress
 from pma_jax.runtime import hosts
@@ -185,7 +185,7 @@ def _set_aside_records(run: Run, event: Event) -> None:
     """Move the records past the rollback point to the event's folder, and add the rollback's to the metrics."""
     for name in ("metrics.jsonl", "watch.jsonl"):
         path, target = run.path / name, _folder(run, event) / name
-        records = read_records(path)
+        records = read_metric_records(path)
         later = [r for r in records if r["tokens"] > event["tokens"]]
         kept = [r for r in records if r["tokens"] <= event["tokens"] and r.get("number") != event["number"]]
         if later and not target.exists():

@@ -9,6 +9,7 @@ import tiny
 
 from pma_jax.evaluation import merges
 from pma_jax.evaluation.sweep import Cell, sweep
+from pma_jax.evaluation.trajectory import evaluate_along_run
 from pma_jax.merging import recipes
 from pma_jax.runs import restore
 from pma_jax.runs.directory import open_run
@@ -44,7 +45,7 @@ def by_text(result):
 @pytest.mark.parametrize("kind", ["point", pytest.param("block_mean", marks=pytest.mark.slow)])
 def test_each_row_is_the_loss_of_numpys_merge(copy, kind):
     result = sweep(copy, RECIPES, [2, 3], [1, 2], kind)
-    snapshots = copy.of_kind(kind)
+    snapshots = copy.snapshots_of_kind(kind)
     assert len(result["rows"]) == 20 and result["left_out"] == {}
     for row in result["rows"]:
         chosen = snapshots[::-1][:: row["interval"]][: row["window"]][::-1]
@@ -67,12 +68,12 @@ def test_each_snapshot_is_read_once(copy, reads):
     assert reads == [str(s.path) for s in copy.snapshots[1:]]
     reads.clear()
     sweep(copy, ["sma", "wma"], [2, 3], kind="block_mean")
-    assert reads == [str(s.path) for s in copy.of_kind("block_mean")[-3:]], "the raw loss is known"
+    assert reads == [str(s.path) for s in copy.snapshots_of_kind("block_mean")[-3:]], "the raw loss is known"
 
 
 def test_raw_loss_is_that_of_the_newest_point_when_only_block_means_are_merged(copy, reads):
     result = sweep(copy, ["sma"], [2], kind="block_mean")
-    assert reads == [str(s.path) for s in (*copy.of_kind("block_mean")[-2:], copy.snapshots[-1])]
+    assert reads == [str(s.path) for s in (*copy.snapshots_of_kind("block_mean")[-2:], copy.snapshots[-1])]
     assert result["raw_loss"] == pytest.approx(copy.snapshots[-1].loss, rel=1e-6)
 
 
@@ -90,6 +91,14 @@ def test_sweep_extends_the_previous_one_and_recomputes_nothing(copy, reads):
     assert by_text(both) | by_text(first) == by_text(both)
     assert len(reads) == 2
     assert list(by_text(sweep(copy, ["sma"], [2], kind="block_mean"))) == [*by_text(both), "block/sma:2"]
+
+
+def test_losses_that_are_not_finite_are_cached(copy, monkeypatch):
+    monkeypatch.setattr(merges, "make_evaluator", lambda config, mesh: lambda params: math.nan)
+    sweep(copy, ["sma"], [2])
+    assert all(map(math.isnan, by_text(sweep(copy, ["sma", "wma"], [2])).values()))
+    evaluate_along_run(copy, [Cell("sma", 2)], [tiny.HORIZON])
+    assert math.isnan(*evaluate_along_run(copy, [Cell("sma", 2)], [tiny.HORIZON]).values())
 
 
 def test_rows_at_other_tokens_are_dropped(copy):

@@ -10,7 +10,7 @@ from pma_jax.evaluation import watch as watching
 from pma_jax.evaluation.watch import watch
 from pma_jax.merging import recipes
 from pma_jax.runs import snapshots, steps
-from pma_jax.runs.directory import is_run, open_run, read_records
+from pma_jax.runs.directory import is_run, open_run, read_metric_records
 from pma_jax.training.metrics import MetricsLog
 
 
@@ -35,7 +35,7 @@ def evaluated(monkeypatch):
 
 def previews(run):
     """Return the loss of each watched preview, keyed by (recipe, step)."""
-    records = read_records(run.path / "watch.jsonl")
+    records = read_metric_records(run.path / "watch.jsonl")
     actual = {(r["recipe"], r["step"]): r["loss"] for r in records}
     assert len(actual) == len(records), "each preview once"
     assert all((r["kind"], r["by"], r["tokens"]) == ("preview", "watch", 256 * r["step"]) for r in records)
@@ -76,8 +76,8 @@ def test_run_trained_by_another_process_is_followed_to_its_end(workspace, tmp_pa
             weights = recipes.wma(n)
             loss = tiny.loss_of_sum(run, stored[k + 1 - n : k + 1], weights)
             assert actual[f"wma:{n}", snapshots[k].step] == pytest.approx(loss, rel=1e-5)
-    assert all("by" not in r for r in read_records(run.path / "metrics.jsonl"))
-    assert [r for r in run.metrics if r["kind"] == "preview"] == read_records(run.path / "watch.jsonl")
+    assert all("by" not in r for r in read_metric_records(run.path / "metrics.jsonl"))
+    assert [r for r in run.metrics if r["kind"] == "preview"] == read_metric_records(run.path / "watch.jsonl")
 
 
 def test_previews_equal_the_trainers(copy):
@@ -194,7 +194,7 @@ def test_block_means_and_start_tokens(copy):
     (copy.path / "config.json").write_text(json.dumps(changed))
     run = open_run(copy.path)
     list(watch(run, "wma", [3], "block_mean"))
-    means = run.of_kind("block_mean")
+    means = run.snapshots_of_kind("block_mean")
     assert list(previews(run)) == [("block/wma:3", 20), ("block/wma:3", 24)]
     expected = tiny.loss_of_sum(run, [tiny.named(tiny.read(s)) for s in means[-3:]], recipes.wma(3))
     assert previews(run)["block/wma:3", 24] == pytest.approx(expected, rel=1e-6)
@@ -205,9 +205,9 @@ def test_block_means_and_start_tokens(copy):
 def test_resumed_run_keeps_watch_records_separate(copy):
     list(watch(copy))
     watched = (copy.path / "watch.jsonl").read_bytes()
-    with MetricsLog(copy, 2048, writes=True):
+    with MetricsLog(copy, 2048, is_writer=True):
         pass
-    own = read_records(copy.path / "metrics.jsonl")
+    own = read_metric_records(copy.path / "metrics.jsonl")
     assert own and all("by" not in r and r["tokens"] <= 2048 for r in own)
     assert (copy.path / "watch.jsonl").read_bytes() == watched
     assert len(copy.metrics) == len(own) + 9

@@ -18,7 +18,7 @@ from pma_jax.evaluation.watch import watch
 from pma_jax.merging.engine import provenance
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots, states
-from pma_jax.runs.directory import open_run, read_records
+from pma_jax.runs.directory import open_run, read_metric_records
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import local_mesh
 from pma_jax.storage.paths import absolute_path
@@ -149,7 +149,7 @@ def test_two_processes_equal_one_for_every_verb(finished, tmp_path):
     assert_same(two, finished)
     alone = open_run(shutil.copytree(finished.path, tmp_path / "alone"))
     assert lines == list(watch(alone, "wma", [2, 3]))
-    assert len(read_records(two.path / "watch.jsonl")) == len(lines)
+    assert len(read_metric_records(two.path / "watch.jsonl")) == len(lines)
     expected = sweep(alone, ["sma", "wma"], [2, 4])["rows"]
     assert rows == [row | {"loss": pytest.approx(row["loss"], rel=1e-5)} for row in expected]
     assert loss == pytest.approx(evaluate_targets([str(alone.path)], [])[0]["loss"], rel=1e-5)
@@ -201,7 +201,9 @@ def test_experts_and_block_means_across_processes(workspace, tmp_path):
     (config,) = write_configs(tmp_path, config=tiny.config(workspace, **keys, mesh__expert=4))
     processes.script(TRAIN, [config, tmp_path / "run"], 2).check(600)
     assert_same(open_run(tmp_path / "run"), alone)
-    for one, other in zip(*(run.of_kind("block_mean") for run in (open_run(tmp_path / "run"), alone)), strict=True):
+    for one, other in zip(
+        *(run.snapshots_of_kind("block_mean") for run in (open_run(tmp_path / "run"), alone)), strict=True
+    ):
         tiny.assert_close(read(one), read(other), rtol=1e-4, atol=1e-5)
 
 
@@ -216,7 +218,7 @@ def test_run_resumes_on_other_processes_and_another_mesh(finished, workspace, tm
     ):
         (config,) = write_configs(tmp_path, config=tiny.config(workspace, **mesh))
         processes.script(TRAIN_UNTIL, [config, run, last], count, devices).check(600)
-        assert open_run(run).newest_state.step == last
+        assert open_run(run).newest_resumable_state.step == last
     assert_same(open_run(run), finished)
 
 
@@ -274,10 +276,10 @@ def test_killed_process_stops_the_others_and_the_restart_is_bitwise(workspace, t
     processes.pma([*arguments, tmp_path / "whole"], count).check(600)
     cut = tmp_path / "cut"
     job = processes.pma([*arguments, cut], count)
-    kill_one(job, killed, lambda: len(read_records(absolute_path(cut / "metrics.jsonl"))) > 30)
+    kill_one(job, killed, lambda: len(read_metric_records(absolute_path(cut / "metrics.jsonl"))) > 30)
     outputs = [job.error(p) for p in range(count) if p != killed]
     assert any("error: process" in text for text in outputs) or killed == 0, outputs
-    newest = open_run(cut).newest_state
+    newest = open_run(cut).newest_resumable_state
     assert newest is None or newest.tokens < config.training.total_tokens
     processes.pma([*arguments, cut], count).check(600)
     uninterrupted, again = open_run(tmp_path / "whole"), open_run(cut)
@@ -294,12 +296,12 @@ def test_preemption_notice_to_any_process_stops_all_at_one_step_with_a_state(wor
     )
     arguments = ["train", "--config", file, "--workdir", tmp_path / "run"]
     job = processes.pma(arguments, 2)
-    wait_until(job, lambda: len(read_records(absolute_path(tmp_path / "run" / "metrics.jsonl"))) > 20)
+    wait_until(job, lambda: len(read_metric_records(absolute_path(tmp_path / "run" / "metrics.jsonl"))) > 20)
     for index in notified:
         job.processes[index].send_signal(signal.SIGTERM)
     assert job.wait() == [143, 143]
     stopped = open_run(tmp_path / "run")
-    step = stopped.newest_state.step
+    step = stopped.newest_resumable_state.step
     assert [r["step"] for r in stopped.metrics if r["kind"] == "train"] == list(range(1, step + 1)), "no step is lost"
     for index in (0, 1):
         output = job.error(index).splitlines()[-1]

@@ -61,7 +61,7 @@ def test_training_in_a_bucket_equals_training_on_disk(finished, workspace, folde
     with pytest.raises(KeyboardInterrupt):
         train(config, "gs://bucket/runs/new")
     monkeypatch.undo()
-    assert open_run("gs://bucket/runs/new").newest_state.step == 16
+    assert open_run("gs://bucket/runs/new").newest_resumable_state.step == 16
     made = train(config, "gs://bucket/runs/new")
     assert tiny.numbers(made) == tiny.numbers(finished)
     for one, other in zip(made.snapshots, finished.snapshots, strict=True):

@@ -31,7 +31,11 @@ def trained(monkeypatch):
 
     def counted(config, folder):
         run = open_run(folder) if is_run(folder) else None
-        if run is None or run.newest_state is None or run.newest_state.tokens < config.training.total_tokens:
+        if (
+            run is None
+            or run.newest_resumable_state is None
+            or run.newest_resumable_state.tokens < config.training.total_tokens
+        ):
             trained_configs.append(config)
         return train(config, folder)
 

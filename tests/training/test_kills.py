@@ -168,7 +168,7 @@ def kill_training(arguments, path, uninterrupted, kills, rng, count) -> None:
             kills[name] += 1
         assert_published_equals(path, uninterrupted)
         if number + 1 < count and is_run(path):
-            newest = open_run(path).newest_state
+            newest = open_run(path).newest_resumable_state
             if newest and newest.step == 24:  # The run was complete: start a new one for the remaining kills.
                 shutil.rmtree(path)
     assert_finishes_like(path, uninterrupted, arguments)

@@ -184,7 +184,7 @@ def test_keyboard_interrupt_completes_pending_writes(finished, workspace, tmp_pa
 def test_state_published_before_its_snapshot_is_not_resumed(finished, copy):
     interrupt(copy, 16)
     next(s for s in copy.snapshots if s.step == 16).path.rmtree()
-    assert copy.newest_state.step == 8
+    assert copy.newest_resumable_state.step == 8
     assert_same_run(train(copy.config, copy.path), finished)
 
 

@@ -43,7 +43,7 @@ def test_signal_saves_a_state_at_the_next_boundary_and_loses_no_step(finished, t
     )
     run = open_run(tmp_path / "run")
     assert [s.step for s in run.states] == [8, 16, 18]
-    assert run.newest_state.step == 18
+    assert run.newest_resumable_state.step == 18
     assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 19)), "every step has its record"
     # It resumes bitwise at step 18, and the finished directory equals that of an uninterrupted run.
     assert_same_run(train(run.config, run.path), finished)

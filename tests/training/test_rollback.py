@@ -19,7 +19,7 @@ from pma_jax.data import batches, shards
 from pma_jax.merging.api import average
 from pma_jax.model.decoder import graph_definition
 from pma_jax.runs import states
-from pma_jax.runs.directory import is_run, newest_snapshot, open_run, read_records
+from pma_jax.runs.directory import is_run, newest_snapshot, open_run, read_metric_records
 from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import loop, rollback, spikes
@@ -66,7 +66,7 @@ def losses(records):
 
 
 def set_aside_records(run, number=1):
-    return read_records(run.path / "spikes" / str(number) / "metrics.jsonl")
+    return read_metric_records(run.path / "spikes" / str(number) / "metrics.jsonl")
 
 
 def assert_same_run(actual, expected):
@@ -74,7 +74,7 @@ def assert_same_run(actual, expected):
     assert tiny.numbers(actual) == tiny.numbers(expected)
     assert rollback.events(actual) == rollback.events(expected)
     for kind in expected.config.checkpoint.kinds:
-        for a, e in zip(actual.of_kind(kind), expected.of_kind(kind), strict=True):
+        for a, e in zip(actual.snapshots_of_kind(kind), expected.snapshots_of_kind(kind), strict=True):
             assert (a.step, a.tokens, a.loss) == (e.step, e.tokens, e.loss)
             tiny.assert_equal(tiny.read(a), tiny.read(e))
     assert [s.step for s in actual.states] == [s.step for s in expected.states]
