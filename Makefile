@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # The point where the annealed branches leave the constant one: 80% of the demo's horizon.
 FORK_TOKENS := 4096000
 
-.PHONY: setup demo test lint docs clean
+.PHONY: setup demo test slow lint docs clean
 
 setup: .venv/.installed
 
@@ -34,6 +34,11 @@ test: setup
 	$(if $(EXTRAS),$(INSTALL) '.[$(EXTRAS)]')
 	PMA_TEST_DEVICES=1 $(PYTEST) -m "not mesh" $(TESTS) || [ $$? -eq 5 ]
 	PMA_TEST_DEVICES=8 $(PYTEST) -m mesh $(TESTS) || [ $$? -eq 5 ]
+
+# The tests marked slow. Those marked long are run by hand: .venv/bin/python -m pytest -n 2 --slow -m long
+slow: setup
+	PMA_TEST_DEVICES=1 $(PYTEST) --slow -m "slow and not mesh" $(TESTS) || [ $$? -eq 5 ]
+	PMA_TEST_DEVICES=8 $(PYTEST) --slow -m "slow and mesh" $(TESTS) || [ $$? -eq 5 ]
 
 lint: setup
 	$(BIN)/ruff format --check .

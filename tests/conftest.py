@@ -33,15 +33,15 @@ hypothesis.settings.load_profile("untimed")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the slow tests too")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow and long too")
 
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--slow"):
         return
-    skip = pytest.mark.skip(reason="slow: run with --slow")
+    skip = pytest.mark.skip(reason="slow or long: run with --slow")
     for item in items:
-        if "slow" in item.keywords:
+        if item.keywords.keys() & {"slow", "long"}:
             item.add_marker(skip)
 
 

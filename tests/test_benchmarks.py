@@ -45,7 +45,7 @@ def test_parts_without_time_left_are_recorded(tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1600)
 def test_every_part_measures(tmp_path):
     done, parts = gpu(tmp_path / "out.json", "--limit-seconds", "1500")

@@ -20,8 +20,10 @@ FOLDER = Path(__file__).parent.parent / "experiments"
 QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "run_experiment(" in path.read_text())
 NAMES = [folder.name for folder in QUESTIONS]
 # Each trains up to dozens of runs. `.ci/run` runs only stable_phase's, and test_study.py tests a script of its own.
-SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
-SCRIPTS = [pytest.param(folder, id=folder.name, marks=SLOW) for folder in QUESTIONS]
+SCRIPTS = [
+    pytest.param(folder, id=folder.name, marks=pytest.mark.slow if folder.name == "stable_phase" else pytest.mark.long)
+    for folder in QUESTIONS
+]
 
 
 def load_module(path):
@@ -44,6 +46,7 @@ def runs(tmp_path_factory):
     return tmp_path_factory.mktemp("science")
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("folder", SCRIPTS)
 def test_script_runs_end_to_end(folder, runs, workspace, tmp_path):
     shutil.copy(folder / "README.md", tmp_path)

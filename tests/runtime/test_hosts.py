@@ -178,7 +178,7 @@ train(config.from_json(Path(sys.argv[1]).read_text()), sys.argv[2])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "devices", "mesh"), GRIDS)
 def test_training_on_any_grid_of_hosts_and_devices_equals_one_process(
     finished, workspace, tmp_path, count, devices, mesh
@@ -188,7 +188,7 @@ def test_training_on_any_grid_of_hosts_and_devices_equals_one_process(
     assert_same(open_run(tmp_path / "run"), finished)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_and_block_means_across_processes(workspace, tmp_path):
     keys = {
         "model__experts": 4,
@@ -207,7 +207,7 @@ def test_experts_and_block_means_across_processes(workspace, tmp_path):
         tiny.assert_close(read(one), read(other), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_resumes_on_other_processes_and_another_mesh(finished, workspace, tmp_path):
     """Train 8 steps on each of 4 processes, then 2, then 1."""
     run = tmp_path / "run"
@@ -266,7 +266,7 @@ def kill_one(job, index, is_time, seconds=300.0):
     assert all(statuses)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "killed"), [(2, 1), (2, 0), (4, 2)])
 def test_killed_process_stops_the_others_and_the_restart_is_bitwise(workspace, tmp_path, count, killed):
     long = {"training__total_tokens": 64 * B, "preview__windows": ()}
@@ -288,7 +288,7 @@ def test_killed_process_stops_the_others_and_the_restart_is_bitwise(workspace, t
         tiny.assert_equal(read(one), read(other))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("notified", [[0], [1], [0, 1]], ids=["the first", "the second", "both"])
 def test_preemption_notice_to_any_process_stops_all_at_one_step_with_a_state(workspace, tmp_path, notified):
     file = tiny.write_config(
@@ -402,7 +402,7 @@ with hosts.exit_on_error():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 1])
 def test_merge_that_loses_a_process_publishes_nothing_and_resumes(tmp_path, killed):
     paths = write_models(tmp_path / "models")

@@ -76,7 +76,7 @@ def losses(name, shape):
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long) for case in CASES],
     ids=str,
 )
 def test_losses_equal_those_of_one_device(name, shape):
@@ -85,7 +85,7 @@ def test_losses_equal_those_of_one_device(name, shape):
     np.testing.assert_allclose(losses(name, shape), expected, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1500)  # Four processes, each with its own time limit.
 @pytest.mark.parametrize("experts", [0, 4])
 def test_runs_on_1_2_4_and_8_devices_have_equal_losses(experts, tmp_path):
