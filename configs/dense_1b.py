@@ -1,4 +1,4 @@
-"""Dense, 1B parameters: interval and window by `recommend_interval`.
+"""Dense, 1B parameters: interval and window by `recommend_interval_and_window`.
 
 Shape, learning rate and batch size are not in the paper: see `pma_jax.model.ladder`.
 

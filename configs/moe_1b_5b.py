@@ -1,4 +1,4 @@
-"""Mixture of experts, 1B activated of 5B parameters: interval and window by `recommend_interval`.
+"""Mixture of experts, 1B activated of 5B parameters: interval and window by `recommend_interval_and_window`.
 
 Shape, learning rate and batch size are not in the paper: see `pma_jax.model.ladder`.
 

@@ -133,9 +133,9 @@ def test_readme_is_short():
 def test_model_sizes_page_matches_recommended_intervals():
     (block,) = blocks("python", ROOT / "docs" / "ladder.md")
     for line in block.splitlines():
-        if "recommend_interval(" in line:
+        if "recommend_interval_and_window(" in line:
             names: dict = {}
-            exec(f"from pma_jax.model.ladder import recommend_interval\n{line}", names)
+            exec(f"from pma_jax.model.ladder import recommend_interval_and_window\n{line}", names)
             tokens, window = re.search(r"([\d.]+)B tokens, (\d+)", line).groups()
             assert (f"{names['interval_tokens'] / 1e9:.2g}", names["window"]) == (tokens, int(window))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pma_jax.analysis.comparison import Difference, mean_interval, paired_difference
 from pma_jax.evaluation.sweep import RAW, Cell
-from pma_jax.model.ladder import recommend_interval
+from pma_jax.model.ladder import recommend_interval_and_window
 from pma_jax.reporting.drawing import PAGE_DPI, to_png
 from pma_jax.reporting.heat_map import HeatMap, draw_heat_maps
 from pma_jax.studies import pages
@@ -30,7 +30,7 @@ def measure(study: Study) -> dict[str, Any]:
         losses = study.losses_over_seeds(lambda seed, size=size: study.trunk(size, seed), cells, ends)
         description = study.describe_size(size)
         is_mixture = study.trunk_config(size, study.seeds[0]).model.experts > 0
-        interval, window = recommend_interval(description["active_parameters"], is_mixture)
+        interval, window = recommend_interval_and_window(description["active_parameters"], is_mixture)
         rule = {"interval_tokens": interval, "window": window}
         sizes[size] = description | {"losses": losses, "rule": rule}
     return {"ends": ends, "sizes": sizes}
@@ -99,7 +99,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def recommended_span(name: str, size: dict[str, Any]) -> str:
-    """Format the span N V that `recommend_interval` recommends."""
+    """Format the span N V that `recommend_interval_and_window` recommends."""
     span = size["rule"]["window"] * size["rule"]["interval_tokens"]
     return f"{span / 1e6:.1f}M tokens ({name}, {span / size['active_parameters']:.0f} per parameter)"
 

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,19 +39,29 @@ from pma_jax.storage.json_files import json_bytes, read_object
 from pma_jax.storage.paths import locate
 
 Progress = Callable[[int, int], None]
-Item = tuple[str, int, np.ndarray, int]  # output leaf, offset of the array in it in bytes, array, bytes read for it
+
+
+class _TensorWrite(NamedTuple):
+    """An array to write into a leaf of the output."""
+
+    name: str  # of the output leaf
+    offset_bytes: int  # of the array in the leaf
+    array: np.ndarray
+    bytes_read: int  # from the source, to make the array
+
+
 # Defaults to evaluate an imported model: the logits of such a batch fit into the memory of most devices.
 _MAX_SEQUENCE_TOKENS, _BATCH_SEQUENCES = 1024, 8
-# All imports and exports share this digest, so that any of them may overwrite an interrupted upload to a bucket.
-_DIGEST = "model"
+# All imports and exports share this identifier, so that any of them may overwrite an interrupted upload to a bucket.
+_UPLOAD_ID = "model"
 _PACKED_NOTE = (
     "transformers lets packed documents attend to each other, despite model.separator_token: use one document per "
     "sequence"
 )
 # Fields of config.json that have no counterpart in ModelConfig: they are exported with their imported values.
 _KEPT_FIELDS = (*hf_config.TOKEN_IDS, "router_aux_loss_coef")
-# Storage chunks of several items are read together, up to this size.
-_TOGETHER_BYTES = 4 * 2**30
+# Maximum bytes per read of a storage chunk that contains several slices of a leaf.
+_MAX_READ_BYTES = 4 * 2**30
 
 
 def import_model(address: str | Path, out: str | Path, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -67,14 +77,14 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
         A summary, serialisable as JSON; its "notes" are one-line notes for the user.
 
     Raises:
-        ValueError: The decoder does not have the architecture or a field, a tensor is missing, unknown or has another
-            shape, or the output exists. The message is one line, and nothing is written.
+        ValueError: The decoder does not support the architecture or the value of a field, a tensor is missing, unknown
+            or has another shape, or the output exists. The message is one line, and nothing is written.
     """
     source = open_source(address)
     fields = _read_json(source, "config.json")
     if source.kind != "safetensors" or fields is None:
         raise ValueError(
-            f"{address}: has no config.json with safetensors: specify the directory of a Hugging Face model"
+            f"{address}: has no config.json, or no safetensors files: specify the directory of a Hugging Face model"
         )
     with _prefix_errors(f"{source.origin}: config.json"):
         model, notes = hf_config.parse_hf_config(fields)
@@ -99,7 +109,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in tokenizer_files.values()}
     layout = orbax_layout(imported, _as_snapshot_source(source, imported), metadata)
     total_bytes = sum(leaf.nbytes for leaf in leaves.values())
-    _write_directory(replace(layout, copies=copies), target, _imported_items(source, mappings), total_bytes, progress)
+    _write_directory(replace(layout, copies=copies), target, _imported_slices(source, mappings), total_bytes, progress)
     return {
         "out": str(target),
         "architecture": hf_config.architecture_of(model),
@@ -122,7 +132,8 @@ def export_snapshot(
     """Write a snapshot as a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
-        snapshot: A point, a block mean, a merge, an imported model, or a run (its newest snapshot).
+        snapshot: A snapshot of a run (a single step, or the mean over a block of steps), a merge, an imported model, or
+            a run, of which the newest snapshot is exported.
         out: The directory to write; must not exist.
         dtype: Dtype of the tensors: "keep", "float32" or "bfloat16".
         shard_bytes: Maximum bytes of tensors in one file.
@@ -143,7 +154,7 @@ def export_snapshot(
         leaves, bias_notes = drop_zero_router_bias(source, config.model)
     mappings = map_leaves(config.model)
     check_leaves(source.origin, leaves, {mapping.leaf: mapping.leaf_shape for mapping in mappings}, "the model")
-    tensors = _exported_tensors(source, mappings, dtype)
+    tensors = _exported_leaves(source, mappings, dtype)
     dtypes = sorted({tensor.dtype for tensor in tensors.values()})
     with _prefix_errors(source.origin):
         imported = metadata.get("imported") or {}
@@ -155,7 +166,7 @@ def export_snapshot(
     layout = replace(layout, texts={**layout.texts, **texts, **files.texts}, copies=files.copies)
     target = locate(out).absolute()
     total_bytes = sum(leaf.nbytes for leaf in leaves.values())
-    _write_directory(layout, target, _exported_items(source, mappings, tensors), total_bytes, progress)
+    _write_directory(layout, target, _exported_tensors(source, mappings, tensors), total_bytes, progress)
     packed_notes = [_PACKED_NOTE] if config.model.separator_token >= 0 else []
     return {
         "out": str(target),
@@ -179,42 +190,43 @@ def _open_snapshot(address: str | Path) -> tuple[CheckpointSource, dict[str, Any
     return source, metadata
 
 
-def _imported_items(source: CheckpointSource, mappings: list[LeafMapping]) -> Iterator[Item]:
-    """Read and convert the tensors of `source`, which are the items of each leaf."""
+def _imported_slices(source: CheckpointSource, mappings: list[LeafMapping]) -> Iterator[_TensorWrite]:
+    """Read and convert the tensors of `source`, each of which is one slice (a layer or expert) of a leaf."""
     float32 = numpy_dtype("float32")
     for mapping in mappings:
         start = 0
         for name in mapping.tensors:
-            item = mapping.to_item(read_leaf(source, name), float32)
-            yield mapping.leaf, start, item, source.leaves[name].nbytes
-            start += item.nbytes
+            part = mapping.to_slice(read_leaf(source, name), float32)
+            yield _TensorWrite(mapping.leaf, start, part, source.leaves[name].nbytes)
+            start += part.nbytes
 
 
-def _exported_items(
+def _exported_tensors(
     source: CheckpointSource, mappings: list[LeafMapping], tensors: Mapping[str, LeafInfo]
-) -> Iterator[Item]:
-    """Read and convert the items of each leaf of `source`, which are one tensor each."""
+) -> Iterator[_TensorWrite]:
+    """Read and convert the slices of each leaf of `source`, each of which is exported as one tensor."""
     for mapping in mappings:
-        for name, item in zip(mapping.tensors, _read_items(source, mapping), strict=True):
-            yield name, 0, mapping.to_tensor(item, numpy_dtype(tensors[name].dtype)), item.nbytes
+        for name, part in zip(mapping.tensors, _read_slices(source, mapping), strict=True):
+            tensor = mapping.to_tensor(part, numpy_dtype(tensors[name].dtype))
+            yield _TensorWrite(name, 0, tensor, part.nbytes)
 
 
-def _read_items(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.ndarray]:
-    """Yield the items of a leaf in order.
+def _read_slices(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.ndarray]:
+    """Yield the slices of a leaf, one per tensor of the mapping, in order.
 
-    Items are read one at a time if storage can read any range. The chunks of a snapshot that several devices wrote
-    contain several layers: their items are read together, up to `_TOGETHER_BYTES`.
+    Slices are read one at a time if storage can read any range. The chunks of a snapshot that several devices wrote
+    contain several layers: their slices are read together, up to `_MAX_READ_BYTES`.
     """
     leaf, count = source.leaves[mapping.leaf], len(mapping.tensors)
     elements = leaf.elements // count
-    together = max(1, min(leaf.chunk_elements, _TOGETHER_BYTES // ITEM_BYTES[leaf.dtype]) // elements)
-    for start in range(0, count, together):
-        data = read_leaf_bytes(source, mapping.leaf, start * elements, min(start + together, count) * elements)
+    slices_per_read = max(1, min(leaf.chunk_elements, _MAX_READ_BYTES // ITEM_BYTES[leaf.dtype]) // elements)
+    for start in range(0, count, slices_per_read):
+        data = read_leaf_bytes(source, mapping.leaf, start * elements, min(start + slices_per_read, count) * elements)
         yield from data.view(numpy_dtype(leaf.dtype)).reshape(-1, *mapping.shape)
 
 
-def _exported_tensors(source: CheckpointSource, mappings: list[LeafMapping], dtype: str) -> dict[str, LeafInfo]:
-    """Return shape and dtype of the tensors to export; `dtype` is "keep" or the dtype of all of them."""
+def _exported_leaves(source: CheckpointSource, mappings: list[LeafMapping], dtype: str) -> dict[str, LeafInfo]:
+    """Return the shape and dtype of each tensor to export; `dtype` is "keep" or the dtype of all of them."""
     if dtype not in ("keep", "float32", "bfloat16"):
         raise ValueError(f"the dtype {dtype!r} is not one of keep, float32, bfloat16")
     tensors = {}
@@ -232,13 +244,13 @@ def _sort_by_layer(tensors: Mapping[str, LeafInfo]) -> dict[str, LeafInfo]:
         parts = name.split(".")
         if parts[:2] == ["model", "layers"]:
             return int(parts[2])
-        return -1 if name == "model.embed_tokens.weight" else hf_config.MOST_LAYERS
+        return -1 if name == "model.embed_tokens.weight" else hf_config.MAX_LAYERS
 
-    return dict(sorted(tensors.items(), key=lambda item: layer_index(item[0])))
+    return dict(sorted(tensors.items(), key=lambda pair: layer_index(pair[0])))
 
 
 def _imported_config(model: configuration.ModelConfig, fields: Mapping[str, Any], tokenizer: Path) -> Config:
-    """Make the configuration of an imported snapshot: its model, its tokenizer, and defaults to evaluate it."""
+    """Build the configuration of an imported snapshot: its model, its tokenizer, and defaults to evaluate it."""
     max_positions = fields.get("max_position_embeddings")
     length = (
         max_positions if type(max_positions) is int and max_positions > 0 else Config().training.sequence_length_tokens
@@ -254,7 +266,7 @@ def _imported_config(model: configuration.ModelConfig, fields: Mapping[str, Any]
 
 
 def _imported_metadata(source: CheckpointSource, fields: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Make the metadata of an imported snapshot: those of any snapshot, and `imported`, which merges retain."""
+    """Build the metadata of an imported snapshot: those of every snapshot, and `imported`, which merges copy."""
     return {
         "step": source.step or 0,
         "tokens": source.tokens or 0,
@@ -273,7 +285,7 @@ def _imported_metadata(source: CheckpointSource, fields: Mapping[str, Any], conf
 def _config_texts(
     config: Config, imported: Mapping[str, Any], files: hf_tokenizer.TokenizerFiles, dtypes: list[str]
 ) -> dict[str, bytes]:
-    """Make the contents of config.json and generation_config.json."""
+    """Build the contents of config.json and generation_config.json."""
     fields = imported.get("fields") or {}
     if imported:
         # Absent fields stay absent, so that transformers uses the same defaults as for the imported model.
@@ -293,7 +305,8 @@ def _config_texts(
     )
     generation = imported.get("generation_config")
     if generation is None:
-        # Pad with the end-of-document token. In config.json it would exclude the embedding of that token from training.
+        # Generating a batch needs a pad token: use the end-of-document token. It is set only here, because transformers
+        # does not train the embedding of the pad token that config.json names.
         ids = others if imported else others | {"pad_token_id": others["eos_token_id"]}
         generation = {name: ids[name] for name in hf_config.TOKEN_IDS if ids.get(name) is not None}
     return {"config.json": json_bytes(hf_fields), "generation_config.json": json_bytes(generation)}
@@ -312,7 +325,7 @@ def _read_json(source: CheckpointSource, name: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _prefix_errors(prefix: str) -> Iterator[None]:
-    """Prefix the message of a ValueError of the block."""
+    """Prefix the message of a ValueError that the block raises."""
     try:
         yield
     except ValueError as error:
@@ -320,9 +333,9 @@ def _prefix_errors(prefix: str) -> Iterator[None]:
 
 
 def _write_directory(
-    layout: OutputLayout, target: Path, items: Iterable[Item], total_bytes: int, progress: Progress | None
+    layout: OutputLayout, target: Path, writes: Iterable[_TensorWrite], total_bytes: int, progress: Progress | None
 ) -> None:
-    """Write the items of all leaves into a temporary directory, and publish it as `target`."""
+    """Write the arrays of all leaves into a temporary directory, and publish it as `target`."""
     work = publish.working_directory(target, "")
     directory = work / "checkpoint"
     _check_not_existing(target)
@@ -333,18 +346,18 @@ def _write_directory(
                 shutil.rmtree(directory)
             layout.create_files(directory)
             byte_ranges, done = layout.byte_ranges_in(directory), 0
-            for name, start, item, bytes_read in items:
+            for name, offset_bytes, array, bytes_read in writes:
                 with open_files([part.path for part in byte_ranges[name]], os.O_WRONLY) as files:
-                    write_range(files, byte_ranges[name], start, item.reshape(-1).view("uint8"))
+                    write_range(files, byte_ranges[name], offset_bytes, array.reshape(-1).view("uint8"))
                 done += bytes_read
                 if progress is not None:
                     progress(done, total_bytes)
             _check_not_existing(target)
-            publish.publish(directory, target, list(layout.sizes), _DIGEST)
+            publish.publish(directory, target, list(layout.sizes), _UPLOAD_ID)
         finally:
             shutil.rmtree(work)
 
 
 def _check_not_existing(target: Path) -> None:
-    if (target.exists() or target.is_symlink()) and not publish.has_incomplete_upload(target, _DIGEST):
+    if (target.exists() or target.is_symlink()) and not publish.has_incomplete_upload(target, _UPLOAD_ID):
         raise ValueError(f"{target}: exists already and is not overwritten: choose another --out or remove it")

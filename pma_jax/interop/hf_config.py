@@ -14,7 +14,7 @@ T = TypeVar("T", bool, int, float, list)
 LLAMA, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 # Fields that the decoder does not have, with the only value that is accepted; an absent field has that value.
 _NEUTRAL: dict[str, Any] = {
@@ -105,8 +105,8 @@ def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, 
         if name in fields and fields[name] not in (neutral, None):
             raise ValueError(f"{name} is {_short(fields[name])}, which the decoder does not have")
     layers = _read(fields, "num_hidden_layers", int)
-    if layers > MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers is {layers}, more than {MOST_LAYERS}")
+    if layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
     shared = _shared_fields(architecture)
     defaults = {name: default for name, (_, default) in shared.items()} | _class_defaults(fields, architecture)
     sizes: dict[str, Any] = {

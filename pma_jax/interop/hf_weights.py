@@ -50,9 +50,9 @@ class LeafMapping:
     Attributes:
         leaf: Name of the leaf in storage.
         name: Name of the tensors, with a `{}` for each dim of `stack`.
-        shape: Shape of one item of the leaf, which corresponds to one tensor.
+        shape: Shape of one slice of the leaf, which corresponds to one tensor.
         inputs: Number of leading dims of `shape` that are inputs of the matrix; 0 if the tensor is not transposed.
-        stack: Leading dims of the leaf, over its items: (T,), (T, E) for experts, or () if the leaf is one tensor.
+        stack: Leading dims of the leaf, over its slices: (T,), (T, E) for experts, or () if the leaf is one tensor.
     """
 
     leaf: str
@@ -75,16 +75,16 @@ class LeafMapping:
 
     @property
     def tensors(self) -> list[str]:
-        """Names of the tensors, in the order of the items of the leaf."""
+        """Names of the tensors, in the order of the slices of the leaf."""
         return [self.name.format(*index) for index in itertools.product(*map(range, self.stack))]
 
-    def to_item(self, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Convert a tensor to an item of the leaf, as a new array of `dtype` in C order."""
+    def to_slice(self, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Convert a tensor to a slice of the leaf, as a new array of `dtype` in C order."""
         return (tensor.T if self.inputs else tensor).astype(dtype, order="C").reshape(self.shape)
 
-    def to_tensor(self, item: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Convert an item of the leaf to a tensor, as a new array of `dtype` in C order."""
-        rows = item.reshape(self.tensor_shape[::-1]).T if self.inputs else item
+    def to_tensor(self, part: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Convert a slice of the leaf to a tensor, as a new array of `dtype` in C order."""
+        rows = part.reshape(self.tensor_shape[::-1]).T if self.inputs else part
         return rows.astype(dtype, order="C")
 
 

@@ -11,7 +11,7 @@ from pma_jax.merging.recipes import coefficients
 
 
 class Window:
-    """The parameters of the newest `size` snapshots in host memory, with their shardings."""
+    """A buffer of the newest `size` snapshots: their parameters in host memory, with their shardings."""
 
     def __init__(self, size: int):
         self.size = size
@@ -25,18 +25,21 @@ class Window:
     def add(self, tokens: int, params: Any) -> None:
         """Copy `params` (arrays on devices) to host memory; they may be donated afterwards."""
         if self.size:
-            self._newest.append((tokens, _move(params, "pinned_host")))
+            self._newest.append((tokens, _to_memory_kind(params, "pinned_host")))
 
     def merges(self, recipe: str, windows: Sequence[int]) -> Iterator[tuple[str, Any]]:
-        """Yield (`RECIPE:N`, merged parameters on the devices) for each window N that is filled, smallest first."""
+        """Yield (`RECIPE:N`, merged parameters on the devices) for each N of `windows`, smallest first.
+
+        An N that is greater than the number of snapshots in the buffer is skipped.
+        """
         newest = list(self._newest)
         for n in sorted(n for n in windows if n <= len(newest)):
             tokens = [t for t, _ in newest[-n:]]
-            params = [_move(p, "device") for _, p in newest[-n:]]
+            params = [_to_memory_kind(p, "device") for _, p in newest[-n:]]
             yield f"{recipe}:{n}", average(params, coefficients(recipe, tokens))
 
 
-def _move(params: Any, memory_kind: str) -> Any:
+def _to_memory_kind(params: Any, memory_kind: str) -> Any:
     """Copy arrays to this kind of memory, each shard on its own device.
 
     Each process moves its own shards: on an array that several processes share, jax.device_put runs a compiled program,

@@ -1,7 +1,7 @@
 """A decoder-only transformer: RMSNorm, rotary grouped-query attention and SwiGLU in stacked, scanned blocks.
 
 Legend: B batch, L positions, S = B L, V vocabulary, D width, N query heads, K key and value heads, H head dim, F hidden
-width, T layers, E … the dims that a matrix maps D to or from.
+width, T layers, E … the dims that a matrix maps D to or from, such as [N, H] or [F].
 
 Parameters are float32 and sharded by their initialisers; a matrix is cast to the compute dtype and gathered along
 `fsdp` where it is used.
@@ -17,7 +17,7 @@ from flax import nnx
 from pma_jax.config import ModelConfig
 from pma_jax.model.attention import apply_rotary, attention, rotary_tables
 from pma_jax.model.kernels.matmul import MATMUL_NAME, sharded_matmul
-from pma_jax.model.layers import embed_tokens, normal_param, ones_param, rms_norm, swiglu
+from pma_jax.model.layers import embed_tokens, ones_param, rms_norm, swiglu, truncated_normal_param
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
 from pma_jax.runtime.mesh import RULES, abstract_arrays, check_model_on_mesh, gather_batch_axes
 
@@ -34,15 +34,15 @@ class Block(nnx.Module):
         shrink = 1 / math.sqrt(2 * c.layers)
         self.config = nnx.static(config)
         self.attention_norm_D = ones_param(D)
-        self.query_DxNxH = normal_param(rngs, (D, N, H), spec("width", "heads", None), D)
-        self.key_DxKxH = normal_param(rngs, (D, K, H), spec("width", "heads", None), D)
-        self.value_DxKxH = normal_param(rngs, (D, K, H), spec("width", "heads", None), D)
-        self.output_NxHxD = normal_param(rngs, (N, H, D), spec("heads", None, "width"), N * H, shrink)
+        self.query_DxNxH = truncated_normal_param(rngs, (D, N, H), spec("width", "heads", None), D)
+        self.key_DxKxH = truncated_normal_param(rngs, (D, K, H), spec("width", "heads", None), D)
+        self.value_DxKxH = truncated_normal_param(rngs, (D, K, H), spec("width", "heads", None), D)
+        self.output_NxHxD = truncated_normal_param(rngs, (N, H, D), spec("heads", None, "width"), N * H, shrink)
         self.mlp_norm_D = ones_param(D)
         if F:
-            self.gate_DxF = normal_param(rngs, (D, F), spec("width", "hidden"), D)
-            self.up_DxF = normal_param(rngs, (D, F), spec("width", "hidden"), D)
-            self.down_FxD = normal_param(rngs, (F, D), spec("hidden", "width"), F, shrink)
+            self.gate_DxF = truncated_normal_param(rngs, (D, F), spec("width", "hidden"), D)
+            self.up_DxF = truncated_normal_param(rngs, (D, F), spec("width", "hidden"), D)
+            self.down_FxD = truncated_normal_param(rngs, (F, D), spec("hidden", "width"), F, shrink)
         if c.experts:
             self.moe = MixtureOfExperts(c, rngs)
         if c.qk_norm:
@@ -72,52 +72,58 @@ class Block(nnx.Module):
     ) -> jax.Array:
         c = self.config
         q_BxLxNxH, k_BxLxKxH, v_BxLxKxH = (
-            _project_from_width(x_BxLxD, w[...], "heads") for w in (self.query_DxNxH, self.key_DxKxH, self.value_DxKxH)
+            _project_in(x_BxLxD, w[...], "heads") for w in (self.query_DxNxH, self.key_DxKxH, self.value_DxKxH)
         )
         if c.qk_norm:
             q_BxLxNxH = rms_norm(q_BxLxNxH, self.query_norm_H[...], c.norm_epsilon)
             k_BxLxKxH = rms_norm(k_BxLxKxH, self.key_norm_H[...], c.norm_epsilon)
         q_BxLxNxH, k_BxLxKxH = apply_rotary(q_BxLxNxH, *rotary), apply_rotary(k_BxLxKxH, *rotary)
         y_BxLxNxH = attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL, c.attention_window_tokens)
-        return _project_to_width(y_BxLxNxH, self.output_NxHxD[...], "heads")
+        return _project_out(y_BxLxNxH, self.output_NxHxD[...], "heads")
 
     def _mlp(self, x_BxLxD: jax.Array) -> jax.Array:
-        gate_BxLxF = _project_from_width(x_BxLxD, self.gate_DxF[...], "hidden")
-        up_BxLxF = _project_from_width(x_BxLxD, self.up_DxF[...], "hidden")
-        return _project_to_width(swiglu(gate_BxLxF, up_BxLxF), self.down_FxD[...], "hidden")
+        gate_BxLxF = _project_in(x_BxLxD, self.gate_DxF[...], "hidden")
+        up_BxLxF = _project_in(x_BxLxD, self.up_DxF[...], "hidden")
+        return _project_out(swiglu(gate_BxLxF, up_BxLxF), self.down_FxD[...], "hidden")
 
 
 class Decoder(nnx.Module):
     """The language model: token ids to logits.
 
     Raises:
-        ValueError: a dim does not divide by the mesh axis that splits it.
+        ValueError: A dim is not divisible by the size of the mesh axis over which it is sharded.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c = config
         check_model_on_mesh(c, jax.sharding.get_abstract_mesh().shape)
         self.config = nnx.static(config)
-        self.embedding_VxD = normal_param(
+        self.embedding_VxD = truncated_normal_param(
             rngs, (c.vocabulary_size, c.width), RULES.spec("vocabulary", "width"), c.width
         )
         self.blocks = jax.vmap(functools.partial(Block, c))(rngs.split(c.layers))
         self.final_norm_D = ones_param(c.width)
         if not c.tie_embeddings:
-            self.unembedding_DxV = normal_param(
+            self.unembedding_DxV = truncated_normal_param(
                 rngs, (c.width, c.vocabulary_size), RULES.spec("width", "vocabulary"), c.width
             )
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
-        """Map int32 [B, L] to float32 logits [B, L, V]; a loss avoids storing them by `hidden` and `head`."""
+        """Map int32 [B, L] to float32 logits [B, L, V].
+
+        The losses use `hidden` and `head` instead, so that the logits of all positions are never stored at once.
+        """
         (x_BxLxD, _), head_DxV = self.hidden(tokens_BxL), gather_batch_axes(self.head())
         spec = RULES.spec("batch", None, "vocabulary")
         return jnp.einsum("bld,dv->blv", x_BxLxD, head_DxV, out_sharding=spec, preferred_element_type=jnp.float32)
 
     def hidden(self, tokens_BxL: jax.Array) -> tuple[jax.Array, RouterSums]:
-        """Map int32 [B, L] to the normed hidden states [B, L, D] in the compute dtype, which `head` maps to logits.
+        """Map int32 [B, L] to the last hidden states, from which the logits are computed.
 
-        Also return the routers' sums, stacked over T; the dict is empty for a dense model.
+        Returns:
+            Hidden states after the final norm, [B, L, D] in the compute dtype. Their product with the matrix that
+                `head` returns is the logits.
+            Sums of each layer's router, stacked along a first dim T; empty for a dense model.
         """
         c = self.config
         x_BxLxD = embed_tokens(self.embedding_VxD[...], tokens_BxL, jnp.dtype(c.compute_dtype))
@@ -126,13 +132,13 @@ class Decoder(nnx.Module):
         return rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon), router
 
     def head(self) -> jax.Array:
-        """Return the output projection [D, V] in the compute dtype, sharded as its parameter."""
+        """Return the matrix [D, V] from hidden states to logits, in the compute dtype, sharded as its parameter."""
         head_DxV = self.embedding_VxD[...].T if self.config.tie_embeddings else self.unembedding_DxV[...]
         return head_DxV.astype(jnp.dtype(self.config.compute_dtype))
 
 
 def graph_definition(config: ModelConfig) -> nnx.GraphDef:
-    """Return the graph definition of a `Decoder`, its static part; call under `jax.set_mesh`."""
+    """Return the graph definition of a `Decoder`: its structure without parameters. Call it under `jax.set_mesh`."""
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=jax.random.key(0)))))
 
 
@@ -203,20 +209,20 @@ def _apply_blocks(
     return x_BxLxD, jax.tree.map(lambda *sums: jnp.stack(sums), *routers)
 
 
-def _project_from_width(x_BxLxD: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
-    """Multiply [B, L, D] by [D, E …] to [B, L, E …], with the first dim of E sharded along the tensor axis."""
+def _project_in(x_BxLxD: jax.Array, matrix: jax.Array, sharded_axis: str) -> jax.Array:
+    """Multiply [B, L, D] by [D, E …] to [B, L, E …], with the first dim of E sharded as `sharded_axis` of `RULES`."""
     B, L, D = x_BxLxD.shape
-    matrix_DxE = jnp.reshape(matrix.astype(x_BxLxD.dtype), (D, -1), out_sharding=RULES.spec("width", split))
-    # Flattened to two dims: with three, XLA on CPU transposes the gradient before the product for the weight.
-    y_SxE = sharded_matmul(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", split))
-    sharding = RULES.spec("batch", None, split, *[None] * (matrix.ndim - 2))
+    matrix_DxE = jnp.reshape(matrix.astype(x_BxLxD.dtype), (D, -1), out_sharding=RULES.spec("width", sharded_axis))
+    # Flattened to two dims: with three, XLA on CPU transposes the gradient before the product for that of the matrix.
+    y_SxE = sharded_matmul(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", sharded_axis))
+    sharding = RULES.spec("batch", None, sharded_axis, *[None] * (matrix.ndim - 2))
     return jnp.reshape(y_SxE, (B, L, *matrix.shape[1:]), out_sharding=sharding)
 
 
-def _project_to_width(x_BxLxE: jax.Array, matrix: jax.Array, split: str) -> jax.Array:
-    """Multiply [B, L, E …] by [E …, D] to [B, L, D], summing over E, whose first dim is sharded on the tensor axis."""
+def _project_out(x_BxLxE: jax.Array, matrix: jax.Array, sharded_axis: str) -> jax.Array:
+    """Multiply [B, L, E …] by [E …, D] to [B, L, D]; the first dim of E is sharded as `sharded_axis` of `RULES`."""
     B, L, D = *x_BxLxE.shape[:2], matrix.shape[-1]
-    matrix_ExD = jnp.reshape(matrix.astype(x_BxLxE.dtype), (-1, D), out_sharding=RULES.spec(split, "width"))
-    x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", split))
+    matrix_ExD = jnp.reshape(matrix.astype(x_BxLxE.dtype), (-1, D), out_sharding=RULES.spec(sharded_axis, "width"))
+    x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", sharded_axis))
     y_SxD = sharded_matmul(x_SxE, matrix_ExD, RULES.spec("batch", None))
     return jnp.reshape(y_SxD, (B, L, D), out_sharding=RULES.spec("batch", None, None))

@@ -2,14 +2,16 @@
 
 The paper publishes sizes, but no shapes, learning rates, batch sizes or corpora. Those here are chosen as follows:
 
-- Shapes resemble current open models: head dim 64 or 128, grouped queries, normalised queries and keys, SwiGLU of about
-  3.5 widths; mixtures of 32 to 128 experts of which 4 to 8 are chosen, some with a shared expert, with sigmoid scores
-  balanced by a bias. Activated and total parameters are within 5% of the name.
-- A run is 20 windows long, like the paper's 1.3B/13B model (80B of 1.6T tokens).
+- Shapes resemble current open models: head dim 64 or 128; attention heads that share keys and values in groups
+  (grouped-query attention), with RMSNorm on queries and keys; a SwiGLU MLP whose hidden width is 2.3 to 3.5 times the
+  width. Mixtures of experts (MoE) have 32 to 128 experts, of which each token uses 4 to 8, some also a shared expert
+  that every token uses; router scores are sigmoids, balanced by a bias. Activated parameters (those used for
+  one token) and total parameters are within 5% of the numbers in the name.
+- A run is `WINDOWS_PER_RUN` merging windows long, like the paper's 1.3B/13B model (80B of 1.6T tokens).
 - Peak rate and batch size follow the scaling laws of DeepSeek LLM (arXiv 2401.02954, Equation 1) for that compute.
 
 Snapshot interval and window are the paper's where it publishes them (Section 4.3 and Appendix A), else from
-`recommend_interval`. The user sets the data (`config.data`) and, if needed, the mesh.
+`recommend_interval_and_window`. The user sets the data (`config.data`) and, if needed, the mesh.
 """
 
 import dataclasses
@@ -21,10 +23,11 @@ import numpy as np
 from pma_jax import config as configuration
 from pma_jax.config import ModelConfig
 
-# Published (activated parameters, interval in tokens, window) of dense models and mixtures of experts; sizes in both
-# the paper and `SIZES` have the same number of activated parameters.
+# (activated parameters, snapshot interval in tokens, window in snapshots) that the paper publishes for dense models and
+# for MoE models. `get_config` finds the point of a size by its activated parameters.
 DENSE_POINTS = ((411e6, 2e9, 6), (2e9, 5e9, 6), (8e9, 15e9, 10), (70e9, 40e9, 10))
-MIXTURE_POINTS = ((0.7e9, 4e9, 10), (1.3e9, 8e9, 10), (10e9, 80e9, 10))
+MOE_POINTS = ((0.7e9, 4e9, 10), (1.3e9, 8e9, 10), (10e9, 80e9, 10))
+# Length of a run: total_tokens = WINDOWS_PER_RUN * window * interval.
 WINDOWS_PER_RUN = 20
 
 
@@ -33,10 +36,10 @@ class ModelSize:
     """One model size of the ladder.
 
     Attributes:
-        activated: nominal parameters used per token.
-        total: nominal parameters.
-        model: the shape.
-        sequence_length_tokens: training sequence length.
+        activated: Nominal number of parameters that are used for one token.
+        total: Nominal number of parameters.
+        model: The shape.
+        sequence_length_tokens: Sequence length in training.
     """
 
     activated: float
@@ -49,18 +52,18 @@ _SHAPE = ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim",
 
 
 def _dense(*shape: int, **others: Any) -> ModelConfig:
-    """Make a dense model; `shape` holds the values of `_SHAPE`."""
+    """Build a dense model; `shape` contains the values of the fields in `_SHAPE`."""
     sizes: dict[str, Any] = dict(zip(_SHAPE, shape, strict=True))
     return ModelConfig(**sizes, qk_norm=True, rope_theta=500_000.0, compute_dtype="bfloat16", remat="full", **others)
 
 
-def _mixture(*shape: int, experts: tuple[int, int, int], shared: int = 0) -> ModelConfig:
-    """Make a mixture of experts.
+def _moe(*shape: int, experts: tuple[int, int, int], shared: int = 0) -> ModelConfig:
+    """Build an MoE model.
 
     Args:
-        *shape: the values of `_SHAPE` but the last.
-        experts: the number of experts, experts per token, and hidden width of one expert.
-        shared: the number of shared experts.
+        *shape: The values of the fields in `_SHAPE` except the last.
+        experts: (number of experts, experts per token, hidden width of one expert).
+        shared: Number of shared experts.
     """
     number, per_token, hidden = experts
     return _dense(
@@ -74,6 +77,8 @@ def _mixture(*shape: int, experts: tuple[int, int, int], shared: int = 0) -> Mod
     )
 
 
+# The positional arguments of `_dense` and `_moe` are the fields of `_SHAPE`: vocabulary size, width, layers, query
+# heads, key and value heads, head dim, and (dense models only) hidden width of the MLP.
 SIZES = {
     "dense_125m": ModelSize(125e6, 125e6, _dense(32_768, 768, 12, 12, 12, 64, 1_792), 2_048),
     "dense_411m": ModelSize(411e6, 411e6, _dense(65_536, 1_024, 24, 16, 8, 64, 2_816), 2_048),
@@ -81,34 +86,32 @@ SIZES = {
     "dense_2b": ModelSize(2e9, 2e9, _dense(131_072, 2_048, 26, 16, 8, 128, 7_168), 4_096),
     "dense_8b": ModelSize(8e9, 8e9, _dense(131_072, 4_096, 32, 32, 8, 128, 14_336), 8_192),
     "dense_70b": ModelSize(70e9, 70e9, _dense(131_072, 8_192, 80, 64, 8, 128, 28_672), 8_192),
-    "moe_125m_650m": ModelSize(125e6, 650e6, _mixture(32_768, 512, 12, 8, 8, 64, experts=(32, 4, 1_024)), 2_048),
-    "moe_330m_3b": ModelSize(330e6, 3.3e9, _mixture(65_536, 1_024, 16, 16, 8, 64, experts=(128, 6, 512)), 2_048),
-    "moe_700m_7b": ModelSize(
-        0.7e9, 7e9, _mixture(65_536, 1_536, 18, 12, 4, 128, experts=(128, 6, 640), shared=1), 4_096
-    ),
-    "moe_1b_5b": ModelSize(1e9, 5e9, _mixture(65_536, 2_048, 16, 16, 4, 128, experts=(32, 4, 1_408)), 2_048),
-    "moe_1b3_13b": ModelSize(
-        1.3e9, 13e9, _mixture(65_536, 2_048, 20, 16, 4, 128, experts=(128, 8, 768), shared=1), 4_096
-    ),
-    "moe_3b_30b": ModelSize(3e9, 30e9, _mixture(131_072, 2_048, 36, 32, 4, 128, experts=(128, 8, 1_024)), 8_192),
+    "moe_125m_650m": ModelSize(125e6, 650e6, _moe(32_768, 512, 12, 8, 8, 64, experts=(32, 4, 1_024)), 2_048),
+    "moe_330m_3b": ModelSize(330e6, 3.3e9, _moe(65_536, 1_024, 16, 16, 8, 64, experts=(128, 6, 512)), 2_048),
+    "moe_700m_7b": ModelSize(0.7e9, 7e9, _moe(65_536, 1_536, 18, 12, 4, 128, experts=(128, 6, 640), shared=1), 4_096),
+    "moe_1b_5b": ModelSize(1e9, 5e9, _moe(65_536, 2_048, 16, 16, 4, 128, experts=(32, 4, 1_408)), 2_048),
+    "moe_1b3_13b": ModelSize(1.3e9, 13e9, _moe(65_536, 2_048, 20, 16, 4, 128, experts=(128, 8, 768), shared=1), 4_096),
+    "moe_3b_30b": ModelSize(3e9, 30e9, _moe(131_072, 2_048, 36, 32, 4, 128, experts=(128, 8, 1_024)), 8_192),
     "moe_10b_100b": ModelSize(
-        10e9, 100e9, _mixture(131_072, 4_096, 48, 32, 8, 128, experts=(128, 8, 1_280), shared=1), 8_192
+        10e9, 100e9, _moe(131_072, 4_096, 48, 32, 8, 128, experts=(128, 8, 1_280), shared=1), 8_192
     ),
     "moe_15b_150b": ModelSize(
-        15e9, 150e9, _mixture(131_072, 5_120, 48, 40, 8, 128, experts=(128, 8, 1_536), shared=1), 8_192
+        15e9, 150e9, _moe(131_072, 5_120, 48, 40, 8, 128, experts=(128, 8, 1_536), shared=1), 8_192
     ),
     "moe_20b_200b": ModelSize(
-        20e9, 200e9, _mixture(131_072, 5_120, 52, 40, 8, 128, experts=(64, 4, 3_840), shared=1), 8_192
+        20e9, 200e9, _moe(131_072, 5_120, 52, 40, 8, 128, experts=(64, 4, 3_840), shared=1), 8_192
     ),
 }
 
 
 def get_config(name: str) -> ml_collections.ConfigDict:
-    """Return the configuration of a size, which a `--config` file returns as it is or changed."""
+    """Return the training configuration of a size of `SIZES`. The files in configs/ return it, or change it first."""
     size = SIZES[name]
     model = size.model
-    published = {activated: point for activated, *point in DENSE_POINTS + MIXTURE_POINTS}
-    interval, window = published.get(size.activated) or recommend_interval(size.activated, mixture=model.experts > 0)
+    published = {activated: point for activated, *point in DENSE_POINTS + MOE_POINTS}
+    interval, window = published.get(size.activated) or recommend_interval_and_window(
+        size.activated, moe=model.experts > 0
+    )
     total_tokens = WINDOWS_PER_RUN * window * interval
     rate, batch_tokens = scaling_law_rate_and_batch(size.activated, total_tokens)
     c = configuration.defaults()
@@ -132,23 +135,23 @@ def get_config(name: str) -> ml_collections.ConfigDict:
     return c
 
 
-def recommend_interval(active_params: float, mixture: bool = False) -> tuple[int, int]:
+def recommend_interval_and_window(activated_params: float, moe: bool = False) -> tuple[int, int]:
     """Recommend a snapshot interval in tokens (two significant digits) and a window, by activated parameters.
 
-    The interval is a power law fitted in logarithms to the paper's points, separately for dense models and mixtures of
-    experts, which need much longer intervals. It is within a factor of 1.3 of each point, and an extrapolation outside
-    their range (411M to 70B dense, 0.7B to 10B mixtures). The window is 10, or 6 for dense models below 4B, which is
-    the (logarithmic) midpoint between the paper's largest model with 6 and its smallest with 10.
+    The interval is a power law, fitted in logarithms to the paper's points: `DENSE_POINTS`, or `MOE_POINTS` if `moe`,
+    because MoE models need much longer intervals. It is within a factor of 1.3 of each point. Outside their range (411M
+    to 70B dense, 0.7B to 10B MoE) it is an extrapolation. The window is 10, or 6 for dense models below 4B, the
+    (logarithmic) midpoint between the paper's largest model with 6 and its smallest with 10.
     """
-    points = np.log(np.array([(params, tokens) for params, tokens, _ in (MIXTURE_POINTS if mixture else DENSE_POINTS)]))
+    points = np.log(np.array([(params, tokens) for params, tokens, _ in (MOE_POINTS if moe else DENSE_POINTS)]))
     slope, offset = np.polyfit(points[:, 0], points[:, 1], 1)
-    interval = float(f"{np.exp(offset + slope * np.log(active_params)):.1e}")
-    return int(interval), 6 if not mixture and active_params < 4e9 else 10
+    interval = float(f"{np.exp(offset + slope * np.log(activated_params)):.1e}")
+    return int(interval), 6 if not moe and activated_params < 4e9 else 10
 
 
-def scaling_law_rate_and_batch(active_params: float, total_tokens: float) -> tuple[float, float]:
-    """Return peak rate and tokens per batch for 6 N D FLOPs (DeepSeek LLM, arXiv 2401.02954, Equation 1)."""
-    flops = 6 * active_params * total_tokens
+def scaling_law_rate_and_batch(activated_params: float, total_tokens: float) -> tuple[float, float]:
+    """Return (peak learning rate, tokens per batch) for 6 N D FLOPs (DeepSeek LLM, arXiv 2401.02954, Equation 1)."""
+    flops = 6 * activated_params * total_tokens
     return float(f"{0.3118 * flops**-0.1250:.1e}"), 0.2920 * flops**0.3271
 
 

@@ -15,10 +15,12 @@ from jax import P
 from pma_jax.runtime.mesh import RULES, axes_of, free_axes, map_over_devices, reshard_like
 
 
-def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], spec: P, fan_in: int, gain: float = 1.0) -> nnx.Param:
-    """Draw a float32 parameter, partitioned as `spec`, from a normal of standard deviation gain / sqrt(fan_in).
+def truncated_normal_param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], spec: P, fan_in: int, gain: float = 1.0
+) -> nnx.Param:
+    """Draw a float32 parameter, partitioned as `spec`, from a truncated normal distribution.
 
-    The normal is truncated at two standard deviations.
+    The normal distribution has the standard deviation gain / sqrt(fan_in) and is truncated at two of these.
     """
     initializer = nnx.initializers.truncated_normal(stddev=gain / math.sqrt(fan_in))
     return nnx.Param(initializer(rngs.params(), shape, jnp.float32, out_sharding=spec))
@@ -45,42 +47,49 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def embed_tokens(table_VxD: jax.Array, tokens_BxL: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Look up the rows [B, L, D] of int32 tokens in `dtype`, partitioned along the batch axes.
+    """Look up the embedding of each token.
 
-    The gradient is summed in float32 and partitioned as the table.
+    Args:
+        table_VxD: Float32 parameter. Its gradient is summed in float32 and partitioned as the table.
+        tokens_BxL: int32 token ids.
+        dtype: Dtype of the result.
+
+    Returns:
+        [B, L, D], partitioned along the batch axes.
     """
-    # The gather needs an unsharded table; rows that are not used cost no arithmetic.
+    # The lookup needs an unsharded table.
     full_VxD = jax.reshard(table_VxD.astype(dtype), P(None, None))
     return full_VxD.at[tokens_BxL].get(out_sharding=RULES.spec("batch", None, None))
 
 
-def _forward(
+def _embed_fwd(
     table_VxD: jax.Array, tokens_BxL: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return embed_tokens(table_VxD, tokens_BxL, dtype), (table_VxD, tokens_BxL)
 
 
-def _backward(_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], g_BxLxD: jax.Array) -> tuple[jax.Array, None]:
+def _embed_bwd(_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], g_BxLxD: jax.Array) -> tuple[jax.Array, None]:
     table_VxD, tokens_BxL = saved
     mesh = jax.sharding.get_abstract_mesh()
-    rows, table = RULES.spec("batch", None, None), RULES.spec("vocabulary", "width")
+    rows_spec, table_spec = RULES.spec("batch", None, None), RULES.spec("vocabulary", "width")
     vocabulary_size = table_VxD.shape[0]
     if not any(mesh.shape[axis] > 1 for axis in free_axes()):
         tokens_BxL, g_BxLxD = jax.reshard(tokens_BxL, P(None, None)), jax.reshard(g_BxLxD, P(None, None, None))
         d_VxD = _sum_by_token(tokens_BxL, g_BxLxD, 0, vocabulary_size)
         return reshard_like(table_VxD, d_VxD.astype(table_VxD.dtype)), None
-    vocabulary_axes, width_axes = axes_of(table[0]), axes_of(table[1])
+    vocabulary_axes, width_axes = axes_of(table_spec[0]), axes_of(table_spec[1])
     rows_per_device = vocabulary_size // math.prod(mesh.shape[axis] for axis in vocabulary_axes)
 
     def reduce_on_device(tokens_BxL: jax.Array, g_BxLxD: jax.Array) -> jax.Array:
         first = jax.lax.axis_index(vocabulary_axes) * rows_per_device
         d_VxD = _sum_by_token(tokens_BxL, g_BxLxD, first, rows_per_device)
-        d_VxD = jax.lax.psum(d_VxD, tuple(axis for axis in axes_of(rows[0]) if axis not in width_axes))
+        d_VxD = jax.lax.psum(d_VxD, tuple(axis for axis in axes_of(rows_spec[0]) if axis not in width_axes))
         # Not scattered along the last dim: XLA for TPU would all-reduce it where d is no multiple of 128.
         parts_VxXxd = d_VxD.reshape(rows_per_device, math.prod(mesh.shape[axis] for axis in width_axes), -1)
         return jax.lax.psum_scatter(parts_VxXxd, width_axes, scatter_dimension=1)
 
-    d_table_VxD = map_over_devices(reduce_on_device, (P(rows[0], None), rows), table)(tokens_BxL, g_BxLxD)
+    in_specs = P(rows_spec[0], None), rows_spec
+    d_table_VxD = map_over_devices(reduce_on_device, in_specs, table_spec)(tokens_BxL, g_BxLxD)
     return d_table_VxD.astype(table_VxD.dtype), None
 
 
@@ -93,4 +102,4 @@ def _sum_by_token(tokens_BxL: jax.Array, g_BxLxD: jax.Array, first: jax.Array | 
     return zeros_VxD.at[row_BxL].add(g_BxLxD.astype(jnp.float32), mode="drop")
 
 
-embed_tokens.defvjp(_forward, _backward)
+embed_tokens.defvjp(_embed_fwd, _embed_bwd)

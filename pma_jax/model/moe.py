@@ -20,7 +20,7 @@ from jax import P
 
 from pma_jax.config import ModelConfig
 from pma_jax.model.experts import apply_experts
-from pma_jax.model.layers import normal_param
+from pma_jax.model.layers import truncated_normal_param
 from pma_jax.runtime.mesh import RULES, free_axes, map_over_devices
 
 ROUTER_BIAS = "router_bias_E"  # the one leaf of the tree of parameters that is not trained by gradient
@@ -39,12 +39,12 @@ class MixtureOfExperts(nnx.Module):
         E, D, F = c.experts, c.width, c.expert_hidden
         shrink = 1 / math.sqrt(2 * c.layers)
         self.config = nnx.static(config)
-        self.router_DxE = normal_param(rngs, (D, E), spec("width", None), D)
+        self.router_DxE = truncated_normal_param(rngs, (D, E), spec("width", None), D)
         if c.router_bias:
             self.router_bias_E = RouterBias(jnp.zeros((E,), jnp.float32))
-        self.expert_gate_ExDxF = normal_param(rngs, (E, D, F), spec("experts", "width", "hidden"), D)
-        self.expert_up_ExDxF = normal_param(rngs, (E, D, F), spec("experts", "width", "hidden"), D)
-        self.expert_down_ExFxD = normal_param(rngs, (E, F, D), spec("experts", "hidden", "width"), F, shrink)
+        self.expert_gate_ExDxF = truncated_normal_param(rngs, (E, D, F), spec("experts", "width", "hidden"), D)
+        self.expert_up_ExDxF = truncated_normal_param(rngs, (E, D, F), spec("experts", "width", "hidden"), D)
+        self.expert_down_ExFxD = truncated_normal_param(rngs, (E, F, D), spec("experts", "hidden", "width"), F, shrink)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, RouterSums]:
         """Map [B, L, D] to [B, L, D], and return the router's sums over the batch."""

@@ -256,7 +256,7 @@ def test_snapshot_with_sharded_experts_is_exported_with_few_reads(tmp_path, monk
     # Each leaf once: its chunks contain all layers.
     assert len(reads) == len(jax.tree.leaves(params))
     # The same, cut into bounded pieces.
-    monkeypatch.setattr(hf, "_TOGETHER_BYTES", 4 * 3 * 16 * 12)
+    monkeypatch.setattr(hf, "_MAX_READ_BYTES", 4 * 3 * 16 * 12)
     hf.export_snapshot(tmp_path / "split", tmp_path / "in-pieces")
     hf.export_snapshot(tmp_path / "whole", tmp_path / "from-whole")
     for name in ("from-split", "in-pieces"):

@@ -64,22 +64,22 @@ def test_1b3_13b_run_is_as_long_as_the_papers():
     assert configuration.load("moe_1b3_13b").training.total_tokens == 1.6e12
 
 
-@pytest.mark.parametrize("mixture", [False, True])
-def test_recommended_intervals_are_near_the_papers_and_increase(mixture):
-    points = ladder.MIXTURE_POINTS if mixture else ladder.DENSE_POINTS
+@pytest.mark.parametrize("moe", [False, True])
+def test_recommended_intervals_are_near_the_papers_and_increase(moe):
+    points = ladder.MOE_POINTS if moe else ladder.DENSE_POINTS
     for params, tokens, window in points:
-        interval, recommended_window = ladder.recommend_interval(params, mixture)
+        interval, recommended_window = ladder.recommend_interval_and_window(params, moe)
         assert 1 / 1.3 < interval / tokens < 1.3
         assert recommended_window == window
     sizes = np.geomspace(1e8, 1e11, 30)
-    intervals = [ladder.recommend_interval(n, mixture)[0] for n in sizes]
+    intervals = [ladder.recommend_interval_and_window(n, moe)[0] for n in sizes]
     assert intervals == sorted(intervals) and len(set(intervals)) > 25
 
 
 def test_fit_uses_the_papers_points():
-    actual = {n for n, *_ in ladder.DENSE_POINTS} | {n for n, *_ in ladder.MIXTURE_POINTS}
+    actual = {n for n, *_ in ladder.DENSE_POINTS} | {n for n, *_ in ladder.MOE_POINTS}
     assert actual == {ladder.SIZES[name].activated for name in PAPER}
-    for points in (ladder.DENSE_POINTS, ladder.MIXTURE_POINTS):
+    for points in (ladder.DENSE_POINTS, ladder.MOE_POINTS):
         for params, tokens, window in points:
             assert (tokens, window) in [PAPER[name] for name in PAPER if ladder.SIZES[name].activated == params]
 
@@ -107,6 +107,8 @@ def test_documented_table_matches_the_configurations():
         assert (activated, total) == pytest.approx((size.activated, size.total))
         assert (interval, int(window)) == pytest.approx((config.checkpoint.interval_tokens, config.checkpoint.window))
         assert source == ("paper" if name in PAPER else "interpolation")
-    for call, interval, window in re.findall(r"recommend_interval\((.*?)\)  # .*?([\d.]+)B tokens, (\d+)", page):
-        size, _, mixture = call.partition(", mixture=")
-        assert ladder.recommend_interval(float(size), mixture == "True") == (float(interval) * 1e9, int(window))
+    for call, interval, window in re.findall(
+        r"recommend_interval_and_window\((.*?)\)  # .*?([\d.]+)B tokens, (\d+)", page
+    ):
+        size, _, moe = call.partition(", moe=")
+        assert ladder.recommend_interval_and_window(float(size), moe == "True") == (float(interval) * 1e9, int(window))
