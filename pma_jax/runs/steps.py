@@ -105,7 +105,7 @@ class StepWriter:
         self._folder, self._kept, self._removes = folder, kept, removes
         self._tokens = {int(path.name): read_metadata(path, ("tokens",))["tokens"] for path in published(folder)}
         self._response: Any = None
-        self._writing = 0
+        self._writing = (0, 0)  # step and tokens
         with uncompressed_arrays(folder.name), report_write_errors(folder):
             self._steps = ocp.training.Checkpointer(folder, cleanup_tmp_directories=True)
 
@@ -115,16 +115,15 @@ class StepWriter:
         Raises:
             ValueError: the previous step, or this one, could not be written.
         """
+        self.finish()
         if step in self._tokens:
             return
-        self.finish()
         with uncompressed_arrays(self._folder.name), report_write_errors(self._folder / str(step)):
             # Without `force`, Orbax silently skips a step below its newest, such as the rewrite of a corrupt one.
             self._response = self._steps.save_checkpointables_async(
                 step, dict(items), custom_metadata=add_metadata_digest(metadata), force=True
             )
-        self._writing = step
-        self._tokens[step] = metadata["tokens"]
+        self._writing = (step, metadata["tokens"])
 
     def finish(self) -> None:
         """Wait until the current step is published, then apply the retention rule.
@@ -134,8 +133,10 @@ class StepWriter:
         """
         response, self._response = self._response, None
         if response is not None:
-            with report_write_errors(self._folder / str(self._writing)):
+            step, tokens = self._writing
+            with report_write_errors(self._folder / str(step)):
                 response.result()
+            self._tokens[step] = tokens  # not before: a step that failed must not replace an older one
         steps = sorted(self._tokens, key=lambda step: self._tokens[step])
         for step, is_kept in zip(steps, self._kept([self._tokens[step] for step in steps]), strict=True):
             if not is_kept:
@@ -147,13 +148,14 @@ class StepWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        has_failed = True
         try:
             self.finish()
-        except BaseException:
-            with contextlib.suppress(Exception):  # the same error again, pages long
+            has_failed = exception[0] is not None
+        finally:
+            # After a failed write, Orbax raises its error again, pages long.
+            with contextlib.suppress(Exception) if has_failed else contextlib.nullcontext():
                 self._steps.close()
-            raise
-        self._steps.close()
 
 
 def _numbered(folder: epath.Path) -> list[epath.Path]:

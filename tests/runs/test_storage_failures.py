@@ -6,11 +6,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
+from etils import epath
 
 from pma_jax import cli
 from pma_jax.merging.verify import verify
+from pma_jax.runs import steps
 from pma_jax.runs.directory import open_run
 from pma_jax.training.loop import train
 
@@ -53,6 +56,25 @@ def test_full_disk_during_training_is_one_line_and_the_run_resumes_elsewhere(fin
         run = train(finished.config, tmp_path / f"moved-{share}")
         assert tiny.numbers(run) == tiny.numbers(finished)
         tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
+
+
+def test_step_that_does_not_fit_replaces_no_older_step(tmp_path):
+    def keep_newest(tokens):
+        return [t == tokens[-1] for t in tokens]
+
+    with mounted(tmp_path / "disk", "size=1m"):
+        folder = epath.Path(tmp_path / "disk" / "states")
+        with (
+            pytest.raises(ValueError, match="no space is left on the device"),
+            steps.StepWriter(folder, keep_newest, removes=True) as writer,
+        ):
+            writer.save(1, {"params": {"x": np.ones(2**10, np.float32)}}, {"tokens": 10})
+            writer.save(2, {"params": {"x": np.ones(2**20, np.float32)}}, {"tokens": 20})
+            writer.finish()
+        assert [path.name for path in steps.published(folder)] == ["1"]
+        with steps.StepWriter(folder, keep_newest, removes=True) as writer:
+            writer.save(2, {"params": {"x": np.ones(2**10, np.float32)}}, {"tokens": 20})
+        assert [path.name for path in steps.published(folder)] == ["2"]
 
 
 def test_full_disk_before_a_merge_publishes_nothing(finished, tmp_path, capsys):
