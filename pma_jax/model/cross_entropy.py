@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import P
 
-from pma_jax.model.kernels.matmul import fast_transpose
+from pma_jax.model.kernels.matmul import transpose_for_matmul
 from pma_jax.runtime.mesh import RULES, axes_of, free_axes, map_over_devices, reshard_like
 
 
@@ -127,7 +127,8 @@ def _sum_on_device(
         scale_Cx1 = ((1 + 2 * z_loss_weight * log_z_C) / total_C * counted_C)[:, None]
         d_logits_CxV = (weights_CxV * scale_Cx1 - hit_CxV * counted_C[:, None]).astype(x_CxD.dtype)
         d_x_CxD = jnp.einsum("cv,dv->cd", d_logits_CxV, head_DxV, preferred_element_type=jnp.float32)
-        d_head_DxV = jnp.einsum("dc,cv->dv", fast_transpose(x_CxD), d_logits_CxV, preferred_element_type=jnp.float32)
+        x_DxC = transpose_for_matmul(x_CxD)
+        d_head_DxV = jnp.einsum("dc,cv->dv", x_DxC, d_logits_CxV, preferred_element_type=jnp.float32)
         return (sums[0] + objective, sums[1] + nats, sums[2] + d_head_DxV), d_x_CxD.astype(x_CxD.dtype)
 
     zero = jnp.zeros((), jnp.float32)

@@ -118,8 +118,8 @@ def _apply_on_device(
     scores_SxE, weights_SxK, chosen_SxK = route(config, logits_SxE, own["bias_E"])
     width_dims = {"gate_ExDxF": 1, "up_ExDxF": 1, "down_ExFxD": 2}
     gate, up, down = (_gather_width(own[name], x_SxD.dtype, dim, axes) for name, dim in width_dims.items())
-    parts = jax.lax.axis_size(RULES.experts) if RULES.experts in axes else 1
-    y_SxD, load_e = apply_experts(x_SxD, weights_SxK, chosen_SxK, (gate, up, down), parts)
+    expert_devices = jax.lax.axis_size(RULES.experts) if RULES.experts in axes else 1
+    y_SxD, load_e = apply_experts(x_SxD, weights_SxK, chosen_SxK, (gate, up, down), expert_devices)
     if RULES.hidden in axes:
         y_SxD = jax.lax.psum(y_SxD, RULES.hidden)
     batch_axes = tuple(a for a in RULES.batch if a in axes)

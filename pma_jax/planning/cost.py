@@ -155,10 +155,10 @@ def roofline(program: hlo.Program, chip: Chip, kernel_flops: float = 0.0) -> Roo
         chip: The peak rates.
         kernel_flops: FLOPs of the program's custom kernels, which its text does not contain.
     """
-    sent = sum(c.times * c.sent_bytes for c in counts.collectives(program))
+    sent = sum(c.executions * c.sent_bytes_per_execution for c in counts.collectives(program))
     return Roofline(
         (counts.matmul_flops(program) + kernel_flops) / (chip.flops_per_second / chip.devices),
         counts.memory_traffic_bytes(program) / (chip.memory_bytes_per_second / chip.devices),
         sent / (chip.network_bytes_per_second / chip.devices),
-        counts.inter_slice_bytes(program) * chip.devices / (chip.slice_network_bytes_per_second or math.inf),
+        counts.inter_slice_sent_bytes(program) * chip.devices / (chip.slice_network_bytes_per_second or math.inf),
     )

@@ -1,8 +1,8 @@
-"""Work of one device in a compiled program: collectives, FLOPs of matrix products, memory traffic.
+"""Work of one device in a compiled program: collectives, FLOPs of matmuls, memory traffic.
 
 XLA's cost analysis counts the body of a loop once, however often it runs, and a scanned decoder is one loop. The
-functions here multiply each instruction by the trip counts of the loops around it, and count only the shortest branch
-of a conditional.
+functions here multiply each instruction by the trip counts of the loops around it. Of a conditional they count only the
+branch that executes the fewest instructions, so that sums are lower bounds.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# These instructions only name values or wait for them: they move no bytes.
+# Instructions without memory traffic of their own. The bodies of loops and calls are counted separately.
 FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
 FREE += ("optimization-barrier", "add-dependency", "while", "domain", "iota", *CALLS)
 FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
@@ -38,41 +38,43 @@ FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program as one device executes it, `times` times."""
+    """One collective of the program, as one device executes it."""
 
     kind: str
-    payload_bytes: int  # the complete array that is gathered, summed or exchanged, on one device
+    payload_bytes: int  # per execution: the result of an all-gather; the operand of other kinds, on one device
     group_devices: int
-    times: int
+    executions: int
 
     @property
-    def sent_bytes(self) -> float:
-        """Bytes that a device sends per execution of a ring algorithm, the minimum over all algorithms."""
-        others = (self.group_devices - 1) / self.group_devices
-        share = {"all-reduce": 2 * others, "collective-permute": 1.0, "collective-broadcast": 1.0}
-        return self.payload_bytes * share.get(self.kind, others)
+    def sent_bytes_per_execution(self) -> float:
+        """Bytes that a device sends per execution, with a bandwidth-optimal (ring) algorithm."""
+        ring_factor = (self.group_devices - 1) / self.group_devices
+        factor = {"all-reduce": 2 * ring_factor, "collective-permute": 1.0, "collective-broadcast": 1.0}
+        return self.payload_bytes * factor.get(self.kind, ring_factor)
 
 
 def collectives(program: Program) -> list[Collective]:
     """Return the collectives that run, with the number of executions.
 
-    An asynchronous collective that XLA for TPU splits over several fusions, which share its channel, counts once.
+    XLA for TPU may split an asynchronous collective into several fusions with one channel ID; these count once.
     """
     executed, seen_channels, visited = [], set(), set()
-    for caller, computation, instruction, times in executed_instructions(program):
-        visited.add(computation)
+    for caller, name, instruction, times in executed_instructions(program):
+        visited.add(name)
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
-        if computation != caller:  # inside a fusion
+        if name != caller:  # inside a fusion
             channel = (caller, kind, instruction.attribute("channel_id"))
             if channel in seen_channels:
                 continue
             seen_channels.add(channel)
-        inside = program.computations[computation]
-        operand_bytes = sum(array.bytes for name in instruction.operands for array in result_arrays(inside, name))
+        computation = program.computations[name]
+        operand_bytes = sum(
+            array.bytes for source in instruction.operands for array in result_arrays(computation, source)
+        )
         group = _group_devices(instruction, program.devices)
-        if kind == "all-reduce" and computation != caller and _only_slices(inside, instruction.name):
+        if kind == "all-reduce" and name != caller and _is_only_sliced(computation, instruction.name):
             kind = "reduce-scatter"  # XLA for TPU writes it as a sum of which each device keeps a slice
         if times:
             payload = operand_bytes * group if kind == "all-gather" else operand_bytes
@@ -82,36 +84,39 @@ def collectives(program: Program) -> list[Collective]:
     return executed
 
 
-def inter_slice_bytes(program: Program) -> int:
-    """Return the bytes that a device sends to other slices; on TPU the hosts transfer and reduce them (Megascale)."""
+def inter_slice_sent_bytes(program: Program) -> int:
+    """Return the bytes that one device sends to other slices.
+
+    On TPU the hosts transfer and reduce them (Megascale). On other platforms the result is 0.
+    """
     total = 0
-    for _, computation, instruction, times in executed_instructions(program):
+    for _, name, instruction, times in executed_instructions(program):
         if instruction.opcode == "send" and "megascale" in instruction.attributes:
-            inside = program.computations[computation]
-            total += times * sum(array.bytes for array in result_arrays(inside, instruction.operands[0]))
+            computation = program.computations[name]
+            total += times * sum(array.bytes for array in result_arrays(computation, instruction.operands[0]))
     return total
 
 
 def matmul_flops(program: Program) -> int:
-    """Return the FLOPs of all matrix products outside custom kernels, 2 per multiply-add, without element-wise work."""
+    """Return the FLOPs of all matmuls, 2 per multiply-add. Custom kernels and element-wise operations do not count."""
     total = 0
-    for _, computation, instruction, times in executed_instructions(program):
-        inside = program.computations[computation]
+    for _, name, instruction, times in executed_instructions(program):
+        computation = program.computations[name]
         if instruction.opcode == "dot":
-            lhs = result_arrays(inside, instruction.operands[0])[0]
+            lhs = result_arrays(computation, instruction.operands[0])[0]
             dims = [int(d) for d in (instruction.attribute("lhs_contracting_dims") or "").split(",") if d]
             total += times * 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[d] for d in dims)
         elif instruction.opcode == "convolution":
-            total += times * _convolution_flops(inside, instruction)
+            total += times * _convolution_flops(computation, instruction)
     return total
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelCounts:
-    """Custom (Pallas) kernels that a program runs."""
+    """FLOPs and number of the custom (Pallas) kernels of a program."""
 
-    declared_flops: int  # total of the kernels that declare their FLOPs
-    silent: int  # number of TPU kernels that declare no FLOPs (a key of the plan's JSON)
+    declared_flops: int  # over all executions of the kernels that declare their FLOPs
+    undeclared_kernels: int  # number of TPU kernels in the program that declare no FLOPs, however often they run
 
 
 def count_kernels(program: Program) -> KernelCounts:
@@ -128,13 +133,13 @@ def count_kernels(program: Program) -> KernelCounts:
 def memory_traffic_bytes(program: Program) -> int:
     """Return the bytes that instructions read from and write to main memory.
 
-    Values inside a fusion and in on-chip memory are free. A slice counts the bytes that it reads, an in-place update
-    those that it writes.
+    Values inside a fusion and in on-chip memory are free. A slice or an in-place update counts only the
+    elements that it touches, not its complete operand.
     """
     total = 0
-    for caller, computation, instruction, times in executed_instructions(program):
-        if computation == caller:
-            total += times * _instruction_traffic(program, program.computations[computation], instruction)
+    for caller, name, instruction, times in executed_instructions(program):
+        if name == caller:
+            total += times * _instruction_traffic(program, program.computations[name], instruction)
     return total
 
 
@@ -142,19 +147,19 @@ def memory_traffic_bytes(program: Program) -> int:
 
 
 def _group_devices(collective: Instruction, devices: int) -> int:
-    """Return the devices per replica group; groups are listed, counted (`[2,4]<=[8]`) or given as mesh axes."""
+    """Return the devices per replica group; groups are explicit lists, iota lists (`[2,4]<=[8]`) or mesh axes."""
     _, separator, text = collective.attributes.partition("replica_groups=")
     if not separator:
         return devices
     if text.startswith("{{"):
         return text[2:].partition("}")[0].count(",") + 1
-    counted = re.match(r"\[\d+,(\d+)\]", text)
-    if counted:
-        return int(counted[1])
+    iota = re.match(r"\[\d+,(\d+)\]", text)
+    if iota:
+        return int(iota[1])
     mesh = re.match(r"mesh\[([^\]]*)\](?:, device_ids=[^{]*)? \{([^}]*)\}", text)
     if mesh:
         sizes = dict(re.findall(r"['\"](\w+)['\"]=(\d+)", mesh[1]))
-        # A part of an axis is written 'x':(before)size.
+        # A sub-axis is written 'x':(pre_size)size.
         axes = re.findall(r"['\"](\w+)['\"](?::\(\d+\)(\d+))?", mesh[2])
         return math.prod(int(part or sizes[axis]) for axis, part in axes)
     assert text.startswith("{}"), text[:200]
@@ -165,17 +170,17 @@ def _has_collective(computation: dict[str, Instruction]) -> bool:
     return any(i.opcode.removesuffix("-start") in COLLECTIVES for i in computation.values())
 
 
-def _only_slices(computation: dict[str, Instruction], name: str) -> bool:
+def _is_only_sliced(computation: dict[str, Instruction], name: str) -> bool:
     """Return whether all uses of an instruction are slices of its result."""
     users = [i for i in computation.values() if name in i.operands]
     return bool(users) and all(
         user.opcode == "dynamic-slice"
-        or (user.opcode in ("bitcast", "reshape", "copy") and _only_slices(computation, user.name))
+        or (user.opcode in ("bitcast", "reshape", "copy") and _is_only_sliced(computation, user.name))
         for user in users
     )
 
 
-# --- Matrix products and memory traffic -------------------------------------------------------------------------------
+# --- Matmuls and memory traffic ---------------------------------------------------------------------------------------
 
 
 def _declared_flops(kernel: Instruction) -> int | None:
@@ -184,22 +189,22 @@ def _declared_flops(kernel: Instruction) -> int | None:
 
 
 def _convolution_flops(computation: dict[str, Instruction], convolution: Instruction) -> int:
-    """Return 2 FLOPs per multiply-add with an element of the image, not with padding or dilation gaps.
+    """Return 2 FLOPs per multiply-add; padding and the zeros of dilation do not count.
 
-    XLA for TPU writes batched matrix products as convolutions with dilated windows.
+    XLA for TPU writes batched matmuls as convolutions with dilated windows.
     """
     image, kernel = (result_arrays(computation, name)[0] for name in convolution.operands[:2])
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     assert labels, convolution
     result = convolution.arrays[0].dims
-    pairs = 1
+    spatial_pairs = 1
     for i in range(len(labels[1]) - 2):
         of_image, of_kernel, of_result = (labels[k].index(str(i)) for k in (1, 2, 3))
-        pairs *= _window_pairs(
+        spatial_pairs *= _window_pairs(
             convolution.attributes, i, image.dims[of_image], kernel.dims[of_kernel], result[of_result]
         )
-    features = result[labels[3].index("b")] * result[labels[3].index("f")]
-    return 2 * features * kernel.dims[labels[2].index("i")] * pairs
+    outputs = result[labels[3].index("b")] * result[labels[3].index("f")]
+    return 2 * outputs * kernel.dims[labels[2].index("i")] * spatial_pairs
 
 
 def _window_pairs(attributes: str, dim: int, image: int, kernel: int, result: int) -> int:
@@ -216,8 +221,8 @@ def _window_pairs(attributes: str, dim: int, image: int, kernel: int, result: in
     return int(np.sum((index >= 0) & (index % image_dilation == 0) & (index // image_dilation < image)))
 
 
-def _instruction_traffic(program: Program, inside: dict[str, Instruction], instruction: Instruction) -> int:
-    """Return the bytes that one execution of an instruction reads and writes; `inside` is its computation."""
+def _instruction_traffic(program: Program, computation: dict[str, Instruction], instruction: Instruction) -> int:
+    """Return the bytes that one execution of an instruction of `computation` reads and writes."""
     opcode = instruction.opcode
     if (
         opcode in FREE
@@ -226,36 +231,35 @@ def _instruction_traffic(program: Program, inside: dict[str, Instruction], instr
     ):
         return 0
     if opcode == "fusion":
-        return _fusion_traffic(
-            program.computations[computation_name(instruction.attribute("calls"))], inside, instruction
-        )
+        fused = program.computations[computation_name(instruction.attribute("calls"))]
+        return _fusion_traffic(fused, computation, instruction)
     written = instruction.arrays
-    if opcode.endswith("-start"):  # the result repeats the operands
+    if opcode.endswith("-start"):  # the result tuple starts with the operands
         written = written[len(instruction.operands) :]
     if opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
-        is_read = any(array.in_main_memory for array in result_arrays(inside, instruction.operands[0]))
-        return _main_bytes(written[:1]) + sum(array.bytes for array in written[:1] if is_read)
+        is_read = any(array.in_main_memory for array in result_arrays(computation, instruction.operands[0]))
+        return _memory_bytes(written[:1]) + sum(array.bytes for array in written[:1] if is_read)
     if opcode in ("dynamic-update-slice", "scatter"):
-        return 2 * _main_bytes(
-            result_arrays(inside, instruction.operands[1 if opcode == "dynamic-update-slice" else -1])
-        )
-    return _main_bytes(written) + sum(_main_bytes(result_arrays(inside, name)) for name in instruction.operands)
+        update = instruction.operands[1 if opcode == "dynamic-update-slice" else -1]
+        return 2 * _memory_bytes(result_arrays(computation, update))
+    read = [result_arrays(computation, name) for name in instruction.operands]
+    return sum(map(_memory_bytes, [written, *read]))
 
 
-def _main_bytes(arrays: tuple[HloArray, ...]) -> int:
+def _memory_bytes(arrays: tuple[HloArray, ...]) -> int:
     return sum(array.bytes for array in arrays if array.in_main_memory)
 
 
-def _fusion_traffic(fused: dict[str, Instruction], inside: dict[str, Instruction], fusion: Instruction) -> int:
+def _fusion_traffic(fused: dict[str, Instruction], computation: dict[str, Instruction], fusion: Instruction) -> int:
     total = 0
     for parameter in fused.values():
         if parameter.opcode != "parameter":
             continue
-        outer = result_arrays(inside, fusion.operands[int(parameter.operands[0])])
-        if not _main_bytes(outer):
+        operand = result_arrays(computation, fusion.operands[int(parameter.operands[0])])
+        if not _memory_bytes(operand):
             continue
         sliced = _sliced_bytes(fused, parameter.name)
-        total += _main_bytes(outer) if sliced is None else min(sliced, _main_bytes(outer))
+        total += _memory_bytes(operand) if sliced is None else min(sliced, _memory_bytes(operand))
     root = next(i for i in fused.values() if i.is_root)
     results = [fused.get(name) for name in root.operands] if root.opcode == "tuple" else [root]
     for array, result in zip(fusion.arrays, results, strict=False):
@@ -269,7 +273,7 @@ def _fusion_traffic(fused: dict[str, Instruction], inside: dict[str, Instruction
 
 
 def _sliced_bytes(fused: dict[str, Instruction], name: str) -> int | None:
-    """Return the bytes that a fusion reads of an operand that it only slices or updates in place; else None."""
+    """Return the bytes that a fusion reads of an operand, or None if it does more than slice or update it in place."""
     total = 0
     for user in fused.values():
         if name not in user.operands:

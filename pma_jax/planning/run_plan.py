@@ -103,7 +103,7 @@ def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, program: h
         "evaluation_step": (1, config.evaluation.batch_size_sequences, 1),
     }[name]
     kernels = counts.count_kernels(program)
-    attention = cost.forward_flops_per_token(config.model, length)["attention"] if kernels.silent else 0.0
+    attention = cost.forward_flops_per_token(config.model, length)["attention"] if kernels.undeclared_kernels else 0.0
     tokens = sequences // microbatches * length * mesh.shape["tensor"] // devices
     filled = _filled_share(config.model, tokens, mesh.shape["expert"])
     return passes * attention * sequences * length / devices + kernels.declared_flops * filled
@@ -114,7 +114,7 @@ def _filled_share(model: ModelConfig, tokens: int, devices: int) -> float:
     if not model.experts or devices == 1:
         return 1.0
     even = tokens * model.experts_per_token / devices
-    return even / experts.exchange_capacity(tokens, model.experts_per_token, model.experts // devices, devices)
+    return even / experts.rows_per_device_pair(tokens, model.experts_per_token, model.experts // devices, devices)
 
 
 def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float) -> dict[str, Any]:
@@ -128,21 +128,22 @@ def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: f
     kinds: dict[str, dict[str, float]] = {}
     for collective in counts.collectives(report.program):
         total = kinds.setdefault(collective.kind, {"count": 0, "payload_bytes": 0, "sent_bytes": 0.0})
-        total["count"] += collective.times
-        total["payload_bytes"] += collective.times * collective.payload_bytes
-        total["sent_bytes"] += collective.times * collective.sent_bytes
+        total["count"] += collective.executions
+        total["payload_bytes"] += collective.executions * collective.payload_bytes
+        total["sent_bytes"] += collective.executions * collective.sent_bytes_per_execution
     bound = cost.roofline(report.program, chip, kernel_flops)
+    kernels = counts.count_kernels(report.program)
     return compiled | {
         "memory": report.memory | {"share_of_memory": report.memory["bytes"] / (chip.memory_bytes / chip.devices)},
         "product_flops": counts.matmul_flops(report.program),
-        "kernels": dataclasses.asdict(counts.count_kernels(report.program)),
+        "kernels": {"declared_flops": kernels.declared_flops, "silent": kernels.undeclared_kernels},
         "kernel_flops": kernel_flops,
         "bytes_moved": counts.memory_traffic_bytes(report.program),
         "cost_analysis_loops_once": report.costs,
         "loop_trips": hlo.loop_trip_counts(report.program),
         "aliased_outputs": report.program.aliased_outputs,
         "collectives": kinds,
-        "slice_bytes": counts.inter_slice_bytes(report.program),
+        "slice_bytes": counts.inter_slice_sent_bytes(report.program),
         "roofline": dataclasses.asdict(bound) | {"seconds": bound.seconds, "limit": bound.limit},
     }
 

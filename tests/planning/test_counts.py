@@ -73,7 +73,7 @@ def test_program_recorded_for_tpu():
     assert (program.devices, hlo.loop_trip_counts(program)) == (4, [5])
     gather, total = counts.collectives(program)
     assert gather == counts.Collective("all-gather", 1024 * 1024 * 2, 2, 5)
-    assert gather.sent_bytes == 512 * 1024 * 2
+    assert gather.sent_bytes_per_execution == 512 * 1024 * 2
     assert total == counts.Collective("all-reduce", 4, 4, 1)
     assert counts.matmul_flops(program) == 5 * 2 * 256 * 1024 * 1024
     # The rows and, five times, a slice of the stacked matrices come from HBM; all but scalars then stays in VMEM.
@@ -84,7 +84,7 @@ def test_gather_spread_over_fusions_counts_once_and_a_sliced_sum_is_a_scatter():
     gather, scatter = counts.collectives(hlo.parse_hlo(SPREAD))
     assert gather == counts.Collective("all-gather", 4 * 16 * 2, 4, 1)
     assert scatter == counts.Collective("reduce-scatter", 64 * 4, 8, 1)
-    assert scatter.sent_bytes == 64 * 4 * 7 / 8
+    assert scatter.sent_bytes_per_execution == 64 * 4 * 7 / 8
 
 
 def test_collective_on_another_core_of_the_chip_is_counted():
@@ -206,7 +206,11 @@ def test_collective_in_a_loop_counts_once_per_iteration():
     assert hlo.loop_trip_counts(program) == [7]
     assert actual["all-reduce"] == counts.Collective("all-reduce", 16 * 3 * 4, 8, 7)
     assert actual["reduce-scatter"] == counts.Collective("reduce-scatter", 16 * 3 * 4, 8, 1)
-    assert actual["collective-permute"].payload_bytes == actual["collective-permute"].sent_bytes == 16 * 3 * 4
+    assert (
+        actual["collective-permute"].payload_bytes
+        == actual["collective-permute"].sent_bytes_per_execution
+        == 16 * 3 * 4
+    )
 
 
 def test_flops_equal_the_compilers_without_loops_and_include_every_iteration():
