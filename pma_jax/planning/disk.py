@@ -5,8 +5,8 @@ import math
 import jax
 
 from pma_jax.config import Config
-from pma_jax.runs.snapshots import kept_snapshots
-from pma_jax.runs.states import kept_states
+from pma_jax.runs.snapshots import snapshot_retention_mask
+from pma_jax.runs.states import state_retention_mask
 from pma_jax.training.state import TrainState
 
 
@@ -35,8 +35,8 @@ def summarize_storage(config: Config, state: TrainState) -> dict[str, object]:
     step_ends = range(config.batch_tokens, config.training.total_tokens + config.batch_tokens, config.batch_tokens)
     snapshots = [tokens for tokens in step_ends if config.is_snapshot(tokens)]
     states = [tokens for tokens in step_ends if config.is_state(tokens)]
-    kept = sum(kept_snapshots(config, snapshots))
-    states_kept = sum(kept_states(config, states))
+    kept = sum(snapshot_retention_mask(config, snapshots))
+    states_kept = sum(state_retention_mask(config, states))
     snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)
     # An old checkpoint is removed only after the new one is complete, so the peak has one more of each.
     peak_extra = len(keep.kinds) * (kept < len(snapshots)) * snapshot_bytes + (states_kept < len(states)) * state_bytes

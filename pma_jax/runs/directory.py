@@ -26,8 +26,8 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.runs import steps
-from pma_jax.runs.snapshots import Snapshot, kept_snapshots, read_snapshot
-from pma_jax.runs.states import STATES, SavedState, kept_states, read_state
+from pma_jax.runs.snapshots import Snapshot, read_snapshot, snapshot_retention_mask
+from pma_jax.runs.states import STATES, SavedState, read_state, state_retention_mask
 from pma_jax.runs.steps import StepWriter
 from pma_jax.runtime import hosts
 from pma_jax.runtime.errors import error_line
@@ -36,8 +36,8 @@ from pma_jax.storage.paths import absolute_path, locate
 
 # Folder of steps -> how the metadata of one step are read, and which of the steps are kept.
 STEP_FOLDERS: dict[str, tuple[Callable[[epath.Path], Any], Callable[[Config, Sequence[int]], list[bool]]]] = {
-    **{kind.folder: (read_snapshot, kept_snapshots) for kind in SNAPSHOT_KINDS.values()},
-    STATES: (read_state, kept_states),
+    **{kind.folder: (read_snapshot, snapshot_retention_mask) for kind in SNAPSHOT_KINDS.values()},
+    STATES: (read_state, state_retention_mask),
 }
 
 

@@ -1,9 +1,9 @@
 """Digests of every leaf, computed on arrays before they are written and checked after they are read.
 
 A leaf's digest (`storage/digests.py`) covers its elements in C order, independent of mesh and files. The same digest is
-checked by training that resumes on another mesh, and by a merge in its one pass over the bytes. It protects the path
-from the device through the file system and back, so every bit of array data; names, shapes and dtypes are compared with
-the model, and the other metadata have a digest of their own.
+checked when training resumes, even on another mesh, and by a merge in its one pass over the bytes. It protects every
+bit of array data on the path from the device through the file system and back. Names, shapes and dtypes are compared
+with the model, and the other metadata have a separate digest.
 """
 
 import functools
@@ -49,7 +49,7 @@ def changed_leaves(tree: Any, stored: Mapping[str, str], prefix: str = "") -> li
 
 
 def non_finite_leaves(tree: Any) -> list[str]:
-    """List floating-point leaves with a NaN or an infinity; waits for the device."""
+    """List floating-point leaves that contain a NaN or an infinity. Wait for the device."""
     leaves = {n: leaf for n, leaf in named_leaves(tree).items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     if not leaves:
         return []
@@ -57,8 +57,8 @@ def non_finite_leaves(tree: Any) -> list[str]:
     return [name for name, is_finite in zip(leaves, finite, strict=True) if not is_finite]
 
 
-def refuse_non_finite(params: Any, step: int, tokens: int) -> None:
-    """Raise ValueError, naming the leaves, when parameters that are to be saved are not finite."""
+def check_finite(params: Any, step: int, tokens: int) -> None:
+    """Raise a ValueError that names the leaves if parameters are not finite and so cannot be saved."""
     bad = non_finite_leaves(params)
     if bad:
         raise ValueError(

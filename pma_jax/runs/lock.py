@@ -1,9 +1,10 @@
 """The lock of a run directory: only one process trains in it, and a second one gets an error that names the first.
 
-The lock is the kernel's (`flock` on RUN/lock), so it ends with its holder, however that ends, and does not depend on
-process IDs, which are reused. The file names the holder: host, process ID, start time. The lock works on local file
-systems, and on shared ones with locks across hosts (NFS; Lustre and GPFS if mounted so). Object stores (gs://) and some
-file systems have no locks; there, training with only one process is the user's responsibility.
+The lock is a kernel lock (`flock` on RUN/lock): the kernel releases it when the process exits, even after a crash. It
+does not rely on process IDs, which can be reused. The file names the holder: host, process ID, start time. The lock
+works on local file systems, and on shared ones with cluster-wide flock (NFS; Lustre and GPFS if mounted with flock
+enabled). Object stores (gs://) and some file systems have no locks; there, the user must make sure that only one
+process trains in a run directory.
 """
 
 import contextlib
@@ -24,36 +25,36 @@ FILE_NAME = "lock"
 
 
 @contextlib.contextmanager
-def hold(folder: epath.Path, waits: bool = False) -> Iterator[str | None]:
-    """Hold the lock of the run directory `folder`, which is created.
+def hold(run_dir: epath.Path, wait: bool = False) -> Iterator[str | None]:
+    """Hold the lock of a run directory, and create the directory if it does not exist. A bucket is not locked.
 
     Args:
-        folder: the run directory.
-        waits: wait while another process holds the lock.
+        run_dir: the run directory.
+        wait: wait while another process holds the lock.
 
     Yields:
-        A note for the user, or None.
+        A warning for the user (the file system has no locks, or the last holder did not release the lock), or None.
 
     Raises:
-        ValueError: another process holds the lock (the message names it), and `waits` is False.
+        ValueError: another process holds the lock (the message names it), and `wait` is False.
     """
-    if "://" in str(folder):
+    if "://" in str(run_dir):
         yield None
         return
 
-    def when_held(file: IO[str]) -> None:
-        if not waits:
+    def on_contention(file: IO[str]) -> None:
+        if not wait:
             holder = _holder(file) or "another process"
             raise ValueError(
-                f"{folder} is being trained by {holder}: wait until it ends, stop it, or choose another --workdir"
+                f"{run_dir} is in use by {holder}: wait until that process ends, stop it, or choose another --workdir"
             ) from None
 
-    with locks.locked(Path(folder) / FILE_NAME, when_held) as (file, is_locked):
+    with locks.locked(Path(run_dir) / FILE_NAME, on_contention) as (file, is_locked):
         note, previous = None, _holder(file)
         if not is_locked:
-            note = f"{folder}: this file system has no locks: make sure that no second process trains here"
+            note = f"{run_dir}: this file system has no locks: make sure that no second process trains here"
         elif previous:
-            note = f"taking over from {previous}, which ended without releasing {folder}"
+            note = f"taking the lock of {run_dir}, which its previous holder, {previous}, did not release"
         file.seek(0)
         file.truncate()
         file.write(json.dumps(_this_process()))

@@ -23,7 +23,7 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
         ValueError: leaves are missing, unknown, of another shape, or corrupt (by their digest). The message gives their
             number and names the first ten.
     """
-    metadata = stored(path).get(name)
+    metadata = read_array_metadata(path).get(name)
     if not jax.tree.leaves(metadata):
         raise ValueError(f"{path} is corrupt or incomplete: it lists no arrays")
     differences = shape_differences(metadata, abstract)
@@ -47,8 +47,8 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
     return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), restored, abstract)
 
 
-def stored(path: epath.Path) -> dict[str, Any]:
-    """Read the shape and dtype of every leaf, by item (params; state, block), but no array."""
+def read_array_metadata(path: epath.Path) -> dict[str, Any]:
+    """Read the shape and dtype of each leaf by item (params; state, block), without the arrays."""
     with report_read_errors(path):
         return ocp.checkpointables_metadata(path).metadata
 
@@ -57,17 +57,17 @@ def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
     """Map each stored parameter to its shape, dtype and number of elements, without reading arrays."""
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "size": math.prod(leaf.shape)}
-        for name, leaf in integrity.named_leaves(stored(path)["params"], "/").items()
+        for name, leaf in integrity.named_leaves(read_array_metadata(path)["params"], "/").items()
     }
 
 
 def recorded_digests(path: epath.Path) -> dict[str, str]:
     """Read the digest of each leaf of a snapshot, merge or state; empty if an earlier version wrote it without them."""
-    digests_of = steps.read_metadata(path, ()).get("leaves")
-    if digests_of is None:
+    digests = steps.read_metadata(path, ()).get("leaves")
+    if digests is None:
         provenance = read_provenance(path)
-        digests_of = provenance.get("leaves") if provenance.get("checksum") == CHECKSUM else None
-    return digests_of if isinstance(digests_of, dict) else {}
+        digests = provenance.get("leaves") if provenance.get("checksum") == CHECKSUM else None
+    return digests if isinstance(digests, dict) else {}
 
 
 def read_provenance(path: epath.Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def read_provenance(path: epath.Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def report_read_errors(path: epath.Path) -> Iterator[None]:
-    """Convert read errors of Orbax and TensorStore, of many types and pages long, to a ValueError of one line."""
+    """Convert read errors of Orbax and TensorStore, of many types and often long, to a ValueError of one line."""
     try:
         yield
     except Exception as error:

@@ -23,7 +23,7 @@ class Snapshot:
     tokens: int  # tokens consumed
     loss: float | None  # held-out nats per token, if it was evaluated
     config: Config
-    merge: dict[str, Any] | None = None  # of a merged snapshot: recipe, sources, coefficients
+    merge: dict[str, Any] | None = None  # only for a merged snapshot: recipe, sources, coefficients
     kind: str = "point"  # a key of SNAPSHOT_KINDS
 
 
@@ -34,10 +34,10 @@ def is_snapshot(path: epath.PathLike) -> bool:
 
 
 def read_snapshot(path: epath.PathLike) -> Snapshot:
-    """Read a snapshot's metadata, but no array.
+    """Read the metadata of a snapshot, without its arrays.
 
     Raises:
-        ValueError: `path` is not a snapshot, or its metadata are corrupt.
+        ValueError: `path` is not a snapshot, or its metadata file is corrupt.
     """
     folder = absolute_path(path)
     if not is_snapshot(folder):
@@ -48,12 +48,12 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     return Snapshot(folder, metadata["step"], metadata["tokens"], metadata["loss"], config, merge, metadata["kind"])
 
 
-def kept_snapshots(config: Config, tokens: Sequence[int]) -> list[bool]:
-    """Apply the retention rule: the newest windows, and the archive's snapshots, are kept.
+def snapshot_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]:
+    """Decide which snapshots to keep: those of the newest `keep_windows` windows, and those of the archive.
 
     Args:
         config: the run's configuration.
-        tokens: position of each snapshot, ascending.
+        tokens: token count of each snapshot, ascending.
 
     Returns:
         Whether each snapshot is kept.
@@ -65,10 +65,12 @@ def kept_snapshots(config: Config, tokens: Sequence[int]) -> list[bool]:
 
 
 def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
-    """Start writing `params` as `snapshot`; return when the arrays may be donated. An existing step is kept.
+    """Save `params` as `snapshot` asynchronously. Do nothing if the step is already saved.
+
+    The arrays may be donated when this function returns.
 
     Raises:
-        ValueError: a leaf is not finite (the message names it), or the previous step could not be written.
+        ValueError: a leaf is not finite (the message names it), or this or the previous, asynchronous write failed.
     """
     writer.save(snapshot.step, {"params": params}, _metadata(snapshot, params))
 
@@ -88,7 +90,7 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
 
 
 def _metadata(snapshot: Snapshot, params: Any) -> dict[str, Any]:
-    integrity.refuse_non_finite(params, snapshot.step, snapshot.tokens)
+    integrity.check_finite(params, snapshot.step, snapshot.tokens)
     return {
         "step": snapshot.step,
         "tokens": snapshot.tokens,
@@ -99,7 +101,7 @@ def _metadata(snapshot: Snapshot, params: Any) -> dict[str, Any]:
 
 
 def _read_merge(folder: epath.Path) -> dict[str, Any] | None:
-    """Summarise a merged snapshot's provenance; None where no merge made it."""
+    """Summarise the provenance of a merged snapshot; return None if the snapshot was not made by a merge."""
     provenance = restore.read_provenance(folder)
     if not provenance:
         return None

@@ -23,7 +23,7 @@ class Progress:
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens consumed
-    position: int = 0  # sequences of the data consumed, including those that a rollback skipped
+    position: int = 0  # sequences read from the data set, including those that were skipped after a rollback
 
     def after_step(self, config: Config) -> "Progress":
         """Return the progress after one more optimizer step."""
@@ -33,7 +33,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class SavedState:
-    """The metadata of a full state on disk."""
+    """A full training state on disk: its path and its progress. Holds no arrays."""
 
     path: epath.Path
     progress: Progress
@@ -50,40 +50,45 @@ class SavedState:
 
 
 def read_state(path: epath.Path) -> SavedState:
-    """Read a state's metadata, but no array. Raises ValueError when they are corrupt."""
+    """Read the metadata of a saved state, without its arrays.
+
+    Raises:
+        ValueError: the metadata file is missing or corrupt.
+    """
     keys = ("step", "tokens", "position")
     metadata = steps.read_metadata(path, keys)
     return SavedState(path, Progress(*(metadata[key] for key in keys)))
 
 
-def kept_states(config: Config, tokens: Sequence[int]) -> list[bool]:
-    """Apply the retention rule: the newest `keep_states` and the configured ones (keep_states_at_tokens) are kept.
+def state_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]:
+    """Decide which states to keep: the newest `keep_states`, and those listed in `keep_states_at_tokens`.
 
-    A state that a preemption saved between the marks is kept while it is the newest, and does not count towards
-    `keep_states`, so that a stopped run keeps the states that an uninterrupted one does.
+    A state saved on preemption, not at a regular save interval, is kept only while it is the newest and does not count
+    towards `keep_states`. An interrupted run therefore keeps the same states as an uninterrupted one.
 
     Args:
         config: the run's configuration.
-        tokens: position of each state, ascending.
+        tokens: token count of each state, ascending.
 
     Returns:
         Whether each state is kept.
     """
-    regular = [at for at in tokens if config.is_state(at)]
+    regular = [count for count in tokens if config.is_state(count)]
     newest = {*regular[-config.checkpoint.keep_states :], *tokens[-1:]}
-    return [at in newest or config.is_named_state(at) for at in tokens]
+    return [count in newest or config.is_named_state(count) for count in tokens]
 
 
 def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
-    """Start writing a full state; return when the arrays may be donated. An existing step is kept.
+    """Save a full state asynchronously. Do nothing if the step is already saved.
 
-    Fields of `state` (a dataclass with `params`) whose default is None are optional. Each is stored as an item of its
-    own, so that a fork may ignore it, or add one that its parent did not have.
+    The arrays may be donated when this function returns. Fields of `state` (a dataclass with `params`) whose default is
+    None are optional. Each is stored as a separate item, so that a fork can leave it out, or add one that the parent
+    run did not have.
 
     Raises:
-        ValueError: a leaf of the parameters is not finite, or the previous step could not be written.
+        ValueError: a parameter is not finite, or this or the previous, asynchronous write failed.
     """
-    integrity.refuse_non_finite(state.params, progress.step, progress.tokens)
+    integrity.check_finite(state.params, progress.step, progress.tokens)
     names = _optional_fields(state)
     parts = {name: part for name in names if (part := getattr(state, name)) is not None}
     items = {"state": dataclasses.replace(state, **dict.fromkeys(names))} | parts
@@ -93,22 +98,22 @@ def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
 def restore_state(saved: SavedState, abstract: Any) -> Any:
     """Restore a full state with the shapes, dtypes and shardings of `abstract`.
 
-    Optional parts (block mean, spike detector, moving average) are restored where `abstract` has them. A part that the
-    stored state lacks (a fork of a run without it), or has in another shape (a detector with another window), starts
-    at zero.
+    Optional fields (block mean, spike detector, moving average) that are not None in `abstract` are restored. A field
+    that is not stored (the parent run did not use it) or has another shape (such as a detector with another window) is
+    initialised with zeros.
 
     Raises:
-        ValueError: as `restore_params`.
+        ValueError: a leaf is missing, unknown, of another shape, or corrupt, or a field that was saved is missing.
     """
     names = _optional_fields(abstract)
     state = restore.restore_tree(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(names)))
-    stored, digests_of = restore.stored(saved.path), restore.recorded_digests(saved.path)
+    stored, digests = restore.read_array_metadata(saved.path), restore.recorded_digests(saved.path)
     for name in names:
         part = getattr(abstract, name)
         if part is None:
             continue
-        if stored.get(name) is None and any(leaf.startswith(f"{name}.") for leaf in digests_of):
-            raise ValueError(f"{saved.path} is corrupt or incomplete: its {name} is missing")
+        if stored.get(name) is None and any(leaf.startswith(f"{name}.") for leaf in digests):
+            raise ValueError(f"{saved.path} is corrupt or incomplete: {name} is missing")
         if stored.get(name) is not None and not restore.shape_differences(stored[name], part):
             part = restore.restore_tree(saved.path, name, part)
         else:
@@ -117,18 +122,18 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
     return state
 
 
-def copy_state(saved: SavedState, folder: epath.Path) -> None:
-    """Copy a state's files into the run directory `folder` and publish the copy atomically; an existing copy is kept.
+def copy_state(saved: SavedState, run_dir: epath.Path) -> None:
+    """Copy a state's files into the run directory `run_dir`, and publish the copy atomically. Keep an existing copy.
 
     Raises:
-        ValueError: the state was removed while it was copied.
+        ValueError: the state was deleted while it was being copied.
     """
-    target = folder / STATES / saved.path.name
+    target = run_dir / STATES / saved.path.name
     if (target / COMMIT_MARKER if is_bucket(target) else target).exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_bucket(target):
-        _copy_tree(saved.path, target, last=COMMIT_MARKER)
+        _copy_tree(saved.path, target, copy_last=COMMIT_MARKER, overwrite=True)
         return
     temporary = target.parent / f".{saved.path.name}.copying"
     if temporary.exists():
@@ -136,7 +141,7 @@ def copy_state(saved: SavedState, folder: epath.Path) -> None:
     _copy_tree(saved.path, temporary)
     if not (saved.path / COMMIT_MARKER).exists():
         temporary.rmtree()
-        raise ValueError(f"{saved.path} was removed while it was copied: fork from another state")
+        raise ValueError(f"{saved.path} was deleted while it was being copied: use another state")
     atomic.publish_directory(temporary, target)
 
 
@@ -144,10 +149,10 @@ def _optional_fields(state: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(state) if field.default is None]
 
 
-def _copy_tree(source: epath.Path, target: epath.Path, last: str = "") -> None:
-    target.mkdir(exist_ok=bool(last))
-    for item in sorted(source.iterdir(), key=lambda item: item.name == last):
+def _copy_tree(source: epath.Path, target: epath.Path, copy_last: str = "", overwrite: bool = False) -> None:
+    target.mkdir(exist_ok=overwrite)
+    for item in sorted(source.iterdir(), key=lambda item: item.name == copy_last):
         if item.is_dir():
-            _copy_tree(item, target / item.name, last)
+            _copy_tree(item, target / item.name, copy_last, overwrite)
         else:
-            item.copy(target / item.name, overwrite=bool(last))
+            item.copy(target / item.name, overwrite=overwrite)

@@ -4,8 +4,9 @@
     FOLDER/<step>/_CHECKPOINT_METADATA   the step's metadata, with a digest of their own
     FOLDER/<step>/<item>/                the arrays
 
-A step is published by one rename, and removed marker first; without a commit marker it is garbage, removed at start. A
-process that is killed while it writes or removes a step therefore leaves either the complete step or garbage.
+A step is published by one rename. It is removed with its marker first. A directory without a commit marker is garbage,
+which is removed when a run starts. A process that is killed while it writes or removes a step therefore leaves either
+the complete step or garbage.
 
 Orbax's preservation policies could choose what to keep, but Orbax deletes a step as a plain tree; a kill during that
 would leave a partial step with its marker, so removal is done here.
@@ -56,7 +57,7 @@ def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def remove(path: epath.Path) -> None:
-    """Remove a step, its marker first, so that a partial one never counts as a step."""
+    """Remove a step, its marker first, so that a partially removed step never counts as a step."""
     (path / COMMIT_MARKER).unlink(missing_ok=True)
     path.rmtree()
 
@@ -77,7 +78,7 @@ def uncompressed_arrays(root: str | None = None) -> ocp.Context:
 
 @contextlib.contextmanager
 def report_write_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert write errors of Orbax and TensorStore, which can be pages long, to a ValueError of one line."""
+    """Convert write errors of Orbax and TensorStore, which can be long, to a ValueError of one line."""
     try:
         yield
     except Exception as error:
@@ -92,7 +93,7 @@ def report_write_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 class StepWriter:
-    """Write steps into a folder, one at a time, in the background; a context manager.
+    """A context manager that writes steps into a folder, one at a time, in the background.
 
     Args:
         folder: the folder of steps.
@@ -110,10 +111,12 @@ class StepWriter:
             self._steps = ocp.training.Checkpointer(folder, cleanup_tmp_directories=True)
 
     def save(self, step: int, items: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-        """Start writing a step; return when the arrays may be donated. An existing step is kept.
+        """Write a step asynchronously. Do nothing if the step exists.
+
+        The arrays may be donated when this method returns.
 
         Raises:
-            ValueError: the previous step, or this one, could not be written.
+            ValueError: this or the previous step could not be written.
         """
         self.finish()
         if step in self._tokens:
@@ -153,7 +156,7 @@ class StepWriter:
             self.finish()
             has_failed = exception[0] is not None
         finally:
-            # After a failed write, Orbax raises its error again, pages long.
+            # After a failed write, Orbax raises the same error again, in its long form.
             with contextlib.suppress(Exception) if has_failed else contextlib.nullcontext():
                 self._steps.close()
 

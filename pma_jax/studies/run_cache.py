@@ -90,7 +90,7 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
 
     def write() -> str:
         merged = np.flatnonzero(row_K).tolist()
-        with lock.hold(folder, waits=True):
+        with lock.hold(folder, wait=True):
             if not is_snapshot(target):
                 merge([used[k] for k in merged], row_K[merged], target, cell.recipe)
         return str(target)
@@ -119,7 +119,7 @@ def _finish(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any
     make_mesh(config.mesh)  # fixes the device count before listing the states initialises the backend
     folder = entry / "run"
     with contextlib.ExitStack() as stack:
-        hosts.broadcast_from_first(lambda: stack.enter_context(lock.hold(entry, waits=True)) or "")
+        hosts.broadcast_from_first(lambda: stack.enter_context(lock.hold(entry, wait=True)) or "")
         exists = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
         if start and not exists:
             start(folder)

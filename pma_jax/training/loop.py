@@ -24,7 +24,7 @@ from pma_jax.training import initial_state, resume, rollback
 from pma_jax.training.marks import Marks
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.resume import open_or_create
-from pma_jax.training.schedule import learning_rate_after
+from pma_jax.training.schedule import learning_rate_with_rewarmup
 from pma_jax.training.state import TrainState, abstract_state, add_to_block
 from pma_jax.training.step import Metrics, make_train_step
 from pma_jax.training.step_records import StepRecords
@@ -126,7 +126,7 @@ def _open(
     rows = local_rows(mesh, config.training.batch_size_sequences)
     session = _Session(
         batches.train_batches(tokens, config.training, position=progress.position, rows=rows),
-        functools.partial(learning_rate_after, [event["tokens"] for event in rollback.events(run)], config),
+        functools.partial(learning_rate_with_rewarmup, config, [event["tokens"] for event in rollback.events(run)]),
         make_train_step(config, graph),
         StepRecords(config, log, progress.tokens),
         marks,

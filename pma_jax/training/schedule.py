@@ -6,10 +6,11 @@ from pma_jax.config import DECAY_SHAPES, Config, ScheduleConfig
 
 
 def learning_rate(schedule: ScheduleConfig, total_tokens: int, tokens: int) -> float:
-    """Return the rate of the step that ends at `tokens`.
+    """Return the learning rate of the step that ends at `tokens`.
 
-    Linear from 0 to the peak over `warmup_tokens`; the peak; from `decay_start_tokens` to `total_tokens` the decay's
-    shape from the peak to `final_rate`. Evaluated on the host in float64.
+    The rate increases linearly from 0 to `peak_rate` over `warmup_tokens`, stays constant until `decay_start_tokens`,
+    then decays to `final_rate` at `total_tokens` with the shape `schedule.decay` ("none": no decay). It is evaluated on
+    the host in float64.
     """
     if tokens < schedule.warmup_tokens:
         return schedule.peak_rate * tokens / schedule.warmup_tokens
@@ -19,16 +20,19 @@ def learning_rate(schedule: ScheduleConfig, total_tokens: int, tokens: int) -> f
     return schedule.final_rate + (schedule.peak_rate - schedule.final_rate) * DECAY_SHAPES[schedule.decay](t)
 
 
-def learning_rate_after(rollbacks: Sequence[int], config: Config, tokens: int) -> float:
-    """Return the rate of the step that ends at `tokens`, which rises linearly from 0 again after a rollback.
+def learning_rate_with_rewarmup(config: Config, rollbacks: Sequence[int], tokens: int) -> float:
+    """Return the learning rate of the step that ends at `tokens`, in a run with rollbacks.
+
+    After the newest rollback, the scheduled rate is multiplied by a linear warm-up from 0 to 1 over
+    `spikes.warmup_tokens`.
 
     Args:
-        rollbacks: tokens to which the run rolled back, oldest first.
-        config: of the run; the warm-up takes `spikes.warmup_tokens`.
-        tokens: of the step's end.
+        config: configuration of the run.
+        rollbacks: token counts to which the run was rolled back, in order of occurrence.
+        tokens: token count at the end of the step.
     """
     rate = learning_rate(config.schedule, config.training.total_tokens, tokens)
-    since = [tokens - at for at in rollbacks if at < tokens]
-    if not since or not config.spikes.warmup_tokens:
+    tokens_since_rollback = [tokens - start for start in rollbacks if start < tokens]
+    if not tokens_since_rollback or not config.spikes.warmup_tokens:
         return rate
-    return rate * min(since[-1] / config.spikes.warmup_tokens, 1.0)
+    return rate * min(tokens_since_rollback[-1] / config.spikes.warmup_tokens, 1.0)

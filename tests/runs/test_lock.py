@@ -34,19 +34,19 @@ def test_second_process_is_refused_with_the_id_of_the_first(tmp_path):
     folder = epath.Path(tmp_path / "run")
     with holder(folder) as first:
         who = rf"process {first.pid} on {re.escape(socket.gethostname())} \(since 20\d\d-[0-9T:+-]*\)"
-        with pytest.raises(ValueError, match=f"is being trained by {who}: wait until it ends"), lock.hold(folder):
+        with pytest.raises(ValueError, match=f"is in use by {who}: wait until that process ends"), lock.hold(folder):
             pass
         first.send_signal(signal.SIGKILL)
     # The holder is dead: the next process takes over its lock and reports it.
     with lock.hold(folder) as note:
-        assert re.match(rf"taking over from {who}", note)
+        assert re.match(rf"taking the lock of .*, which its previous holder, {who}, did not release", note)
     with lock.hold(folder) as note:
         assert note is None, "the lock was released normally"
 
 
 def test_waiting_process_gets_the_lock_when_it_is_released(tmp_path):
     folder = epath.Path(tmp_path / "run")
-    with holder(folder, seconds=0.5) as first, lock.hold(folder, waits=True) as note:
+    with holder(folder, seconds=0.5) as first, lock.hold(folder, wait=True) as note:
         assert first.wait(timeout=240) == 0 and note is None
 
 
@@ -73,7 +73,7 @@ def test_exactly_one_of_many_processes_gets_the_lock(tmp_path):
     ]
     ended = [process.communicate(timeout=240) for process in racing]
     assert sum(out == "held\n" for out, _ in ended) == 1
-    assert sum("is being trained by" in err for _, err in ended) == 3
+    assert sum("is in use by" in err for _, err in ended) == 3
 
 
 def test_foreign_file_in_place_of_the_lock_is_harmless(tmp_path):
@@ -84,9 +84,9 @@ def test_foreign_file_in_place_of_the_lock_is_harmless(tmp_path):
 
 def test_run_in_training_is_neither_trained_nor_forked_into(finished, tmp_path):
     with holder(tmp_path / "run") as first:
-        with pytest.raises(ValueError, match="is being trained by process"):
+        with pytest.raises(ValueError, match="is in use by process"):
             train(finished.config, tmp_path / "run")
-        with pytest.raises(ValueError, match="is being trained by process"):
+        with pytest.raises(ValueError, match="is in use by process"):
             fork(finished, 4096, finished.config, tmp_path / "run")
         assert [p.name for p in (tmp_path / "run").iterdir()] == [lock.FILE_NAME]
         first.kill()
