@@ -141,6 +141,7 @@ def half_way(tmp_path):
     child.communicate()
 
 
+@pytest.mark.slow
 def test_killed_preparation_leaves_nothing_that_looks_prepared(tmp_path, half_way):
     data, child = half_way
     child.send_signal(signal.SIGKILL)
@@ -152,6 +153,7 @@ def test_killed_preparation_leaves_nothing_that_looks_prepared(tmp_path, half_wa
     assert tokens.train.documents + tokens.validation.documents == 1500
 
 
+@pytest.mark.slow
 def test_two_concurrent_preparations_both_succeed(tmp_path, half_way, capsys):
     data, child = half_way
     tokens = shards.prepare_tokens(data)

@@ -105,4 +105,4 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
         diagonal = np.diagonal(products, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
     assert np.ptp(products[0]) > 0.1
-    np.testing.assert_allclose(turned_q[0, :, 0], reference.turn(q[:, :, 0].astype(np.float64), 100.0)[0], atol=1e-5)
+    np.testing.assert_allclose(turned_q[0, :, 0], reference.rotate(q[:, :, 0].astype(np.float64), 100.0)[0], atol=1e-5)

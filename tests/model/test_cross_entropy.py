@@ -81,6 +81,7 @@ def test_memory_is_that_of_one_chunk(dtype):
     assert temporaries(chunk) < every_logit / 8
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)

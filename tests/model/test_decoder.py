@@ -185,7 +185,7 @@ def test_bfloat16_compute_keeps_float32_gradients_and_nearly_the_loss():
     assert loss == pytest.approx(on_one_device(TINY)[0], rel=1e-2)
 
 
-SHAPES = [(8, 1, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 1, 2)]
+SHAPES = [(2, 2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 1, 2)])]
 
 
 @pytest.mark.mesh

@@ -113,6 +113,7 @@ def test_tpu_runs_three_megablox_kernels_and_no_dense_product():
     assert "dot_general" not in text and "ragged_dot" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[100, 0, 37, 119], [256, 0, 0, 0]], ids=str)
 def test_megablox_is_the_same_function(sizes, monkeypatch):
     from jax.experimental import pallas

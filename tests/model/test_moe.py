@@ -170,15 +170,9 @@ SHAPES = [
 ]
 
 
-QUICK = (5,)  # The others are slow.
-
-
+@pytest.mark.slow
 @pytest.mark.mesh
-@pytest.mark.parametrize(
-    ("shape", "bias"),
-    [pytest.param(*case, marks=() if i in QUICK else pytest.mark.slow) for i, case in enumerate(SHAPES)],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "bias"), SHAPES, ids=str)
 def test_mesh_does_not_change_the_result(shape, bias):
     """Skew the router: all tokens choose the same few experts, so the exchange needs more than one round."""
     config = dataclasses.replace(TINY, remat="full" if shape[3] == 4 else "none")

@@ -38,6 +38,7 @@ def read_error(capsys, *arguments) -> str:
     return lines[-1]
 
 
+@pytest.mark.slow
 def test_full_disk_during_training_is_one_line_and_the_run_resumes_elsewhere(finished, workspace, tmp_path, capsys):
     file = tiny.write_config(tmp_path / "config.py", workspace)
     size = sum(p.stat().st_size for p in Path(finished.path).rglob("*") if p.is_file())

@@ -29,6 +29,7 @@ np.testing.assert_allclose(jax.jit(lambda x, y: jnp.sum(x * y, axis=2))(x, y), y
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [PRODUCT_AND_SUM, RANK_7, RANK_8], ids=["product_and_sum", "rank_7", "rank_8"])
 def test_xla_on_cpu_computes_what_numpy_does(program):
     code = "import jax, jax.numpy as jnp, numpy as np\n" + program

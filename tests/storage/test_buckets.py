@@ -79,6 +79,7 @@ def test_fork_between_buckets_continues_from_the_state(run, folder):
     assert fork(run, 16 * tiny.BATCH_TOKENS, run.config, "gs://bucket/runs/forked").path == forked.path
 
 
+@pytest.mark.slow
 def test_run_in_a_bucket_is_swept_evaluated_watched_and_reported(finished, run, tmp_path):
     local = open_run(shutil.copytree(finished.path, tmp_path / "run"))
     grid = (["sma", "wma"], [2, 4])

@@ -150,6 +150,7 @@ def test_unknown_arguments_of_a_script_are_refused(tmp_path, capsys):
         assert output in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_script_refuses_an_invalid_key_in_one_line(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     arguments = [sys.executable, str(tmp_path / "script.py"), "--runs", str(tmp_path / "runs"), "--tiny"]

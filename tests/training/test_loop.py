@@ -126,7 +126,7 @@ def test_complete_run_is_unchanged(copy):
 # --- Resuming ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [0, 9, 16, 23])
+@pytest.mark.parametrize("step", [9, 16, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, 23))])
 def test_resume_is_bitwise_equal_to_uninterrupted_run(finished, copy, step):
     interrupt(copy, step)
     with (copy.path / "metrics.jsonl").open("a") as metrics:
@@ -165,6 +165,7 @@ def test_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
     assert left == [], "no partial directory remains"
 
 
+@pytest.mark.slow
 def test_keyboard_interrupt_completes_pending_writes(finished, workspace, tmp_path, monkeypatch):
     place, calls = loop.put_batch, iter(range(100))
 

@@ -31,7 +31,9 @@ def send_signal_at(monkeypatch, number, step):
     monkeypatch.setattr(loop, "put_batch", place_and_signal)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_signal_saves_a_state_at_the_next_boundary_and_loses_no_step(finished, tmp_path, monkeypatch, number, status):
     with monkeypatch.context() as patch, pytest.raises(signals.Stopped) as stopped:
         send_signal_at(patch, number, 17)

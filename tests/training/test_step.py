@@ -165,7 +165,7 @@ def test_accumulation_over_ragged_microbatches_equals_one_batch(microbatches):
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     ("data", "fsdp", "tensor", "microbatches"),
-    [(8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 2, 2), (1, 1, 2, 1)],
+    [(2, 2, 2, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in [(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 2, 1)])],
 )
 def test_step_on_any_mesh_equals_one_device(data, fsdp, tensor, microbatches):
     state, metrics = steps(make_config(accumulation_steps=microbatches), submesh(data, fsdp, tensor))
@@ -175,7 +175,7 @@ def test_step_on_any_mesh_equals_one_device(data, fsdp, tensor, microbatches):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_few_kv_heads_train_on_any_mesh(kv_heads):
     config = make_config()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, heads=4, kv_heads=kv_heads))

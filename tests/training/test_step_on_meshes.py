@@ -25,7 +25,7 @@ SHAPES = [
     if math.prod(shape) == devices
 ]
 # Cases that no quick test of a train step covers; all 68 take minutes.
-QUICK = [("tiny", (2, 1, 2, 2))]
+IN_CI = [("tiny", (2, 1, 2, 2)), ("tiny_moe", (2, 2, 1, 2))]
 CASES = [(name, shape) for name in ("tiny", "tiny_moe") for shape in SHAPES[1:]]
 
 
@@ -76,7 +76,7 @@ def losses(name, shape):
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long) for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.slow if case in IN_CI else pytest.mark.long) for case in CASES],
     ids=str,
 )
 def test_losses_equal_those_of_one_device(name, shape):

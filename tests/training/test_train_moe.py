@@ -94,6 +94,7 @@ def test_bias_moves_by_its_rate_and_the_optimizer_skips_it():
         assert m["load_max_violation"] > 0 > m["load_min_violation"] >= -1
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     ("shape", "microbatches"),
