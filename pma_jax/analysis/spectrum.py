@@ -1,4 +1,4 @@
-"""Merging as a filter: the spectrum of the weights along training, and the frequency response of a recipe.
+"""Merging as a filter: the spectrum of the parameters along training, and the frequency response of a recipe.
 
 A recipe is a finite impulse response filter over snapshots. Its response at frequency f (cycles per snapshot) is
 H(f) = sum_k c_k exp(-2 pi i f a_k), with the age a_k of snapshot k. H(0) = 1: a constant passes unchanged. Independent
@@ -26,7 +26,7 @@ def frequency_response(
 
     Args:
         weights_K: Coefficients, oldest first.
-        frequencies_F: In cycles per unit of `positions_K`; 0.5 is the Nyquist frequency of unit spacing.
+        frequencies_F: Frequencies in cycles per unit of `positions_K`; 0.5 is the Nyquist frequency of unit spacing.
         positions_K: Positions of the snapshots, such as tokens; by default 0, 1, 2, ...
     """
     weights = np.asarray(weights_K, np.float64)

@@ -59,7 +59,7 @@ def open_workbench(config: Config, tokens: int = 0) -> Workbench:
     The logits and activations of the complete batch are in memory when the loss is differentiated.
 
     Args:
-        config: Of the model, the text and the mesh.
+        config: Configuration of the model, the held-out text and the mesh.
         tokens: Number of predictions; 0 takes `evaluation.tokens`.
 
     Raises:
@@ -84,7 +84,7 @@ def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Pa
     which has no second derivative; this one stores them, one batch at a time. Call it under `jax.set_mesh`.
 
     Args:
-        graph: Of the model.
+        graph: Graph definition of the model.
         batches: int32 [B, M] each; negative targets are not counted.
 
     Returns:

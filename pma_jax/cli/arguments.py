@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from pma_jax.cli import verbs as functions
+from pma_jax.cli import verbs
 from pma_jax.config import SNAPSHOT_KINDS
 
 CONFIG_HELP = "a .py file with get_config(), or the name of a shipped configuration such as demo"
@@ -25,32 +25,32 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="pma",
         description="Train language models on a token schedule, merge their checkpoints, and preview annealing.",
-        epilog="Each verb has --help with an example. An error is one line, with exit status 1, or 2 for a wrong call.",
+        epilog="Each verb has --help with an example. An error is one line, with exit status 1; 2 for a usage error.",
     )
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    _add_training_verbs(verbs)
-    _add_plan_verb(verbs)
-    _add_merge_verb(verbs)
-    _add_preview_verbs(verbs)
-    _add_evaluation_verbs(verbs)
-    _add_conversion_verbs(verbs)
+    subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_training_verbs(subparsers)
+    _add_plan_verb(subparsers)
+    _add_merge_verb(subparsers)
+    _add_preview_verbs(subparsers)
+    _add_evaluation_verbs(subparsers)
+    _add_conversion_verbs(subparsers)
     return top
 
 
-def _add_training_verbs(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.train, config=True, hosts=True)
+def _add_training_verbs(subparsers: Any) -> None:
+    verb = _add_verb(subparsers, verbs.train, config=True, hosts=True)
     verb.add_argument("--config", required=True, help=CONFIG_HELP)
     verb.add_argument("--workdir", required=True, help="the run's directory; an existing run is resumed")
 
-    verb = _add_verb(verbs, functions.fork, config=True, hosts=True)
+    verb = _add_verb(subparsers, verbs.fork, config=True, hosts=True)
     verb.add_argument("run", help="the run to start from")
-    verb.add_argument("--at-tokens", required=True, type=_tokens, help="tokens at which RUN saved a full state")
+    verb.add_argument("--at-tokens", required=True, type=_tokens, help="tokens at which RUN saved a training state")
     verb.add_argument("--workdir", required=True, help="the new run's directory; the same fork is resumed")
-    verb.add_argument("--weights", metavar="SNAPSHOT", help="start from these weights, such as a merge (PMA-init)")
+    verb.add_argument("--weights", metavar="SNAPSHOT", help="start from these parameters, such as a merge (PMA-init)")
 
 
-def _add_plan_verb(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.plan, config=True, json=True)
+def _add_plan_verb(subparsers: Any) -> None:
+    verb = _add_verb(subparsers, verbs.plan, config=True, json=True)
     verb.add_argument("--config", required=True, help=CONFIG_HELP)
     verb.add_argument(
         "--topology", required=True, metavar="CHIP:SHAPE", help="TPUs, such as v5p:4x4x8; 2*v5e:4x4 is two slices"
@@ -61,19 +61,19 @@ def _add_plan_verb(verbs: Any) -> None:
         default="1GB/s",
         type=_rate,
         metavar="SIZE/s",
-        help="of the checkpoint storage, for all devices together (default 1GB/s)",
+        help="bandwidth of the checkpoint storage, for all devices together (default 1GB/s)",
     )
     verb.add_argument(
         "--annealing-share",
         default=0.2,
         type=_share,
         metavar="SHARE",
-        help="share of the tokens that the annealing would take which merging replaces (default 0.2)",
+        help="length of the annealing that merging replaces, as a share of the run's tokens (default 0.2)",
     )
 
 
-def _add_merge_verb(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.merge, json=True, hosts=True)
+def _add_merge_verb(subparsers: Any) -> None:
+    verb = _add_verb(subparsers, verbs.merge, json=True, hosts=True)
     verb.add_argument(
         "source",
         nargs="+",
@@ -82,79 +82,79 @@ def _add_merge_verb(verbs: Any) -> None:
     )
     verb.add_argument("--out", required=True, help="the directory to write; must not exist")
     verb.add_argument(
-        "--recipe", action="append", help="such as sma (default), ema:alpha=0.2, wma, lagfree:lag=0.5; may be repeated"
+        "--recipe", action="append", help="sma (default), ema:alpha=0.2, wma, lagfree:lag=0.5, ...; may be repeated"
     )
-    verb.add_argument("--last", type=_positive, metavar="N", help="only the newest N")
-    verb.add_argument("--tokens", type=_token_range, metavar="A:B", help="only from A to B tokens, both included")
-    verb.add_argument("--every", type=_tokens, metavar="V", help="only every V tokens, back from the newest")
-    verb.add_argument("--tolerance", type=_tokens, metavar="T", help="largest distance from --every's marks (V/10)")
+    verb.add_argument("--last", type=_positive, metavar="N", help="merge only the newest N checkpoints")
+    verb.add_argument("--tokens", type=_token_range, metavar="A:B", help="merge only from A to B tokens, both included")
+    verb.add_argument("--every", type=_tokens, metavar="V", help="merge only every V tokens, counted from the newest")
+    verb.add_argument("--tolerance", type=_tokens, metavar="T", help="largest distance from --every's positions (V/10)")
     verb.add_argument("--across-stages", action="store_true", help="allow a merge of several runs or stages")
-    verb.add_argument("--tokens-per-step", type=_tokens, metavar="T", help="for checkpoints named by step only")
-    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of a run's snapshots")
+    verb.add_argument("--tokens-per-step", type=_tokens, metavar="T", help="tokens per step, for names with steps only")
+    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots to merge, if a run is given")
     verb.add_argument("--subtree", help="path of the parameters in an Orbax tree, such as params or target/model")
-    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of the output")
-    verb.add_argument("--format", default="keep", choices=("keep", "orbax", "safetensors"), help="of the output")
-    verb.add_argument("--memory-limit", default="1GiB", type=_size, metavar="SIZE", help="resident memory (1GiB)")
-    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="of a safetensors file (5GB)")
+    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="dtype of the output")
+    verb.add_argument("--format", default="keep", choices=("keep", "orbax", "safetensors"), help="format of the output")
+    verb.add_argument("--memory-limit", default="1GiB", type=_size, metavar="SIZE", help="memory limit (default 1GiB)")
+    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="largest file (default 5GB)")
     verb.add_argument("--dry-run", action="store_true", help="print the plan of the merge and write nothing")
 
 
-def _add_preview_verbs(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.sweep, json=True, hosts=True)
+def _add_preview_verbs(subparsers: Any) -> None:
+    verb = _add_verb(subparsers, verbs.sweep, json=True, hosts=True)
     verb.add_argument("run", help="the run whose newest snapshots are merged; RUN/sweep.json is written")
     recipes, windows = "sma,ema:alpha=0.1,ema:alpha=0.2,wma", "3,6,10,15"
-    verb.add_argument("--recipes", default=recipes, type=_recipes, metavar="R,R", help=f"default {recipes}")
-    verb.add_argument("--windows", default=windows, type=_positives, metavar="N,N", help=f"default {windows}")
+    verb.add_argument("--recipes", default=recipes, type=_recipes, metavar="R,R", help=f"recipes (default {recipes})")
+    verb.add_argument("--windows", default=windows, type=_positives, metavar="N,N", help=f"windows (default {windows})")
     verb.add_argument(
-        "--intervals", default="1", type=_positives, metavar="I,I", help="every I-th snapshot (default 1)"
+        "--intervals", default="1", type=_positives, metavar="I,I", help="merge every I-th snapshot (default 1)"
     )
-    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, default="point", help="of snapshots (default point)")
+    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, default="point", help="kind of snapshots (default point)")
 
-    verb = _add_verb(verbs, functions.watch, hosts=True)
+    verb = _add_verb(subparsers, verbs.watch, hosts=True)
     verb.add_argument("run", help="a run, in training or finished; previews are appended to RUN/watch.jsonl")
-    verb.add_argument("--recipe", help="such as wma (default: the run's preview.recipe)")
-    verb.add_argument("--windows", type=_positives, metavar="N,N", help="default: the run's preview.windows")
+    verb.add_argument("--recipe", help="the recipe, such as wma (default: the run's preview.recipe)")
+    verb.add_argument("--windows", type=_positives, metavar="N,N", help="windows (default: the run's preview.windows)")
     verb.add_argument(
-        "--kind", choices=SNAPSHOT_KINDS, help="of snapshots (default: the first kind that the run saves)"
+        "--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots (default: the first kind that the run saves)"
     )
-    verb.add_argument("--poll-seconds", default=5.0, type=_seconds, help="interval of checking the run (default 5)")
+    verb.add_argument("--poll-seconds", default=5.0, type=_seconds, help="seconds between checks (default 5)")
     verb.add_argument("--once", action="store_true", help="preview the existing snapshots and exit")
 
 
-def _add_evaluation_verbs(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.evaluate, config=True, json=True, hosts=True)
+def _add_evaluation_verbs(subparsers: Any) -> None:
+    verb = _add_verb(subparsers, verbs.evaluate, config=True, json=True, hosts=True)
     verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
 
-    verb = _add_verb(verbs, functions.inspect, json=True)
+    verb = _add_verb(subparsers, verbs.inspect, json=True)
     verb.add_argument("target", help="a run, a snapshot, or a checkpoint in any format that `pma merge` reads")
     verb.add_argument("--subtree", help="path of the parameters in an Orbax tree")
     verb.add_argument("--verify", action="store_true", help="read all data again and compare it with its digests")
-    verb.add_argument("--with-sources", action="store_true", help="--verify, including the sources of a merge")
+    verb.add_argument("--with-sources", action="store_true", help="with --verify: also verify the sources of a merge")
 
-    verb = _add_verb(verbs, functions.report, json=True)
+    verb = _add_verb(subparsers, verbs.report, json=True)
     verb.add_argument("run", nargs="+", help="the run, then the runs forked from it")
-    verb.add_argument("--out", help="the directory to write to (default: the first run's)")
+    verb.add_argument("--out", help="the directory to write to (default: that of the first run)")
 
 
-def _add_conversion_verbs(verbs: Any) -> None:
-    verb = _add_verb(verbs, functions.import_, json=True)
+def _add_conversion_verbs(subparsers: Any) -> None:
+    verb = _add_verb(subparsers, verbs.import_, json=True)
     verb.add_argument("model", help="a Hugging Face model's directory, or hf://org/repo@revision")
     verb.add_argument("--out", required=True, help="the snapshot to write; must not exist")
 
-    verb = _add_verb(verbs, functions.export, json=True)
+    verb = _add_verb(subparsers, verbs.export, json=True)
     verb.add_argument("snapshot", help="a snapshot of any kind, a merge, an imported model, or a run (its newest)")
     verb.add_argument("--out", required=True, help="the directory to write; must not exist")
-    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="of the output")
-    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="of a safetensors file (5GB)")
+    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="dtype of the output")
+    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="largest file (default 5GB)")
     verb.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the run's")
 
 
 def _add_verb(
-    verbs: Any, function: Callable[..., None], *, config: bool = False, json: bool = False, hosts: bool = False
+    subparsers: Any, function: Callable[..., None], *, config: bool = False, json: bool = False, hosts: bool = False
 ) -> argparse.ArgumentParser:
     """Add a parser for a verb, with the options that it shares with others in groups of their own."""
     text = inspect.getdoc(function) or ""
-    verb = verbs.add_parser(
+    verb = subparsers.add_parser(
         function.__name__.rstrip("_"),
         help=text.partition("\n")[0],
         description=text,
@@ -166,7 +166,7 @@ def _add_verb(
         group.add_argument("--config.SECTION.KEY=VALUE", action="store_true", help="change any key; may be repeated")
     if json:
         group = verb.add_argument_group("output")
-        group.add_argument("--json", action="store_true", help="print JSON, not a table")
+        group.add_argument("--json", action="store_true", help="print JSON instead of a table")
     if hosts:
         group = verb.add_argument_group("several hosts")
         group.add_argument(

@@ -27,7 +27,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def fork(options: argparse.Namespace) -> None:
-    r"""Start a new run from a full state of another run, and train it.
+    r"""Start a new run from a training state of another run, and train it.
 
     Example:
         pma fork runs/demo --at-tokens 4.9e6 --workdir runs/annealed \

@@ -114,9 +114,9 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with weight decay on matrices only, and averages of the weights during training.
+    """AdamW with weight decay on matrices only, and averages of the parameters during training.
 
-    If an average is configured, snapshots and evaluation use the averaged weights.
+    If an average is configured, snapshots and evaluation use the averaged parameters.
     """
 
     # `adamw`: AdamW (arXiv 1711.05101); `schedule_free_adamw`: its schedule-free variant (arXiv 2405.15682), which
@@ -129,7 +129,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8  # constant that is added to the root of the second moment
     weight_decay: float = 0.1  # decoupled decay, multiplied by the learning rate; norm scales and biases do not decay
     clip_norm: float = 1.0  # maximum global norm of the gradient, which is scaled down to it; 0: no clipping
-    ema_half_life_tokens: NonNegativeInt = 0  # half-life of an exponential moving average of the weights; 0: no average
+    ema_half_life_tokens: NonNegativeInt = 0  # half-life of an exponential moving average of parameters; 0: no average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ class ScheduleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
-    """Length of a run, size of its steps, auxiliary losses and initial weights."""
+    """Length of a run, size of its steps, auxiliary losses and initial parameters."""
 
     total_tokens: PositiveInt = 6_000_000  # length of the run; it ends with the first step that reaches it
     sequence_length_tokens: PositiveInt = 128  # L: tokens per sequence
@@ -163,7 +163,7 @@ class TrainingConfig:
     # layers.
     router_z_loss_weight: NonNegativeFloat = 0.0
     log_interval_tokens: PositiveInt = 100_000  # tokens between training records in metrics.jsonl
-    seed: int = 0  # seed of the initial weights and of the order of the data
+    seed: int = 0  # seed of the initial parameters and of the order of the data
     start_from: str = ""  # path of a snapshot, such as an imported model, with the initial weights; empty: random ones
 
 
@@ -172,19 +172,19 @@ class CheckpointConfig:
     """Snapshots (parameters, which merging reads) and states (everything that resuming and forking need)."""
 
     interval_tokens: PositiveInt = 100_000  # V: tokens between snapshots
-    # What snapshots contain. `point`: the weights at that step; `block_mean`: the mean of the weights over the interval
+    # What snapshots contain. `point`: the parameters at that step; `block_mean`: their mean over the interval
     # since the previous snapshot; or both: `point,block_mean`.
     kinds: tuple[str, ...] = ("point",)
-    # Number of steps per summand of a block mean (j): it averages the weights of every j-th step of its interval. The
+    # Number of steps per summand of a block mean (j): it averages the parameters of every j-th step. The
     # running sum takes the memory of a float32 model.
     block_every_steps: PositiveInt = 4
     window: PositiveInt = 10  # N: snapshots per merge; `keep_windows` counts in this unit
     keep_windows: int = 0  # retention: the newest `keep_windows` times `window` snapshots are kept; 0: all
     # Snapshots at multiples of this number of tokens are kept permanently, in addition to the newest; 0: none.
     archive_interval_tokens: int = 0
-    state_interval_tokens: PositiveInt = 1_000_000  # tokens between full states
-    keep_states: PositiveInt = 2  # number of newest full states that are kept
-    # Positions, in tokens trained, at which a full state is saved as well and kept permanently, to fork from.
+    state_interval_tokens: PositiveInt = 1_000_000  # tokens between training states
+    keep_states: PositiveInt = 2  # number of newest training states that are kept
+    # Positions, in tokens trained, at which a training state is saved as well and kept permanently, to fork from.
     keep_states_at_tokens: tuple[int, ...] = ()
 
 
@@ -201,7 +201,7 @@ class PreviewConfig:
     """Merges of the newest snapshots, evaluated during the run."""
 
     recipe: str = "sma"  # recipe of the merges, such as sma or ema:alpha=0.2
-    # Tokens trained before which snapshots are not merged: early on, the weights drift more than they fluctuate.
+    # Tokens trained before which snapshots are not merged: early on, the parameters drift more than they fluctuate.
     start_tokens: int = 0
     # Window sizes, in snapshots: one preview each. The trainer holds as many models in host memory as the largest one.
     windows: tuple[int, ...] = (10,)
@@ -277,9 +277,9 @@ class Config:
         return max(tokens // self.batch_tokens, 1)
 
     def is_mark(self, tokens: int, interval_tokens: int) -> bool:
-        """Return whether the step that ended at `tokens` reached a multiple of `interval_tokens`.
+        """Return whether the step that ended at `tokens` reached a mark: a multiple of `interval_tokens`.
 
-        Marks are multiples of tokens, not of a rounded number of steps, so they do not drift.
+        Marks are multiples of tokens, not of a rounded number of steps, so rounding errors do not accumulate.
         """
         return tokens // interval_tokens > (tokens - self.batch_tokens) // interval_tokens
 
@@ -301,7 +301,7 @@ class Config:
         return "block_mean" in self.checkpoint.kinds and since_mark % self.checkpoint.block_every_steps == 0
 
     def is_state(self, tokens: int) -> bool:
-        """Return whether a full state is saved at `tokens`: at its marks, at named tokens and at the end of the run."""
+        """Return whether a training state is saved at `tokens`: at its marks, named tokens and the end of the run."""
         every = self.is_mark(tokens, self.checkpoint.state_interval_tokens)
         return every or self.is_named_state(tokens) or self.is_horizon(tokens)
 

@@ -1,4 +1,4 @@
-"""The held-out loss of merges given as rows of weights over stored snapshots; each snapshot is read once per pass.
+"""The held-out loss of merges given as rows of coefficients over stored snapshots; each snapshot is read once per pass.
 
 Dimensions: R merges, K snapshots.
 """
@@ -37,14 +37,15 @@ class EvaluatedMerges:
 
 
 def evaluate_merges(config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike) -> EvaluatedMerges:
-    """Evaluate each row's merge on the held-out text that `config.evaluation` names.
+    """Evaluate the merge of each row on the held-out text of `config.evaluation`.
 
     Snapshots that no row uses are not read. The next snapshot loads while one is added to all merges. Memory holds the
     merges and two snapshots; if not all merges fit into half of a device's free memory, they are made in several
     passes, and each pass reads the snapshots again.
 
     Args:
-        config: Of the model, the text and the mesh; its `evaluation` may differ from the snapshots' own.
+        config: Configuration of the model, the held-out text and the mesh; its `evaluation` may differ from that of the
+            snapshots.
         snapshots: K snapshots of one model. Points and block means may both be listed, as long as no row mixes them.
         weights_RxK: [R, K], float64, one row per merge.
 

@@ -50,7 +50,7 @@ def watch(
         run: The run.
         recipe: The recipe's text, by default `preview.recipe`.
         windows: Numbers of snapshots, by default `preview.windows`, or `checkpoint.window` if there are none.
-        kind: Of snapshots, by default the first that the run saves.
+        kind: The kind of snapshots; by default the first that the run saves.
         poll_seconds: Interval between listings of the run's directory.
         once: Preview the snapshots that exist, and return.
 

@@ -17,7 +17,7 @@ def check_same(first: Any, other: Any, name: str, dtypes: bool = True) -> None:
     Args:
         first: Tree of arrays or ShapeDtypeStructs.
         other: The tree to compare.
-        name: Of `other` in the message, for example "checkpoint 3".
+        name: The name of `other` in the message, for example "checkpoint 3".
         dtypes: Whether floating-point dtypes must be equal. A float never matches an integer or boolean leaf.
 
     Raises:

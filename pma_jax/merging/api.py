@@ -26,7 +26,7 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
     Args:
         snapshots: K snapshots of one model, all points or all block means.
         weights: [K].
-        mesh: Of the result; by default all devices.
+        mesh: Mesh of the result; by default one over all devices.
 
     Returns:
         The parameters, sharded on the mesh.

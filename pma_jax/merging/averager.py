@@ -41,8 +41,8 @@ def average(
     Args:
         params_K: K trees of NumPy or JAX arrays, oldest first. Trees whose shardings differ from the first tree's are
             moved to those.
-        weights: [K], finite. A tree whose weight is 0 is validated but not read.
-        dtype: Of the result's floating-point leaves; None keeps the inputs'.
+        weights: Coefficients [K], finite. A tree whose coefficient is 0 is validated but not read.
+        dtype: Dtype of the floating-point leaves of the result; None keeps that of the inputs.
         out: An earlier result of the same shapes, dtypes and shardings, whose memory is reused (donated).
 
     Returns:
@@ -80,14 +80,14 @@ def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike, *, dtype: DType
     Args:
         trees: K trees of arrays, oldest first. A thread calls `next`, at most one tree ahead, with the caller's mesh
             set. Trees whose shardings differ from the first tree's are moved to those.
-        weights_RxK: [R, K], finite.
-        dtype: Of the results' floating-point leaves; None keeps the inputs'.
+        weights_RxK: Coefficients [R, K], finite.
+        dtype: Dtype of the floating-point leaves of the results; None keeps that of the inputs.
 
     Returns:
         R trees with the shardings of the first input.
 
     Raises:
-        ValueError: As for `average`, as soon as the offending tree has been loaded. Exceptions of `trees` propagate.
+        ValueError: The same as `average`, raised when the invalid tree is loaded. Exceptions of `trees` propagate.
     """
     C = check_rows(weights_RxK, np.shape(weights_RxK)[-1])
     multipliers_RxK, divisors_R, first_R = split_rows(C)
@@ -149,7 +149,7 @@ def _fused_average(
         params_K: K trees of one structure, shapes and shardings.
         multipliers_K: [K].
         divisor: Scalar.
-        dtypes: Of the result, one per leaf.
+        dtypes: Dtype of each leaf of the result.
     """
     del out
     leaves_K = [jax.tree.leaves(params) for params in params_K]

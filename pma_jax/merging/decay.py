@@ -57,13 +57,13 @@ def decay_at(tokens: ArrayLike, shape: str | Callable[[float], float] = "linear"
 
     Args:
         tokens: [n], positions in tokens, increasing.
-        shape: As for `decay`.
+        shape: The same as for `decay`.
 
     Returns:
         float64 [n], sums to 1, oldest first.
 
     Raises:
-        ValueError: As for `decay`.
+        ValueError: The same as for `decay`.
     """
     f = shape if callable(shape) else DECAY_SHAPES.get(shape)
     if f is None:

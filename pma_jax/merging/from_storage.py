@@ -58,7 +58,7 @@ def merge_one(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Pa
     """Write sum_k weights[k] * checkpoint k to `out`; the provenance names `recipe`.
 
     Raises:
-        ValueError: As `plan_merge` and `engine.merge`; nothing is published then.
+        ValueError: The same as `plan_merge` and `engine.merge`; nothing is published.
     """
     sources = [open_source(address) for address in addresses]
     check_same_kind(sources)

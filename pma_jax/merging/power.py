@@ -15,7 +15,7 @@ def gamma_from_sigma_rel(sigma_rel: float) -> float:
     γ³ + 7γ² + (16 - σ⁻²)γ + 12 - σ⁻² = 0.
 
     Args:
-        sigma_rel: In (0, 1/sqrt(12)] = (0, 0.2887], where the upper end is γ = 0, the plain mean.
+        sigma_rel: Relative width in (0, 1/sqrt(12)] = (0, 0.2887], where the upper end is γ = 0, the plain mean.
 
     Raises:
         ValueError: sigma_rel is out of range.

@@ -39,9 +39,9 @@ def select(
         tokens: Integers [K], oldest first; strictly increasing within a stage, while parallel runs may share positions.
         last: The newest N of the checkpoints that satisfy the other conditions.
         between: (A, B) in tokens, both inclusive; None leaves that end open.
-        every: V in tokens: going back from the newest, the checkpoint nearest to each multiple of V, if it is within
-            the tolerance.
-        tolerance: In tokens; a tenth of V by default.
+        every: V in tokens: select the newest, and the checkpoint nearest to each of V, 2 V, ... tokens before it, if
+            one is within the tolerance.
+        tolerance: Largest distance in tokens from a position of the grid; by default a tenth of V.
         stages: [K], the stage or run that each checkpoint belongs to; None counts as one more stage.
         across_stages: Allow checkpoints of several stages in the selection.
 

@@ -21,7 +21,7 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
 
     Args:
         path: A run (all its snapshots, block means, states and records), a snapshot, a state, or a merge.
-        with_sources: For a merge, also read its sources, from where the provenance says they were.
+        with_sources: Whether to read the sources of a merge too, at the addresses in its provenance.
 
     Raises:
         ValueError: There are no digests to compare with, or a merge or a source is no longer a checkpoint.

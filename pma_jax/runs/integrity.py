@@ -62,7 +62,7 @@ def check_finite(params: Any, step: int, tokens: int) -> None:
     bad = non_finite_leaves(params)
     if bad:
         raise ValueError(
-            f"step {step:,} ({tokens:,} tokens): {len(bad)} leaves of the weights are not finite and are not saved: "
+            f"step {step:,} ({tokens:,} tokens): {len(bad)} leaves of the parameters are not finite and are not saved: "
             f"{', '.join(bad[:10])}"
         )
 

@@ -85,7 +85,7 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     params = restore.restore_tree(snapshot.path, "params", abstract)
     bad = integrity.non_finite_leaves(params)
     if bad:
-        raise ValueError(f"{snapshot.path} has weights that are not finite, and is not used: {', '.join(bad[:10])}")
+        raise ValueError(f"{snapshot.path} has parameters that are not finite, and is not used: {', '.join(bad[:10])}")
     return params
 
 

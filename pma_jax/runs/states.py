@@ -33,7 +33,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class SavedState:
-    """A full training state on disk: its path and its progress. Holds no arrays."""
+    """A training state on disk: its path and its progress. Holds no arrays."""
 
     path: epath.Path
     progress: Progress
@@ -79,7 +79,7 @@ def state_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]:
 
 
 def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
-    """Save a full state asynchronously. Do nothing if the step is already saved.
+    """Save a training state asynchronously. Do nothing if the step is already saved.
 
     The arrays may be donated when this function returns. Fields of `state` (a dataclass with `params`) whose default is
     None are optional. Each is stored as a separate item, so that a fork can leave it out, or add one that the parent
@@ -96,7 +96,7 @@ def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
 
 
 def restore_state(saved: SavedState, abstract: Any) -> Any:
-    """Restore a full state with the shapes, dtypes and shardings of `abstract`.
+    """Restore a training state with the shapes, dtypes and shardings of `abstract`.
 
     Optional fields (block mean, spike detector, moving average) that are not None in `abstract` are restored. A field
     that is not stored (the parent run did not use it) or has another shape (such as a detector with another window) is

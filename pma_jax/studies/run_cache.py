@@ -53,7 +53,7 @@ def get_or_fork(
     Args:
       cache: directory of the cache.
       source: a run of this cache, or any other run.
-      at_tokens: tokens at which `source` kept a full state.
+      at_tokens: tokens at which `source` kept a training state.
       changes: overrides of the source's configuration, as `section.key=value`.
       weights: initial weights in place of the state's own, such as a merge from `get_or_merge`. The optimizer state and
         the data position are still the state's.

@@ -9,7 +9,7 @@ A script in experiments/ has a docstring (the question) and four functions, and 
     draw(results) -> dict              return the figures: file name -> PNG
 
 A trunk is a run at a constant learning rate, cut into `units` equal parts: a snapshot of each kind at the end of each
-unit, and a full state wherever an annealed branch may fork. Scripts give positions in units, so that the same script
+unit, and a training state wherever an annealed branch may fork. Scripts give positions in units, so that one script
 works at every size: `--sizes dense_1b --config.training.total_tokens=20e9` runs it on other models.
 """
 
@@ -102,7 +102,7 @@ class Study:
         return configuration.resolve(raw)
 
     def fork_units(self) -> list[int]:
-        """Return the units at which trunks keep full states.
+        """Return the units at which trunks keep training states.
 
         From them a branch of any length in `branch_lengths` can end at a quarter, at half and at the end of the trunk.
         """

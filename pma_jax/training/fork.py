@@ -1,4 +1,4 @@
-"""Forking: a new run from another run's full state, to anneal, change the data, or try another learning rate."""
+"""Forking: a new run from another run's training state, to anneal, change the data, or try another learning rate."""
 
 import contextlib
 from typing import Any
@@ -20,7 +20,7 @@ from pma_jax.training.resume import run_metadata
 def fork(
     source: Run, at_tokens: int, config: Config, workdir: epath.PathLike, weights: epath.PathLike | None = None
 ) -> Run:
-    """Create a run in `workdir` that starts from the full state of `source` at `at_tokens`.
+    """Create a run in `workdir` that starts from the training state of `source` at `at_tokens`.
 
     The state provides parameters, optimizer moments and data position; `config` decides the rest. If the same fork
     exists already, it is opened.
@@ -64,13 +64,17 @@ def fork(
 
 
 def state_at(source: Run, at_tokens: int) -> SavedState:
-    """Return the full state of `source` at the mark `at_tokens`; raise ValueError, naming those it has, if none is."""
+    """Return the training state that `source` saved at the mark `at_tokens`.
+
+    Raises:
+        ValueError: There is none; the message lists those that exist.
+    """
     # The step that reached `at_tokens` ended less than one batch past it.
     for saved in source.states:
         if 0 <= saved.tokens - at_tokens < source.config.batch_tokens:
             return saved
     have = ", ".join(f"{s.tokens:,}" for s in source.states) or "none"
     raise ValueError(
-        f"{source.path} has no full state at {at_tokens:,} tokens (it has: {have}): name one of these, or train "
+        f"{source.path} has no training state at {at_tokens:,} tokens (it has: {have}): name one of these, or train "
         f"with --config.checkpoint.keep_states_at_tokens={at_tokens}"
     )

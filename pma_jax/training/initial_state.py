@@ -1,4 +1,4 @@
-"""The state that training starts from: restored, random, or with the weights of a snapshot in place of its own.
+"""The state that training starts from: restored, random, or with the parameters of a snapshot in place of its own.
 
 A router's bias is not a trained weight (`model.moe`). If the snapshot has one, the run must keep one and starts with
 it: without it other experts would be chosen. If the snapshot has none, as models of Hugging Face have none, a run that
@@ -18,7 +18,7 @@ from pma_jax.runs.states import Progress
 from pma_jax.training import resume
 from pma_jax.training.state import TrainState, branch_state, make_state
 
-# Keys of the model that may differ from the snapshot's: the weights mean the same.
+# Keys of the model that may differ from the snapshot's: they do not change the meaning of the parameters.
 _FREE = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
 # Keys that only one kind of model reads.
 _DENSE = frozenset({"hidden"})
@@ -30,8 +30,8 @@ _MIXTURE = frozenset(
 def restore_or_make(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[TrainState, Progress]:
     """Restore the newest intact state of `run`, or make its first one, on the mesh that is set.
 
-    The first state of a fork with `--weights` is its parent's, with these weights. Corrupt snapshots past the state are
-    set aside: the run takes them again.
+    The first state of a fork with `--weights` is its parent's, with these parameters. Corrupt snapshots past the state
+    are set aside, and training takes them again.
 
     Args:
         run: the run; `resume.clean_up` was called.
@@ -39,7 +39,7 @@ def restore_or_make(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[
         warn: takes a line about each corrupt state or snapshot.
 
     Raises:
-        ValueError: all states are corrupt, or the weights to start from are gone or another model's.
+        ValueError: all states are corrupt, or the snapshot to start from is missing or of another model.
     """
     saved, state = resume.newest_intact_state(run, abstract, warn)
     progress = saved.progress if saved else Progress()
@@ -56,7 +56,7 @@ def restore_or_make(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[
 
 
 def make_first(config: Config, abstract: TrainState) -> TrainState:
-    """Make a fresh state on the mesh that is set, with the weights that `training.start_from` names, if any.
+    """Make a fresh state on the mesh that is set, with the parameters that `training.start_from` names, if any.
 
     The optimizer, the token count and the data start from zero. Raises as `find_weights` does.
     """
@@ -65,10 +65,10 @@ def make_first(config: Config, abstract: TrainState) -> TrainState:
 
 
 def find_weights(config: Config, path: epath.PathLike, option: str) -> Snapshot:
-    """Return the snapshot at `path`, or the newest of a run, whose weights `config`'s model can take.
+    """Return the snapshot at `path`, or the newest of a run, whose parameters fit the model of `config`.
 
     Args:
-        config: of the run that starts from the weights.
+        config: configuration of the run that starts from them.
         path: a snapshot, a merge or a run.
         option: what the user set to `path`, for error messages.
 

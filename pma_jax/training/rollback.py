@@ -2,7 +2,7 @@
 
 After PMA (arXiv 2505.12082), Section 4.5 and Figure 7. The steps, in this order; each is atomic or can be repeated:
 
-    RUN/spikes/<k>/held/        write the full state to continue from: the merged model, an optimizer, the detector
+    RUN/spikes/<k>/held/        write the training state to continue from: the merged model, an optimizer, the detector
     RUN/spikes/<k>/event.json   write the evidence and the decision: from here on the run rolls back, killed or not
     RUN/spikes/<k>/…            move the snapshots, states and records past the rollback point here
     RUN/states/<step>/          copy the held state, as a fork copies its parent's

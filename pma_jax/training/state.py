@@ -48,7 +48,7 @@ def make_state(config: Config) -> TrainState:
 
 
 def snapshot_params(config: Config, state: TrainState) -> Params:
-    """Return the weights that are evaluated and saved in snapshots: the moving average, or the optimizer's model.
+    """Return the parameters that are evaluated and saved in snapshots: the moving average, or the optimizer's model.
 
     They may be arrays of the state, which the next step donates.
     """
@@ -56,7 +56,7 @@ def snapshot_params(config: Config, state: TrainState) -> Params:
 
 
 def add_to_block(config: Config, state: TrainState, tokens: int) -> TrainState:
-    """Add the weights after the step that ended at `tokens` to the block mean, if it is one of the steps to add."""
+    """Add the parameters after the step that ended at `tokens` to the block mean, if it is one of the steps to add."""
     if state.block is None or not config.is_block_add(tokens):
         return state
     block = averages.add_to_block_mean(state.block, snapshot_params(config, state))
@@ -66,12 +66,12 @@ def add_to_block(config: Config, state: TrainState, tokens: int) -> TrainState:
 def branch_state(config: Config, state: TrainState, params: Params, **changes: Any) -> TrainState:
     """Return the state from which a run branches off with other weights: a fork, a rollback, or imported weights.
 
-    Averages of the old weights restart. The optimizer's moments are kept, unless they are among the changes.
+    Averages of the old parameters restart. The optimizer's moments are kept, unless they are among the changes.
 
     Args:
         config: of the new branch.
         state: the state to branch off from.
-        params: the other weights.
+        params: the new parameters.
         **changes: other fields to replace.
     """
     state = dataclasses.replace(state, **changes)

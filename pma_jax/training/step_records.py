@@ -39,7 +39,7 @@ class StepRecords:
         """Write the record of the pending step; return a spike from which the run has to roll back, or None.
 
         Args:
-            params: the newest weights; they are searched for leaves to name in an error.
+            params: the newest parameters, among which the leaves that an error names are searched.
 
         Raises:
             ValueError: a metric is not finite, and the run neither skipped the update nor rolls back.
@@ -83,13 +83,13 @@ def check_finite(record: Record, numbers: dict[str, float], params: Any) -> None
     Args:
         record: has the `step` and `tokens` to name.
         numbers: what the step measured.
-        params: the newest weights, of this step or the next.
+        params: the newest parameters, after this step or the next.
     """
     bad = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
     if not bad:
         return
     leaves = integrity.non_finite_leaves(params)
-    where = f"; of the weights {len(leaves)} leaves are not finite: {', '.join(leaves[:10])}" if leaves else ""
+    where = f"; {len(leaves)} leaves of the parameters are not finite: {', '.join(leaves[:10])}" if leaves else ""
     raise ValueError(
         f"step {record['step']:,} ({record['tokens']:,} tokens): {', '.join(bad)}{where}. This step was not saved. "
         "Repeating the command repeats the error: `pma fork` from an earlier state with a lower schedule.peak_rate or "

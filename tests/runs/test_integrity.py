@@ -161,7 +161,7 @@ def test_non_finite_arrays_are_neither_saved_nor_restored(finished, copy):
     params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, make_mesh(snapshot.config.mesh)))
     for value in (np.nan, np.inf, -np.inf):
         bad = dict(params) | {"embedding_VxD": params["embedding_VxD"] * value}
-        message = r"1 leaves of the weights are not finite .*: embedding_VxD"
+        message = r"1 leaves of the parameters are not finite .*: embedding_VxD"
         with copy.writer("snapshots") as writer, pytest.raises(ValueError, match=message):
             snapshots.save_snapshot(writer, bad, dataclasses.replace(snapshot, step=28))
     assert not (copy.path / "snapshots" / "28").exists()

@@ -14,7 +14,7 @@ def test_diverging_run_stops_at_the_step_and_saves_no_state_of_it(workspace, tmp
     config = tiny.config(workspace, schedule__peak_rate=1e30)
     with pytest.raises(ValueError, match=r"^step \d+ \([0-9,]+ tokens\): .*is (nan|inf)") as refused:
         train(config, tmp_path / "run")
-    assert "leaves are not finite: " in str(refused.value) and "\n" not in str(refused.value)
+    assert "leaves of the parameters are not finite: " in str(refused.value) and "\n" not in str(refused.value)
     run = open_run(tmp_path / "run")
     assert all(np.isfinite(leaf).all() for s in run.snapshots for leaf in tiny.named(tiny.read(s)).values())
     assert "NaN" not in (run.path / "metrics.jsonl").read_text()
@@ -38,7 +38,7 @@ def test_non_finite_gradients_are_detected_before_the_next_snapshot_is_saved(wor
     monkeypatch.setattr(loop, "make_train_step", poisoned)
     with pytest.raises(ValueError, match=r"step 8 \(2,048 tokens\): gradient_norm is inf") as refused:
         train(tiny.config(workspace), tmp_path / "run")
-    assert "leaves" not in str(refused.value), "the weights themselves are finite"
+    assert "leaves" not in str(refused.value), "the parameters themselves are finite"
     run = open_run(tmp_path / "run")
     assert [s.step for s in run.snapshots] == [4] and run.states == []
     monkeypatch.undo()
@@ -55,5 +55,5 @@ def test_state_with_non_finite_weights_is_not_saved(finished, tmp_path):
     params = {"w": np.array([1.0, np.nan], np.float32)}
     with Run(absolute_path(tmp_path), finished.config).writer("states") as writer:
         state = type("State", (), {"params": params})()
-        with pytest.raises(ValueError, match=r"step 3 \(768 tokens\): 1 leaves of the weights are not finite .*: w"):
+        with pytest.raises(ValueError, match=r"step 3 \(768 tokens\): 1 leaves of the parameters are not finite .*: w"):
             states.save_state(writer, state, Progress(3, 768, 24))

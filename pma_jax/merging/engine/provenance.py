@@ -137,7 +137,7 @@ def rounding_warning(plan: MergePlan, provenance: Mapping[str, Any], row: int) -
     dtypes = sorted({leaf.dtype for leaf in plan.leaves.values() if leaf.is_summed})
     return (
         f"{plan.recipes[row]}: rounding to {' and '.join(dtypes)} "
-        f"changes the weights by {ratio:.2f} of what merging changed; keep the gain with dtype float32"
+        f"changes the parameters by {ratio:.2f} of what merging changed; keep the gain with dtype float32"
     )
 
 

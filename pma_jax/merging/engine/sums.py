@@ -190,12 +190,12 @@ def _round_to_bf16(bits: np.ndarray, into: np.ndarray, scratch: Scratch) -> None
 
 
 def squared_changes(scratch: Scratch, dtype: str, out_dtype: str, elements: int, row: int) -> tuple[float, float]:
-    """Measure on one block how much rounding and merging change the weights.
+    """Measure on one block how much rounding and merging change the parameters.
 
     Args:
-        scratch: As `finish_block` for this row and the last `add_block` left it.
-        dtype: Of the sources.
-        out_dtype: Of the result.
+        scratch: The buffers, after the last `add_block` and `finish_block` of this row.
+        dtype: Dtype of the sources.
+        out_dtype: Dtype of the result.
         elements: Number of elements to measure.
         row: The recipe.
 

@@ -62,7 +62,7 @@ def load_deferred(source: CheckpointSource) -> CheckpointSource:
     """Download and open what `open_deferred` described, keeping its step and tokens; return any other source as it is.
 
     Raises:
-        ValueError: As `open_source`.
+        ValueError: The same as `open_source`.
     """
     if source.kind != "deferred":
         return source
