@@ -11,23 +11,18 @@ from pma_jax.runs.integrity import named_leaves
 from pma_jax.storage.formats.source import leaf_differences
 
 
-def check_same(first: Any, other: Any, name: str, dtypes: bool = True) -> None:
+def check_same(first: Any, other: Any, name: str) -> None:
     """Raise unless two trees have the same leaf names, shapes and dtypes.
 
     Args:
         first: Tree of arrays or ShapeDtypeStructs.
         other: The tree to compare.
         name: The name of `other` in the message, for example "checkpoint 3".
-        dtypes: Whether floating-point dtypes must be equal. A float never matches an integer or boolean leaf.
 
     Raises:
         ValueError: They differ; names the first 10 leaves and counts the others.
     """
-
-    def dtype_of(leaf: Any) -> str:
-        return str(leaf.dtype) if dtypes or not is_float(leaf.dtype) else "floating-point"
-
-    problems = leaf_differences(named_leaves(first, "/"), named_leaves(other, "/"), dtype_of)
+    problems = leaf_differences(named_leaves(first, "/"), named_leaves(other, "/"))
     if not problems and jax.tree.structure(first) != jax.tree.structure(other):
         problems = ["the containers (dict, list, class) are of other types"]
     if problems:

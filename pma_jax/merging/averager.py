@@ -33,20 +33,17 @@ __all__ = ["abstract_totals", "add_weighted", "average", "average_stream"]
 CHUNK = 16  # trees summed in one compiled pass; longer sums run chunk after chunk
 
 
-def average(
-    params_K: Sequence[Any], weights: ArrayLike, *, dtype: DTypeLike | None = None, out: Any | None = None
-) -> Any:
+def average(params_K: Sequence[Any], weights: ArrayLike, *, out: Any | None = None) -> Any:
     """Compute sum_k weights_k · params_k of K trees in memory, in one pass per 16 trees.
 
     Args:
         params_K: K trees of NumPy or JAX arrays, oldest first. Trees whose shardings differ from the first tree's are
             moved to those.
         weights: Coefficients [K], finite. A tree whose coefficient is 0 is validated but not read.
-        dtype: Dtype of the floating-point leaves of the result; None keeps that of the inputs.
         out: An earlier result of the same shapes, dtypes and shardings, whose memory is reused (donated).
 
     Returns:
-        Tree with the shardings of the first input.
+        Tree with the dtypes and shardings of the first input.
 
     Raises:
         ValueError: The trees differ in structure, shape or dtype (the leaves are named), integer leaves differ, or
@@ -54,7 +51,7 @@ def average(
     """
     c = check_rows(np.asarray(weights)[None], len(params_K))[0]
     for k, params in enumerate(params_K[1:], start=2):
-        check_same(params_K[0], params, f"checkpoint {k}", dtypes=dtype is None)
+        check_same(params_K[0], params, f"checkpoint {k}")
     params_K = [place(params, params_K[0]) for params in params_K]
     for k, params in enumerate(params_K[1:], start=2):
         check_equal_integers(params_K[0], params, f"checkpoint {k}")
@@ -62,7 +59,7 @@ def average(
     params_K = [params_K[k] for k in used]
     multipliers_K, divisor = split_coefficients(c[used])
     multipliers_K = multipliers_K.astype(_weight_dtype())
-    dtypes = _output_dtypes(params_K[0], dtype)
+    dtypes = _output_dtypes(params_K[0])
     if len(used) <= CHUNK:
         is_narrow = any(x.dtype.itemsize < 4 for x in jax.tree.leaves(params_K[0]))
         fused = fused_average_narrow if is_narrow and jax.default_backend() == "cpu" else fused_average
@@ -74,17 +71,16 @@ def average(
     return _divide(total, divisor, dtypes)
 
 
-def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike, *, dtype: DTypeLike | None = None) -> tuple[Any, ...]:
+def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tuple[Any, ...]:
     """Compute R weighted sums of K trees that are loaded one after the other: tree k+1 loads while tree k is added.
 
     Args:
         trees: K trees of arrays, oldest first. A thread calls `next`, at most one tree ahead, with the caller's mesh
             set. Trees whose shardings differ from the first tree's are moved to those.
         weights_RxK: Coefficients [R, K], finite.
-        dtype: Dtype of the floating-point leaves of the results; None keeps that of the inputs.
 
     Returns:
-        R trees with the shardings of the first input.
+        R trees with the dtypes and shardings of the first input.
 
     Raises:
         ValueError: The same as `average`, raised when the invalid tree is loaded. Exceptions of `trees` propagate.
@@ -99,7 +95,7 @@ def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike, *, dtype: DType
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), params
             )
             first = _integers(params)
-        check_same(abstract, params, name, dtypes=dtype is None)
+        check_same(abstract, params, name)
         params = place(params, abstract)
         check_equal_integers(first, _integers(params), name)
         for r, multipliers_K in enumerate(multipliers_RxK):
@@ -108,7 +104,7 @@ def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike, *, dtype: DType
         # Dispatch is asynchronous: without waiting, more than two trees would be in memory.
         jax.block_until_ready(totals_R)
         del params
-    dtypes = _output_dtypes(abstract, dtype)
+    dtypes = _output_dtypes(abstract)
     for r, divisor in enumerate(divisors_R):
         totals_R[r] = _divide(totals_R[r], divisor, dtypes)
     return tuple(totals_R)
@@ -221,15 +217,9 @@ def _weight_dtype() -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
 
 
-def _output_dtypes(tree: Any, dtype: DTypeLike | None) -> tuple[str, ...]:
-    """Return the result's dtype for each leaf: integers and booleans keep theirs, and floats unless `dtype` is given.
-
-    float64 inputs are float32 on devices unless JAX enables float64.
-    """
-    return tuple(
-        jax.dtypes.canonicalize_dtype(x.dtype if dtype is None or not is_float(x.dtype) else jnp.dtype(dtype)).name
-        for x in jax.tree.leaves(tree)
-    )
+def _output_dtypes(tree: Any) -> tuple[str, ...]:
+    """Return the result's dtype for each leaf: the input's, but float32 for float64 unless JAX enables float64."""
+    return tuple(jax.dtypes.canonicalize_dtype(x.dtype).name for x in jax.tree.leaves(tree))
 
 
 def _integers(tree: Any) -> Any:

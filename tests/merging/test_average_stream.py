@@ -18,6 +18,10 @@ def make_checkpoints(count, dtype=np.float32):
     ]
 
 
+def as_float32(x):
+    return x.astype(np.float32)
+
+
 def abstract_on(mesh, dtype=jnp.float32):
     return {
         "a": jax.ShapeDtypeStruct((8, 16), dtype, sharding=jax.NamedSharding(mesh, jax.P("x", "y"))),
@@ -36,14 +40,16 @@ def test_rows_equal_float64_from_host_or_mesh(shape, dtype):
     on_mesh_K = [jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), p, like) for p in params_K]
     for trees in (params_K, on_mesh_K):
         with jax.set_mesh(mesh):
-            results_R = averager.average_stream(iter(trees), C, dtype="float32")
-        for result, expected in zip(results_R, wanted_R, strict=True):
-            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), result, expected)
+            results_R = averager.average_stream(iter(trees), C)
+            in_float32_R = averager.average_stream((jax.tree.map(as_float32, tree) for tree in trees), C)
+        for result, in_float32, expected in zip(results_R, in_float32_R, wanted_R, strict=True):
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), in_float32, expected)
+            jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(dtype)), result, in_float32)
     for result in results_R:
         assert all(
             jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), result, like))
         )
-    assert averager.average_stream(iter(params_K), C)[0]["a"].dtype == dtype
+    assert results_R[0]["a"].dtype == dtype
 
 
 def test_loading_overlaps_adding_and_runs_one_ahead(monkeypatch):

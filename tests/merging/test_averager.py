@@ -41,6 +41,10 @@ def expected(params_K, weights):
     return {k: np.tensordot(weights, np.stack([np.float64(p[k]) for p in params_K]), 1) for k in params_K[0]}
 
 
+def with_dtype(params, dtype):
+    return {k: jnp.asarray(x).astype(dtype) for k, x in params.items()}
+
+
 def assert_placed(tree, like):
     for key, x in like.items():
         assert tree[key].sharding.is_equivalent_to(x.sharding, x.ndim), key
@@ -89,10 +93,11 @@ def test_checkpoints_on_other_meshes_are_averaged_on_the_first_mesh():
 )
 def test_every_float_dtype_is_summed_in_float32(dtype):
     plain = make_checkpoints(10, dtype)
-    want = expected(plain, recipes.sma(10))
-    assert_close(averager.average(plain, recipes.sma(10), dtype="float32"), want)
+    in_float32 = averager.average([with_dtype(params, jnp.float32) for params in plain], recipes.sma(10))
+    assert_close(in_float32, expected(plain, recipes.sma(10)))
     kept = averager.average(plain, recipes.sma(10))
     assert kept["embed"].dtype == (jnp.float32 if dtype == "float64" else jnp.dtype(dtype))
+    chex.assert_trees_all_equal(kept, with_dtype(in_float32, kept["embed"].dtype), strict=True)
     total = averager.add_weighted(None, [jax.tree.map(jnp.asarray, plain[0])], np.float32([0.5]))
     assert total["embed"].dtype == jnp.float32
 
@@ -113,7 +118,7 @@ def test_mean_of_bfloat16_is_correctly_rounded():
     params_K = [{"w": rng.normal(size=200_000).astype(jnp.bfloat16)} for _ in range(10)]
     for c, complete, divisor in ((recipes.sma(10), np.ones(10), 10), (recipes.wma(10), np.arange(1, 11), 55)):
         exact = expected(params_K, complete)["w"] / divisor
-        in_float32 = np.asarray(averager.average(params_K, c, dtype="float32")["w"])
+        in_float32 = np.asarray(averager.average([with_dtype(params, np.float32) for params in params_K], c)["w"])
         # Some sums need more than 24 bits; multiplying by a rounded reciprocal would round a third of all values
         # wrongly.
         assert (in_float32 != exact.astype(np.float32)).mean() < 1e-3
@@ -206,10 +211,12 @@ def test_donated_total_is_deleted_and_its_memory_reused():
 def test_long_sums_are_added_in_chunks(count):
     plain = make_checkpoints(count, jnp.bfloat16)
     for c in (recipes.sma(count), recipes.ema(count, 0.1)):
-        result = averager.average(plain, c, dtype="float32")
-        assert_close(result, expected(plain, c))
-        (streamed,) = averager.average_stream(plain, c[None], dtype="float32")
-        chex.assert_trees_all_equal(result, streamed, strict=True)
+        in_float32 = averager.average([with_dtype(params, jnp.float32) for params in plain], c)
+        assert_close(in_float32, expected(plain, c))
+        for result in (averager.average(plain, c), *averager.average_stream(plain, c[None])):
+            chex.assert_trees_all_equal(result, with_dtype(in_float32, jnp.bfloat16), strict=True)
+        (streamed,) = averager.average_stream([with_dtype(params, jnp.float32) for params in plain], c[None])
+        chex.assert_trees_all_equal(in_float32, streamed, strict=True)
 
 
 def test_checkpoint_with_zero_weight_is_not_read():
@@ -228,11 +235,11 @@ def test_equal_integers_pass_through_and_different_ones_are_refused():
         return {
             "ids": jax.device_put(np.asarray(ids, np.int32), sharding),
             "flag": np.array(flag),
-            "w": np.ones(3, np.float32),
+            "w": np.ones(3, jnp.bfloat16),
         }
 
     params_K = [make(range(8), True) for _ in range(3)]
-    result = averager.average(params_K, recipes.sma(3), dtype="bfloat16")
+    result = averager.average(params_K, recipes.sma(3))
     assert result["ids"].dtype == np.int32 and result["flag"].dtype == bool and result["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(result["ids"], range(8))
     total = averager.add_weighted(None, [params_K[0]], np.float32([0.3]))
@@ -257,8 +264,6 @@ def test_different_trees_are_refused_with_every_leaf_named():
     many = {f"layer{i:02}": np.zeros(2, np.float32) for i in range(15)}
     with pytest.raises(ValueError, match=r"15 leaves: layer00 is missing; .*layer09 is missing; … and 5 more"):
         averager.average([many, {}], [0.5, 0.5])
-    mixed = {**first, "up": first["up"].astype(jnp.bfloat16)}
-    assert averager.average([first, mixed], [0.5, 0.5], dtype="float32")["up"].dtype == np.float32
     with pytest.raises(ValueError, match="containers"):
         averager.average([{"a": [first["up"]]}, {"a": (first["up"],)}], [0.5, 0.5])
 
