@@ -4,6 +4,7 @@ Every mesh axis is explicit: an array's sharding is part of its type, and an ope
 ambiguous is an error. "Axis" means an axis of the mesh, "dim" a dimension of an array.
 """
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -91,35 +92,22 @@ def mesh_from_devices(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.s
         raise ValueError(
             f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, and {count} are available"
         )
-    slices = _slices(devices)
+    # Devices of a single slice have no slice_index; on GPUs the attribute means the host.
+    slices = collections.Counter(getattr(d, "slice_index", 0) if d.platform == "tpu" else 0 for d in devices)
+    if len(set(slices.values())) > 1:
+        raise ValueError(f"slices of {sorted(slices.values())} devices: a mesh goes over slices of one size")
     if shape[0] % len(slices):
         raise ValueError(
-            f"mesh.data is {shape[0]}, and {len(slices)} slices of {len(slices[0])} devices share the replicas: make "
-            f"mesh.data a multiple of {len(slices)}, and the other axes what one slice has devices for"
+            f"mesh.data is {shape[0]}, and {len(slices)} slices of {count // len(slices)} devices share the replicas: "
+            f"make mesh.data a multiple of {len(slices)}, and the other axes what one slice has devices for"
         )
     inside = (shape[0] // len(slices), *shape[1:])
-    parts = [_slice_mesh(of_slice, inside) for of_slice in slices]
-    return jax.sharding.Mesh(np.concatenate(parts), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
-
-
-def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """Group devices by TPU slice (slices are connected by the data center network); others form one group."""
-    by_slice: dict[int, list[jax.Device]] = {}
-    for device in devices:
-        # Devices of a single slice have no slice_index; on GPUs the attribute means the host.
-        index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
-        by_slice.setdefault(index, []).append(device)
-    sizes = {len(of_slice) for of_slice in by_slice.values()}
-    if len(sizes) > 1:
-        raise ValueError(f"slices of {sorted(sizes)} devices: a mesh goes over slices of one size")
-    return [by_slice[index] for index in sorted(by_slice)]
-
-
-def _slice_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-    try:
-        return jax.make_mesh(shape, AXES, devices=devices).devices
-    except NotImplementedError:  # a mesh axis covers only part of a physical TPU axis
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    if len(slices) > 1:  # connected by the data center network
+        across = (len(slices), 1, 1, 1)
+        placed = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
+    else:
+        placed = mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
+    return jax.sharding.Mesh(placed, AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES))
 
 
 def platform_of(mesh: jax.sharding.Mesh) -> str:
@@ -200,15 +188,11 @@ def put_batch(mesh: jax.sharding.Mesh, tokens_bxM: np.ndarray) -> jax.Array:
     shares = math.prod(mesh.shape[axis] for axis in RULES.batch)
     B = len(tokens_bxM) * shares // len(local_rows(mesh, shares))
     rows_b = local_rows(mesh, B)
-
-    def share(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        first, stop, _ = index[0].indices(B)
-        begin = np.searchsorted(rows_b, first)
-        return tokens_bxM[begin : begin + stop - first]
-
-    sharding = jax.NamedSharding(mesh, RULES.spec("batch", None))
-    return jax.make_array_from_callback((B, tokens_bxM.shape[1]), sharding, share)
+    return jax.make_array_from_callback(
+        (B, tokens_bxM.shape[1]),
+        jax.NamedSharding(mesh, RULES.spec("batch", None)),
+        lambda index: tokens_bxM[np.searchsorted(rows_b, np.arange(B)[index[0]])],  # pyrefly: ignore[unsupported-operation]
+    )
 
 
 def local_mesh() -> jax.sharding.Mesh:
