@@ -75,14 +75,7 @@ def output_paths(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:
 def describe_merge(merge_plan: MergePlan, series: CheckpointSeries, outs: Sequence[Path]) -> dict[str, Any]:
     """Describe a planned merge, ready for JSON: inputs with their coefficients, bytes, memory, outputs, notes."""
     inputs = [
-        {
-            "source": source.origin,
-            "kind": source.kind,
-            "tokens": source.tokens,
-            "step": source.step,
-            "bytes": source.nbytes,
-            "coefficients": merge_plan.coefficients[:, k].tolist(),
-        }
+        source.identity | {"bytes": source.nbytes, "coefficients": merge_plan.coefficients[:, k].tolist()}
         for k, source in enumerate(merge_plan.sources)
     ]
     return {

@@ -6,12 +6,11 @@ import time
 from typing import Any
 
 import rich.console
-import rich.progress
+from rich import progress as bars
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
-from pma_jax.config import Config
 from pma_jax.runs.directory import Run, read_metric_records, record_lines
 from pma_jax.runs.steps import report_write_errors
 from pma_jax.storage import atomic
@@ -56,7 +55,10 @@ class MetricsLog:
         self._board = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
         self._board.write_event(_Event(step=tokens + 1, session_log={"status": _START}))
         self._console = rich.console.Console(stderr=True)
-        self._bar = _progress_bar(self._console, run.config, tokens)
+        columns = (bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
+        shown = bars.TextColumn("{task.description}")
+        self._bar = bars.Progress(*columns, shown, console=self._console, disable=not self._console.is_terminal)
+        self._bar.add_task("starting", total=run.config.training.total_tokens, completed=tokens)
         self._bar.start()
 
     def write(self, record: Record) -> None:
@@ -115,16 +117,3 @@ def _format_record(record: Record) -> str:
         f"loss spike from {spike['onset_tokens']:,} to {spike['tokens']:,} tokens ({spike['verdict']}): loss {loss}, "
         f"median before {spike['median_loss']:.4f}"
     )
-
-
-def _progress_bar(console: rich.console.Console, config: Config, tokens: int) -> rich.progress.Progress:
-    bar = rich.progress.Progress(
-        rich.progress.BarColumn(),
-        rich.progress.TaskProgressColumn(),
-        rich.progress.TimeRemainingColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    bar.add_task("starting", total=config.training.total_tokens, completed=tokens)
-    return bar

@@ -42,11 +42,8 @@ def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str
     for k, source in enumerate(plan.sources):
         digests = _collect_leaf_digests(plan, units, [records[n].read[k] for n in range(len(units))])
         sources.append(
-            {
-                "source": source.origin,
-                "kind": source.kind,
-                "tokens": source.tokens,
-                "step": source.step,
+            source.identity
+            | {
                 "coefficient": float(plan.coefficients[row, k]),
                 "digest": checkpoint_digest(source.leaves, digests),
                 "leaves": digests,

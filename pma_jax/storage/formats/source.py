@@ -99,6 +99,11 @@ class CheckpointSource:
         """The decoded size in bytes of all leaves."""
         return sum(leaf.nbytes for leaf in self.leaves.values())
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What descriptions of a merge say of each input, ready for JSON: its address, format, tokens and step."""
+        return {"source": self.origin, "kind": self.kind, "tokens": self.tokens, "step": self.step}
+
 
 def numpy_dtype(name: str) -> np.dtype:
     """Return the numpy dtype for a key of `ITEM_BYTES`; imports ml_dtypes only for the types that numpy lacks."""
