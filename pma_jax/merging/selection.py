@@ -133,7 +133,7 @@ def _on_grid(
     for back in points:
         off, i = nearest[back]
         if off:
-            notes.append(f"off grid: {t[i]:,} tokens stands for {newest - back * every:,}")
+            notes.append(f"off grid: {t[i]:,} tokens is used for {newest - back * every:,}")
     return np.array([nearest[back][1] for back in points[::-1]])
 
 

@@ -5,7 +5,7 @@ sha256 of the concatenated checksums (xxh3_128) of its segments. Several threads
 checksum segments while merging them, and a resumed merge need not read finished segments again. A checkpoint's digest
 covers the name, dtype, shape and digest of every leaf.
 
-xxh3_128 finds damage but does not resist deliberate tampering. It runs at about thirty times the rate of sha256, which
+xxh3_128 detects corruption but does not resist deliberate tampering. It is about thirty times as fast as sha256, which
 on few cores would cost more than the merge itself.
 """
 

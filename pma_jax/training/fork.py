@@ -27,7 +27,7 @@ def fork(
 
     Args:
         source: the run to fork.
-        at_tokens: token mark of one of its states.
+        at_tokens: tokens at which one of its states was scheduled.
         config: of the new run.
         workdir: where to create it.
         weights: a snapshot or a merge (PMA-init) whose parameters replace the state's when training starts; it must

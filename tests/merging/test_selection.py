@@ -32,7 +32,7 @@ def test_every_selects_the_nearest_and_reports_deviations():
     assert chosen.notes == (
         "every 2,000 tokens back from 9,000, nearest within 200",
         "missing: no checkpoint near 5,000 tokens",
-        "off grid: 2,950 tokens stands for 3,000",
+        "off grid: 2,950 tokens is used for 3,000",
     )
     assert [tokens[i] for i in select(tokens, every=1_000, tolerance=0).indexes] == [
         1_000, 2_000, 4_000, 6_000, 7_000, 9_000,
