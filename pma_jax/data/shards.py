@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import rich.console
-import rich.progress
+from rich import progress as bars
 
 from pma_jax import config
 from pma_jax.data import corpus
@@ -186,7 +186,9 @@ def _prepare_directory(
     temporary = target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     temporary.mkdir()
     try:
-        with _progress_bar(console) as bar:
+        columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TimeRemainingColumn())
+        named, is_hidden = bars.TextColumn("{task.description}"), console.quiet or not sys.stderr.isatty()
+        with bars.Progress(named, *columns, console=console, transient=True, disable=is_hidden) as bar:
             meta = _write_tokens(temporary, data, source, bar)
         if corpus.open_corpus(data).digest != source.digest:
             raise ValueError("the corpus changed while it was being tokenised: run again")
@@ -203,9 +205,7 @@ def _prepare_directory(
     console.print(f"prepared {counts['train']:,} train and {counts['validation']:,} validation tokens in {target}")
 
 
-def _write_tokens(
-    folder: Path, data: config.DataConfig, source: corpus.Corpus, bar: rich.progress.Progress
-) -> dict[str, Any]:
+def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, bar: bars.Progress) -> dict[str, Any]:
     """Write the token files and tokenizer.json; return the content of meta.json."""
     read_task = bar.add_task("reading", total=None)
     scan = corpus.scan_corpus(source, data.held_out_percent, lambda size: bar.advance(read_task, size))
@@ -253,7 +253,7 @@ def _write_tokens(
 
 
 def _select_tokenizer(
-    data: config.DataConfig, source: corpus.Corpus, scan: corpus.CorpusScan, bar: rich.progress.Progress
+    data: config.DataConfig, source: corpus.Corpus, scan: corpus.CorpusScan, bar: bars.Progress
 ) -> tokenizing.Tokenizer:
     """Return the tokenizer that `data` names; train it on the training documents if it is a BPE."""
     if data.tokenizer == "bytes":
@@ -299,15 +299,3 @@ def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:
         # np.asarray: slicing a np.memmap takes several times longer than slicing a plain array over it.
         shards.append(np.asarray(np.memmap(path, dtype, mode="r")))
     return TokenStream(counts["documents"], counts["tokens"], counts["utf8_bytes"], tuple(shards))
-
-
-def _progress_bar(console: rich.console.Console) -> rich.progress.Progress:
-    return rich.progress.Progress(
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(),
-        rich.progress.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=console.quiet or not sys.stderr.isatty(),
-    )

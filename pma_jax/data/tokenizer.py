@@ -126,6 +126,6 @@ def _make_tokenizer(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
 
 def _byte_alphabet() -> list[str]:
     """Return the printable character that represents each byte in GPT-2's byte-level vocabularies."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [value for value in range(_BYTE_VALUES) if value not in printable]
-    return [chr(value) if value in printable else chr(_BYTE_VALUES + others.index(value)) for value in range(256)]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    others = iter(sorted(character for character in alphabet if ord(character) >= _BYTE_VALUES))
+    return [chr(value) if chr(value) in alphabet else next(others) for value in range(_BYTE_VALUES)]

@@ -205,10 +205,8 @@ def _with_tokens(source: CheckpointSource, tokens_per_step: int) -> CheckpointSo
 
 
 def _positions(sources: Sequence[CheckpointSource]) -> tuple[str, np.ndarray]:
-    tokens = [source.tokens for source in sources if source.tokens is not None]
-    if len(tokens) == len(sources):
-        return "tokens", np.array(tokens)
-    steps = [source.step for source in sources if source.step is not None]
-    if len(steps) == len(sources):
-        return "steps", np.array(steps)
+    known = {"tokens": [source.tokens for source in sources], "steps": [source.step for source in sources]}
+    for unit, positions in known.items():
+        if None not in positions:
+            return unit, np.array(positions)
     return "order", np.arange(len(sources))

@@ -27,14 +27,20 @@ COMMIT_MARKER = "commit_success.txt"
 METADATA_FILE = "_CHECKPOINT_METADATA"
 
 
+def numbered(folder: epath.Path) -> list[epath.Path]:
+    """List the entries of `folder` whose names are numbers, in their order; none if there is no such folder."""
+    paths = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
+    return sorted(paths, key=lambda path: int(path.name))
+
+
 def published(folder: epath.Path) -> list[epath.Path]:
     """List the published steps in `folder`, oldest first."""
-    return [path for path in _numbered(folder) if (path / COMMIT_MARKER).exists()]
+    return [path for path in numbered(folder) if (path / COMMIT_MARKER).exists()]
 
 
 def unpublished(folder: epath.Path) -> list[epath.Path]:
     """List entries with the name of a step but no commit marker: partially removed or copied, or empty."""
-    return [path for path in _numbered(folder) if not (path / COMMIT_MARKER).exists()]
+    return [path for path in numbered(folder) if not (path / COMMIT_MARKER).exists()]
 
 
 def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
@@ -159,8 +165,3 @@ class StepWriter:
             # After a failed write, Orbax raises the same error again, in its long form.
             with contextlib.suppress(Exception) if has_failed else contextlib.nullcontext():
                 self._steps.close()
-
-
-def _numbered(folder: epath.Path) -> list[epath.Path]:
-    paths = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
-    return sorted(paths, key=lambda path: int(path.name))

@@ -49,9 +49,7 @@ def check_recipe(config: Config) -> None:
 
 def events(run: Run) -> list[Event]:
     """Return the run's rollbacks, oldest first; the newest may be unfinished."""
-    folder = run.path / FOLDER
-    numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.exists() else []
-    paths = [folder / str(number) / EVENT for number in numbers]
+    paths = [folder / EVENT for folder in steps.numbered(run.path / FOLDER)]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 

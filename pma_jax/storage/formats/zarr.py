@@ -150,22 +150,18 @@ def _parse_v2(metadata: Any) -> _Encoding:
     """Parse a .zarray."""
     code = metadata["dtype"]
     dtype = np.dtype(code).name if re.fullmatch(r"[<|][a-z]\d", code) else code
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"its dtype {str(code)[:40]!r} is not supported")
     compressor = metadata.get("compressor")
     codec = "raw" if compressor is None else "zstd" if compressor.get("id") == "zstd" else "other"
     if metadata.get("filters") or metadata.get("order") != "C":
         codec = "other"
-    shape, chunk = _parse_shapes(metadata["shape"], metadata["chunks"])
+    shape, chunk = _check_array(metadata["shape"], metadata["chunks"], dtype)
     return _Encoding(shape, chunk, dtype, codec, False, "", metadata.get("dimension_separator", "."))
 
 
 def _parse_v3(metadata: Any) -> _Encoding:
     """Parse a zarr.json."""
     dtype = metadata["data_type"]
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"its dtype {str(dtype)[:40]!r} is not supported")
-    shape, chunk = _parse_shapes(metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"])
+    shape, chunk = _check_array(metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"], dtype)
     codecs = metadata["codecs"]
     # Orbax wraps every chunk into a shard of one: the chunk's bytes first, then the index of the shard.
     is_shard = [codec["name"] for codec in codecs] == ["sharding_indexed"]
@@ -183,7 +179,9 @@ def _parse_v3(metadata: Any) -> _Encoding:
     return _Encoding(shape, chunk, dtype, codec, is_shard, "c" if is_default else "", separator)
 
 
-def _parse_shapes(shape: Any, chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _check_array(shape: Any, chunk: Any, dtype: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"its dtype {str(dtype)[:40]!r} is not supported")
     if not are_sizes(shape) or not are_sizes(chunk) or len(shape) != len(chunk) or 0 in chunk or len(shape) > 32:
         raise ValueError(f"shape {str(shape)[:40]} and chunks {str(chunk)[:40]}")
     return tuple(shape), tuple(chunk)
