@@ -129,7 +129,7 @@ def fit_weights(study: Study, trunks: list[Run], kind: str, window: int) -> dict
             text = shards.prepare_tokens(config.data, progress=False)
             batches = held_out_batches(text, dataclasses.replace(config, evaluation=longer), mesh)
             objective = text_loss(graph_definition(config.model), batches[evaluation_batches:])
-            fit = learn_weights(objective, [restore_params(s, abstract) for s in snapshots], steps=FIT_STEPS)
+            fit = learn_weights(objective, [restore_params(s, abstract) for s in snapshots], iterations=FIT_STEPS)
         rows.append(fit.weights.tolist())
         losses += evaluate_merges(config, snapshots, [fit.weights]).losses
         fit_losses.append([fit.start_loss, fit.loss])

@@ -126,7 +126,7 @@ def measure_planes(bench: Workbench, models: list[Any], merged: Any, annealed: A
         centre = coordinates[-2, :2]
         radius = 1.6 * np.abs(coordinates[:-1, :2] - centre).max()
         xs, ys = (np.linspace(c - radius, c + radius, GRID) for c in centre)
-        losses = landscape.loss_over(bench.loss, plane, xs, ys)
+        losses = landscape.loss_on_grid(bench.loss, plane, xs, ys)
         panels.append(
             {
                 "title": title,

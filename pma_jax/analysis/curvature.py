@@ -2,7 +2,7 @@
 
 PMA (arXiv 2505.12082) Section 4.6 expands the loss around an optimum theta*: with delta_k = theta_k - theta*,
 L(mean) - L* = 1/2 mean' H mean is below the mean of L_k - L* = 1/2 delta_k' H delta_k, by the off-diagonal products
-delta_i' H delta_j. `pairwise_curvature` measures them. Legend: K models, V vocabulary.
+delta_i' H delta_j. `pairwise_curvature` measures them. Shape suffixes: K models, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +67,7 @@ def pairwise_curvature(product: Product, deltas_K: Sequence[Any]) -> np.ndarray:
 
 
 def directional_slopes(loss: Callable[[Any], jax.Array], params: Any, deltas_K: Sequence[Any]) -> np.ndarray:
-    """Return gradient' delta_k of `loss` at `params`: float64 [K], from one gradient. Call under `jax.set_mesh`."""
+    """Compute the slopes gradient' delta_k of `loss` at `params`, float64 [K]. Call it under `jax.set_mesh`."""
     gradient = jax.jit(jax.grad(loss))(params)
     return np.array([float(inner_product(gradient, delta)) for delta in deltas_K])
 
@@ -107,6 +107,15 @@ def top_eigenpairs(product: Product, like: Any, count: int, seed: int = 0) -> tu
     """Compute the `count` largest eigenvalues, descending, and their unit eigenvectors as trees, by Lanczos (ARPACK).
 
     Vectors are float64 in host memory, so this suits models of up to some tens of millions of parameters.
+
+    Args:
+        product: Multiplies the matrix by a vector.
+        like: Tree with the structure, shapes, dtypes and shardings of the vectors.
+        count: Number of eigenpairs.
+        seed: Seed of the random starting vector.
+
+    Returns:
+        The eigenvalues [count] and a list of their eigenvectors.
 
     Raises:
         ValueError: `count` is not between 1 and the number of parameters minus 1.

@@ -1,6 +1,6 @@
-"""The loss over a plane of parameter space: through checkpoints and their merge, or over two weights of one layer.
+"""The loss on a plane in parameter space: the best fit to a set of models, or the plane of two weights of one array.
 
-PMA (arXiv 2505.12082) Figure 8 draws such contours. Legend: K trees; X, Y points along the plane's axes.
+PMA (arXiv 2505.12082) Figure 8 draws such contours. Shape suffixes: K models; X, Y grid points along the axes.
 """
 
 import dataclasses
@@ -19,31 +19,31 @@ from pma_jax.merging.averager import average
 
 @dataclasses.dataclass(frozen=True)
 class Plane:
-    """origin + x · first + y · second; the axes are orthogonal trees of length 1, so x and y are distances."""
+    """The points origin + x · x_axis + y · y_axis; the axes are orthonormal trees, so x and y are distances."""
 
-    origin: Any
-    first: Any
-    second: Any
+    origin: Any  # as the axes, a tree with the structure of the parameters
+    x_axis: Any
+    y_axis: Any
 
     def at(self, x: jax.Array | float, y: jax.Array | float) -> Any:
         """Return the parameters at the point (x, y)."""
-        return optax.tree.add_scale(optax.tree.add_scale(self.origin, x, self.first), y, self.second)
+        return optax.tree.add_scale(optax.tree.add_scale(self.origin, x, self.x_axis), y, self.y_axis)
 
     def coordinates(self, params: Any) -> tuple[float, float, float]:
-        """Return x and y of the nearest point of the plane, and the distance to it."""
+        """Return (x, y, distance) of the point of the plane nearest to `params`."""
         offset = optax.tree.sub(params, self.origin)
-        x, y = inner_product(offset, self.first), inner_product(offset, self.second)
-        rest = optax.tree.add_scale(optax.tree.add_scale(offset, -x, self.first), -y, self.second)
+        x, y = inner_product(offset, self.x_axis), inner_product(offset, self.y_axis)
+        rest = optax.tree.add_scale(optax.tree.add_scale(offset, -x, self.x_axis), -y, self.y_axis)
         return float(x), float(y), float(optax.tree.norm(rest))
 
 
 def principal_plane(params_K: Sequence[Any]) -> Plane:
-    """Fit the plane with the least squared distance to K models; the mean of the models is the origin.
+    """Fit the plane with the least squared distance to K models. Its origin is their mean.
 
     The principal axes come from the [K, K] matrix of inner products, so no parameters-by-parameters matrix is needed.
 
     Args:
-        params_K: K >= 3 parameter trees.
+        params_K: K >= 3 parameter trees, all in memory, as are their differences from the mean.
 
     Raises:
         ValueError: There are fewer than 3 models, or they are on one line.
@@ -53,21 +53,21 @@ def principal_plane(params_K: Sequence[Any]) -> Plane:
     mean = average(params_K, np.full(len(params_K), 1 / len(params_K)))
     deltas_K = [optax.tree.sub(params, mean) for params in params_K]
     gram_KxK = np.array([[float(inner_product(a, b)) for b in deltas_K] for a in deltas_K])
-    values_K, vectors_KxK = np.linalg.eigh(gram_KxK)
-    if not values_K[-2] > 1e-6 * values_K[-1]:
+    eigenvalues_K, eigenvectors_KxK = np.linalg.eigh(gram_KxK)
+    if not eigenvalues_K[-2] > 1e-6 * eigenvalues_K[-1]:
         raise ValueError("the models are on one line, so they define no plane: give other models")
-    axes = [average(deltas_K, vectors_KxK[:, i] / np.sqrt(values_K[i])) for i in (-1, -2)]
+    axes = [average(deltas_K, eigenvectors_KxK[:, i] / np.sqrt(eigenvalues_K[i])) for i in (-1, -2)]
     return Plane(mean, *axes)
 
 
-def plane_of_two_weights(params: Any, leaf: str, first: tuple[int, ...], second: tuple[int, ...]) -> Plane:
+def plane_of_two_weights(params: Any, leaf: str, x_index: tuple[int, ...], y_index: tuple[int, ...]) -> Plane:
     """Return the plane in which two single weights of one leaf vary (PMA, Figure 8).
 
     Args:
-        params: The origin.
+        params: Parameter tree, the origin of the plane.
         leaf: Name of the leaf, such as "blocks/mlp/up".
-        first: Index of the weight along x.
-        second: Index of the weight along y.
+        x_index: Index in the leaf of the weight that varies along x.
+        y_index: Index in the leaf of the weight that varies along y.
 
     Raises:
         ValueError: No leaf has that name (the error lists the names), an index is out of range, or the indices are
@@ -77,13 +77,13 @@ def plane_of_two_weights(params: Any, leaf: str, first: tuple[int, ...], second:
     if leaf not in names:
         raise ValueError(f"no leaf {leaf!r}: it is one of {', '.join(names)}")
     shape = jax.tree.leaves(params)[names.index(leaf)].shape
-    for index in (first, second):
+    for index in (x_index, y_index):
         if len(index) != len(shape) or any(not 0 <= i < n for i, n in zip(index, shape, strict=True)):
             raise ValueError(f"{index} is not an index of {leaf}, whose shape is {shape}")
-    if first == second:
-        raise ValueError(f"both weights are {first} of {leaf}: give two different indices")
+    if x_index == y_index:
+        raise ValueError(f"both weights are {x_index} of {leaf}: give two different indices")
 
-    def unit(index: tuple[int, ...]) -> Any:
+    def unit_tree(index: tuple[int, ...]) -> Any:
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.zeros_like, params))
         i = names.index(leaf)
         one = np.zeros(shape, leaves[i].dtype)
@@ -92,24 +92,24 @@ def plane_of_two_weights(params: Any, leaf: str, first: tuple[int, ...], second:
         leaves[i] = jax.device_put(one, leaves[i].sharding)
         return jax.tree.unflatten(structure, leaves)
 
-    return Plane(params, unit(first), unit(second))
+    return Plane(params, unit_tree(x_index), unit_tree(y_index))
 
 
-def loss_over(loss: Callable[[Any], jax.Array], plane: Plane, xs_X: ArrayLike, ys_Y: ArrayLike) -> np.ndarray:
+def loss_on_grid(loss: Callable[[Any], jax.Array], plane: Plane, xs_X: ArrayLike, ys_Y: ArrayLike) -> np.ndarray:
     """Evaluate `loss` at every point of a grid on the plane, for a contour plot.
 
-    The loss is compiled once, and one model is in memory beside the plane.
+    The loss is compiled once. Memory holds one model in addition to the three trees of the plane.
 
     Args:
         loss: Function of a parameter tree.
         plane: The plane.
-        xs_X: Grid coordinates along the first axis.
-        ys_Y: Grid coordinates along the second axis.
+        xs_X: Grid coordinates along the x axis.
+        ys_Y: Grid coordinates along the y axis.
 
     Returns:
         Losses, float64 [Y, X].
     """
-    at = jax.jit(lambda plane_trees, x, y: loss(Plane(*plane_trees).at(x, y)))
-    trees = (plane.origin, plane.first, plane.second)
+    loss_at = jax.jit(lambda plane_trees, x, y: loss(Plane(*plane_trees).at(x, y)))
+    plane_trees = (plane.origin, plane.x_axis, plane.y_axis)
     xs_X, ys_Y = np.asarray(xs_X, np.float32), np.asarray(ys_Y, np.float32)
-    return np.array([[float(at(trees, x, y)) for x in xs_X] for y in ys_Y])
+    return np.array([[float(loss_at(plane_trees, x, y)) for x in xs_X] for y in ys_Y])

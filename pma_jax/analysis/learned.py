@@ -1,6 +1,6 @@
 """Learned merging weights: the K coefficients that minimise a loss, a bound for every fixed recipe.
 
-Legend: K checkpoints, D = K - 1 directions in which the weights can change while their sum stays 1.
+Shape suffixes: K checkpoints, D = K - 1 directions in which the weights can change while their sum stays 1.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class LearnedWeights:
     start_loss: float  # of the merge by the initial weights
 
 
-def learn_weights(loss: Callable[[Any], jax.Array], params_K: Sequence[Any], steps: int = 100) -> LearnedWeights:
+def learn_weights(loss: Callable[[Any], jax.Array], params_K: Sequence[Any], iterations: int = 100) -> LearnedWeights:
     """Minimise `loss` of sum_k w_k theta_k over weights that sum to 1, by L-BFGS from the mean.
 
     The gradient dL/dw_k = <grad L, theta_k - mean> takes one backward pass for any K. Fit on one text and evaluate on
@@ -34,8 +34,8 @@ def learn_weights(loss: Callable[[Any], jax.Array], params_K: Sequence[Any], ste
 
     Args:
         loss: Differentiable function of a parameter tree; called under jit.
-        params_K: K trees of one structure. Memory holds all of them, and their differences from the mean.
-        steps: Maximum number of L-BFGS iterations.
+        params_K: K trees with the same structure. Memory holds all of them, and their differences from the mean.
+        iterations: Maximum number of L-BFGS iterations.
 
     Raises:
         ValueError: There are fewer than 2 trees.
@@ -63,6 +63,6 @@ def learn_weights(loss: Callable[[Any], jax.Array], params_K: Sequence[Any], ste
 
     start_loss = objective(np.zeros(count - 1))[0]
     result = scipy.optimize.minimize(
-        objective, np.zeros(count - 1), jac=True, method="L-BFGS-B", options={"maxiter": steps}
+        objective, np.zeros(count - 1), jac=True, method="L-BFGS-B", options={"maxiter": iterations}
     )
     return LearnedWeights(start_K + free_KxD @ result.x, float(result.fun), start_loss)

@@ -1,7 +1,4 @@
-"""Fits of loss curves and scaling laws.
-
-Legend: n measurements.
-"""
+"""Fits of loss curves and scaling laws to n measurements."""
 
 import dataclasses
 import itertools

@@ -4,7 +4,7 @@ A recipe is a finite impulse response filter over snapshots. Its response at fre
 H(f) = sum_k c_k exp(-2 pi i f a_k), with the age a_k of snapshot k. H(0) = 1: a constant passes unchanged. Independent
 noise of the snapshots is white, and a fraction |H|^2 of its power passes. Drift is near f = 0, and -Im H'(0) / 2 pi is
 the mean age, the lag.
-Legend: K snapshots, D directions, F frequencies.
+Shape suffixes: K snapshots, D directions, F frequencies.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@
     models = bench.models(run.snapshots[-10:])
     with jax.set_mesh(bench.mesh):
         plane = landscape.principal_plane(models)
-        losses = landscape.loss_over(bench.loss, plane, xs, ys)
+        losses = landscape.loss_on_grid(bench.loss, plane, xs, ys)
 
 Dimensions: B sequences, L positions, M = L + 1 tokens of a window, V vocabulary.
 """

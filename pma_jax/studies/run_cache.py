@@ -51,15 +51,15 @@ def get_or_fork(
     """Return the fork of `source` at `at_tokens`, trained to its horizon like `get_or_train`.
 
     Args:
-      cache: directory of the cache.
-      source: a run of this cache, or any other run.
-      at_tokens: tokens at which `source` kept a training state.
-      changes: overrides of the source's configuration, as `section.key=value`.
-      weights: initial weights in place of the state's own, such as a merge from `get_or_merge`. The optimizer state and
-        the data position are still the state's.
+        cache: Directory of the cache.
+        source: Run of this cache, or any other run.
+        at_tokens: Tokens at which `source` kept a training state.
+        changes: Overrides of the source's configuration, as `section.key=value`.
+        weights: Snapshot of initial weights that replace the state's, such as a merge from `get_or_merge`. The
+            optimizer state and the data position are still those of the state.
 
     Raises:
-      ValueError: as `fork` and `train` do.
+        ValueError: The same as for `fork` and `train`.
     """
     config = configuration.resolve(source.config, changes)
     make_mesh(config.mesh)  # initialise the backend before states are listed; see _finish
@@ -81,7 +81,7 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     """Return the merge `cell` of the newest snapshots at `at_tokens`, written to merged/ next to the run if missing.
 
     Raises:
-      ValueError: `run` has too few snapshots, or none at `at_tokens`.
+        ValueError: `run` has too few snapshots, or none at `at_tokens`.
     """
     used = snapshots_through(run.snapshots_of_kind(cell.kind), at_tokens, run.config.batch_tokens)
     row_K = cell.coefficients(np.array([s.tokens for s in used]))

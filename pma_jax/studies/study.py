@@ -1,4 +1,4 @@
-"""The frame of an experiment: its command line, its trunks and forks, and its page.
+"""A framework for experiments: the command line, the trunks and forks that are trained, and the generated page.
 
 A script in experiments/ has a docstring (the question) and four functions, and ends with
 `run_experiment(__file__, measure, report, summarize, draw)`:
@@ -71,7 +71,9 @@ class Study:
     evaluation_tokens: int = 32_768  # held-out tokens on which merges are compared
     overrides: tuple[str, ...] = ()  # `section.key=value`, applied to every run
     runs_used: dict[str, Run] = dataclasses.field(default_factory=dict)  # by path
-    training_seconds: list[float] = dataclasses.field(default_factory=list)  # spent here until each run was there
+    training_seconds: list[float] = dataclasses.field(
+        default_factory=list
+    )  # wall seconds that each request for a run took, with its training
 
     def trunk_config(self, size: str, seed: int, changes: Iterable[str] = ()) -> Config:
         """Return the configuration of a trunk: `size` with the overrides and the study's intervals.
@@ -162,7 +164,7 @@ class Study:
         """Return the held-out loss of one merge at `end`; by default, of the run's last weights.
 
         Raises:
-          KeyError: there are too few snapshots for the merge.
+            KeyError: There are too few snapshots for the merge.
         """
         end = run.config.training.total_tokens // self.unit_tokens(run) if end is None else end
         return self.losses(run, [cell], [end])[cell, end]
@@ -173,7 +175,7 @@ class Study:
         """Return `losses` of the runs of all seeds, as results.json stores them.
 
         Returns:
-          The text of each merge -> each end, in units -> one loss per seed.
+            {text of the merge: {end in units: [one loss per seed]}}.
         """
         cells = list(cells)
         each = [self.losses(run_of(seed), cells, ends) for seed in self.seeds]
@@ -234,15 +236,15 @@ def run_experiment(
     one line on standard error and a nonzero exit status.
 
     Args:
-      script: path of the script; its folder is the default of --out.
-      measure: see the module's docstring, as for the next three.
-      report: formats the generated section.
-      summarize: formats the row in the index.
-      draw: draws the figures.
-      arguments: the command line; by default that of the process.
+        script: Path of the script; its folder is the default of --out.
+        measure: Trains and evaluates; the module's docstring describes the four functions.
+        report: Formats the generated section.
+        summarize: Formats the row in the table of experiments.
+        draw: Draws the figures.
+        arguments: Command-line arguments; by default those of the process.
 
     Returns:
-      What results.json holds.
+        The content of results.json.
     """
     folder = Path(script).resolve().parent
     options, overrides = _parse(folder, sys.argv[1:] if arguments is None else arguments)

@@ -30,8 +30,8 @@ def test_plane_of_three_models_contains_them(points):
         x, y, distance = plane.coordinates(params)
         assert distance < 1e-5
         np.testing.assert_allclose(flat(plane.at(x, y)), flat(params), atol=1e-5)
-    assert abs(flat(plane.first) @ flat(plane.second)) < 1e-6
-    for axis in (plane.first, plane.second):
+    assert abs(flat(plane.x_axis) @ flat(plane.y_axis)) < 1e-6
+    for axis in (plane.x_axis, plane.y_axis):
         assert np.linalg.norm(flat(axis)) == pytest.approx(1, rel=1e-5)
 
 
@@ -53,7 +53,7 @@ def test_principal_plane_equals_that_of_the_singular_vectors(points):
     plane = landscape.principal_plane([model(p) for p in points])
     apart = points - points.mean(axis=0)
     _, _, rows = np.linalg.svd(apart)
-    for axis, row in zip((plane.first, plane.second), rows, strict=False):
+    for axis, row in zip((plane.x_axis, plane.y_axis), rows, strict=False):
         assert abs(flat(axis) @ row) == pytest.approx(1, abs=1e-4)
     np.testing.assert_allclose(flat(plane.origin), points.mean(axis=0), atol=1e-6)
 
@@ -61,11 +61,11 @@ def test_principal_plane_equals_that_of_the_singular_vectors(points):
 def test_grid_contains_the_loss_at_each_point(points):
     plane = landscape.principal_plane([model(p) for p in points[:3]])
     xs, ys = [-1.0, 0.0, 2.0], [0.5, 1.5]
-    grid = landscape.loss_over(lambda p: jnp.sum(p["a"] ** 2) + jnp.sum(p["b"] ** 3), plane, xs, ys)
+    grid = landscape.loss_on_grid(lambda p: jnp.sum(p["a"] ** 2) + jnp.sum(p["b"] ** 3), plane, xs, ys)
     assert grid.shape == (2, 3)
     for j, y in enumerate(ys):
         for i, x in enumerate(xs):
-            at = flat(plane.origin) + x * flat(plane.first) + y * flat(plane.second)
+            at = flat(plane.origin) + x * flat(plane.x_axis) + y * flat(plane.y_axis)
             assert grid[j, i] == pytest.approx(np.sum(at[:3] ** 2) + np.sum(at[3:] ** 3), rel=1e-4)
 
 

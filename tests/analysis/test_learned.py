@@ -59,7 +59,7 @@ def test_learned_weights_beat_the_mean_on_their_training_text(finished):
         held_out = held_out_batches(shards.prepare_tokens(config.data, progress=False), config, mesh)
         loss = text_loss(graph_definition(config.model), held_out)
         alone = float(jax.jit(loss)(params_K[-1]))
-        learned = learn_weights(loss, params_K, steps=30)
+        learned = learn_weights(loss, params_K, iterations=30)
         mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *params_K)
         merged = jax.tree.map(lambda *leaves: sum(map(operator.mul, learned.weights.tolist(), leaves)), *params_K)
     of_last, of_mean, of_learned = map(make_evaluator(config, mesh), [params_K[-1], mean, merged])
