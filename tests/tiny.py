@@ -135,7 +135,7 @@ def write_snapshot(params, snapshot: Snapshot) -> None:
 
 def write_block_means(run: Run) -> None:
     """Add a block mean at each point of `run`: the mean of that point and the previous one."""
-    points = run.snapshots_of_kind("point")
+    points = run.of_kind("point")
     for before, point in zip([points[0], *points], points, strict=False):
         mean = jax.tree.map(lambda a, b: (a + b) / 2, read(before), read(point))
         path = run.path / SNAPSHOT_KINDS["block_mean"].folder / str(point.step)

@@ -123,7 +123,7 @@ def fit_weights(study: Study, trunks: list[Run], kind: str, window: int) -> dict
         evaluation_batches = -(-study.evaluation_tokens // batch_tokens)
         tokens = evaluation_batches * batch_tokens + fit_tokens(study)
         longer = dataclasses.replace(config.evaluation, tokens=tokens)
-        mesh, snapshots = make_mesh(config.mesh), trunk.snapshots_of_kind(kind)[-window:]
+        mesh, snapshots = make_mesh(config.mesh), trunk.of_kind(kind)[-window:]
         abstract = abstract_params(config.model, mesh)
         with jax.set_mesh(mesh):
             text = shards.prepare_tokens(config.data, progress=False)

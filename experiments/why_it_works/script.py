@@ -57,7 +57,7 @@ def measure_geometry(study: Study, run: Run, annealed: Run, with_planes: bool) -
     """Return the quadratic, the spectrum and, if `with_planes`, the loss over planes, at the end of one trunk."""
     bench = open_workbench(run.config, min(TEXT_TOKENS, study.evaluation_tokens))
     with jax.set_mesh(bench.mesh):
-        constant, decayed = (bench.models(r.snapshots_of_kind("point")[-(study.units // 4) :]) for r in (run, annealed))
+        constant, decayed = (bench.models(r.of_kind("point")[-(study.units // 4) :]) for r in (run, annealed))
         newest = constant[-merge_window(study) :]
         merged = average(newest, recipes.sma(len(newest)))
         return {
@@ -154,7 +154,7 @@ def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     start = study.units - span
     seed_changes = [f"training.seed={100 * r + 100 + seed}" for r in range(REPLICAS)]
     replicas = [run, *(study.fork(run, start, study.units, [change]) for change in seed_changes)]
-    snapshots = [s for replica in replicas for s in replica.snapshots_of_kind("point")[-span:]]
+    snapshots = [s for replica in replicas for s in replica.of_kind("point")[-span:]]
     # Each merge is a matrix of weights [replicas, span]: the outer product of weights over replicas and over time.
     last_unit, all_units = np.eye(span)[-1], np.full(span, 1 / span)
     one_replica, all_replicas = np.eye(len(replicas)), np.full(len(replicas), 1 / len(replicas))

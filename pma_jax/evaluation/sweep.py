@@ -97,7 +97,7 @@ def sweep(
     began = time.perf_counter()
     for text in recipe_texts:
         recipes.parse(text)
-    snapshots = run.snapshots_of_kind(kind)
+    snapshots = run.of_kind(kind)
     if not snapshots:
         raise ValueError(
             f"{run.path} has no snapshots of kind {kind}: it saves {', '.join(run.config.checkpoint.kinds)}"
@@ -167,7 +167,7 @@ def snapshots_through(snapshots: Sequence[Snapshot], scheduled_tokens: int, batc
 def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str, Any]:
     """Evaluate `new` and return the keys of sweep.json that change: raw_loss, rows, passes and seconds."""
     tokens, raw_loss = stored["tokens"], stored["raw_loss"]
-    snapshots = {kind: run.snapshots_of_kind(kind) for kind in dict.fromkeys([new[0].kind, RAW.kind])}
+    snapshots = {kind: run.of_kind(kind) for kind in dict.fromkeys([new[0].kind, RAW.kind])}
     has_raw = any(s.tokens == tokens for s in snapshots[RAW.kind])
     # The raw loss is evaluated as one more merge, so that the newest point is not read twice.
     cells = list(dict.fromkeys([*new, RAW] if has_raw and raw_loss is None else new))

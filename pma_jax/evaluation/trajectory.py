@@ -60,7 +60,7 @@ def evaluate_along_run(
     wanted = {_name(cell, end): (cell, end) for end in ends_tokens for cell in cells}
     new = {name: pair for name, pair in wanted.items() if name not in cached}
     if new:
-        snapshots = {kind: run.snapshots_of_kind(kind) for kind in dict.fromkeys(cell.kind for cell, _ in new.values())}
+        snapshots = {kind: run.of_kind(kind) for kind in dict.fromkeys(cell.kind for cell, _ in new.values())}
         possible = {
             name: (cell, end)
             for name, (cell, end) in new.items()

@@ -92,4 +92,4 @@ def _run_lines(description: dict[str, Any]) -> list[str]:
 
 
 def _list_snapshots(run: Run, kind: str) -> list[dict[str, Any]]:
-    return [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in run.snapshots_of_kind(kind)]
+    return [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in run.of_kind(kind)]

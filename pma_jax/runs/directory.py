@@ -55,9 +55,9 @@ class Run:
     @property
     def snapshots(self) -> list[Snapshot]:
         """Published snapshots of the first kind listed in `config.checkpoint.kinds`, sorted by tokens."""
-        return self.snapshots_of_kind(self.config.checkpoint.kinds[0])
+        return self.of_kind(self.config.checkpoint.kinds[0])
 
-    def snapshots_of_kind(self, kind: str) -> list[Snapshot]:
+    def of_kind(self, kind: str) -> list[Snapshot]:
         """List the published snapshots of one kind, "point" or "block_mean", sorted by tokens."""
         return self.read_steps(SNAPSHOT_KINDS[kind].folder)
 

@@ -49,7 +49,7 @@ def restore_or_make(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[
     elif "weights" in origin and progress.tokens == origin["tokens"]:
         state = _with_weights(run.config, state, origin["weights"], "weights", abstract)
     for kind in run.config.checkpoint.kinds:
-        for snapshot in run.snapshots_of_kind(kind):
+        for snapshot in run.of_kind(kind):
             if snapshot.tokens > progress.tokens:
                 resume.restore_snapshot(run, snapshot, abstract.params, warn)
     return state, progress

@@ -45,7 +45,7 @@ def by_text(result):
 @pytest.mark.parametrize("kind", ["point", pytest.param("block_mean", marks=pytest.mark.slow)])
 def test_each_row_is_the_loss_of_numpys_merge(copy, kind):
     result = sweep(copy, RECIPES, [2, 3], [1, 2], kind)
-    snapshots = copy.snapshots_of_kind(kind)
+    snapshots = copy.of_kind(kind)
     assert len(result["rows"]) == 20 and result["left_out"] == {}
     for row in result["rows"]:
         chosen = snapshots[::-1][:: row["interval"]][: row["window"]][::-1]
@@ -68,12 +68,12 @@ def test_each_snapshot_is_read_once(copy, reads):
     assert reads == [str(s.path) for s in copy.snapshots[1:]]
     reads.clear()
     sweep(copy, ["sma", "wma"], [2, 3], kind="block_mean")
-    assert reads == [str(s.path) for s in copy.snapshots_of_kind("block_mean")[-3:]], "the raw loss is known"
+    assert reads == [str(s.path) for s in copy.of_kind("block_mean")[-3:]], "the raw loss is known"
 
 
 def test_raw_loss_is_that_of_the_newest_point_when_only_block_means_are_merged(copy, reads):
     result = sweep(copy, ["sma"], [2], kind="block_mean")
-    assert reads == [str(s.path) for s in (*copy.snapshots_of_kind("block_mean")[-2:], copy.snapshots[-1])]
+    assert reads == [str(s.path) for s in (*copy.of_kind("block_mean")[-2:], copy.snapshots[-1])]
     assert result["raw_loss"] == pytest.approx(copy.snapshots[-1].loss, rel=1e-6)
 
 

@@ -31,7 +31,7 @@ def test_each_loss_is_that_of_numpys_merge_of_the_snapshots_up_to_then(run):
     actual = evaluate_along_run(run, CELLS, [3 * V, 6 * V])
     assert set(actual) == {(cell, end) for cell in CELLS for end in (3 * V, 6 * V)} - {(Cell("lagfree", 4), 3 * V)}
     for (cell, end), loss in actual.items():
-        there = [s for s in run.snapshots_of_kind(cell.kind) if s.tokens <= end]
+        there = [s for s in run.of_kind(cell.kind) if s.tokens <= end]
         chosen = there[::-1][:: cell.interval][: cell.window][::-1]
         weights = recipes.coefficients(cell.recipe, [s.tokens for s in chosen])
         expected = tiny.loss_of_sum(run, [tiny.named(tiny.read(s)) for s in chosen], weights)

@@ -194,7 +194,7 @@ def test_block_means_and_start_tokens(copy):
     (copy.path / "config.json").write_text(json.dumps(changed))
     run = open_run(copy.path)
     list(watch(run, "wma", [3], "block_mean"))
-    means = run.snapshots_of_kind("block_mean")
+    means = run.of_kind("block_mean")
     assert list(previews(run)) == [("block/wma:3", 20), ("block/wma:3", 24)]
     expected = tiny.loss_of_sum(run, [tiny.named(tiny.read(s)) for s in means[-3:]], recipes.wma(3))
     assert previews(run)["block/wma:3", 24] == pytest.approx(expected, rel=1e-6)

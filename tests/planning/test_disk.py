@@ -45,7 +45,7 @@ def test_bytes_on_disk_match_a_run_with_retention(workspace, tmp_path):
     # One more of each kind and one more state: new ones are written before old ones are removed.
     assert actual["bytes_at_most"] - actual["bytes_at_the_end"] == 2 * actual["snapshot_bytes"] + actual["state_bytes"]
     # Arrays are stored uncompressed; names, shapes and the configuration come on top.
-    snapshot, saved = run.snapshots_of_kind("point")[-1].path, run.states[-1].path
+    snapshot, saved = run.of_kind("point")[-1].path, run.states[-1].path
     for path, bytes_ in ((snapshot, actual["snapshot_bytes"]), (saved, actual["state_bytes"])):
         assert bytes_ <= files_bytes(path) <= bytes_ + OVERHEAD, path
     everything = sum(files_bytes(run.path / folder) for folder in STEP_FOLDERS)

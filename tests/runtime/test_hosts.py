@@ -201,9 +201,7 @@ def test_experts_and_block_means_across_processes(workspace, tmp_path):
     (config,) = write_configs(tmp_path, config=tiny.config(workspace, **keys, mesh__expert=4))
     processes.script(TRAIN, [config, tmp_path / "run"], 2).check(600)
     assert_same(open_run(tmp_path / "run"), alone)
-    for one, other in zip(
-        *(run.snapshots_of_kind("block_mean") for run in (open_run(tmp_path / "run"), alone)), strict=True
-    ):
+    for one, other in zip(*(run.of_kind("block_mean") for run in (open_run(tmp_path / "run"), alone)), strict=True):
         tiny.assert_close(read(one), read(other), rtol=1e-4, atol=1e-5)
 
 

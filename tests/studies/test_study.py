@@ -69,12 +69,12 @@ def test_branches_of_every_length_can_end_at_a_quarter_half_and_the_end():
 def test_trunks_branches_and_losses(study):
     trunk = study.trunk("science_small", 0)
     unit = study.unit_tokens(trunk)
-    assert unit == 2 * BATCH and [s.tokens // unit for s in trunk.snapshots_of_kind("point")] == list(range(1, 17))
-    assert len(trunk.snapshots_of_kind("block_mean")) == 16
+    assert unit == 2 * BATCH and [s.tokens // unit for s in trunk.of_kind("point")] == list(range(1, 17))
+    assert len(trunk.of_kind("block_mean")) == 16
     assert [s.tokens // unit for s in trunk.states] == [*study.fork_units(), 16]
     branch = study.anneal(trunk, at=12, end=16, shape="cosine")
     rates = [r["learning_rate"] for r in branch.metrics if r["kind"] == "train"]
-    assert len(branch.snapshots_of_kind("point")) == 4 and rates[-1] == pytest.approx(0, abs=1e-9)
+    assert len(branch.of_kind("point")) == 4 and rates[-1] == pytest.approx(0, abs=1e-9)
     losses = study.losses(trunk, [RAW, Cell("sma", 4)], [2, 16])
     assert set(losses) == {(RAW, 2), (RAW, 16), (Cell("sma", 4), 16)}
     assert study.loss(trunk) == losses[RAW, 16] and study.loss(trunk, Cell("sma", 4), 16) == losses[Cell("sma", 4), 16]

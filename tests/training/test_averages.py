@@ -56,8 +56,7 @@ def assert_mean(snapshot, weights, steps):
 def everything(run):
     """Return the numbers, the snapshots of both kinds and the newest state, for a bitwise comparison."""
     snapshots = {
-        kind: [(s.step, s.tokens, s.loss, s.kind, tiny.named(tiny.read(s))) for s in run.snapshots_of_kind(kind)]
-        for kind in BOTH
+        kind: [(s.step, s.tokens, s.loss, s.kind, tiny.named(tiny.read(s))) for s in run.of_kind(kind)] for kind in BOTH
     }
     return tiny.numbers(run), snapshots, tiny.named(state(run, run.states[-1].step))
 
@@ -73,7 +72,7 @@ def state(run, step):
 
 def interrupt(run, step):
     """Remove what a run interrupted after `step` would not have published."""
-    for saved in run.snapshots_of_kind("point") + run.snapshots_of_kind("block_mean") + run.states:
+    for saved in run.of_kind("point") + run.of_kind("block_mean") + run.states:
         if saved.step > step:
             saved.path.rmtree()
 
@@ -210,11 +209,11 @@ def test_run_without_block_means_has_no_extra_leaves(workspace):
 
 
 def test_block_means_equal_means_of_the_trajectory(dense, weights):
-    assert [s.step for s in dense.snapshots_of_kind("point")] == MARKS
-    assert [(s.step, s.tokens, s.kind) for s in dense.snapshots_of_kind("block_mean")] == [
+    assert [s.step for s in dense.of_kind("point")] == MARKS
+    assert [(s.step, s.tokens, s.kind) for s in dense.of_kind("block_mean")] == [
         (m, m * STEP, "block_mean") for m in MARKS
     ]
-    for point, block in zip(dense.snapshots_of_kind("point"), dense.snapshots_of_kind("block_mean"), strict=True):
+    for point, block in zip(dense.of_kind("point"), dense.of_kind("block_mean"), strict=True):
         m = block.step
         tiny.assert_equal(tiny.read(point), weights[m])
         assert_mean(block, weights, [m - 4, m - 2, m])
@@ -223,7 +222,7 @@ def test_block_means_equal_means_of_the_trajectory(dense, weights):
 
 
 def test_windows_of_block_means_equal_dense_means(dense, weights):
-    merged = pma.average(dense.snapshots_of_kind("block_mean")[-3:], pma.recipes.sma(3))
+    merged = pma.average(dense.of_kind("block_mean")[-3:], pma.recipes.sma(3))
     tiny.assert_close(merged, mean64(weights, range(8, 25, 2)), rtol=3e-7, atol=3e-7)
 
 
@@ -231,20 +230,18 @@ def test_losses_of_both_kinds_are_recorded(dense):
     for kind, record in (("point", "evaluation"), ("block_mean", "block_mean")):
         result = [r for r in dense.metrics if r["kind"] == record]
         assert result == [
-            {"kind": record, "tokens": s.tokens, "step": s.step, "loss": s.loss} for s in dense.snapshots_of_kind(kind)
+            {"kind": record, "tokens": s.tokens, "step": s.step, "loss": s.loss} for s in dense.of_kind(kind)
         ]
     config = dense.config
-    losses = map(
-        make_evaluator(config, make_mesh(config.mesh)), [tiny.read(s) for s in dense.snapshots_of_kind("block_mean")]
-    )
-    assert list(losses) == pytest.approx([s.loss for s in dense.snapshots_of_kind("block_mean")], rel=1e-6)
+    losses = map(make_evaluator(config, make_mesh(config.mesh)), [tiny.read(s) for s in dense.of_kind("block_mean")])
+    assert list(losses) == pytest.approx([s.loss for s in dense.of_kind("block_mean")], rel=1e-6)
 
 
 def test_training_is_unchanged_by_block_means(dense, workspace, tmp_path):
     plain = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "plain")
     assert tiny.numbers(plain) == [r for r in tiny.numbers(dense) if r["kind"] != "block_mean"]
     assert not (plain.path / "block_means").exists()
-    for a, e in zip(plain.snapshots, dense.snapshots_of_kind("point"), strict=True):
+    for a, e in zip(plain.snapshots, dense.of_kind("point"), strict=True):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
 
 
@@ -254,7 +251,7 @@ def test_run_with_block_means_only(dense, workspace, tmp_path):
     alone = train(config, tmp_path / "alone")
     assert not (alone.path / "snapshots").exists()
     assert [s.kind for s in alone.snapshots] == ["block_mean"] * 4
-    for a, e in zip(alone.snapshots, dense.snapshots_of_kind("block_mean"), strict=True):
+    for a, e in zip(alone.snapshots, dense.of_kind("block_mean"), strict=True):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
     # Points are evaluated even so; only the previews differ, because they merge saved snapshots.
     assert [r for r in tiny.numbers(alone) if r["kind"] != "preview"] == [
@@ -286,8 +283,8 @@ def test_which_steps_are_added(workspace, tmp_path, interval, every, total, adde
     changes = {f"checkpoint__{key}": value for key, value in keys.items()}
     config = tiny.config(workspace, **DENSE | changes | {"training__total_tokens": total, "preview__windows": ()})
     run, weights = tiny.train_and_record(config, tmp_path / "run")
-    assert [s.step for s in run.snapshots_of_kind("block_mean")] == list(added)
-    for snapshot in run.snapshots_of_kind("block_mean"):
+    assert [s.step for s in run.of_kind("block_mean")] == list(added)
+    for snapshot in run.of_kind("block_mean"):
         assert_mean(snapshot, weights, added[snapshot.step])
 
 
@@ -307,7 +304,7 @@ def test_resume_is_bitwise_equal_to_uninterrupted_run(dense, copy, step):
 def test_state_without_its_snapshot_of_either_kind_is_not_resumed(dense, copy, kind):
     interrupt(copy, 20)
     assert copy.newest_resumable_state.step == 20
-    next(s for s in copy.snapshots_of_kind(kind) if s.step == 18).path.rmtree()
+    next(s for s in copy.of_kind(kind) if s.step == 18).path.rmtree()
     assert copy.newest_resumable_state.step == 16
     train(copy.config, copy.path)
     assert_same_run(copy, dense)
@@ -316,11 +313,7 @@ def test_state_without_its_snapshot_of_either_kind_is_not_resumed(dense, copy, k
 def test_retention_applies_to_each_kind(workspace, tmp_path):
     keep = {"checkpoint__window": 2, "checkpoint__keep_windows": 1}
     run = train(tiny.config(workspace, **DENSE | keep), tmp_path / "run")
-    assert (
-        [s.step for s in run.snapshots_of_kind("point")]
-        == [s.step for s in run.snapshots_of_kind("block_mean")]
-        == [18, 24]
-    )
+    assert [s.step for s in run.of_kind("point")] == [s.step for s in run.of_kind("block_mean")] == [18, 24]
 
 
 # --- Forks ------------------------------------------------------------------------------------------------------------
@@ -329,7 +322,7 @@ def test_retention_applies_to_each_kind(workspace, tmp_path):
 def test_fork_copies_the_block(dense, tmp_path):
     run = fork(dense, 8 * STEP, dense.config, tmp_path / "fork")
     run = train(run.config, run.path)
-    for a, e in zip(run.snapshots_of_kind("block_mean"), dense.snapshots_of_kind("block_mean")[1:], strict=True):
+    for a, e in zip(run.of_kind("block_mean"), dense.of_kind("block_mean")[1:], strict=True):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
     tiny.assert_equal(state(run, 24), state(dense, 24))
 
@@ -337,7 +330,7 @@ def test_fork_copies_the_block(dense, tmp_path):
 def test_fork_may_add_more_often(dense, weights, tmp_path):
     config = resolve(dense.config, ["checkpoint.block_every_steps=1"])
     run = train(config, fork(dense, 8 * STEP, config, tmp_path / "fork").path)
-    first, second, _ = run.snapshots_of_kind("block_mean")
+    first, second, _ = run.of_kind("block_mean")
     assert_mean(first, weights, [8, 9, 10, 11, 12])
     assert_mean(second, weights, range(13, 19))
 
@@ -360,7 +353,7 @@ def test_fork_may_enable_block_means(dense, weights, workspace, tmp_path):
     assert int(started.count) == 0
     assert started.mean["embedding_VxD"].sharding == state(run, 8).params["embedding_VxD"].sharding
     run = train(config, run.path)
-    first, second, _ = run.snapshots_of_kind("block_mean")
+    first, second, _ = run.of_kind("block_mean")
     assert_mean(first, weights, [10, 12])
     assert_mean(second, weights, [14, 16, 18])
     uninterrupted = everything(run)
@@ -372,13 +365,13 @@ def test_fork_may_enable_block_means(dense, weights, workspace, tmp_path):
 
 
 def test_newest_snapshot_of_each_kind(dense):
-    points, blocks = dense.snapshots_of_kind("point"), dense.snapshots_of_kind("block_mean")
+    points, blocks = dense.of_kind("point"), dense.of_kind("block_mean")
     assert newest_snapshot(dense.path) == points[-1]
     assert newest_snapshot(blocks[0].path) == blocks[0]
 
 
 def test_kinds_cannot_be_mixed(dense, tmp_path):
-    point, block = dense.snapshots_of_kind("point")[0], dense.snapshots_of_kind("block_mean")[1]
+    point, block = dense.of_kind("point")[0], dense.of_kind("block_mean")[1]
     message = r"12 (is )?a block_mean.*points and block means do not mix"
     with pytest.raises(ValueError, match=message):
         pma.average([point, block], [0.5, 0.5])
@@ -388,11 +381,11 @@ def test_kinds_cannot_be_mixed(dense, tmp_path):
 
 
 def test_merge_of_block_means_is_a_block_mean(dense, tmp_path):
-    blocks = dense.snapshots_of_kind("block_mean")
+    blocks = dense.of_kind("block_mean")
     merged = pma.merge(blocks[-2:], [0.5, 0.5], tmp_path / "out")
     assert merged.kind == pma.read_snapshot(merged.path).kind == "block_mean"
     with pytest.raises(ValueError, match="do not mix"):
-        pma.merge([merged, dense.snapshots_of_kind("point")[-1]], [0.5, 0.5], tmp_path / "mixed")
+        pma.merge([merged, dense.of_kind("point")[-1]], [0.5, 0.5], tmp_path / "mixed")
     assert inspect(merged.path)["kind"] == "merged block mean"
     assert inspect(blocks[0].path)["kind"] == "block mean"
 
@@ -400,8 +393,6 @@ def test_merge_of_block_means_is_a_block_mean(dense, tmp_path):
 def test_inspect_reports_both_kinds(dense):
     facts = inspect(dense.path)
     for key, kind in (("snapshots", "point"), ("block_means", "block_mean")):
-        assert facts[key] == [
-            {"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in dense.snapshots_of_kind(kind)
-        ]
-    newest = dense.snapshots_of_kind("block_mean")[-1]
+        assert facts[key] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in dense.of_kind(kind)]
+    newest = dense.of_kind("block_mean")[-1]
     assert f"4 block means, 1,536 to 6,144 tokens, newest held-out loss {newest.loss:.4f}" in as_text(facts)

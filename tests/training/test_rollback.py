@@ -74,7 +74,7 @@ def assert_same_run(actual, expected):
     assert tiny.numbers(actual) == tiny.numbers(expected)
     assert rollback.events(actual) == rollback.events(expected)
     for kind in expected.config.checkpoint.kinds:
-        for a, e in zip(actual.snapshots_of_kind(kind), expected.snapshots_of_kind(kind), strict=True):
+        for a, e in zip(actual.of_kind(kind), expected.of_kind(kind), strict=True):
             assert (a.step, a.tokens, a.loss) == (e.step, e.tokens, e.loss)
             tiny.assert_equal(tiny.read(a), tiny.read(e))
     assert [s.step for s in actual.states] == [s.step for s in expected.states]
