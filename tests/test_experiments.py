@@ -98,7 +98,7 @@ def test_page_matches_its_results(folder):
 
 
 def test_index_page_has_one_row_per_question_with_results():
-    assert pages.extract_results((FOLDER / "README.md").read_text()) == pages.format_index(FOLDER)
+    assert pages.extract_results((FOLDER / "README.md").read_text()) == pages.format_index_table(FOLDER)
 
 
 def test_run_all_lists_every_question():

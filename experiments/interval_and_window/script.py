@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.analysis.comparison import Difference, mean_interval, paired_difference
+from pma_jax.analysis.comparison import MeanInterval, mean_interval, paired_difference
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.model.ladder import recommend_interval_and_window
 from pma_jax.reporting.drawing import PAGE_DPI, to_png
@@ -53,7 +53,7 @@ def best_cell(size: dict[str, Any], end: int, interval: int | None = None) -> tu
     return min(cells, key=lambda key: sum(cells[key]))
 
 
-def best_span(size: dict[str, Any], end: int) -> Difference:
+def best_span(size: dict[str, Any], end: int) -> MeanInterval:
     """Return the best span N V as a share of the tokens trained: each seed's best window at the finest interval."""
     cells = {window: losses for (interval, window), losses in losses_by_cell(size, end).items() if interval == 1}
     windows = [min(cells, key=lambda w: cells[w][i]) for i in range(len(next(iter(cells.values()))))]
@@ -75,7 +75,7 @@ def report(results: dict[str, Any]) -> str:
                     f"{end * unit / 1e6:.2f}M",
                     f"N = {window}, V = {interval * unit / 1e3:.0f}k",
                     pages.format_difference(raw, cells[interval, window]),
-                    pages.format_share_interval(span),
+                    pages.format_percent_interval(span),
                     f"{span.mean * end * unit / size['active_parameters']:.2f}",
                 ]
             )
@@ -133,7 +133,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     last = results["ends"][-1]
     spans = []
     for name, size in results["sizes"].items():
-        spans.append(f"{name}: {pages.format_share_interval(best_span(size, last))}")
+        spans.append(f"{name}: {pages.format_percent_interval(best_span(size, last))}")
     common = "; ".join(
         f"{name}: {span / 1e6:.2f}M of {tokens / 1e6:.1f}M" for name, tokens, span in spans_at_common_tokens(results)
     )

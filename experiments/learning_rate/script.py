@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.analysis.comparison import Difference, mean_interval
+from pma_jax.analysis.comparison import MeanInterval, mean_interval
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
@@ -52,7 +52,7 @@ def best_merge(measured: dict[str, Any], end: int) -> str:
     return min(available, key=lambda text: sum(measured["losses"][text][str(end)]))
 
 
-def gain_per_doubling(gain: dict[float, list[float]]) -> Difference | None:
+def gain_per_doubling(gain: dict[float, list[float]]) -> MeanInterval | None:
     """Return what doubling the rate adds to the gain: the slope over log2 of the rate of each seed, over seeds."""
     if not gain:
         return None
@@ -77,7 +77,7 @@ def report(results: dict[str, Any]) -> str:
                 format_mean(measured["annealed"]),
                 pages.format_difference(raw, plain) if plain else "too few snapshots",
                 pages.format_difference(raw, merged),
-                pages.format_mean_share(shares),
+                pages.format_mean_percent(shares),
             ]
         )
     header = [

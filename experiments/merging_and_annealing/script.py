@@ -149,9 +149,9 @@ def report(results: dict[str, Any]) -> str:
                 f"{b['end'] * unit:.2f}M",
                 f"{b['length'] * unit:.2f}M ({b['length'] / b['end']:.0%})",
                 pages.format_difference(b["trunk"][RAW.text], b["annealed"]),
-                pages.format_mean_share(gain_shares(b, mean_of(b))),
-                pages.format_mean_share(gain_shares(b, mean_of(b, "block_mean"))),
-                f"{best}: {pages.format_mean_share(gain_shares(b, best))}",
+                pages.format_mean_percent(gain_shares(b, mean_of(b))),
+                pages.format_mean_percent(gain_shares(b, mean_of(b, "block_mean"))),
+                f"{best}: {pages.format_mean_percent(gain_shares(b, best))}",
                 pages.format_difference(b["trunk"][best], b["annealed"]),
             ]
         )
@@ -199,7 +199,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     verdict += f"; it is clearly worse for {lengths(missed)}" if missed else ""
     shares = []
     for b in at_end:
-        mean, best = (pages.format_mean_share(gain_shares(b, text)) for text in (mean_of(b), best_merge(b)))
+        mean, best = (pages.format_mean_percent(gain_shares(b, text)) for text in (mean_of(b), best_merge(b)))
         shares.append(f"{b['length'] / b['end']:.0%}: SMA {mean}, best {best}")
     return IndexRow(
         2,

@@ -5,7 +5,7 @@ Command:   python experiments/stable_phase/script.py --runs runs/science
 
 from typing import Any
 
-from pma_jax.analysis.comparison import Difference, paired_difference
+from pma_jax.analysis.comparison import MeanInterval, paired_difference
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
@@ -30,7 +30,7 @@ def measure(study: Study) -> dict[str, Any]:
     return {"ends": ends, "sizes": sizes}
 
 
-def gain(size: dict[str, Any], text: str, end: int) -> Difference | None:
+def gain(size: dict[str, Any], text: str, end: int) -> MeanInterval | None:
     """Return the raw loss minus the merged loss, over seeds; None if there are too few snapshots."""
     merged = size["losses"].get(text, {}).get(str(end))
     return merged and paired_difference(size["losses"][RAW.text][str(end)], merged)

@@ -209,7 +209,7 @@ def share_at_best(at: dict[str, Any], recipe: str, kind: str) -> str:
     text = best_merge(at, recipe, kind)
     if not text:
         return "–"
-    return f"{pages.format_mean_share(gain_shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}"
+    return f"{pages.format_mean_percent(gain_shares(at, at['losses'][text]))} at {text.rpartition(':')[2]}"
 
 
 def followed_table(first: str, rows: dict[str, dict[str, Any]]) -> str:
@@ -251,7 +251,7 @@ def short_table(results: dict[str, Any]) -> str:
     for name, size in results["sizes"].items():
         for short in size["short"]:
             share, above = (
-                pages.format_mean_share(gain_shares(size, short["losses"])),
+                pages.format_mean_percent(gain_shares(size, short["losses"])),
                 pages.format_difference(short["losses"], size["annealed"]),
             )
             length = f"1/{results['units'] // short['length']}"
@@ -288,7 +288,7 @@ def comparison_cells(size: dict[str, Any], losses: list[float]) -> list[str]:
     baseline = best_merge(size, BASELINE, "point")
     assert baseline is not None
     return [
-        pages.format_mean_share(gain_shares(size, losses)),
+        pages.format_mean_percent(gain_shares(size, losses)),
         pages.format_difference(size["losses"][baseline], losses),
     ]
 
@@ -304,7 +304,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         clear += paired_difference(size["losses"][plain], size["losses"][best]).low > 0
         best_learned = min((fit["losses"] for fit in size["learned"]), key=sum)
         models = [(plain, size["losses"][plain]), (best, size["losses"][best]), ("learned", best_learned)]
-        texts = [f"{text} {pages.format_mean_share(gain_shares(size, losses))}" for text, losses in models]
+        texts = [f"{text} {pages.format_mean_percent(gain_shares(size, losses))}" for text, losses in models]
         effects.append(f"{name}: {', '.join(texts)}")
         winners.append(f"{name}: {best}")
     return IndexRow(

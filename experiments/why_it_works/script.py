@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from pma_jax.analysis import curvature, landscape, spectrum
-from pma_jax.analysis.comparison import fit_noise, mean_interval, subset_rows
+from pma_jax.analysis.comparison import fit_replica_noise, mean_interval, subset_mean_weights
 from pma_jax.analysis.workbench import Workbench, open_workbench
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
@@ -158,7 +158,7 @@ def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     # Each merge is a matrix of weights [replicas, span]: the outer product of weights over replicas and over time.
     last_unit, all_units = np.eye(span)[-1], np.full(span, 1 / span)
     one_replica, all_replicas = np.eye(len(replicas)), np.full(len(replicas), 1 / len(replicas))
-    subsets = subset_rows(len(replicas))
+    subsets = subset_mean_weights(len(replicas))
     groups = {
         **{f"mean of {m}": [np.outer(row, last_unit) for row in rows] for m, rows in subsets.items()},
         "time": [np.outer(row, all_units) for row in one_replica],
@@ -170,12 +170,12 @@ def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     losses = iter(evaluate_merges(config, snapshots, rows).losses)
     group_losses = {name: [next(losses) for _ in merges] for name, merges in groups.items()}
     by_count = {m: float(np.mean(group_losses[f"mean of {m}"])) for m in subsets}
-    fit = fit_noise(list(by_count), list(by_count.values()))
+    fit = fit_replica_noise(list(by_count), list(by_count.values()))
     return {
         "replicas": len(replicas),
         "by_count": {str(m): loss for m, loss in by_count.items()},
         "floor": fit.floor,
-        "noise": fit.noise,
+        "noise": fit.noise_per_replica,
         "time": float(np.mean(group_losses["time"])),
         "both": group_losses["both"][0],
         "path": group_losses["path"],

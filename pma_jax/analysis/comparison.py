@@ -1,4 +1,4 @@
-"""Statistics of losses: differences over seeds, rankings, noise against replicas, smoothness, tokens saved."""
+"""Statistics of losses: intervals over seeds, ranking, noise by number of replicas, roughness, tokens to a loss."""
 
 import dataclasses
 import itertools
@@ -9,8 +9,8 @@ from numpy.typing import ArrayLike
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """The mean of paired differences, with its confidence interval."""
+class MeanInterval:
+    """A mean, its confidence interval from `low` to `high`, and the `count` of values."""
 
     mean: float
     low: float
@@ -18,30 +18,37 @@ class Difference:
     count: int
 
 
-def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = 0.95) -> Difference:
-    """Estimate the mean of first - second over pairs, such as seeds, with Student's t interval.
+def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = 0.95) -> MeanInterval:
+    """Estimate the mean of first - second over pairs, such as seeds, with Student's t confidence interval.
 
     Raises:
         ValueError: There are fewer than 2 pairs, or the lengths differ.
     """
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if a.shape != b.shape or a.ndim != 1:
-        raise ValueError(f"give pairs: the shapes are {a.shape} and {b.shape}")
+        raise ValueError(f"first and second must be 1-D with equal shapes, not {a.shape} and {b.shape}")
     if len(a) < 2:
-        raise ValueError("a single pair has no interval: repeat with other seeds")
+        raise ValueError(f"a confidence interval needs at least 2 pairs, not {len(a)}: repeat with other seeds")
     difference = a - b
     mean, error = difference.mean(), difference.std(ddof=1) / np.sqrt(len(difference))
     half_width = error * scipy.stats.t.ppf((1 + confidence) / 2, len(difference) - 1)
-    return Difference(float(mean), float(mean - half_width), float(mean + half_width), len(difference))
+    return MeanInterval(float(mean), float(mean - half_width), float(mean + half_width), len(difference))
 
 
-def mean_interval(values_n: ArrayLike, confidence: float = 0.95) -> Difference:
-    """Estimate the mean of values over seeds, with its interval: the `paired_difference` from 0."""
+def mean_interval(values_n: ArrayLike, confidence: float = 0.95) -> MeanInterval:
+    """Estimate the mean of values, such as one per seed, with Student's t confidence interval.
+
+    Raises:
+        ValueError: There are fewer than 2 values.
+    """
     return paired_difference(values_n, np.zeros(np.shape(values_n)), confidence)
 
 
 def recovered_share(raw_loss: float, annealed_loss: float | None, loss: float) -> float | None:
-    """Return the share of annealing's gain that a model with `loss` has, or None if annealing gained nothing."""
+    """Return the fraction of annealing's loss reduction that `loss` achieves: 0 at `raw_loss`, 1 at `annealed_loss`.
+
+    Return None if `annealed_loss` is None, or if annealing did not reduce the loss.
+    """
     if annealed_loss is None or annealed_loss >= raw_loss:
         return None
     return (raw_loss - loss) / (raw_loss - annealed_loss)
@@ -51,23 +58,25 @@ def kendall_tau(forecast: ArrayLike, truth: ArrayLike) -> float:
     """Compute Kendall's tau-b of two rankings: 1 if they are the same, 0 if unrelated, -1 if reversed.
 
     Raises:
-        ValueError: All values of one side are equal, so there is no ranking.
+        ValueError: `forecast` or `truth` is constant, has fewer than 2 values, or contains NaN.
     """
     tau = scipy.stats.kendalltau(forecast, truth).statistic
     if not np.isfinite(tau):
-        raise ValueError("all values are equal, so there is no ranking")
+        raise ValueError(
+            "Kendall's tau is undefined: forecast or truth has no ranking, because it is constant or contains NaN"
+        )
     return float(tau)
 
 
 def regret(forecast: ArrayLike, truth: ArrayLike) -> float:
-    """Return the true loss of the forecast's first choice minus the lowest true loss: 0 if it chose the best."""
+    """Return the true loss of the candidate with the lowest forecast loss, minus the lowest true loss."""
     picked = int(np.argmin(np.asarray(forecast, np.float64)))
     truth = np.asarray(truth, np.float64)
     return float(truth[picked] - truth.min())
 
 
 def tokens_to_reach(tokens_n: ArrayLike, loss_n: ArrayLike, loss: float) -> float | None:
-    """Return the tokens at which a curve first reaches `loss`, interpolated linearly, or None if it never does."""
+    """Return the tokens at which a loss curve first reaches `loss`, by linear interpolation; None if it never does."""
     tokens, losses = np.asarray(tokens_n, np.float64), np.asarray(loss_n, np.float64)
     below = np.flatnonzero(losses <= loss)
     if not len(below):
@@ -75,14 +84,14 @@ def tokens_to_reach(tokens_n: ArrayLike, loss_n: ArrayLike, loss: float) -> floa
     i = int(below[0])
     if i == 0:
         return float(tokens[0])
-    share = (losses[i - 1] - loss) / (losses[i - 1] - losses[i])
-    return float(tokens[i - 1] + share * (tokens[i] - tokens[i - 1]))
+    fraction = (losses[i - 1] - loss) / (losses[i - 1] - losses[i])
+    return float(tokens[i - 1] + fraction * (tokens[i] - tokens[i - 1]))
 
 
 def roughness(series_n: ArrayLike) -> float:
-    """Return the root mean square change of log(value) between neighbours: 0.1 is about 10% per step.
+    """Return the root mean square of the differences of log(value) between consecutive values.
 
-    Meant for gradient norms: a trend over the full series hardly contributes.
+    A roughness of 0.1 corresponds to changes of about 10%. Meant for gradient norms: a slow trend contributes little.
 
     Raises:
         ValueError: There are fewer than 2 values, or one is not above 0.
@@ -94,35 +103,41 @@ def roughness(series_n: ArrayLike) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoiseSplit:
-    """L(m) = floor + noise / m in nats per token, for the mean of m replicas.
+class ReplicaNoise:
+    """The loss of the mean of m replicas, L(m) = floor + noise_per_replica / m, in nats per token.
 
-    Replicas are runs that continue from one point with other data orders. Where the loss is quadratic and the replicas'
-    noise independent, the noise of one replica adds `noise`, and `floor` is the loss of the path that they share.
+    Replicas are runs that continue from one checkpoint with different data orders. If the loss is quadratic and the
+    replicas deviate independently from their expected weights, `floor` is the loss at the expected weights (the limit
+    of many replicas), and one replica has the expected loss floor + noise_per_replica.
     """
 
     floor: float
-    noise: float
+    noise_per_replica: float
 
 
-def subset_rows(count: int) -> dict[int, np.ndarray]:
-    """Return, for m = 1 … count, the rows of weights [C(count, m), count] of the means over every m replicas."""
-    members = {m: itertools.combinations(range(count), m) for m in range(1, count + 1)}
-    return {m: np.array([np.eye(count)[list(each)].mean(axis=0) for each in members[m]]) for m in members}
+def subset_mean_weights(replicas: int) -> dict[int, np.ndarray]:
+    """Return the averaging weights of every subset of the replicas, by subset size.
+
+    Returns:
+        For each size m = 1 … replicas, an array [C(replicas, m), replicas] with one row per subset: 1/m for each
+        replica in the subset, 0 for the others.
+    """
+    subsets = {m: itertools.combinations(range(replicas), m) for m in range(1, replicas + 1)}
+    return {m: np.array([np.eye(replicas)[list(subset)].mean(axis=0) for subset in subsets[m]]) for m in subsets}
 
 
-def fit_noise(counts_n: ArrayLike, loss_n: ArrayLike) -> NoiseSplit:
-    """Fit L(m) = floor + noise / m by least squares.
+def fit_replica_noise(replicas_n: ArrayLike, loss_n: ArrayLike) -> ReplicaNoise:
+    """Fit L(m) = floor + noise_per_replica / m by least squares.
 
     Args:
-        counts_n: [n], numbers of replicas m.
+        replicas_n: [n], numbers of averaged replicas m.
         loss_n: [n], losses of their means.
 
     Raises:
-        ValueError: There are fewer than 2 different counts.
+        ValueError: There are fewer than 2 different numbers of replicas.
     """
-    counts, loss = np.asarray(counts_n, np.float64), np.asarray(loss_n, np.float64)
-    if len(np.unique(counts)) < 2:
-        raise ValueError("a split needs losses of means over two or more different numbers of replicas")
-    noise, floor = np.polyfit(1 / counts, loss, 1)
-    return NoiseSplit(float(floor), float(noise))
+    replicas, loss = np.asarray(replicas_n, np.float64), np.asarray(loss_n, np.float64)
+    if len(np.unique(replicas)) < 2:
+        raise ValueError("fit_replica_noise needs at least 2 different numbers of replicas")
+    noise, floor = np.polyfit(1 / replicas, loss, 1)
+    return ReplicaNoise(float(floor), float(noise))

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pma_jax.analysis.comparison import Difference
+from pma_jax.analysis.comparison import MeanInterval
 from pma_jax.reporting.drawing import (
     DASHES,
     LIGHT,
@@ -61,7 +61,7 @@ class ContourPanel:
     points: Sequence[Line]
 
 
-def interval_line(name: str, x: Sequence[float], intervals: Sequence[Difference]) -> Line:
+def interval_line(name: str, x: Sequence[float], intervals: Sequence[MeanInterval]) -> Line:
     """Return a line of means with their intervals as error bars."""
     return Line(name, x, [d.mean for d in intervals], [d.low for d in intervals], [d.high for d in intervals])
 

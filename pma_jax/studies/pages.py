@@ -1,7 +1,7 @@
 """Markdown generated from results: tables, intervals, and the generated section of a page.
 
-The generated section is what stands between the lines BEGIN and END. Everything else on a page is written by hand and
-kept.
+The generated section is the text between the lines RESULTS_BEGIN and RESULTS_END. All other text of a page is written
+by hand and kept.
 """
 
 import dataclasses
@@ -9,21 +9,21 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pma_jax.analysis.comparison import Difference, mean_interval, paired_difference
+from pma_jax.analysis.comparison import MeanInterval, mean_interval, paired_difference
 
-BEGIN, END = "<!-- results: made by the script, not by hand -->", "<!-- end of results -->"
+RESULTS_BEGIN, RESULTS_END = "<!-- results: made by the script, not by hand -->", "<!-- end of results -->"
 INDEX_HEADER = ("question", "claim", "what we found", "effect (95% interval)")
 
 
 @dataclasses.dataclass(frozen=True)
 class IndexRow:
-    """One experiment's row in the index of all experiments. results.json stores it under the key "row"."""
+    """One experiment's row in the table of all experiments. results.json stores it under the key "row"."""
 
-    number: int  # position in the index
+    number: int  # position in the table
     question: str
-    claim: str  # of the source, with the number of its figure
-    found: str  # whether the claim holds, in a sentence or two
-    effect: str  # with its interval
+    claim: str  # the paper's claim, with the number of its figure or section
+    found: str  # the finding: whether the claim holds, in one or two sentences
+    effect: str  # effect size with its confidence interval
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -32,54 +32,59 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def format_interval(difference: Difference, digits: int = 4, unit: str = "") -> str:
-    """Format a mean with its interval: `+0.0123 [+0.0101, +0.0145]`."""
-    mean, low, high = (f"{x:+.{digits}f}{unit}" for x in (difference.mean, difference.low, difference.high))
+def format_interval(interval: MeanInterval, digits: int = 4, unit: str = "") -> str:
+    """Format a mean with its confidence interval: `+0.0123 [+0.0101, +0.0145]`."""
+    mean, low, high = (f"{x:+.{digits}f}{unit}" for x in (interval.mean, interval.low, interval.high))
     return f"{mean} [{low}, {high}]"
 
 
 def format_difference(first: Sequence[float], second: Sequence[float], digits: int = 4) -> str:
-    """Format the mean of first - second over pairs, with its interval."""
+    """Format the mean paired difference `first - second` with its confidence interval."""
     return format_interval(paired_difference(first, second), digits)
 
 
-def format_mean_share(shares: Sequence[float]) -> str:
-    """Format the mean of shares over seeds, with its interval: `85% [81%, 89%]`."""
-    return format_share_interval(mean_interval(shares))
+def format_mean_percent(fractions: Sequence[float]) -> str:
+    """Format the mean of fractions, one per seed, as a percentage with its confidence interval: `85% [81%, 89%]`."""
+    return format_percent_interval(mean_interval(fractions))
 
 
-def format_share_interval(difference: Difference) -> str:
-    """Format a share with its interval: `85% [81%, 89%]`."""
-    return f"{difference.mean:.0%} [{difference.low:.0%}, {difference.high:.0%}]"
+def format_percent_interval(interval: MeanInterval) -> str:
+    """Format a mean fraction as a percentage with its confidence interval: `85% [81%, 89%]`."""
+    return f"{interval.mean:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
 
 
 def replace_results(page: str, results: str) -> str:
     """Return `page` with `results` as its generated section.
 
     Raises:
-      ValueError: the page does not contain BEGIN and END exactly once each.
+        ValueError: The page does not contain RESULTS_BEGIN and RESULTS_END exactly once each.
     """
     before, _, after = _split(page)
-    return f"{before}{BEGIN}\n\n{results.strip()}\n\n{END}{after}"
+    return f"{before}{RESULTS_BEGIN}\n\n{results.strip()}\n\n{RESULTS_END}{after}"
 
 
 def extract_results(page: str) -> str:
-    """Return the generated section of `page`. Raises ValueError like `replace_results`."""
+    """Return the generated section of `page`.
+
+    Raises:
+        ValueError: The page does not contain RESULTS_BEGIN and RESULTS_END exactly once each.
+    """
     return _split(page)[1].strip()
 
 
 def _split(page: str) -> tuple[str, str, str]:
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
+    if page.count(RESULTS_BEGIN) != 1 or page.count(RESULTS_END) != 1:
         raise ValueError(
-            f"the page must contain {BEGIN!r} and {END!r} once each: add the missing line or remove the extra"
+            f"the page must contain {RESULTS_BEGIN!r} and {RESULTS_END!r} once each: add the missing line, or remove the "
+            "extra one"
         )
-    before, _, rest = page.partition(BEGIN)
-    between, _, after = rest.partition(END)
+    before, _, rest = page.partition(RESULTS_BEGIN)
+    between, _, after = rest.partition(RESULTS_END)
     return before, between, after
 
 
-def format_index(folder: Path) -> str:
-    """Format the table of all experiments in `folder` whose results.json has a row, each with a link to its page."""
+def format_index_table(folder: Path) -> str:
+    """Format the table of the experiments in `folder` whose results.json has a row; each row links to a page."""
     rows = []
     for path in folder.glob("*/results.json"):
         if stored := json.loads(path.read_text()).get("row"):
@@ -90,7 +95,7 @@ def format_index(folder: Path) -> str:
     )
 
 
-def write_index(folder: Path) -> None:
-    """Write the table of all experiments into the generated section of FOLDER/README.md."""
+def update_index(folder: Path) -> None:
+    """Replace the generated section of FOLDER/README.md by the table of the experiments in `folder`."""
     path = folder / "README.md"
-    path.write_text(replace_results(path.read_text(), format_index(folder)))
+    path.write_text(replace_results(path.read_text(), format_index_table(folder)))

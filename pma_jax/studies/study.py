@@ -262,7 +262,7 @@ def run_experiment(
         if page.exists():
             page.write_text(pages.replace_results(page.read_text(), render_results(report, results)))
         if options.out == folder and (folder.parent / "README.md").exists():
-            pages.write_index(folder.parent)
+            pages.update_index(folder.parent)
         print(render_results(report, results))
         return results
     except (ValueError, OSError) as error:

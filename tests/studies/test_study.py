@@ -105,7 +105,7 @@ def draw(results):
 if __name__ == "__main__":
     run_experiment(__file__, measure, report, summarize, draw)
 '''
-PAGE = f"# Page\n\n{pages.BEGIN}\n\n{pages.END}\n\nend\n"
+PAGE = f"# Page\n\n{pages.RESULTS_BEGIN}\n\n{pages.RESULTS_END}\n\nend\n"
 
 
 @pytest.mark.slow
