@@ -75,8 +75,8 @@ def extract_results(page: str) -> str:
 def _split(page: str) -> tuple[str, str, str]:
     if page.count(RESULTS_BEGIN) != 1 or page.count(RESULTS_END) != 1:
         raise ValueError(
-            f"the page must contain {RESULTS_BEGIN!r} and {RESULTS_END!r} once each: add the missing line, or remove the "
-            "extra one"
+            f"the page must contain {RESULTS_BEGIN!r} and {RESULTS_END!r} once each: add the missing line, or "
+            "remove the extra one"
         )
     before, _, rest = page.partition(RESULTS_BEGIN)
     between, _, after = rest.partition(RESULTS_END)
