@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 
@@ -38,6 +39,9 @@ def data_keys(workspace):
     arguments = {"data.source": "files", "data.files": text, "data.cache_dir": cache}
     arguments |= {"data.held_out_percent": 20, "mesh.cpu_devices": 0}
     return [f"--config.{key}={value}" for key, value in arguments.items()]
+
+
+FORECASTS, WHY_IT_WORKS = (load_module(FOLDER / name / "script.py") for name in ("forecasts", "why_it_works"))
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +146,50 @@ def test_parallel_jobs_get_disjoint_cores():
         shares = run_all.split_cores(jobs)
         assert sorted(itertools.chain(*shares)) == sorted(cores)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_rankings_and_the_cost_of_a_wrong_one():
+    truth = [1.0, 2.0, 3.0, 4.0]
+    assert FORECASTS.kendall_tau([10, 20, 30, 40], truth) == pytest.approx(1)
+    assert FORECASTS.kendall_tau([40, 30, 20, 10], truth) == pytest.approx(-1)
+    assert FORECASTS.regret([5.0, 1.0, 6.0, 7.0], truth) == 1.0
+    assert FORECASTS.regret(truth, truth) == 0
+    with pytest.raises(ValueError, match="no ranking"):
+        FORECASTS.kendall_tau([1, 1], [1, 2])
+
+
+@pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
+def test_off_diagonal_share_at_three_known_values(rows, share):
+    assert WHY_IT_WORKS.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
+
+
+def test_rows_are_the_means_of_every_subset():
+    rows = WHY_IT_WORKS.subset_mean_weights(4)
+    assert [len(rows[m]) for m in (1, 2, 3, 4)] == [4, 6, 4, 1]
+    for m, matrix in rows.items():
+        np.testing.assert_allclose(matrix.sum(axis=1), 1)
+        assert set(np.unique(matrix)) <= {0, 1 / m}
+        assert len({tuple(row) for row in matrix}) == len(matrix)
+        np.testing.assert_allclose(matrix.mean(axis=0), 1 / 4)
+
+
+def test_independent_noise_in_a_quadratic_is_recovered():
+    rng = np.random.default_rng(0)
+    hessian, drift = np.diag(rng.uniform(0.1, 2, 200)), rng.normal(size=200)
+    replicas = drift + 0.3 * rng.normal(size=(7, 200))
+    actual = {
+        m: np.mean([x @ hessian @ x / 2 for x in rows @ replicas])
+        for m, rows in WHY_IT_WORKS.subset_mean_weights(7).items()
+    }
+    fit = WHY_IT_WORKS.fit_replica_noise(list(actual), list(actual.values()))
+    assert fit.noise_per_replica == pytest.approx(0.09 * np.trace(hessian) / 2, rel=0.2)
+    assert fit.floor == pytest.approx(drift @ hessian @ drift / 2, rel=0.1)
+    # The mean over all subsets of a size is exactly linear in 1 / m.
+    np.testing.assert_allclose(
+        list(actual.values()), [fit.floor + fit.noise_per_replica / m for m in actual], rtol=1e-9
+    )
+
+
+def test_single_replica_count_cannot_be_fitted():
+    with pytest.raises(ValueError, match="at least 2 different numbers of replicas"):
+        WHY_IT_WORKS.fit_replica_noise([3, 3], [1.0, 1.1])

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import scipy.stats
+from numpy.typing import ArrayLike
 
 from pma_jax.analysis import comparison
 from pma_jax.analysis.scaling import ScalingLaw, fit_loss_curve, fit_scaling_law
@@ -142,6 +144,27 @@ def fit_scaling_law_to(entries: Sequence[dict[str, Any]], kind: str) -> ScalingL
     return fit_scaling_law(parameters_n, tokens_n, loss_n)
 
 
+def kendall_tau(forecast: ArrayLike, truth: ArrayLike) -> float:
+    """Compute Kendall's tau-b of two rankings: 1 if they are the same, 0 if unrelated, -1 if reversed.
+
+    Raises:
+        ValueError: `forecast` or `truth` is constant, has fewer than 2 values, or contains NaN.
+    """
+    tau = scipy.stats.kendalltau(forecast, truth).statistic
+    if not np.isfinite(tau):
+        raise ValueError(
+            "Kendall's tau is undefined: forecast or truth has no ranking, because it is constant or contains NaN"
+        )
+    return float(tau)
+
+
+def regret(forecast: ArrayLike, truth: ArrayLike) -> float:
+    """Return the true loss of the candidate with the lowest forecast loss, minus the lowest true loss."""
+    picked = int(np.argmin(np.asarray(forecast, np.float64)))
+    truth = np.asarray(truth, np.float64)
+    return float(truth[picked] - truth.min())
+
+
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
@@ -151,8 +174,8 @@ def judge_ranking(results: dict[str, Any], name: str, share: float) -> dict[str,
     for settings in results["sweep"].values():
         annealed = [s["annealed"] for s in settings.values()]
         forecast = [s[f"{share:g}"][name] for s in settings.values()]
-        taus.append(comparison.kendall_tau(forecast, annealed))
-        regrets.append(comparison.regret(forecast, annealed))
+        taus.append(kendall_tau(forecast, annealed))
+        regrets.append(regret(forecast, annealed))
     return {"tau": taus, "regret": regrets}
 
 

@@ -7,15 +7,17 @@ the trunk's states with other data orders.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from numpy.typing import ArrayLike
 
 from pma_jax.analysis import curvature, landscape, spectrum
-from pma_jax.analysis.comparison import fit_replica_noise, mean_interval, subset_mean_weights
+from pma_jax.analysis.comparison import mean_interval
 from pma_jax.analysis.workbench import Workbench, open_workbench
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
@@ -23,6 +25,7 @@ from pma_jax.merging.averager import average
 from pma_jax.reporting.drawing import display_name, to_png
 from pma_jax.reporting.panels import ContourPanel, Line, LinePanel, draw_contours, draw_lines
 from pma_jax.runs.directory import Run
+from pma_jax.runs.integrity import named_leaves
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study, run_experiment
@@ -92,11 +95,21 @@ def measure_quadratic(bench: Workbench, models: list[Any], around: Any) -> dict[
         gains[name] = {
             "over_mean": curvature.merging_gain(matrix, weights),
             "over_last": curvature.merging_gain_over_last(matrix, weights, slopes),
-            "off_diagonal_share": curvature.off_diagonal_share(matrix),
+            "off_diagonal_share": off_diagonal_share(matrix),
             "negative_pairs": float(np.mean(matrix[~np.eye(len(matrix), dtype=bool)] < 0)),
             "matrix": matrix.tolist(),
         }
     return gains
+
+
+def off_diagonal_share(matrix_KxK: ArrayLike) -> float:
+    """Return the sum of the off-diagonal entries divided by the trace.
+
+    -1: the deltas cancel, and a mean removes all of the loss they add. 0: they are independent, and a mean keeps 1/K
+    of it. K - 1: they are equal, and a mean gains nothing.
+    """
+    matrix = np.asarray(matrix_KxK, np.float64)
+    return float((matrix.sum() - np.trace(matrix)) / np.trace(matrix))
 
 
 def measure_spectra(bench: Workbench, constant: list[Any], decayed: list[Any], merged: Any) -> dict[str, Any]:
@@ -114,7 +127,7 @@ def measure_spectra(bench: Workbench, constant: list[Any], decayed: list[Any], m
 
 def measure_planes(bench: Workbench, models: list[Any], merged: Any, annealed: Any) -> list[dict[str, Any]]:
     """Return the loss over the principal plane of the snapshots, and over the two weights of a layer that vary most."""
-    leaf = np.stack([np.asarray(leaf_of(model, TWO_WEIGHTS_OF)) for model in models]).std(axis=0)
+    leaf = np.stack([np.asarray(named_leaves(model, "/")[TWO_WEIGHTS_OF]) for model in models]).std(axis=0)
     first, second = (tuple(map(int, np.unravel_index(i, leaf.shape))) for i in np.argsort(leaf, axis=None)[[-1, -2]])
     chosen = {
         "the plane of the snapshots": landscape.principal_plane(models),
@@ -141,11 +154,45 @@ def measure_planes(bench: Workbench, models: list[Any], merged: Any, annealed: A
     return panels
 
 
-def leaf_of(params: Any, name: str) -> Any:
-    """Return the leaf of a parameter tree at the path `name`."""
-    for part in name.split("/"):
-        params = params[part]
-    return params
+@dataclasses.dataclass(frozen=True)
+class ReplicaNoise:
+    """The loss of the mean of m replicas, L(m) = floor + noise_per_replica / m, in nats per token.
+
+    Replicas are runs that continue from one checkpoint with different data orders. If the loss is quadratic and the
+    replicas deviate independently from their expected weights, `floor` is the loss at the expected weights (the limit
+    of many replicas), and one replica has the expected loss floor + noise_per_replica.
+    """
+
+    floor: float
+    noise_per_replica: float
+
+
+def subset_mean_weights(replicas: int) -> dict[int, np.ndarray]:
+    """Return the averaging weights of every subset of the replicas, by subset size.
+
+    Returns:
+        For each size m = 1 … replicas, an array [C(replicas, m), replicas] with one row per subset: 1/m for each
+        replica in the subset, 0 for the others.
+    """
+    subsets = {m: itertools.combinations(range(replicas), m) for m in range(1, replicas + 1)}
+    return {m: np.array([np.eye(replicas)[list(subset)].mean(axis=0) for subset in subsets[m]]) for m in subsets}
+
+
+def fit_replica_noise(replicas_n: ArrayLike, loss_n: ArrayLike) -> ReplicaNoise:
+    """Fit L(m) = floor + noise_per_replica / m by least squares.
+
+    Args:
+        replicas_n: [n], numbers of averaged replicas m.
+        loss_n: [n], losses of their means.
+
+    Raises:
+        ValueError: There are fewer than 2 different numbers of replicas.
+    """
+    replicas, loss = np.asarray(replicas_n, np.float64), np.asarray(loss_n, np.float64)
+    if len(np.unique(replicas)) < 2:
+        raise ValueError("fit_replica_noise needs at least 2 different numbers of replicas")
+    noise, floor = np.polyfit(1 / replicas, loss, 1)
+    return ReplicaNoise(float(floor), float(noise))
 
 
 def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:

@@ -93,16 +93,6 @@ def merging_gain_over_last(matrix_KxK: ArrayLike, weights_K: ArrayLike, slopes_K
     return float(slopes[-1] + matrix[-1, -1] / 2 - weights @ slopes - weights @ matrix @ weights / 2)
 
 
-def off_diagonal_share(matrix_KxK: ArrayLike) -> float:
-    """Return the sum of the off-diagonal entries divided by the trace.
-
-    -1: the deltas cancel, and a mean removes all of the loss they add. 0: they are independent, and a mean keeps 1/K
-    of it. K - 1: they are equal, and a mean gains nothing.
-    """
-    matrix = np.asarray(matrix_KxK, np.float64)
-    return float((matrix.sum() - np.trace(matrix)) / np.trace(matrix))
-
-
 def top_eigenpairs(product: Product, like: Any, count: int, seed: int = 0) -> tuple[np.ndarray, list[Any]]:
     """Compute the `count` largest eigenvalues, descending, and their unit eigenvectors as trees, by Lanczos (ARPACK).
 

@@ -117,11 +117,6 @@ def test_pairs_are_products_of_the_deltas(params):
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
-def test_off_diagonal_share_at_three_known_values(rows, share):
-    assert curvature.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
-
-
 @pytest.mark.slow
 def test_products_of_the_decoder_equal_differences_of_its_gradient(finished):
     config, mesh = finished.config, make_mesh(finished.config.mesh)

@@ -62,16 +62,6 @@ def test_interval_of_a_mean_is_the_t_interval():
         comparison.mean_interval([1.0])
 
 
-def test_rankings_and_the_cost_of_a_wrong_one():
-    truth = [1.0, 2.0, 3.0, 4.0]
-    assert comparison.kendall_tau([10, 20, 30, 40], truth) == pytest.approx(1)
-    assert comparison.kendall_tau([40, 30, 20, 10], truth) == pytest.approx(-1)
-    assert comparison.regret([5.0, 1.0, 6.0, 7.0], truth) == 1.0
-    assert comparison.regret(truth, truth) == 0
-    with pytest.raises(ValueError, match="no ranking"):
-        comparison.kendall_tau([1, 1], [1, 2])
-
-
 def test_tokens_to_reach_a_loss_are_interpolated_linearly():
     tokens, loss = [100, 200, 300], [4.0, 3.0, 2.0]
     assert comparison.tokens_to_reach(tokens, loss, 2.5) == 250
