@@ -129,7 +129,7 @@ def write_snapshot(params, snapshot: Snapshot) -> None:
     """Write one snapshot at `snapshot.path`, inside or outside a run."""
     metadata = digests.add_metadata_digest(snapshots._metadata(snapshot, params))
     snapshot.path.parent.mkdir(parents=True, exist_ok=True)
-    with steps.uncompressed_arrays():
+    with steps.uncompressed_context():
         ocp.save_checkpointables(snapshot.path, {"params": params}, custom_metadata=metadata)
 
 

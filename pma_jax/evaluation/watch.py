@@ -97,7 +97,7 @@ def _record_preview(log: epath.Path, snapshot: Snapshot, name: str, loss: float)
     record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
     if hosts.is_first():
         with contextlib.closing(LineFile(log)) as file:
-            file.write(record_lines([record | {"recipe": name, "loss": loss}]))
+            file.write_lines(record_lines([record | {"recipe": name, "loss": loss}]))
     return f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {name} {loss:.4f}"
 
 

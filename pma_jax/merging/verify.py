@@ -41,7 +41,7 @@ def _verify_run(run: Run) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
     for name in STEP_FOLDERS:
-        for path in steps.published(run.path / name):
+        for path in steps.published_steps(run.path / name):
             try:
                 yield from _verify_step(path)
             except ValueError as error:

@@ -34,7 +34,7 @@ from pma_jax.runtime.errors import error_line
 from pma_jax.storage import atomic
 from pma_jax.storage.paths import absolute_path, locate
 
-# Folder of steps -> how the metadata of one step are read, and which of the steps are kept.
+# Folder of steps -> (function that reads the metadata of a step, retention rule: `StepWriter` describes it).
 STEP_FOLDERS: dict[str, tuple[Callable[[epath.Path], Any], Callable[[Config, Sequence[int]], list[bool]]]] = {
     **{kind.folder: (read_snapshot, snapshot_retention_mask) for kind in SNAPSHOT_KINDS.values()},
     STATES: (read_state, state_retention_mask),
@@ -105,18 +105,18 @@ class Run:
 
     def writer(self, folder: str) -> StepWriter:
         """Open one of STEP_FOLDERS for writing, with the configured retention."""
-        _, kept = STEP_FOLDERS[folder]
-        return StepWriter(self.path / folder, functools.partial(kept, self.config), removes=hosts.is_first())
+        _, retention = STEP_FOLDERS[folder]
+        return StepWriter(self.path / folder, functools.partial(retention, self.config), removes_steps=hosts.is_first())
 
     def read_steps(self, folder: str, skip_corrupt: bool = False) -> list[Any]:
         """List the published steps in one of STEP_FOLDERS, sorted by tokens.
 
         Raises:
-            ValueError: the metadata of a step are corrupt, and `skip_corrupt` is False.
+            ValueError: The metadata of a step are corrupt, and `skip_corrupt` is False.
         """
         read, _ = STEP_FOLDERS[folder]
         entries = []
-        for path in steps.published(self.path / folder):
+        for path in steps.published_steps(self.path / folder):
             try:
                 entries.append(self._read_cached(path, read))
             except ValueError:

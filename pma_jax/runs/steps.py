@@ -1,15 +1,16 @@
 """A folder of numbered steps that are published and removed atomically, and written in the background.
 
-    FOLDER/<step>/commit_success.txt     commit marker: without it the step does not exist
-    FOLDER/<step>/_CHECKPOINT_METADATA   the step's metadata, with a digest of their own
-    FOLDER/<step>/<item>/                the arrays
+    FOLDER/<step>/commit_success.txt     commit marker
+    FOLDER/<step>/_CHECKPOINT_METADATA   metadata of the step, with its own digest
+    FOLDER/<step>/<item>/                arrays
 
-A step is published by one rename. It is removed with its marker first. A directory without a commit marker is garbage,
-which is removed when a run starts. A process that is killed while it writes or removes a step therefore leaves either
-the complete step or garbage.
+On a disk, Orbax writes a step to a temporary folder, adds the commit marker, and renames the folder. In a bucket, it
+writes to the final folder and adds the marker last. `remove` deletes the marker first. A folder without the marker is
+therefore incomplete: it was left by a process that was killed while it saved or removed the step. Such folders are
+ignored by readers and removed when a run starts. A step with the marker is published.
 
-Orbax's preservation policies could choose what to keep, but Orbax deletes a step as a plain tree; a kill during that
-would leave a partial step with its marker, so removal is done here.
+Orbax's own deletion (its preservation policies) removes files in any order. If interrupted, it could leave an
+incomplete step that still has its marker.
 """
 
 import contextlib
@@ -28,26 +29,26 @@ METADATA_FILE = "_CHECKPOINT_METADATA"
 
 
 def numbered(folder: epath.Path) -> list[epath.Path]:
-    """List the entries of `folder` whose names are numbers, in their order; none if there is no such folder."""
+    """List the entries of `folder` whose names are numbers, in ascending order; empty if the folder does not exist."""
     paths = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
     return sorted(paths, key=lambda path: int(path.name))
 
 
-def published(folder: epath.Path) -> list[epath.Path]:
-    """List the published steps in `folder`, oldest first."""
+def published_steps(folder: epath.Path) -> list[epath.Path]:
+    """List the published steps in `folder`, in ascending order."""
     return [path for path in numbered(folder) if (path / COMMIT_MARKER).exists()]
 
 
-def unpublished(folder: epath.Path) -> list[epath.Path]:
-    """List entries with the name of a step but no commit marker: partially removed or copied, or empty."""
+def unpublished_steps(folder: epath.Path) -> list[epath.Path]:
+    """List the step folders without a commit marker, which are incomplete and can be removed."""
     return [path for path in numbered(folder) if not (path / COMMIT_MARKER).exists()]
 
 
 def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Read the metadata of a step, or of a snapshot outside a run, from its one small file.
+    """Read the metadata of a step, or of a snapshot outside a run, and verify their digest.
 
     Raises:
-        ValueError: the file is missing, corrupt, or lacks one of `keys`; the message names it.
+        ValueError: The metadata file is missing or corrupt, or lacks one of `keys`.
     """
     file = path / METADATA_FILE
     try:
@@ -56,8 +57,9 @@ def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is corrupt: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, dict) or not metadata.keys() >= set(keys):
-        raise ValueError(f"{path} has no metadata of pma_jax: it is corrupt, or from another version")
+    missing = [key for key in keys if key not in metadata] if isinstance(metadata, dict) else ["custom_metadata"]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}: it is corrupt, or not from this version of pma_jax")
     check_metadata_digest(metadata, file)
     return metadata
 
@@ -68,89 +70,92 @@ def remove(path: epath.Path) -> None:
     path.rmtree()
 
 
-def uncompressed_arrays(root: str | None = None) -> ocp.Context:
-    """Create the Orbax context for writing uncompressed arrays.
+def uncompressed_context(barrier_prefix: str | None = None) -> ocp.Context:
+    """Create an Orbax context that writes arrays uncompressed.
 
-    Weights hardly compress, and zstd decodes at a tenth of the rate of a plain read.
+    Weights hardly compress, and reading zstd arrays is about 10 times slower than reading uncompressed ones.
 
     Args:
-        root: prefix of barrier names between processes; folders that are written concurrently need different ones.
+        barrier_prefix: Prefix of the keys of Orbax's multiprocess barriers. Folders that are written concurrently need
+            different prefixes.
     """
     context = ocp.Context()
     context.array.saving.use_compression = False
-    context.multiprocessing.barrier_sync_key_prefix = root
+    context.multiprocessing.barrier_sync_key_prefix = barrier_prefix
     return context
 
 
 @contextlib.contextmanager
 def report_write_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert write errors of Orbax and TensorStore, which can be long, to a ValueError of one line."""
+    """Convert errors raised in the block, which are long in Orbax and TensorStore, to a ValueError of one line."""
     try:
         yield
     except Exception as error:
         reason = error_line(error)
         if "No space left on device" in reason or "ENOSPC" in reason or "Disk quota exceeded" in reason:
-            reason = "no space is left on the device: make room"
+            reason = "no space is left on the device: free some space"
         elif "Read-only file system" in reason or "Permission denied" in reason:
-            reason = "it may not be written (read-only, or without permission): change that"
+            reason = "the file system is read-only or permission is denied: make the path writable"
         else:
             reason = f"{type(error).__name__}: {reason[:300]}"
-        raise ValueError(f"{path} could not be written; existing checkpoints are intact: {reason}") from error
+        raise ValueError(f"cannot write {path}: {reason} (checkpoints that exist are not affected)") from error
 
 
 class StepWriter:
     """A context manager that writes steps into a folder, one at a time, in the background.
 
     Args:
-        folder: the folder of steps.
-        kept: retention rule: maps the tokens of all steps, ascending, to whether each is kept. The others are removed
-            after the next step is published.
-        removes: whether this process removes steps.
+        folder: Folder of steps.
+        retention: Retention rule: receives the tokens of all steps in ascending order, and returns for each whether to
+            keep it. `save` and `finish` apply it to the published steps.
+        removes_steps: Whether this process removes the steps that are not kept.
     """
 
-    def __init__(self, folder: epath.Path, kept: Callable[[Sequence[int]], list[bool]], removes: bool):
-        self._folder, self._kept, self._removes = folder, kept, removes
-        self._tokens = {int(path.name): read_metadata(path, ("tokens",))["tokens"] for path in published(folder)}
+    def __init__(self, folder: epath.Path, retention: Callable[[Sequence[int]], list[bool]], removes_steps: bool):
+        self._folder, self._retention, self._removes_steps = folder, retention, removes_steps
+        paths = published_steps(folder)
+        self._tokens_by_step = {int(path.name): read_metadata(path, ("tokens",))["tokens"] for path in paths}
         self._response: Any = None
-        self._writing = (0, 0)  # step and tokens
-        with uncompressed_arrays(folder.name), report_write_errors(folder):
-            self._steps = ocp.training.Checkpointer(folder, cleanup_tmp_directories=True)
+        self._pending = (0, 0)  # step and tokens of the save that is in progress
+        with uncompressed_context(folder.name), report_write_errors(folder):
+            self._checkpointer = ocp.training.Checkpointer(folder, cleanup_tmp_directories=True)
 
     def save(self, step: int, items: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-        """Write a step asynchronously. Do nothing if the step exists.
+        """Wait for the previous save, then start to save a step in the background. Do nothing if the step exists.
 
-        The arrays may be donated when this method returns.
+        When this method returns, the arrays have been copied and may be donated.
 
         Raises:
-            ValueError: this or the previous step could not be written.
+            ValueError: This or the previous step could not be written.
         """
         self.finish()
-        if step in self._tokens:
+        if step in self._tokens_by_step:
             return
-        with uncompressed_arrays(self._folder.name), report_write_errors(self._folder / str(step)):
-            # Without `force`, Orbax silently skips a step below its newest, such as the rewrite of a corrupt one.
-            self._response = self._steps.save_checkpointables_async(
+        with uncompressed_context(self._folder.name), report_write_errors(self._folder / str(step)):
+            # Without `force`, Orbax silently skips steps below the newest, such as a corrupt one that is written again.
+            self._response = self._checkpointer.save_checkpointables_async(
                 step, dict(items), custom_metadata=add_metadata_digest(metadata), force=True
             )
-        self._writing = (step, metadata["tokens"])
+        self._pending = (step, metadata["tokens"])
 
     def finish(self) -> None:
-        """Wait until the current step is published, then apply the retention rule.
+        """Wait until the step that is being saved is published, then apply the retention rule.
 
         Raises:
-            ValueError: the step could not be written.
+            ValueError: The step could not be written.
         """
         response, self._response = self._response, None
         if response is not None:
-            step, tokens = self._writing
+            step, tokens = self._pending
             with report_write_errors(self._folder / str(step)):
                 response.result()
-            self._tokens[step] = tokens  # not before: a step that failed must not replace an older one
-        steps = sorted(self._tokens, key=lambda step: self._tokens[step])
-        for step, is_kept in zip(steps, self._kept([self._tokens[step] for step in steps]), strict=True):
+            self._tokens_by_step[step] = tokens  # only now: a failed step must not replace an older one
+        steps = sorted(self._tokens_by_step, key=lambda step: self._tokens_by_step[step])
+        are_kept = self._retention([self._tokens_by_step[step] for step in steps])
+        for step, is_kept in zip(steps, are_kept, strict=True):
             if not is_kept:
-                del self._tokens[step]
-                if self._removes:
+                del self._tokens_by_step[step]
+                if self._removes_steps:
                     remove(self._folder / str(step))
 
     def __enter__(self) -> "StepWriter":
@@ -162,6 +167,6 @@ class StepWriter:
             self.finish()
             has_failed = exception[0] is not None
         finally:
-            # After a failed write, Orbax raises the same error again, in its long form.
+            # After a failed save, close() raises the same error again, in its long form.
             with contextlib.suppress(Exception) if has_failed else contextlib.nullcontext():
-                self._steps.close()
+                self._checkpointer.close()

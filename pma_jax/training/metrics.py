@@ -66,7 +66,7 @@ class MetricsLog:
         if not self._is_writer:
             return
         with report_write_errors(self._path):
-            self._file.write(record_lines([record]))
+            self._file.write_lines(record_lines([record]))
             for tag, value in _scalars(record):
                 scalar = summary.scalar(tag, value)
                 self._board.write_event(_Event(wall_time=time.time(), step=record["tokens"], summary=scalar))

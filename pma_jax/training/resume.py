@@ -64,7 +64,7 @@ def clean_up(run: Run, warn: Warn) -> None:
     if hosts.is_first():
         for name, (read, _) in STEP_FOLDERS.items():
             _remove_unpublished(run.path / name)
-            for path in steps.published(run.path / name):
+            for path in steps.published_steps(run.path / name):
                 try:
                     read(path)
                 except ValueError as error:
@@ -75,9 +75,9 @@ def clean_up(run: Run, warn: Warn) -> None:
 def apply_retention(run: Run) -> None:
     """Remove what a run that was killed at its horizon had still to remove; corrupt steps stay. Process 0 does it."""
     if hosts.is_first():
-        for name, (_, rule) in STEP_FOLDERS.items():
+        for name, (_, retention) in STEP_FOLDERS.items():
             saved = run.read_steps(name, skip_corrupt=True)
-            for step, is_kept in zip(saved, rule(run.config, [s.tokens for s in saved]), strict=True):
+            for step, is_kept in zip(saved, retention(run.config, [s.tokens for s in saved]), strict=True):
                 if not is_kept:
                     steps.remove(step.path)
             _remove_unpublished(run.path / name)
@@ -137,7 +137,7 @@ def _restore(restore: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _remove_unpublished(folder: epath.Path) -> None:
-    for path in steps.unpublished(folder):
+    for path in steps.unpublished_steps(folder):
         path.rmtree()
 
 

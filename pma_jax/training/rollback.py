@@ -164,7 +164,7 @@ def _position_at(config: Config, past: list[Event], step: int, now: int, positio
 def _steps_past(run: Run, folder: str, step: int) -> list[int]:
     """Return the published steps in RUN/`folder` past `step`; for states also `step`, where the merged state goes."""
     past = step - (folder == STATES)
-    return [int(path.name) for path in steps.published(run.path / folder) if int(path.name) > past]
+    return [int(path.name) for path in steps.published_steps(run.path / folder) if int(path.name) > past]
 
 
 def _set_aside_steps(run: Run, event: Event) -> None:

@@ -190,18 +190,18 @@ def test_lines_are_written_to_a_bucket_when_flushed(folder, monkeypatch):
     path, clock = absolute_path("gs://bucket/lines"), [0.0]
     monkeypatch.setattr("pma_jax.storage.lines.time.monotonic", lambda: clock[0])
     file = LineFile(path)
-    file.write("a\n")
+    file.write_lines("a\n")
     assert not path.exists()
     file.sync()
     assert path.read_text() == "a\n"
     clock[0] = 31.0
-    file.write("b\n")
-    file.write("c\n")
+    file.write_lines("b\n")
+    file.write_lines("c\n")
     assert path.read_text() == "a\nb\n"
     file.close()
     assert path.read_text() == "a\nb\nc\n"
     again = LineFile(path)
-    again.write("d\n")
+    again.write_lines("d\n")
     again.close()
     assert path.read_text() == "a\nb\nc\nd\n"
 
