@@ -88,7 +88,7 @@ def measure_quadratic(bench: Workbench, models: list[Any], around: Any) -> dict[
     gains: dict[str, Any] = {"measured": measured}
     products = {
         "hessian": curvature.hessian_product(objective, around),
-        "gauss_newton": curvature.gauss_newton_product(bench.outputs, around),
+        "gauss_newton": curvature.gauss_newton_product(bench.logits_and_mask, around),
     }
     for name, product in products.items():
         matrix = curvature.pairwise_curvature(product, deltas)
@@ -119,7 +119,7 @@ def measure_spectra(bench: Workbench, constant: list[Any], decayed: list[Any], m
     for name, directions in (("random", spectrum.random_directions(merged, RANDOM_DIRECTIONS)), ("top", top)):
         spectra[name] = {}
         for rate, models in (("constant", constant), ("decaying", decayed)):
-            frequencies, power = spectrum.power_spectrum(spectrum.projections(models, directions, merged))
+            frequencies, power = spectrum.power_spectral_density(spectrum.projections(models, directions, merged))
             spectra[name][rate] = power.mean(axis=1).tolist()
         spectra["frequencies"] = frequencies.tolist()
     return spectra

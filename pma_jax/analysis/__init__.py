@@ -1,5 +1,5 @@
 """Why merging works and how far it goes: learned weights, landscapes, curvature, spectra, scaling laws, comparisons.
 
 Functions of parameter trees and of numbers; none reads a run. Every one that needs a loss takes it as a function of the
-parameters alone: `workbench.open_workbench` makes one of a run's held-out text, and brings its models into memory.
+parameters alone: `workbench.open_workbench` makes such a loss from the held-out text of a run.
 """

@@ -72,25 +72,25 @@ def directional_slopes(loss: Callable[[Any], jax.Array], params: Any, deltas_K: 
     return np.array([float(inner_product(gradient, delta)) for delta in deltas_K])
 
 
-def merging_gain(matrix_KxK: ArrayLike, weights_K: ArrayLike) -> float:
+def merging_gain(matrix_KxK: ArrayLike, coefficients_K: ArrayLike) -> float:
     """Predict, from a quadratic, the gain of a merge over the weighted mean of the losses, in nats.
 
-    The gain is 1/2 (sum_k w_k M_kk - w' M w). For weights that sum to 1 the gradient's terms cancel (PMA Section 4.6).
-    By Jensen's inequality it is positive for every positive-definite H and non-negative weights if the models differ;
-    the gain over the last model is `merging_gain_over_last`.
+    The gain is 1/2 (sum_k c_k M_kk - c' M c). For coefficients that sum to 1 the gradient's terms cancel (PMA Section
+    4.6). By Jensen's inequality it is positive for every positive-definite H and non-negative coefficients if the
+    models differ; the gain over the last model is `merging_gain_over_last`.
     """
-    matrix, weights = np.asarray(matrix_KxK, np.float64), np.asarray(weights_K, np.float64)
-    return float(weights @ np.diag(matrix) - weights @ matrix @ weights) / 2
+    matrix, coefficients = np.asarray(matrix_KxK, np.float64), np.asarray(coefficients_K, np.float64)
+    return float(coefficients @ np.diag(matrix) - coefficients @ matrix @ coefficients) / 2
 
 
-def merging_gain_over_last(matrix_KxK: ArrayLike, weights_K: ArrayLike, slopes_K: ArrayLike) -> float:
-    """Predict, from a quadratic, the gain of a merge over the newest model, L(theta_K) - L(sum_k w_k theta_k), in nats.
+def merging_gain_over_last(matrix_KxK: ArrayLike, coefficients_K: ArrayLike, slopes_K: ArrayLike) -> float:
+    """Predict, from a quadratic, the gain of a merge over the newest model, L(theta_K) - L(sum_k c_k theta_k), in nats.
 
     `slopes_K` are gradient' delta_k at the point of expansion. They do not cancel here, and carry the drift.
     """
-    matrix, weights = np.asarray(matrix_KxK, np.float64), np.asarray(weights_K, np.float64)
+    matrix, coefficients = np.asarray(matrix_KxK, np.float64), np.asarray(coefficients_K, np.float64)
     slopes = np.asarray(slopes_K, np.float64)
-    return float(slopes[-1] + matrix[-1, -1] / 2 - weights @ slopes - weights @ matrix @ weights / 2)
+    return float(slopes[-1] + matrix[-1, -1] / 2 - coefficients @ slopes - coefficients @ matrix @ coefficients / 2)
 
 
 def top_eigenpairs(product: Product, like: Any, count: int, seed: int = 0) -> tuple[np.ndarray, list[Any]]:

@@ -1,13 +1,13 @@
 """Merging as a filter: the spectrum of the parameters along training, and the frequency response of a recipe.
 
-A recipe is a finite impulse response filter over snapshots. Its response at frequency f (cycles per snapshot) is
-H(f) = sum_k c_k exp(-2 pi i f a_k), with the age a_k of snapshot k. H(0) = 1: a constant passes unchanged. Independent
-noise of the snapshots is white, and a fraction |H|^2 of its power passes. Drift is near f = 0, and -Im H'(0) / 2 pi is
-the mean age, the lag.
+A recipe is a finite impulse response filter over snapshots. Its response at frequency f (cycles per unit of position,
+by default per snapshot) is H(f) = sum_k c_k exp(-2 pi i f a_k), with the age a_k of snapshot k. H(0) = 1: a constant
+passes unchanged. Independent snapshot noise is white; a fraction |H(f)|^2 of its power passes at f. Drift is
+concentrated near f = 0. The mean age (lag) is -Im H'(0) / (2 pi).
 Shape suffixes: K snapshots, D directions, F frequencies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,23 +20,26 @@ from pma_jax.analysis.curvature import inner_product
 
 
 def frequency_response(
-    weights_K: ArrayLike, frequencies_F: ArrayLike, positions_K: ArrayLike | None = None
+    coefficients_K: ArrayLike, frequencies_F: ArrayLike, positions_K: ArrayLike | None = None
 ) -> np.ndarray:
     """Compute the frequency response H(f) of a recipe, complex128 [F].
 
     Args:
-        weights_K: Coefficients, oldest first.
+        coefficients_K: Coefficients of the recipe, oldest first.
         frequencies_F: Frequencies in cycles per unit of `positions_K`; 0.5 is the Nyquist frequency of unit spacing.
         positions_K: Positions of the snapshots, such as tokens; by default 0, 1, 2, ...
     """
-    weights = np.asarray(weights_K, np.float64)
-    positions = np.arange(len(weights)) if positions_K is None else np.asarray(positions_K, np.float64)
+    coefficients = np.asarray(coefficients_K, np.float64)
+    positions = np.arange(len(coefficients)) if positions_K is None else np.asarray(positions_K, np.float64)
     ages_K = positions[-1] - positions
-    return np.exp(-2j * np.pi * np.outer(np.asarray(frequencies_F, np.float64), ages_K)) @ weights
+    return np.exp(-2j * np.pi * np.outer(np.asarray(frequencies_F, np.float64), ages_K)) @ coefficients
 
 
 def random_directions(like: Any, count: int, seed: int = 0) -> list[Any]:
-    """Draw `count` random unit trees with the shapes of `like`; with many parameters they are nearly orthogonal."""
+    """Draw `count` random trees of unit L2 norm with the structure and shapes of `like`.
+
+    With many parameters they are nearly orthogonal.
+    """
     keys = jax.random.split(jax.random.key(seed), count)
     return [
         optax.tree.scale(1 / optax.tree.norm(tree), tree)
@@ -44,8 +47,8 @@ def random_directions(like: Any, count: int, seed: int = 0) -> list[Any]:
     ]
 
 
-def projections(params_K: Sequence[Any], directions_D: Sequence[Any], origin: Any) -> np.ndarray:
-    """Compute (theta_k - origin) · direction_d, float64 [K, D]; `params_K` may be a generator of trees."""
+def projections(params_K: Iterable[Any], directions_D: Sequence[Any], origin: Any) -> np.ndarray:
+    """Project each tree of parameters, relative to `origin`, onto each direction: float64 [K, D]."""
     rows = []
     for params in params_K:
         offset = optax.tree.sub(params, origin)
@@ -53,7 +56,7 @@ def projections(params_K: Sequence[Any], directions_D: Sequence[Any], origin: An
     return np.array(rows, np.float64)
 
 
-def power_spectrum(series_KxD: ArrayLike, interval: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def power_spectral_density(series_KxD: ArrayLike, interval: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """Estimate the power spectral density of each of D series by a periodogram.
 
     Each series is detrended linearly and multiplied by a Hann window, so that drift does not leak into all frequencies.
@@ -70,5 +73,5 @@ def power_spectrum(series_KxD: ArrayLike, interval: float = 1.0) -> tuple[np.nda
     """
     series = np.asarray(series_KxD, np.float64)
     if len(series) < 4:
-        raise ValueError(f"a spectrum needs 4 or more snapshots, not {len(series)}")
+        raise ValueError(f"a series must have at least 4 values, not {len(series)}")
     return scipy.signal.periodogram(series, fs=1 / interval, window="hann", detrend="linear", axis=0)

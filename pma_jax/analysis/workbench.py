@@ -1,4 +1,4 @@
-"""A run's models in memory, and the loss on held-out text as a function that can be differentiated twice.
+"""Restore the models of a run's snapshots, and build a held-out loss that can be differentiated twice.
 
     run = pma.open_run("runs/demo")
     bench = open_workbench(run.config, tokens=8192)
@@ -7,10 +7,11 @@
         plane = landscape.principal_plane(models)
         losses = landscape.loss_on_grid(bench.loss, plane, xs, ys)
 
-Dimensions: B sequences, L positions, M = L + 1 tokens of a window, V vocabulary.
+Dimensions: B sequences, L positions, M = L + 1 tokens per window (inputs and shifted targets), V vocabulary.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -34,42 +35,53 @@ class Workbench:
     config: Config
     mesh: jax.sharding.Mesh
     graph: nnx.GraphDef
-    batch: jax.Array  # int32 [B, M]; negative targets are not counted
+    batch: jax.Array  # int32 [B, M]; negative targets are ignored
 
-    @property
+    @functools.cached_property
     def loss(self) -> Callable[[Params], jax.Array]:
-        """The held-out loss in nats per token as a function of the parameters; can be differentiated twice."""
+        """The function from parameters to the held-out loss in nats per token; it can be differentiated twice."""
         return text_loss(self.graph, [self.batch])
 
-    @property
-    def outputs(self) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
-        """Logits [B, L, V] and weights [B, L] of the text as a function, for `curvature.gauss_newton_product`."""
-        weights_BxL = (self.batch[:, 1:] >= 0).astype(jnp.float32)
-        return lambda params: (apply(self.graph, params, unmask_ids(self.batch[:, :-1])), weights_BxL)
+    @functools.cached_property
+    def logits_and_mask(self) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
+        """The function from parameters to the logits [B, L, V] and the loss mask [B, L] (1 where the target counts).
+
+        It is the argument of `curvature.gauss_newton_product`.
+        """
+
+        def logits_and_mask(params: Params) -> tuple[jax.Array, jax.Array]:
+            logits_BxLxV = apply(self.graph, params, unmask_ids(self.batch[:, :-1]))
+            return logits_BxLxV, (self.batch[:, 1:] >= 0).astype(jnp.float32)
+
+        return logits_and_mask
 
     def models(self, snapshots: Sequence[Snapshot]) -> list[Params]:
-        """Restore the parameters of each snapshot onto the mesh, all in memory at once; raises as `restore_params`."""
+        """Restore the parameters of each snapshot onto the mesh. All of them are in device memory at the same time.
+
+        Raises:
+            ValueError: A snapshot is corrupt, or does not fit the model.
+        """
         abstract = abstract_params(self.config.model, self.mesh)
         return [restore_params(snapshot, abstract) for snapshot in snapshots]
 
 
 def open_workbench(config: Config, tokens: int = 0) -> Workbench:
-    """Place held-out text of `config` on its mesh as one batch.
+    """Load held-out text as a single batch onto the mesh of `config`.
 
-    The logits and activations of the complete batch are in memory when the loss is differentiated.
+    Differentiating the loss keeps the logits and activations of the complete batch in memory.
 
     Args:
-        config: Configuration of the model, the held-out text and the mesh.
-        tokens: Number of predictions; 0 takes `evaluation.tokens`.
+        config: Run configuration: the model, the data and the mesh.
+        tokens: Number of predicted tokens; 0 means `config.evaluation.tokens`.
 
     Raises:
-        ValueError: The text cannot be read, or is shorter.
+        ValueError: The held-out text cannot be read, or has too few tokens.
     """
     wanted = tokens or config.evaluation.tokens
     mesh = make_mesh(config.mesh)
-    shares = math.prod(mesh.shape[axis] for axis in RULES.batch)
-    rows = -(-wanted // (config.training.sequence_length_tokens * shares)) * shares
-    evaluation = dataclasses.replace(config.evaluation, tokens=wanted, batch_size_sequences=rows)
+    data_shards = math.prod(mesh.shape[axis] for axis in RULES.batch)
+    batch_size = -(-wanted // (config.training.sequence_length_tokens * data_shards)) * data_shards
+    evaluation = dataclasses.replace(config.evaluation, tokens=wanted, batch_size_sequences=batch_size)
     prepared = shards.prepare_tokens(config.data)
     shards.check_tokens_match_model(prepared, config.model)
     with jax.set_mesh(mesh):
@@ -80,30 +92,31 @@ def open_workbench(config: Config, tokens: int = 0) -> Workbench:
 def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Params], jax.Array]:
     """Return the loss on text as a function of the parameters that can be differentiated twice.
 
-    It equals `model.loss.evaluate`. Training's cross-entropy never stores the logits and so has a custom gradient,
-    which has no second derivative; this one stores them, one batch at a time. Call it under `jax.set_mesh`.
+    The function computes the same value as `model.loss.evaluate`. The training loss has a custom VJP (it never
+    materialises the logits) and cannot be differentiated twice. This function materialises the logits of each batch;
+    its gradient keeps those of all batches. Call it under `jax.set_mesh`.
 
     Args:
         graph: Graph definition of the model.
-        batches: int32 [B, M] each; negative targets are not counted.
+        batches: int32 [B, M] each; positions with a negative target are ignored.
 
     Returns:
-        Function of the parameters: mean nats per token, [].
+        The function from parameters to the mean nats per token, [].
     """
 
     def loss(params: Params) -> jax.Array:
-        sums = [_sums(apply(graph, params, unmask_ids(b[:, :-1])), b[:, 1:]) for b in batches]
+        sums = [_loss_and_token_sums(apply(graph, params, unmask_ids(b[:, :-1])), b[:, 1:]) for b in batches]
         nats, count = jnp.sum(jnp.stack([jnp.stack(pair) for pair in sums]), axis=0)
         return nats / count
 
     return loss
 
 
-def _sums(logits_BxLxV: jax.Array, targets_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _loss_and_token_sums(logits_BxLxV: jax.Array, targets_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
     logits_BxLxV = logits_BxLxV.astype(jnp.float32)
-    # Not a gather: the vocabulary may be sharded.
-    hit_BxLxV = targets_BxL[..., None] == jnp.arange(logits_BxLxV.shape[-1])
+    # A masked sum instead of a gather, because the vocabulary axis may be sharded.
+    is_target_BxLxV = targets_BxL[..., None] == jnp.arange(logits_BxLxV.shape[-1])
     log_z_BxL = jax.nn.logsumexp(logits_BxLxV, axis=-1)
-    nats_BxL = log_z_BxL - jnp.sum(jnp.where(hit_BxLxV, logits_BxLxV, 0), axis=-1)
+    nats_BxL = log_z_BxL - jnp.sum(jnp.where(is_target_BxLxV, logits_BxLxV, 0), axis=-1)
     counted_BxL = (targets_BxL >= 0).astype(jnp.float32)
     return jnp.sum(nats_BxL * counted_BxL), jnp.sum(counted_BxL)

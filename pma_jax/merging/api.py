@@ -19,20 +19,22 @@ from pma_jax.storage.paths import absolute_path
 
 
 def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.sharding.Mesh | None = None) -> Any:
-    """Average snapshots into arrays: sum_k weights[k] · snapshots[k], in float32.
+    """Return the weighted sum of the snapshots' parameters, sum_k weights[k] · snapshots[k], computed in float32.
 
-    Snapshots are read one at a time: each device holds the sum and two models.
+    Snapshots are read one at a time: each device holds its shards of the sum and of at most two snapshots.
 
     Args:
-        snapshots: K snapshots of one model, all points or all block means.
-        weights: [K].
-        mesh: Mesh of the result; by default one over all devices.
+        snapshots: K snapshots of one model and one kind: all points (the parameters after one step) or all block means
+            (averages over the steps of one interval).
+        weights: [K], one per snapshot; not normalised.
+        mesh: The mesh of the result. Defaults to a mesh of all devices.
 
     Returns:
         The parameters, sharded on the mesh.
 
     Raises:
-        ValueError: The counts differ, or a snapshot does not fit the first one's model or is of another kind.
+        ValueError: The number of weights and snapshots differs, a weight is not finite, or a snapshot is corrupt, does
+            not fit the model of the first one, or is of another kind.
     """
     weights_1xK = check_rows(np.atleast_2d(weights), len(snapshots))
     check_one_kind({str(s.path): s.kind for s in snapshots})
@@ -44,19 +46,20 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
 
 
 def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike, recipe: str = "weights") -> Snapshot:
-    """Merge snapshots from storage to storage, without loading a model.
+    """Merge snapshots into a new snapshot, part by part, without holding a complete model in memory.
 
     Args:
-        snapshots: K snapshots of one model, all points or all block means.
-        weights: [K].
+        snapshots: K snapshots of one model and one kind: all points (the parameters after one step) or all block means
+            (averages over the steps of one interval).
+        weights: [K], one per snapshot; not normalised.
         out: The directory to create.
-        recipe: Recorded in the result's metadata.
+        recipe: Name of the merge method, recorded in the metadata. It does not affect the result.
 
     Returns:
         The merged snapshot, with the tokens and step of the newest input.
 
     Raises:
-        ValueError: `out` exists, the inputs do not fit together, or a value is not finite.
+        ValueError: `out` exists, the snapshots do not fit together, or a weight or a parameter is not finite.
     """
     target = absolute_path(out)
     from_storage.merge_one([str(s.path) for s in snapshots], weights, str(target), recipe)

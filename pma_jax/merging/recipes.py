@@ -196,6 +196,10 @@ def _explicit(tokens: np.ndarray, values: tuple[float, ...], normalize: bool = F
     return weights(values, normalize)
 
 
+def _lagfree(tokens: np.ndarray, lag: float = 0.0, order: int = 1) -> np.ndarray:
+    return lagfree(tokens, lag, order)
+
+
 _METHODS = {
     "sma": _Method(lambda t: sma(len(t)), {}, (), "sma"),
     "ema": _Method(lambda t, alpha: ema(len(t), alpha), {"alpha": float}, ("alpha",), "ema:alpha=0.2"),
@@ -206,7 +210,7 @@ _METHODS = {
     "lawa": _Method(lambda t: lawa(len(t)), {}, (), "lawa:5"),
     "decay": _Method(decay_at, {"shape": str}, ("shape",), "decay:shape=cosine"),
     "power": _Method(power, {"sigma_rel": float, "start_tokens": float}, ("sigma_rel",), "power:sigma_rel=0.1"),
-    "lagfree": _Method(lagfree, {"lag": float, "order": int}, (), "lagfree:lag=0.5,order=1"),
+    "lagfree": _Method(_lagfree, {"lag": float, "order": int}, (), "lagfree:lag=0.5,order=1"),
     "weights": _Method(_explicit, {"normalize": bool}, (), "weights:0.2,0.3,0.5"),
 }
 

@@ -133,7 +133,7 @@ def test_products_of_the_decoder_equal_differences_of_its_gradient(finished):
         values, vectors = curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 1)
         curved = curvature.hessian_product(loss, params)(vectors[0])
         bench = Workbench(config, mesh, graph_definition(config.model), held_out[0])
-        gauss_newton = curvature.gauss_newton_product(bench.outputs, params)
+        gauss_newton = curvature.gauss_newton_product(bench.logits_and_mask, params)
         spread = float(inner_product(vector, gauss_newton(vector)))
     expected = jax.tree.map(lambda a, b: (np.asarray(a) - np.asarray(b)) / (2 * step), ahead, behind)
     assert distance(actual, expected) < 2e-2

@@ -37,12 +37,12 @@ def test_positions_may_be_uneven():
 def test_spectrum_of_a_sine_peaks_at_its_frequency_and_ignores_drift():
     k = np.arange(64)
     series = np.stack([np.sin(2 * np.pi * 8 / 64 * k), 3.0 + 0.5 * k], axis=1)
-    frequencies, power = spectrum.power_spectrum(series, interval=2.0)
+    frequencies, power = spectrum.power_spectral_density(series, interval=2.0)
     assert power.shape == (33, 2)
     assert frequencies[np.argmax(power[:, 0])] == pytest.approx(8 / 64 / 2)
     assert power[:, 1].max() < 1e-20
-    with pytest.raises(ValueError, match="4 or more"):
-        spectrum.power_spectrum(np.zeros((3, 1)))
+    with pytest.raises(ValueError, match="at least 4 values"):
+        spectrum.power_spectral_density(np.zeros((3, 1)))
 
 
 def test_projections_are_inner_products_with_unit_directions():
