@@ -73,20 +73,22 @@ def merge(options: argparse.Namespace) -> None:
     )
     outs = from_storage.output_paths(options.out, recipes)
     description = from_storage.describe_merge(plan, gathered, outs)
-    share, barrier = (0, 1), None
+    process, barrier = (0, 1), None
     if options.distributed:  # one process alone does not import JAX
         from pma_jax.runtime import hosts
 
-        share, barrier = hosts.process_index_and_count(), hosts.raise_if_any_failed
+        process, barrier = hosts.process_index_and_count(), hosts.raise_if_any_failed
     if options.dry_run:
         engine.resolve_outputs(plan, outs)
     else:
-        with _progress(is_shown=share[0] == 0) as progress:
+        with _progress(is_shown=process[0] == 0) as progress:
             command = " ".join(["pma", *options.words])
             started = time.perf_counter()
-            notes, _ = engine.merge(plan, outs, command=command, progress=progress, share=share, barrier=barrier)
+            notes, _ = engine.merge(
+                plan, outs, command=command, progress=progress, process_index_and_count=process, barrier=barrier
+            )
         description |= {"notes": [*gathered.notes, *notes], "seconds": time.perf_counter() - started}
-    if share[0] > 0:
+    if process[0] > 0:
         return
     _print_notes(description["notes"])
     describe = from_storage.format_plan if options.dry_run else from_storage.format_result

@@ -1,8 +1,9 @@
 """Batches of token windows. The position in the data is one integer: the number of sequences consumed so far.
 
-Window i of the train stream holds its tokens [i*L, i*L + L + 1): inputs and targets are the same row, shifted by one,
-and every token is predicted once per epoch. Each epoch visits all windows in a different order, which depends only on
-the seed, not on the number of processes or on interruptions of the run.
+Window i holds tokens [i*L, i*L + L + 1) of the train stream: inputs and targets are the same row, shifted by one. Each
+target is predicted once per epoch; the tokens after the last complete window are not used. Each epoch visits all
+windows in a different order, which depends only on the seed, not on the number of processes or on interruptions of the
+run.
 
 Shapes: B sequences per step over all processes, b sequences that one process reads, L sequence length in tokens, W
 window length in tokens.
@@ -18,38 +19,38 @@ import numpy as np
 from pma_jax import config
 from pma_jax.data import shards
 
-_READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # prefetched batches, read in background threads
+_READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # in batches; background threads read them
 
 
-def windows_per_epoch(tokens: shards.TokenSet, sequence_length_tokens: int) -> int:
+def train_windows_per_epoch(tokens: shards.TokenSet, sequence_length_tokens: int) -> int:
     """Return the number of training windows in one epoch.
 
     Raises:
         ValueError: The train split is shorter than one window.
     """
-    windows = (tokens.train.tokens - 1) // sequence_length_tokens
-    if windows < 1:
+    window_count = (tokens.train.tokens - 1) // sequence_length_tokens
+    if window_count < 1:
         raise ValueError(
-            f"the train split has {tokens.train.tokens} tokens, less than one window of {sequence_length_tokens} + 1: "
+            f"the train split has {tokens.train.tokens} tokens, fewer than one window of {sequence_length_tokens} + 1: "
             "add more text or lower training.sequence_length_tokens"
         )
-    return windows
+    return window_count
 
 
 def train_batches(
     tokens: shards.TokenSet,
     training: config.TrainingConfig,
     *,
-    position: int,
+    position_sequences: int,
     rows: np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
-    """Return an endless iterator over the global batches from `position` on.
+    """Iterate endlessly over this process's rows of the global batches, from `position_sequences` on.
 
     Args:
         tokens: The prepared corpus.
         training: Batch size, sequence length and seed.
-        position: Number of sequences consumed so far over all processes (steps * B). Starting at any position takes
-            the same time: earlier batches are not read.
+        position_sequences: Number of sequences consumed so far over all processes (steps * B). Earlier batches are
+            not read, so that starting takes the same time at any position.
         rows: Indices of the rows to read from each global batch, integers [b]; all rows by default.
 
     Returns:
@@ -58,20 +59,20 @@ def train_batches(
     Raises:
         ValueError: The train split is shorter than one window.
     """
-    assert position >= 0, position
+    assert position_sequences >= 0, position_sequences
     length = training.sequence_length_tokens
     B = training.batch_size_sequences
     rows_b = np.arange(B) if rows is None else rows
-    windows = windows_per_epoch(tokens, length)
-    order = grain.MapDataset.range(windows).shuffle(seed=_order_seed(training.seed)).repeat(None)
+    window_count = train_windows_per_epoch(tokens, length)
+    order = grain.MapDataset.range(window_count).shuffle(seed=_order_seed(training.seed)).repeat(None)
 
-    # Gathering a batch in one call costs a third of a Grain source of single windows. Only this process's rows are
-    # looked up, because the lookup in the shuffled order dominates the cost.
+    # Reading a batch in one call takes a third of the time of a Grain source that returns single windows. Only the rows
+    # of this process are looked up, because the lookup in the shuffled order dominates the cost.
     def gather(step: int) -> np.ndarray:
-        windows_b = np.array([order[position + step * B + row] for row in rows_b.tolist()])
-        return read_windows(tokens.train, windows_b * length, length + 1)
+        window_indices_b = np.array([order[position_sequences + step * B + row] for row in rows_b.tolist()])
+        return read_windows(tokens.train, window_indices_b * length, length + 1)
 
-    return iter(grain.MapDataset.range(sys.maxsize).map(gather).to_iter_dataset(_READ))
+    return iter(grain.MapDataset.range(sys.maxsize).map(gather).to_iter_dataset(_READ_OPTIONS))
 
 
 def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens: int) -> np.ndarray:
@@ -79,7 +80,7 @@ def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens:
 
     Args:
         split: The token stream to read.
-        starts_b: First token of each window, integers [b].
+        starts_b: Offset of the first token of each window in the stream, integers [b].
         window_tokens: W.
 
     Returns:
@@ -93,9 +94,9 @@ def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens:
         while filled < window_tokens and index < len(split.shards):
             shard = split.shards[index]
             offset = first + filled - (int(ends[index]) - shard.size)
-            part_W = shard[offset : offset + window_tokens - filled]
-            window_W[filled : filled + part_W.size] = part_W
-            filled += part_W.size
+            part = shard[offset : offset + window_tokens - filled]
+            window_W[filled : filled + part.size] = part
+            filled += part.size
             index += 1
     return windows_bxW
 

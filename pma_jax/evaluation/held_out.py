@@ -59,8 +59,8 @@ def read_held_out_windows(
     """Yield windows with the first `evaluation.tokens` predictions of the held-out stream; later targets are PADDING.
 
     The tokens and their order are always the same, and so are the number of batches and their shape, whatever `rows_b`.
-    To compute bits per byte, count `tokens.validation.bytes_per_token` bytes per target: exact for the bytes tokenizer,
-    the split's average for others.
+    For bits per byte, divide by `tokens.validation.bytes_per_token`, which is exact for the bytes tokenizer and the
+    average over the split for other tokenizers.
 
     Args:
         tokens: The prepared corpus.
@@ -81,7 +81,7 @@ def read_held_out_windows(
     available = tokens.validation.tokens - 1
     if not 0 < wanted <= available:
         raise ValueError(
-            f"evaluation.tokens is {wanted} but the held-out split can predict {available}: lower it, or raise "
+            f"evaluation.tokens is {wanted} but the held-out split has only {available} targets: lower it, or raise "
             "data.held_out_percent"
         )
     rows_b = np.arange(B) if rows_b is None else rows_b

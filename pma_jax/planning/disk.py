@@ -1,4 +1,4 @@
-"""Disk space of the snapshots and states of a run, and the time to write and merge them."""
+"""Disk space of the snapshots and states of a run, the time to write and merge them, and memory of the block mean."""
 
 import math
 
@@ -11,55 +11,61 @@ from pma_jax.training.state import TrainState
 
 
 def tree_bytes(tree: object) -> int:
-    """Return the bytes of all arrays of a tree of abstract leaves; Orbax adds some kilobytes of metadata on disk."""
+    """Return the size in bytes of the arrays of a tree, concrete or abstract, without Orbax's metadata on disk."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def bytes_per_device(tree: object) -> int:
-    """Return the bytes of the shards of a tree on one device."""
+    """Return the size in bytes of the shards that one device holds of a tree."""
     shards = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree)]
     return sum(math.prod(shape) * size for shape, size in shards)
 
 
-def summarize_storage(config: Config, state: TrainState) -> dict[str, object]:
-    """Count the snapshots and states that a run saves and keeps, and their bytes, by the retention rules of the run.
+def estimate_storage_bytes(config: Config, state: TrainState) -> dict[str, object]:
+    """Estimate how many snapshots and training states a run saves and retains, and the disk space that they take.
 
     Args:
         config: Configuration of the run.
         state: Abstract training state.
 
     Returns:
-        Counts and bytes, serialisable as JSON.
+        Counts of snapshots and states, and bytes: of one of each, at the end of the run, and at most.
     """
-    keep = config.checkpoint
+    checkpoint = config.checkpoint
     step_ends = range(config.batch_tokens, config.training.total_tokens + config.batch_tokens, config.batch_tokens)
     snapshots = [tokens for tokens in step_ends if config.is_snapshot(tokens)]
     states = [tokens for tokens in step_ends if config.is_state(tokens)]
-    kept = sum(snapshot_retention_mask(config, snapshots))
+    snapshots_kept = sum(snapshot_retention_mask(config, snapshots))
     states_kept = sum(state_retention_mask(config, states))
     snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)
-    # An old checkpoint is removed only after the new one is complete, so the peak has one more of each.
-    peak_extra = len(keep.kinds) * (kept < len(snapshots)) * snapshot_bytes + (states_kept < len(states)) * state_bytes
-    at_end = len(keep.kinds) * kept * snapshot_bytes + states_kept * state_bytes
+    # A snapshot or state is removed only after the next one is complete, so the peak has one more of each.
+    saved_bytes = len(checkpoint.kinds) * snapshot_bytes
+    peak_extra = saved_bytes * (snapshots_kept < len(snapshots)) + state_bytes * (states_kept < len(states))
+    at_end = saved_bytes * snapshots_kept + state_bytes * states_kept
     return {
         "snapshot_bytes": snapshot_bytes,
         "state_bytes": state_bytes,
-        "kinds": list(keep.kinds),
-        "interval_tokens": keep.interval_tokens,
-        "window": keep.window,
-        "window_bytes": keep.window * snapshot_bytes,
+        "kinds": list(checkpoint.kinds),
+        "interval_tokens": checkpoint.interval_tokens,
+        "window": checkpoint.window,
+        "window_bytes": checkpoint.window * snapshot_bytes,
         "snapshots_saved_of_each_kind": len(snapshots),
-        "snapshots_kept_of_each_kind": kept,
+        "snapshots_kept_of_each_kind": snapshots_kept,
         "states_saved": len(states),
         "states_kept": states_kept,
         "bytes_at_the_end": at_end,
         "bytes_at_most": at_end + peak_extra,
+        # Device memory of the running block mean.
         "block_mean_bytes_per_device": 0 if state.block is None else bytes_per_device(state.block),
     }
 
 
 def estimate_storage_seconds(config: Config, state: TrainState, bytes_per_second: float) -> dict[str, float]:
-    """Return the seconds to write a snapshot or a state, and to merge a window (read N snapshots, write one)."""
+    """Estimate the seconds to write one snapshot, to write one training state, and to merge one window.
+
+    A merge reads `checkpoint.window` snapshots and writes one. `bytes_per_second` is the bandwidth of the storage, for
+    reads and writes alike.
+    """
     snapshot = tree_bytes(state.params) / bytes_per_second
     return {
         "bytes_per_second": bytes_per_second,

@@ -71,7 +71,7 @@ def plan_run(
         "largest_leaf_bytes_per_device": max(map(disk.bytes_per_device, leaves)),
         "programs": programs,
         "training": _training_numbers(config, topology, step_seconds),
-        "storage": disk.summarize_storage(config, state),
+        "storage": disk.estimate_storage_bytes(config, state),
         "storage_times": disk.estimate_storage_seconds(config, state, storage_bytes_per_second),
         "annealing": _annealing_numbers(config, topology, step_seconds, annealing_share),
     }

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-_COUNTS = (("Y", 1e24), ("Z", 1e21), ("E", 1e18), ("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+_COUNT_UNITS = (("Y", 1e24), ("Z", 1e21), ("E", 1e18), ("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 _POWERS_OF_2 = ((" GiB", 2**30), (" MiB", 2**20), (" KiB", 2**10))
 _POWERS_OF_10 = ((" TB", 1e12), (" GB", 1e9), (" MB", 1e6), (" kB", 1e3))
-_DURATIONS = ((" h", 3.6e6), (" min", 6e4), (" s", 1e3))
+_DURATION_UNITS = ((" h", 3.6e6), (" min", 6e4), (" s", 1e3))
 
 
 def format_count(number: float, digits: int = 4) -> str:
-    """Format parameters, tokens or FLOPs to `digits` significant digits: 1.5B, 2M, 3k."""
-    return _format_scaled(number, digits, _COUNTS, "")
+    """Format a count (of parameters, tokens or FLOPs) to `digits` significant digits: 1.5B, 2M, 3k."""
+    return _format_scaled(number, digits, _COUNT_UNITS, "")
 
 
 def format_memory_bytes(number_bytes: float, digits: int = 4) -> str:
@@ -24,14 +24,14 @@ def format_storage_bytes(number_bytes: float, digits: int = 4) -> str:
 
 
 def format_duration(seconds: float, digits: int = 3) -> str:
-    """Format seconds: 1.5 h, 2 min, 3 s, 4 ms."""
-    return _format_scaled(seconds * 1e3, digits, _DURATIONS, " ms")
+    """Format a duration in the largest unit that fits: 1.5 h, 2 min, 3 s, 4 ms."""
+    return _format_scaled(seconds * 1e3, digits, _DURATION_UNITS, " ms")
 
 
-def _format_scaled(number: float, digits: int, units: tuple[tuple[str, float], ...], smallest: str) -> str:
-    unit, size = next(((unit, size) for unit, size in units if number >= size), (smallest, 1))
+def _format_scaled(number: float, digits: int, units: tuple[tuple[str, float], ...], base_unit: str) -> str:
+    unit, size = next(((unit, size) for unit, size in units if number >= size), (base_unit, 1))
     value = number / size
-    # With fewer digits than the integer part has, `g` would switch to powers of ten.
+    # If the integer part has more than `digits` digits, `g` would switch to scientific notation.
     return f"{value:.0f}{unit}" if value >= 10**digits - 0.5 else f"{value:.{digits}g}{unit}"
 
 

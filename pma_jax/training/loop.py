@@ -125,7 +125,7 @@ def _open(
     marks.load_preview_window(progress.tokens, abstract.params)
     rows = local_rows(mesh, config.training.batch_size_sequences)
     session = _Session(
-        batches.train_batches(tokens, config.training, position=progress.position, rows=rows),
+        batches.train_batches(tokens, config.training, position_sequences=progress.position, rows=rows),
         functools.partial(learning_rate_with_rewarmup, config, [event["tokens"] for event in rollback.events(run)]),
         make_train_step(config, graph),
         StepRecords(config, log, progress.tokens),

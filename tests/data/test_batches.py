@@ -30,7 +30,7 @@ TOKENS = tokens_of(np.arange(101 * L + 6))
 
 
 def take(count, position=0, tokens=TOKENS, training=TRAINING, **processes):
-    made = batches.train_batches(tokens, training, position=position, **processes)
+    made = batches.train_batches(tokens, training, position_sequences=position, **processes)
     return list(itertools.islice(made, count))
 
 
@@ -104,7 +104,7 @@ def test_windows_are_slices_of_the_concatenated_stream(data):
 
 def test_impossible_requests_are_one_clear_line():
     short = tokens_of(np.arange(L))
-    with pytest.raises(ValueError, match=f"has {L} tokens, less than one window of {L} \\+ 1"):
+    with pytest.raises(ValueError, match=f"has {L} tokens, fewer than one window of {L} \\+ 1"):
         take(1, tokens=short)
     assert len(take(1, tokens=tokens_of(np.arange(L + 1)))) == 1, "one window is enough"
 

@@ -40,7 +40,7 @@ def test_exactly_the_first_tokens_are_read_in_order(requested, count):
 
 
 def test_too_many_tokens_are_one_clear_line():
-    with pytest.raises(ValueError, match=r"evaluation\.tokens is 1000 but the held-out split can predict 999"):
+    with pytest.raises(ValueError, match=r"evaluation\.tokens is 1000 but the held-out split has only 999 targets"):
         read_windows(1000)
 
 

@@ -245,13 +245,13 @@ def test_two_processes_share_the_work(paths, tmp_path):
     """Run the two processes one after the other; each writes its part, and the first publishes both."""
     run(paths, [0.2, 0.3, 0.5], tmp_path / "alone")
     made = plan([open_source(path) for path in paths], np.array([0.2, 0.3, 0.5]))
-    merge(made, [tmp_path / "out"], share=(1, 2), barrier=pass_on)
+    merge(made, [tmp_path / "out"], process_index_and_count=(1, 2), barrier=pass_on)
     assert not (tmp_path / "out").exists()
-    merge(made, [tmp_path / "out"], share=(0, 2), barrier=pass_on)
+    merge(made, [tmp_path / "out"], process_index_and_count=(0, 2), barrier=pass_on)
     for file in (tmp_path / "alone").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
     with pytest.raises(ValueError, match="units are missing"):
-        merge(made, [tmp_path / "half"], share=(0, 2), barrier=pass_on)
+        merge(made, [tmp_path / "half"], process_index_and_count=(0, 2), barrier=pass_on)
 
 
 CHILD = """

@@ -33,7 +33,7 @@ def test_bytes_on_disk_match_a_run_with_retention(workspace, tmp_path):
     config = tiny.config(workspace, **RETENTION)
     run = train(config, tmp_path / "run")
     state = abstract_state(config, make_mesh(config.mesh))
-    actual = disk.summarize_storage(config, state)
+    actual = disk.estimate_storage_bytes(config, state)
     folders = {
         name: sorted(int(p.name) for p in (run.path / kind.folder).iterdir()) for name, kind in SNAPSHOT_KINDS.items()
     }
@@ -73,7 +73,7 @@ def test_marks_equal_those_of_the_run(checkpoint_keys, total):
         }
     )
     ends = range(256, -(-total // 256) * 256 + 1, 256)
-    actual = disk.summarize_storage(config, abstract_state(config, make_mesh(config.mesh)))
+    actual = disk.estimate_storage_bytes(config, abstract_state(config, make_mesh(config.mesh)))
     assert actual["snapshots_saved_of_each_kind"] == sum(map(config.is_snapshot, ends))
     assert actual["states_saved"] == sum(map(config.is_state, ends))
 
@@ -82,12 +82,12 @@ def test_marks_equal_those_of_the_run(checkpoint_keys, total):
 def test_block_means_take_one_float32_copy_of_the_model(workspace):
     config = tiny.config(workspace, checkpoint__kinds=("block_mean",), mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     state = abstract_state(config, make_mesh(config.mesh))
-    actual = disk.summarize_storage(config, state)
+    actual = disk.estimate_storage_bytes(config, state)
     assert actual["block_mean_bytes_per_device"] == disk.bytes_per_device(state.params) + 4
     # Norms are replicated on each device, matrices are split in four.
     assert actual["snapshot_bytes"] / 8 < disk.bytes_per_device(state.params) < actual["snapshot_bytes"] / 2
     without = abstract_state(tiny.config(workspace), make_mesh(config.mesh))
-    assert disk.summarize_storage(config, without)["block_mean_bytes_per_device"] == 0
+    assert disk.estimate_storage_bytes(config, without)["block_mean_bytes_per_device"] == 0
 
 
 def test_write_time_is_bytes_over_bandwidth(workspace):

@@ -2,9 +2,10 @@
 
     notes, read_bytes = merge(plan([open_source(path) for path in paths], coefficients), [out])
 
-A merge never holds a complete model. It works beside its target in `.NAME.partial-…`, journals finished units, and
-publishes with one rename; killed at any moment, the same call resumes it. For a bucket it works in the local temporary
-directory and uploads the finished checkpoint (see `publish`).
+A merge never holds a complete model in memory. It writes to `.NAME.partial-…` in the parent directory of the target,
+records finished units in a journal, and renames the result to the target at the end. If it is interrupted, call it
+again with the same arguments to resume. For a bucket it writes to the local temporary directory and uploads the
+finished checkpoint (see `publish`).
 """
 
 import queue
@@ -28,16 +29,17 @@ from pma_jax.storage.formats.open import read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES
 from pma_jax.storage.paths import is_bucket, locate
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]  # takes (bytes read so far, bytes to read)
+# Takes this process's error or None. Waits for all processes; raises in each of them if any has an error.
 Barrier = Callable[[Exception | None], None]
-# Files of this size are flushed while they are written; many small files are cheaper to flush together at the end.
+# Files of at least this size are flushed while they are written; small files are cheaper to flush together at the end.
 _MIN_FLUSHED_BYTES = 2**24
 _FLUSH_INTERVAL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class _Output:
-    """The directory to publish, the one to work in, and whether an interrupted run of this merge has published it."""
+    """Where to publish, where to work, and whether an interrupted run of this merge has published already."""
 
     target: Path
     work: Path
@@ -45,60 +47,60 @@ class _Output:
 
     @property
     def directory(self) -> Path:
-        """The unpublished checkpoint."""
+        """The directory of the unpublished checkpoint."""
         return self.work / "checkpoint"
 
 
 def merge(
     plan: MergePlan,
-    outs: Sequence[str | Path],
+    output_paths: Sequence[str | Path],
     *,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     command: str = "",
-    share: tuple[int, int] = (0, 1),
+    process_index_and_count: tuple[int, int] = (0, 1),
     barrier: Barrier | None = None,
 ) -> tuple[list[str], int]:
-    """Run a plan, or resume it, and publish one directory per recipe.
+    """Run a merge plan, or resume it. Write one merged checkpoint per row of the plan's coefficients.
 
     Args:
-        plan: The plan from `plan`.
-        outs: R directories that do not exist yet.
+        plan: The merge plan, from `engine.plan.plan`.
+        output_paths: One output directory per merged checkpoint; none may exist yet.
         progress: Called with (bytes read so far, bytes to read) after each unit.
         command: The user's command line, for the provenance.
-        share: (index of this process, number of processes). Each process merges its part of the units, and all write
-            to the same file system.
-        barrier: Called by every process with its error or None; waits for all of them and raises in each if any failed
-            (`hosts.raise_if_any_failed`). Required with several processes.
+        process_index_and_count: Index of this process, and number of processes. Each process merges its part of the
+            units, and all write to the same file system.
+        barrier: Called by every process with its error or None. It waits for all processes, and raises in each of them
+            if any failed (`hosts.raise_if_any_failed`). Required with several processes.
 
     Returns:
-        What the user should know, one line each, and the bytes of leaves that this call read in this process: fewer
-        than the plan's after a resume.
+        (notes, read_bytes): messages for the user, one line each, and the number of leaf bytes that this process read
+            in this call. A resumed merge reads only the units that were not finished.
 
     Raises:
-        ValueError: An output exists, a value is not finite, integer leaves differ, or a source is corrupt; one line.
-            Nothing is published, and the working directory of a refused merge is removed.
+        ValueError: An output exists, a value is not finite, integer leaves differ, or a source is corrupt. Nothing is
+            published, and the working directories are removed. The message is one line.
     """
-    process, processes = share
+    process, processes = process_index_and_count
     if not 0 <= process < processes or (processes > 1 and barrier is None):
-        raise ValueError(f"the share {share} is not (process, processes), or several processes have no barrier")
-    outputs = resolve_outputs(plan, outs)
+        raise ValueError(f"process {process} of {processes}: give an index below the count, and a barrier if above one")
+    outputs = resolve_outputs(plan, output_paths)
     if processes > 1 and any(is_bucket(output.target) for output in outputs):
         raise ValueError(
-            f"{outputs[0].target}: several processes merge to a disk that all of them share; to a bucket, use one "
-            "process"
+            f"{outputs[0].target}: only one process can merge to a bucket; several processes need an output on a "
+            "disk that all of them share"
         )
     notes: list[str] = []
     read_bytes = 0
     works = [output.work for output in outputs]
-    with journal.lock_work_directory(works[0], process), _remove_if_refused(works, process):
+    with journal.lock_work_directory(works[0], process), _remove_on_value_error(works, process):
         with _barrier_after(barrier):
             # Again, under the lock: another process may have finished the same merge in the meantime.
-            outputs = resolve_outputs(plan, outs)
+            outputs = resolve_outputs(plan, output_paths)
             for output in outputs:
                 output.work.mkdir(parents=True, exist_ok=True)
                 if not output.is_published:
                     plan.layout.create_files(output.directory)
-            read_bytes = _merge_remaining(plan, outputs, share, progress)
+            read_bytes = _merge_remaining(plan, outputs, process, processes, progress)
         with _barrier_after(barrier):
             if process == 0:
                 notes = _publish_outputs(plan, outputs, command)
@@ -120,10 +122,10 @@ def _barrier_after(barrier: Barrier | None) -> Iterator[None]:
 
 
 @contextmanager
-def _remove_if_refused(works: Sequence[Path], process: int) -> Iterator[None]:
-    """Remove the working directories of a refused merge: it would be refused again, so there is nothing to resume.
+def _remove_on_value_error(works: Sequence[Path], process: int) -> Iterator[None]:
+    """Remove the working directories if a merge raises a ValueError: it would fail again, so nothing can be resumed.
 
-    Process 0 removes them, after the barrier, whichever process refused.
+    Process 0 removes them, after the barrier, whichever process failed first.
     """
     try:
         yield
@@ -134,15 +136,15 @@ def _remove_if_refused(works: Sequence[Path], process: int) -> Iterator[None]:
         raise
 
 
-def resolve_outputs(plan: MergePlan, outs: Sequence[str | Path]) -> list[_Output]:
+def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list[_Output]:
     """Return the outputs, after the checks that `merge` does before it writes.
 
     Raises:
-        ValueError: An output exists already and no interrupted run of this merge published it, two are the same, or the
-            disk has too little free space; one line.
+        ValueError: An output exists already and no interrupted run of this merge published it, two outputs are the
+            same, or the disk has too little free space. The message is one line.
     """
     outputs = []
-    for out in outs:
+    for out in output_paths:
         target = locate(out).absolute()
         work = publish.working_directory(target, f"-{plan.digest[:16]}")
         exists = target.exists() or target.is_symlink()
@@ -157,22 +159,22 @@ def resolve_outputs(plan: MergePlan, outs: Sequence[str | Path]) -> list[_Output
 
 
 def _exists_message(target: Path) -> str:
-    return f"{target}: exists already, and a merge never overwrites: choose another --out, or remove it"
+    return f"{target}: exists already, and a merge never overwrites: choose another output (--out), or remove it"
 
 
 def _merge_remaining(
-    plan: MergePlan, outputs: Sequence[_Output], share: tuple[int, int], progress: Progress | None
+    plan: MergePlan, outputs: Sequence[_Output], process: int, processes: int, progress: ProgressCallback | None
 ) -> int:
-    """Merge the unfinished units of this process's share; return the bytes read."""
+    """Merge the unfinished units that this process is responsible for; return the bytes read."""
     output_ranges = [plan.layout.byte_ranges_in(output.directory) for output in outputs]
-    process, processes = share
     done = journal.find_intact_records(
         plan,
         journal.read_records(outputs[0].work),
         [None if output.is_published else ranges for output, ranges in zip(outputs, output_ranges, strict=True)],
     )
-    todo = [(n, unit) for n, unit in enumerate(plan.units()) if n % processes == process and n not in done]
-    assert not (todo and any(output.is_published for output in outputs)), "published with unfinished units"
+    todo = [(i, unit) for i, unit in enumerate(plan.units()) if i % processes == process and i not in done]
+    is_any_published = any(output.is_published for output in outputs)
+    assert not (todo and is_any_published), "an output is published but units are unfinished"
     total, read = sum(_unit_read_bytes(plan, unit) for _, unit in todo), 0
     lock = threading.Lock()
     with journal.open_appender(outputs[0].work, process) as append:
@@ -196,12 +198,15 @@ def _unit_read_bytes(plan: MergePlan, unit: Unit) -> int:
 
 
 def _check_equal_leaves(plan: MergePlan) -> None:
-    """Refuse unequal integer and boolean leaves, which cannot be averaged, before anything is written."""
+    """Check that integer and boolean leaves, which cannot be averaged, are equal in all sources.
+
+    Called before any unit is merged.
+    """
     unequal = []
     for name, leaf in plan.sources[0].leaves.items():
         if leaf.is_summed:
             continue
-        # A compressed leaf is decoded one region at a time, and no part of it twice.
+        # Compare complete decoded regions, or the complete leaf if it is one zstd stream: nothing is decoded twice.
         default = leaf.elements if name in plan.schedule.zstd_leaves else BLOCK_ELEMENTS
         step = plan.schedule.region_elements.get(name, default)
         for start in range(0, leaf.elements, step):
@@ -219,7 +224,10 @@ def _check_equal_leaves(plan: MergePlan) -> None:
 
 
 def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None]) -> None:
-    """Merge the units: sequential ones by threads or worker processes, then those that tensorstore decodes."""
+    """Merge the units: first those of leaves stored as raw bytes or zstd frames, then those that tensorstore decodes.
+
+    Threads or worker processes merge the former, which are read sequentially.
+    """
     schedule = job.plan.schedule
     sequential: queue.SimpleQueue[tuple[int, Unit]] = queue.SimpleQueue()
     for item in todo:
@@ -230,8 +238,8 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
     def drain(merge_unit: Callable[[int, Unit], Record]) -> None:
         try:
             while not stop.is_set():
-                number, unit = sequential.get_nowait()
-                finish_unit(unit, merge_unit(number, unit))
+                unit_index, unit = sequential.get_nowait()
+                finish_unit(unit, merge_unit(unit_index, unit))
         except queue.Empty:
             return
         except BaseException:
@@ -240,7 +248,7 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
 
     def drain_in_thread() -> None:
         scratch = job.new_scratch()
-        drain(lambda number, unit: merge_sequential_unit(job, number, unit, scratch))
+        drain(lambda unit_index, unit: merge_sequential_unit(job, unit_index, unit, scratch))
 
     def drain_in_process() -> None:
         with workers.start_worker(job) as merge_unit:
@@ -282,14 +290,15 @@ def _publish_outputs(plan: MergePlan, outputs: Sequence[_Output], command: str) 
     if len(records) < unit_count:
         raise ValueError(
             f"{outputs[0].work}: {unit_count - len(records)} of {unit_count} units are missing; a process did not "
-            "finish its share, or writes to another disk: --out must be on a disk that all processes share"
+            "finish its part, or writes to another disk: --out must be on a disk that all processes share"
         )
     notes = []
-    # The first output is last: its working directory holds the journal, which a crash between two renames needs.
-    for row, output in reversed(list(enumerate(outputs))):
-        metadata = provenance.build(plan, records, row, command)
+    # Publish the first output last: its working directory holds the journal, which is needed to resume after a crash
+    # between two renames.
+    for output_index, output in reversed(list(enumerate(outputs))):
+        metadata = provenance.build(plan, records, output_index, command)
         provenance.check_inputs_unchanged(plan, metadata)
-        warning = provenance.rounding_warning(plan, metadata, row)
+        warning = provenance.rounding_warning(plan, metadata, output_index)
         notes += [warning] if warning else []
         if output.is_published:
             continue
