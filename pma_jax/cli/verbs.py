@@ -53,13 +53,13 @@ def merge(options: argparse.Namespace) -> None:
     from pma_jax.merging.engine import merge as engine
 
     gathered = gather.select_checkpoints(
-        gather.gather(
-            options.source, subtree=options.subtree, kind=options.kind, tokens_per_step=options.tokens_per_step
+        gather.open_checkpoints(
+            options.source, subtree=options.subtree, snapshot_kind=options.kind, tokens_per_step=options.tokens_per_step
         ),
         last=options.last,
-        between=options.tokens,
-        every=options.every,
-        tolerance=options.tolerance,
+        between_tokens=options.tokens,
+        every_tokens=options.every,
+        tolerance_tokens=options.tolerance,
         across_stages=options.across_stages,
     )
     recipes = options.recipe or ["sma"]

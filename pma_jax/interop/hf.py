@@ -27,7 +27,7 @@ from pma_jax.interop.hf_weights import (
     map_leaves,
 )
 from pma_jax.merging.engine import journal
-from pma_jax.merging.gather import gather, snapshot_metadata
+from pma_jax.merging.gather import open_checkpoints, snapshot_metadata
 from pma_jax.storage.formats import publish
 from pma_jax.storage.formats.byte_ranges import open_files, write_range
 from pma_jax.storage.formats.layout import OutputLayout
@@ -82,7 +82,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     """
     source = open_source(address)
     fields = _read_json(source, "config.json")
-    if source.kind != "safetensors" or fields is None:
+    if source.format != "safetensors" or fields is None:
         raise ValueError(
             f"{address}: has no config.json, or no safetensors files: specify the directory of a Hugging Face model"
         )
@@ -96,7 +96,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
         )
     leaves, redundancy_notes = drop_redundant_tensors(source, model)
     mappings = map_leaves(model)
-    expected = {name: mapping.tensor_shape for mapping in mappings for name in mapping.tensors}
+    expected = {name: mapping.tensor_shape for mapping in mappings for name in mapping.tensor_names}
     check_leaves(source.origin, leaves, expected, hf_config.architecture_of(model))
 
     tokenizer_files = hf_tokenizer.select_tokenizer_files(source.files)
@@ -105,7 +105,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
         notes += (f"no {hf_tokenizer.FILE_NAME} in the directory: `pma evaluate` needs --config.data.tokenizer=FILE",)
     config = _imported_config(model, fields, target / hf_tokenizer.FOLDER / hf_tokenizer.FILE_NAME)
     metadata = _imported_metadata(source, fields, config)
-    imported = {mapping.leaf: LeafInfo(mapping.leaf_shape, "float32") for mapping in mappings}
+    imported = {mapping.leaf_name: LeafInfo(mapping.leaf_shape, "float32") for mapping in mappings}
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in tokenizer_files.values()}
     layout = orbax_layout(imported, _as_snapshot_source(source, imported), metadata)
     total_bytes = sum(leaf.nbytes for leaf in leaves.values())
@@ -153,7 +153,7 @@ def export_snapshot(
         hf_config.check_exportable(config.model)
         leaves, bias_notes = drop_zero_router_bias(source, config.model)
     mappings = map_leaves(config.model)
-    check_leaves(source.origin, leaves, {mapping.leaf: mapping.leaf_shape for mapping in mappings}, "the model")
+    check_leaves(source.origin, leaves, {mapping.leaf_name: mapping.leaf_shape for mapping in mappings}, "the model")
     tensors = _exported_leaves(source, mappings, dtype)
     dtypes = sorted({tensor.dtype for tensor in tensors.values()})
     with _prefix_errors(source.origin):
@@ -183,7 +183,7 @@ def export_snapshot(
 
 def _open_snapshot(address: str | Path) -> tuple[CheckpointSource, dict[str, Any]]:
     """Open a snapshot of pma_jax, or the newest snapshot of a run, and return it with its metadata."""
-    source = gather([address]).sources[-1]
+    source = open_checkpoints([address]).sources[-1]
     metadata = snapshot_metadata(source)
     if metadata is None:
         raise ValueError(f"{address} is not a snapshot of pma_jax: specify RUN, RUN/snapshots/STEP or a merge's --out")
@@ -195,9 +195,9 @@ def _imported_slices(source: CheckpointSource, mappings: list[LeafMapping]) -> I
     float32 = numpy_dtype("float32")
     for mapping in mappings:
         start = 0
-        for name in mapping.tensors:
+        for name in mapping.tensor_names:
             part = mapping.to_slice(read_leaf(source, name), float32)
-            yield _TensorWrite(mapping.leaf, start, part, source.leaves[name].nbytes)
+            yield _TensorWrite(mapping.leaf_name, start, part, source.leaves[name].nbytes)
             start += part.nbytes
 
 
@@ -206,7 +206,7 @@ def _exported_tensors(
 ) -> Iterator[_TensorWrite]:
     """Read and convert the slices of each leaf of `source`, each of which is exported as one tensor."""
     for mapping in mappings:
-        for name, part in zip(mapping.tensors, _read_slices(source, mapping), strict=True):
+        for name, part in zip(mapping.tensor_names, _read_slices(source, mapping), strict=True):
             tensor = mapping.to_tensor(part, numpy_dtype(tensors[name].dtype))
             yield _TensorWrite(name, 0, tensor, part.nbytes)
 
@@ -217,12 +217,13 @@ def _read_slices(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.
     Slices are read one at a time if storage can read any range. The chunks of a snapshot that several devices wrote
     contain several layers: their slices are read together, up to `_MAX_READ_BYTES`.
     """
-    leaf, count = source.leaves[mapping.leaf], len(mapping.tensors)
+    leaf, count = source.leaves[mapping.leaf_name], len(mapping.tensor_names)
     elements = leaf.elements // count
     slices_per_read = max(1, min(leaf.chunk_elements, _MAX_READ_BYTES // ITEM_BYTES[leaf.dtype]) // elements)
     for start in range(0, count, slices_per_read):
-        data = read_leaf_bytes(source, mapping.leaf, start * elements, min(start + slices_per_read, count) * elements)
-        yield from data.view(numpy_dtype(leaf.dtype)).reshape(-1, *mapping.shape)
+        stop = min(start + slices_per_read, count)
+        data = read_leaf_bytes(source, mapping.leaf_name, start * elements, stop * elements)
+        yield from data.view(numpy_dtype(leaf.dtype)).reshape(-1, *mapping.slice_shape)
 
 
 def _exported_leaves(source: CheckpointSource, mappings: list[LeafMapping], dtype: str) -> dict[str, LeafInfo]:
@@ -231,9 +232,9 @@ def _exported_leaves(source: CheckpointSource, mappings: list[LeafMapping], dtyp
         raise ValueError(f"the dtype {dtype!r} is not one of keep, float32, bfloat16")
     tensors = {}
     for mapping in mappings:
-        stored = source.leaves[mapping.leaf].dtype
+        stored = source.leaves[mapping.leaf_name].dtype
         info = LeafInfo(mapping.tensor_shape, stored if dtype == "keep" else dtype)
-        tensors |= dict.fromkeys(mapping.tensors, info)
+        tensors |= dict.fromkeys(mapping.tensor_names, info)
     return _sort_by_layer(tensors)
 
 
@@ -315,7 +316,7 @@ def _config_texts(
 def _as_snapshot_source(source: CheckpointSource, leaves: Mapping[str, LeafInfo]) -> CheckpointSource:
     """Describe `leaves` as a source with the tree keys of a snapshot of pma_jax, for `orbax_layout`."""
     keys = {name: [{"key": part, "key_type": 2} for part in name.split(".")] for name in leaves}
-    return replace(source, kind="orbax", leaves=leaves, metadata={"item": "params", "keys": keys, "sharding": {}})
+    return replace(source, format="orbax", leaves=leaves, metadata={"item": "params", "keys": keys, "sharding": {}})
 
 
 def _read_json(source: CheckpointSource, name: str) -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
 """Mapping between the leaves of pma_jax's parameters and the tensors of Hugging Face models.
 
-Legend: T layers, D width, N query heads, K key and value heads, H head dim, F hidden, E experts, V vocabulary.
+Shape suffixes: T layers, D width, N query heads, K key and value heads, H head dim, F hidden, E experts, V vocabulary.
 
 Leaves are stacked over layers (and experts) and have inputs before outputs (`query_DxNxH`). Hugging Face stores one
-tensor per layer (and expert) with outputs before inputs, as torch does (`q_proj.weight`, [N * H, D]). Heads and the
+tensor per layer (and expert) with outputs before inputs, as PyTorch does (`q_proj.weight`, [N * H, D]). Heads and the
 rotary halves of H have the same order in both, so no rows are permuted.
 """
 
@@ -21,10 +21,11 @@ from pma_jax.storage.formats.source import CheckpointSource, LeafInfo
 
 # Stored dtypes that can be converted: snapshots of runs are float32, merged ones can be bfloat16.
 DTYPES = ("float32", "bfloat16", "float16")
-_LISTED_DIFFERENCES = 4  # maximum number that an error message lists of each kind
-# The only leaf without a tensor: Qwen3-MoE has no router bias, so it must be zero.
+Messages = list[str]  # for the user, one line each
+_MAX_LISTED = 4  # maximum number of mismatches of each kind that an error message lists
+# The only leaf without a Hugging Face counterpart: Qwen3-MoE has no router bias, so it must be zero for export.
 ROUTER_BIAS_LEAF = "blocks.moe.router_bias_E"
-# The leaves of the blocks: (leaf, module of one layer, `LeafMapping.inputs`).
+# The leaves of the blocks: (leaf, module of one layer, `LeafMapping.input_dims`).
 _ATTENTION = (
     ("attention_norm_D", "input_layernorm", 0),
     ("query_DxNxH", "self_attn.q_proj", 1),
@@ -48,50 +49,51 @@ class LeafMapping:
     """A leaf of pma_jax and the Hugging Face tensors that it is stacked from.
 
     Attributes:
-        leaf: Name of the leaf in storage.
-        name: Name of the tensors, with a `{}` for each dim of `stack`.
-        shape: Shape of one slice of the leaf, which corresponds to one tensor.
-        inputs: Number of leading dims of `shape` that are inputs of the matrix; 0 if the tensor is not transposed.
-        stack: Leading dims of the leaf, over its slices: (T,), (T, E) for experts, or () if the leaf is one tensor.
+        leaf_name: Name of the leaf in storage.
+        name_pattern: Name of the tensors, with a `{}` for each dim of `stack_shape`.
+        slice_shape: Shape of one slice of the leaf, which corresponds to one tensor.
+        input_dims: Number of leading dims of `slice_shape` that are input dims; 0 if the tensor is not transposed.
+        stack_shape: Sizes of the leaf's leading dims, along which tensors are stacked: (T,) for layers, (T, E) for
+            experts, () for a single tensor.
     """
 
-    leaf: str
-    name: str
-    shape: tuple[int, ...]
-    inputs: int = 0
-    stack: tuple[int, ...] = ()
+    leaf_name: str
+    name_pattern: str
+    slice_shape: tuple[int, ...]
+    input_dims: int = 0
+    stack_shape: tuple[int, ...] = ()
 
     @property
     def leaf_shape(self) -> tuple[int, ...]:
         """Shape of the leaf."""
-        return self.stack + self.shape
+        return self.stack_shape + self.slice_shape
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each tensor."""
-        if not self.inputs:
-            return self.shape
-        return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
+        if not self.input_dims:
+            return self.slice_shape
+        return math.prod(self.slice_shape[self.input_dims :]), math.prod(self.slice_shape[: self.input_dims])
 
     @property
-    def tensors(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         """Names of the tensors, in the order of the slices of the leaf."""
-        return [self.name.format(*index) for index in itertools.product(*map(range, self.stack))]
+        return [self.name_pattern.format(*index) for index in itertools.product(*map(range, self.stack_shape))]
 
     def to_slice(self, tensor: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Convert a tensor to a slice of the leaf, as a new array of `dtype` in C order."""
-        return (tensor.T if self.inputs else tensor).astype(dtype, order="C").reshape(self.shape)
+        return (tensor.T if self.input_dims else tensor).astype(dtype, order="C").reshape(self.slice_shape)
 
-    def to_tensor(self, part: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    def to_tensor(self, leaf_slice: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Convert a slice of the leaf to a tensor, as a new array of `dtype` in C order."""
-        rows = part.reshape(self.tensor_shape[::-1]).T if self.inputs else part
-        return rows.astype(dtype, order="C")
+        tensor = leaf_slice.reshape(self.tensor_shape[::-1]).T if self.input_dims else leaf_slice
+        return tensor.astype(dtype, order="C")
 
 
 def map_leaves(model: ModelConfig) -> list[LeafMapping]:
     """Return the mapping of every leaf of the model except the router bias.
 
-    Leaves have the order in which transformers writes the tensors of one layer.
+    The order within a layer is that in which Hugging Face Transformers writes the tensors.
     """
     block = [*_ATTENTION, *(_QK_NORM if model.qk_norm else ()), *(_EXPERTS if model.experts else _MLP)]
     return [
@@ -105,14 +107,17 @@ def map_leaves(model: ModelConfig) -> list[LeafMapping]:
     ]
 
 
-def _map_leaf(model: ModelConfig, leaf: str, name: str, inputs: int = 0) -> LeafMapping:
-    """Map a leaf to tensors: over layers where `name` has a `{}`, then over experts, the first of the leaf's dims."""
+def _map_leaf(model: ModelConfig, leaf: str, name_pattern: str, input_dims: int = 0) -> LeafMapping:
+    """Map a leaf to tensors.
+
+    The first `{}` of `name_pattern` is the layer. The second is the expert, the first dim in the name of the leaf.
+    """
     hidden = model.expert_hidden if model.experts else model.hidden
     sizes = {"D": model.width, "N": model.heads, "K": model.kv_heads, "H": model.head_dim, "F": hidden}
     sizes |= {"E": model.experts, "V": model.vocabulary_size}
     dims = (model.layers, *(sizes[dim] for dim in leaf.rpartition("_")[2].split("x")))
-    stacked = name.count("{}")
-    return LeafMapping(leaf, name, dims[max(stacked, 1) :], inputs, dims[:stacked])
+    stacked_dims = name_pattern.count("{}")
+    return LeafMapping(leaf, name_pattern, dims[max(stacked_dims, 1) :], input_dims, dims[:stacked_dims])
 
 
 def check_leaves(
@@ -127,26 +132,29 @@ def check_leaves(
         model_name: Name of the model that expects them, for messages.
 
     Raises:
-        ValueError: Leaves are missing, unknown, or have another shape or dtype; the first of each kind are listed.
+        ValueError: Leaves are missing, unexpected, or have another shape or dtype; the first of each kind are listed.
     """
-    common = [(name, leaf) for name, leaf in leaves.items() if name in expected]
+    both = [(name, leaf) for name, leaf in leaves.items() if name in expected]
     differences = [
         [f"{name} is missing" for name in expected if name not in leaves],
-        [f"{name[:80]} has no mapping in {model_name}" for name in leaves if name not in expected],
-        [f"{name} is {leaf.shape}, not {expected[name]}" for name, leaf in common if leaf.shape != expected[name]],
-        [f"{name} is {leaf.dtype}, not {', '.join(DTYPES)}" for name, leaf in common if leaf.dtype not in DTYPES],
+        [f"{name[:80]} is unexpected in {model_name}" for name in leaves if name not in expected],
+        [f"{name} has shape {leaf.shape}, not {expected[name]}" for name, leaf in both if leaf.shape != expected[name]],
+        [f"{name} has dtype {leaf.dtype}, not {', '.join(DTYPES)}" for name, leaf in both if leaf.dtype not in DTYPES],
     ]
     count = sum(map(len, differences))
-    listed = [text for kind in differences for text in kind[:_LISTED_DIFFERENCES]]
+    listed = [text for kind in differences for text in kind[:_MAX_LISTED]]
     if count:
-        raise ValueError(f"{origin} does not fit {model_name}: {count} differ: {'; '.join(listed)}")
+        raise ValueError(f"{origin} does not match {model_name} (number of mismatches: {count}): {'; '.join(listed)}")
 
 
-def drop_zero_router_bias(source: CheckpointSource, model: ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
-    """Return the leaves without the router bias, which Qwen3-MoE does not have, and a note that reports it.
+def drop_zero_router_bias(source: CheckpointSource, model: ModelConfig) -> tuple[dict[str, LeafInfo], Messages]:
+    """Drop the router bias from the leaves of `source` if it is zero, because Qwen3-MoE has none.
+
+    Returns:
+        The other leaves, and messages for the user about what was dropped.
 
     Raises:
-        ValueError: The bias is not zero: without it the router would select other experts.
+        ValueError: The bias is not zero, so without it the router would select other experts.
     """
     leaves = dict(source.leaves)
     if not (model.experts and model.router_bias) or ROUTER_BIAS_LEAF not in leaves:
@@ -154,30 +162,33 @@ def drop_zero_router_bias(source: CheckpointSource, model: ModelConfig) -> tuple
     largest = np.abs(read_leaf(source, ROUTER_BIAS_LEAF).astype("float32")).max()
     if largest != 0:  # also true for NaN
         raise ValueError(
-            f"{ROUTER_BIAS_LEAF} is up to {largest:.2g}, but {QWEN3_MOE} has none: without it the router "
-            "would select other experts; train models for export with --config.model.router_bias=False"
+            f"{ROUTER_BIAS_LEAF} has values up to {largest:.2g}, but {QWEN3_MOE} has no router bias and would "
+            "select other experts: train models for export with --config.model.router_bias=False"
         )
     del leaves[ROUTER_BIAS_LEAF]
-    return leaves, ["the router's bias is zero and was not exported: Qwen3-MoE has none"]
+    return leaves, ["the router bias is zero and was not exported: Qwen3-MoE has none"]
 
 
-def drop_redundant_tensors(source: CheckpointSource, model: ModelConfig) -> tuple[dict[str, LeafInfo], list[str]]:
-    """Return the tensors without those that the configuration implies, and a note for each kind.
+def drop_redundant_tensors(source: CheckpointSource, model: ModelConfig) -> tuple[dict[str, LeafInfo], Messages]:
+    """Drop the tensors of `source` whose values follow from the configuration.
 
-    Old Llama checkpoints store the rotary frequencies, and some tied ones also the output projection. Tensors that
-    differ from the implied value are kept, so that the check of the names rejects them.
+    Old Llama checkpoints store rotary frequencies, and some with tied embeddings also store `lm_head.weight`. Tensors
+    with other values are kept, so that `check_leaves` rejects them.
+
+    Returns:
+        The other tensors, and messages for the user about what was dropped.
     """
-    leaves, notes = dict(source.leaves), []
+    leaves, messages = dict(source.leaves), []
     if model.tie_embeddings and _is_tied(source):
         del leaves["lm_head.weight"]
-        notes.append("lm_head.weight is the embedding, to which it is tied: it was not imported")
+        messages.append("lm_head.weight equals the embedding, to which it is tied: it was not imported")
     frequencies = [name for name in leaves if name.endswith(".rotary_emb.inv_freq")]
     redundant = [name for name in frequencies if _matches_rope_theta(source, name, model)]
     for name in redundant:
         del leaves[name]
     if redundant:
-        notes.append(f"{len(redundant)} tensors of rotary frequencies were not imported: rope_theta implies them")
-    return leaves, notes
+        messages.append(f"{len(redundant)} tensors of rotary frequencies were not imported: rope_theta implies them")
+    return leaves, messages
 
 
 def _is_tied(source: CheckpointSource) -> bool:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from pma_jax.merging import from_storage
 from pma_jax.merging.averager import average_stream
 from pma_jax.merging.engine.rounding import check_rows
-from pma_jax.merging.selection import check_one_kind
+from pma_jax.merging.selection import check_one_snapshot_kind
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import Snapshot, read_snapshot, restore_params
 from pma_jax.runtime.mesh import local_mesh
@@ -37,7 +37,7 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
             not fit the model of the first one, or is of another kind.
     """
     weights_1xK = check_rows(np.atleast_2d(weights), len(snapshots))
-    check_one_kind({str(s.path): s.kind for s in snapshots})
+    check_one_snapshot_kind({str(s.path): s.kind for s in snapshots})
     mesh = mesh or local_mesh()
     abstract = abstract_params(snapshots[0].config.model, mesh)
     with jax.set_mesh(mesh):

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from pma_jax.merging import recipes
 from pma_jax.merging.engine import merge as engine
 from pma_jax.merging.engine.plan import MergePlan, plan
-from pma_jax.merging.gather import CheckpointSeries, check_same_kind, drop_unused, snapshot_metadata
+from pma_jax.merging.gather import CheckpointSeries, check_same_snapshot_kind, load_used, snapshot_metadata
 from pma_jax.runtime.formatting import format_memory_bytes
 from pma_jax.storage.digests import drop_digests
 from pma_jax.storage.formats.open import open_source
@@ -49,7 +49,7 @@ def plan_merge(
             "give --tokens-per-step, or another recipe"
         )
     rows = np.stack([recipes.coefficients(text, positions) for text in recipe_texts])
-    series, rows = drop_unused(series, rows)
+    series, rows = load_used(series, rows)
     merge_plan = plan(series.sources, rows, recipes=recipe_texts, metadata=_merged_metadata(series.sources), **options)
     return merge_plan, series
 
@@ -61,7 +61,7 @@ def merge_one(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Pa
         ValueError: The same as `plan_merge` and `engine.merge`; nothing is published.
     """
     sources = [open_source(address) for address in addresses]
-    check_same_kind(sources)
+    check_same_snapshot_kind(sources)
     engine.merge(plan(sources, np.asarray(weights), recipes=[recipe], metadata=_merged_metadata(sources)), [out])
 
 
@@ -83,7 +83,7 @@ def describe_merge(merge_plan: MergePlan, series: CheckpointSeries, outs: Sequen
         "inputs": inputs,
         "leaves": len(merge_plan.leaves),
         "outs": [str(out) for out in outs],
-        "format": merge_plan.kind,
+        "format": merge_plan.format,
         "dtype": merge_plan.dtype,
         "read_bytes": merge_plan.read_bytes,
         "write_bytes": merge_plan.write_bytes,

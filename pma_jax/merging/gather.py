@@ -1,7 +1,7 @@
-"""Resolve what the user names to the checkpoints of a merge, oldest first, with their positions in training.
+"""Resolve addresses to the checkpoints of a merge, sorted by their position in training.
 
-A name may be a run directory, a checkpoint of any format, a directory of checkpoints, or a pattern of hub revisions.
-Neither JAX nor Orbax is imported, so that a merge starts without delay.
+An address is a run directory, a checkpoint of any format, a directory of checkpoints, or a pattern of hub revisions.
+Error messages are one line. Neither JAX nor Orbax is imported, so that a merge starts without delay.
 """
 
 import re
@@ -25,14 +25,14 @@ _NUMBERS = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class CheckpointSeries:
-    """Checkpoints, oldest first.
+    """Checkpoints, sorted by position.
 
     Attributes:
         sources: K checkpoints.
-        positions: float64 or int64 [K], increasing: tokens if all are known, else steps, else 0 … K-1.
+        positions: int64 [K], sorted: tokens if all are known, else steps, else 0 … K-1.
         unit: What the positions count: "tokens", "steps" or "order".
-        stages: For each, the run, stage or directory that contains it; None for a checkpoint that was named itself.
-        notes: Guesses and irregularities that the user should know, one line each.
+        stages: For each checkpoint, the run, stage or directory that contains it; None if its own address was given.
+        notes: Inferred settings and warnings for the user, one line each.
     """
 
     sources: tuple[CheckpointSource, ...]
@@ -51,42 +51,45 @@ class CheckpointSeries:
         )
 
 
-def gather(
+def open_checkpoints(
     addresses: Sequence[str | Path],
     *,
     subtree: str | None = None,
-    kind: str | None = None,
+    snapshot_kind: str | None = None,
     tokens_per_step: int | None = None,
 ) -> CheckpointSeries:
-    """Open every checkpoint that the addresses name: metadata only, and for hub revisions nothing but their names.
+    """Open the checkpoints at `addresses`, sorted by position.
+
+    Only metadata are read. Hub revisions are listed but not downloaded.
 
     Args:
         addresses: Runs, checkpoints, directories of checkpoints, hf://org/repo@revision (or a pattern of revisions).
-        subtree: Where an Orbax tree holds the parameters; if None it is guessed, and the guess noted.
-        kind: Which snapshots of a run, "point" or "block_mean"; if None, the first kind that the run saves.
-        tokens_per_step: Gives tokens to checkpoints for which only the step is known.
+        subtree: Path of the parameters in an Orbax tree ("params"). If None, it is inferred and a note reports it.
+        snapshot_kind: Which snapshots of a run to open, "point" or "block_mean"; if None, the first kind that the run
+            saves.
+        tokens_per_step: Tokens per training step, to compute the tokens of checkpoints that record only their step.
 
     Raises:
-        ValueError: An address names no checkpoint, or different kinds of snapshots are mixed; one line.
+        ValueError: There is no checkpoint at an address, or different kinds of snapshots are mixed.
     """
     notes: list[str] = []
     sources: list[CheckpointSource] = []
     stages: list[str | None] = []
     for address in addresses:
-        places, stage_of, place_notes = _expand(str(address), kind)
-        notes += place_notes
-        for place in places:
-            open_place = open_deferred if place.startswith(hub.PREFIX) else open_source
-            sources.append(open_place(place, subtree))
-            stages.append(stage_of(place))
+        paths, get_stage, path_notes = _expand(str(address), snapshot_kind)
+        notes += path_notes
+        for path in paths:
+            open_checkpoint = open_deferred if path.startswith(hub.PREFIX) else open_source
+            sources.append(open_checkpoint(path, subtree))
+            stages.append(get_stage(path))
     if tokens_per_step is not None:
-        sources = [_with_tokens(source, tokens_per_step) for source in sources]
-    unit, positions = _positions(sources)
+        sources = [_fill_tokens(source, tokens_per_step) for source in sources]
+    unit, positions = _compute_positions(sources)
     if unit == "order" and len(sources) > 1:
-        notes.append("neither tokens nor steps are known for every checkpoint: the order is that of the command")
+        notes.append("neither tokens nor steps are known for every checkpoint: they keep the order of the arguments")
     series = CheckpointSeries(tuple(sources), positions, unit, tuple(stages), tuple(notes))
     series = series.take(np.argsort(positions, kind="stable").tolist())
-    check_same_kind(series.sources)
+    check_same_snapshot_kind(series.sources)
     return series
 
 
@@ -94,37 +97,59 @@ def select_checkpoints(
     series: CheckpointSeries,
     *,
     last: int | None = None,
-    between: tuple[int | None, int | None] | None = None,
-    every: int | None = None,
-    **options: Any,
+    between_tokens: tuple[int | None, int | None] | None = None,
+    every_tokens: int | None = None,
+    tolerance_tokens: int | None = None,
+    across_stages: bool = False,
 ) -> CheckpointSeries:
-    """Select checkpoints for a merge; arguments and `options` are those of `selection.select`, in tokens.
+    """Select checkpoints for a merge, and check that they are of one stage.
 
-    If every checkpoint was named itself and nothing is to be selected, the series is returned as it is: stage
-    boundaries are checked only for checkpoints that a run, a directory or a revision pattern contributed.
+    Return `series` unchanged if no selection is requested and every checkpoint was given by its own address. Stage
+    boundaries are not checked in that case.
+
+    Args:
+        series: The checkpoints to select from.
+        last: Number of checkpoints to select, the newest ones.
+        between_tokens: First and last position, both inclusive; None leaves that end open.
+        every_tokens: Interval between the selected checkpoints, back from the newest.
+        tolerance_tokens: Largest distance from a position of that grid; by default a tenth of the interval.
+        across_stages: Allow checkpoints of several stages.
 
     Raises:
         ValueError: Nothing is selected, a stage boundary would be crossed, or tokens are needed and not known.
     """
-    if (between is not None or every is not None) and series.unit != "tokens":
+    if (between_tokens is not None or every_tokens is not None) and series.unit != "tokens":
         raise ValueError(
-            "the tokens of these checkpoints are not all known, so none can be selected by tokens: "
-            "give --tokens-per-step, or name the checkpoints"
+            "cannot select by tokens, because the tokens of some checkpoints are unknown: "
+            "give --tokens-per-step, or the addresses of the checkpoints to merge"
         )
-    if set(series.stages) == {None} and last is None and between is None and every is None:
+    if set(series.stages) == {None} and last is None and between_tokens is None and every_tokens is None:
         return series
     selected = selection.select(
-        series.positions, last=last, between=between, every=every, stages=series.stages, **options
+        series.positions,
+        last=last,
+        between_tokens=between_tokens,
+        every_tokens=every_tokens,
+        tolerance_tokens=tolerance_tokens,
+        stages=series.stages,
+        across_stages=across_stages,
     )
     notes = [note if series.unit == "tokens" else note.replace("tokens", series.unit) for note in selected.notes]
     return replace(series.take(selected.indexes), notes=(*series.notes, *notes))
 
 
-def drop_unused(series: CheckpointSeries, coefficients: np.ndarray) -> tuple[CheckpointSeries, np.ndarray]:
-    """Drop the checkpoints whose coefficients (float64 [R, K]) are all zero, and download the remaining hub revisions.
+def load_used(series: CheckpointSeries, coefficients: np.ndarray) -> tuple[CheckpointSeries, np.ndarray]:
+    """Drop the checkpoints that no recipe uses, and download the remaining hub revisions.
+
+    Args:
+        series: K checkpoints.
+        coefficients: float64 [R, K]; a checkpoint is dropped if its coefficients are all zero.
+
+    Returns:
+        The remaining checkpoints and their coefficients.
 
     Raises:
-        ValueError: A revision cannot be downloaded; one line.
+        ValueError: A revision cannot be downloaded.
     """
     columns = np.flatnonzero(coefficients.any(axis=0)).tolist()
     series = series.take(columns)
@@ -133,30 +158,36 @@ def drop_unused(series: CheckpointSeries, coefficients: np.ndarray) -> tuple[Che
 
 def snapshot_metadata(source: CheckpointSource) -> dict[str, Any] | None:
     """Return the metadata of a snapshot that pma_jax wrote; None for any other checkpoint."""
-    metadata = source.metadata.get("custom", {}) if source.kind == "orbax" else {}
+    metadata = source.metadata.get("custom", {}) if source.format == "orbax" else {}
     return metadata if {"tokens", "step", "config", "kind"} <= metadata.keys() else None
 
 
-def check_same_kind(sources: Sequence[CheckpointSource]) -> None:
-    """Raise ValueError if points and block means, or pma_jax's snapshots and other checkpoints, are mixed."""
+def check_same_snapshot_kind(sources: Sequence[CheckpointSource]) -> None:
+    """Check that the sources are all point snapshots, all block-mean snapshots, or all not snapshots of pma_jax.
+
+    Raises:
+        ValueError: They are mixed.
+    """
     metadata = [snapshot_metadata(source) for source in sources]
-    kinds = {source.origin: entry["kind"] for entry, source in zip(metadata, sources, strict=True) if entry is not None}
-    selection.check_one_kind(kinds)
-    if kinds and None in metadata:
+    kind_of_path = {source.origin: entry["kind"] for entry, source in zip(metadata, sources, strict=True) if entry}
+    selection.check_one_snapshot_kind(kind_of_path)
+    if kind_of_path and None in metadata:
         odd = sources[metadata.index(None)].origin
-        raise ValueError(f"{odd} has no metadata of pma_jax: it is corrupt, or from another version")
+        raise ValueError(
+            f"{odd} has no metadata of pma_jax, but other inputs have: merge them apart, unless it is corrupt"
+        )
 
 
-def _expand(address: str, kind: str | None) -> tuple[list[str], Callable[[str], str | None], list[str]]:
-    """Return (the places of the checkpoints, a function from place to stage, notes)."""
+def _expand(address: str, snapshot_kind: str | None) -> tuple[list[str], Callable[[str], str | None], list[str]]:
+    """Return the addresses of the checkpoints at `address`, a function from such an address to its stage, and notes."""
     if address.startswith(hub.PREFIX):
-        places, notes = hub.list_revisions(address)
-        return places, hub.stage if len(places) > 1 else lambda _: None, notes
+        revisions, notes = hub.list_revisions(address)
+        return revisions, hub.stage if len(revisions) > 1 else lambda _: None, notes
     path = locate(address)
     if (path / "run.json").is_file() and (path / "config.json").is_file():
-        return _list_snapshots(path, kind), lambda _: str(path), []
-    if kind is not None:
-        raise ValueError(f"{address} is not a run, so it has no {kind} snapshots to choose from: leave --kind out")
+        return _list_snapshots(path, snapshot_kind), lambda _: str(path), []
+    if snapshot_kind is not None:
+        raise ValueError(f"{address} is not a run, so it has no {snapshot_kind} snapshots: leave --kind out")
     children = _list_checkpoints(path)
     if not children:
         return [address], lambda _: None, []
@@ -165,26 +196,26 @@ def _expand(address: str, kind: str | None) -> tuple[list[str], Callable[[str], 
     return [str(child) for child in children], lambda _: str(path), [note]
 
 
-def _list_snapshots(run: Path, kind: str | None) -> list[str]:
-    """List a run's published snapshots: those with a commit marker."""
+def _list_snapshots(run: Path, snapshot_kind: str | None) -> list[str]:
+    """List the published snapshots of a run: those with a commit marker."""
     from pma_jax import config as configuration  # its imports take longer than a small merge
 
     path = run / "config.json"
     try:
-        kind = kind or configuration.from_json(path.read_text()).checkpoint.kinds[0]
+        kind = snapshot_kind or configuration.from_json(path.read_text()).checkpoint.kinds[0]
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read: {error_line(error)}") from error
     steps = [step for step in (run / configuration.SNAPSHOT_KINDS[kind].folder).glob("*") if step.name.isdigit()]
     published = [str(step) for step in steps if (step / "commit_success.txt").is_file()]
     if not published:
-        raise ValueError(f"{run} has no {kind} snapshot: train until the first snapshot is due")
+        raise ValueError(f"{run} has no {kind} snapshot: train until the first one is saved, or choose another --kind")
     return published
 
 
 def _list_checkpoints(path: Path) -> list[Path]:
     """List the checkpoints in a directory; empty if the directory is itself a checkpoint."""
-    own = ("*.safetensors", "*.safetensors.index.json", "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
-    if not path.is_dir() or has_any(path, *own):
+    files = ("*.safetensors", "*.safetensors.index.json", "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
+    if not path.is_dir() or has_any(path, *files):
         return []
     return [child for child in path.iterdir() if child.is_dir() and _is_complete_checkpoint(child)]
 
@@ -192,19 +223,19 @@ def _list_checkpoints(path: Path) -> list[Path]:
 def _is_complete_checkpoint(path: Path) -> bool:
     if ".orbax-checkpoint-tmp" in path.name or path.name.startswith("."):
         return False
-    # The items of one Orbax checkpoint (params, state) have trees of their own: only steps have a number in their name.
+    # The items of an Orbax checkpoint (params, state) also contain _METADATA; only steps have a number in their name.
     is_step = _NUMBERS.search(path.name) is not None
     orbax_files = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_METADATA")
     return has_any(path, "*.safetensors") or (is_step and has_any(path, *orbax_files))
 
 
-def _with_tokens(source: CheckpointSource, tokens_per_step: int) -> CheckpointSource:
+def _fill_tokens(source: CheckpointSource, tokens_per_step: int) -> CheckpointSource:
     if source.tokens is not None or source.step is None:
         return source
     return replace(source, tokens=source.step * tokens_per_step)
 
 
-def _positions(sources: Sequence[CheckpointSource]) -> tuple[str, np.ndarray]:
+def _compute_positions(sources: Sequence[CheckpointSource]) -> tuple[str, np.ndarray]:
     known = {"tokens": [source.tokens for source in sources], "steps": [source.step for source in sources]}
     for unit, positions in known.items():
         if None not in positions:

@@ -33,7 +33,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
     if not is_snapshot(path):
         source = open_source(str(path), subtree)
         return {
-            "kind": source.kind,
+            "kind": source.format,
             "path": source.origin,
             "tokens": source.tokens,
             "step": source.step,

@@ -27,9 +27,9 @@ def select(
     tokens: ArrayLike,
     *,
     last: int | None = None,
-    between: tuple[int | None, int | None] | None = None,
-    every: int | None = None,
-    tolerance: int | None = None,
+    between_tokens: tuple[int | None, int | None] | None = None,
+    every_tokens: int | None = None,
+    tolerance_tokens: int | None = None,
     stages: Sequence[str | None] | None = None,
     across_stages: bool = False,
 ) -> Selection:
@@ -37,11 +37,11 @@ def select(
 
     Args:
         tokens: Integers [K], oldest first; strictly increasing within a stage, while parallel runs may share positions.
-        last: The newest N of the checkpoints that satisfy the other conditions.
-        between: (A, B) in tokens, both inclusive; None leaves that end open.
-        every: V in tokens: select the newest, and the checkpoint nearest to each of V, 2 V, ... tokens before it, if
-            one is within the tolerance.
-        tolerance: Largest distance in tokens from a position of the grid; by default a tenth of V.
+        last: Number of checkpoints to select: the newest of those that satisfy the other conditions.
+        between_tokens: (A, B), both inclusive; None leaves that end open.
+        every_tokens: Interval V: select the newest checkpoint, and the one nearest to each of V, 2 V, ... tokens before
+            it, if one is within the tolerance.
+        tolerance_tokens: Largest distance from a position of the grid; by default a tenth of V.
         stages: [K], the stage or run that each checkpoint belongs to; None counts as one more stage.
         across_stages: Allow checkpoints of several stages in the selection.
 
@@ -58,15 +58,16 @@ def select(
         raise ValueError(f"{len(labels)} stages for {len(t)} checkpoints: give one per checkpoint")
     if last is not None and last < 1:
         raise ValueError(f"last = {last}: select at least 1 checkpoint")
-    if every is not None and every <= 0:
-        raise ValueError(f"every = {every}: the interval must be a positive number of tokens")
-    if tolerance is not None and (every is None or tolerance < 0):
-        raise ValueError("a tolerance is 0 or more tokens, and belongs to an interval: give `every` too")
+    if every_tokens is not None and every_tokens <= 0:
+        raise ValueError(f"every = {every_tokens}: the interval must be a positive number of tokens")
+    if tolerance_tokens is not None and (every_tokens is None or tolerance_tokens < 0):
+        raise ValueError("a tolerance is 0 or more tokens, and applies to an interval: give `every` too")
     _check_order(t, labels)
-    chosen = _in_range(t, between)
+    chosen = _in_range(t, between_tokens)
     notes: list[str] = []
-    if every is not None:
-        chosen = _on_grid(t, chosen, every, OFF_GRID_SHARE * every if tolerance is None else tolerance, last, notes)
+    if every_tokens is not None:
+        tolerance = OFF_GRID_SHARE * every_tokens if tolerance_tokens is None else tolerance_tokens
+        chosen = _on_grid(t, chosen, every_tokens, tolerance, last, notes)
     if last is not None:
         if len(chosen) < last:
             raise ValueError(
@@ -74,18 +75,18 @@ def select(
             )
         chosen = chosen[-last:]
     notes += _stage_notes(t, chosen, labels, across_stages)
-    if every is None and len({labels[i] for i in chosen}) == 1:
+    if every_tokens is None and len({labels[i] for i in chosen}) == 1:
         notes += _gap_notes(t[chosen])
     return Selection(tuple(int(i) for i in chosen), tuple(notes))
 
 
-def check_one_kind(kinds: Mapping[str, str]) -> None:
-    """Check that snapshots, given as path -> kind, are of one kind.
+def check_one_snapshot_kind(kind_of_path: Mapping[str, str]) -> None:
+    """Check that all snapshots, given as {path: kind}, have the same kind, "point" or "block_mean".
 
     Raises:
-        ValueError: They are not; the message names one of each kind.
+        ValueError: They have different kinds; the message names one snapshot of each kind.
     """
-    path_of = {kind: path for path, kind in kinds.items()}
+    path_of = {kind: path for path, kind in kind_of_path.items()}
     if len(path_of) > 1:
         (one, first), (other, second) = path_of.items()
         raise ValueError(

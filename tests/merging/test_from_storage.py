@@ -221,7 +221,7 @@ def test_verify_names_the_change(pma, fails, finished, tmp_path):
 
 
 def test_selection_is_reported(suite):
-    actual = gather.gather([suite])
+    actual = gather.open_checkpoints([suite])
     assert (actual.unit, actual.positions.tolist()) == ("steps", list(STEPS))
     assert set(actual.stages) == {str(suite)}
     assert [path.name for path in from_storage.output_paths("out", ["sma:3", "lagfree:lag=0.5,order=1"])] == [

@@ -18,38 +18,38 @@ def test_last_selects_the_newest():
 
 
 def test_range_includes_both_ends():
-    assert select(TENTHS, between=(200_000, 400_000)).indexes == (1, 2, 3)
-    assert select(TENTHS, between=(None, 200_000)).indexes == (0, 1)
-    assert select(TENTHS, between=(2_900_000, None), last=1).indexes == (29,)
+    assert select(TENTHS, between_tokens=(200_000, 400_000)).indexes == (1, 2, 3)
+    assert select(TENTHS, between_tokens=(None, 200_000)).indexes == (0, 1)
+    assert select(TENTHS, between_tokens=(2_900_000, None), last=1).indexes == (29,)
     with pytest.raises(ValueError, match=r"no checkpoint is in 1:2 tokens: there are 30, from 100,000 to 3,000,000"):
-        select(TENTHS, between=(1, 2))
+        select(TENTHS, between_tokens=(1, 2))
 
 
 def test_every_selects_the_nearest_and_reports_deviations():
     tokens = [1_000, 2_000, 2_950, 4_000, 6_000, 7_000, 8_040, 9_000]
-    chosen = select(tokens, every=2_000)
+    chosen = select(tokens, every_tokens=2_000)
     assert [tokens[i] for i in chosen.indexes] == [1_000, 2_950, 7_000, 9_000]
     assert chosen.notes == (
         "every 2,000 tokens back from 9,000, nearest within 200",
         "missing: no checkpoint near 5,000 tokens",
         "off grid: 2,950 tokens is used for 3,000",
     )
-    assert [tokens[i] for i in select(tokens, every=1_000, tolerance=0).indexes] == [
+    assert [tokens[i] for i in select(tokens, every_tokens=1_000, tolerance_tokens=0).indexes] == [
         1_000, 2_000, 4_000, 6_000, 7_000, 9_000,
     ]  # fmt: skip
 
 
 def test_last_of_a_grid_extends_past_missing_checkpoints():
     tokens = [1_000, 2_000, 4_000, 5_000]
-    chosen = select(tokens, every=1_000, last=3)
+    chosen = select(tokens, every_tokens=1_000, last=3)
     assert [tokens[i] for i in chosen.indexes] == [2_000, 4_000, 5_000]
     assert any("missing: no checkpoint near 3,000" in note for note in chosen.notes)
     with pytest.raises(ValueError, match="5 checkpoints are requested and there are 4"):
-        select(tokens, every=1_000, last=5)
+        select(tokens, every_tokens=1_000, last=5)
 
 
 def test_tiny_interval_over_a_long_run_is_fast():
-    assert select([1, 10**13], every=1).notes[1] == "missing: no checkpoint near 2 to 9,999,999,999,999 tokens"
+    assert select([1, 10**13], every_tokens=1).notes[1] == "missing: no checkpoint near 2 to 9,999,999,999,999 tokens"
 
 
 def test_gaps_and_off_grid_checkpoints_are_reported_without_a_grid_too():
@@ -82,8 +82,8 @@ def test_parallel_runs_at_equal_positions_are_not_one_trajectory():
     ("options", "message"),
     [
         ({"last": 0}, "at least 1"),
-        ({"every": 0}, "positive"),
-        ({"tolerance": 5}, "give `every` too"),
+        ({"every_tokens": 0}, "positive"),
+        ({"tolerance_tokens": 5}, "give `every` too"),
         ({"stages": ["a"]}, "1 stages for 30"),
     ],
 )
@@ -99,7 +99,7 @@ def test_invalid_options_are_refused(options, message):
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40, unique=True), st.integers(1, 10**5))
 def test_grid_keeps_order_and_stays_within_the_tolerance(positions, every):
     tokens = np.sort(positions)
-    chosen = tokens[list(select(tokens, every=every).indexes)]
+    chosen = tokens[list(select(tokens, every_tokens=every).indexes)]
     assert chosen[-1] == tokens[-1] and (np.diff(chosen) > 0).all()
     off = (tokens[-1] - chosen) % every
     assert (np.minimum(off, every - off) <= 0.1 * every).all()

@@ -113,7 +113,7 @@ def test_suite_is_expanded_downloaded_and_merged(endpoint, tmp_path):
 
 
 def test_only_selected_revisions_are_downloaded(endpoint, tmp_path):
-    gathered = gather.select_checkpoints(gather.gather(["hf://org/suite@stage1-step-*"]), last=2)
+    gathered = gather.select_checkpoints(gather.open_checkpoints(["hf://org/suite@stage1-step-*"]), last=2)
     assert endpoint == [], "names alone decide"
     made, used = from_storage.plan_merge(gathered, ["sma:1"])
     assert [source.step for source in used.sources] == [400]

@@ -40,10 +40,10 @@ class MergePlan:
         dtype: "keep", "float32" or "bfloat16".
         leaves: The merged leaves.
         layout: The files of each merged checkpoint (the same for every recipe).
-        kind: "safetensors" or "orbax".
+        format: "safetensors" or "orbax".
         schedule: How the work is divided.
         digest: Identifies the merge; only a merge with the same digest resumes it.
-        notes: What the user should know, one line each.
+        notes: Messages for the user, one line each.
     """
 
     sources: tuple[CheckpointSource, ...]
@@ -52,7 +52,7 @@ class MergePlan:
     dtype: str
     leaves: Mapping[str, LeafInfo]
     layout: OutputLayout
-    kind: str
+    format: str
     schedule: Schedule
     digest: str
     notes: tuple[str, ...]
@@ -112,18 +112,18 @@ def plan(
     if dtype not in DTYPES:
         raise ValueError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     _check_leaves(sources)
-    kind = sources[0].kind if format == "keep" else format
+    output_format = sources[0].format if format == "keep" else format
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
     if metadata is None:
         progress = {"tokens": sources[-1].tokens, "step": sources[-1].step}
         metadata = {key: value for key, value in progress.items() if value is not None}
-    layout = plan_output(sources, leaves, kind, shard_bytes, dtype, metadata)
+    layout = plan_output(sources, leaves, output_format, shard_bytes, dtype, metadata)
     schedule = make_schedule(sources, len(rows), memory_limit_bytes, cores)
     notes = [note for source in sources for note in source.notes]
-    if len({source.kind for source in sources}) > 1:
+    if len({source.format for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")
     notes = (*dict.fromkeys(notes), *layout.notes)
-    merge_plan = MergePlan(tuple(sources), rows, names, dtype, leaves, layout, kind, schedule, "", notes)
+    merge_plan = MergePlan(tuple(sources), rows, names, dtype, leaves, layout, output_format, schedule, "", notes)
     return replace(merge_plan, digest=_compute_digest(merge_plan))
 
 
@@ -166,7 +166,7 @@ def _compute_digest(merge_plan: MergePlan) -> str:
         merge_plan.recipes,
         merge_plan.dtype,
         CHECKSUM,
-        merge_plan.kind,
+        merge_plan.format,
         sorted(merge_plan.layout.sizes.items()),
         sorted((name, text.hex()) for name, text in merge_plan.layout.texts.items()),
         *([unit.name, unit.start, unit.stop] for unit in merge_plan.units()),

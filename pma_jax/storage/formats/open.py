@@ -64,7 +64,7 @@ def load_deferred(source: CheckpointSource) -> CheckpointSource:
     Raises:
         ValueError: The same as `open_source`.
     """
-    if source.kind != "deferred":
+    if source.format != "deferred":
         return source
     return replace(open_source(source.origin, source.metadata["subtree"]), tokens=source.tokens, step=source.step)
 

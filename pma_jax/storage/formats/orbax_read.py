@@ -90,7 +90,7 @@ def _make_source(
     step, tokens = progress_from_name(path.name)
     step = int(path.name) if path.name.isdecimal() and len(path.name) < 19 else step
     return CheckpointSource(
-        kind="orbax",
+        format="orbax",
         path=path,
         origin=str(path),
         leaves={name: array.leaf for name, array in arrays.items()},

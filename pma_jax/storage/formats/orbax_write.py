@@ -36,7 +36,7 @@ def orbax_layout(
     sizes: dict[str, int] = {}
     byte_ranges: dict[str, tuple[ByteRange, ...]] = {}
     tree = {}
-    is_orbax = template.kind == "orbax"
+    is_orbax = template.format == "orbax"
     item = template.metadata["item"] if is_orbax else "state"
     folder = f"{item}/" if item else ""
     for name, leaf in leaves.items():
@@ -78,7 +78,7 @@ def orbax_layout(
 
 
 def _leaf_metadata(name: str, leaf: LeafInfo, template: CheckpointSource) -> dict[str, Any]:
-    is_orbax = template.kind == "orbax"
+    is_orbax = template.format == "orbax"
     keys = template.metadata["keys"].get(name) if is_orbax else None
     return {
         "key_metadata": keys or [{"key": name, "key_type": 2}],

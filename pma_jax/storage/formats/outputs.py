@@ -67,7 +67,7 @@ def plan_output(
         raise ValueError(f"the output format {format!r} is not safetensors or orbax")
     if "__metadata__" in leaves:
         raise ValueError("a leaf is named __metadata__, which safetensors reserves; write it as Orbax (--format orbax)")
-    metadata = sources[0].metadata if sources[0].kind == "safetensors" else {"format": "pt"}
+    metadata = sources[0].metadata if sources[0].format == "safetensors" else {"format": "pt"}
     layout = safetensors_layout(leaves, shard_bytes, metadata)
     copies, texts, notes = _plan_sidecars(sources, config_dtype)
     return replace(layout, texts={**texts, **layout.texts}, copies=copies, notes=notes)

@@ -66,22 +66,22 @@ class CheckpointSource:
     """A checkpoint whose leaves can be read one by one: its metadata, without its arrays.
 
     Attributes:
-        kind: "safetensors" or "orbax"; "deferred" if only the name of a hub revision is known.
+        format: "safetensors" or "orbax"; "deferred" if only the name of a hub revision is known.
         path: The directory or file that was opened.
-        origin: What the user named: the same path, or an hf:// address with its resolved commit.
+        origin: The address that the user gave: the same path, or an hf:// address with its resolved commit.
         leaves: Name -> LeafInfo, in storage order.
         byte_ranges: Name -> where the leaf's raw little-endian bytes are stored, in C order. Leaves that are not here
             are decoded: see `zstd_frames` and `tensorstore_specs`.
         tokens: Tokens seen when the checkpoint was saved, if known.
         step: The optimizer step, if known.
         files: Small files beside the weights (config, tokenizer).
-        metadata: What the format itself stores: safetensors' `__metadata__`, Orbax's tree metadata.
-        notes: What was guessed while opening, one line each, to be shown to the user.
+        metadata: Metadata that the format itself stores: safetensors' `__metadata__`, Orbax's tree metadata.
+        notes: Messages for the user about inferred settings, one line each.
         zstd_frames: Name -> `ZstdFrames` of the leaves that can be decoded sequentially without tensorstore.
         tensorstore_specs: Name -> tensorstore spec, for Orbax.
     """
 
-    kind: str
+    format: str
     path: Path
     origin: str
     leaves: Mapping[str, LeafInfo]
@@ -101,8 +101,8 @@ class CheckpointSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What descriptions of a merge say of each input, ready for JSON: its address, format, tokens and step."""
-        return {"source": self.origin, "kind": self.kind, "tokens": self.tokens, "step": self.step}
+        """Address, format, tokens and step, by which descriptions of a merge identify an input; ready for JSON."""
+        return {"source": self.origin, "kind": self.format, "tokens": self.tokens, "step": self.step}
 
 
 def numpy_dtype(name: str) -> np.dtype:
