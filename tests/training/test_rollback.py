@@ -29,11 +29,11 @@ from pma_jax.training.state import abstract_state, make_state
 from pma_jax.training.step import make_train_step
 
 STEP = tiny.BATCH_TOKENS
-# The ramp would end at 500 times the rate of the tiny run; the loss jumps around step 30. After the rollback the rate
+# The ramp would end at 600 times the rate of the tiny run; the loss jumps around step 40. After the rollback the rate
 # rises so slowly that the rest of the run is stable.
 KEYS = {
     "training__total_tokens": 64 * STEP,
-    "schedule__peak_rate": 5.0,
+    "schedule__peak_rate": 6.0,
     "schedule__warmup_tokens": 100 * STEP,
     "spikes__window_tokens": 16 * STEP,
     "spikes__patience_tokens": 6 * STEP,
