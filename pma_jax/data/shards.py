@@ -209,7 +209,7 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
     """Write the token files and tokenizer.json; return the content of meta.json."""
     read_task = bar.add_task("reading", total=None)
     scan = corpus.scan_corpus(source, data.held_out_percent, lambda size: bar.advance(read_task, size))
-    if not scan.documents:
+    if not scan.document_count:
         raise ValueError(f"the {data.source} corpus has no text: every document is empty")
     bar.remove_task(read_task)
     tokenizer = _select_tokenizer(data, source, scan, bar)
@@ -237,7 +237,7 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
     for name, split in splits.items():
         if not split["documents"]:
             raise ValueError(
-                f"no document is in the {name} split ({scan.documents} documents, "
+                f"no document is in the {name} split ({scan.document_count} documents, "
                 f"data.held_out_percent={data.held_out_percent}): change the percentage or add more documents"
             )
     return {

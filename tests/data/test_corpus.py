@@ -92,7 +92,7 @@ def test_held_out_text_is_never_trained_even_under_another_name(tmp_path):
     validation = {document.text for split, document in splits if split == "validation"}
     assert train and validation and not train & validation
     assert train | validation == {row["text"] for row in rows}
-    assert actual.documents == 400 and actual.utf8_bytes == sum(len(row["text"]) for row in rows)
+    assert actual.document_count == 400 and actual.utf8_bytes == sum(len(row["text"]) for row in rows)
 
 
 def bad_corpora(tmp_path):
@@ -110,11 +110,11 @@ def bad_corpora(tmp_path):
         (files(tmp_path / "none.txt"), "no file .*none.txt"),
         (files(tmp_path / "none*.txt"), "matches no file"),
         (files(tmp_path / "folder"), "is a folder: write a glob"),
-        (files(tmp_path / "page.html"), "page.html is not a .txt, .jsonl, .parquet file"),
+        (files(tmp_path / "page.html"), "page.html is not a .txt, .jsonl or .parquet file"),
         (files(tmp_path / "latin.txt"), r"latin.txt is not UTF-8 \(byte 0\)"),
         (files(tmp_path / "broken.jsonl"), "broken.jsonl line 2 is not JSON"),
         (files(tmp_path / "list.jsonl"), "line 1 is not a JSON object"),
-        (files(tmp_path / "half.jsonl"), "line 1: .*half a surrogate pair"),
+        (files(tmp_path / "half.jsonl"), "line 1: .*a lone surrogate"),
         (files(tmp_path / "rows.jsonl"), "line 1 has no field 'text': .*one of body, title"),
         (files(tmp_path / "rows.jsonl", text_field="title"), "line 1: the field 'title' is int, not text"),
         (files(tmp_path / "broken.parquet"), "cannot read .*broken.parquet"),
