@@ -33,7 +33,7 @@ def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any] | Config, overrid
     """Apply `section.key=value` overrides, fill in defaults, convert, validate and freeze a configuration.
 
     Raises:
-        ValueError: a key is unknown or has a wrong value; the message names it and what it accepts.
+        ValueError: A key is unknown or has a wrong value; the message names it and what it accepts.
     """
     if isinstance(raw, Config):
         raw = dataclasses.asdict(raw)
@@ -57,7 +57,7 @@ def override(raw: ml_collections.ConfigDict | dict[str, dict[str, Any]], assignm
     Values are parsed as the type of their key: `4e6` is an integer for an integer key, `3,6` a tuple for a tuple key.
 
     Raises:
-        ValueError: a key is unknown (the message names the nearest one), or its value has another type.
+        ValueError: A key is unknown (the message names the nearest one), or its value has another type.
     """
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
@@ -75,7 +75,7 @@ def load(name: str) -> ml_collections.ConfigDict:
     """Call `get_config()` of a configuration file, or of a shipped one by name.
 
     Raises:
-        ValueError: there is no such file, or it does not define a working `get_config`.
+        ValueError: There is no such file, or it does not define a working `get_config`.
     """
     path = _find(name)
     spec = importlib.util.spec_from_file_location("pma_jax_user_config", path)

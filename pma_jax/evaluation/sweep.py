@@ -133,7 +133,7 @@ def evaluate_cells(
 
     Args:
         config: Configuration of the run, with the held-out text.
-        snapshots: kind -> snapshots of that kind, oldest first, for each kind that the cells name.
+        snapshots: Kind -> snapshots of that kind, oldest first, for each kind that the cells name.
         cells: Each cell with the tokens at which its newest snapshot was scheduled, a multiple of the snapshot interval
             or the end of the run.
 

@@ -144,7 +144,7 @@ def make_hf_config(
             transformers.
 
     Raises:
-        ValueError: transformers does not have such a model (`check_exportable`).
+        ValueError: Transformers does not have such a model (`check_exportable`).
     """
     check_exportable(model)
     architecture = architecture_of(model)

@@ -33,11 +33,11 @@ def attention(
     GPU and Splash on TPU, if they support the shape (`cudnn_supports`, `splash_supports`), else XLA.
 
     Args:
-        q_BxLxNxH: queries.
-        k_BxLxKxH: keys; query head n reads key head n // G.
-        v_BxLxKxH: values.
+        q_BxLxNxH: Queries.
+        k_BxLxKxH: Keys; query head n reads key head n // G.
+        v_BxLxKxH: Values.
         segment_ids_BxL: int32; positions attend only within their segment. None: each row is one segment.
-        window_tokens: the number of positions that one attends to, itself included; 0: all before it.
+        window_tokens: The number of positions that one attends to, itself included; 0: all before it.
 
     Returns:
         [B, L, N, H] in the dtype of the queries.

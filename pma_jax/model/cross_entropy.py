@@ -28,12 +28,12 @@ def cross_entropy(
     its logits, so that nothing is computed twice. Call under `jax.set_mesh`.
 
     Args:
-        x_BxLxD: the last hidden states, sharded along the batch axes.
-        head_DxV: the output projection in the dtype of `x_BxLxD`, sharded as its parameter. It is gathered along the
+        x_BxLxD: The last hidden states, sharded along the batch axes.
+        head_DxV: The output projection in the dtype of `x_BxLxD`, sharded as its parameter. It is gathered along the
             width, and its gradient is reduce-scattered.
         targets_BxL: int32; negative targets are not counted.
-        z_loss_weight: weight of log(Z)^2.
-        chunk_tokens: the most positions per device in one chunk; 1 or more.
+        z_loss_weight: Weight of log(Z)^2.
+        chunk_tokens: The most positions per device in one chunk; 1 or more.
 
     Returns:
         Two float32 scalars: the objective, and nats, which has no gradient.

@@ -29,10 +29,10 @@ def apply_experts(
     """Compute for each token the weighted sum of the outputs of its experts.
 
     Args:
-        x_SxD: the tokens.
-        router_weights_SxK: the weight of each choice, float32.
-        expert_ids_SxK: the indices of each token's K distinct experts among all E, int32.
-        matrices: this device's experts in the dtype of `x_SxD`. If F is sharded, the result is a partial sum: `psum` it
+        x_SxD: The tokens.
+        router_weights_SxK: The weight of each choice, float32.
+        expert_ids_SxK: The indices of each token's K distinct experts among all E, int32.
+        matrices: This device's experts in the dtype of `x_SxD`. If F is sharded, the result is a partial sum: `psum` it
             over the mesh axis of F.
         expert_devices: X, the number of devices along the mesh axis `expert`.
 

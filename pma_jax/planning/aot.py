@@ -58,10 +58,10 @@ class CompileReport:
     """Compiler statistics of one program, per device.
 
     Attributes:
-        seconds: compile time.
-        refusal: the compiler's message if the program does not fit in memory; all fields below are then unset.
-        program: the parsed HLO text.
-        memory: bytes by the names of `MEMORY_FIELDS`, and as `bytes` the peak memory while the program runs: arguments,
+        seconds: Compile time.
+        refusal: The compiler's message if the program does not fit in memory; all fields below are then unset.
+        program: The parsed HLO text.
+        memory: Bytes by the names of `MEMORY_FIELDS`, and as `bytes` the peak memory while the program runs: arguments,
             outputs that are not aliased, temporaries, code.
         costs: XLA's cost analysis, which counts a loop's body once: `flops`, and `bytes_accessed` in any memory.
     """
@@ -77,7 +77,7 @@ def tpu_topology(name: str) -> Topology:
     """Look up the devices of a slice such as `v5p:4x4x8`, or of two slices as `2*v5p:4x4x8`.
 
     Raises:
-        ValueError: libtpu is not installed, or does not know the name.
+        ValueError: The package libtpu is not installed, or does not know the name.
     """
     parts = re.fullmatch(r"(?:([1-9]\d*)\*)?([^:*]+):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
     chip = CHIPS.get(parts[2]) if parts else None
@@ -117,7 +117,7 @@ def program_lowerings(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Call
     at the sizes of `config`, for the devices of `mesh`.
 
     Raises:
-        ValueError: a size, which is named, does not divide over the mesh.
+        ValueError: A size, which is named, does not divide over the mesh.
     """
     check_mesh(config, mesh)
     state = abstract_state(config, mesh)

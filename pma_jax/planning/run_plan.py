@@ -31,17 +31,17 @@ def plan_run(
     """Compile the programs of a run for a topology, and add up what they and its checkpoints need.
 
     Args:
-        config: the run's configuration.
-        topology: the devices, from `aot.tpu_topology`.
-        storage_bytes_per_second: bandwidth of the storage, for all devices together.
-        annealing_share: length of the annealing that merging replaces, as a share of the run's tokens.
-        log: called with one line before each program is compiled.
+        config: The run's configuration.
+        topology: The devices, from `aot.tpu_topology`.
+        storage_bytes_per_second: Bandwidth of the storage, for all devices together.
+        annealing_share: Length of the annealing that merging replaces, as a share of the run's tokens.
+        log: Called with one line before each program is compiled.
 
     Returns:
         Numbers that JSON can hold. A program fits in memory only where `compiled` is true, as the compiler reports.
 
     Raises:
-        ValueError: a size does not divide over the mesh, or the mesh and the topology differ in the number of devices.
+        ValueError: A size does not divide over the mesh, or the mesh and the topology differ in the number of devices.
     """
     mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
     state = abstract_state(config, mesh)

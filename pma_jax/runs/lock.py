@@ -29,14 +29,14 @@ def hold(run_dir: epath.Path, wait: bool = False) -> Iterator[str | None]:
     """Hold the lock of a run directory, and create the directory if it does not exist. A bucket is not locked.
 
     Args:
-        run_dir: the run directory.
-        wait: wait while another process holds the lock.
+        run_dir: The run directory.
+        wait: Wait while another process holds the lock.
 
     Yields:
         A warning for the user (the file system has no locks, or the last holder did not release the lock), or None.
 
     Raises:
-        ValueError: another process holds the lock (the message names it), and `wait` is False.
+        ValueError: Another process holds the lock (the message names it), and `wait` is False.
     """
     if "://" in str(run_dir):
         yield None

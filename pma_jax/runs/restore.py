@@ -20,7 +20,7 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
     """Restore the pytree stored as `name` at `path` with the shapes, dtypes and shardings of `abstract`.
 
     Raises:
-        ValueError: leaves are missing, unknown, of another shape, or corrupt (by their digest). The message gives their
+        ValueError: Leaves are missing, unknown, of another shape, or corrupt (by their digest). The message gives their
             number and names the first ten.
     """
     metadata = read_array_metadata(path).get(name)

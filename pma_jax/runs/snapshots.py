@@ -52,8 +52,8 @@ def snapshot_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]
     """Decide which snapshots to keep: those of the newest `keep_windows` windows, and those of the archive.
 
     Args:
-        config: the run's configuration.
-        tokens: token count of each snapshot, ascending.
+        config: The run's configuration.
+        tokens: Token count of each snapshot, ascending.
 
     Returns:
         Whether each snapshot is kept.
@@ -70,7 +70,7 @@ def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
     The arrays may be donated when this function returns.
 
     Raises:
-        ValueError: a leaf is not finite (the message names it), or this or the previous, asynchronous write failed.
+        ValueError: A leaf is not finite (the message names it), or this or the previous, asynchronous write failed.
     """
     writer.save(snapshot.step, {"params": params}, _metadata(snapshot, params))
 
@@ -79,7 +79,7 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     """Restore a snapshot's parameters with the shapes, dtypes and shardings of `abstract`.
 
     Raises:
-        ValueError: leaves are missing, unknown, of another shape, corrupt (by their digest) or not finite. The message
+        ValueError: Leaves are missing, unknown, of another shape, corrupt (by their digest) or not finite. The message
             names the first ten.
     """
     params = restore.restore_tree(snapshot.path, "params", abstract)

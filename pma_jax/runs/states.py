@@ -53,7 +53,7 @@ def read_state(path: epath.Path) -> SavedState:
     """Read the metadata of a saved state, without its arrays.
 
     Raises:
-        ValueError: the metadata file is missing or corrupt.
+        ValueError: The metadata file is missing or corrupt.
     """
     keys = ("step", "tokens", "position")
     metadata = steps.read_metadata(path, keys)
@@ -67,8 +67,8 @@ def state_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]:
     towards `keep_states`. An interrupted run therefore keeps the same states as an uninterrupted one.
 
     Args:
-        config: the run's configuration.
-        tokens: token count of each state, ascending.
+        config: The run's configuration.
+        tokens: Token count of each state, ascending.
 
     Returns:
         Whether each state is kept.
@@ -86,7 +86,7 @@ def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
     run did not have.
 
     Raises:
-        ValueError: a parameter is not finite, or this or the previous, asynchronous write failed.
+        ValueError: A parameter is not finite, or this or the previous, asynchronous write failed.
     """
     integrity.check_finite(state.params, progress.step, progress.tokens)
     names = _optional_fields(state)
@@ -103,7 +103,7 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
     initialised with zeros.
 
     Raises:
-        ValueError: a leaf is missing, unknown, of another shape, or corrupt, or a field that was saved is missing.
+        ValueError: A leaf is missing, unknown, of another shape, or corrupt, or a field that was saved is missing.
     """
     names = _optional_fields(abstract)
     state = restore.restore_tree(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(names)))
@@ -126,7 +126,7 @@ def copy_state(saved: SavedState, run_dir: epath.Path) -> None:
     """Copy a state's files into the run directory `run_dir`, and publish the copy atomically. Keep an existing copy.
 
     Raises:
-        ValueError: the state was deleted while it was being copied.
+        ValueError: The state was deleted while it was being copied.
     """
     target = run_dir / STATES / saved.path.name
     if (target / COMMIT_MARKER if is_bucket(target) else target).exists():

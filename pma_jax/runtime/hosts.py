@@ -38,10 +38,10 @@ def join(heartbeat_seconds: int = HEARTBEAT_SECONDS) -> None:
     MPI and Kubernetes (GKE).
 
     Args:
-        heartbeat_seconds: a process without a heartbeat for this long is considered dead, and the others stop.
+        heartbeat_seconds: A process without a heartbeat for this long is considered dead, and the others stop.
 
     Raises:
-        ValueError: the variables are inconsistent, or no job is detected.
+        ValueError: The variables are inconsistent, or no job is detected.
     """
     address, count, index = (os.environ.get(name) for name in VARIABLES)
     if (count is None) != (index is None) or (count is not None and address is None):
@@ -87,7 +87,7 @@ def broadcast_from_first(read: Callable[[], str]) -> str:
     """Call `read` in process 0 only, and return its result in all processes.
 
     Raises:
-        ValueError: in all processes, if `read` raises ValueError or OSError.
+        ValueError: In all processes, if `read` raises ValueError or OSError.
     """
     if global_state.num_processes == 1:
         return read()
@@ -107,7 +107,7 @@ def run_on_first_then_rest(work: Callable[[], T]) -> T:
     """Run `work` in process 0, then in all others, which find its side effects done. Return this process's result.
 
     Raises:
-        ValueError: in all processes, if `work` raises ValueError or OSError in process 0.
+        ValueError: In all processes, if `work` raises ValueError or OSError in process 0.
     """
     results: list[T] = []
 
@@ -129,8 +129,8 @@ def raise_if_any_failed(error: Exception | None) -> None:
     """Wait for all processes, then raise if any of them has an error.
 
     Raises:
-        Exception: this process's own error.
-        ValueError: another process failed; the message names the first.
+        Exception: This process's own error.
+        ValueError: Another process failed; the message names the first.
     """
     errors = gather("" if error is None else error_line(error))
     if error is not None:

@@ -43,7 +43,7 @@ class Rules:
         Inside `jax.shard_map` the manual axes are left out, because arrays are per-device shards there.
 
         Raises:
-            ValueError: one mesh axis would split two dims.
+            ValueError: One mesh axis would split two dims.
         """
         manual = jax.sharding.get_abstract_mesh().manual_axes
         named = [getattr(self, dim) if dim else None for dim in dims]
@@ -64,7 +64,7 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
     Initialises the backend, on CPU with `cpu_devices` devices. An initialised backend stays as it is.
 
     Raises:
-        ValueError: the product of the sizes is not the number of devices.
+        ValueError: The product of the sizes is not the number of devices.
     """
     if sizes.cpu_devices:
         with contextlib.suppress(RuntimeError):  # the backend is initialised, which fixes the device count
@@ -79,7 +79,7 @@ def mesh_from_devices(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.s
     more.
 
     Raises:
-        ValueError: the product of the sizes is not the number of devices, or a replica does not fit in a slice.
+        ValueError: The product of the sizes is not the number of devices, or a replica does not fit in a slice.
     """
     shape = [sizes.data, sizes.fsdp, sizes.tensor, sizes.expert]
     count = len(devices)
@@ -119,7 +119,7 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Check that `config` can be trained on `mesh`.
 
     Raises:
-        ValueError: a size is not divisible by the mesh axes that split it, or the CPU backend was initialised with
+        ValueError: A size is not divisible by the mesh axes that split it, or the CPU backend was initialised with
             another number of devices than `mesh.cpu_devices`.
     """
     wanted, here = config.mesh.cpu_devices, jax.local_device_count()
@@ -142,7 +142,7 @@ def check_model_on_mesh(model: ModelConfig, axis_sizes: Mapping[str, int]) -> No
     """Check that each size of the model divides by the mesh axes (name -> devices) that split it.
 
     Raises:
-        ValueError: a size does not; the message names it and the axes.
+        ValueError: A size does not; the message names it and the axes.
     """
     sizes = {
         "model.width": ("width", model.width),
@@ -179,8 +179,8 @@ def put_batch(mesh: jax.sharding.Mesh, tokens_bxM: np.ndarray) -> jax.Array:
     """Assemble a batch, split along the batch axes, from the rows of each process.
 
     Args:
-        mesh: where the batch goes.
-        tokens_bxM: this process's rows, as `local_rows` lists them.
+        mesh: Where the batch goes.
+        tokens_bxM: This process's rows, as `local_rows` lists them.
 
     Returns:
         The global array [B, M].

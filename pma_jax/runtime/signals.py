@@ -42,7 +42,7 @@ def catch_signals(interrupts: bool) -> Iterator[StopRequest]:
     compilation, because another thread reads the signals. Outside the main thread this context does nothing.
 
     Args:
-        interrupts: raise `Stopped` in the main thread at the first signal; otherwise the block must poll the request.
+        interrupts: Raise `Stopped` in the main thread at the first signal; otherwise the block must poll the request.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

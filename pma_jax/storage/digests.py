@@ -72,8 +72,8 @@ def checkpoint_digest(leaves: Mapping[str, Any], leaf_digests: Mapping[str, str]
     """Compute a checkpoint's sha256 (hex) over one JSON line [name, dtype, shape, digest] per leaf, sorted by name.
 
     Args:
-        leaves: leaf name -> object with `dtype` (its numpy name) and `shape`.
-        leaf_digests: leaf name -> digest (hex).
+        leaves: Leaf name -> object with `dtype` (its numpy name) and `shape`.
+        leaf_digests: Leaf name -> digest (hex).
     """
     total = hashlib.sha256()
     for name in sorted(leaves):

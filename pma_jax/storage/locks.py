@@ -18,8 +18,8 @@ def locked(path: Path, when_held: Callable[[IO[str]], None] = lambda _: None) ->
     The holder may remove the file when it ends, so the lock counts only if `path` is still the file that was locked.
 
     Args:
-        path: the lock file.
-        when_held: called with the open file if another process holds the lock: raises to refuse, or returns to wait.
+        path: The lock file.
+        when_held: Called with the open file if another process holds the lock: raises to refuse, or returns to wait.
 
     Yields:
         The open file, and whether it is locked: False on a file system without locks.

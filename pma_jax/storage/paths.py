@@ -24,7 +24,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
     """Return a `pathlib.Path` for a disk, or an object with the same interface for a bucket.
 
     Raises:
-        ValueError: as `check_bucket`.
+        ValueError: As `check_bucket`.
     """
     if not is_bucket(path):
         return Path(path)
@@ -36,7 +36,7 @@ def absolute_path(path: str | os.PathLike[str]) -> Any:
     """Return an absolute `etils.epath.Path`, as Orbax wants it, with `~` expanded; bucket addresses stay as they are.
 
     Raises:
-        ValueError: as `check_bucket`.
+        ValueError: As `check_bucket`.
     """
     from etils import epath
 

@@ -60,7 +60,7 @@ def add_to_ema(ema: RunningMean, params: Any, decay: float) -> RunningMean:
     Args:
         ema: The average so far.
         params: The parameters after this step.
-        decay: d in (0, 1), the factor by which each later step reduces a step's coefficient.
+        decay: D in (0, 1), the factor by which each later step reduces a step's coefficient.
     """
     count = (ema.count + 1).astype(jnp.float32)
     share = (1 - decay) / (1 - jnp.float32(decay) ** count)

@@ -26,11 +26,11 @@ def fork(
     exists already, it is opened.
 
     Args:
-        source: the run to fork.
-        at_tokens: tokens at which one of its states was scheduled.
-        config: of the new run.
-        workdir: where to create it.
-        weights: a snapshot or a merge (PMA-init) whose parameters replace the state's when training starts; it must
+        source: The run to fork.
+        at_tokens: Tokens at which one of its states was scheduled.
+        config: Of the new run.
+        workdir: Where to create it.
+        weights: A snapshot or a merge (PMA-init) whose parameters replace the state's when training starts; it must
             exist until the new run has saved a state of its own.
 
     Raises:

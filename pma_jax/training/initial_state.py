@@ -34,12 +34,12 @@ def restore_or_make(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[
     are set aside, and training takes them again.
 
     Args:
-        run: the run; `resume.clean_up` was called.
-        abstract: shapes, dtypes and shardings of the state.
-        warn: takes a line about each corrupt state or snapshot.
+        run: The run; `resume.clean_up` was called.
+        abstract: Shapes, dtypes and shardings of the state.
+        warn: Takes a line about each corrupt state or snapshot.
 
     Raises:
-        ValueError: all states are corrupt, or the snapshot to start from is missing or of another model.
+        ValueError: All states are corrupt, or the snapshot to start from is missing or of another model.
     """
     saved, state = resume.newest_intact_state(run, abstract, warn)
     progress = saved.progress if saved else Progress()
@@ -68,12 +68,12 @@ def find_weights(config: Config, path: epath.PathLike, option: str) -> Snapshot:
     """Return the snapshot at `path`, or the newest of a run, whose parameters fit the model of `config`.
 
     Args:
-        config: configuration of the run that starts from them.
-        path: a snapshot, a merge or a run.
-        option: what the user set to `path`, for error messages.
+        config: Configuration of the run that starts from them.
+        path: A snapshot, a merge or a run.
+        option: What the user set to `path`, for error messages.
 
     Raises:
-        ValueError: it is no snapshot, or one of another model (naming the keys to change).
+        ValueError: It is no snapshot, or one of another model (naming the keys to change).
     """
     snapshot = newest_snapshot(path)
     ours, theirs = dataclasses.asdict(config.model), dataclasses.asdict(snapshot.config.model)

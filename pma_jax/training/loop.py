@@ -36,8 +36,8 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     With `spikes.attempts`, rolls back to before a spike that does not recover, and resumes from there.
 
     Args:
-        config: of the run.
-        workdir: the run directory; it is created if there is none.
+        config: Of the run.
+        workdir: The run directory; it is created if there is none.
 
     Raises:
         ValueError: `workdir` holds a run with another configuration (naming the keys that differ), the data cannot be

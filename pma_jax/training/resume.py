@@ -40,7 +40,7 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
     """Open the run in `workdir`, or create it.
 
     Raises:
-        ValueError: it holds a run with another configuration (naming the keys that differ) or another corpus.
+        ValueError: It holds a run with another configuration (naming the keys that differ) or another corpus.
     """
     if not is_run(workdir):
         return create_run(workdir, config, metadata)
@@ -88,15 +88,15 @@ def newest_intact_state(run: Run, abstract: Any, warn: Warn) -> tuple[SavedState
     """Restore the newest intact state; all processes choose the same.
 
     Args:
-        run: the run to resume.
-        abstract: shapes, dtypes and shardings of the state.
-        warn: takes a line about each corrupt state, which is set aside.
+        run: The run to resume.
+        abstract: Shapes, dtypes and shardings of the state.
+        warn: Takes a line about each corrupt state, which is set aside.
 
     Returns:
         The state's metadata and its arrays; (None, None) if the run has no state yet.
 
     Raises:
-        ValueError: the run has states, and all are corrupt: the user decides whether to start over.
+        ValueError: The run has states, and all are corrupt: the user decides whether to start over.
     """
     corrupt: list[tuple[SavedState, str]] = []
     for saved in run.resumable_states:

@@ -62,14 +62,14 @@ def begin(run: Run, spike: Record, state: TrainState, progress: Progress, mesh: 
     """Write the state to continue from, then the event: from then on the run rolls back, even if it is killed.
 
     Args:
-        run: the run; its writers must be closed, so that every snapshot from before the spike is published.
-        spike: the spike's record.
-        state: the newest state; its parameters are deleted, to make room for the merge.
-        progress: of that state.
-        mesh: of the state.
+        run: The run; its writers must be closed, so that every snapshot from before the spike is published.
+        spike: The spike's record.
+        state: The newest state; its parameters are deleted, to make room for the merge.
+        progress: Of that state.
+        mesh: Of the state.
 
     Raises:
-        ValueError: the attempts are used up, or no snapshot from before the spike is left.
+        ValueError: The attempts are used up, or no snapshot from before the spike is left.
     """
     config, keys, past = run.config, run.config.spikes, events(run)
     attempt, merged = _choose_snapshots(run, spike, past)

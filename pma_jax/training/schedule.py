@@ -27,9 +27,9 @@ def learning_rate_with_rewarmup(config: Config, rollbacks: Sequence[int], tokens
     `spikes.warmup_tokens`.
 
     Args:
-        config: configuration of the run.
-        rollbacks: token counts to which the run was rolled back, in order of occurrence.
-        tokens: token count at the end of the step.
+        config: Configuration of the run.
+        rollbacks: Token counts to which the run was rolled back, in order of occurrence.
+        tokens: Token count at the end of the step.
     """
     rate = learning_rate(config.schedule, config.training.total_tokens, tokens)
     tokens_since_rollback = [tokens - start for start in rollbacks if start < tokens]

@@ -81,11 +81,11 @@ def observe(
     once, unless its update is skipped, because it has made all weights NaN.
 
     Args:
-        detector: after the step before.
-        config: of the run; with `spikes.attempts` a declared spike stays declared until the run rolls back.
+        detector: After the step before.
+        config: Of the run; with `spikes.attempts` a declared spike stays declared until the run rolls back.
         step: int32 scalar, from 1.
-        loss: scalar, nats per token.
-        gradient_norm: scalar, before clipping.
+        loss: Scalar, nats per token.
+        gradient_norm: Scalar, before clipping.
     """
     keys, patience_steps = config.spikes, config.steps(config.spikes.patience_tokens)
     loss, log_norm = loss.astype(jnp.float32), jnp.log(gradient_norm.astype(jnp.float32) + TINY)
@@ -146,13 +146,13 @@ def _track_spike(
     """Begin a spike or continue the open one.
 
     Args:
-        detector: after the step before.
-        confirm_steps: a majority of these newest steps must be outliers to begin a spike.
-        patience_steps: a spike may be declared irrecoverable after these.
+        detector: After the step before.
+        confirm_steps: A majority of these newest steps must be outliers to begin a spike.
+        patience_steps: A spike may be declared irrecoverable after these.
         step: int32 scalar.
-        far: whether the step is an outlier.
-        out: whether its loss is far enough out to continue a spike.
-        poisoned: whether it made the weights NaN.
+        far: Whether the step is an outlier.
+        out: Whether its loss is far enough out to continue a spike.
+        poisoned: Whether it made the weights NaN.
     """
     far_out = (2 * detector.far_out + far) % 2**confirm_steps
     majority = 2 * jax.lax.population_count(far_out) > confirm_steps

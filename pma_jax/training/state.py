@@ -69,10 +69,10 @@ def branch_state(config: Config, state: TrainState, params: Params, **changes: A
     Averages of the old parameters restart. The optimizer's moments are kept, unless they are among the changes.
 
     Args:
-        config: of the new branch.
-        state: the state to branch off from.
-        params: the new parameters.
-        **changes: other fields to replace.
+        config: Of the new branch.
+        state: The state to branch off from.
+        params: The new parameters.
+        **changes: Other fields to replace.
     """
     state = dataclasses.replace(state, **changes)
     block, mean = (running and averages.restart(running) for running in (state.block, state.ema))

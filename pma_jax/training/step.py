@@ -35,8 +35,8 @@ def make_train_step(
     that a process which trains several times traces and compiles once.
 
     Args:
-        config: the model, optimizer, training and spikes sections are read.
-        graph: the model's static half (`graph_definition`).
+        config: The model, optimizer, training and spikes sections are read.
+        graph: The model's static half (`graph_definition`).
 
     Returns:
         A function of a state, int32 tokens [B, M] and a learning rate. Its metrics are `loss`, `gradient_norm` and

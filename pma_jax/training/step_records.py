@@ -39,10 +39,10 @@ class StepRecords:
         """Write the record of the pending step; return a spike from which the run has to roll back, or None.
 
         Args:
-            params: the newest parameters, among which the leaves that an error names are searched.
+            params: The newest parameters, among which the leaves that an error names are searched.
 
         Raises:
-            ValueError: a metric is not finite, and the run neither skipped the update nor rolls back.
+            ValueError: A metric is not finite, and the run neither skipped the update nor rolls back.
         """
         if self._pending is None:
             return None
@@ -81,9 +81,9 @@ def check_finite(record: Record, numbers: dict[str, float], params: Any) -> None
     """Raise ValueError if one of a step's `numbers` is not finite, naming the step, the numbers and leaves of `params`.
 
     Args:
-        record: has the `step` and `tokens` to name.
-        numbers: what the step measured.
-        params: the newest parameters, after this step or the next.
+        record: Has the `step` and `tokens` to name.
+        numbers: What the step measured.
+        params: The newest parameters, after this step or the next.
     """
     bad = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
     if not bad:

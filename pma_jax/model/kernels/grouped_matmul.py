@@ -24,9 +24,9 @@ def grouped_matmul(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.
     Call it inside a `jax.shard_map`: arrays are one device's parts.
 
     Args:
-        rows_RxD: rows sorted by group.
-        matrices_ExDxF: one matrix per group.
-        sizes_E: rows per group, int32. Rows past their sum belong to no group, and their results are undefined.
+        rows_RxD: Rows sorted by group.
+        matrices_ExDxF: One matrix per group.
+        sizes_E: Rows per group, int32. Rows past their sum belong to no group, and their results are undefined.
 
     Returns:
         [R, F] in the dtype of the rows.
