@@ -329,7 +329,7 @@ def changed(tensors, how):
         return tensors | {
             "lm_head.weight": tensors["lm_head.weight"][:-1]
         }, "lm_head.weight has shape (255, 16), not (256, 16)"
-    return tensors | {name: tensors[name].astype(np.int8)}, f"{name} is int8"
+    return tensors | {name: tensors[name].astype(np.int8)}, f"{name} has dtype int8"
 
 
 @pytest.mark.mesh
