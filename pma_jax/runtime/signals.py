@@ -39,7 +39,7 @@ def catch_signals(interrupts: bool) -> Iterator[StopRequest]:
     """Record the first SIGINT or SIGTERM within the block; a second ends the process at once, with its status.
 
     Ending at once is like SIGKILL, which everything on disk survives. It also works while the main thread is inside a
-    compilation, because another thread reads the signals. Outside the main thread this context does nothing.
+    compilation, because another thread reads the wakeup pipe. Outside the main thread this context does nothing.
 
     Args:
         interrupts: Raise `Stopped` in the main thread at the first signal; otherwise the block must poll the request.
@@ -59,7 +59,7 @@ def catch_signals(interrupts: bool) -> Iterator[StopRequest]:
     os.set_blocking(write_end, False)
     handlers = {number: signal.signal(number, handle) for number in SIGNALS}
     previous_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    threading.Thread(target=_read_signals, args=(read_end, request), name="signals", daemon=True).start()
+    threading.Thread(target=_read_signals, args=(read_end,), name="signals", daemon=True).start()
     try:
         yield request
     finally:
@@ -69,7 +69,8 @@ def catch_signals(interrupts: bool) -> Iterator[StopRequest]:
         os.close(write_end)
 
 
-def _read_signals(read_end: int, request: StopRequest) -> None:
+def _read_signals(read_end: int) -> None:
+    """End the process at the second of SIGNALS that arrives on the wakeup pipe; return when the pipe is closed."""
     is_first = True
     while numbers := os.read(read_end, 16):
         for number in numbers:
@@ -79,5 +80,4 @@ def _read_signals(read_end: int, request: StopRequest) -> None:
                 os.write(2, b"stopped at once: published checkpoints are intact\n")
                 os._exit(128 + number)
             is_first = False
-            request.signal = request.signal or number
     os.close(read_end)

@@ -69,7 +69,7 @@ def begin(run: Run, spike: Record, state: TrainState, progress: Progress, mesh: 
         mesh: Of the state.
 
     Raises:
-        ValueError: The attempts are used up, or no snapshot from before the spike is left.
+        ValueError: The attempts are used up, or there is no snapshot from before the spike.
     """
     config, keys, past = run.config, run.config.spikes, events(run)
     attempt, merged = _choose_snapshots(run, spike, past)
