@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.sparse.linalg
+from jax.flatten_util import ravel_pytree
 from numpy.typing import ArrayLike
 
 Product = Callable[[Any], Any]  # multiplies a matrix by a vector; both vectors are parameter trees
@@ -110,20 +111,17 @@ def top_eigenpairs(product: Product, like: Any, count: int, seed: int = 0) -> tu
     Raises:
         ValueError: `count` is not between 1 and the number of parameters minus 1.
     """
-    leaves, structure = jax.tree.flatten(like)
-    size = sum(leaf.size for leaf in leaves)
+    flat, unravel = ravel_pytree(jax.device_get(like))
+    size = flat.size
     if not 0 < count < size:
         raise ValueError(f"count must be 1 to {size - 1}, not {count}: the model has {size} parameters")
-    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
 
     def as_tree(vector: np.ndarray) -> Any:
-        parts = zip(np.split(vector, ends), leaves, strict=True)
-        placed = [jax.device_put(part.reshape(leaf.shape).astype(leaf.dtype), leaf.sharding) for part, leaf in parts]
-        return jax.tree.unflatten(structure, placed)
+        return jax.device_put(unravel(vector.astype(flat.dtype)), shardings)
 
     def times(vector: np.ndarray) -> np.ndarray:
-        curved = jax.device_get(jax.tree.leaves(product(as_tree(vector))))
-        return np.concatenate([leaf.ravel() for leaf in curved]).astype(np.float64)
+        return np.asarray(ravel_pytree(jax.device_get(product(as_tree(vector))))[0], np.float64)
 
     operator = scipy.sparse.linalg.LinearOperator((size, size), matvec=times)  # pyrefly: ignore
     start = np.random.default_rng(seed).standard_normal(size)

@@ -19,7 +19,7 @@ from pma_jax.reporting.drawing import (
     new_figure,
 )
 
-COLUMN_INCHES, ROW_INCHES, LEGEND_LINE_INCHES = 4.2, 3.3, 0.22
+COLUMN_INCHES, ROW_INCHES = 4.2, 3.6
 LEGEND_COLUMNS = 4
 MOST_TICKS = 8  # with at most this many distinct x, the ticks are these
 CONTOUR_INCHES, CONTOUR_LEVELS = (5.0, 4.0), 18
@@ -71,9 +71,7 @@ def draw_lines(panels: Sequence[LinePanel], columns: int = 3) -> Figure:
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
-    legend_inches = LEGEND_LINE_INCHES * (-(-len(names) // LEGEND_COLUMNS) + 0.5)
-    height = ROW_INCHES * rows + legend_inches
-    figure = new_figure(max(COLUMN_INCHES * columns, 7.0), height)
+    figure = new_figure(max(COLUMN_INCHES * columns, 7.0), ROW_INCHES * rows, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     entries = {}
     for panel, axes in zip(panels, grid, strict=False):
@@ -82,15 +80,10 @@ def draw_lines(panels: Sequence[LinePanel], columns: int = 3) -> Figure:
         entries |= dict(zip(labels, handles, strict=True))
     for empty in grid[len(panels) :]:
         empty.set_axis_off()
+    handles = [entries[name] for name in names]
     figure.legend(
-        [entries[name] for name in names],
-        names,
-        loc="lower center",
-        ncols=min(LEGEND_COLUMNS, len(names)),
-        fontsize=SMALL_POINTS,
-        frameon=False,
+        handles, names, loc="outside lower center", ncols=LEGEND_COLUMNS, fontsize=SMALL_POINTS, frameon=False
     )
-    figure.tight_layout(rect=(0, legend_inches / height, 1, 1))
     return figure
 
 
