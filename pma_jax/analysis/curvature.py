@@ -118,7 +118,7 @@ def top_eigenpairs(product: Product, like: Any, count: int, seed: int = 0) -> tu
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
 
     def as_tree(vector: np.ndarray) -> Any:
-        return jax.device_put(unravel(vector.astype(flat.dtype)), shardings)
+        return jax.device_put(unravel(jnp.asarray(vector, flat.dtype)), shardings)
 
     def times(vector: np.ndarray) -> np.ndarray:
         return np.asarray(ravel_pytree(jax.device_get(product(as_tree(vector))))[0], np.float64)

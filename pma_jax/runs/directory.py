@@ -30,8 +30,8 @@ from pma_jax.runs.snapshots import Snapshot, read_snapshot, snapshot_retention_m
 from pma_jax.runs.states import STATES, SavedState, read_state, state_retention_mask
 from pma_jax.runs.steps import StepWriter
 from pma_jax.runtime import hosts
-from pma_jax.runtime.errors import error_line
 from pma_jax.storage import atomic
+from pma_jax.storage.json_files import read_object
 from pma_jax.storage.paths import absolute_path, locate
 
 # Folder of steps -> (function that reads the metadata of a step, retention rule: `StepWriter` describes it).
@@ -92,7 +92,7 @@ class Run:
     @property
     def metadata(self) -> dict[str, Any]:
         """Contents of run.json: the corpus digest, versions, and the origin of a fork."""
-        return _read_json(self.path / "run.json")
+        return read_object(locate(self.path / "run.json"))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ def open_run(path: epath.PathLike) -> Run:
         raise ValueError(
             f"{path} is not a run directory (run.json and config.json): specify the --workdir of a `pma train`"
         )
-    raw = _read_json(folder / "config.json")
+    raw = read_object(locate(folder / "config.json"))
     try:
         return Run(folder, configuration.resolve(raw))
     except (ValueError, TypeError) as error:
@@ -213,13 +213,3 @@ def read_metric_records(path: epath.Path) -> list[dict[str, Any]]:
 def record_lines(records: Iterable[dict[str, Any]]) -> str:
     """Format metric records as `read_metric_records` reads them: one per line."""
     return "".join(json.dumps(record) + "\n" for record in records)
-
-
-def _read_json(path: epath.Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-        if not isinstance(value, dict):
-            raise TypeError(f"it contains a {type(value).__name__}, not an object")
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read: {error_line(error)}") from error
-    return value
