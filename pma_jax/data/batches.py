@@ -86,18 +86,15 @@ def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens:
     Returns:
         int32 [b, W], with zeros past the end of the stream.
     """
-    ends = np.cumsum([shard.size for shard in split.shards])
+    begins = np.cumsum([0, *(shard.size for shard in split.shards)])[:-1].tolist()
     windows_bxW = np.zeros((len(starts_b), window_tokens), np.int32)
-    for window_W, first in zip(windows_bxW, starts_b.tolist(), strict=True):
-        filled = 0
-        index = int(np.searchsorted(ends, first, side="right"))
-        while filled < window_tokens and index < len(split.shards):
-            shard = split.shards[index]
-            offset = first + filled - (int(ends[index]) - shard.size)
-            part = shard[offset : offset + window_tokens - filled]
-            window_W[filled : filled + part.size] = part
-            filled += part.size
-            index += 1
+    for window_W, start in zip(windows_bxW, starts_b.tolist(), strict=True):
+        parts = [
+            shard[max(start - begin, 0) : max(start + window_tokens - begin, 0)]
+            for begin, shard in zip(begins, split.shards, strict=True)
+        ]
+        tokens_T = np.concatenate(parts)
+        window_W[: tokens_T.size] = tokens_T
     return windows_bxW
 
 
