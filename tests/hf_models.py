@@ -18,7 +18,7 @@ from pma_jax.config import Config, MeshConfig, ModelConfig
 from pma_jax.model.decoder import abstract_params, apply, graph_definition
 from pma_jax.runs import snapshots
 from pma_jax.runs.snapshots import Snapshot, read_snapshot
-from pma_jax.runtime.mesh import local_mesh, make_mesh
+from pma_jax.runtime.mesh import data_parallel_mesh, make_mesh
 from pma_jax.storage.paths import absolute_path
 
 SIZES = {"vocabulary_size": 256, "width": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 24}
@@ -69,7 +69,7 @@ def write_pma_snapshot(
     path: Path, made: Config, seed: int = 0, tokens: int = 4096, kind: str = "point", change=lambda params: None
 ):
     """Write a snapshot of random parameters on the configuration's mesh; return them, altered by `change`."""
-    abstract = abstract_params(made.model, local_mesh() if made.mesh == MeshConfig() else make_mesh(made.mesh))
+    abstract = abstract_params(made.model, data_parallel_mesh() if made.mesh == MeshConfig() else make_mesh(made.mesh))
     params = random_tree(abstract, seed)
     change(params)
     placed = jax.tree.map(lambda values, leaf: jax.device_put(values, leaf.sharding), params, abstract)
@@ -80,7 +80,7 @@ def write_pma_snapshot(
 
 def pma_logits(path: Path, tokens_BxL: np.ndarray = TOKENS) -> np.ndarray:
     """Return the logits of a stored snapshot by pma_jax's decoder, on all devices."""
-    mesh = local_mesh()
+    mesh = data_parallel_mesh()
     snapshot = read_snapshot(path)
     params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, mesh))
     with jax.set_mesh(mesh):

@@ -83,12 +83,12 @@ def measure_quadratic(bench: Workbench, models: list[Any], around: Any) -> dict[
     loss = jax.jit(objective)
     losses, mean_model_loss = [float(loss(model)) for model in models], float(loss(average(models, weights)))
     deltas = [optax.tree.sub(model, around) for model in models]
-    slopes = curvature.directional_slopes(objective, around, deltas)
+    slopes = curvature.directional_derivatives(objective, around, deltas)
     measured = {"over_mean": np.mean(losses) - mean_model_loss, "over_last": losses[-1] - mean_model_loss}
     gains: dict[str, Any] = {"measured": measured}
     products = {
-        "hessian": curvature.hessian_product(objective, around),
-        "gauss_newton": curvature.gauss_newton_product(bench.logits_and_mask, around),
+        "hessian": curvature.make_hessian_vector_product(objective, around),
+        "gauss_newton": curvature.make_gauss_newton_vector_product(bench.logits_and_mask, around),
     }
     for name, product in products.items():
         matrix = curvature.pairwise_curvature(product, deltas)
@@ -114,7 +114,9 @@ def off_diagonal_share(matrix_KxK: ArrayLike) -> float:
 
 def measure_spectra(bench: Workbench, constant: list[Any], decayed: list[Any], merged: Any) -> dict[str, Any]:
     """Return the power of the weights' path along random and most curved directions, at constant and decaying rate."""
-    values, top = curvature.top_eigenpairs(curvature.hessian_product(bench.loss, merged), merged, TOP_DIRECTIONS)
+    values, top = curvature.top_eigenpairs(
+        curvature.make_hessian_vector_product(bench.loss, merged), merged, TOP_DIRECTIONS
+    )
     spectra: dict[str, Any] = {"eigenvalues": values.tolist()}
     for name, directions in (("random", spectrum.random_directions(merged, RANDOM_DIRECTIONS)), ("top", top)):
         spectra[name] = {}

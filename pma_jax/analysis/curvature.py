@@ -15,7 +15,7 @@ import scipy.sparse.linalg
 from jax.flatten_util import ravel_pytree
 from numpy.typing import ArrayLike
 
-Product = Callable[[Any], Any]  # multiplies a matrix by a vector; both vectors are parameter trees
+MatrixVectorProduct = Callable[[Any], Any]  # v -> M v for a matrix M; v and M v are pytrees like the parameters
 
 
 def inner_product(first: Any, second: Any) -> jax.Array:
@@ -25,7 +25,7 @@ def inner_product(first: Any, second: Any) -> jax.Array:
     return sum(jax.tree.leaves(products), jnp.zeros(()))
 
 
-def hessian_product(loss: Callable[[Any], jax.Array], params: Any) -> Product:
+def make_hessian_vector_product(loss: Callable[[Any], jax.Array], params: Any) -> MatrixVectorProduct:
     """Return v -> H v for the Hessian H of `loss` at `params`, computed as the gradient of <gradient, v>.
 
     Uses reverse mode twice, because the decoder's custom VJPs do not support forward mode. A product costs about two
@@ -35,7 +35,9 @@ def hessian_product(loss: Callable[[Any], jax.Array], params: Any) -> Product:
     return lambda vector: product(params, vector)
 
 
-def gauss_newton_product(outputs: Callable[[Any], tuple[jax.Array, jax.Array]], params: Any) -> Product:
+def make_gauss_newton_vector_product(
+    outputs: Callable[[Any], tuple[jax.Array, jax.Array]], params: Any
+) -> MatrixVectorProduct:
     """Return v -> G v for the Gauss-Newton matrix of the mean cross-entropy at `params`; it is positive semidefinite.
 
     G = J' H_out J, with the Jacobian J of the logits and H_out = diag(p) - p p' for the softmax p at each position.
@@ -58,7 +60,7 @@ def gauss_newton_product(outputs: Callable[[Any], tuple[jax.Array, jax.Array]], 
     return lambda vector: product(params, vector)
 
 
-def pairwise_curvature(product: Product, deltas_K: Sequence[Any]) -> np.ndarray:
+def pairwise_curvature(product: MatrixVectorProduct, deltas_K: Sequence[Any]) -> np.ndarray:
     """Compute delta_i' H delta_j for every pair from K products, symmetrised: float64 [K, K]."""
     matrix_KxK = np.zeros((len(deltas_K), len(deltas_K)))
     for j, delta in enumerate(deltas_K):
@@ -67,7 +69,7 @@ def pairwise_curvature(product: Product, deltas_K: Sequence[Any]) -> np.ndarray:
     return (matrix_KxK + matrix_KxK.T) / 2
 
 
-def directional_slopes(loss: Callable[[Any], jax.Array], params: Any, deltas_K: Sequence[Any]) -> np.ndarray:
+def directional_derivatives(loss: Callable[[Any], jax.Array], params: Any, deltas_K: Sequence[Any]) -> np.ndarray:
     """Compute the slopes gradient' delta_k of `loss` at `params`, float64 [K]. Call it under `jax.set_mesh`."""
     gradient = jax.jit(jax.grad(loss))(params)
     return np.array([float(inner_product(gradient, delta)) for delta in deltas_K])
@@ -94,7 +96,7 @@ def merging_gain_over_last(matrix_KxK: ArrayLike, coefficients_K: ArrayLike, slo
     return float(slopes[-1] + matrix[-1, -1] / 2 - coefficients @ slopes - coefficients @ matrix @ coefficients / 2)
 
 
-def top_eigenpairs(product: Product, like: Any, count: int, seed: int = 0) -> tuple[np.ndarray, list[Any]]:
+def top_eigenpairs(product: MatrixVectorProduct, like: Any, count: int, seed: int = 0) -> tuple[np.ndarray, list[Any]]:
     """Compute the `count` largest eigenvalues, descending, and their unit eigenvectors as trees, by Lanczos (ARPACK).
 
     Vectors are float64 in host memory, so this suits models of up to some tens of millions of parameters.

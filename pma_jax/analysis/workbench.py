@@ -46,7 +46,7 @@ class Workbench:
     def logits_and_mask(self) -> Callable[[Params], tuple[jax.Array, jax.Array]]:
         """The function from parameters to the logits [B, L, V] and the loss mask [B, L] (1 where the target counts).
 
-        It is the argument of `curvature.gauss_newton_product`.
+        It is the argument of `curvature.make_gauss_newton_vector_product`.
         """
 
         def logits_and_mask(params: Params) -> tuple[jax.Array, jax.Array]:

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.overrides, options.words = overrides, words
     _silence_libraries()
     try:
-        with signals.catch_signals(interrupts=True), _distributed(options):
+        with signals.catch_signals(raises_stopped=True), _distributed(options):
             options.function(options)
     except (ValueError, OSError) as error:
         print(f"error: {error_line(error)}", file=sys.stderr)

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from pma_jax.config.schema import ABOVE_ZERO, SNAPSHOT_KINDS, Config
 
-MOST_CONFIRM_STEPS = 30  # the detector stores one bit per step in an int32
-LEAST_SPIKE_WINDOW_STEPS = 16  # fewer steps give no meaningful median and spread
+MAX_CONFIRM_STEPS = 30  # the detector stores one bit per step in an int32
+MIN_SPIKE_WINDOW_STEPS = 16  # fewer steps give no meaningful median and spread
 _HINTS = {name: get_type_hints(section, include_extras=True) for name, section in get_type_hints(Config).items()}
 
 
@@ -102,14 +102,14 @@ def _validate_optimizer(config: Config) -> None:
 
 def _validate_spikes(config: Config) -> None:
     spikes, checkpoint = config.spikes, config.checkpoint
-    if spikes.confirm_steps > MOST_CONFIRM_STEPS:
-        raise ValueError(f"spikes.confirm_steps must be at most {MOST_CONFIRM_STEPS}, not {spikes.confirm_steps}")
+    if spikes.confirm_steps > MAX_CONFIRM_STEPS:
+        raise ValueError(f"spikes.confirm_steps must be at most {MAX_CONFIRM_STEPS}, not {spikes.confirm_steps}")
     acts = spikes.attempts or spikes.skip_gradient_z
     if acts and not spikes.detect:
         raise ValueError("spikes.attempts and spikes.skip_gradient_z need spikes.detect=true to detect spikes")
-    if acts and config.steps(spikes.window_tokens) < LEAST_SPIKE_WINDOW_STEPS:
+    if acts and config.steps(spikes.window_tokens) < MIN_SPIKE_WINDOW_STEPS:
         raise ValueError(
-            f"spikes.window_tokens ({spikes.window_tokens}) is less than {LEAST_SPIKE_WINDOW_STEPS} steps of "
+            f"spikes.window_tokens ({spikes.window_tokens}) is less than {MIN_SPIKE_WINDOW_STEPS} steps of "
             f"{config.batch_tokens} tokens: raise it"
         )
     # Retention must still have the snapshots to merge when a spike is declared, which happens at most `patience` late.

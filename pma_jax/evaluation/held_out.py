@@ -24,7 +24,7 @@ def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding
     return [put_batch(mesh, tokens_bxM) for tokens_bxM in read_held_out_windows(tokens, config, rows_b)]
 
 
-def evaluation_digest(tokens: shards.TokenSet, config: Config) -> str:
+def held_out_digest(tokens: shards.TokenSet, config: Config) -> str:
     """Return 16 hex digits of the SHA-256 of the held-out windows; losses with equal digests are comparable."""
     digest = hashlib.sha256()
     for tokens_BxM in read_held_out_windows(tokens, config):

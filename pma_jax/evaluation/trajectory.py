@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pma_jax.config import EvaluationConfig
 from pma_jax.data import shards
-from pma_jax.evaluation.held_out import evaluation_digest
+from pma_jax.evaluation.held_out import held_out_digest
 from pma_jax.evaluation.sweep import Cell, evaluate_cells, snapshots_through
 from pma_jax.runs.directory import Run
 from pma_jax.runtime import hosts
@@ -50,7 +50,7 @@ def evaluate_along_run(
         ValueError: There is no snapshot at an end, a recipe is invalid, or losses.json is corrupt.
     """
     config = dataclasses.replace(run.config, evaluation=evaluation or run.config.evaluation)
-    digest = evaluation_digest(shards.prepare_tokens(config.data, progress=False), config)
+    digest = held_out_digest(shards.prepare_tokens(config.data, progress=False), config)
     path = run.path / FILE_NAME
     # Read on the first process and broadcast, so that all processes evaluate the same cells.
     stored = hosts.broadcast_from_first(lambda: path.read_text() if path.exists() else "{}")

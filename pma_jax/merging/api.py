@@ -14,7 +14,7 @@ from pma_jax.merging.engine.rounding import check_rows
 from pma_jax.merging.selection import check_one_snapshot_kind
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import Snapshot, read_snapshot, restore_params
-from pma_jax.runtime.mesh import local_mesh
+from pma_jax.runtime.mesh import data_parallel_mesh
 from pma_jax.storage.paths import absolute_path
 
 
@@ -38,7 +38,7 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
     """
     weights_1xK = check_rows(np.atleast_2d(weights), len(snapshots))
     check_one_snapshot_kind({str(s.path): s.kind for s in snapshots})
-    mesh = mesh or local_mesh()
+    mesh = mesh or data_parallel_mesh()
     abstract = abstract_params(snapshots[0].config.model, mesh)
     with jax.set_mesh(mesh):
         (merged,) = average_stream((restore_params(s, abstract) for s in snapshots), weights_1xK)

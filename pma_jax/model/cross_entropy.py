@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import P
 
 from pma_jax.model.kernels.matmul import transpose_for_matmul
-from pma_jax.runtime.mesh import RULES, axes_of, free_axes, map_over_devices, reshard_like
+from pma_jax.runtime.mesh import RULES, axes_of, map_over_devices, non_manual_axes, reshard_like
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -72,7 +72,7 @@ def _sum_on_mesh(
     """Compute the two sums, and on request the gradients of `x` and `head`, with positions and vocabulary sharded."""
     x, head, rows = RULES.spec("batch", None, None), RULES.spec("width", "vocabulary"), RULES.spec("batch", None)
     mesh = jax.sharding.get_abstract_mesh()
-    split = any(mesh.shape[axis] > 1 for axis in free_axes())
+    split = any(mesh.shape[axis] > 1 for axis in non_manual_axes())
     own = functools.partial(
         _sum_on_device,
         z_loss_weight=z_loss_weight,

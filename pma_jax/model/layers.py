@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 
-from pma_jax.runtime.mesh import RULES, axes_of, free_axes, map_over_devices, reshard_like
+from pma_jax.runtime.mesh import RULES, axes_of, map_over_devices, non_manual_axes, reshard_like
 
 
 def truncated_normal_param(
@@ -73,7 +73,7 @@ def _embed_bwd(_dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], g_BxLxD: j
     mesh = jax.sharding.get_abstract_mesh()
     rows_spec, table_spec = RULES.spec("batch", None, None), RULES.spec("vocabulary", "width")
     vocabulary_size = table_VxD.shape[0]
-    if not any(mesh.shape[axis] > 1 for axis in free_axes()):
+    if not any(mesh.shape[axis] > 1 for axis in non_manual_axes()):
         tokens_BxL, g_BxLxD = jax.reshard(tokens_BxL, P(None, None)), jax.reshard(g_BxLxD, P(None, None, None))
         d_VxD = _sum_by_token(tokens_BxL, g_BxLxD, 0, vocabulary_size)
         return reshard_like(table_VxD, d_VxD.astype(table_VxD.dtype)), None

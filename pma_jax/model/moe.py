@@ -21,7 +21,7 @@ from jax import P
 from pma_jax.config import ModelConfig
 from pma_jax.model.experts import apply_experts
 from pma_jax.model.layers import truncated_normal_param
-from pma_jax.runtime.mesh import RULES, free_axes, map_over_devices
+from pma_jax.runtime.mesh import RULES, map_over_devices, non_manual_axes
 
 ROUTER_BIAS = "router_bias_E"  # the one leaf of the tree of parameters that is not trained by gradient
 RouterSums = dict[str, jax.Array]  # load_E int32: tokens per expert; balance, z: float32 sums over positions
@@ -59,7 +59,7 @@ class MixtureOfExperts(nnx.Module):
             "down_ExFxD": (self.expert_down_ExFxD[...], spec("experts", "hidden", "width")),
         }
         y_BxLxD, sums = map_over_devices(
-            functools.partial(_apply_on_device, c, free_axes()),
+            functools.partial(_apply_on_device, c, non_manual_axes()),
             ({name: part for name, (_, part) in parts.items()},),
             (batch, {"load_E": spec("experts"), "balance": P(), "z": P()}),
         )({name: x for name, (x, _) in parts.items()})

@@ -41,7 +41,7 @@ def named_leaves(tree: Any, separator: str = ".") -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator=separator): leaf for path, leaf in leaves}
 
 
-def changed_leaves(tree: Any, stored: Mapping[str, str], prefix: str = "") -> list[str]:
+def mismatched_leaves(tree: Any, stored: Mapping[str, str], prefix: str = "") -> list[str]:
     """List leaves whose digest differs from the stored one (under `prefix` + name); none if no digests are stored."""
     if not stored:
         return []
@@ -67,7 +67,7 @@ def check_finite(params: Any, step: int, tokens: int) -> None:
         )
 
 
-def digest_metadata(tree: Any) -> dict[str, Any]:
+def digests_as_metadata(tree: Any) -> dict[str, Any]:
     """Compute the digests of a tree as they are stored in a checkpoint's metadata."""
     return {"checksum": CHECKSUM, "leaves": tree_digests(tree)}
 

@@ -39,7 +39,7 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
     with report_read_errors(path):
         restored = jax.block_until_ready(ocp.load_checkpointables(path, {name: as_stored})[name])
     # Leaf names of a snapshot have no prefix; those of a state start with the name of their item.
-    changed = integrity.changed_leaves(restored, recorded_digests(path), "" if name == "params" else f"{name}.")
+    changed = integrity.mismatched_leaves(restored, recorded_digests(path), "" if name == "params" else f"{name}.")
     if changed:
         raise ValueError(
             f"{path} is corrupt: {len(changed)} leaves do not match their digests: {', '.join(changed[:10])}"

@@ -97,7 +97,7 @@ def _metadata(snapshot: Snapshot, params: Any) -> dict[str, Any]:
         "loss": snapshot.loss,
         "kind": snapshot.kind,
         "config": json.loads(configuration.to_json(snapshot.config)),
-    } | integrity.digest_metadata(params)
+    } | integrity.digests_as_metadata(params)
 
 
 def _read_merge(folder: epath.Path) -> dict[str, Any] | None:

@@ -92,7 +92,7 @@ def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
     names = _optional_fields(state)
     parts = {name: part for name in names if (part := getattr(state, name)) is not None}
     items = {"state": dataclasses.replace(state, **dict.fromkeys(names))} | parts
-    writer.save(progress.step, items, dataclasses.asdict(progress) | integrity.digest_metadata(items))
+    writer.save(progress.step, items, dataclasses.asdict(progress) | integrity.digests_as_metadata(items))
 
 
 def restore_state(saved: SavedState, abstract: Any) -> Any:

@@ -149,7 +149,7 @@ def stop_requests() -> Iterator[StopRequest]:
     if global_state.num_processes > 1:
         yield StopRequest()
         return
-    with catch_signals(interrupts=False) as request:
+    with catch_signals(raises_stopped=False) as request:
         yield request
 
 

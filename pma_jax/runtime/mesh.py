@@ -195,12 +195,12 @@ def put_batch(mesh: jax.sharding.Mesh, tokens_bxM: np.ndarray) -> jax.Array:
     )
 
 
-def local_mesh() -> jax.sharding.Mesh:
+def data_parallel_mesh() -> jax.sharding.Mesh:
     """Create a mesh with all devices along `data`, the default for evaluation and merging."""
     return make_mesh(MeshConfig())
 
 
-def free_axes() -> tuple[str, ...]:
+def non_manual_axes() -> tuple[str, ...]:
     """Return the axes of the mesh that is set, without those of an enclosing `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
@@ -213,7 +213,7 @@ def map_over_devices(function: Callable[..., Any], in_specs: tuple[Any, ...], ou
     enclosing shard_map of a train step (`accumulate` in training/step.py).
     """
     mapped = jax.shard_map(
-        function, in_specs=in_specs, out_specs=out_specs, axis_names=set(free_axes()), check_vma=False
+        function, in_specs=in_specs, out_specs=out_specs, axis_names=set(non_manual_axes()), check_vma=False
     )
     return lambda *arrays: mapped(*jax.tree.map(jax.reshard, arrays, in_specs))
 

@@ -35,14 +35,15 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def catch_signals(interrupts: bool) -> Iterator[StopRequest]:
+def catch_signals(raises_stopped: bool) -> Iterator[StopRequest]:
     """Record the first SIGINT or SIGTERM within the block; a second ends the process at once, with its status.
 
     Ending at once is like SIGKILL, which everything on disk survives. It also works while the main thread is inside a
     compilation, because another thread reads the wakeup pipe. Outside the main thread this context does nothing.
 
     Args:
-        interrupts: Raise `Stopped` in the main thread at the first signal; otherwise the block must poll the request.
+        raises_stopped: Whether to raise `Stopped` in the main thread at the first signal; otherwise the block must poll
+            the request.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -52,7 +53,7 @@ def catch_signals(interrupts: bool) -> Iterator[StopRequest]:
     def handle(number: int, frame: Any) -> None:
         del frame
         request.signal = request.signal or number
-        if interrupts:
+        if raises_stopped:
             raise Stopped(number)
 
     read_end, write_end = os.pipe()

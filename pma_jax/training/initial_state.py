@@ -41,7 +41,7 @@ def restore_or_make(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[
     Raises:
         ValueError: All states are corrupt, or the snapshot to start from is missing or of another model.
     """
-    saved, state = resume.newest_intact_state(run, abstract, warn)
+    saved, state = resume.restore_newest_intact_state(run, abstract, warn)
     progress = saved.progress if saved else Progress()
     origin = run.metadata.get("forked_from", {})
     if saved is None:
@@ -51,7 +51,7 @@ def restore_or_make(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[
     for kind in run.config.checkpoint.kinds:
         for snapshot in run.of_kind(kind):
             if snapshot.tokens > progress.tokens:
-                resume.restore_snapshot(run, snapshot, abstract.params, warn)
+                resume.restore_or_set_aside(run, snapshot, abstract.params, warn)
     return state, progress
 
 

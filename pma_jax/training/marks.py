@@ -56,7 +56,7 @@ class Marks:
         newest = [s for s in self._run.snapshots if start <= s.tokens <= tokens]
         restored: list[tuple[int, Params]] = []
         for snapshot in newest[::-1][:size]:
-            params = resume.restore_snapshot(self._run, snapshot, abstract, self._log.print)
+            params = resume.restore_or_set_aside(self._run, snapshot, abstract, self._log.print)
             if params is None:
                 break
             restored.append((snapshot.tokens, params))

@@ -16,7 +16,7 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.data.shards import TokenSet
-from pma_jax.evaluation.held_out import evaluation_digest
+from pma_jax.evaluation.held_out import held_out_digest
 from pma_jax.runs import snapshots, states, steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, create_run, is_run, open_run
 from pma_jax.runs.snapshots import Snapshot
@@ -33,7 +33,7 @@ def run_metadata(tokens: TokenSet, config: Config) -> dict[str, Any]:
     """Return the contents of run.json: digests of the corpus and of the held-out tokens, and versions."""
     packages = ("pma-jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
-    return {"corpus": tokens.digest, "evaluation": evaluation_digest(tokens, config), "versions": versions}
+    return {"corpus": tokens.digest, "evaluation": held_out_digest(tokens, config), "versions": versions}
 
 
 def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, Any]) -> Run:
@@ -84,7 +84,7 @@ def apply_retention(run: Run) -> None:
     hosts.barrier("resume.apply_retention")
 
 
-def newest_intact_state(run: Run, abstract: Any, warn: Warn) -> tuple[SavedState | None, Any]:
+def restore_newest_intact_state(run: Run, abstract: Any, warn: Warn) -> tuple[SavedState | None, Any]:
     """Restore the newest intact state; all processes choose the same.
 
     Args:
@@ -117,7 +117,7 @@ def newest_intact_state(run: Run, abstract: Any, warn: Warn) -> tuple[SavedState
     return None, None
 
 
-def restore_snapshot(run: Run, snapshot: Snapshot, abstract: Any, warn: Warn) -> Any:
+def restore_or_set_aside(run: Run, snapshot: Snapshot, abstract: Any, warn: Warn) -> Any:
     """Restore a snapshot's parameters; return None, in all processes, and set it aside where it is corrupt."""
     params, error = _restore(lambda: snapshots.restore_params(snapshot, abstract))
     if error:

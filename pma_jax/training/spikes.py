@@ -24,7 +24,7 @@ from pma_jax.config import Config
 CALM, OPEN, RECOVERED, IRRECOVERABLE = 0, 1, 2, 3  # codes of a reading
 NORMAL_MAD = 1.4826  # standard deviations in one median absolute deviation of normal noise
 # Lower bounds of the spreads: in a trace without noise any step would be an outlier.
-LEAST_LOSS_SPREAD, LEAST_GRADIENT_SPREAD = 1e-3, 1e-2  # nats; natural logarithm of the norm
+MIN_LOSS_SPREAD, MIN_LOG_NORM_SPREAD = 1e-3, 1e-2  # nats; natural logarithm of the norm
 CALM_SHARE = 4  # a spike is over when the loss has been back for the patience divided by this
 TINY = 1e-30
 
@@ -65,7 +65,7 @@ class Reading:
     skips: jax.Array  # int32: updates skipped so far, this one included
 
 
-def empty(window_steps: int) -> Detector:
+def empty_detector(window_steps: int) -> Detector:
     """Return a detector with an empty window; traceable."""
     rings = [jnp.zeros(window_steps, jnp.float32) for _ in range(2)]
     counts = [jnp.zeros((), jnp.int32) for _ in range(8)]
@@ -90,8 +90,8 @@ def observe(
     keys, patience_steps = config.spikes, config.steps(config.spikes.patience_tokens)
     loss, log_norm = loss.astype(jnp.float32), jnp.log(gradient_norm.astype(jnp.float32) + TINY)
     finite = jnp.isfinite(loss) & jnp.isfinite(log_norm)
-    median, spread = _centre(detector.recent_losses, LEAST_LOSS_SPREAD)
-    median_norm, spread_norm = _centre(detector.recent_log_norms, LEAST_GRADIENT_SPREAD)
+    median, spread = _centre(detector.recent_losses, MIN_LOSS_SPREAD)
+    median_norm, spread_norm = _centre(detector.recent_log_norms, MIN_LOG_NORM_SPREAD)
     full = jnp.minimum(detector.losses, detector.norms) >= detector.recent_losses.size
     gradient_z = jnp.where(full, (log_norm - median_norm) / spread_norm, 0)
     rise = jnp.maximum(keys.loss_z * spread, keys.minimum_rise_nats)

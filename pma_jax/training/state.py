@@ -36,7 +36,7 @@ def init_state(config: Config, key: jax.Array) -> TrainState:
     """Return a fresh state; traceable. Call under `jax.set_mesh`."""
     params = init_params(config.model, key)
     block = averages.empty(params) if "block_mean" in config.checkpoint.kinds else None
-    detector = spikes.empty(config.steps(config.spikes.window_tokens)) if config.spikes.detect else None
+    detector = spikes.empty_detector(config.steps(config.spikes.window_tokens)) if config.spikes.detect else None
     mean = averages.empty(params) if config.optimizer.ema_half_life_tokens else None
     moments = initial_moments(config.optimizer, params)
     return TrainState(jnp.zeros((), jnp.int32), params, moments, block, detector, mean)

@@ -50,7 +50,7 @@ def dense_from_product(product, params):
 
 
 def test_hessian_products_equal_those_of_the_matrix(params):
-    product = curvature.hessian_product(loss, params)
+    product = curvature.make_hessian_vector_product(loss, params)
     np.testing.assert_allclose(dense_from_product(product, params), dense(loss, params), atol=1e-5)
 
 
@@ -58,7 +58,7 @@ def test_slopes_are_products_with_the_gradient(params):
     deltas = [jax.tree.map(lambda p, k=k: jnp.full_like(p, k) * p**2, params) for k in (1.0, -2.0)]
     gradient = np.asarray(ravel_pytree(jax.grad(loss)(params))[0], np.float64)
     expected = [gradient @ np.asarray(ravel_pytree(delta)[0], np.float64) for delta in deltas]
-    np.testing.assert_allclose(curvature.directional_slopes(loss, params, deltas), expected, rtol=1e-5)
+    np.testing.assert_allclose(curvature.directional_derivatives(loss, params, deltas), expected, rtol=1e-5)
 
 
 def test_gauss_newton_equals_jacobian_transpose_times_output_hessian_times_jacobian(params):
@@ -70,20 +70,20 @@ def test_gauss_newton_equals_jacobian_transpose_times_output_hessian_times_jacob
         w / 3 * jacobian[i].T @ (np.diag(p[i]) - np.outer(p[i], p[i])) @ jacobian[i]
         for i, w in enumerate(np.asarray(WEIGHTS))
     )
-    actual = dense_from_product(curvature.gauss_newton_product(outputs, params), params)
+    actual = dense_from_product(curvature.make_gauss_newton_vector_product(outputs, params), params)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert np.linalg.eigvalsh((actual + actual.T) / 2).min() > -1e-5
 
 
 def test_top_of_the_spectrum_equals_that_of_the_matrix(params):
-    values, vectors = curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 3)
+    values, vectors = curvature.top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 3)
     exact = np.linalg.eigvalsh(dense(loss, params))[::-1][:3]
     np.testing.assert_allclose(values, exact, rtol=1e-2, atol=1e-4)
     flat = np.asarray(ravel_pytree(vectors[0])[0], np.float64)
     assert np.linalg.norm(flat) == pytest.approx(1, abs=1e-4)
     np.testing.assert_allclose(dense(loss, params) @ flat, values[0] * flat, atol=2e-2 * values[0])
     with pytest.raises(ValueError, match="24 parameters"):
-        curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 24)
+        curvature.top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 24)
 
 
 @given(st.integers(2, 6), st.integers(0, 2**31))
@@ -113,7 +113,7 @@ def test_pairs_are_products_of_the_deltas(params):
     deltas = [jax.tree.map(lambda x, k=key: jax.random.normal(k, x.shape), params) for key in keys]
     flat = np.stack([np.asarray(ravel_pytree(d)[0], np.float64) for d in deltas])
     expected = flat @ dense(loss, params) @ flat.T
-    actual = curvature.pairwise_curvature(curvature.hessian_product(loss, params), deltas)
+    actual = curvature.pairwise_curvature(curvature.make_hessian_vector_product(loss, params), deltas)
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
@@ -125,15 +125,15 @@ def test_products_of_the_decoder_equal_differences_of_its_gradient(finished):
         loss = text_loss(graph_definition(config.model), held_out)
         params = init_params(config.model, jax.random.key(0))
         vector = init_params(config.model, jax.random.key(1))
-        actual = curvature.hessian_product(loss, params)(vector)
+        actual = curvature.make_hessian_vector_product(loss, params)(vector)
         gradient = jax.jit(jax.grad(loss))
         step = 1e-2
         ahead = gradient(jax.tree.map(lambda p, v: p + step * v, params, vector))
         behind = gradient(jax.tree.map(lambda p, v: p - step * v, params, vector))
-        values, vectors = curvature.top_eigenpairs(curvature.hessian_product(loss, params), params, 1)
-        curved = curvature.hessian_product(loss, params)(vectors[0])
+        values, vectors = curvature.top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 1)
+        curved = curvature.make_hessian_vector_product(loss, params)(vectors[0])
         bench = Workbench(config, mesh, graph_definition(config.model), held_out[0])
-        gauss_newton = curvature.gauss_newton_product(bench.logits_and_mask, params)
+        gauss_newton = curvature.make_gauss_newton_vector_product(bench.logits_and_mask, params)
         spread = float(inner_product(vector, gauss_newton(vector)))
     expected = jax.tree.map(lambda a, b: (np.asarray(a) - np.asarray(b)) / (2 * step), ahead, behind)
     assert distance(actual, expected) < 2e-2

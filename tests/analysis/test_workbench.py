@@ -27,9 +27,9 @@ def test_loss_and_outputs_have_curvature(finished):
     first, last = bench.models([finished.snapshots[0], finished.snapshots[-1]])
     delta = jax.tree.map(lambda a, b: a - b, last, first)
     with jax.set_mesh(bench.mesh):
-        hessian = curvature.pairwise_curvature(curvature.hessian_product(bench.loss, last), [delta])
+        hessian = curvature.pairwise_curvature(curvature.make_hessian_vector_product(bench.loss, last), [delta])
         gauss_newton = curvature.pairwise_curvature(
-            curvature.gauss_newton_product(bench.logits_and_mask, last), [delta]
+            curvature.make_gauss_newton_vector_product(bench.logits_and_mask, last), [delta]
         )
     assert np.isfinite(hessian).all() and gauss_newton[0, 0] > 0
 

@@ -37,7 +37,7 @@ from pma_jax.merging.from_storage import merge_one
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.directory import create_run
 from pma_jax.runs.snapshots import read_snapshot
-from pma_jax.runtime.mesh import local_mesh
+from pma_jax.runtime.mesh import data_parallel_mesh
 from pma_jax.storage import digests
 from pma_jax.storage.formats import hub
 
@@ -68,7 +68,7 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def test_every_leaf_maps_to_tensors_and_every_tensor_to_a_leaf(kind):
     made = config(kind)
     mappings = hf_weights.map_leaves(made.model)
-    abstract = jax.tree_util.tree_leaves_with_path(abstract_params(made.model, local_mesh()))
+    abstract = jax.tree_util.tree_leaves_with_path(abstract_params(made.model, data_parallel_mesh()))
     expected_shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in abstract}
     assert {mapping.leaf_name: mapping.leaf_shape for mapping in mappings} == expected_shapes
     assert {name: mapping.tensor_shape for mapping in mappings for name in mapping.tensor_names} == shapes(made.model)

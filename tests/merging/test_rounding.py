@@ -17,7 +17,7 @@ from pma_jax.merging.engine.rounding import split_coefficients, split_rows
 from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import restore_params
-from pma_jax.runtime.mesh import local_mesh
+from pma_jax.runtime.mesh import data_parallel_mesh
 from pma_jax.storage.formats.open import open_source
 
 TOKENS = [100, 200, 300, 450, 500, 600]
@@ -114,7 +114,7 @@ def test_merges_previews_and_sweeps_of_a_run_have_the_same_bits(finished, tmp_pa
     chosen = finished.snapshots
     tokens = [s.tokens for s in chosen]
     window = Window(len(chosen))
-    abstract = abstract_params(finished.config.model, local_mesh())
+    abstract = abstract_params(finished.config.model, data_parallel_mesh())
     for snapshot in chosen:
         window.add(snapshot.tokens, restore_params(snapshot, abstract))
     swept = []

@@ -20,7 +20,7 @@ from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots, states
 from pma_jax.runs.directory import open_run, read_metric_records
 from pma_jax.runtime import hosts
-from pma_jax.runtime.mesh import local_mesh
+from pma_jax.runtime.mesh import data_parallel_mesh
 from pma_jax.storage.paths import absolute_path
 from pma_jax.training import rollback
 from pma_jax.training.loop import train
@@ -31,7 +31,7 @@ B = tiny.BATCH_TOKENS
 
 def read(snapshot):
     """Read a snapshot's parameters onto this process's devices, whatever the mesh of its run is."""
-    abstract = abstract_params(snapshot.config.model, local_mesh())
+    abstract = abstract_params(snapshot.config.model, data_parallel_mesh())
     return jax.tree.map(np.asarray, snapshots.restore_params(snapshot, abstract))
 
 
@@ -338,7 +338,7 @@ def test_processes_roll_back_from_a_spike_together(workspace, tmp_path):
     assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 65)), "one record per step"
     merged = [tiny.named(read(s)) for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
     restarted = next(s for s in run.states if s.step == event["step"])
-    state = states.restore_state(restarted, abstract_state(run.config, local_mesh()))
+    state = states.restore_state(restarted, abstract_state(run.config, data_parallel_mesh()))
     for name, leaf in tiny.named(state.params).items():
         np.testing.assert_allclose(leaf, np.mean([m[name] for m in merged], axis=0), rtol=1e-5, atol=1e-7)
     assert all(not leaf.any() for leaf in tiny.named(state.optimizer).values())

@@ -13,7 +13,7 @@ from pma_jax.runtime.mesh import (
     Rules,
     abstract_arrays,
     check_mesh,
-    local_mesh,
+    data_parallel_mesh,
     make_mesh,
     replicated_sharding,
 )
@@ -129,9 +129,9 @@ def test_abstract_leaves_match_real_leaves():
 
 
 @pytest.mark.mesh
-def test_local_mesh_has_every_device_on_the_data_axis():
-    assert dict(local_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "expert": 1}
-    assert len(jax.device_put(jnp.ones(3), replicated_sharding(local_mesh())).addressable_shards) == 8
+def test_data_parallel_mesh_has_every_device_on_the_data_axis():
+    assert dict(data_parallel_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "expert": 1}
+    assert len(jax.device_put(jnp.ones(3), replicated_sharding(data_parallel_mesh())).addressable_shards) == 8
 
 
 def test_fresh_process_simulates_the_requested_cpu_devices():

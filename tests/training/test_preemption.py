@@ -91,7 +91,7 @@ def test_nothing_is_saved_before_the_first_step(finished, tmp_path, monkeypatch)
 
 def test_signal_handlers_are_restored(finished, tmp_path):
     before = [signal.getsignal(number) for number in signals.SIGNALS]
-    with signals.catch_signals(interrupts=True), signals.catch_signals(interrupts=False) as inner:
+    with signals.catch_signals(raises_stopped=True), signals.catch_signals(raises_stopped=False) as inner:
         assert inner.signal is None and inner.name == ""
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
 
@@ -100,7 +100,7 @@ TWICE = """
 import sys, time
 from pma_jax import cli
 from pma_jax.runtime import signals
-with signals.catch_signals(interrupts=False):
+with signals.catch_signals(raises_stopped=False):
     print("ready", flush=True)
     time.sleep(60)
 """

@@ -42,7 +42,7 @@ def scan(limits, losses, norms):
         return spikes.observe(detector, in_steps(limits), *x)
 
     steps = jnp.arange(1, len(losses) + 1)
-    return jax.lax.scan(one, spikes.empty(limits.window_tokens), (steps, losses, norms))[1]
+    return jax.lax.scan(one, spikes.empty_detector(limits.window_tokens), (steps, losses, norms))[1]
 
 
 def read(limits, losses, norms):
@@ -208,7 +208,7 @@ def test_non_finite_norm_is_ignored_where_its_update_is_skipped():
 def test_rollback_restores_the_window_from_before_the_spike():
     losses, norms = trace(700)
     losses[600:] += 1
-    detector = spikes.empty(LIMITS.window_tokens)
+    detector = spikes.empty_detector(LIMITS.window_tokens)
     step, keys = jax.jit(spikes.observe, static_argnums=1), in_steps(LIMITS)
     for i in range(700):
         detector, reading = step(
