@@ -1,6 +1,6 @@
-"""The held-out tokens of a configuration, placed on the mesh, and the loss of parameters on them.
+"""The held-out tokens of a configuration as batches on the mesh, and the loss of parameters on them.
 
-Dimensions: B sequences, L predictions per sequence, M = L + 1 tokens; lower-case b is this process's share of B.
+Dimensions: B sequences per batch, b of which this process reads; L targets per sequence; M = L + 1 tokens.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from pma_jax.runtime.mesh import local_rows, put_batch
 
 
 def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:
-    """Return the first `evaluation.tokens` held-out predictions: int32 [B, M] batches, sharded over the batch axes."""
+    """Return int32 [B, M] batches with the first `evaluation.tokens` held-out targets, sharded over the batch axes."""
     rows_b = local_rows(mesh, config.evaluation.batch_size_sequences)
     return [put_batch(mesh, tokens_bxM) for tokens_bxM in read_held_out_windows(tokens, config, rows_b)]
 
 
 def held_out_digest(tokens: shards.TokenSet, config: Config) -> str:
-    """Return 16 hex digits of the SHA-256 of the held-out windows; losses with equal digests are comparable."""
+    """Compute the SHA-256 (first 16 hex digits) of the held-out windows; losses with equal digests are comparable."""
     digest = hashlib.sha256()
     for tokens_BxM in read_held_out_windows(tokens, config):
         digest.update(tokens_BxM.tobytes())
@@ -33,9 +33,9 @@ def held_out_digest(tokens: shards.TokenSet, config: Config) -> str:
 
 
 def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], float]:
-    """Return a function of parameters on `mesh` that returns their held-out loss in nats per token.
+    """Return a function that maps parameters on `mesh` to their held-out loss in nats per token.
 
-    The held-out text that `config` names is read once, here.
+    The held-out tokens are read and placed on the mesh here, not at each call.
 
     Raises:
         ValueError: The text cannot be read, or has tokens outside the model's vocabulary.
@@ -56,28 +56,25 @@ def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], f
 def read_held_out_windows(
     tokens: shards.TokenSet, config: Config, rows_b: np.ndarray | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield windows with the first `evaluation.tokens` predictions of the held-out stream; later targets are PADDING.
+    """Yield batches with the first `evaluation.tokens` targets of the held-out stream; later targets are PADDING.
 
-    The tokens and their order are always the same, and so are the number of batches and their shape, whatever `rows_b`.
-    For bits per byte, divide by `tokens.validation.bytes_per_token`, which is exact for the bytes tokenizer and the
-    average over the split for other tokenizers.
+    The tokens, their order and the number of batches do not depend on `rows_b`. To convert the loss to bits per byte,
+    divide by `tokens.validation.bytes_per_token`, which is exact for the bytes tokenizer and the average over the
+    split for other tokenizers.
 
     Args:
-        tokens: The prepared corpus.
-        config: Sequence length, number of predictions and batch size.
-        rows_b: Indices of the rows to read from each global batch, integers [b]; all rows by default.
+        tokens: The tokenised corpus.
+        config: Determines the sequence length, the number of targets and the batch size.
+        rows_b: Rows of each global batch to read, integers [b]; all rows by default.
 
     Yields:
-        int32 [b, L+1].
+        int32 [b, M].
 
     Raises:
         ValueError: The held-out split has too few targets.
     """
-    L, B, wanted = (
-        config.training.sequence_length_tokens,
-        config.evaluation.batch_size_sequences,
-        config.evaluation.tokens,
-    )
+    L, B = config.training.sequence_length_tokens, config.evaluation.batch_size_sequences
+    wanted = config.evaluation.tokens
     available = tokens.validation.tokens - 1
     if not 0 < wanted <= available:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The held-out loss of runs and snapshots, for `pma evaluate`."""
+"""Evaluation of the targets of `pma evaluate`: snapshots, or runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +16,14 @@ from pma_jax.runtime.mesh import make_mesh
 
 
 def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Evaluate snapshots, or the newest snapshots of runs.
+    """Compute the held-out loss of each snapshot in `paths`, and of the newest snapshot of each run.
 
     Args:
-        paths: Snapshots and run directories.
-        overrides: `section.key=value`, such as another held-out text or more tokens of it.
+        paths: Directories of snapshots and runs.
+        overrides: Changes of each configuration as `section.key=value`, such as another held-out text or more tokens.
 
     Returns:
-        One row per path: target, tokens, loss (nats per token), perplexity, bits per byte.
+        One dict per path: target (the path), tokens, loss (nats per token), perplexity, bits_per_byte.
 
     Raises:
         ValueError: A path is neither a run nor a snapshot, or a key is unknown.

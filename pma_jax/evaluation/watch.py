@@ -1,7 +1,7 @@
-"""Previews of a run that another process is training: merges of its newest snapshots, evaluated as they are published.
+"""Evaluate merges of a run's newest snapshots ("previews") while another process trains the run.
 
-The trainer alone writes RUN/metrics.jsonl (it rewrites the file when it resumes), so the previews go to
-RUN/watch.jsonl, in records of the same form; `Run.metrics` reads both.
+Preview records are appended to RUN/watch.jsonl, because only the training process writes RUN/metrics.jsonl (it rewrites
+the file when it resumes). The records of both files have the same format, and `Run.metrics` reads both.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pma_jax.evaluation.sweep import Cell
 from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
-from pma_jax.runs import snapshots
+from pma_jax.runs import snapshots, steps
 from pma_jax.runs.directory import Run, read_metric_records, record_lines
 from pma_jax.runs.snapshots import Snapshot, is_snapshot, read_snapshot
 from pma_jax.runtime import hosts
@@ -39,20 +39,23 @@ def watch(
     poll_seconds: float = 5.0,
     once: bool = False,
 ) -> Iterator[str]:
-    """Follow `run` until the snapshot at its horizon; append previews to RUN/watch.jsonl and yield one line for each.
+    """Evaluate previews as snapshots are published, until the end of `run`; yield one line of text per preview.
 
-    A preview is the trainer's: `recipe` over the newest N snapshots from `preview.start_tokens` on. Only published
-    snapshots are read. A snapshot that cannot be read (removed by retention, or corrupt) is reported, and no merge
-    spans it, nor one that was removed unseen. Previews in watch.jsonl are not computed again. Host memory holds the
-    models of the largest window; devices hold them while they are averaged. Process 0 lists the directory and writes.
+    A preview merges the newest N published snapshots from `preview.start_tokens` on with `recipe`, as during training.
+    Previews that watch.jsonl already contains are not evaluated again. A snapshot that cannot be read (corrupt, or
+    removed by retention) is skipped and reported in a line. Merges that would have a gap, because a snapshot was
+    skipped or was removed before it was read, are not made.
+
+    Host memory holds the parameters of the largest window; devices hold them only during averaging. If there are
+    several processes, process 0 lists the snapshots and writes watch.jsonl.
 
     Args:
-        run: The run.
-        recipe: The recipe's text, by default `preview.recipe`.
-        windows: Numbers of snapshots, by default `preview.windows`, or `checkpoint.window` if there are none.
-        kind: The kind of snapshots; by default the first that the run saves.
-        poll_seconds: Interval between listings of the run's directory.
-        once: Preview the snapshots that exist, and return.
+        run: The run to watch.
+        recipe: Text of the merging recipe; `preview.recipe` by default.
+        windows: Numbers of snapshots to merge; `preview.windows` by default, or `checkpoint.window` if that is empty.
+        kind: The kind of snapshots, "point" or "block_mean"; by default the first of `checkpoint.kinds`.
+        poll_seconds: Seconds between listings of the published snapshots.
+        once: Return after the snapshots that exist now.
 
     Raises:
         ValueError: The recipe is invalid or rejects a window, or the held-out text cannot be read.
@@ -64,25 +67,25 @@ def watch(
         recipes.coefficients(recipe, np.arange(1, n + 1))  # validates the recipe
     names = {n: Cell(recipe, n, kind=kind).text for n in windows}
     log = run.path / "watch.jsonl"
-    newest = _Newest(config, windows[-1])  # first: with several processes, what follows starts the devices
-    done = hosts.run_on_first_then_rest(lambda: _done(log))
-    published, evaluate, handled_tokens = _Published(run, kind), None, -1
+    buffer = _SnapshotBuffer(config, windows[-1])  # makes the mesh, before a collective can initialise the backend
+    recorded = hosts.run_on_first_then_rest(lambda: _read_recorded_previews(log))
+    published, evaluate, handled_tokens = _PublishedSnapshots(run, kind), None, -1
     while True:
-        yield from published.look()
-        waiting = [s for s in published.snapshots if s.tokens > handled_tokens]
-        for snapshot in waiting:
-            earlier = [s for s in published.snapshots if s.tokens <= snapshot.tokens]
-            reach = newest.reach(earlier)
-            wanted = [n for n in windows if n <= reach and (names[n], snapshot.tokens) not in done]
-            # Until the largest window is full, read each snapshot when it appears: retention may remove it later.
-            fills = snapshot is waiting[-1] and reach < windows[-1] and not config.is_horizon(snapshot.tokens)
-            failed = newest.read(earlier[-reach:]) if wanted or fills else None
+        yield from published.refresh()
+        new = [s for s in published.snapshots if s.tokens > handled_tokens]
+        for snapshot in new:
+            candidates = [s for s in published.snapshots if s.tokens <= snapshot.tokens]
+            available = buffer.count_without_gap(candidates)
+            missing = [n for n in windows if n <= available and (names[n], snapshot.tokens) not in recorded]
+            # Load the newest snapshot even if no preview needs it yet: retention may remove it before one does.
+            preloads = snapshot is new[-1] and available < windows[-1] and not config.is_horizon(snapshot.tokens)
+            failed = buffer.load_newer(candidates[-available:]) if missing or preloads else None
             if failed:
                 handled_tokens = max(handled_tokens, snapshot.tokens) if failed[0] is snapshot else handled_tokens
-                yield published.drop(*failed)
+                yield published.exclude(*failed)
                 break
-            evaluate = evaluate or (make_evaluator(config, newest.mesh) if wanted else None)
-            for n, (_, merged) in zip(wanted, newest.window.merges(recipe, wanted), strict=True):
+            evaluate = evaluate or (make_evaluator(config, buffer.mesh) if missing else None)
+            for n, (_, merged) in zip(missing, buffer.window.merges(recipe, missing), strict=True):
                 assert evaluate is not None
                 yield _record_preview(log, snapshot, names[n], evaluate(merged))
             handled_tokens = snapshot.tokens
@@ -93,7 +96,7 @@ def watch(
 
 
 def _record_preview(log: epath.Path, snapshot: Snapshot, name: str, loss: float) -> str:
-    """Append a preview to watch.jsonl, and return it as a line of text."""
+    """Append a preview to watch.jsonl and return the line of text that reports it."""
     record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
     if hosts.is_first():
         with contextlib.closing(LineFile(log)) as file:
@@ -101,105 +104,104 @@ def _record_preview(log: epath.Path, snapshot: Snapshot, name: str, loss: float)
     return f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {name} {loss:.4f}"
 
 
-class _Published:
-    """A run's published snapshots of one kind from `preview.start_tokens` on; the metadata of each are read once.
+class _PublishedSnapshots:
+    """The published snapshots of one kind from `preview.start_tokens` on. The metadata of each are read only once.
 
-    Process 0 reads them and broadcasts them to the others.
+    Process 0 reads the directory and the metadata, and broadcasts them.
     """
 
     def __init__(self, run: Run, kind: str):
-        self.snapshots: list[Snapshot] = []  # found by the last look, by tokens
+        self.snapshots: list[Snapshot] = []  # as of the last refresh, sorted by tokens
         self._folder, self._kind, self._config = run.path / SNAPSHOT_KINDS[kind].folder, kind, run.config
-        # Name -> (name, step, tokens, loss), in process 0; None if the snapshot cannot be read.
-        self._known: dict[str, tuple[str, int, int, float | None] | None] = {}
+        # In process 0: folder name -> (folder name, step, tokens, loss), or None if the snapshot cannot be read.
+        self._metadata: dict[str, tuple[str, int, int, float | None] | None] = {}
 
-    def look(self) -> list[str]:
-        """List the snapshots that exist now; return one line for each that cannot be read."""
-        found, lines = json.loads(hosts.broadcast_from_first(self._look))
+    def refresh(self) -> list[str]:
+        """Update `snapshots`; return one line of text for each new snapshot that cannot be read."""
+        listed, lines = json.loads(hosts.broadcast_from_first(self._list_as_json))
         self.snapshots = [
             Snapshot(self._folder / name, step, tokens, loss, self._config, kind=self._kind)
-            for name, step, tokens, loss in found
+            for name, step, tokens, loss in listed
         ]
         return lines
 
-    def _look(self) -> str:
-        """Return, as JSON, what is known of each snapshot and the lines of those that cannot be read."""
-        folders = self._folder.iterdir() if self._folder.exists() else ()
-        present = {p.name: p for p in folders if p.name.isdigit() and is_snapshot(p)}
-        self._known = {name: known for name, known in self._known.items() if name in present}
+    def _list_as_json(self) -> str:
+        """Return a JSON list: the metadata of each readable snapshot, and a line for each new unreadable one."""
+        paths = {path.name: path for path in steps.numbered(self._folder) if is_snapshot(path)}
+        self._metadata = {name: metadata for name, metadata in self._metadata.items() if name in paths}
         lines = []
-        for name in present.keys() - self._known.keys():
-            self._known[name] = None
+        for name in paths.keys() - self._metadata.keys():
+            self._metadata[name] = None
             try:
-                found = read_snapshot(present[name])
-                self._known[name] = (name, found.step, found.tokens, found.loss)
+                snapshot = read_snapshot(paths[name])
+                self._metadata[name] = (name, snapshot.step, snapshot.tokens, snapshot.loss)
             except ValueError as error:
                 lines.append(f"skipped: {error}")
-        start_tokens = self._config.preview.start_tokens
-        found = [known for known in self._known.values() if known and known[2] >= start_tokens]
-        return json.dumps([sorted(found, key=lambda known: known[2]), lines])
+        readable = [m for m in self._metadata.values() if m and m[2] >= self._config.preview.start_tokens]
+        return json.dumps([sorted(readable, key=lambda metadata: metadata[2]), lines])
 
-    def drop(self, snapshot: Snapshot, error: ValueError) -> str:
-        """Exclude a snapshot from later lists; return the line that reports it."""
-        self._known[snapshot.path.name] = None
+    def exclude(self, snapshot: Snapshot, error: ValueError) -> str:
+        """Omit a snapshot from all later refreshes; return the line of text that reports it."""
+        self._metadata[snapshot.path.name] = None
         return f"skipped: {error}"
 
 
-class _Newest:
-    """The newest snapshots in host memory."""
+class _SnapshotBuffer:
+    """The parameters of the newest snapshots, in host memory."""
 
     def __init__(self, config: Config, size: int):
         self.window, self.mesh = Window(size), make_mesh(config.mesh)
         self._config = config
         self._abstract = abstract_params(config.model, self.mesh)
 
-    def reach(self, listed: Sequence[Snapshot]) -> int:
-        """How many snapshots, held or listed, end at the last listed with none missing between; at most the size."""
-        tokens = sorted({*self.window.tokens, *(s.tokens for s in listed)})[-self.window.size :]
-        reach = 1
-        for newer, older in itertools.pairwise(reversed(tokens)):
-            between = range(newer - self._config.batch_tokens, older, -self._config.batch_tokens)
-            if any(map(self._config.is_snapshot, between)):
-                break
-            reach += 1
-        return reach
+    def count_without_gap(self, candidates: Sequence[Snapshot]) -> int:
+        """Count the snapshots that end with the last candidate and have none missing between them.
 
-    def read(self, snapshots: Sequence[Snapshot]) -> tuple[Snapshot, ValueError] | None:
-        """Bring those that are newer than what is held; returns the first that cannot be read, and why."""
+        Counts snapshots in the buffer (whose files may be gone) and candidates, up to the size of the buffer.
+        """
+        tokens = sorted({*self.window.tokens, *(s.tokens for s in candidates)})[-self.window.size :]
+        count = 1
+        for newer, older in itertools.pairwise(reversed(tokens)):
+            step_ends_between = range(newer - self._config.batch_tokens, older, -self._config.batch_tokens)
+            if any(map(self._config.is_snapshot, step_ends_between)):
+                break
+            count += 1
+        return count
+
+    def load_newer(self, snapshots: Sequence[Snapshot]) -> tuple[Snapshot, ValueError] | None:
+        """Restore the snapshots newer than those in the buffer; return the first that fails, with its error."""
         for snapshot in snapshots:
             if snapshot.tokens > max(self.window.tokens, default=-1):
                 try:
-                    params = _read_whole(snapshot, self._abstract)
+                    params = _restore_params(snapshot, self._abstract)
                 except ValueError as error:
                     return snapshot, error
                 self.window.add(snapshot.tokens, params)
         return None
 
 
-def _read_whole(snapshot: Snapshot, abstract: Any) -> Any:
-    """Return the parameters. Raises ValueError if files were removed meanwhile: missing arrays may read as zeros."""
+def _restore_params(snapshot: Snapshot, abstract: Any) -> Any:
+    """Restore the parameters.
+
+    Raises:
+        ValueError: In all processes, if one of them cannot restore, or if the snapshot was removed meanwhile.
+    """
     params, problem = None, None
     try:
-        before = _files(snapshot.path)
         params = jax.block_until_ready(snapshots.restore_params(snapshot, abstract))
-        if not is_snapshot(snapshot.path) or _files(snapshot.path) != before:
-            raise ValueError(f"{snapshot.path} was taken away while it was read")
+        # For snapshots of earlier versions, which have no digests: removed arrays may read as zeros. Retention removes
+        # the commit marker before the arrays.
+        if not is_snapshot(snapshot.path):
+            raise ValueError(f"{snapshot.path} was removed while it was being read")
     except ValueError as error:
         problem = error
     hosts.raise_if_any_failed(problem)
     return params
 
 
-def _files(folder: epath.Path) -> set[str]:
-    try:
-        return {name for path in folder.iterdir() for name in (_files(path) if path.is_dir() else [str(path)])}
-    except FileNotFoundError:
-        return set()
-
-
-def _done(log: epath.Path) -> set[tuple[str, int]]:
-    """(recipe, tokens) of the previews that watch.jsonl has; drops its last line where that is unfinished."""
-    # A watcher that was killed while it wrote: the next record would be glued to what it left.
+def _read_recorded_previews(log: epath.Path) -> set[tuple[str, int]]:
+    """Read the (recipe, tokens) of the previews in watch.jsonl, after removing an incomplete last line."""
+    # A killed process may have written part of a line; the next record would be appended to it.
     text = log.read_text() if log.exists() else ""
     if not text.endswith("\n") and text:
         atomic.write_text(log, text[: text.rfind("\n") + 1])

@@ -137,7 +137,7 @@ def test_merges_that_do_not_fit_in_memory_take_several_passes(copy, reads, monke
     average = merges.average_stream
     monkeypatch.setattr(merges, "average_stream", lambda loads, rows: groups.append(len(rows)) or average(loads, rows))
     # The raw model and ten merges, four at a time in addition to the two that are read.
-    monkeypatch.setattr(merges, "_free_bytes", lambda mesh: 6.5 * model_bytes(copy))
+    monkeypatch.setattr(merges, "_usable_bytes", lambda mesh: 6.5 * model_bytes(copy))
     result = sweep(copy, RECIPES, [2, 3])
     assert groups == [4, 4, 3] and result["passes"] == 3
     assert by_text(result) == pytest.approx(by_text(at_once), rel=1e-7)

@@ -114,7 +114,7 @@ workdir, forked = sys.argv[3:5]
 run = train(config, workdir)
 train(config, workdir)  # complete: nothing is done
 lines = list(watch(run, "wma", [2, 3]))
-merges._free_bytes = lambda mesh: 1e9 * (1 + hosts.process_index_and_count()[0])
+merges._usable_bytes = lambda mesh: 1e9 * (1 + hosts.process_index_and_count()[0])
 rows = sweep(run, ["sma", "wma"], [2, 4])["rows"]
 loss = evaluate_targets([workdir], [])[0]["loss"]
 fork(run, 4096, fork_config, forked)
