@@ -135,7 +135,7 @@ def layer_elements(config: Config, keeps_scores: bool) -> dict[str, float]:
         "residual": 2.0 * c.width,  # the inputs of the two norms
         "attention_inputs": float((c.heads + 2 * c.kv_heads) * c.head_dim),
         "attention": float(c.heads * c.head_dim + c.heads),  # its output, and the log of each softmax's sum
-        "gate": 2.0 * c.shared_hidden,  # gate and up
+        "gate": 2.0 * c.unrouted_hidden,  # gate and up
     }
     if keeps_scores:
         visible = sum(-(-L // QUERY_BLOCKS) * (i + 1) for i in range(QUERY_BLOCKS)) / QUERY_BLOCKS

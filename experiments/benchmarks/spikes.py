@@ -88,7 +88,7 @@ def scan(config: Config, losses: jax.Array, norms: jax.Array) -> spikes.Reading:
     def one(detector: spikes.Detector, x: Any) -> tuple[spikes.Detector, spikes.Reading]:
         return spikes.observe(detector, config, *x)
 
-    empty = spikes.empty_detector(config.steps(config.spikes.window_tokens))
+    empty = spikes.empty_detector(config.tokens_to_steps(config.spikes.window_tokens))
     return jax.lax.scan(one, empty, (jnp.arange(1, losses.size + 1), losses, norms))[1]
 
 

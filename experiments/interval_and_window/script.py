@@ -167,7 +167,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             lowest = min(lowest, np.nanmin(table))
             panels.append(HeatMap(title, intervals, [str(w) for w in WINDOWS], table))
         title = f"{name}: held-out loss of means of N points, less raw (nats, below 0 better)"
-        figure = draw_heat_maps(panels, title, columns=1, highest=max(-lowest, 0.01))
+        figure = draw_heat_maps(panels, title, maps_per_row=1, max_loss=max(-lowest, 0.01))
         figures[f"{name}.png"] = to_png(figure, PAGE_DPI)
     return figures
 

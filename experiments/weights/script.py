@@ -182,7 +182,8 @@ def best_merge(size: dict[str, Any], recipe: str, kind: str) -> str | None:
 
 def merges_of(size: dict[str, Any], recipe: str, kind: str) -> list[str]:
     """Return the texts of a recipe's merges of one kind of snapshot."""
-    return [t for t in size["losses"] if t.rpartition(":")[0] == SNAPSHOT_KINDS[kind].prefix + recipe and t != RAW.text]
+    series = SNAPSHOT_KINDS[kind].label_prefix + recipe
+    return [t for t in size["losses"] if t.rpartition(":")[0] == series and t != RAW.text]
 
 
 def report(results: dict[str, Any]) -> str:

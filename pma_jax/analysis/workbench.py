@@ -23,7 +23,7 @@ from pma_jax.config import Config
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches
 from pma_jax.model.decoder import Params, abstract_params, apply, graph_definition
-from pma_jax.model.loss import unmask_ids
+from pma_jax.model.loss import decode_masked_ids
 from pma_jax.runs.snapshots import Snapshot, restore_params
 from pma_jax.runtime.mesh import RULES, make_mesh
 
@@ -50,7 +50,7 @@ class Workbench:
         """
 
         def logits_and_mask(params: Params) -> tuple[jax.Array, jax.Array]:
-            logits_BxLxV = apply(self.graph, params, unmask_ids(self.batch[:, :-1]))
+            logits_BxLxV = apply(self.graph, params, decode_masked_ids(self.batch[:, :-1]))
             return logits_BxLxV, (self.batch[:, 1:] >= 0).astype(jnp.float32)
 
         return logits_and_mask
@@ -105,7 +105,7 @@ def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Pa
     """
 
     def loss(params: Params) -> jax.Array:
-        sums = [_loss_and_token_sums(apply(graph, params, unmask_ids(b[:, :-1])), b[:, 1:]) for b in batches]
+        sums = [_loss_and_token_sums(apply(graph, params, decode_masked_ids(b[:, :-1])), b[:, 1:]) for b in batches]
         nats, count = jnp.sum(jnp.stack([jnp.stack(pair) for pair in sums]), axis=0)
         return nats / count
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-from pma_jax.config.schema import ABOVE_ZERO, SNAPSHOT_KINDS, Config
+from pma_jax.config.schema import POSITIVE, SNAPSHOT_KINDS, Config
 
 MAX_CONFIRM_STEPS = 30  # the detector stores one bit per step in an int32
 MIN_SPIKE_WINDOW_STEPS = 16  # fewer steps give no meaningful median and spread
@@ -38,7 +38,7 @@ def _validate_each_key(config: Config) -> None:
                 _check_choice(f"{section}.{key}", value, get_args(hint))
             elif get_origin(hint) is Annotated:
                 (sign,) = hint.__metadata__
-                if value < 0 or (value == 0 and sign == ABOVE_ZERO):
+                if value < 0 or (value == 0 and sign == POSITIVE):
                     raise ValueError(f"config key '{section}.{key}' must be {sign}, not {value}")
 
 
@@ -107,7 +107,7 @@ def _validate_spikes(config: Config) -> None:
     acts = spikes.attempts or spikes.skip_gradient_z
     if acts and not spikes.detect:
         raise ValueError("spikes.attempts and spikes.skip_gradient_z need spikes.detect=true to detect spikes")
-    if acts and config.steps(spikes.window_tokens) < MIN_SPIKE_WINDOW_STEPS:
+    if acts and config.tokens_to_steps(spikes.window_tokens) < MIN_SPIKE_WINDOW_STEPS:
         raise ValueError(
             f"spikes.window_tokens ({spikes.window_tokens}) is less than {MIN_SPIKE_WINDOW_STEPS} steps of "
             f"{config.batch_tokens} tokens: raise it"

@@ -1,7 +1,8 @@
-"""Every key of a run's configuration: type, choices, sign, unit (in its name), default and effect.
+"""Dataclasses of a run's configuration, one per section.
 
-Durations are configured in tokens; steps are derived from them only here, in `Config`. The comment above or after a key
-is its entry in the documentation's table of keys, and is written to be understood alone.
+Durations are configured in tokens; only the methods of `Config` convert them to steps. The name of a field contains its
+unit. The comment above or after a field is its entry in the documentation's table of keys, so it must be
+self-contained.
 """
 
 import dataclasses
@@ -9,18 +10,19 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-ABOVE_ZERO, NOT_NEGATIVE = "above 0", "0 or more"  # annotations that config.rules checks
-PositiveInt = Annotated[int, ABOVE_ZERO]
-PositiveFloat = Annotated[float, ABOVE_ZERO]
-NonNegativeInt = Annotated[int, NOT_NEGATIVE]
-NonNegativeFloat = Annotated[float, NOT_NEGATIVE]
+POSITIVE, NON_NEGATIVE = "above 0", "0 or more"  # metadata of annotations, which config.rules validates
+PositiveInt = Annotated[int, POSITIVE]
+PositiveFloat = Annotated[float, POSITIVE]
+NonNegativeInt = Annotated[int, NON_NEGATIVE]
+NonNegativeFloat = Annotated[float, NON_NEGATIVE]
 
-# Shapes of a decay from a peak to a final rate: the share of (peak - final) that remains after fraction t of the decay.
+# Decay shapes: rate(t) = final + shape(t) * (peak - final), where t in [0, 1] is the elapsed fraction of the decay. All
+# shapes end at 0. All start at 1, except `exponential`, which starts at 0.9.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda t: 1 - t,
-    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,  # PMA's annealing (arXiv 2505.12082, Section 3)
+    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,  # annealing of PMA, arXiv 2505.12082, Section 3
     "minus_sqrt": lambda t: 1 - math.sqrt(t),  # arXiv 2405.18392, Section 3
-    "exponential": lambda t: 1 - 0.1 ** (1 - t),  # WSM, Figure 2 (arXiv 2507.17634); only for recipes
+    "exponential": lambda t: 1 - 0.1 ** (1 - t),  # WSM, arXiv 2507.17634, Figure 2; for merge recipes only
 }
 
 
@@ -28,11 +30,11 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 class SnapshotKind:
     """One kind of snapshot: its names on disk, in the metrics and in reports."""
 
-    name: str  # in configurations and metadata
+    name: str  # name in configurations and metadata
     folder: str  # subdirectory of a run directory
-    record: str  # `kind` of its loss records in metrics.jsonl
-    prefix: str  # of a merge's text in sweeps and reports, such as block/sma:10
-    title: str  # in figures
+    record_kind: str  # value of `kind` in the records of its loss in metrics.jsonl
+    label_prefix: str  # prefix of a merge's label in sweeps and reports, such as block/ in block/sma:10
+    title: str  # title in figures
 
 
 SNAPSHOT_KINDS = {
@@ -46,9 +48,9 @@ SNAPSHOT_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Source of the text, and how it becomes tokens."""
+    """Source of the text, and how it is tokenized."""
 
-    # Source of the text. `packaged`: the sources of an installed Python package; `files`: local files;
+    # Where the text comes from. `packaged`: the sources of an installed Python package; `files`: local files;
     # `hub`: a Hugging Face dataset.
     source: Literal["packaged", "files", "hub"] = "packaged"
     package: str = ""  # for `packaged`: name of an installed package, such as scipy; empty: Python's standard library
@@ -60,8 +62,8 @@ class DataConfig:
     # Training task. `text`: predict every token of a document; `functions`: documents are single Python functions, and
     # only the body is predicted, from the signature and the docstring.
     task: Literal["text", "functions"] = "text"
-    pair_bytes: PositiveInt = 1024  # for `functions`: maximum size of a function in bytes; longer ones are dropped
-    # `bytes`: one token per byte of UTF-8; `bpe`: a byte-level BPE trained on the corpus; any other text: the path of a
+    pair_bytes: PositiveInt = 1024  # for `functions`: maximum size of a function in bytes; longer functions are dropped
+    # `bytes`: one token per byte of UTF-8; `bpe`: a byte-level BPE trained on the corpus; any other value: path of a
     # Hugging Face tokenizer.json.
     tokenizer: str = "bytes"
     bpe_vocabulary_size: int = 4096  # for `bpe`: number of tokens
@@ -74,7 +76,7 @@ class DataConfig:
 class ModelConfig:
     """A decoder-only transformer."""
 
-    vocabulary_size: PositiveInt = 256  # V: rows of the embedding; at least the tokenizer's vocabulary
+    vocabulary_size: PositiveInt = 256  # V: rows of the embedding table; at least the tokenizer's vocabulary size
     width: PositiveInt = 128  # D: width of the residual stream
     layers: PositiveInt = 4  # number of transformer blocks
     heads: PositiveInt = 4  # N: number of query heads
@@ -88,14 +90,15 @@ class ModelConfig:
     router_scores: Literal["softmax", "sigmoid"] = "softmax"  # function that maps the router's logits to scores
     # true: normalise the scores of a token's chosen experts to sum to 1 before weighting; false: use them unchanged.
     router_normalized: bool = True
-    # Choose a token's experts by score plus a bias per expert, which is adjusted at every step to balance the load. The
-    # bias does not change the weights of the chosen experts.
+    # Auxiliary-loss-free load balancing: add a per-expert bias to the scores when choosing experts, and adjust it at
+    # every step. The weights of the chosen experts do not depend on the bias.
     router_bias: bool = True
     qk_norm: bool = False  # normalise queries and keys by RMSNorm, with a learned scale per dim of the head
     tie_embeddings: bool = False  # use the transposed embedding as output projection
-    # Positions that a token attends to, including its own (sliding window); 0: all previous positions.
+    # Sliding window: number of positions that a token attends to, including its own; 0: full causal attention.
     attention_window_tokens: NonNegativeInt = 0
-    # Id of the token that ends a document, so that tokens attend only to tokens of their own document; -1: no limit.
+    # Id of the token that ends a document, so that tokens attend only to tokens of their own document; -1: attend
+    # across document boundaries.
     separator_token: int = -1
     rope_theta: float = 10_000.0  # base of the wavelengths of the rotary position embedding
     norm_epsilon: float = 1e-6  # constant that RMSNorm adds to the mean square
@@ -103,20 +106,24 @@ class ModelConfig:
     # Activations that the backward pass recomputes to save memory. `none`: none; `full`: all inside a block;
     # `dots`: all inside a block except the results of matrix products.
     remat: Literal["none", "full", "dots"] = "none"
-    logits_chunk_tokens: PositiveInt = 2048  # positions per device whose float32 logits the loss holds at once
+    # Chunk size of the loss: number of positions per device whose float32 logits are in memory at the same time.
+    logits_chunk_tokens: PositiveInt = 2048
     scan_layers: bool = True  # true: lax.scan over the stacked blocks; false: unroll them, which compiles more slowly
 
     @property
-    def shared_hidden(self) -> int:
-        """Inner width of the MLP that processes every token; 0 if there is none."""
+    def unrouted_hidden(self) -> int:
+        """Inner width of the MLP that is applied to every token.
+
+        In a dense model `hidden`; in a mixture of experts that of all shared experts together, 0 if there are none.
+        """
         return self.shared_experts * self.expert_hidden if self.experts else self.hidden
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with weight decay on matrices only, and averages of the parameters during training.
+    """AdamW with weight decay on matrices only, and optional averaging of the parameters (EMA or schedule-free).
 
-    If an average is configured, snapshots and evaluation use the averaged parameters.
+    With averaging, snapshots and evaluation use the averaged parameters.
     """
 
     # `adamw`: AdamW (arXiv 1711.05101); `schedule_free_adamw`: its schedule-free variant (arXiv 2405.15682), which
@@ -128,7 +135,7 @@ class OptimizerConfig:
     b2: float = 0.95  # decay rate of the second moment
     epsilon: float = 1e-8  # constant that is added to the root of the second moment
     weight_decay: float = 0.1  # decoupled decay, multiplied by the learning rate; norm scales and biases do not decay
-    clip_norm: float = 1.0  # maximum global norm of the gradient, which is scaled down to it; 0: no clipping
+    clip_norm: float = 1.0  # maximum global gradient norm; larger gradients are scaled down to it; 0: no clipping
     ema_half_life_tokens: NonNegativeInt = 0  # half-life of an exponential moving average of parameters; 0: no average
 
 
@@ -151,16 +158,16 @@ class TrainingConfig:
     sequence_length_tokens: PositiveInt = 128  # L: tokens per sequence
     batch_size_sequences: PositiveInt = 16  # B: sequences per optimizer step, over all devices
     accumulation_steps: PositiveInt = 1  # microbatches per optimizer step; must divide `batch_size_sequences`
-    # Weight of the z-loss in the objective: squared log-sum-exp of the output logits, mean
-    # over tokens.
+    # Weight of the z-loss in the objective. The z-loss is the mean over tokens of the squared log-sum-exp of the output
+    # logits.
     z_loss_weight: float = 0.0
     # Change per step of an expert's bias (`model.router_bias`): up if its load is below the mean, down if above.
     router_bias_rate: NonNegativeFloat = 1e-3
-    # Weight of the experts' load-balancing loss in the objective; the loss is 1 per layer if the load is even, summed
-    # over layers.
+    # Weight of the experts' load-balancing loss in the objective. The loss is summed over layers; a layer contributes 1
+    # if its load is balanced.
     balance_loss_weight: NonNegativeFloat = 0.0
-    # Weight of the routers' z-loss in the objective: squared log-sum-exp of their logits, mean over tokens, sum over
-    # layers.
+    # Weight of the routers' z-loss in the objective. This z-loss is the mean over tokens of the squared log-sum-exp of
+    # the router logits, summed over layers.
     router_z_loss_weight: NonNegativeFloat = 0.0
     log_interval_tokens: PositiveInt = 100_000  # tokens between training records in metrics.jsonl
     seed: int = 0  # seed of the initial parameters and of the order of the data
@@ -169,22 +176,28 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """Snapshots (parameters, which merging reads) and states (everything that resuming and forking need)."""
+    """When to save, and how many to keep, of snapshots and training states.
 
-    interval_tokens: PositiveInt = 100_000  # V: tokens between snapshots
+    Snapshots contain only parameters and are the input of merges. A training state contains everything needed to resume
+    the run, or to fork it: to start a new run from that state.
+    """
+
+    interval_tokens: PositiveInt = 100_000  # tokens between snapshots
     # What snapshots contain. `point`: the parameters at that step; `block_mean`: their mean over the interval
     # since the previous snapshot; or both: `point,block_mean`.
     kinds: tuple[str, ...] = ("point",)
-    # Number of steps per summand of a block mean (j): it averages the parameters of every j-th step. The
-    # running sum takes the memory of a float32 model.
+    # j: a block mean averages the parameters after every j-th step. The running mean takes as much memory as the
+    # parameters in float32.
     block_every_steps: PositiveInt = 4
-    window: PositiveInt = 10  # N: snapshots per merge; `keep_windows` counts in this unit
-    keep_windows: int = 0  # retention: the newest `keep_windows` times `window` snapshots are kept; 0: all
-    # Snapshots at multiples of this number of tokens are kept permanently, in addition to the newest; 0: none.
+    # Snapshots per merge: the unit of `keep_windows`, the merge in the output of `pma plan`, and the window of
+    # `pma watch` if `preview.windows` is empty.
+    window: PositiveInt = 10
+    keep_windows: int = 0  # keep the newest `keep_windows` * `window` snapshots; 0: keep all
+    # Also keep snapshots at multiples of this number of tokens permanently; 0: none.
     archive_interval_tokens: int = 0
     state_interval_tokens: PositiveInt = 1_000_000  # tokens between training states
-    keep_states: PositiveInt = 2  # number of newest training states that are kept
-    # Positions, in tokens trained, at which a training state is saved as well and kept permanently, to fork from.
+    keep_states: PositiveInt = 2  # number of newest training states to keep
+    # Token counts at which an additional training state is saved and kept permanently, for example to fork from.
     keep_states_at_tokens: tuple[int, ...] = ()
 
 
@@ -201,9 +214,11 @@ class PreviewConfig:
     """Merges of the newest snapshots, evaluated during the run."""
 
     recipe: str = "sma"  # recipe of the merges, such as sma or ema:alpha=0.2
-    # Tokens trained before which snapshots are not merged: early on, the parameters drift more than they fluctuate.
+    # Exclude snapshots taken before this number of trained tokens: early in training the parameters change too fast
+    # for averaging to help.
     start_tokens: int = 0
-    # Window sizes, in snapshots: one preview each. The trainer holds as many models in host memory as the largest one.
+    # Window sizes in snapshots; each gives one preview per snapshot. Host memory holds as many models as the largest
+    # window.
     windows: tuple[int, ...] = (10,)
 
 
@@ -211,27 +226,32 @@ class PreviewConfig:
 class SpikesConfig:
     """Detection of loss spikes, and recovery from irrecoverable ones by rolling back to a merge.
 
-    A step is an outlier if its loss or gradient norm exceeds the median of recent normal steps (the window) by more
-    than a given number of spreads. A spread is 1.4826 times the median absolute deviation of the window: the standard
-    deviation of normal noise.
+    A step is an outlier if the robust z-score of its loss or of its log gradient norm exceeds a threshold. The z-score
+    is the distance from the median of the window (the recent steps outside spikes), in robust standard deviations. One
+    robust standard deviation is 1.4826 times the median absolute deviation, which estimates the standard deviation of
+    Gaussian noise.
     """
 
-    detect: bool = True  # monitor loss and gradient norm of every step; spikes that recover are only logged
+    detect: bool = True  # monitor loss and gradient norm of every step; log spikes; see also `attempts`
     window_tokens: PositiveInt = 400_000  # length of the window; nothing is detected before it is full
-    loss_z: PositiveFloat = 6.0  # threshold of the loss for an outlier, in spreads above the median
-    gradient_z: PositiveFloat = 8.0  # threshold of the log gradient norm before clipping, in spreads above its median
-    minimum_rise_nats: NonNegativeFloat = 0.1  # minimum rise of the loss above the median for an outlier, in nats
-    confirm_steps: PositiveInt = 5  # a spike starts when a majority of the last N steps are outliers; N is at most 30
+    loss_z: PositiveFloat = 6.0  # threshold of the loss, in robust standard deviations above the median
+    # Threshold of the log gradient norm (before clipping), in robust standard deviations above its median.
+    gradient_z: PositiveFloat = 8.0
+    # A step is an outlier by its loss only if the loss is also at least this far above the median, in nats per token.
+    minimum_rise_nats: NonNegativeFloat = 0.1
+    # A spike starts when more than half of the last `confirm_steps` steps are outliers; at most 30.
+    confirm_steps: PositiveInt = 5
     # A spike is declared irrecoverable if its loss has not recovered after this number of tokens.
     patience_tokens: PositiveInt = 200_000
-    # Skip the update of a step whose gradient norm is not finite or exceeds this threshold, in spreads; 0: never.
+    # Skip the update of a step if its gradient norm is not finite, or its log gradient norm exceeds this threshold, in
+    # robust standard deviations above the median; 0: never.
     skip_gradient_z: NonNegativeFloat = 0.0
-    # Rollbacks per irrecoverable spike, after which the run stops with an error; 0: only log spikes.
+    # Maximum number of rollbacks per irrecoverable spike; the run then stops with an error. 0: only log spikes.
     attempts: NonNegativeInt = 0
-    snapshots: PositiveInt = 3  # N: snapshots before the spike that a rollback merges; each retry drops the newest
+    snapshots: PositiveInt = 3  # snapshots before the spike that a rollback merges; each retry drops the newest one
     recipe: str = "sma"  # recipe of the merge that a rollback starts from
-    # Optimizer moments after a rollback. `reset`: initialised; `keep`: unchanged; `restore`: those of the full
-    # state before the spike that is nearest to the merge.
+    # Optimizer moments after a rollback. `reset`: initialised; `keep`: unchanged; `restore`: read from the training
+    # state closest to the merge, among those before the spike.
     optimizer: Literal["reset", "keep", "restore"] = "reset"
     # Length of the linear warm-up from 0 to the scheduled learning rate after a rollback; 0: none.
     warmup_tokens: NonNegativeInt = 0
@@ -244,10 +264,10 @@ class SpikesConfig:
 class MeshConfig:
     """Number of devices along each axis of the mesh. One axis may be -1: all remaining devices."""
 
-    data: int = -1  # splits the batch, replicates the parameters; the only axis that may span several TPU slices
-    fsdp: int = 1  # splits both the batch and the parameters (fully sharded data parallelism)
-    tensor: int = 1  # splits attention heads, the MLP's inner width and the vocabulary (tensor parallelism)
-    expert: int = 1  # splits the batch and the experts; its devices exchange tokens (all-to-all)
+    data: int = -1  # shards the batch, replicates the parameters; the only axis that may span several TPU slices
+    fsdp: int = 1  # shards the batch and the parameters (fully sharded data parallelism)
+    tensor: int = 1  # shards attention heads, the MLP's inner width and the vocabulary (tensor parallelism)
+    expert: int = 1  # shards the batch and the experts; its devices exchange tokens (all-to-all)
     # Devices to simulate on a CPU backend; fastest with one per core. 0: leave JAX's setting unchanged.
     cpu_devices: NonNegativeInt = 0
 
@@ -272,39 +292,46 @@ class Config:
         """Tokens per optimizer step."""
         return self.training.batch_size_sequences * self.training.sequence_length_tokens
 
-    def steps(self, tokens: int) -> int:
+    def tokens_to_steps(self, tokens: int) -> int:
         """Convert a duration in tokens to full optimizer steps, at least one."""
         return max(tokens // self.batch_tokens, 1)
 
     def is_mark(self, tokens: int, interval_tokens: int) -> bool:
-        """Return whether the step that ended at `tokens` reached a mark: a multiple of `interval_tokens`.
+        """Return whether the step that ends at `tokens` reaches a mark: a multiple of `interval_tokens`.
 
-        Marks are multiples of tokens, not of a rounded number of steps, so rounding errors do not accumulate.
+        The interval is not rounded to steps, so rounding errors do not accumulate.
         """
         return tokens // interval_tokens > (tokens - self.batch_tokens) // interval_tokens
 
-    def is_horizon(self, tokens: int) -> bool:
+    def is_run_complete(self, tokens: int) -> bool:
         """Return whether a run that has trained on `tokens` is complete."""
         return tokens >= self.training.total_tokens
 
-    def is_snapshot(self, tokens: int) -> bool:
-        """Return whether a snapshot is saved at `tokens`: at every multiple of V and at the end of the run."""
-        return self.is_mark(tokens, self.checkpoint.interval_tokens) or self.is_horizon(tokens)
+    def is_snapshot_due(self, tokens: int) -> bool:
+        """Return whether a snapshot is saved after the step that ends at `tokens`.
 
-    def is_block_add(self, tokens: int) -> bool:
-        """Return whether the step that ended at `tokens` is added to the block mean: every j-th since the last mark.
-
-        Steps are counted from the mark, not from the start of the run, so that intervals of equal length have equally
-        many summands.
+        Snapshots are saved at the marks of `checkpoint.interval_tokens` and at the end of the run.
         """
-        since_mark = (tokens - self.batch_tokens) % self.checkpoint.interval_tokens // self.batch_tokens + 1
-        return "block_mean" in self.checkpoint.kinds and since_mark % self.checkpoint.block_every_steps == 0
+        return self.is_mark(tokens, self.checkpoint.interval_tokens) or self.is_run_complete(tokens)
 
-    def is_state(self, tokens: int) -> bool:
-        """Return whether a training state is saved at `tokens`: at its marks, named tokens and the end of the run."""
-        every = self.is_mark(tokens, self.checkpoint.state_interval_tokens)
-        return every or self.is_named_state(tokens) or self.is_horizon(tokens)
+    def is_block_mean_step(self, tokens: int) -> bool:
+        """Return whether the parameters after the step that ends at `tokens` are added to the block mean.
 
-    def is_named_state(self, tokens: int) -> bool:
-        """Return whether the step that ended at `tokens` reached one of `checkpoint.keep_states_at_tokens`."""
+        Every `checkpoint.block_every_steps`-th step after a mark is added. Steps are counted from the mark, not from
+        the start of the run, so that the means of intervals of equal length average equally many steps.
+        """
+        steps_since_mark = ((tokens - self.batch_tokens) % self.checkpoint.interval_tokens) // self.batch_tokens + 1
+        return "block_mean" in self.checkpoint.kinds and steps_since_mark % self.checkpoint.block_every_steps == 0
+
+    def is_state_due(self, tokens: int) -> bool:
+        """Return whether a training state is saved after the step that ends at `tokens`.
+
+        States are saved at the marks of `checkpoint.state_interval_tokens`, at `checkpoint.keep_states_at_tokens` and
+        at the end of the run.
+        """
+        is_mark = self.is_mark(tokens, self.checkpoint.state_interval_tokens)
+        return is_mark or self.is_permanent_state(tokens) or self.is_run_complete(tokens)
+
+    def is_permanent_state(self, tokens: int) -> bool:
+        """Return whether the step that ends at `tokens` reaches one of `checkpoint.keep_states_at_tokens`."""
         return any(tokens - self.batch_tokens < t <= tokens for t in self.checkpoint.keep_states_at_tokens)

@@ -41,15 +41,15 @@ def train_batches(
     tokens: shards.TokenSet,
     training: config.TrainingConfig,
     *,
-    position_sequences: int,
+    consumed_sequences: int,
     rows: np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
-    """Iterate endlessly over this process's rows of the global batches, from `position_sequences` on.
+    """Iterate endlessly over this process's rows of the global batches, from `consumed_sequences` on.
 
     Args:
         tokens: The prepared corpus.
         training: Batch size, sequence length and seed.
-        position_sequences: Number of sequences consumed so far over all processes (steps * B). Earlier batches are
+        consumed_sequences: Number of sequences consumed so far over all processes (steps * B). Earlier batches are
             not read, so that starting takes the same time at any position.
         rows: Indices of the rows to read from each global batch, integers [b]; all rows by default.
 
@@ -59,7 +59,7 @@ def train_batches(
     Raises:
         ValueError: The train split is shorter than one window.
     """
-    assert position_sequences >= 0, position_sequences
+    assert consumed_sequences >= 0, consumed_sequences
     length = training.sequence_length_tokens
     B = training.batch_size_sequences
     rows_b = np.arange(B) if rows is None else rows
@@ -69,7 +69,7 @@ def train_batches(
     # Reading a batch in one call takes a third of the time of a Grain source that returns single windows. Only the rows
     # of this process are looked up, because the lookup in the shuffled order dominates the cost.
     def gather(step: int) -> np.ndarray:
-        window_indices_b = np.array([order[position_sequences + step * B + row] for row in rows_b.tolist()])
+        window_indices_b = np.array([order[consumed_sequences + step * B + row] for row in rows_b.tolist()])
         return read_windows(tokens.train, window_indices_b * length, length + 1)
 
     return iter(grain.MapDataset.range(sys.maxsize).map(gather).to_iter_dataset(_READ_OPTIONS))

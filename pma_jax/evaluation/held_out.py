@@ -13,7 +13,7 @@ import numpy as np
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
 from pma_jax.model.decoder import graph_definition
-from pma_jax.model.loss import PADDING, evaluate
+from pma_jax.model.loss import PADDING_ID, evaluate
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import local_rows, put_batch
 
@@ -56,7 +56,7 @@ def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], f
 def read_held_out_windows(
     tokens: shards.TokenSet, config: Config, rows_b: np.ndarray | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield batches with the first `evaluation.tokens` targets of the held-out stream; later targets are PADDING.
+    """Yield batches with the first `evaluation.tokens` targets of the held-out stream; later ones are PADDING_ID.
 
     The tokens, their order and the number of batches do not depend on `rows_b`. To convert the loss to bits per byte,
     divide by `tokens.validation.bytes_per_token`, which is exact for the bytes tokenizer and the average over the
@@ -86,5 +86,5 @@ def read_held_out_windows(
         starts_b = (first_row + rows_b) * L
         windows_bxM = batches.read_windows(tokens.validation, starts_b, L + 1)
         is_counted_bxL = starts_b[:, None] + np.arange(L) < wanted
-        windows_bxM[:, 1:] = np.where(is_counted_bxL, windows_bxM[:, 1:], PADDING)
+        windows_bxM[:, 1:] = np.where(is_counted_bxL, windows_bxM[:, 1:], PADDING_ID)
         yield windows_bxM

@@ -35,7 +35,7 @@ class Cell:
     def text(self) -> str:
         """The cell's name: `sma:10`; `sma:10@2` of every second snapshot; `block/sma:10` of block means."""
         suffix = f"@{self.interval}" if self.interval > 1 else ""
-        return f"{SNAPSHOT_KINDS[self.kind].prefix}{self.recipe}:{self.window}{suffix}"
+        return f"{SNAPSHOT_KINDS[self.kind].label_prefix}{self.recipe}:{self.window}{suffix}"
 
     @property
     def span(self) -> int:

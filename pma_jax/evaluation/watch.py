@@ -78,7 +78,7 @@ def watch(
             available = buffer.count_without_gap(candidates)
             missing = [n for n in windows if n <= available and (names[n], snapshot.tokens) not in recorded]
             # Load the newest snapshot even if no preview needs it yet: retention may remove it before one does.
-            preloads = snapshot is new[-1] and available < windows[-1] and not config.is_horizon(snapshot.tokens)
+            preloads = snapshot is new[-1] and available < windows[-1] and not config.is_run_complete(snapshot.tokens)
             failed = buffer.load_newer(candidates[-available:]) if missing or preloads else None
             if failed:
                 handled_tokens = max(handled_tokens, snapshot.tokens) if failed[0] is snapshot else handled_tokens
@@ -90,7 +90,7 @@ def watch(
                 yield _record_preview(log, snapshot, names[n], evaluate(merged))
             handled_tokens = snapshot.tokens
         else:
-            if once or config.is_horizon(handled_tokens):
+            if once or config.is_run_complete(handled_tokens):
                 return
             time.sleep(poll_seconds)
 
@@ -163,7 +163,7 @@ class _SnapshotBuffer:
         count = 1
         for newer, older in itertools.pairwise(reversed(tokens)):
             step_ends_between = range(newer - self._config.batch_tokens, older, -self._config.batch_tokens)
-            if any(map(self._config.is_snapshot, step_ends_between)):
+            if any(map(self._config.is_snapshot_due, step_ends_between)):
                 break
             count += 1
         return count

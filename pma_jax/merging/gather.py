@@ -135,7 +135,7 @@ def select_checkpoints(
         across_stages=across_stages,
     )
     notes = [note if series.unit == "tokens" else note.replace("tokens", series.unit) for note in selected.notes]
-    return replace(series.take(selected.indexes), notes=(*series.notes, *notes))
+    return replace(series.take(selected.indices), notes=(*series.notes, *notes))
 
 
 def load_used(series: CheckpointSeries, coefficients: np.ndarray) -> tuple[CheckpointSeries, np.ndarray]:

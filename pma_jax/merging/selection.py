@@ -17,9 +17,9 @@ OFF_GRID_SHARE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """Indexes of the selected checkpoints, oldest first, and notes for the user, one line each."""
+    """Indices of the selected checkpoints, oldest first, and notes for the user, one line each."""
 
-    indexes: tuple[int, ...]
+    indices: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
 

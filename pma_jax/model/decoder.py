@@ -29,7 +29,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c, spec = config, RULES.spec
-        D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.shared_hidden
+        D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.unrouted_hidden
         # Matrices that write to the residual stream start smaller, so that its norm does not grow with depth.
         shrink = 1 / math.sqrt(2 * c.layers)
         self.config = nnx.static(config)
@@ -60,7 +60,7 @@ class Block(nnx.Module):
         normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm_D[...], c.norm_epsilon)
         x_BxLxD = x_BxLxD + self._attend(normed_BxLxD, rotary, segment_ids_BxL)
         y_BxLxD = rms_norm(x_BxLxD, self.mlp_norm_D[...], c.norm_epsilon)
-        if c.shared_hidden:
+        if c.unrouted_hidden:
             x_BxLxD = x_BxLxD + self._mlp(y_BxLxD)
         if c.experts:
             mixed_BxLxD, router = self.moe(y_BxLxD)

@@ -18,7 +18,7 @@ from flax import nnx
 from pma_jax.model.cross_entropy import cross_entropy
 from pma_jax.model.decoder import Params, make_decoder
 
-PADDING = -1
+PADDING_ID = -1
 # Batches that may be dispatched and unfinished. On a CPU with several simulated devices XLA queues programs beyond 32
 # per device on the threads that the running programs need for their collectives, which then deadlock.
 MAX_BATCHES_IN_FLIGHT = 8
@@ -43,7 +43,7 @@ def loss_sums(
     """
     inputs_BxL, targets_BxL = tokens_BxM[:, :-1], tokens_BxM[:, 1:]
     model = make_decoder(graph, params)
-    x_BxLxD, router = model.hidden(unmask_ids(inputs_BxL))
+    x_BxLxD, router = model.hidden(decode_masked_ids(inputs_BxL))
     chunk_tokens = model.config.logits_chunk_tokens
     objective, nats = cross_entropy(x_BxLxD, model.head(), targets_BxL, z_loss_weight, chunk_tokens)
     sums = {"nats": nats, "count": jnp.sum((targets_BxL >= 0).astype(jnp.float32))}
@@ -53,7 +53,7 @@ def loss_sums(
     return objective, sums
 
 
-def unmask_ids(inputs_BxL: jax.Array) -> jax.Array:
+def decode_masked_ids(inputs_BxL: jax.Array) -> jax.Array:
     """Return the ids that the model reads: t, or -t - 1 for a masked id t < 0."""
     return jnp.where(inputs_BxL < 0, ~inputs_BxL, inputs_BxL)
 

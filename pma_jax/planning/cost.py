@@ -94,7 +94,7 @@ def matrix_parameter_count(model: ModelConfig) -> int:
     attention = 2 * model.width * (model.heads + model.kv_heads) * model.head_dim
     routed = model.experts_per_token * model.expert_hidden if model.experts else 0
     router = model.width * model.experts
-    return model.layers * (attention + 3 * model.width * (model.shared_hidden + routed) + router)
+    return model.layers * (attention + 3 * model.width * (model.unrouted_hidden + routed) + router)
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length_tokens: int) -> dict[str, float]:

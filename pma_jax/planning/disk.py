@@ -33,8 +33,8 @@ def estimate_storage_bytes(config: Config, state: TrainState) -> dict[str, objec
     """
     checkpoint = config.checkpoint
     step_ends = range(config.batch_tokens, config.training.total_tokens + config.batch_tokens, config.batch_tokens)
-    snapshots = [tokens for tokens in step_ends if config.is_snapshot(tokens)]
-    states = [tokens for tokens in step_ends if config.is_state(tokens)]
+    snapshots = [tokens for tokens in step_ends if config.is_snapshot_due(tokens)]
+    states = [tokens for tokens in step_ends if config.is_state_due(tokens)]
     snapshots_kept = sum(snapshot_retention_mask(config, snapshots))
     states_kept = sum(state_retention_mask(config, states))
     snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)

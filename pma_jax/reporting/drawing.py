@@ -67,7 +67,7 @@ def label_panel(axes: Axes, title: str, x_label: str, y_label: str = "") -> None
 def series_name(merge: dict[str, Any]) -> str:
     """Name the merges that differ only by their window: `sma`, `block/wma`, `sma@2`."""
     every = f"@{merge['interval']}" if merge["interval"] > 1 else ""
-    return f"{SNAPSHOT_KINDS[merge['kind']].prefix}{merge['recipe']}{every}"
+    return f"{SNAPSHOT_KINDS[merge['kind']].label_prefix}{merge['recipe']}{every}"
 
 
 def group_by_series(merges: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:

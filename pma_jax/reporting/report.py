@@ -271,7 +271,7 @@ def _last_previews(run: Run, tokens: int) -> list[dict[str, Any]]:
     rows = []
     for text, curve in _preview_curves(run).items():
         if curve[-1][0] == tokens:
-            prefix = SNAPSHOT_KINDS["block_mean"].prefix
+            prefix = SNAPSHOT_KINDS["block_mean"].label_prefix
             kind = "block_mean" if text.startswith(prefix) else "point"
             recipe, window = _recipe_and_window(text.removeprefix(prefix))
             row = {"text": text, "recipe": recipe, "window": window, "kind": kind, "loss": curve[-1][1]}

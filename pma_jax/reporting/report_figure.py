@@ -218,7 +218,7 @@ def spread_labels(values: Sequence[float], gap: float, low: float, high: float) 
 
 
 def _is_block(text: str) -> bool:
-    return text.startswith(SNAPSHOT_KINDS["block_mean"].prefix)
+    return text.startswith(SNAPSHOT_KINDS["block_mean"].label_prefix)
 
 
 def _xy(points: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:

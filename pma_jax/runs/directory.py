@@ -84,7 +84,7 @@ class Run:
 
         def has_its_snapshots(state: SavedState) -> bool:
             step_ends = range(state.tokens, fork_tokens, -self.config.batch_tokens)
-            return newest_complete_tokens >= next((t for t in step_ends if self.config.is_snapshot(t)), 0)
+            return newest_complete_tokens >= next((t for t in step_ends if self.config.is_snapshot_due(t)), 0)
 
         states = self.states[::-1]
         return list(filter(has_its_snapshots, states)) or states

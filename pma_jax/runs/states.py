@@ -73,9 +73,9 @@ def state_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]:
     Returns:
         Whether each state is kept.
     """
-    regular = [count for count in tokens if config.is_state(count)]
+    regular = [count for count in tokens if config.is_state_due(count)]
     newest = {*regular[-config.checkpoint.keep_states :], *tokens[-1:]}
-    return [count in newest or config.is_named_state(count) for count in tokens]
+    return [count in newest or config.is_permanent_state(count) for count in tokens]
 
 
 def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:

@@ -210,7 +210,7 @@ def map_over_devices(function: Callable[..., Any], in_specs: tuple[Any, ...], ou
     """Map a function of each device's parts to one of arrays, which are resharded as `in_specs`; for all free axes.
 
     Over which axes the results vary is not checked, because the kernels from libraries do not declare it; nor does the
-    enclosing shard_map of a train step (`accumulate` in training/step.py).
+    enclosing shard_map of a train step (`accumulate_gradients` in training/step.py).
     """
     mapped = jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=set(non_manual_axes()), check_vma=False

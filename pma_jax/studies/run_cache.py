@@ -134,7 +134,7 @@ def _finish(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any
 
 def _is_finished(run: Run) -> bool:
     newest = run.newest_resumable_state
-    return newest is not None and run.config.is_horizon(newest.tokens)
+    return newest is not None and run.config.is_run_complete(newest.tokens)
 
 
 def _weights_key(weights: Snapshot | None) -> list[Any] | None:

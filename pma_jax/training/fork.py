@@ -43,7 +43,7 @@ def fork(
     if weights is not None:
         find_weights(config, weights, "weights")
         origin["weights"] = str(absolute_path(weights))
-    if config.is_horizon(saved.tokens) and not is_run(folder):
+    if config.is_run_complete(saved.tokens) and not is_run(folder):
         raise ValueError(
             f"nothing is left to train at {saved.tokens:,} of {config.training.total_tokens:,} tokens: fork from an "
             "earlier state, or raise training.total_tokens"

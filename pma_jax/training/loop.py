@@ -21,8 +21,8 @@ from pma_jax.runtime.mesh import check_mesh, local_rows, make_mesh, put_batch
 from pma_jax.runtime.signals import Stopped, StopRequest
 from pma_jax.storage.paths import absolute_path, check_bucket
 from pma_jax.training import initial_state, resume, rollback
-from pma_jax.training.marks import Marks
 from pma_jax.training.metrics import MetricsLog
+from pma_jax.training.periodic_actions import PeriodicActions
 from pma_jax.training.resume import open_or_create
 from pma_jax.training.schedule import learning_rate_with_rewarmup
 from pma_jax.training.state import TrainState, abstract_state, add_to_block
@@ -70,7 +70,7 @@ class _Session(NamedTuple):
     rate: Callable[[int], float]  # tokens at the end of a step -> its learning rate
     train_step: Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]
     records: StepRecords
-    marks: Marks
+    periodic: PeriodicActions
 
 
 def _train_to_horizon_or_spike(
@@ -78,7 +78,7 @@ def _train_to_horizon_or_spike(
 ) -> bool:
     """Train to the horizon (True), or to an irrecoverable spike, from which the next call rolls back (False)."""
     config, newest, spike = run.config, run.newest_resumable_state, None
-    if newest and config.is_horizon(newest.tokens) and not rollback.is_pending(run):
+    if newest and config.is_run_complete(newest.tokens) and not rollback.is_pending(run):
         resume.apply_retention(run)
         return True
     with contextlib.ExitStack() as stack:
@@ -87,21 +87,21 @@ def _train_to_horizon_or_spike(
         if hosts.is_stop_requested(request, progress.step):
             raise _stopped(request, None)
         # A step is dispatched before the metrics of the one before are fetched.
-        while not config.is_horizon(progress.tokens):
+        while not config.is_run_complete(progress.tokens):
             progress = progress.after_step(config)
             rate = session.rate(progress.tokens)
             state, metrics = session.train_step(state, put_batch(mesh, next(session.batches)), rate)
             state = add_to_block(config, state, progress.tokens)
             spike = session.records.add(progress, rate, metrics, state.params)
-            stops = not config.is_horizon(progress.tokens) and hosts.is_stop_requested(request, progress.step)
-            if stops or config.is_snapshot(progress.tokens) or config.is_state(progress.tokens):
+            stopping = not config.is_run_complete(progress.tokens) and hosts.is_stop_requested(request, progress.step)
+            if stopping or config.is_snapshot_due(progress.tokens) or config.is_state_due(progress.tokens):
                 # Before anything is saved of a model that diverged.
                 spike = spike or session.records.flush(state.params)
             if spike:
                 break
             with session.records.paused():
-                state = session.marks.save_due(state, progress, stops)
-            if stops:
+                state = session.periodic.save_if_due(state, progress, stopping)
+            if stopping:
                 raise _stopped(request, progress)
     if spike:  # only now are the writers closed, and every snapshot from before the spike published
         rollback.begin(run, spike, state, progress, mesh)
@@ -118,18 +118,18 @@ def _open(
     state, progress = initial_state.restore_or_make(run, abstract, messages.append)
 
     log = stack.enter_context(MetricsLog(run, progress.tokens, is_writer=hosts.is_first()))
-    marks = Marks(run, graph, held_out_batches(tokens, config, mesh), log, stack)
+    periodic = PeriodicActions(run, graph, held_out_batches(tokens, config, mesh), log, stack)
     stack.enter_context(hosts.exit_on_error())
     for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, finished)]:
         log.print(message)
-    marks.load_preview_window(progress.tokens, abstract.params)
+    periodic.load_preview_window(progress.tokens, abstract.params)
     rows = local_rows(mesh, config.training.batch_size_sequences)
     session = _Session(
-        batches.train_batches(tokens, config.training, position_sequences=progress.position, rows=rows),
+        batches.train_batches(tokens, config.training, consumed_sequences=progress.position, rows=rows),
         functools.partial(learning_rate_with_rewarmup, config, [event["tokens"] for event in rollback.events(run)]),
         make_train_step(config, graph),
         StepRecords(config, log, progress.tokens),
-        marks,
+        periodic,
     )
     return state, progress, session
 

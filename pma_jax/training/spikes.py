@@ -87,7 +87,7 @@ def observe(
         loss: Scalar, nats per token.
         gradient_norm: Scalar, before clipping.
     """
-    keys, patience_steps = config.spikes, config.steps(config.spikes.patience_tokens)
+    keys, patience_steps = config.spikes, config.tokens_to_steps(config.spikes.patience_tokens)
     loss, log_norm = loss.astype(jnp.float32), jnp.log(gradient_norm.astype(jnp.float32) + TINY)
     finite = jnp.isfinite(loss) & jnp.isfinite(log_norm)
     median, spread = _centre(detector.recent_losses, MIN_LOSS_SPREAD)

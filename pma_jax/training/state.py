@@ -36,7 +36,9 @@ def init_state(config: Config, key: jax.Array) -> TrainState:
     """Return a fresh state; traceable. Call under `jax.set_mesh`."""
     params = init_params(config.model, key)
     block = averages.empty(params) if "block_mean" in config.checkpoint.kinds else None
-    detector = spikes.empty_detector(config.steps(config.spikes.window_tokens)) if config.spikes.detect else None
+    detector = (
+        spikes.empty_detector(config.tokens_to_steps(config.spikes.window_tokens)) if config.spikes.detect else None
+    )
     mean = averages.empty(params) if config.optimizer.ema_half_life_tokens else None
     moments = initial_moments(config.optimizer, params)
     return TrainState(jnp.zeros((), jnp.int32), params, moments, block, detector, mean)
@@ -57,7 +59,7 @@ def snapshot_params(config: Config, state: TrainState) -> Params:
 
 def add_to_block(config: Config, state: TrainState, tokens: int) -> TrainState:
     """Add the parameters after the step that ended at `tokens` to the block mean, if it is one of the steps to add."""
-    if state.block is None or not config.is_block_add(tokens):
+    if state.block is None or not config.is_block_mean_step(tokens):
         return state
     block = averages.add_to_block_mean(state.block, snapshot_params(config, state))
     return dataclasses.replace(state, block=block)

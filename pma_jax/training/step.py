@@ -58,7 +58,7 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
         return loss_sums(graph, params, tokens_bxM, *weights)
 
     def train_step(state: TrainState, tokens_BxM: jax.Array, rate: jax.Array) -> tuple[TrainState, Metrics]:
-        gradients, sums = accumulate(objective, state.params, tokens_BxM, training.accumulation_steps)
+        gradients, sums = accumulate_gradients(objective, state.params, tokens_BxM, training.accumulation_steps)
         counted = jnp.maximum(sums["count"], 1)  # 0 if the batch has only prompts, which are not trained on
         gradients = jax.tree.map(lambda g: g / counted, gradients)
         params, moments = apply_update(config.optimizer, gradients, state.optimizer, state.params, rate)
@@ -103,7 +103,7 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT", **one_thread}
 
 
-def accumulate(
+def accumulate_gradients(
     objective: Callable[[Params, jax.Array], tuple[jax.Array, Metrics]],
     params: Params,
     tokens_BxM: jax.Array,

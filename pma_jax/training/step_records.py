@@ -56,7 +56,7 @@ class StepRecords:
         if keys.skip_gradient_z:
             numbers["skipped_updates"] = metrics["spike"].skips.item()
         tokens = record["tokens"]
-        if config.is_mark(tokens, config.training.log_interval_tokens) or config.is_horizon(tokens):
+        if config.is_mark(tokens, config.training.log_interval_tokens) or config.is_run_complete(tokens):
             self._log.write(record | numbers | self._timing(tokens))
         if spike:
             self._log.write(spike)

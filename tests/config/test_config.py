@@ -280,11 +280,11 @@ def test_every_jth_step_since_the_mark_is_added_to_a_block_mean(batch, extra, ev
     since_mark = 0
     for tokens in range(batch, steps * batch + 1, batch):
         since_mark += 1
-        assert made.is_block_add(tokens) == (since_mark % every == 0)
-        if made.is_snapshot(tokens):
+        assert made.is_block_mean_step(tokens) == (since_mark % every == 0)
+        if made.is_snapshot_due(tokens):
             assert since_mark >= every, "a block mean is never empty"
             since_mark = 0
-    assert not any(with_keys(training=training).is_block_add(t) for t in range(batch, steps * batch + 1, batch))
+    assert not any(with_keys(training=training).is_block_mean_step(t) for t in range(batch, steps * batch + 1, batch))
 
 
 def test_run_without_block_means_ignores_j():
@@ -298,10 +298,10 @@ def test_snapshots_states_and_named_states_are_at_their_marks():
         checkpoint={"interval_tokens": 250, "state_interval_tokens": 400, "keep_states_at_tokens": (601, 700)},
     )
     ends = range(100, 1101, 100)
-    assert [t for t in ends if made.is_snapshot(t)] == [300, 500, 800, 1000, 1100]
-    assert [t for t in ends if made.is_state(t)] == [400, 700, 800, 1100]
-    assert [t for t in ends if made.is_named_state(t)] == [700]
-    assert [t for t in ends if made.is_horizon(t)] == [1100]
+    assert [t for t in ends if made.is_snapshot_due(t)] == [300, 500, 800, 1000, 1100]
+    assert [t for t in ends if made.is_state_due(t)] == [400, 700, 800, 1100]
+    assert [t for t in ends if made.is_permanent_state(t)] == [700]
+    assert [t for t in ends if made.is_run_complete(t)] == [1100]
 
 
 def test_json_contains_every_key():

@@ -30,7 +30,7 @@ TOKENS = tokens_of(np.arange(101 * L + 6))
 
 
 def take(count, position=0, tokens=TOKENS, training=TRAINING, **processes):
-    made = batches.train_batches(tokens, training, position_sequences=position, **processes)
+    made = batches.train_batches(tokens, training, consumed_sequences=position, **processes)
     return list(itertools.islice(made, count))
 
 

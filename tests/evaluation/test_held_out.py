@@ -11,7 +11,7 @@ import tiny
 from pma_jax.config import Config, EvaluationConfig, TrainingConfig
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import read_held_out_windows
-from pma_jax.model.loss import PADDING
+from pma_jax.model.loss import PADDING_ID
 
 L, B = 16, 8
 CONFIG = Config(training=TrainingConfig(sequence_length_tokens=L))
@@ -33,7 +33,7 @@ def test_exactly_the_first_tokens_are_read_in_order(requested, count):
     for step in range(len(parts[0])):
         for tokens_bxM in (part[step] for part in parts):
             assert tokens_bxM.shape == (B // count, L + 1) and tokens_bxM.dtype == np.int32
-            is_counted_bxL = tokens_bxM[:, 1:] != PADDING
+            is_counted_bxL = tokens_bxM[:, 1:] != PADDING_ID
             assert (tokens_bxM[:, :-1][is_counted_bxL] == tokens_bxM[:, 1:][is_counted_bxL] - 1).all()
             targets += tokens_bxM[:, 1:][is_counted_bxL].tolist()
     assert targets == list(range(1, requested + 1))

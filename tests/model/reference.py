@@ -16,7 +16,7 @@ def logits(config: ModelConfig, params: Params, tokens_BxL: np.ndarray) -> np.nd
         block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
         x_BxLxD = x_BxLxD + attend(config, block, norm(config, x_BxLxD, block["attention_norm_D"]), apart)
         y_BxLxD = norm(config, x_BxLxD, block["mlp_norm_D"])
-        if config.shared_hidden:
+        if config.unrouted_hidden:
             x_BxLxD = x_BxLxD + mlp(y_BxLxD, block["gate_DxF"], block["up_DxF"], block["down_FxD"])
         if config.experts:
             x_BxLxD = x_BxLxD + mixture(config, block["moe"], y_BxLxD)[0]

@@ -77,8 +77,8 @@ def test_z_loss_is_added_to_the_objective_only():
 
 def test_padding_is_not_counted():
     padded = TOKENS.copy()
-    padded[0, 3:] = loss.PADDING
-    padded[5] = loss.PADDING
+    padded[0, 3:] = loss.PADDING_ID
+    padded[5] = loss.PADDING_ID
     objective, sums = jax.jit(lambda t: loss.loss_sums(None, LOGITS, t, 0.1))(padded)
     expected, nats, count = reference(LOGITS, padded, weight=0.1)
     assert float(objective) == pytest.approx(expected, rel=1e-6)
@@ -88,12 +88,12 @@ def test_padding_is_not_counted():
 
 def test_uncounted_tokens_are_still_inputs():
     tokens = np.array([[3, ~5, ~0, 7, -1]], np.int32)
-    np.testing.assert_array_equal(loss.unmask_ids(jnp.asarray(tokens)), [[3, 5, 0, 7, 0]])
+    np.testing.assert_array_equal(loss.decode_masked_ids(jnp.asarray(tokens)), [[3, 5, 0, 7, 0]])
 
 
 def test_padding_has_no_gradient():
     padded = TOKENS.copy()
-    padded[1, 4:] = loss.PADDING
+    padded[1, 4:] = loss.PADDING_ID
     gradient = jax.grad(lambda x: loss.loss_sums(None, x, padded, 0.1)[0])(LOGITS)
     assert not np.asarray(gradient[1, 3:]).any()
     assert np.abs(gradient[1, :3]).max() > 0
@@ -101,7 +101,7 @@ def test_padding_has_no_gradient():
 
 def test_sums_of_ragged_batches_add_up():
     padded = TOKENS.copy()
-    padded[6:, 2:] = loss.PADDING
+    padded[6:, 2:] = loss.PADDING_ID
     _, complete = loss.loss_sums(None, LOGITS, padded)
     parts = [loss.loss_sums(None, LOGITS[i : i + 2], padded[i : i + 2])[1] for i in range(0, 8, 2)]
     assert float(sum(p["nats"] for p in parts)) == pytest.approx(float(complete["nats"]), rel=1e-6)
@@ -126,7 +126,7 @@ def test_split_vocabulary_does_not_change_the_result(sizes):
 
 def test_evaluate_is_the_mean_over_tokens_not_over_batches():
     padded = TOKENS.copy()
-    padded[4:, 2:] = loss.PADDING
+    padded[4:, 2:] = loss.PADDING_ID
     jax.clear_caches()  # The evaluation step may have been traced with a real model.
     nats = [
         loss.evaluation_step(None, LOGITS[:4], padded[:4]),

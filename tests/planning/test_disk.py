@@ -74,8 +74,8 @@ def test_marks_equal_those_of_the_run(checkpoint_keys, total):
     )
     ends = range(256, -(-total // 256) * 256 + 1, 256)
     actual = disk.estimate_storage_bytes(config, abstract_state(config, make_mesh(config.mesh)))
-    assert actual["snapshots_saved_of_each_kind"] == sum(map(config.is_snapshot, ends))
-    assert actual["states_saved"] == sum(map(config.is_state, ends))
+    assert actual["snapshots_saved_of_each_kind"] == sum(map(config.is_snapshot_due, ends))
+    assert actual["states_saved"] == sum(map(config.is_state_due, ends))
 
 
 @pytest.mark.mesh

@@ -29,13 +29,16 @@ def test_one_panel_per_recipe_and_kind_with_intervals_by_windows():
         "lagfree lag=0.5, block means",
     ]
     first = panels[0]
-    assert (first.rows, first.columns) == (["every V", "every 2 V", "every 4 V"], ["3", "10"])
+    assert (first.row_labels, first.column_labels) == (
+        ["every snapshot", "every 2 snapshots", "every 4 snapshots"],
+        ["3", "10"],
+    )
     assert first.losses[2, 1] == 1 + 0.1 + 0.004 + len("smapoint")
 
 
 def test_single_interval_gives_one_panel_per_kind_with_recipes_by_windows():
     panels = heat_map.sweep_heat_maps(sweep(intervals=(1,))["rows"])
-    assert [(p.title, p.rows) for p in panels] == [
+    assert [(p.title, p.row_labels) for p in panels] == [
         ("points", ["sma", "lagfree lag=0.5"]),
         ("block means", ["sma", "lagfree lag=0.5"]),
     ]
@@ -80,7 +83,7 @@ def test_stacked_panels_are_taller_and_bytes_are_reproducible():
     panels = heat_map.sweep_heat_maps(sweep(intervals=(1, 2))["rows"])
     assert len(panels) > 1
     beside, below = (
-        image.imread(io.BytesIO(to_png(heat_map.draw_heat_maps(panels, "title", columns=n)))).shape
+        image.imread(io.BytesIO(to_png(heat_map.draw_heat_maps(panels, "title", maps_per_row=n)))).shape
         for n in (len(panels), 1)
     )
     assert below[0] > beside[0] and below[1] < beside[1]
@@ -89,5 +92,5 @@ def test_stacked_panels_are_taller_and_bytes_are_reproducible():
 
 def test_cells_above_the_scale_have_its_last_colour():
     panel = heat_map.HeatMap("one", ["a"], ["1", "2", "3"], np.array([[0.0, 1.0, 100.0]]))
-    wide, narrow = (heat_map.draw_heat_maps([panel], "t", highest=h).axes[0].images[0] for h in (None, 1.0))
+    wide, narrow = (heat_map.draw_heat_maps([panel], "t", max_loss=h).axes[0].images[0] for h in (None, 1.0))
     assert narrow.get_clim() == (0.0, 1.0) and wide.get_clim() == (0.0, 100.0)

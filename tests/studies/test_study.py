@@ -41,7 +41,7 @@ def test_trunk_is_cut_into_equal_units_of_complete_steps(size):
     unit = config.checkpoint.interval_tokens
     assert unit % config.batch_tokens == 0 and config.training.total_tokens == 64 * unit
     assert config.training.total_tokens == configuration.load(size).training.total_tokens
-    assert config.steps(unit) % config.checkpoint.block_every_steps == 0, (
+    assert config.tokens_to_steps(unit) % config.checkpoint.block_every_steps == 0, (
         "every block mean has the same number of steps"
     )
     assert config.training.seed == 2 and config.schedule.decay == "none"

@@ -96,7 +96,7 @@ def test_snapshots_hold_the_parameters_of_their_step_despite_donation(finished):
     mesh, requested = make_mesh(config.mesh), {s.step: s for s in finished.snapshots}
     with jax.set_mesh(mesh):
         state, train_step = make_state(config), make_train_step(config, graph_definition(config.model))
-        stream = batches.train_batches(tokens, config.training, position_sequences=0)
+        stream = batches.train_batches(tokens, config.training, consumed_sequences=0)
         for step in range(1, 25):
             rate = learning_rate(config.schedule, config.training.total_tokens, step * config.batch_tokens)
             state, _ = train_step(state, put_batch(mesh, next(stream)), rate)

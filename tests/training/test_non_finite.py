@@ -6,7 +6,7 @@ from pma_jax.runs import states
 from pma_jax.runs.directory import Run, open_run
 from pma_jax.runs.states import Progress
 from pma_jax.storage.paths import absolute_path
-from pma_jax.training import loop, marks
+from pma_jax.training import loop, periodic_actions
 from pma_jax.training.loop import train
 
 
@@ -46,9 +46,9 @@ def test_non_finite_gradients_are_detected_before_the_next_snapshot_is_saved(wor
 
 
 def test_non_finite_loss_is_not_recorded_with_a_snapshot():
-    marks.check_loss(1.0, "point", Progress(4, 1024))
-    with pytest.raises(ValueError, match=r"step 4 \(1,024 tokens\): the held-out loss of the point is inf"):
-        marks.check_loss(float("inf"), "point", Progress(4, 1024))
+    periodic_actions.check_loss_is_finite(1.0, "point", Progress(4, 1024))
+    with pytest.raises(ValueError, match=r"step 4 \(1,024 tokens\): the held-out loss of the point snapshot is inf"):
+        periodic_actions.check_loss_is_finite(float("inf"), "point", Progress(4, 1024))
 
 
 def test_state_with_non_finite_weights_is_not_saved(finished, tmp_path):

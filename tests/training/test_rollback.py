@@ -166,7 +166,7 @@ def test_steps_after_rollback_are_those_of_the_restarted_state(recovered):
         state = restart_by_hand(recovered, event)
         step = make_train_step(run, graph_definition(run.model))
         stream = batches.train_batches(
-            shards.prepare_tokens(run.data), run.training, position_sequences=8 * event["step"]
+            shards.prepare_tokens(run.data), run.training, consumed_sequences=8 * event["step"]
         )
         for record in [r for r in recovered.metrics if r["kind"] == "train" and r["step"] > event["step"]][:6]:
             state, metrics = step(state, put_batch(make_mesh(run.mesh), next(stream)), record["learning_rate"])
@@ -370,7 +370,7 @@ def test_skipped_update_leaves_weights_and_optimizer_unchanged(workspace):
     mesh = make_mesh(keys.mesh)
     with jax.set_mesh(mesh):
         state, step = make_state(keys), make_train_step(keys, graph_definition(keys.model))
-        stream = batches.train_batches(shards.prepare_tokens(keys.data), keys.training, position_sequences=0)
+        stream = batches.train_batches(shards.prepare_tokens(keys.data), keys.training, consumed_sequences=0)
         for _ in range(20):
             state, metrics = step(state, put_batch(mesh, next(stream)), 1e-3)
             assert not metrics["spike"].skipped

@@ -1,0 +1,123 @@
+"""Evaluate, save snapshots and training states, and preview merges at fixed token intervals.
+
+A mark is a multiple of an interval in tokens. It is reached by the first step that ends at or after it.
+"""
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pma_jax.config import SNAPSHOT_KINDS
+from pma_jax.merging import preview
+from pma_jax.model.decoder import Params
+from pma_jax.model.loss import evaluate
+from pma_jax.runs import snapshots, states
+from pma_jax.runs.directory import Run
+from pma_jax.runs.snapshots import Snapshot
+from pma_jax.runs.states import STATES, Progress
+from pma_jax.training import averages, resume
+from pma_jax.training.metrics import MetricsLog
+from pma_jax.training.state import TrainState, snapshot_params
+
+
+class PeriodicActions:
+    """Evaluation, snapshots, training states and merge previews at marks. Call its methods under `jax.set_mesh`.
+
+    Every evaluation uses the same held-out batches. The newest snapshots are kept in host memory for previews.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        graph: nnx.GraphDef,
+        held_out_batches: list[jax.Array],
+        log: MetricsLog,
+        exit_stack: contextlib.ExitStack,
+    ):
+        """Open the writers of snapshots and training states, and register them with `exit_stack`, which closes them."""
+        self._run, self._config, self._log = run, run.config, log
+        # Snapshots are closed first: the state before is removed only when the newest state's snapshots are published.
+        self._states = exit_stack.enter_context(run.writer(STATES))
+        kinds = run.config.checkpoint.kinds
+        self._snapshots = {kind: exit_stack.enter_context(run.writer(SNAPSHOT_KINDS[kind].folder)) for kind in kinds}
+        self._graph, self._held_out_batches = graph, held_out_batches
+        self._window = preview.Window(max(run.config.preview.windows, default=0))
+
+    def load_preview_window(self, tokens: int, abstract_params: Params) -> None:
+        """Restore the newest snapshots up to `tokens` into host memory.
+
+        Stop at a corrupt snapshot: with an older one, the window of a preview would have a gap.
+        """
+        start_tokens = self._config.preview.start_tokens
+        candidates = [s for s in self._run.snapshots if start_tokens <= s.tokens <= tokens]
+        restored: list[tuple[int, Params]] = []
+        for snapshot in candidates[::-1][: self._window.size]:
+            params = resume.restore_or_set_aside(self._run, snapshot, abstract_params, self._log.print)
+            if params is None:
+                break
+            restored.append((snapshot.tokens, params))
+        for snapshot_tokens, params in restored[::-1]:
+            self._window.add(snapshot_tokens, params)
+
+    def save_if_due(self, state: TrainState, progress: Progress, stopping: bool) -> TrainState:
+        """Take a snapshot and save the training state, each if it is due; if `stopping`, save the state in any case."""
+        if self._config.is_snapshot_due(progress.tokens):
+            state = self.take_snapshot(state, progress)
+        if stopping or self._config.is_state_due(progress.tokens):
+            self.save_state(state, progress)
+        return state
+
+    def take_snapshot(self, state: TrainState, progress: Progress) -> TrainState:
+        """Evaluate and save a snapshot of each kind, and preview merges. Return the state with the block mean reset.
+
+        The parameters after this step (kind `point`) are evaluated even if only block means are saved.
+        """
+        model = snapshot_params(self._config, state)
+        params = {"point": model}
+        if state.block is not None:
+            block_mean = averages.block_mean_or_params(state.block, model)
+            params["block_mean"] = block_mean.mean
+            state = dataclasses.replace(state, block=averages.restart(block_mean))
+        for kind in params:
+            self._evaluate_and_save(kind, params[kind], progress)
+        self._preview_merges(params[self._config.checkpoint.kinds[0]], progress)
+        return state
+
+    def save_state(self, state: TrainState, progress: Progress) -> None:
+        """Flush the metrics, then save the training state.
+
+        In this order, because a run that resumes from the state does not write the records from before it again.
+        """
+        self._log.sync()
+        states.save_state(self._states, state, progress)
+
+    def _evaluate_and_save(self, kind: str, params: Params, progress: Progress) -> None:
+        loss = evaluate(self._graph, params, self._held_out_batches)
+        check_loss_is_finite(loss, kind, progress)
+        self._write(SNAPSHOT_KINDS[kind].record_kind, progress, loss=loss)
+        if kind in self._snapshots:
+            snapshot = Snapshot(self._run.path, progress.step, progress.tokens, loss, self._config, kind=kind)
+            snapshots.save_snapshot(self._snapshots[kind], params, snapshot)
+
+    def _preview_merges(self, params: Params, progress: Progress) -> None:
+        preview_config = self._config.preview
+        if progress.tokens >= preview_config.start_tokens:
+            self._window.add(progress.tokens, params)
+        for recipe, merged in self._window.merges(preview_config.recipe, preview_config.windows):
+            self._write("preview", progress, recipe=recipe, loss=evaluate(self._graph, merged, self._held_out_batches))
+
+    def _write(self, kind: str, progress: Progress, **values: Any) -> None:
+        self._log.write({"kind": kind, "tokens": progress.tokens, "step": progress.step} | values)
+
+
+def check_loss_is_finite(loss: float, snapshot_kind: str, progress: Progress) -> None:
+    """Raise ValueError if the held-out loss of a snapshot is not finite: merges with that snapshot would be useless."""
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"step {progress.step:,} ({progress.tokens:,} tokens): the held-out loss of the {snapshot_kind} snapshot "
+            f"is {loss}; the snapshot was not saved"
+        )
