@@ -1,11 +1,12 @@
-"""The held-out loss of merges at past token counts of a run, evaluated after those were reached.
+"""Evaluation of merges at earlier token counts of a run; the held-out losses are cached in RUN/losses.json.
 
-RUN/losses.json contains {digest of the held-out windows: {"CELL at TOKENS": nats per token, or null if there are too
+The file contains {digest of the held-out windows: {"CELL at TOKENS": nats per token, or null if there are too
 few snapshots}}.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.storage.locks import locked
 from pma_jax.storage.paths import is_bucket
 
-FILE_NAME = "losses.json"
-LOCK_NAME = ".losses.lock"
+LOSSES_FILE_NAME = "losses.json"
+LOSSES_LOCK_NAME = ".losses.lock"
 
 
 def evaluate_along_run(
@@ -33,53 +34,56 @@ def evaluate_along_run(
 ) -> dict[tuple[Cell, int], float]:
     """Evaluate each merge at several points of the run, and cache the losses in RUN/losses.json.
 
-    Each cell merges the newest snapshots up to each of `end_tokens`. `evaluation.merges.evaluate_merges` states
-    how much memory is used. Several processes may evaluate the same run; in a bucket, which has no locks, one of them
-    may overwrite another's new losses.
+    Each cell merges the newest snapshots up to each of `end_tokens`. For memory use, see
+    `evaluation.merges.evaluate_merges`. Several processes may evaluate the same run, but in a bucket, which has no file
+    locks, concurrent writes can lose losses.
 
     Args:
-        run: The run, with snapshots of every kind that the cells name.
-        cells: Cells of a sweep, each a merge of the newest snapshots; `sweep.RAW` is the newest snapshot itself.
-        end_tokens: Token counts at which the merges end; the run must have a snapshot at each.
-        evaluation: The held-out text; by default the run's own.
+        run: The run. It must have saved snapshots of each cell's kind (`Cell.kind`).
+        cells: The merges to evaluate, as cells of a sweep; `sweep.RAW` is the newest snapshot without merging.
+        end_tokens: Token counts of the newest snapshot of a merge; the run must have a snapshot at each.
+        evaluation: Evaluation settings, including the held-out text. Defaults to those of the run.
 
     Returns:
-        (cell, end) -> nats per token, without the cells that have too few snapshots at that end.
+        The loss in nats per token for each (cell, end_tokens). Pairs with too few snapshots are omitted.
 
     Raises:
-        ValueError: There is no snapshot at an end, a recipe is invalid, or losses.json is corrupt.
+        ValueError: The run has no snapshot at one of `end_tokens`, a cell's recipe is invalid, or losses.json is
+            corrupt.
     """
     config = dataclasses.replace(run.config, evaluation=evaluation or run.config.evaluation)
     digest = held_out_digest(shards.prepare_tokens(config.data, progress=False), config)
-    path = run.path / FILE_NAME
+    path = run.path / LOSSES_FILE_NAME
     # Read on the first process and broadcast, so that all processes evaluate the same cells.
     stored = hosts.broadcast_from_first(lambda: path.read_text() if path.exists() else "{}")
     cached = parse_untrusted_json(stored.encode(), str(path), allow_nan=True).get(digest, {})
-    cells = list(dict.fromkeys(cells))
-    requested = {_cache_key(cell, end): (cell, end) for end in end_tokens for cell in cells}
-    missing = {name: key for name, key in requested.items() if name not in cached}
+    requests = {_cache_key(cell, end): (cell, end) for end, cell in itertools.product(end_tokens, cells)}
+    missing = {cache_key: request for cache_key, request in requests.items() if cache_key not in cached}
     if missing:
         kinds = dict.fromkeys(cell.kind for cell, _ in missing.values())
         snapshots = {kind: run.of_kind(kind) for kind in kinds}
         evaluable = {
-            name: (cell, end)
-            for name, (cell, end) in missing.items()
+            cache_key: (cell, end)
+            for cache_key, (cell, end) in missing.items()
             if len(snapshots_through(snapshots[cell.kind], end, config.batch_tokens)) >= cell.span
         }
         losses = evaluate_cells(config, snapshots, list(evaluable.values())).losses if evaluable else []
-        # None marks cells with too few snapshots.
+        # None (null in the file) for the pairs that have too few snapshots.
         computed = dict.fromkeys(missing) | dict(zip(evaluable, losses, strict=True))
         cached = cached | computed
         if hosts.is_first():
             _store_losses(run, digest, computed)
-    return {key: loss for name, key in requested.items() if (loss := cached[name]) is not None}
+    return {request: loss for cache_key, request in requests.items() if (loss := cached[cache_key]) is not None}
 
 
 def _store_losses(run: Run, digest: str, losses: dict[str, float | None]) -> None:
-    """Add losses to losses.json, which other processes may change at the same time. Buckets have no locks."""
-    path = run.path / FILE_NAME
-    with contextlib.nullcontext() if is_bucket(path) else locked(Path(run.path / LOCK_NAME)):
-        losses_by_digest = parse_untrusted_json(path.read_bytes(), str(path), True) if path.exists() else {}
+    """Add losses to losses.json, which other processes may change at the same time.
+
+    In a bucket, which has no file locks, a concurrent write can be lost.
+    """
+    path = run.path / LOSSES_FILE_NAME
+    with contextlib.nullcontext() if is_bucket(path) else locked(Path(run.path / LOSSES_LOCK_NAME)):
+        losses_by_digest = parse_untrusted_json(path.read_bytes(), str(path), allow_nan=True) if path.exists() else {}
         losses_by_digest[digest] = losses_by_digest.get(digest, {}) | losses
         atomic.write_text(path, json.dumps(losses_by_digest, indent=1) + "\n")
 

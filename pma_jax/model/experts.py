@@ -1,8 +1,9 @@
-"""Routed experts without dropped tokens: sort tokens by expert, exchange them between devices, and combine the results.
+"""Experts of a dropless mixture-of-experts layer, with all-to-all between the devices that share the experts.
 
 Dimensions: S tokens of this device, K experts per token, A = S K assignments (token s, choice k, at index s K + k),
-E experts, D width, F hidden width, X devices of the mesh axis `expert`, e = E / X experts per device, C rows per pair
-of devices and round, R = X C rows of an exchange buffer. A row index past the end (`A` or `R`) means no row.
+E experts, D width, F hidden width, X devices along the mesh axis `expert`, e = E / X experts per device, C rows that
+one device sends to another in one round, R = X C rows of an exchange buffer. An out-of-bounds index (`A` into
+assignments, `R` into rows) marks an empty row, which gathers fill with zeros.
 
 All arrays are local shards: call these functions inside a `jax.shard_map`.
 """
@@ -18,7 +19,8 @@ from pma_jax.model.kernels.matmul import MATMUL_NAME
 from pma_jax.model.layers import swiglu
 
 AXIS = "expert"  # the mesh axis that splits the experts
-ROUND_CAPACITY_FACTOR = 1.25  # buffer rows per round, relative to a balanced router
+# Rows of an exchange buffer, relative to what a perfectly balanced router fills. The excess goes in further rounds.
+CAPACITY_FACTOR_PER_ROUND = 1.25
 
 Matrices = tuple[jax.Array, jax.Array, jax.Array]  # gate [e, D, F], up [e, D, F], down [e, F, D]
 
@@ -32,19 +34,20 @@ def apply_experts(
         x_SxD: The tokens.
         router_weights_SxK: The weight of each choice, float32.
         expert_ids_SxK: The indices of each token's K distinct experts among all E, int32.
-        matrices: This device's experts in the dtype of `x_SxD`. If F is sharded, the result is a partial sum: `psum` it
-            over the mesh axis of F.
+        matrices: Weights of this device's experts, in the dtype of `x_SxD`. If F is sharded, the returned sums are
+            partial: apply `psum` over the mesh axis that shards F.
         expert_devices: X, the number of devices along the mesh axis `expert`.
 
     Returns:
-        The sums [S, D] (float32), and the load [e] (int32): the tokens that all devices send to each local expert.
+        The sums, float32 [S, D], and the number of tokens that devices along `expert` route to each expert of this
+        device, int32 [e].
     """
     if expert_devices > 1:
         return _apply_with_exchange(x_SxD, router_weights_SxK, expert_ids_SxK, matrices, expert_devices)
-    order_A, slot_A, sizes_E = _sort_by_group(expert_ids_SxK.reshape(-1), matrices[0].shape[0])
-    slot_SxK = slot_A.reshape(expert_ids_SxK.shape)
-    rows_AxD = _dispatch(x_SxD, order_A, slot_SxK)
-    return _combine(_gated_mlp(rows_AxD, sizes_E, matrices), router_weights_SxK, order_A, slot_SxK), sizes_E
+    order_A, inverse_A, sizes_E = _sort_by_group(expert_ids_SxK.reshape(-1), matrices[0].shape[0])
+    row_SxK = inverse_A.reshape(expert_ids_SxK.shape)
+    rows_AxD = _gather_rows(x_SxD, order_A, row_SxK)
+    return _gather_and_sum(_gated_mlp(rows_AxD, sizes_E, matrices), router_weights_SxK, order_A, row_SxK), sizes_E
 
 
 def _apply_with_exchange(
@@ -52,64 +55,65 @@ def _apply_with_exchange(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply experts on X devices: each round sends tokens to their experts and results back, by all-to-all.
 
-    The number of rounds follows from the largest number of rows that one device sends to another: one if the router is
-    balanced, and at most X. Buffers have the size of one round, and no token is dropped.
+    Rows that exceed the capacity of a buffer go in further rounds, so no token is dropped. A balanced router needs one
+    round; the worst case needs at most X.
     """
     S, K = expert_ids_SxK.shape
     A, local_experts = S * K, matrices[0].shape[0]
-    max_rows, C = _max_rows(S, K, local_experts), rows_per_device_pair(S, K, local_experts, expert_devices)
+    C = rows_per_device_pair(S, K, local_experts, expert_devices)
     R = expert_devices * C
-    order_A, slot_A, sizes_E = _sort_by_group(expert_ids_SxK.reshape(-1), local_experts * expert_devices)
+    order_A, inverse_A, sizes_E = _sort_by_group(expert_ids_SxK.reshape(-1), local_experts * expert_devices)
     count_X = jnp.sum(sizes_E.reshape(expert_devices, local_experts), axis=1)
-    first_X = jnp.cumsum(count_X) - count_X
+    offset_X = jnp.cumsum(count_X) - count_X
     device_SxK = expert_ids_SxK // local_experts
-    rank_SxK = slot_A.reshape(S, K) - first_X[device_SxK]
+    position_SxK = inverse_A.reshape(S, K) - offset_X[device_SxK]
 
     def run_round(round_index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rank_XxC = round_index * C + jnp.arange(C)
-        source_XxC = jnp.where(rank_XxC < count_X[:, None], first_X[:, None] + rank_XxC, A)
-        assignment_R = order_A.at[source_XxC.reshape(-1)].get(mode="fill", fill_value=A)
-        rank_in_round_SxK = rank_SxK - round_index * C
-        slot_SxK = jnp.where((rank_in_round_SxK >= 0) & (rank_in_round_SxK < C), device_SxK * C + rank_in_round_SxK, R)
-        # An empty row is assigned to an expert past the last, so that it sorts to the end and belongs to no group.
+        position_XxC = round_index * C + jnp.arange(C)
+        sorted_index_XxC = jnp.where(position_XxC < count_X[:, None], offset_X[:, None] + position_XxC, A)
+        assignment_R = order_A.at[sorted_index_XxC.reshape(-1)].get(mode="fill", fill_value=A)
+        row_SxK = position_SxK - round_index * C
+        buffer_row_SxK = jnp.where((row_SxK >= 0) & (row_SxK < C), device_SxK * C + row_SxK, R)
+        # Empty rows get the expert ID `local_experts`: they sort last and belong to no group.
         expert_R = expert_ids_SxK.reshape(-1).at[assignment_R].get(mode="fill", fill_value=-1)
         expert_R = _all_to_all(jnp.where(expert_R < 0, local_experts, expert_R % local_experts), expert_devices)
-        rows_RxD = _all_to_all(_dispatch(x_SxD, assignment_R, slot_SxK), expert_devices)
-        order_R, slot_R, sizes_e = _sort_by_group(expert_R, local_experts)
-        y_RxD = _gated_mlp(_dispatch(rows_RxD, order_R, slot_R[:, None]), sizes_e, matrices)
-        y_RxD = _all_to_all(_dispatch(y_RxD, slot_R, order_R[:, None]), expert_devices)
-        return _combine(y_RxD, weights_SxK, assignment_R, slot_SxK), sizes_e
+        rows_RxD = _all_to_all(_gather_rows(x_SxD, assignment_R, buffer_row_SxK), expert_devices)
+        order_R, inverse_R, sizes_e = _sort_by_group(expert_R, local_experts)
+        y_RxD = _gated_mlp(_gather_rows(rows_RxD, order_R, inverse_R[:, None]), sizes_e, matrices)
+        y_RxD = _all_to_all(_gather_rows(y_RxD, inverse_R, order_R[:, None]), expert_devices)
+        return _gather_and_sum(y_RxD, weights_SxK, assignment_R, buffer_row_SxK), sizes_e
 
     total = run_round(jnp.int32(0))
-    rounds = math.ceil(max_rows / C)
-    if rounds == 1:
+    max_rounds = math.ceil(_max_rows_per_device_pair(S, K, local_experts) / C)
+    if max_rounds == 1:
         return total
     # All devices must run the same number of rounds, or the all-to-all would deadlock.
-    needed = jax.lax.pmax(-(-jnp.max(count_X) // C), AXIS)
+    needed_rounds = jax.lax.pmax(-(-jnp.max(count_X) // C), AXIS)
 
     def add_round(total, r):
-        update = jax.lax.cond(r < needed, run_round, lambda _: jax.tree.map(jnp.zeros_like, total), r)
+        update = jax.lax.cond(r < needed_rounds, run_round, lambda _: jax.tree.map(jnp.zeros_like, total), r)
         return jax.tree.map(jnp.add, total, update), None
 
     def run_further_rounds(total):
-        return jax.lax.scan(jax.checkpoint(add_round), total, jnp.arange(1, rounds, dtype=jnp.int32))[0]
+        # A scan over all possible rounds, because `while_loop` has no reverse-mode derivative.
+        return jax.lax.scan(jax.checkpoint(add_round), total, jnp.arange(1, max_rounds, dtype=jnp.int32))[0]
 
-    return jax.lax.cond(needed > 1, run_further_rounds, lambda total: total, total)
+    return jax.lax.cond(needed_rounds > 1, run_further_rounds, lambda total: total, total)
 
 
 def rows_per_device_pair(tokens: int, experts_per_token: int, local_experts: int, expert_devices: int) -> int:
     """Return C, the maximum number of rows that one device sends to any one device per round."""
-    balanced_rows = math.ceil(ROUND_CAPACITY_FACTOR * tokens * experts_per_token / expert_devices)
-    return min(_round_up_to_tile(balanced_rows), _max_rows(tokens, experts_per_token, local_experts))
+    capacity = math.ceil(CAPACITY_FACTOR_PER_ROUND * tokens * experts_per_token / expert_devices)
+    return min(_round_up_to_tile(capacity), _max_rows_per_device_pair(tokens, experts_per_token, local_experts))
 
 
-def _max_rows(tokens: int, experts_per_token: int, local_experts: int) -> int:
+def _max_rows_per_device_pair(tokens: int, experts_per_token: int, local_experts: int) -> int:
     # The choices of a token are distinct, which bounds how many of them are on one device.
     return tokens * min(experts_per_token, local_experts)
 
 
 def _round_up_to_tile(rows: int) -> int:
-    # Grouped matmuls on TPU pad (and copy) rows to a multiple of 128; fewer rows than that fit one tile.
+    # Grouped matmuls on TPU copy the rows to pad them to a multiple of 128. Up to 128 rows are one tile, unpadded.
     return -(-rows // 128) * 128 if rows > 128 else rows
 
 
@@ -130,54 +134,54 @@ def _sort_by_group(group_A: jax.Array, groups: int) -> tuple[jax.Array, jax.Arra
     """Sort stably by group: return the permutation, its inverse, and the size of each group; all int32."""
     A = group_A.shape[0]
     order_A = jnp.argsort(group_A, stable=True).astype(jnp.int32)
-    slot_A = jnp.zeros(A, jnp.int32).at[order_A].set(jnp.arange(A, dtype=jnp.int32), unique_indices=True)
+    inverse_A = jnp.zeros(A, jnp.int32).at[order_A].set(jnp.arange(A, dtype=jnp.int32), unique_indices=True)
     ends = jnp.searchsorted(group_A[order_A], jnp.arange(groups + 1), side="left")
-    return order_A, slot_A, jnp.diff(ends).astype(jnp.int32)
+    return order_A, inverse_A, jnp.diff(ends).astype(jnp.int32)
 
 
 # --- Gathers whose gradients are gathers too; the gradients that JAX derives are scatters -----------------------------
 
 
 @jax.custom_vjp
-def _dispatch(x_SxD: jax.Array, assignment_R: jax.Array, slot_SxK: jax.Array) -> jax.Array:
-    """Gather the row of `x_SxD` for each assignment: [R, D], zeros where there is none.
+def _gather_rows(x_SxD: jax.Array, assignment_R: jax.Array, row_SxK: jax.Array) -> jax.Array:
+    """Gather the token of each assignment from `x_SxD` into rows [R, D]; empty rows are zero.
 
-    `slot_SxK`, the inverse of `assignment_R`, is used by the gradient. To permute rows, K is 1 and `assignment_R` is
-    the permutation.
+    The gradient uses `row_SxK`, the row of each assignment. To permute rows, pass the permutation as `assignment_R` and
+    its inverse as `row_SxK`, with K = 1.
     """
-    return x_SxD.at[assignment_R // slot_SxK.shape[1]].get(mode="fill", fill_value=0)
+    return x_SxD.at[assignment_R // row_SxK.shape[1]].get(mode="fill", fill_value=0)
 
 
-def _dispatch_forward(x_SxD: jax.Array, assignment_R: jax.Array, slot_SxK: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _dispatch(x_SxD, assignment_R, slot_SxK), slot_SxK
+def _gather_rows_forward(x_SxD: jax.Array, assignment_R: jax.Array, row_SxK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _gather_rows(x_SxD, assignment_R, row_SxK), row_SxK
 
 
-def _dispatch_backward(slot_SxK: jax.Array, g_RxD: jax.Array) -> tuple[jax.Array, None, None]:
-    g_SxKxD = g_RxD.at[slot_SxK].get(mode="fill", fill_value=0)
+def _gather_rows_backward(row_SxK: jax.Array, g_RxD: jax.Array) -> tuple[jax.Array, None, None]:
+    g_SxKxD = g_RxD.at[row_SxK].get(mode="fill", fill_value=0)
     return jnp.sum(g_SxKxD, axis=1, dtype=jnp.float32).astype(g_RxD.dtype), None, None
 
 
-_dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+_gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
 
 
 @jax.custom_vjp
-def _combine(y_RxD: jax.Array, weights_SxK: jax.Array, assignment_R: jax.Array, slot_SxK: jax.Array) -> jax.Array:
+def _gather_and_sum(y_RxD: jax.Array, weights_SxK: jax.Array, assignment_R: jax.Array, row_SxK: jax.Array) -> jax.Array:
     """Return the weighted sum of each token's rows of `y_RxD`: float32 [S, D]."""
-    y_SxKxD = y_RxD.at[slot_SxK].get(mode="fill", fill_value=0)
+    y_SxKxD = y_RxD.at[row_SxK].get(mode="fill", fill_value=0)
     return jnp.einsum("sk,skd->sd", weights_SxK, y_SxKxD, preferred_element_type=jnp.float32)
 
 
-def _combine_forward(y_RxD, weights_SxK, assignment_R, slot_SxK):
-    return _combine(y_RxD, weights_SxK, assignment_R, slot_SxK), (y_RxD, weights_SxK, assignment_R, slot_SxK)
+def _gather_and_sum_forward(y_RxD, weights_SxK, assignment_R, row_SxK):
+    return _gather_and_sum(y_RxD, weights_SxK, assignment_R, row_SxK), (y_RxD, weights_SxK, assignment_R, row_SxK)
 
 
-def _combine_backward(saved: tuple[jax.Array, ...], g_SxD: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
-    y_RxD, weights_SxK, assignment_R, slot_SxK = saved
+def _gather_and_sum_backward(saved: tuple[jax.Array, ...], g_SxD: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+    y_RxD, weights_SxK, assignment_R, row_SxK = saved
     weight_R = weights_SxK.reshape(-1).at[assignment_R].get(mode="fill", fill_value=0)
-    g_RxD = g_SxD.at[assignment_R // slot_SxK.shape[1]].get(mode="fill", fill_value=0)
-    y_SxKxD = y_RxD.at[slot_SxK].get(mode="fill", fill_value=0)
+    g_RxD = g_SxD.at[assignment_R // row_SxK.shape[1]].get(mode="fill", fill_value=0)
+    y_SxKxD = y_RxD.at[row_SxK].get(mode="fill", fill_value=0)
     d_weights = jnp.einsum("sd,skd->sk", g_SxD, y_SxKxD, preferred_element_type=jnp.float32)
     return (weight_R[:, None] * g_RxD).astype(y_RxD.dtype), d_weights, None, None
 
 
-_combine.defvjp(_combine_forward, _combine_backward)
+_gather_and_sum.defvjp(_gather_and_sum_forward, _gather_and_sum_backward)

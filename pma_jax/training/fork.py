@@ -13,7 +13,7 @@ from pma_jax.runs.states import SavedState
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import check_mesh, make_mesh
 from pma_jax.storage.paths import absolute_path
-from pma_jax.training.initial_state import find_weights
+from pma_jax.training.initial_state import find_compatible_snapshot
 from pma_jax.training.resume import run_metadata
 
 
@@ -22,26 +22,30 @@ def fork(
 ) -> Run:
     """Create a run in `workdir` that starts from the training state of `source` at `at_tokens`.
 
-    The state provides parameters, optimizer moments and data position; `config` decides the rest. If the same fork
-    exists already, it is opened.
+    The state provides the parameters, the optimizer state and the data position; `config` decides the rest. If
+    `workdir` already holds a fork of the same state with the same `weights`, open that run. It keeps its own
+    configuration, which is not compared with `config` here: `loop.train` raises ValueError if the two differ.
 
     Args:
         source: The run to fork.
-        at_tokens: Tokens at which one of its states was scheduled.
-        config: Of the new run.
-        workdir: Where to create it.
-        weights: A snapshot or a merge (PMA-init) whose parameters replace the state's when training starts; it must
-            exist until the new run has saved a state of its own.
+        at_tokens: Token count of one of the training states of `source`, as listed for example in
+            `checkpoint.keep_states_at_tokens`. The state may have been saved up to one batch later.
+        config: Configuration of the new run.
+        workdir: Directory of the new run.
+        weights: Path of a snapshot, a merge (PMA-init: training starts from merged parameters) or a run, whose newest
+            snapshot is taken. Its parameters replace those of the state when training starts. Do not delete it before
+            the new run has saved its first training state.
 
     Raises:
-        ValueError: `source` has no state there (naming those it has), `weights` is no snapshot of this model, or
-            `workdir` holds another run.
+        ValueError: `source` has no training state at `at_tokens`, `config` leaves nothing to train or does not fit its
+            mesh, `weights` does not hold parameters of this model, or `workdir` holds a different run.
     """
-    check_mesh(config, make_mesh(config.mesh))  # before states are listed: that starts JAX, which fixes the devices
+    # Before the states are listed: that initializes the JAX backend, after which the device count cannot change.
+    check_mesh(config, make_mesh(config.mesh))
     saved, folder = state_at(source, at_tokens), absolute_path(workdir)
     origin: dict[str, Any] = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
     if weights is not None:
-        find_weights(config, weights, "weights")
+        find_compatible_snapshot(config, weights, "weights")  # raises if there is none
         origin["weights"] = str(absolute_path(weights))
     if config.is_run_complete(saved.tokens) and not is_run(folder):
         raise ValueError(
@@ -57,24 +61,24 @@ def fork(
                 return create_run(folder, config, metadata | {"forked_from": origin})
             run = open_run(folder)
             if run.metadata.get("forked_from") != origin:
-                raise ValueError(f"{folder} holds another run: choose a --workdir that does not exist")
+                raise ValueError(f"{folder} already holds a different run: choose a new --workdir")
             return run
 
     return hosts.run_on_first_then_rest(create)
 
 
 def state_at(source: Run, at_tokens: int) -> SavedState:
-    """Return the training state that `source` saved at the mark `at_tokens`.
+    """Return the training state that `source` saved after the first step that reached `at_tokens`.
 
     Raises:
-        ValueError: There is none; the message lists those that exist.
+        ValueError: `source` has no such state. The message lists the token counts of its states.
     """
     # The step that reached `at_tokens` ended less than one batch past it.
     for saved in source.states:
         if 0 <= saved.tokens - at_tokens < source.config.batch_tokens:
             return saved
-    have = ", ".join(f"{s.tokens:,}" for s in source.states) or "none"
+    available = ", ".join(f"{s.tokens:,}" for s in source.states) or "none"
     raise ValueError(
-        f"{source.path} has no training state at {at_tokens:,} tokens (it has: {have}): name one of these, or train "
-        f"with --config.checkpoint.keep_states_at_tokens={at_tokens}"
+        f"{source.path} has no training state at {at_tokens:,} tokens (it has: {available}): name one of these, or "
+        f"train with --config.checkpoint.keep_states_at_tokens={at_tokens}"
     )

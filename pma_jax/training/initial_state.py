@@ -1,8 +1,9 @@
-"""The state that training starts from: restored, random, or with the parameters of a snapshot in place of its own.
+"""The initial train state: restored from the run, randomly initialized, or with the parameters of a snapshot.
 
-A router's bias is not a trained weight (`model.moe`). If the snapshot has one, the run must keep one and starts with
-it: without it other experts would be chosen. If the snapshot has none, as models of Hugging Face have none, a run that
-keeps one starts it at zero, which makes the same choices as no bias.
+The router bias is not a trained weight (`model.moe`). If the snapshot has a router bias, the run must enable
+`model.router_bias` and starts from that bias, because routing would change without it. If the snapshot has none (for
+example, one imported from Hugging Face), a run with `model.router_bias` initializes its bias to zero, which leaves
+routing unchanged.
 """
 
 import dataclasses
@@ -18,87 +19,90 @@ from pma_jax.runs.states import Progress
 from pma_jax.training import resume
 from pma_jax.training.state import TrainState, branch_state, make_state
 
-# Keys of the model that may differ from the snapshot's: they do not change the meaning of the parameters.
-_FREE = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
-# Keys that only one kind of model reads.
-_DENSE = frozenset({"hidden"})
-_MIXTURE = frozenset(
+# Options of the model that may differ from the snapshot's, because they do not change what each parameter means.
+_MAY_DIFFER = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
+# Options that only dense models, or only mixtures of experts, read.
+_DENSE_ONLY = frozenset({"hidden"})
+_MOE_ONLY = frozenset(
     {"experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized", "router_bias"}
 )
 
 
-def restore_or_make(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[TrainState, Progress]:
-    """Restore the newest intact state of `run`, or make its first one, on the mesh that is set.
+def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[TrainState, Progress]:
+    """Restore the newest intact state of `run`, or initialize one, on the current mesh (`jax.set_mesh`).
 
-    The first state of a fork with `--weights` is its parent's, with these parameters. Corrupt snapshots past the state
-    are set aside, and training takes them again.
+    A fork created with `--weights` starts from its parent's state with the parameters of that snapshot. Snapshots newer
+    than the restored state are verified; corrupt ones are moved to RUN/damaged, and training saves them again.
 
     Args:
-        run: The run; `resume.clean_up` was called.
+        run: The run, after `resume.clean_up`.
         abstract: Shapes, dtypes and shardings of the state.
-        warn: Takes a line about each corrupt state or snapshot.
+        warn: Called with a one-line message for each corrupt state or snapshot.
 
     Raises:
-        ValueError: All states are corrupt, or the snapshot to start from is missing or of another model.
+        ValueError: All states are corrupt, or the snapshot to start from is missing or does not match the run's model.
     """
     saved, state = resume.restore_newest_intact_state(run, abstract, warn)
     progress = saved.progress if saved else Progress()
-    origin = run.metadata.get("forked_from", {})
+    forked_from = run.metadata.get("forked_from", {})
     if saved is None:
-        state = make_first(run.config, abstract)
-    elif "weights" in origin and progress.tokens == origin["tokens"]:
-        state = _with_weights(run.config, state, origin["weights"], "weights", abstract)
+        state = make_initial_state(run.config, abstract)
+    elif "weights" in forked_from and progress.tokens == forked_from["tokens"]:
+        state = _replace_params(run.config, state, forked_from["weights"], "weights", abstract)
     for kind in run.config.checkpoint.kinds:
         for snapshot in run.of_kind(kind):
             if snapshot.tokens > progress.tokens:
+                # Verifies the snapshot: the parameters are not used.
                 resume.restore_or_set_aside(run, snapshot, abstract.params, warn)
     return state, progress
 
 
-def make_first(config: Config, abstract: TrainState) -> TrainState:
-    """Make a fresh state on the mesh that is set, with the parameters that `training.start_from` names, if any.
+def make_initial_state(config: Config, abstract: TrainState) -> TrainState:
+    """Make a new state on the current mesh, with random parameters or those of the snapshot `training.start_from`.
 
-    The optimizer, the token count and the data start from zero. Raises as `find_weights` does.
+    The optimizer state is new, and the step is 0. Raises as `find_compatible_snapshot` does.
     """
     state, start_from = make_state(config), config.training.start_from
-    return _with_weights(config, state, start_from, "training.start_from", abstract) if start_from else state
+    return _replace_params(config, state, start_from, "training.start_from", abstract) if start_from else state
 
 
-def find_weights(config: Config, path: epath.PathLike, option: str) -> Snapshot:
-    """Return the snapshot at `path`, or the newest of a run, whose parameters fit the model of `config`.
+def find_compatible_snapshot(config: Config, path: epath.PathLike, option: str) -> Snapshot:
+    """Return the snapshot at `path`, or the newest one of the run at `path`, if it fits the model of `config`.
 
     Args:
-        config: Configuration of the run that starts from them.
-        path: A snapshot, a merge or a run.
-        option: What the user set to `path`, for error messages.
+        config: Configuration of the run that starts from the snapshot's parameters.
+        path: Path of a snapshot, a merge or a run.
+        option: Name of the option that gave `path`, for error messages.
 
     Raises:
-        ValueError: It is no snapshot, or one of another model (naming the keys to change).
+        ValueError: There is no snapshot at `path`, or its model does not match `config` (the message lists the options
+            to change).
     """
     snapshot = newest_snapshot(path)
-    ours, theirs = dataclasses.asdict(config.model), dataclasses.asdict(snapshot.config.model)
-    free = _FREE | (_DENSE if snapshot.config.model.experts else _MIXTURE)
-    if _has_bias(config.model) and not _has_bias(snapshot.config.model):
-        free |= {"router_bias"}
-    differing = [
-        f"--config.model.{key}={value}" for key, value in theirs.items() if value != ours[key] and key not in free
-    ]
-    if differing:
-        raise ValueError(f"{option}: {path} is another model: give {' '.join(differing)}")
+    run_model, snapshot_model = dataclasses.asdict(config.model), dataclasses.asdict(snapshot.config.model)
+    may_differ = _MAY_DIFFER | (_DENSE_ONLY if snapshot.config.model.experts else _MOE_ONLY)
+    if _has_router_bias(config.model) and not _has_router_bias(snapshot.config.model):
+        may_differ |= {"router_bias"}
+    differing = {key: value for key, value in snapshot_model.items() if value != run_model[key]}
+    options = [f"--config.model.{key}={value}" for key, value in differing.items() if key not in may_differ]
+    if options:
+        raise ValueError(f"{option}: the model of {path} does not match the run's: pass {' '.join(options)}")
     return snapshot
 
 
-def _with_weights(
+def _replace_params(
     config: Config, state: TrainState, path: epath.PathLike, option: str, abstract: TrainState
 ) -> TrainState:
-    snapshot, like = find_weights(config, path, option), abstract.params
-    if not _has_bias(config.model) or _has_bias(snapshot.config.model):
-        return branch_state(config, state, snapshots.restore_params(snapshot, like))
-    moe = {name: leaf for name, leaf in like["blocks"]["moe"].items() if name != ROUTER_BIAS}
-    params = snapshots.restore_params(snapshot, like | {"blocks": like["blocks"] | {"moe": moe}})
+    """Return `state` with the parameters of a snapshot, except for a router bias that the snapshot does not have."""
+    snapshot, abstract_params = find_compatible_snapshot(config, path, option), abstract.params
+    if not _has_router_bias(config.model) or _has_router_bias(snapshot.config.model):
+        return branch_state(config, state, snapshots.restore_params(snapshot, abstract_params))
+    moe = {name: leaf for name, leaf in abstract_params["blocks"]["moe"].items() if name != ROUTER_BIAS}
+    blocks = abstract_params["blocks"] | {"moe": moe}
+    params = snapshots.restore_params(snapshot, abstract_params | {"blocks": blocks})
     params["blocks"]["moe"][ROUTER_BIAS] = state.params["blocks"]["moe"][ROUTER_BIAS]
     return branch_state(config, state, params)
 
 
-def _has_bias(model: ModelConfig) -> bool:
+def _has_router_bias(model: ModelConfig) -> bool:
     return model.experts > 0 and model.router_bias

@@ -51,7 +51,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     if config.training.start_from and not is_run(workdir):
-        initial_state.find_weights(config, config.training.start_from, "training.start_from")
+        initial_state.find_compatible_snapshot(config, config.training.start_from, "training.start_from")
     with contextlib.ExitStack() as stack:
         request = stack.enter_context(hosts.stop_requests())
         lock_message = hosts.broadcast_from_first(lambda: stack.enter_context(lock.hold(absolute_path(workdir))) or "")
@@ -115,7 +115,7 @@ def _open(
     config, abstract, graph = run.config, abstract_state(run.config, mesh), graph_definition(run.config.model)
     resume.clean_up(run, messages.append)
     finished = rollback.finish(run)
-    state, progress = initial_state.restore_or_make(run, abstract, messages.append)
+    state, progress = initial_state.restore_or_initialize(run, abstract, messages.append)
 
     log = stack.enter_context(MetricsLog(run, progress.tokens, is_writer=hosts.is_first()))
     periodic = PeriodicActions(run, graph, held_out_batches(tokens, config, mesh), log, stack)

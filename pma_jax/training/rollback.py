@@ -34,7 +34,7 @@ from pma_jax.storage import atomic
 from pma_jax.training import spikes
 from pma_jax.training.fork import state_at
 from pma_jax.training.metrics import Record
-from pma_jax.training.optimizer import initial_moments
+from pma_jax.training.optimizer import init_opt_state
 from pma_jax.training.state import TrainState, abstract_state, branch_state
 
 FOLDER, EVENT, HELD = "spikes", "event.json", "held"
@@ -201,7 +201,7 @@ def _merged_state(run: Run, event: Event, state: TrainState, mesh: jax.sharding.
     params = average([read_snapshot(run.path / m["path"]) for m in event["merged"]], event["coefficients"], mesh)
     optimizer = state.optimizer
     if event["optimizer"] == "reset":
-        optimizer = jax.jit(functools.partial(initial_moments, run.config.optimizer))(params)
+        optimizer = jax.jit(functools.partial(init_opt_state, run.config.optimizer))(params)
     elif event["optimizer"] == "restore":
         nearest = next(s for s in run.states if s.step == event["optimizer_step"])
         optimizer = states.restore_state(nearest, abstract_state(run.config, mesh)).optimizer

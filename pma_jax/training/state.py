@@ -12,14 +12,14 @@ from pma_jax.model.decoder import Params, init_params
 from pma_jax.runtime.mesh import abstract_arrays
 from pma_jax.training import averages, spikes
 from pma_jax.training.averages import RunningMean
-from pma_jax.training.optimizer import eval_params, initial_moments, reset_iterates
+from pma_jax.training.optimizer import eval_params, init_opt_state, reset_iterates
 from pma_jax.training.spikes import Detector
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Optimizer steps done (int32 scalar), parameters and optimizer moments (float32), and optional parts.
+    """Optimizer steps done (int32 scalar), parameters and optimizer state (float32), and optional parts.
 
     The block mean, the spike detector and the exponential moving average are None if the configuration has none.
     """
@@ -40,8 +40,8 @@ def init_state(config: Config, key: jax.Array) -> TrainState:
         spikes.empty_detector(config.tokens_to_steps(config.spikes.window_tokens)) if config.spikes.detect else None
     )
     mean = averages.empty(params) if config.optimizer.ema_half_life_tokens else None
-    moments = initial_moments(config.optimizer, params)
-    return TrainState(jnp.zeros((), jnp.int32), params, moments, block, detector, mean)
+    opt_state = init_opt_state(config.optimizer, params)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, block, detector, mean)
 
 
 def make_state(config: Config) -> TrainState:
@@ -78,8 +78,8 @@ def branch_state(config: Config, state: TrainState, params: Params, **changes: A
     """
     state = dataclasses.replace(state, **changes)
     block, mean = (running and averages.restart(running) for running in (state.block, state.ema))
-    moments = reset_iterates(config.optimizer, state.optimizer, params)
-    return dataclasses.replace(state, params=params, optimizer=moments, block=block, ema=mean)
+    opt_state = reset_iterates(config.optimizer, state.optimizer, params)
+    return dataclasses.replace(state, params=params, optimizer=opt_state, block=block, ema=mean)
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:

@@ -20,7 +20,7 @@ from pma_jax.model.decoder import Params
 from pma_jax.model.loss import loss_sums
 from pma_jax.runtime.mesh import RULES, platform_of
 from pma_jax.training import averages, spikes
-from pma_jax.training.optimizer import apply_update
+from pma_jax.training.optimizer import update_params
 from pma_jax.training.state import TrainState
 
 Metrics = dict[str, Any]  # arrays, and a spikes.Reading of arrays
@@ -61,7 +61,7 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
         gradients, sums = accumulate_gradients(objective, state.params, tokens_BxM, training.accumulation_steps)
         counted = jnp.maximum(sums["count"], 1)  # 0 if the batch has only prompts, which are not trained on
         gradients = jax.tree.map(lambda g: g / counted, gradients)
-        params, moments = apply_update(config.optimizer, gradients, state.optimizer, state.params, rate)
+        params, opt_state = update_params(config.optimizer, gradients, state.optimizer, state.params, rate)
         metrics = {
             "loss": sums["nats"] / counted,
             "gradient_norm": optax.tree.norm(gradients),
@@ -83,10 +83,10 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
             metrics["spike"] = reading
             if config.spikes.skip_gradient_z:
                 # An element-wise select, fused with the update: no extra memory traffic.
-                before, after = (state.params, state.optimizer), (params, moments)
-                params, moments = jax.tree.map(lambda old, new: jnp.where(reading.skipped, old, new), before, after)
+                before, after = (state.params, state.optimizer), (params, opt_state)
+                params, opt_state = jax.tree.map(lambda old, new: jnp.where(reading.skipped, old, new), before, after)
         mean = None if state.ema is None else averages.add_to_ema(state.ema, params, ema_decay)
-        return TrainState(state.step + 1, params, moments, state.block, detector, mean), metrics
+        return TrainState(state.step + 1, params, opt_state, state.block, detector, mean), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(platform_of(mesh)))
 

@@ -193,7 +193,7 @@ def test_mesh_does_not_change_the_result(shape, bias):
 @pytest.mark.slow
 @pytest.mark.mesh
 def test_many_small_rounds_do_not_change_the_result(monkeypatch):
-    monkeypatch.setattr(experts, "ROUND_CAPACITY_FACTOR", 0.2)
+    monkeypatch.setattr(experts, "CAPACITY_FACTOR_PER_ROUND", 0.2)
     (expected, expected_sums), expected_gradients = on_one_device(TINY, SKEWED)
     mesh = mesh_of(expert=4)
     with jax.set_mesh(mesh):

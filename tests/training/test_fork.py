@@ -95,9 +95,9 @@ def test_state_of_the_step_that_reached_the_tokens_is_selected(finished, tmp_pat
 
 def test_directory_with_another_run_is_refused(finished, annealed, tmp_path):
     before = tiny.contents(Path(annealed.path))
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="already holds a different run"):
         fork(finished, 2048, annealed.config, annealed.path)
-    with pytest.raises(ValueError, match="holds another run"):
+    with pytest.raises(ValueError, match="already holds a different run"):
         fork(finished, FORK, finished.config, finished.path)
     assert tiny.contents(Path(annealed.path)) == before
 
@@ -162,12 +162,12 @@ def test_fork_with_other_weights_keeps_the_parents_optimizer_and_data(finished, 
         shutil.rmtree(saved.path)
     again = fork(finished, FORK, config, run.path, weights.path)
     tiny.assert_equal(state(train(config, again.path), 24), state(by_hand, 24))
-    with pytest.raises(ValueError, match="another run"):
+    with pytest.raises(ValueError, match="already holds a different run"):
         fork(finished, FORK, config, run.path)
 
 
 def test_weights_of_another_model_are_refused_before_writing(finished, tmp_path):
     config = resolve(finished.config, ["model.layers=1"])
-    with pytest.raises(ValueError, match=r"weights: .* is another model: give --config.model.layers=2"):
+    with pytest.raises(ValueError, match=r"weights: .* does not match the run's: pass --config.model.layers=2"):
         fork(finished, FORK, config, tmp_path / "fork", finished.snapshots[1].path)
     assert not (tmp_path / "fork").exists()

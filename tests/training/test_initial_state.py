@@ -8,7 +8,7 @@ from pma_jax.interop import hf
 from pma_jax.runs.directory import is_run
 from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.training.initial_state import find_weights, make_first
+from pma_jax.training.initial_state import find_compatible_snapshot, make_initial_state
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state
 
@@ -46,7 +46,7 @@ def test_resume_uses_the_runs_own_state_and_not_the_start_model(finished, worksp
 
 def test_another_model_is_refused_with_the_keys_to_set(finished, workspace, tmp_path):
     other = tiny.config(workspace, training__start_from=str(finished.path), model__hidden=64, model__remat="full")
-    with pytest.raises(ValueError, match=r"is another model: give --config.model.hidden=32$"):
+    with pytest.raises(ValueError, match=r"does not match the run's: pass --config.model.hidden=32$"):
         train(other, tmp_path / "run")
     nothing = tiny.config(workspace, training__start_from=str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="neither a run nor a snapshot"):
@@ -78,7 +78,7 @@ def initial_params(config):
     """Return the parameters that a run of this configuration starts with, as numpy arrays."""
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        state = make_first(config, abstract_state(config, mesh))
+        state = make_initial_state(config, abstract_state(config, mesh))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh).params)
     assert jax.tree.map(lambda leaf: leaf.sharding, state.params) == shardings
     assert not any(leaf.any() for leaf in jax.tree.leaves(state.optimizer))
@@ -121,7 +121,7 @@ def test_bias_is_exported_with_the_model_and_never_dropped(workspace, tmp_path):
         initial_params(mixture(workspace, tmp_path / "ours", **model, mesh__fsdp=2, mesh__expert=4)), params
     )
     without = mixture(workspace, tmp_path / "ours", **model | {"model__router_bias": False})
-    with pytest.raises(ValueError, match=r"is another model: give --config.model.router_bias=True$"):
+    with pytest.raises(ValueError, match=r"does not match the run's: pass --config.model.router_bias=True$"):
         train(without, tmp_path / "other")
 
 
@@ -137,11 +137,11 @@ def test_bias_is_exported_with_the_model_and_never_dropped(workspace, tmp_path):
 )
 def test_mixture_with_other_experts_is_refused(imported, workspace, tmp_path, changes, message):
     other = mixture(workspace, imported.path, **{f"model__{key}": value for key, value in changes.items()})
-    with pytest.raises(ValueError, match=rf"is another model: give --config.model.{message}$"):
+    with pytest.raises(ValueError, match=rf"does not match the run's: pass --config.model.{message}$"):
         train(other, tmp_path / "run")
 
 
 def test_keys_unused_by_the_model_may_differ(imported, finished, workspace):
-    find_weights(mixture(workspace, imported.path, model__hidden=7), imported.path, "weights")
+    find_compatible_snapshot(mixture(workspace, imported.path, model__hidden=7), imported.path, "weights")
     dense = tiny.config(workspace, model__router_bias=False, model__expert_hidden=7)
-    find_weights(dense, finished.path, "weights")
+    find_compatible_snapshot(dense, finished.path, "weights")

@@ -19,7 +19,7 @@ from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import averages
 from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
-from pma_jax.training.optimizer import apply_update, eval_params, initial_moments
+from pma_jax.training.optimizer import eval_params, init_opt_state, update_params
 from pma_jax.training.state import abstract_state
 
 SCHEDULE_FREE = {"optimizer__name": "schedule_free_adamw"}
@@ -31,14 +31,14 @@ EMA = {"optimizer__ema_half_life_tokens": HALF_LIFE}
 
 
 def quadratic_steps(config, rates, seed=0):
-    """Return x, y and z after each step on a noisy quadratic, as `apply_update` computes them."""
+    """Return x, y and z after each step on a noisy quadratic, as `update_params` computes them."""
     rng = np.random.default_rng(seed)
     params = {"w": jnp.asarray(rng.standard_normal((4, 3)), jnp.float32)}
-    moments = initial_moments(config, params)
+    moments = init_opt_state(config, params)
     result = []
     for rate, noise in zip(rates, rng.standard_normal((len(rates), 4, 3)), strict=True):
         gradients = {"w": params["w"] + jnp.asarray(0.3 * noise, jnp.float32)}
-        params, moments = jax.jit(apply_update, static_argnums=0)(config, gradients, moments, params, rate)
+        params, moments = jax.jit(update_params, static_argnums=0)(config, gradients, moments, params, rate)
         result.append((eval_params(config, params, moments)["w"], params["w"], moments))
     return result
 
