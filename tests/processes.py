@@ -85,5 +85,5 @@ def pma(arguments: list[str], count: int, devices: int = 2) -> Job:
 
 def script(text: str, arguments: list[str], count: int, devices: int = 2) -> Job:
     """Start `count` processes of a script that first joins the distributed job."""
-    joined = f"from pma_jax.runtime import hosts\nhosts.join({HEARTBEAT_SECONDS})\n"
+    joined = f"from pma_jax.runtime import hosts\nhosts.initialize_distributed({HEARTBEAT_SECONDS})\n"
     return start(["-c", joined + text, *arguments], count, devices)

@@ -19,7 +19,7 @@ from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import averages
-from pma_jax.training.state import make_state
+from pma_jax.training.state import init_state_from_seed
 from pma_jax.training.step import make_train_step
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     shape = (config.training.batch_size_sequences, config.training.sequence_length_tokens + 1)
     tokens_BxM = np.random.default_rng(0).integers(0, config.model.vocabulary_size, shape).astype(np.int32)
     with jax.set_mesh(mesh):
-        state, step = make_state(config), make_train_step(config, graph_definition(config.model))
+        state, step = init_state_from_seed(config), make_train_step(config, graph_definition(config.model))
         block, batch = averages.empty(state.params), put_batch(mesh, tokens_BxM)
         steps, adds = [], []
         for _ in range(options.rounds):

@@ -133,7 +133,7 @@ def measure_step(config, sizes: Sizes) -> dict[str, Any]:
     from pma_jax.planning.aot import program_lowerings
     from pma_jax.planning.cost import forward_flops_per_token, training_flops_per_token
     from pma_jax.runtime.mesh import check_mesh, make_mesh
-    from pma_jax.training.state import make_state
+    from pma_jax.training.state import init_state_from_seed
 
     mesh, L = make_mesh(config.mesh), config.training.sequence_length_tokens
     check_mesh(config, mesh)
@@ -143,7 +143,7 @@ def measure_step(config, sizes: Sizes) -> dict[str, Any]:
         started = time.perf_counter()
         step = program_lowerings(config, mesh)["train_step"]().compile()
         compile_seconds = time.perf_counter() - started
-        state_and_metrics: list[Any] = [make_state(config), None]
+        state_and_metrics: list[Any] = [init_state_from_seed(config), None]
         tokens = put_batch(mesh, tokens_BxM)
 
         def run_turn():

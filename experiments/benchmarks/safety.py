@@ -34,7 +34,7 @@ from pma_jax.runtime import hosts, signals
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import step_records
-from pma_jax.training.state import make_state
+from pma_jax.training.state import init_state_from_seed
 from pma_jax.training.step import make_train_step
 
 
@@ -61,7 +61,7 @@ def _time_steps(config: Config, rounds: int) -> None:
     record = {"step": 1, "tokens": batch_tokens}
     numbers = {"loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1.0}
     with jax.set_mesh(mesh), signals.catch_signals(raises_stopped=False) as notice:
-        state, step = make_state(config), make_train_step(config, graph_definition(config.model))
+        state, step = init_state_from_seed(config), make_train_step(config, graph_definition(config.model))
         batch = put_batch(mesh, tokens_BxM)
         parts: dict[str, tuple[float, Callable[[], Any]]] = {  # name -> steps per call, function
             "finite check of a snapshot": (steps_per_snapshot, lambda: integrity.non_finite_leaves(state.params)),

@@ -25,7 +25,7 @@ from pma_jax.model.decoder import graph_definition
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import spikes
-from pma_jax.training.state import make_state
+from pma_jax.training.state import init_state_from_seed
 from pma_jax.training.step import make_train_step
 
 ALONE_STEPS = 5000
@@ -61,7 +61,7 @@ def measure_overhead(config: Config, rounds: int) -> None:
     without = dataclasses.replace(config, spikes=dataclasses.replace(config.spikes, detect=False))
     with jax.set_mesh(mesh):
         batch, graph = put_batch(mesh, tokens_BxM), graph_definition(config.model)
-        runs: list[list[Any]] = [[make_state(c), make_train_step(c, graph), []] for c in (without, config)]
+        runs: list[list[Any]] = [[init_state_from_seed(c), make_train_step(c, graph), []] for c in (without, config)]
         for i in range(rounds):
             for run in runs if i % 2 else reversed(runs):
                 started = time.perf_counter()

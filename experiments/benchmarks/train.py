@@ -206,7 +206,7 @@ def jax_step(_name, model, weights, tokens_BxM, axis="data"):
     from pma_jax.model.decoder import graph_definition
     from pma_jax.model.loss import evaluate
     from pma_jax.runtime.mesh import make_mesh
-    from pma_jax.training.state import make_state
+    from pma_jax.training.state import init_state_from_seed
     from pma_jax.training.step import make_train_step
 
     config = Config(
@@ -216,7 +216,7 @@ def jax_step(_name, model, weights, tokens_BxM, axis="data"):
     )
     mesh = make_mesh(config.mesh)
     jax.set_mesh(mesh)
-    graph, state = graph_definition(model), make_state(config)
+    graph, state = graph_definition(model), init_state_from_seed(config)
     params = jax.tree.map(lambda leaf, value: jax.device_put(value, leaf.sharding), state.params, weights)
     tokens_BxM = put_batch(mesh, tokens_BxM)
     report = {

@@ -124,7 +124,7 @@ def forecast_end(curve: Sequence[Sequence[float]], share: float) -> float | None
     """
     tokens, losses = np.array(curve).T
     used = (tokens <= share * tokens[-1]) & (tokens >= tokens[-1] / 8)
-    return float(fit_loss_curve(tokens[used], losses[used]).at(tokens[-1])) if used.sum() >= 4 else None
+    return float(fit_loss_curve(tokens[used], losses[used]).predict(tokens[-1])) if used.sum() >= 4 else None
 
 
 def fit_law(entries: Sequence[dict[str, Any]], kind: str) -> dict[str, float]:
@@ -133,7 +133,7 @@ def fit_law(entries: Sequence[dict[str, Any]], kind: str) -> dict[str, float]:
     `error` is the annealed loss of the largest size as forecast by a fit without that size, minus the measured one.
     """
     tokens, annealed = entries[-1]["annealed"][-1]
-    forecast = float(fit_scaling_law_to(entries[:-1], kind).at(entries[-1]["parameters"], tokens))
+    forecast = float(fit_scaling_law_to(entries[:-1], kind).predict(entries[-1]["parameters"], tokens))
     return dataclasses.asdict(fit_scaling_law_to(entries, kind)) | {"error": forecast - annealed}
 
 

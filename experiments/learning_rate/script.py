@@ -28,7 +28,7 @@ def measure(study: Study) -> dict[str, Any]:
     rate, end = study.describe_size(size)["peak_rate"], study.units // 2
     ends = [end // 4, end // 2, end]
     for factor in FACTORS:
-        half, trunks = study.trunks_at_rate(size, factor)
+        half, trunks = study.half_length_trunks(size, factor)
         losses = half.losses_over_seeds(trunks.__getitem__, [RAW, *MERGES], ends)
         annealed = [half.loss(half.anneal(t, end - end // 4, end)) for t in trunks.values()]
         rates[str(factor * rate)] = {"losses": losses, "annealed": annealed}

@@ -102,7 +102,7 @@ def measure_rates(study: Study) -> dict[str, Any]:
     """Return the losses of the `FOLLOWED` recipes at each rate, over half of the first size's tokens."""
     size, rates = study.sizes[0], {}
     for factor in RATES:
-        half, trunks = study.trunks_at_rate(size, factor)
+        half, trunks = study.half_length_trunks(size, factor)
         windows = [w for w in WINDOWS if w <= half.units * 3 // 4]
         grid = [RAW, *(Cell(recipe, w, kind=kind) for recipe, kind in FOLLOWED for w in windows)]
         losses = half.losses_over_seeds(trunks.__getitem__, grid, [half.units])

@@ -1,4 +1,4 @@
-"""Statistics of losses: intervals over seeds, recovered shares, roughness, tokens to a loss."""
+"""Statistics that compare runs: intervals over seeds, recovered shares of annealing, tokens to a loss, roughness."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 @dataclasses.dataclass(frozen=True)
 class MeanInterval:
-    """A mean, its confidence interval from `low` to `high`, and the `count` of values."""
+    """The mean of `count` values, with its confidence interval from `low` to `high`."""
 
     mean: float
     low: float
@@ -34,17 +34,17 @@ def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = 0
     return MeanInterval(float(mean), float(mean - half_width), float(mean + half_width), len(difference))
 
 
-def mean_interval(values_n: ArrayLike, confidence: float = 0.95) -> MeanInterval:
+def mean_interval(values: ArrayLike, confidence: float = 0.95) -> MeanInterval:
     """Estimate the mean of values, such as one per seed, with Student's t confidence interval.
 
     Raises:
         ValueError: There are fewer than 2 values.
     """
-    return paired_difference(values_n, np.zeros(np.shape(values_n)), confidence)
+    return paired_difference(values, np.zeros(np.shape(values)), confidence)
 
 
 def recovered_share(raw_loss: float, annealed_loss: float | None, loss: float) -> float | None:
-    """Return the fraction of annealing's loss reduction that `loss` achieves: 0 at `raw_loss`, 1 at `annealed_loss`.
+    """Return the share of annealing's loss reduction that `loss` recovers: 0 at `raw_loss`, 1 at `annealed_loss`.
 
     Return None if `annealed_loss` is None, or if annealing did not reduce the loss.
     """
@@ -53,28 +53,29 @@ def recovered_share(raw_loss: float, annealed_loss: float | None, loss: float) -
     return (raw_loss - loss) / (raw_loss - annealed_loss)
 
 
-def tokens_to_reach(tokens_n: ArrayLike, loss_n: ArrayLike, loss: float) -> float | None:
+def tokens_to_reach(tokens: ArrayLike, losses: ArrayLike, loss: float) -> float | None:
     """Return the tokens at which a loss curve first reaches `loss`, by linear interpolation; None if it never does."""
-    tokens, losses = np.asarray(tokens_n, np.float64), np.asarray(loss_n, np.float64)
-    below = np.flatnonzero(losses <= loss)
+    x, y = np.asarray(tokens, np.float64), np.asarray(losses, np.float64)
+    below = np.flatnonzero(y <= loss)
     if not len(below):
         return None
     i = int(below[0])
     if i == 0:
-        return float(tokens[0])
-    fraction = (losses[i - 1] - loss) / (losses[i - 1] - losses[i])
-    return float(tokens[i - 1] + fraction * (tokens[i] - tokens[i - 1]))
+        return float(x[0])
+    fraction = (y[i - 1] - loss) / (y[i - 1] - y[i])
+    return float(x[i - 1] + fraction * (x[i] - x[i - 1]))
 
 
-def roughness(series_n: ArrayLike) -> float:
-    """Return the root mean square of the differences of log(value) between consecutive values.
+def roughness(values: ArrayLike) -> float:
+    """Return the root mean square of the differences between the logarithms of consecutive values.
 
-    A roughness of 0.1 corresponds to changes of about 10%. Meant for gradient norms: a slow trend contributes little.
+    A roughness of 0.1 means that consecutive values typically differ by about 10%; a slow trend contributes little.
+    `pma_init` uses it for gradient norms.
 
     Raises:
         ValueError: There are fewer than 2 values, or one is not above 0.
     """
-    series = np.asarray(series_n, np.float64)
+    series = np.asarray(values, np.float64)
     if len(series) < 2 or not (series > 0).all():
         raise ValueError("roughness needs 2 or more values above 0")
     return float(np.sqrt(np.mean(np.diff(np.log(series)) ** 2)))

@@ -70,7 +70,7 @@ def _distributed(options: argparse.Namespace) -> Iterator[None]:
         sys.stdout = os.fdopen(os.dup(1), "w")
         with Path(os.devnull).open("w") as devnull:
             os.dup2(devnull.fileno(), 1)
-        hosts.join(options.heartbeat_seconds)
+        hosts.initialize_distributed(options.heartbeat_seconds)
         yield
 
 

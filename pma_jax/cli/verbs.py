@@ -107,7 +107,7 @@ def sweep(options: argparse.Namespace) -> None:
 
     run = open_run(options.run)
     result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind)
-    if not hosts.is_first():
+    if not hosts.is_first_process():
         return
     from pma_jax.reporting.heat_map import write_sweep_figure
 
@@ -133,7 +133,7 @@ def watch(options: argparse.Namespace) -> None:
     for line in watching.watch(
         run, options.recipe, options.windows, options.kind, poll_seconds=options.poll_seconds, once=options.once
     ):
-        if hosts.is_first():
+        if hosts.is_first_process():
             print(line, flush=True)
 
 
@@ -147,7 +147,7 @@ def evaluate(options: argparse.Namespace) -> None:
     from pma_jax.runtime import hosts
 
     rows = targets.evaluate_targets(options.target, options.overrides)
-    if not hosts.is_first():
+    if not hosts.is_first_process():
         return
     header = ["target", "tokens", "loss", "perplexity", "bits/byte"]
     cells = [
@@ -286,7 +286,7 @@ def _print_converted(options: argparse.Namespace, result: dict[str, Any]) -> Non
 def _print_trained(run: Any) -> None:
     from pma_jax.runtime import hosts
 
-    if not hosts.is_first():
+    if not hosts.is_first_process():
         return
     snapshots = run.snapshots
     newest = snapshots[-1]

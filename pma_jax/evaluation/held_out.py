@@ -40,7 +40,7 @@ def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], f
     Raises:
         ValueError: The text cannot be read, or has tokens outside the model's vocabulary.
     """
-    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first())
+    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
     shards.check_tokens_match_model(tokens, config.model)
     with jax.set_mesh(mesh):
         graph = graph_definition(config.model)

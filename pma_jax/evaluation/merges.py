@@ -55,7 +55,7 @@ def evaluate_merges(config: Config, snapshots: Sequence[Snapshot], weights_RxK: 
     rows_RxK = np.asarray(weights_RxK, np.float64)
     mesh = make_mesh(config.mesh)
     abstract = abstract_params(config.model, mesh)
-    merges_per_pass = min(map(int, hosts.gather(str(_count_fitting_merges(abstract, _usable_bytes(mesh))))))
+    merges_per_pass = min(map(int, hosts.all_gather_text(str(_count_fitting_merges(abstract, _usable_bytes(mesh))))))
     passes = math.ceil(len(rows_RxK) / merges_per_pass)
     seconds = {"read": 0.0, "evaluate": 0.0}
     read = _add_timer(restore_params, seconds, "read")

@@ -121,7 +121,7 @@ def sweep(
     if new:
         result |= _evaluate_new(run, new, stored)
         result["seconds"]["all"] = time.perf_counter() - began
-    if result != stored and hosts.is_first():
+    if result != stored and hosts.is_first_process():
         atomic.write_text(run.path / "sweep.json", json.dumps(result, indent=2) + "\n")
     return result
 

@@ -71,7 +71,7 @@ def evaluate_along_run(
         # None (null in the file) for the pairs that have too few snapshots.
         computed = dict.fromkeys(missing) | dict(zip(evaluable, losses, strict=True))
         cached = cached | computed
-        if hosts.is_first():
+        if hosts.is_first_process():
             _store_losses(run, digest, computed)
     return {request: loss for cache_key, request in requests.items() if (loss := cached[cache_key]) is not None}
 

@@ -98,7 +98,7 @@ def watch(
 def _record_preview(log: epath.Path, snapshot: Snapshot, name: str, loss: float) -> str:
     """Append a preview to watch.jsonl and return the line of text that reports it."""
     record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
-    if hosts.is_first():
+    if hosts.is_first_process():
         with contextlib.closing(LineFile(log)) as file:
             file.write_lines(record_lines([record | {"recipe": name, "loss": loss}]))
     return f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {name} {loss:.4f}"

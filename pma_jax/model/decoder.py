@@ -16,7 +16,7 @@ from flax import nnx
 
 from pma_jax.config import ModelConfig
 from pma_jax.model.attention import apply_rotary, attention, rotary_tables
-from pma_jax.model.kernels.matmul import MATMUL_NAME, sharded_matmul
+from pma_jax.model.kernels.matmul import MATMUL_CHECKPOINT_NAME, sharded_matmul
 from pma_jax.model.layers import embed_tokens, ones_param, rms_norm, swiglu, truncated_normal_param
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
 from pma_jax.runtime.mesh import RULES, abstract_arrays, check_model_on_mesh, gather_batch_axes
@@ -197,7 +197,7 @@ def _apply_blocks(
     policies = {
         "none": step,
         "full": jax.checkpoint(step),
-        "dots": jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(MATMUL_NAME)),
+        "dots": jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(MATMUL_CHECKPOINT_NAME)),
     }
     step = policies[config.remat]
     if config.scan_layers:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pma_jax.model.kernels.grouped_matmul import grouped_matmul
-from pma_jax.model.kernels.matmul import MATMUL_NAME
+from pma_jax.model.kernels.matmul import MATMUL_CHECKPOINT_NAME
 from pma_jax.model.layers import swiglu
 
 AXIS = "expert"  # the mesh axis that splits the experts
@@ -119,9 +119,9 @@ def _round_up_to_tile(rows: int) -> int:
 
 def _gated_mlp(rows_RxD: jax.Array, sizes_e: jax.Array, matrices: Matrices) -> jax.Array:
     gate_exDxF, up_exDxF, down_exFxD = matrices
-    gate_RxF = checkpoint_name(grouped_matmul(rows_RxD, gate_exDxF, sizes_e), MATMUL_NAME)
-    up_RxF = checkpoint_name(grouped_matmul(rows_RxD, up_exDxF, sizes_e), MATMUL_NAME)
-    return checkpoint_name(grouped_matmul(swiglu(gate_RxF, up_RxF), down_exFxD, sizes_e), MATMUL_NAME)
+    gate_RxF = checkpoint_name(grouped_matmul(rows_RxD, gate_exDxF, sizes_e), MATMUL_CHECKPOINT_NAME)
+    up_RxF = checkpoint_name(grouped_matmul(rows_RxD, up_exDxF, sizes_e), MATMUL_CHECKPOINT_NAME)
+    return checkpoint_name(grouped_matmul(swiglu(gate_RxF, up_RxF), down_exFxD, sizes_e), MATMUL_CHECKPOINT_NAME)
 
 
 def _all_to_all(rows: jax.Array, expert_devices: int) -> jax.Array:

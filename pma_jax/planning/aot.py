@@ -1,6 +1,6 @@
-"""Compile the programs of a run for a TPU topology on a machine without a TPU, and collect what the compiler reports.
+"""Compile the programs of a run for a TPU topology on a machine without a TPU, and collect the compiler's statistics.
 
-libtpu contains the compiler and needs no device: programs can be compiled for a topology's devices, not run on them.
+libtpu contains the compiler and needs no TPU to compile for one.
 """
 
 import dataclasses
@@ -27,8 +27,7 @@ from pma_jax.runtime.mesh import RULES, check_mesh
 from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
 
-# Name in `CompileReport.memory` -> attribute of jax's CompiledMemoryStats. Aliased: the part of the outputs that reuses
-# the arguments' memory.
+# Key of `CompileReport.memory` -> attribute of JAX's CompiledMemoryStats. Aliased outputs reuse the arguments' memory.
 MEMORY_FIELDS = {
     "argument_bytes": "argument_size_in_bytes",
     "temporary_bytes": "temp_size_in_bytes",
@@ -40,17 +39,17 @@ MEMORY_FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The devices of one or more TPU slices, to compile for."""
+    """The devices of one or more TPU slices for which programs are compiled."""
 
     name: str  # such as v5p:4x4x8, or 2*v5p:4x4x8
     chip: Chip
     devices: tuple[jax.Device, ...]
-    slices: int = 1
+    slice_count: int = 1
 
     @property
-    def chips(self) -> int:
-        """Number of chips in all slices; some chips have two devices."""
-        return len(self.devices) // self.chip.devices
+    def chip_count(self) -> int:
+        """Number of chips in all slices; on some chips there are two JAX devices."""
+        return len(self.devices) // self.chip.devices_per_chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +58,17 @@ class CompileReport:
 
     Attributes:
         seconds: Compile time.
-        refusal: The compiler's message if the program does not fit in memory; all fields below are then unset.
+        out_of_memory_message: The compiler's message if the program does not fit in memory, else None. If it is set,
+            the fields below are empty.
         program: The parsed HLO text.
-        memory: Bytes by the names of `MEMORY_FIELDS`, and as `bytes` the peak memory while the program runs: arguments,
-            outputs that are not aliased, temporaries, code.
-        costs: XLA's cost analysis, which counts a loop's body once: `flops`, and `bytes_accessed` in any memory.
+        memory: Sizes in bytes, with the keys of `MEMORY_FIELDS` and `bytes`: the memory that the program needs, which
+            is the sum of arguments, outputs that are not aliased, temporaries and code.
+        costs: `flops` and `bytes_accessed` (in all memory spaces) from XLA's cost analysis, which counts the body of a
+            loop once.
     """
 
     seconds: float
-    refusal: str | None
+    out_of_memory_message: str | None
     program: hlo.Program | None = dataclasses.field(default=None, repr=False)
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     costs: dict[str, float | None] = dataclasses.field(default_factory=dict)
@@ -76,17 +77,19 @@ class CompileReport:
 def tpu_topology(name: str) -> Topology:
     """Look up the devices of a slice such as `v5p:4x4x8`, or of two slices as `2*v5p:4x4x8`.
 
+    Sets environment variables of libtpu in this process, unless they are set.
+
     Raises:
-        ValueError: The package libtpu is not installed, or does not know the name.
+        ValueError: The package libtpu is not installed, or the name is not that of a topology.
     """
     parts = re.fullmatch(r"(?:([1-9]\d*)\*)?([^:*]+):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
     chip = CHIPS.get(parts[2]) if parts else None
     if parts is None or chip is None:
         raise ValueError(
-            f"unknown topology {name!r}: give a chip and a shape, one of {format_known_topologies()}; for several "
-            "slices their number first, such as 2*v5e:4x4"
+            f"unknown topology {name!r}: give a chip and a shape, one of {format_known_topologies()}; prefix the "
+            "number of slices if there are several, such as 2*v5e:4x4"
         )
-    slices, one_slice = int(parts[1] or 1), f"{parts[2]}:{parts[3]}"
+    slice_count, one_slice = int(parts[1] or 1), f"{parts[2]}:{parts[3]}"
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise ValueError("compiling for TPU needs its compiler, which is not installed: pip install 'pma-jax[plan]'")
     # libtpu must not search for a TPU or lock it, so that several processes can compile at once.
@@ -98,52 +101,56 @@ def tpu_topology(name: str) -> Topology:
     options: dict[str, Any] = {}
     if chip.config:
         options["chip_config_name"] = chip.config
-    if slices > 1:
-        options["num_slices"] = slices
+    if slice_count > 1:
+        options["num_slices"] = slice_count
     if all(size == "1" for size in parts[3].split("x")):
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         description = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **options)
     except Exception as error:
         known = format_known_topologies(parts[2])
-        raise ValueError(f"libtpu knows no topology {name!r} ({first_line(error)}): give one of {known}") from error
-    return Topology(name, chip, tuple(description.devices), slices)
+        raise ValueError(
+            f"libtpu does not support the topology {name!r} ({first_line(error)}): give one of {known}"
+        ) from error
+    return Topology(name, chip, tuple(description.devices), slice_count)
 
 
 def program_lowerings(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """Return functions that lower the programs of a run: `train_step`, `evaluation_step` and `merge`.
+    """Return a function per program of a run that lowers the program for `mesh`, with the shapes of `config`.
 
-    These are the programs that training and evaluation run, and the one that adds a checkpoint to a merge on the mesh,
-    at the sizes of `config`, for the devices of `mesh`.
+    The programs are `train_step`, `evaluation_step`, and `merge`, which adds a checkpoint to a merge in device memory.
 
     Raises:
-        ValueError: A size, which is named, does not divide over the mesh.
+        ValueError: A size is not divisible by the size of the mesh axis that shards it; the message names the size.
     """
     check_mesh(config, mesh)
     state = abstract_state(config, mesh)
     with jax.set_mesh(mesh):
         graph = graph_definition(config.model)
 
-    def tokens(sequences: int) -> jax.ShapeDtypeStruct:
+    def abstract_tokens(sequences: int) -> jax.ShapeDtypeStruct:
         sharding = jax.NamedSharding(mesh, RULES.spec("batch", None))
         shape = (sequences, config.training.sequence_length_tokens + 1)
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
-    def train_step() -> jax.stages.Lowered:
+    def lower_train_step() -> jax.stages.Lowered:
         step: Any = make_train_step(config, graph)
-        return step.lower(state, tokens(config.training.batch_size_sequences), 0.0)
+        return step.lower(state, abstract_tokens(config.training.batch_size_sequences), 0.0)
 
-    def evaluation() -> jax.stages.Lowered:
-        return evaluation_step.lower(graph, state.params, tokens(config.evaluation.batch_size_sequences))
+    def lower_evaluation_step() -> jax.stages.Lowered:
+        return evaluation_step.lower(graph, state.params, abstract_tokens(config.evaluation.batch_size_sequences))
 
-    def merge() -> jax.stages.Lowered:
+    def lower_merge() -> jax.stages.Lowered:
         return add_weighted.lower(abstract_totals(state.params), [state.params], np.ones(1, np.float32))
 
-    return {"train_step": train_step, "evaluation_step": evaluation, "merge": merge}
+    return {"train_step": lower_train_step, "evaluation_step": lower_evaluation_step, "merge": lower_merge}
 
 
 def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.Mesh) -> CompileReport:
-    """Lower and compile one of `program_lowerings`; a program that does not fit in memory is reported, not raised."""
+    """Lower and compile a program of `program_lowerings`.
+
+    If the program does not fit in memory, return a report with the compiler's message. Other compiler errors propagate.
+    """
     start = time.perf_counter()
     try:
         with jax.set_mesh(mesh):
@@ -153,10 +160,10 @@ def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.
             raise
         return CompileReport(time.perf_counter() - start, first_line(error))
     seconds = time.perf_counter() - start
-    stats, costs, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
+    stats, analysis, text = compiled.memory_analysis(), compiled.cost_analysis() or {}, compiled.as_text()
     assert stats is not None and text is not None
     memory = {name: getattr(stats, attribute) for name, attribute in MEMORY_FIELDS.items()}
-    fresh = memory["output_bytes"] - memory["aliased_bytes"]
-    memory["bytes"] = memory["argument_bytes"] + fresh + memory["temporary_bytes"] + memory["code_bytes"]
-    costs = {"flops": costs.get("flops"), "bytes_accessed": costs.get("bytes accessed")}
+    unaliased_bytes = memory["output_bytes"] - memory["aliased_bytes"]
+    memory["bytes"] = memory["argument_bytes"] + unaliased_bytes + memory["temporary_bytes"] + memory["code_bytes"]
+    costs = {"flops": analysis.get("flops"), "bytes_accessed": analysis.get("bytes accessed")}
     return CompileReport(seconds, None, hlo.parse_hlo(text), memory, costs)

@@ -19,7 +19,7 @@ class Chip:
     memory_bytes_per_second: float
     network_bytes_per_second: float  # ICI: send bandwidth over all links of a chip
     slice_network_bytes_per_second: float | None  # a chip's share of the network between slices; None: unknown
-    devices: int  # JAX devices per chip, which share its memory and links
+    devices_per_chip: int  # JAX devices, which share its memory and links
     shapes: tuple[str, ...]  # topologies of slices that Google Cloud lists; others may compile too
     source: str
     config: str = ""  # libtpu's name of the configuration with one device per chip, if it is not the default
@@ -157,8 +157,10 @@ def roofline(program: hlo.Program, chip: Chip, kernel_flops: float = 0.0) -> Roo
     """
     sent = sum(c.executions * c.sent_bytes_per_execution for c in counts.collectives(program))
     return Roofline(
-        (counts.matmul_flops(program) + kernel_flops) / (chip.flops_per_second / chip.devices),
-        counts.memory_traffic_bytes(program) / (chip.memory_bytes_per_second / chip.devices),
-        sent / (chip.network_bytes_per_second / chip.devices),
-        counts.inter_slice_sent_bytes(program) * chip.devices / (chip.slice_network_bytes_per_second or math.inf),
+        (counts.matmul_flops(program) + kernel_flops) / (chip.flops_per_second / chip.devices_per_chip),
+        counts.memory_traffic_bytes(program) / (chip.memory_bytes_per_second / chip.devices_per_chip),
+        sent / (chip.network_bytes_per_second / chip.devices_per_chip),
+        counts.inter_slice_sent_bytes(program)
+        * chip.devices_per_chip
+        / (chip.slice_network_bytes_per_second or math.inf),
     )

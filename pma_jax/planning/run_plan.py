@@ -58,10 +58,10 @@ def plan_run(
         "versions": package_versions(),
         "topology": {
             "name": topology.name,
-            "slices": topology.slices,
-            "chips": topology.chips,
+            "slices": topology.slice_count,
+            "chips": topology.chip_count,
             "devices": len(topology.devices),
-            "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices,
+            "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices_per_chip,
             "figures": {key: figures[key] for key in figures if key not in ("shapes", "config")},
         },
         "mesh": dict(mesh.shape),
@@ -119,8 +119,8 @@ def _filled_share(model: ModelConfig, tokens: int, devices: int) -> float:
 
 def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float) -> dict[str, Any]:
     compiled = {
-        "compiled": report.refusal is None,
-        "refusal": report.refusal,
+        "compiled": report.out_of_memory_message is None,
+        "refusal": report.out_of_memory_message,
         "compile_seconds": report.seconds,
     }
     if report.program is None:
@@ -134,7 +134,8 @@ def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: f
     bound = cost.roofline(report.program, chip, kernel_flops)
     kernels = counts.count_kernels(report.program)
     return compiled | {
-        "memory": report.memory | {"share_of_memory": report.memory["bytes"] / (chip.memory_bytes / chip.devices)},
+        "memory": report.memory
+        | {"share_of_memory": report.memory["bytes"] / (chip.memory_bytes / chip.devices_per_chip)},
         "product_flops": counts.matmul_flops(report.program),
         "kernels": {"declared_flops": kernels.declared_flops, "silent": kernels.undeclared_kernels},
         "kernel_flops": kernel_flops,
@@ -161,7 +162,7 @@ def _training_numbers(config: Config, topology: aot.Topology, step_seconds: floa
     }
     if step_seconds is None:
         return numbers
-    peak = topology.chip.flops_per_second / topology.chip.devices
+    peak = topology.chip.flops_per_second / topology.chip.devices_per_chip
     return numbers | {
         "step_seconds_at_least": step_seconds,
         "model_flops_utilization_at_most": needed / step_seconds / peak,
@@ -184,4 +185,4 @@ def _annealing_numbers(
     if step_seconds is None:
         return numbers
     hours = steps * step_seconds / 3600
-    return numbers | {"hours_at_least": hours, "chip_hours_at_least": hours * topology.chips}
+    return numbers | {"hours_at_least": hours, "chip_hours_at_least": hours * topology.chip_count}

@@ -70,7 +70,7 @@ def series_name(merge: dict[str, Any]) -> str:
     return f"{SNAPSHOT_KINDS[merge['kind']].label_prefix}{merge['recipe']}{every}"
 
 
-def group_by_series(merges: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+def group_by_series_and_window(merges: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
     """Return series -> window -> merge, in the order of the sweep."""
     series: dict[str, dict[int, dict[str, Any]]] = {}
     for merge in merges:

@@ -7,7 +7,7 @@ import jinja2
 
 from pma_jax.analysis.comparison import recovered_share
 from pma_jax.model.loss import bits_per_byte, perplexity
-from pma_jax.reporting.drawing import group_by_series
+from pma_jax.reporting.drawing import group_by_series_and_window
 
 
 def render_page(report: dict[str, Any], config_json: str, light_png: bytes, dark_png: bytes) -> str:
@@ -19,7 +19,7 @@ def render_page(report: dict[str, Any], config_json: str, light_png: bytes, dark
         dark=base64.b64encode(dark_png).decode(),
         models=_models(report),
         bytes_only=report["tokenizer"] == "bytes",
-        grid=group_by_series(report["merges"]),
+        grid=group_by_series_and_window(report["merges"]),
         windows=sorted({m["window"] for m in report["merges"]}),
         best=(report["best_merge"] or {}).get("text"),
         alt=f"Held-out loss against tokens. {report['finding']}",

@@ -25,7 +25,7 @@ from pma_jax.reporting.drawing import (
     TITLE_POINTS,
     Theme,
     display_name,
-    group_by_series,
+    group_by_series_and_window,
     new_figure,
     series_name,
 )
@@ -105,7 +105,9 @@ def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     interval = min(m["interval"] for m in report["merges"])
     merges = [m for m in report["merges"] if m["interval"] == interval]
     key = "recovered_share" if shares else "loss"
-    lines = {name: sorted((n, m[key]) for n, m in by.items()) for name, by in group_by_series(merges).items()}
+    lines = {
+        name: sorted((n, m[key]) for n, m in by.items()) for name, by in group_by_series_and_window(merges).items()
+    }
     for i, (name, points) in enumerate(lines.items()):
         color, is_block = theme.merges[i % len(theme.merges)], _is_block(name)
         axes.plot(

@@ -106,7 +106,9 @@ class Run:
     def writer(self, folder: str) -> StepWriter:
         """Open one of STEP_FOLDERS for writing, with the configured retention."""
         _, retention = STEP_FOLDERS[folder]
-        return StepWriter(self.path / folder, functools.partial(retention, self.config), removes_steps=hosts.is_first())
+        return StepWriter(
+            self.path / folder, functools.partial(retention, self.config), removes_steps=hosts.is_first_process()
+        )
 
     def read_steps(self, folder: str, skip_corrupt: bool = False) -> list[Any]:
         """List the published steps in one of STEP_FOLDERS, sorted by tokens.

@@ -1,9 +1,9 @@
-"""Coordination of the processes of one multi-process job: join, agree on what only one of them knows, exit.
+"""Coordination of the processes of a multi-process job: initialization, broadcasts, barriers and exit.
 
 JAX's multi-controller runtime does the work: every process runs the same program over one mesh of all devices. State
-outside that program, such as the contents of a directory, may look different to each process; if they then took
-different branches, they would deadlock in the next collective. Process 0 therefore reads such state and broadcasts it.
-In a single process every function here only calls what it wraps.
+outside that program, such as the contents of a directory, may look different to each process. If the processes then
+took different branches, they would deadlock in the next collective. Process 0 therefore reads such state and broadcasts
+it. In a single process, the functions that communicate (gather, broadcast, barrier) return without communication.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-# There is no public way to read these without initialising the backend, which fixes the device count.
+# No public API returns the process index and count without initialising the backend, which fixes the device count.
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
@@ -25,39 +25,41 @@ from pma_jax.runtime.signals import StopRequest, catch_signals
 
 T = TypeVar("T")
 
-HEARTBEAT_SECONDS = 100  # JAX's own default
-VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Process 0 hosts the coordination service, so it exits last, after the others have reported their own errors.
+HEARTBEAT_TIMEOUT_SECONDS = 100  # JAX's own default
+ENVIRONMENT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# Delay before process 0 exits, in which the others report their own errors: they end when the coordination service
+# ends, which process 0 hosts.
 _EXIT_DELAY_SECONDS = 2.0
 
 
-def join(heartbeat_seconds: int = HEARTBEAT_SECONDS) -> None:
-    """Join the other processes of this job. Call it before any use of a device; it waits until all have joined.
+def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SECONDS) -> None:
+    """Call `jax.distributed.initialize`, which waits for all processes of the job. Call it before any use of a device.
 
-    The environment's `VARIABLES` (all three) describe the job; without them JAX detects it, on Cloud TPU, SLURM, Open
-    MPI and Kubernetes (GKE).
+    The job is described by the three environment variables `ENVIRONMENT_VARIABLES`. If they are not set, JAX detects
+    the cluster: Cloud TPU, SLURM, Open MPI or Kubernetes (GKE).
 
     Args:
-        heartbeat_seconds: A process without a heartbeat for this long is considered dead, and the others stop.
+        heartbeat_timeout_seconds: A process that sends no heartbeat for this long is considered dead, and the others
+            stop.
 
     Raises:
-        ValueError: The variables are inconsistent, or no job is detected.
+        ValueError: Only some of the variables are set, or JAX detects no cluster.
     """
-    address, count, index = (os.environ.get(name) for name in VARIABLES)
+    address, count, index = (os.environ.get(name) for name in ENVIRONMENT_VARIABLES)
     if (count is None) != (index is None) or (count is not None and address is None):
-        raise ValueError(f"of {', '.join(VARIABLES)} some are set: set all three, or leave the job to JAX's detection")
+        raise ValueError(f"set all of {', '.join(ENVIRONMENT_VARIABLES)}, or none, so that JAX detects the cluster")
     try:
         jax.distributed.initialize(
             address,
             None if count is None else int(count),
             None if index is None else int(index),
-            heartbeat_timeout_seconds=heartbeat_seconds,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
         )
     except (ValueError, RuntimeError) as error:
         reason = error_line(error)[:300]
         raise ValueError(
-            f"cannot join the processes of a job: {reason}: --distributed is for Cloud TPU, SLURM, Open MPI, "
-            f"Kubernetes with jax[k8s], or with {', '.join(VARIABLES)} set"
+            f"cannot initialise jax.distributed ({reason}): it needs Cloud TPU, SLURM, Open MPI, Kubernetes with "
+            f"jax[k8s], or the variables {', '.join(ENVIRONMENT_VARIABLES)}"
         ) from error
 
 
@@ -66,13 +68,16 @@ def process_index_and_count() -> tuple[int, int]:
     return global_state.process_id, global_state.num_processes
 
 
-def is_first() -> bool:
-    """Whether this process is process 0, which writes what exists once: metrics, tables, reports."""
+def is_first_process() -> bool:
+    """Return whether this process is process 0, the only one that writes metrics, tables and reports."""
     return global_state.process_id == 0
 
 
-def gather(text: str) -> list[str]:
-    """All-gather one text per process, in order; with several processes, wait for all and initialise the backend."""
+def all_gather_text(text: str) -> list[str]:
+    """Return the text of every process, in the order of their indices.
+
+    With several processes this is a collective, which initialises the backend.
+    """
     if global_state.num_processes == 1:
         return [text]
     data = np.frombuffer(text.encode(), np.uint8)
@@ -87,27 +92,31 @@ def broadcast_from_first(read: Callable[[], str]) -> str:
     """Call `read` in process 0 only, and return its result in all processes.
 
     Raises:
-        ValueError: In all processes, if `read` raises ValueError or OSError.
+        ValueError: `read` raised ValueError or OSError; with several processes, all raise ValueError. A single process
+            propagates the error of `read` itself.
     """
     if global_state.num_processes == 1:
         return read()
     text, error = "", ""
-    if is_first():
+    if is_first_process():
         try:
             text = read()
         except (ValueError, OSError) as raised:
             error = error_line(raised)
-    text, error = gather(text)[0], gather(error)[0]
+    text, error = all_gather_text(text)[0], all_gather_text(error)[0]
     if error:
         raise ValueError(error)
     return text
 
 
 def run_on_first_then_rest(work: Callable[[], T]) -> T:
-    """Run `work` in process 0, then in all others, which find its side effects done. Return this process's result.
+    """Run `work` in process 0 and then in the other processes, and return this process's result.
+
+    The other processes see the side effects of process 0, such as a filled cache.
 
     Raises:
-        ValueError: In all processes, if `work` raises ValueError or OSError in process 0.
+        ValueError: `work` failed in process 0; see `broadcast_from_first`. An error in another process propagates only
+            there.
     """
     results: list[T] = []
 
@@ -130,9 +139,9 @@ def raise_if_any_failed(error: Exception | None) -> None:
 
     Raises:
         Exception: This process's own error.
-        ValueError: Another process failed; the message names the first.
+        ValueError: Another process failed; the message names the failed process with the lowest index.
     """
-    errors = gather("" if error is None else error_line(error))
+    errors = all_gather_text("" if error is None else error_line(error))
     if error is not None:
         raise error
     for process, line in enumerate(errors):
@@ -141,10 +150,11 @@ def raise_if_any_failed(error: Exception | None) -> None:
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Within the block, record a SIGTERM or SIGINT for `is_stop_requested` instead of ending the process.
+def record_stop_signals() -> Iterator[StopRequest]:
+    """Within the block of a single process, record SIGTERM or SIGINT for `is_stop_requested`; the process goes on.
 
-    Several processes must stop at the same step: they leave SIGTERM to JAX's coordination service.
+    With several processes, install no handlers: JAX's coordination service catches SIGTERM, and chooses the step at
+    which all processes stop.
     """
     if global_state.num_processes > 1:
         yield StopRequest()
@@ -154,7 +164,7 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 def is_stop_requested(request: StopRequest, step: int) -> bool:
-    """Return whether to stop after `step`, the same in all processes; call it once for each step."""
+    """Return whether to stop after `step`: the same answer in all processes. Call it once per step in each process."""
     if global_state.num_processes > 1:
         return multihost_utils.reached_preemption_sync_point(step)
     return request.signal is not None
@@ -162,10 +172,11 @@ def is_stop_requested(request: StopRequest, step: int) -> bool:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End this process at once on an error (or Ctrl-C) inside the block, if there are several processes.
+    """If there are several processes, exit this one immediately on an error or Ctrl-C inside the block.
 
-    An orderly exit would wait in collectives for the others, while they wait for this process; they notice that it is
-    gone. A stop that all processes agreed on (a KeyboardInterrupt with a text) propagates normally.
+    A normal exit would deadlock: at shutdown this process would wait for the others, and they wait for it in a
+    collective. After an immediate exit, the coordination service stops the others. A KeyboardInterrupt with a message
+    is a stop that all processes make at the same step, and propagates normally.
     """
     try:
         yield
@@ -177,13 +188,16 @@ def exit_on_error() -> Iterator[None]:
 
 
 def exit_with_error(error: BaseException) -> None:
-    """Print an error in one line with this process's index, and exit at once: status 1, or 130 for Ctrl-C."""
+    """Print an error in one line with this process's index, and exit immediately.
+
+    The exit status is 1; for a KeyboardInterrupt it is the attribute `status` of the exception, or else 130.
+    """
     index, count = process_index_and_count()
     line = error_line(error)
     if isinstance(error, KeyboardInterrupt):
-        line = "stopped, and the others with it: run the same command on all to resume from the last saved state"
+        line = "stopped; the other processes stop too: run the same command in all of them to resume"
     elif isinstance(error, jax.errors.JaxRuntimeError):
-        line = f"another process has gone, or the devices failed: start the same command on all again ({line[:300]})"
+        line = f"another process or a device failed: run the same command in all processes again ({line[:300]})"
     elif not isinstance(error, (ValueError, OSError)):
         sys.excepthook(type(error), error, error.__traceback__)
     print(f"error: process {index} of {count}: {line}", file=sys.stderr, flush=True)

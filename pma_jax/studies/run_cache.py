@@ -126,7 +126,7 @@ def _finish(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any
         began = time.perf_counter()
         was_finished = exists and _is_finished(open_run(folder))
         run = train(config, folder)
-        if not was_finished and hosts.is_first():
+        if not was_finished and hosts.is_first_process():
             seconds = training_cost(run)["seconds"] + time.perf_counter() - began
             atomic.write_text(entry / "seconds.json", json.dumps({"seconds": seconds}) + "\n")
     return run

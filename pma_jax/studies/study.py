@@ -121,7 +121,7 @@ class Study:
         config = self.trunk_config(size, seed, changes)
         return self._use(lambda: run_cache.get_or_train(self.cache, config))
 
-    def trunks_at_rate(self, size: str, factor: float) -> tuple["Study", dict[int, Run]]:
+    def half_length_trunks(self, size: str, factor: float) -> tuple["Study", dict[int, Run]]:
         """Return a study of half the tokens, and its trunks by seed at `factor` times the size's learning rate.
 
         With factor 1 the trunks are those of the full length, whose first half is the run.

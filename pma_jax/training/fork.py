@@ -54,7 +54,7 @@ def fork(
         )
 
     def create() -> Run:
-        with lock.hold(folder) if hosts.is_first() else contextlib.nullcontext():
+        with lock.hold(folder) if hosts.is_first_process() else contextlib.nullcontext():
             if not is_run(folder):
                 metadata = run_metadata(shards.prepare_tokens(config.data), config)
                 states.copy_state(saved, folder)

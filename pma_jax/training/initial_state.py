@@ -17,7 +17,7 @@ from pma_jax.runs.directory import Run, newest_snapshot
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import Progress
 from pma_jax.training import resume
-from pma_jax.training.state import TrainState, branch_state, make_state
+from pma_jax.training.state import TrainState, branch_state, init_state_from_seed
 
 # Options of the model that may differ from the snapshot's, because they do not change what each parameter means.
 _MAY_DIFFER = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
@@ -62,7 +62,7 @@ def make_initial_state(config: Config, abstract: TrainState) -> TrainState:
 
     The optimizer state is new, and the step is 0. Raises as `find_compatible_snapshot` does.
     """
-    state, start_from = make_state(config), config.training.start_from
+    state, start_from = init_state_from_seed(config), config.training.start_from
     return _replace_params(config, state, start_from, "training.start_from", abstract) if start_from else state
 
 

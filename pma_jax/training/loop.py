@@ -25,7 +25,7 @@ from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.periodic_actions import PeriodicActions
 from pma_jax.training.resume import open_or_create
 from pma_jax.training.schedule import learning_rate_with_rewarmup
-from pma_jax.training.state import TrainState, abstract_state, add_to_block
+from pma_jax.training.state import TrainState, abstract_state, update_block_mean
 from pma_jax.training.step import Metrics, make_train_step
 from pma_jax.training.step_records import StepRecords
 
@@ -46,14 +46,14 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     """
     check_bucket(workdir)  # before the hours that data may take
     rollback.check_recipe(config)
-    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first())
+    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
     shards.check_tokens_match_model(tokens, config.model)
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     if config.training.start_from and not is_run(workdir):
         initial_state.find_compatible_snapshot(config, config.training.start_from, "training.start_from")
     with contextlib.ExitStack() as stack:
-        request = stack.enter_context(hosts.stop_requests())
+        request = stack.enter_context(hosts.record_stop_signals())
         lock_message = hosts.broadcast_from_first(lambda: stack.enter_context(lock.hold(absolute_path(workdir))) or "")
         metadata = resume.run_metadata(tokens, config)
         run = hosts.run_on_first_then_rest(lambda: open_or_create(config, workdir, metadata))
@@ -91,7 +91,7 @@ def _train_to_horizon_or_spike(
             progress = progress.after_step(config)
             rate = session.rate(progress.tokens)
             state, metrics = session.train_step(state, put_batch(mesh, next(session.batches)), rate)
-            state = add_to_block(config, state, progress.tokens)
+            state = update_block_mean(config, state, progress.tokens)
             spike = session.records.add(progress, rate, metrics, state.params)
             stopping = not config.is_run_complete(progress.tokens) and hosts.is_stop_requested(request, progress.step)
             if stopping or config.is_snapshot_due(progress.tokens) or config.is_state_due(progress.tokens):
@@ -117,7 +117,7 @@ def _open(
     finished = rollback.finish(run)
     state, progress = initial_state.restore_or_initialize(run, abstract, messages.append)
 
-    log = stack.enter_context(MetricsLog(run, progress.tokens, is_writer=hosts.is_first()))
+    log = stack.enter_context(MetricsLog(run, progress.tokens, is_writer=hosts.is_first_process()))
     periodic = PeriodicActions(run, graph, held_out_batches(tokens, config, mesh), log, stack)
     stack.enter_context(hosts.exit_on_error())
     for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, finished)]:

@@ -21,7 +21,7 @@ from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import STATES, Progress
 from pma_jax.training import averages, resume
 from pma_jax.training.metrics import MetricsLog
-from pma_jax.training.state import TrainState, snapshot_params
+from pma_jax.training.state import TrainState, eval_params
 
 
 class PeriodicActions:
@@ -76,7 +76,7 @@ class PeriodicActions:
 
         The parameters after this step (kind `point`) are evaluated even if only block means are saved.
         """
-        model = snapshot_params(self._config, state)
+        model = eval_params(self._config, state)
         params = {"point": model}
         if state.block is not None:
             block_mean = averages.block_mean_or_params(state.block, model)

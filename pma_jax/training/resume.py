@@ -61,7 +61,7 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
 
 def clean_up(run: Run, warn: Warn) -> None:
     """Remove steps without a commit marker, and set aside those with corrupt metadata; process 0 does both."""
-    if hosts.is_first():
+    if hosts.is_first_process():
         for name, (read, _) in STEP_FOLDERS.items():
             _remove_unpublished(run.path / name)
             for path in steps.published_steps(run.path / name):
@@ -74,7 +74,7 @@ def clean_up(run: Run, warn: Warn) -> None:
 
 def apply_retention(run: Run) -> None:
     """Remove what a run that was killed at its horizon had still to remove; corrupt steps stay. Process 0 does it."""
-    if hosts.is_first():
+    if hosts.is_first_process():
         for name, (_, retention) in STEP_FOLDERS.items():
             saved = run.read_steps(name, skip_corrupt=True)
             for step, is_kept in zip(saved, retention(run.config, [s.tokens for s in saved]), strict=True):
@@ -132,7 +132,9 @@ def _restore(restore: Callable[[], T]) -> tuple[T | None, str]:
         restored = restore()
     except ValueError as raised:
         error = str(raised)
-    errors = [line for line in hosts.gather(error) if line]  # and after this no process reads what may be moved
+    errors = [
+        line for line in hosts.all_gather_text(error) if line
+    ]  # and after this no process reads what may be moved
     return (None, errors[0]) if errors else (restored, "")
 
 
@@ -144,7 +146,7 @@ def _remove_unpublished(folder: epath.Path) -> None:
 def _set_aside(run: Run, path: epath.Path, why: str, warn: Warn) -> None:
     """Report a corrupt step and move it to RUN/damaged, so that it is written anew; process 0 does."""
     warn(f"passed over: {why}")
-    if not hosts.is_first():
+    if not hosts.is_first_process():
         return
     folder = run.path / DAMAGED
     folder.mkdir(exist_ok=True)

@@ -113,12 +113,12 @@ def finish(run: Run) -> list[Event]:
         return []
     event = events(run)[-1]
     done = event | {"done": True}
-    if hosts.is_first():
+    if hosts.is_first_process():
         _set_aside_steps(run, event)
         _set_aside_records(run, done)
         states.copy_state(state_at(_held(run, event), event["tokens"]), run.path)
     _write_event(run, done)
-    if hosts.is_first():
+    if hosts.is_first_process():
         _held(run, event).path.rmtree()
     return [done]
 
@@ -219,6 +219,6 @@ def _folder(run: Run, event: Event) -> epath.Path:
 
 
 def _write_event(run: Run, event: Event) -> None:
-    if hosts.is_first():
+    if hosts.is_first_process():
         atomic.write_text(_folder(run, event) / EVENT, json.dumps(event, indent=2) + "\n")
     hosts.barrier("rollback.event")

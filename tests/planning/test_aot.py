@@ -26,7 +26,7 @@ def assert_merge_adds_in_place(config, mesh):
     """Assert no collective, at most one leaf of temporary memory, and accumulator leaves that alias the output."""
     report = aot.compile_program(aot.program_lowerings(config, mesh)["merge"], mesh)
     params = abstract_state(config, mesh).params
-    assert report.refusal is None
+    assert report.out_of_memory_message is None
     assert not re.search(r"\b(all-|reduce-scatter|collective-|send|recv)[\w-]*\(", report.program.text)
     assert counts.collectives(report.program) == []
     assert report.memory["temporary_bytes"] <= largest_shard_bytes(params)
@@ -74,7 +74,7 @@ def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
     config = Config(model=model, training=training, evaluation=EvaluationConfig(batch_size_sequences=8))
     reports = {name: aot.compile_program(lower, mesh) for name, lower in aot.program_lowerings(config, mesh).items()}
     step, evaluation = reports["train_step"], reports["evaluation_step"]
-    assert step.refusal is None and evaluation.refusal is None
+    assert step.out_of_memory_message is None and evaluation.out_of_memory_message is None
     state = abstract_state(config, mesh)
     assert step.program.aliased_outputs == len(jax.tree.leaves(state))
     assert hlo.loop_trip_counts(step.program) == [2, 2] and hlo.loop_trip_counts(evaluation.program) == [2]
@@ -95,8 +95,8 @@ def test_compiler_decides_whether_a_program_fits():
     mesh = mesh_from_devices(aot.tpu_topology("v5e:1x1").devices, MeshConfig())
     large = dataclasses.replace(MODEL, width=8192, hidden=65_536, layers=4, vocabulary_size=131_072)
     report = aot.compile_program(aot.program_lowerings(dataclasses.replace(CONFIG, model=large), mesh)["merge"], mesh)
-    assert report.program is None and report.refusal is not None
-    assert "available HBM" in report.refusal and "\n" not in report.refusal
+    assert report.program is None and report.out_of_memory_message is not None
+    assert "available HBM" in report.out_of_memory_message and "\n" not in report.out_of_memory_message
 
 
 @needs_libtpu
@@ -106,7 +106,7 @@ def test_compiler_decides_whether_a_program_fits():
 )
 def test_topologies_have_chips_and_devices(name, chips, devices):
     actual = aot.tpu_topology(name)
-    assert (actual.chips, len(actual.devices)) == (chips, devices)
+    assert (actual.chip_count, len(actual.devices)) == (chips, devices)
 
 
 @needs_libtpu
@@ -123,7 +123,7 @@ def test_mesh_axis_may_span_a_part_of_the_torus(sizes):
 )
 def test_each_replica_is_within_one_slice(sizes, shape):
     topology = aot.tpu_topology("2*v5e:2x2")
-    assert (topology.slices, topology.chips, len(topology.devices)) == (2, 8, 8)
+    assert (topology.slice_count, topology.chip_count, len(topology.devices)) == (2, 8, 8)
     mesh = mesh_from_devices(topology.devices, MeshConfig(*sizes))
     assert mesh.devices.shape == shape and {d.id for d in mesh.devices.flat} == {d.id for d in topology.devices}
     slices = [{d.slice_index for d in replica.flat} for replica in mesh.devices]

@@ -18,7 +18,7 @@ def program(name, model, mesh=None):
     config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, batch_size_sequences=B))
     mesh = mesh or jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])
     report = aot.compile_program(aot.program_lowerings(config, mesh)[name], mesh)
-    assert report.refusal is None and report.program is not None
+    assert report.out_of_memory_message is None and report.program is not None
     return report
 
 
@@ -88,7 +88,7 @@ def test_training_is_three_forward_passes():
 
 def test_roofline_is_the_slowest_of_three():
     chip = cost.CHIPS["tpu7x"]
-    assert chip.devices == 2
+    assert chip.devices_per_chip == 2
     program = hlo.parse_hlo("""HloModule m, num_partitions=4
 
 ENTRY %main (a: bf16[1024,1024]) -> bf16[1024,1024] {

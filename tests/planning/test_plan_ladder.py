@@ -90,7 +90,7 @@ def test_merge_of_the_largest_sizes_adds_in_place_without_a_collective(name):
     mesh = mesh_from_devices(aot.tpu_topology(slice_.topology).devices, sizes)
     leaves = jax.tree.leaves(abstract_state(config, mesh).params)
     report = aot.compile_program(aot.program_lowerings(config, mesh)["merge"], mesh)
-    assert report.refusal is None and report.program.devices == mesh.size
+    assert report.out_of_memory_message is None and report.program.devices == mesh.size
     for word in (*counts.COLLECTIVES, "send", "recv"):
         assert f" {word}(" not in report.program.text and f" {word}-start(" not in report.program.text
     assert report.memory["temporary_bytes"] <= max(map(disk.bytes_per_device, leaves))

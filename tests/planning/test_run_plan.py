@@ -75,7 +75,7 @@ def test_program_that_does_not_fit_is_never_reported_to_fit(workspace, monkeypat
     output = "RESOURCE_EXHAUSTED: 20G of 15.75G hbm"
 
     def only_merges(lower, mesh):
-        return compile_program(lower, mesh) if lower.__name__ == "merge" else aot.CompileReport(1.0, output)
+        return compile_program(lower, mesh) if lower.__name__ == "lower_merge" else aot.CompileReport(1.0, output)
 
     monkeypatch.setattr(aot, "compile_program", only_merges)
     numbers = planned(tiny.config(workspace))

@@ -49,7 +49,9 @@ def assert_same(run, expected, rtol=1e-5):
 
 
 def test_single_process_needs_no_communication(monkeypatch):
-    assert hosts.process_index_and_count() == (0, 1) and hosts.is_first() and hosts.gather("a") == ["a"]
+    assert (
+        hosts.process_index_and_count() == (0, 1) and hosts.is_first_process() and hosts.all_gather_text("a") == ["a"]
+    )
     assert hosts.broadcast_from_first(lambda: "b") == "b" and hosts.run_on_first_then_rest(lambda: 3) == 3
     hosts.raise_if_any_failed(None)
     problem = OSError("full")
@@ -57,17 +59,17 @@ def test_single_process_needs_no_communication(monkeypatch):
         hosts.raise_if_any_failed(problem)
     with pytest.raises(KeyError), hosts.exit_on_error():
         raise KeyError("of this process")
-    for name in hosts.VARIABLES:
+    for name in hosts.ENVIRONMENT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-    with pytest.raises(ValueError, match="some are set: set all three"):
-        hosts.join()
+    with pytest.raises(ValueError, match=r"^set all of JAX_COORDINATOR_ADDRESS, .* or none"):
+        hosts.initialize_distributed()
 
 
 COMMUNICATE = """
 import jax
 index, count = hosts.process_index_and_count()
-assert hosts.gather("x" * index) == ["", "x", "xx"][:count]
+assert hosts.all_gather_text("x" * index) == ["", "x", "xx"][:count]
 with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("data",))):
     assert hosts.broadcast_from_first(lambda: f"from {index}") == "from 0"
 seen = []

@@ -28,7 +28,7 @@ from pma_jax.training import averages
 from pma_jax.training.averages import RunningMean
 from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
-from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.state import abstract_state, init_state_from_seed
 
 BOTH = ("point", "block_mean")
 STEP = tiny.BATCH_TOKENS
@@ -156,7 +156,7 @@ def test_add_runs_in_place_without_communication(workspace, sizes):
     config = tiny.config(workspace, **DENSE)
     mesh = make_mesh(sizes)
     with jax.set_mesh(mesh):
-        state = make_state(config)
+        state = init_state_from_seed(config)
         block, params = state.block, state.params
         for mean, p in zip(jax.tree.leaves(block.mean), jax.tree.leaves(params), strict=True):
             assert (mean.shape, mean.dtype) == (p.shape, np.float32)
@@ -186,7 +186,7 @@ def test_adds_marks_and_resume_compile_once(workspace, dense):
     restored = states.restore_state(dense.states[0], abstract_state(config, mesh))
     with jax.set_mesh(mesh):
         averages.add_to_block_mean.clear_cache()
-        fresh = make_state(config)
+        fresh = init_state_from_seed(config)
         block = averages.add_to_block_mean(averages.add_to_block_mean(fresh.block, fresh.params), fresh.params)
         averages.add_to_block_mean(averages.restart(block), fresh.params)
         averages.add_to_block_mean(restored.block, restored.params)

@@ -20,7 +20,7 @@ from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import loop, resume
 from pma_jax.training.loop import train
 from pma_jax.training.schedule import learning_rate
-from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.state import abstract_state, init_state_from_seed
 from pma_jax.training.step import make_train_step
 
 
@@ -95,7 +95,7 @@ def test_snapshots_hold_the_parameters_of_their_step_despite_donation(finished):
     config, tokens = finished.config, shards.prepare_tokens(finished.config.data)
     mesh, requested = make_mesh(config.mesh), {s.step: s for s in finished.snapshots}
     with jax.set_mesh(mesh):
-        state, train_step = make_state(config), make_train_step(config, graph_definition(config.model))
+        state, train_step = init_state_from_seed(config), make_train_step(config, graph_definition(config.model))
         stream = batches.train_batches(tokens, config.training, consumed_sequences=0)
         for step in range(1, 25):
             rate = learning_rate(config.schedule, config.training.total_tokens, step * config.batch_tokens)

@@ -25,7 +25,7 @@ from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training import loop, rollback, spikes
 from pma_jax.training.loop import train
 from pma_jax.training.schedule import learning_rate
-from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.state import abstract_state, init_state_from_seed
 from pma_jax.training.step import make_train_step
 
 STEP = tiny.BATCH_TOKENS
@@ -176,7 +176,7 @@ def test_steps_after_rollback_are_those_of_the_restarted_state(recovered):
 def restart_by_hand(run, event):
     merged = [s for s in run.snapshots if s.step in [m["step"] for m in event["merged"]]]
     params = average(merged, np.full(len(merged), 1 / len(merged)), make_mesh(run.config.mesh))
-    return dataclasses.replace(make_state(run.config), params=params)
+    return dataclasses.replace(init_state_from_seed(run.config), params=params)
 
 
 @pytest.mark.slow
@@ -369,7 +369,7 @@ def test_skipped_update_leaves_weights_and_optimizer_unchanged(workspace):
     keys = config(workspace, spikes__skip_gradient_z=6.0, optimizer__clip_norm=0.0)
     mesh = make_mesh(keys.mesh)
     with jax.set_mesh(mesh):
-        state, step = make_state(keys), make_train_step(keys, graph_definition(keys.model))
+        state, step = init_state_from_seed(keys), make_train_step(keys, graph_definition(keys.model))
         stream = batches.train_batches(shards.prepare_tokens(keys.data), keys.training, consumed_sequences=0)
         for _ in range(20):
             state, metrics = step(state, put_batch(mesh, next(stream)), 1e-3)

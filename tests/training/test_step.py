@@ -13,7 +13,7 @@ from pma_jax.config import Config, MeshConfig, ModelConfig, OptimizerConfig, Tra
 from pma_jax.model.decoder import apply, graph_definition
 from pma_jax.runtime.mesh import AXES, make_mesh, put_batch
 from pma_jax.training.optimizer import decay_mask
-from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.state import abstract_state, init_state_from_seed
 from pma_jax.training.step import make_train_step
 
 V, L, B = 32, 16, 16
@@ -61,7 +61,7 @@ def submesh(data, fsdp, tensor, expert=1):
 @functools.cache
 def fresh_state(seed):
     with jax.set_mesh(submesh(1, 1, 1)):
-        return jax.tree.map(np.asarray, make_state(make_config(seed=seed)))
+        return jax.tree.map(np.asarray, init_state_from_seed(make_config(seed=seed)))
 
 
 @functools.cache
@@ -196,7 +196,7 @@ def test_step_is_bitwise_reproducible():
 def test_initial_parameters_depend_on_the_seed_and_not_on_the_mesh():
     config = make_config(MeshConfig(2, 2, 2))
     with jax.set_mesh(make_mesh(config.mesh)):
-        tiny.assert_equal(make_state(config), fresh_state(0))
+        tiny.assert_equal(init_state_from_seed(config), fresh_state(0))
     assert not np.array_equal(fresh_state(1).params["embedding_VxD"], fresh_state(0).params["embedding_VxD"])
 
 
@@ -220,7 +220,7 @@ def test_state_is_donated():
     config = make_config(MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        state, tokens = make_state(config), put_batch(mesh, batch(0))
+        state, tokens = init_state_from_seed(config), put_batch(mesh, batch(0))
         train_step = make_train_step(config, graph_definition(config.model))
         compiled = train_step.lower(state, tokens, RATES[0]).compile()
         pointers = {
@@ -248,7 +248,7 @@ def test_abstract_state_matches_a_real_state():
     config = make_config(MeshConfig(2, 2, 2))
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        state = make_state(config)
+        state = init_state_from_seed(config)
     abstract = abstract_state(config, mesh)
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for (name, made), (_, described) in zip(leaves(state), leaves(abstract), strict=True):

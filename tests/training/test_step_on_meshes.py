@@ -14,7 +14,7 @@ from pma_jax.model.decoder import graph_definition
 from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import AXES, check_mesh, put_batch
 from pma_jax.training.schedule import learning_rate
-from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.state import abstract_state, init_state_from_seed
 from pma_jax.training.step import make_train_step
 
 STEPS = 4
@@ -53,7 +53,7 @@ def submesh(shape):
 @functools.cache
 def fresh_state(name):
     with jax.set_mesh(submesh((1,) * len(AXES))):
-        return jax.tree.map(np.asarray, make_state(shipped(name)))
+        return jax.tree.map(np.asarray, init_state_from_seed(shipped(name)))
 
 
 @functools.cache

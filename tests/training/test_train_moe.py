@@ -17,7 +17,7 @@ from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import AXES, make_mesh, put_batch
 from pma_jax.training.loop import train
 from pma_jax.training.optimizer import decay_mask
-from pma_jax.training.state import abstract_state, make_state
+from pma_jax.training.state import abstract_state, init_state_from_seed
 from pma_jax.training.step import make_train_step
 
 V, L, B = 32, 16, 16
@@ -54,7 +54,7 @@ def submesh(*shape):
 @functools.cache
 def fresh_state():
     with jax.set_mesh(submesh(1, 1, 1, 1)):
-        return jax.tree.map(np.asarray, make_state(make_config()))
+        return jax.tree.map(np.asarray, init_state_from_seed(make_config()))
 
 
 def steps(config, mesh, count=3):

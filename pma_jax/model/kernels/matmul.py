@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pma_jax.runtime.mesh import gather_batch_axes, reshard_like
 
 # The `checkpoint_name` of matmul results: remat policies that match on dots do not see those inside a `custom_vjp`.
-MATMUL_NAME = "matmul"
+MATMUL_CHECKPOINT_NAME = "matmul"
 
 
 def sharded_matmul(x_SxD: jax.Array, matrix_DxE: jax.Array, out_sharding: P) -> jax.Array:
@@ -22,7 +22,7 @@ def sharded_matmul(x_SxD: jax.Array, matrix_DxE: jax.Array, out_sharding: P) -> 
     A matrix that is sharded along the mesh axis that also shards S (`fsdp`) is all-gathered before the matmul, and
     again in the backward pass; its gradient is reduce-scattered.
     """
-    return checkpoint_name(_sharded_matmul(x_SxD, matrix_DxE, out_sharding), MATMUL_NAME)
+    return checkpoint_name(_sharded_matmul(x_SxD, matrix_DxE, out_sharding), MATMUL_CHECKPOINT_NAME)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
