@@ -173,7 +173,7 @@ def inspect(options: argparse.Namespace) -> None:
         print(f"{options.target}: all data matches its digests")
         return
     description = inspection.inspect(options.target, options.subtree)
-    _print_result(options, description, lambda: inspection.as_text(description))
+    _print_result(options, description, lambda: inspection.format_description(description))
 
 
 def plan(options: argparse.Namespace) -> None:

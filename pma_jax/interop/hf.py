@@ -99,7 +99,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     expected = {name: mapping.tensor_shape for mapping in mappings for name in mapping.tensor_names}
     check_leaves(source.origin, leaves, expected, hf_config.architecture_of(model))
 
-    tokenizer_files = hf_tokenizer.select_tokenizer_files(source.files)
+    tokenizer_files = hf_tokenizer.select_tokenizer_files(source.other_files)
     target = locate(out).absolute()
     if hf_tokenizer.FILE_NAME not in tokenizer_files:
         notes += (f"no {hf_tokenizer.FILE_NAME} in the directory: `pma evaluate` needs --config.data.tokenizer=FILE",)
@@ -320,7 +320,7 @@ def _as_snapshot_source(source: CheckpointSource, leaves: Mapping[str, LeafInfo]
 
 
 def _read_json(source: CheckpointSource, name: str) -> dict[str, Any] | None:
-    path = next((file for file in source.files if file.name == name), None)
+    path = next((file for file in source.other_files if file.name == name), None)
     return None if path is None else read_object(path)
 
 

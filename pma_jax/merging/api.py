@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from pma_jax.merging import from_storage
 from pma_jax.merging.averager import average_stream
-from pma_jax.merging.engine.rounding import check_rows
+from pma_jax.merging.engine.rounding import validate_weights
 from pma_jax.merging.selection import check_one_snapshot_kind
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import Snapshot, read_snapshot, restore_params
@@ -36,7 +36,7 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
         ValueError: The number of weights and snapshots differs, a weight is not finite, or a snapshot is corrupt, does
             not fit the model of the first one, or is of another kind.
     """
-    weights_1xK = check_rows(np.atleast_2d(weights), len(snapshots))
+    weights_1xK = validate_weights(np.atleast_2d(weights), len(snapshots))
     check_one_snapshot_kind({str(s.path): s.kind for s in snapshots})
     mesh = mesh or data_parallel_mesh()
     abstract = abstract_params(snapshots[0].config.model, mesh)
@@ -62,5 +62,5 @@ def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike
         ValueError: `out` exists, the snapshots do not fit together, or a weight or a parameter is not finite.
     """
     target = absolute_path(out)
-    from_storage.merge_one([str(s.path) for s in snapshots], weights, str(target), recipe)
+    from_storage.merge_weighted([str(s.path) for s in snapshots], weights, str(target), recipe)
     return read_snapshot(target)

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from pma_jax.merging.agreement import check_equal_integers, check_same, is_float, place
-from pma_jax.merging.engine.rounding import check_rows, split_coefficients, split_rows
+from pma_jax.merging.compatibility import check_equal_integers, check_same_structure, device_put_like, is_float
+from pma_jax.merging.engine.rounding import factor_coefficients, factor_rows, validate_weights
 
 __all__ = ["abstract_totals", "add_weighted", "average", "average_stream"]
 
@@ -49,15 +49,15 @@ def average(params_K: Sequence[Any], weights: ArrayLike, *, out: Any | None = No
         ValueError: The trees differ in structure, shape or dtype (the leaves are named), integer leaves differ, or
             there is not one finite weight per tree.
     """
-    c = check_rows(np.asarray(weights)[None], len(params_K))[0]
+    c = validate_weights(np.asarray(weights)[None], len(params_K))[0]
     for k, params in enumerate(params_K[1:], start=2):
-        check_same(params_K[0], params, f"checkpoint {k}")
-    params_K = [place(params, params_K[0]) for params in params_K]
+        check_same_structure(params_K[0], params, f"checkpoint {k}")
+    params_K = [device_put_like(params, params_K[0]) for params in params_K]
     for k, params in enumerate(params_K[1:], start=2):
         check_equal_integers(params_K[0], params, f"checkpoint {k}")
     used = np.flatnonzero(c) if c.any() else np.arange(1)
     params_K = [params_K[k] for k in used]
-    multipliers_K, divisor = split_coefficients(c[used])
+    multipliers_K, divisor = factor_coefficients(c[used])
     multipliers_K = multipliers_K.astype(_weight_dtype())
     dtypes = _output_dtypes(params_K[0])
     if len(used) <= CHUNK:
@@ -85,8 +85,8 @@ def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tuple[Any, .
     Raises:
         ValueError: The same as `average`, raised when the invalid tree is loaded. Exceptions of `trees` propagate.
     """
-    C = check_rows(weights_RxK, np.shape(weights_RxK)[-1])
-    multipliers_RxK, divisors_R, first_R = split_rows(C)
+    C = validate_weights(weights_RxK, np.shape(weights_RxK)[-1])
+    multipliers_RxK, divisors_R, first_R = factor_rows(C)
     abstract, first, totals_R = None, None, [None] * len(C)
     for k, params in enumerate(_load_ahead(iter(trees), C.shape[1])):
         name = f"checkpoint {k + 1}"
@@ -95,8 +95,8 @@ def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tuple[Any, .
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), params
             )
             first = _integers(params)
-        check_same(abstract, params, name)
-        params = place(params, abstract)
+        check_same_structure(abstract, params, name)
+        params = device_put_like(params, abstract)
         check_equal_integers(first, _integers(params), name)
         for r, multipliers_K in enumerate(multipliers_RxK):
             if multipliers_K[k] or k == first_R[r]:

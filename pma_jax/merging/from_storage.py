@@ -54,7 +54,9 @@ def plan_merge(
     return merge_plan, series
 
 
-def merge_one(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, recipe: str = "weights") -> None:
+def merge_weighted(
+    addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, recipe: str = "weights"
+) -> None:
     """Write sum_k weights[k] * checkpoint k to `out`; the provenance names `recipe`.
 
     Raises:

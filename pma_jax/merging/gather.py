@@ -16,7 +16,7 @@ from pma_jax.merging import selection
 from pma_jax.runtime.errors import error_line
 from pma_jax.storage.formats import hub
 from pma_jax.storage.formats.open import load_deferred, open_deferred, open_source
-from pma_jax.storage.formats.orbax_read import has_any
+from pma_jax.storage.formats.orbax_read import has_file
 from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.paths import locate
 
@@ -182,7 +182,7 @@ def _expand(address: str, snapshot_kind: str | None) -> tuple[list[str], Callabl
     """Return the addresses of the checkpoints at `address`, a function from such an address to its stage, and notes."""
     if address.startswith(hub.PREFIX):
         revisions, notes = hub.list_revisions(address)
-        return revisions, hub.stage if len(revisions) > 1 else lambda _: None, notes
+        return revisions, hub.training_stage if len(revisions) > 1 else lambda _: None, notes
     path = locate(address)
     if (path / "run.json").is_file() and (path / "config.json").is_file():
         return _list_snapshots(path, snapshot_kind), lambda _: str(path), []
@@ -215,7 +215,7 @@ def _list_snapshots(run: Path, snapshot_kind: str | None) -> list[str]:
 def _list_checkpoints(path: Path) -> list[Path]:
     """List the checkpoints in a directory; empty if the directory is itself a checkpoint."""
     files = ("*.safetensors", "*.safetensors.index.json", "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
-    if not path.is_dir() or has_any(path, *files):
+    if not path.is_dir() or has_file(path, *files):
         return []
     return [child for child in path.iterdir() if child.is_dir() and _is_complete_checkpoint(child)]
 
@@ -226,7 +226,7 @@ def _is_complete_checkpoint(path: Path) -> bool:
     # The items of an Orbax checkpoint (params, state) also contain _METADATA; only steps have a number in their name.
     is_step = _NUMBERS.search(path.name) is not None
     orbax_files = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_METADATA")
-    return has_any(path, "*.safetensors") or (is_step and has_any(path, *orbax_files))
+    return has_file(path, "*.safetensors") or (is_step and has_file(path, *orbax_files))
 
 
 def _fill_tokens(source: CheckpointSource, tokens_per_step: int) -> CheckpointSource:

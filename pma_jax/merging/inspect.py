@@ -56,7 +56,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
     }
 
 
-def as_text(description: dict[str, Any]) -> str:
+def format_description(description: dict[str, Any]) -> str:
     """Format a description from `inspect` as lines of text."""
     lines = [f"{description['path']}: {description['kind']}"]
     if description["kind"] == "run":

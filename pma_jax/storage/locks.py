@@ -1,4 +1,4 @@
-"""Kernel locks on files, which end with the process that holds them, however it ends."""
+"""Locks on files (`flock`), which the kernel releases when the process that holds them exits or is killed."""
 
 import contextlib
 import errno
@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
 def locked(path: Path, when_held: Callable[[IO[str]], None] = lambda _: None) -> Iterator[tuple[IO[str], bool]]:
-    """Hold the lock on `path`; the file and its directory are created.
+    """Hold an exclusive lock on the file `path` for the duration of the block; create the file and its directory.
 
-    The holder may remove the file when it ends, so the lock counts only if `path` is still the file that was locked.
+    The previous holder may have deleted the file. If `path` is no longer the file that was locked, the new file at
+    `path` is locked instead.
 
     Args:
         path: The lock file.
-        when_held: Called with the open file if another process holds the lock: raises to refuse, or returns to wait.
+        when_held: Called with the open file if another process holds the lock. It may raise; if it returns, this
+            process waits for the lock.
 
     Yields:
         The open file, and whether it is locked: False on a file system without locks.
@@ -29,10 +31,10 @@ def locked(path: Path, when_held: Callable[[IO[str]], None] = lambda _: None) ->
         try:
             file = path.open("a+", errors="replace")
         except FileNotFoundError:
-            continue  # the directory was removed in between
+            continue  # another process removed the directory after the mkdir
         with file:
             is_locked = _lock(file, when_held)
-            if is_locked and not _is_at(file, path):
+            if is_locked and not _is_same_file(file, path):
                 continue
             yield file, is_locked
             return
@@ -46,13 +48,13 @@ def _lock(file: IO[str], when_held: Callable[[IO[str]], None]) -> bool:
             when_held(file)
             fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in _UNSUPPORTED_ERRNOS:
             raise
         return False
     return True
 
 
-def _is_at(file: IO[str], path: Path) -> bool:
+def _is_same_file(file: IO[str], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

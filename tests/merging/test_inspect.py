@@ -5,7 +5,7 @@ import pytest
 import tiny
 
 import pma_jax as pma
-from pma_jax.merging.inspect import as_text, inspect
+from pma_jax.merging.inspect import format_description, inspect
 
 
 def test_inspect_describes_a_run(finished):
@@ -14,7 +14,7 @@ def test_inspect_describes_a_run(finished):
     assert facts["snapshots"] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in finished.snapshots]
     assert [s["step"] for s in facts["states"]] == tiny.STATES
     assert facts["facts"]["corpus"] == finished.metadata["corpus"]
-    text = as_text(facts)
+    text = format_description(facts)
     assert "6 snapshots, 1,024 to 6,144 tokens" in text and f"{finished.snapshots[-1].loss:.4f}" in text
 
 
@@ -26,14 +26,14 @@ def test_inspect_describes_a_snapshot_as_stored(finished):
     assert facts["parameters"] == sum(leaf.size for leaf in leaves.values())
     stored = {name: (tuple(leaf["shape"]), leaf["dtype"]) for name, leaf in facts["leaves"].items()}
     assert stored == {name: (leaf.shape, str(leaf.dtype)) for name, leaf in leaves.items()}
-    assert "blocks/gate_DxF  float32 (2, 16, 32)" in as_text(facts)
+    assert "blocks/gate_DxF  float32 (2, 16, 32)" in format_description(facts)
 
 
 def test_inspect_shows_the_sources_and_coefficients_of_a_merge(finished, tmp_path):
     pma.merge(finished.snapshots[-3:], pma.recipes.wma(3), tmp_path / "merged", recipe="wma")
     facts = inspect(tmp_path / "merged")
     assert facts["kind"] == "merged snapshot"
-    text = as_text(facts)
+    text = format_description(facts)
     assert "wma of 3 snapshots" in text and "+0.333333  5,120 tokens" in text
     assert np.isclose(sum(facts["merge"]["coefficients"]), 1)
     json.dumps(facts)

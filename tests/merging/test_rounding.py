@@ -13,7 +13,7 @@ from pma_jax.evaluation import merges
 from pma_jax.merging import averager, recipes
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
-from pma_jax.merging.engine.rounding import split_coefficients, split_rows
+from pma_jax.merging.engine.rounding import factor_coefficients, factor_rows
 from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import restore_params
@@ -143,9 +143,9 @@ def test_weights_with_integer_ratios_are_summed_as_integers():
         (np.array([2.0, 4.0]), [1, 2], 0.5),
         (np.array([0.0]), [0], 1),
     ):
-        multipliers, got_divisor = split_coefficients(c)
+        multipliers, got_divisor = factor_coefficients(c)
         np.testing.assert_array_equal(multipliers, ratio)
         assert got_divisor == divisor
-    multipliers, divisors, _ = split_rows(np.stack([recipes.ema(5, 0.1), recipes.sma(5)]))
+    multipliers, divisors, _ = factor_rows(np.stack([recipes.ema(5, 0.1), recipes.sma(5)]))
     np.testing.assert_array_equal(multipliers, [recipes.ema(5, 0.1), np.ones(5)])
     np.testing.assert_array_equal(divisors, [1, 5])

@@ -89,7 +89,7 @@ def test_full_disk_before_a_merge_publishes_nothing(finished, tmp_path, capsys):
 def test_full_disk_during_a_merge_publishes_nothing(finished, tmp_path, capsys, monkeypatch):
     from pma_jax.merging.engine import merge as engine
 
-    monkeypatch.setattr(engine, "check_disk_space", lambda *_: None)  # Another process fills the disk after the check.
+    monkeypatch.setattr(engine, "check_outputs", lambda *_: None)  # Another process fills the disk after the check.
     with mounted(tmp_path / "disk", "size=32k"):
         error = read_error(capsys, "merge", finished.path, "--last", 3, "--out", tmp_path / "disk" / "merged")
         assert "No space left on device" in error

@@ -20,7 +20,7 @@ from jax import P
 import pma_jax as pma
 from pma_jax.config import MeshConfig, resolve
 from pma_jax.evaluation.held_out import make_evaluator
-from pma_jax.merging.inspect import as_text, inspect
+from pma_jax.merging.inspect import format_description, inspect
 from pma_jax.runs import states
 from pma_jax.runs.directory import newest_snapshot, open_run
 from pma_jax.runtime.mesh import make_mesh
@@ -395,4 +395,4 @@ def test_inspect_reports_both_kinds(dense):
     for key, kind in (("snapshots", "point"), ("block_means", "block_mean")):
         assert facts[key] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in dense.of_kind(kind)]
     newest = dense.of_kind("block_mean")[-1]
-    assert f"4 block means, 1,536 to 6,144 tokens, newest held-out loss {newest.loss:.4f}" in as_text(facts)
+    assert f"4 block means, 1,536 to 6,144 tokens, newest held-out loss {newest.loss:.4f}" in format_description(facts)

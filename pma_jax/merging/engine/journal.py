@@ -1,4 +1,4 @@
-"""The journal of a merge: one line of JSON per finished unit, appended as it is written, to resume after a crash."""
+"""The journal of a merge: one line of JSON per finished unit of work, from which an interrupted merge resumes."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo
 
 @dataclass(frozen=True)
 class Record:
-    """A finished unit.
+    """The journal entry of a finished unit.
 
     Attributes:
-        unit: Its number in the plan's order.
-        read: For each source, the checksums of the segments that were read.
-        written: For each recipe, the checksums of the segments that were written.
-        squares: For each recipe, the result of `sums.squared_changes` on a sample.
+        unit: The unit's number, in the order of `MergePlan.units`.
+        read: For each source, the checksums of the unit's segments as read.
+        written: For each recipe, the checksums of the unit's segments as written.
+        squares: For each recipe, the result of `sums.squared_changes` on a sample of the unit.
     """
 
     unit: int
@@ -36,7 +36,7 @@ class Record:
 
 @contextmanager
 def open_appender(work: Path, process: int) -> Iterator[Callable[[Record], None]]:
-    """Yield a function that appends a record to a process's journal in `work`; threads may call it concurrently."""
+    """Yield a thread-safe function that appends a record to this process's journal file in the directory `work`."""
     lock = threading.Lock()
     with (work / f"journal.{process}.jsonl").open("ab") as file:
 
@@ -46,14 +46,14 @@ def open_appender(work: Path, process: int) -> Iterator[Callable[[Record], None]
                 file.write(line)
                 file.flush()
 
-        # The last line may be incomplete after a crash; a new line keeps the next record apart from it.
+        # The last line may be incomplete after a crash; a newline separates the next record from it.
         if file.tell():
             file.write(b"\n")
         yield append
 
 
 def read_records(work: Path) -> dict[int, Record]:
-    """Read the records of all processes by unit number; lines that a crash left incomplete are ignored."""
+    """Read the records of all processes, by unit number; ignore incomplete lines, which a crash can leave."""
     records: dict[int, Record] = {}
     for path in sorted(work.glob("journal.*.jsonl")):
         for line in path.read_bytes().splitlines():
@@ -71,12 +71,12 @@ def find_intact_records(
     records: Mapping[int, Record],
     output_ranges: Sequence[Mapping[str, Sequence[ByteRange]] | None],
 ) -> dict[int, Record]:
-    """Return the records whose output is on the disk with the recorded checksums: a power failure may have lost some.
+    """Return the records whose output on disk has the recorded checksums; a power failure can lose written output.
 
     Args:
         plan: The merge.
         records: Unit number -> record.
-        output_ranges: For each recipe, where its leaves are written; None if it has been published.
+        output_ranges: For each recipe, where its leaves are written; None if its checkpoint has been published.
     """
     return {
         number: records[number]
@@ -91,7 +91,7 @@ def find_intact_records(
 
 
 def compute_segment_digests(leaf: LeafInfo, ranges: Sequence[ByteRange], unit: Unit) -> list[str]:
-    """Read a unit from `ranges` and return the checksum of each of its segments."""
+    """Read a unit of a leaf stored at `ranges`, and return the checksum of each of its segments."""
     width = ITEM_BYTES[leaf.dtype]
     hasher = SegmentHasher(width)
     buffer = np.empty(2**20, np.uint8)
@@ -105,9 +105,10 @@ def compute_segment_digests(leaf: LeafInfo, ranges: Sequence[ByteRange], unit: U
 
 @contextmanager
 def lock_work_directory(work: Path, process: int) -> Iterator[None]:
-    """Create `work` and lock this process's share of it against a second process; the lock ends with the process.
+    """Create the directory `work`, and hold the lock of process number `process` in it for the duration of the block.
 
-    The last process of a merge deletes the directory and its locks.
+    The kernel releases the lock if the process is killed. The last process of a merge deletes the directory and its
+    locks.
 
     Raises:
         ValueError: Another process holds the lock, or the file system has no locks.

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from pma_jax.merging.engine import journal, provenance, workers
 from pma_jax.merging.engine.journal import Record
-from pma_jax.merging.engine.plan import MergePlan, Unit, check_disk_space
-from pma_jax.merging.engine.rounding import split_rows
+from pma_jax.merging.engine.plan import MergePlan, Unit, check_outputs
+from pma_jax.merging.engine.rounding import factor_rows
 from pma_jax.merging.engine.schedule import BLOCK_ELEMENTS
 from pma_jax.merging.engine.units import MergeJob, merge_decoded_units, merge_sequential_unit
 from pma_jax.storage import atomic
@@ -154,7 +154,7 @@ def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list
         outputs.append(_Output(target, work, is_published))
     if not any(output.work.exists() for output in outputs):
         # An upload needs local disk space for the finished checkpoint.
-        check_disk_space(plan, [output.work if is_bucket(output.target) else output.target for output in outputs])
+        check_outputs(plan, [output.work if is_bucket(output.target) else output.target for output in outputs])
     return outputs
 
 
@@ -188,7 +188,7 @@ def _merge_remaining(
                     progress(read, total)
 
         _check_equal_leaves(plan)
-        _merge_units(MergeJob(plan, split_rows(plan.coefficients), output_ranges), todo, finish_unit)
+        _merge_units(MergeJob(plan, factor_rows(plan.coefficients), output_ranges), todo, finish_unit)
     return read
 
 
@@ -297,7 +297,7 @@ def _publish_outputs(plan: MergePlan, outputs: Sequence[_Output], command: str) 
     # between two renames.
     for output_index, output in reversed(list(enumerate(outputs))):
         metadata = provenance.build(plan, records, output_index, command)
-        provenance.check_inputs_unchanged(plan, metadata)
+        provenance.check_source_digests(plan, metadata)
         warning = provenance.rounding_warning(plan, metadata, output_index)
         notes += [warning] if warning else []
         if output.is_published:

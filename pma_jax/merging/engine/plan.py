@@ -1,4 +1,4 @@
-"""Plan a merge: what is read and written, validated before the first byte is written."""
+"""The plan of a merge: its inputs, outputs and units of work, validated before anything is written."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.merging.engine.rounding import check_rows
+from pma_jax.merging.engine.rounding import validate_weights
 from pma_jax.merging.engine.schedule import Schedule, make_schedule
 from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS
 from pma_jax.storage.formats.layout import OutputLayout
@@ -22,7 +22,7 @@ DTYPES = ("keep", "float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Unit:
-    """Elements [start, stop) of a leaf, merged by one thread or process without interruption."""
+    """A unit of work: elements [start, stop) of the leaf `name`, merged by one thread or process."""
 
     name: str
     start: int
@@ -31,18 +31,18 @@ class Unit:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """A validated merge. R recipes, K sources.
+    """A validated merge of K sources by R recipes into R checkpoints.
 
     Attributes:
         sources: The inputs, oldest first.
         coefficients: float64 [R, K].
-        recipes: R names, for the provenance and messages.
+        recipes: The R recipes as text, for the provenance and messages.
         dtype: "keep", "float32" or "bfloat16".
-        leaves: The merged leaves.
-        layout: The files of each merged checkpoint (the same for every recipe).
+        leaves: Name -> shape and output dtype of each merged leaf.
+        layout: The files of a merged checkpoint, the same for each recipe.
         format: "safetensors" or "orbax".
-        schedule: How the work is divided.
-        digest: Identifies the merge; only a merge with the same digest resumes it.
+        schedule: Blocks, threads and processes.
+        digest: Hash of the merge's inputs and output; a merge resumes only an interrupted one with the same digest.
         notes: Messages for the user, one line each.
     """
 
@@ -68,7 +68,7 @@ class MergePlan:
         return len(self.recipes) * self.layout.nbytes
 
     def units(self) -> Iterator[Unit]:
-        """Yield all units in storage order: segments of a leaf, or complete leaves that are decoded."""
+        """Yield all units in storage order: the segments of raw leaves, and complete leaves if they must be decoded."""
         for name, leaf in self.leaves.items():
             is_sequential = name in self.schedule.region_elements or name in self.schedule.zstd_leaves
             step = leaf.elements if is_sequential else SEGMENT_ELEMENTS
@@ -88,25 +88,26 @@ def plan(
     metadata: Mapping[str, Any] | None = None,
     cores: int | None = None,
 ) -> MergePlan:
-    """Validate that the sources can be merged and plan the merge; writes nothing.
+    """Validate that the sources can be merged, and plan the merge without writing anything.
 
     Args:
         sources: Checkpoints from `open_source`, oldest first.
         coefficients: float64 [K] or [R, K]; row r gives merged checkpoint r.
-        recipes: R names for the provenance; "weights" if None.
+        recipes: The R recipes as text, for the provenance; "weights" if None.
         dtype: Storage dtype of the merged floating-point leaves, one of `DTYPES`.
-        format: "keep" (that of the first source), "safetensors" or "orbax".
+        format: "keep" (the first source's), "safetensors" or "orbax".
         memory_limit_bytes: Maximum resident memory of the merge.
         shard_bytes: Maximum bytes of leaves per safetensors file.
-        metadata: Custom metadata of a merged Orbax checkpoint; tokens and step of the newest source if None.
-        cores: Cores to use; None for those that this process may use.
+        metadata: Custom metadata of a merged Orbax checkpoint; if None, tokens and step of the newest source.
+        cores: Number of cores to use; if None, all that this process may use.
 
     Raises:
-        ValueError: The sources differ, the coefficients do not fit, or the memory limit is too low; one line.
+        ValueError: The sources differ in their leaves, a recipe has not one finite coefficient per source or only
+            zeros, or the memory limit is too low.
     """
     if not sources:
         raise ValueError("nothing to merge: give at least one checkpoint")
-    rows = check_rows(np.atleast_2d(coefficients), len(sources))
+    rows = validate_weights(np.atleast_2d(coefficients), len(sources))
     names = tuple(recipes) if recipes is not None else ("weights",) * len(rows)
     _check_recipes(rows, names)
     if dtype not in DTYPES:
@@ -153,7 +154,7 @@ def _merged_leaf(leaf: LeafInfo, dtype: str) -> LeafInfo:
 
 
 def _compute_digest(merge_plan: MergePlan) -> str:
-    """Identify the merge by its sources (paths, sizes and modification times), coefficients and output."""
+    """Return a hash of the sources (paths, sizes, modification times), coefficients and output of a merge."""
     stamps = []
     for source in merge_plan.sources:
         paths = sorted({part.path for ranges in source.byte_ranges.values() for part in ranges})
@@ -174,11 +175,11 @@ def _compute_digest(merge_plan: MergePlan) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
-def check_disk_space(merge_plan: MergePlan, outs: Sequence[Path]) -> None:
+def check_outputs(merge_plan: MergePlan, outs: Sequence[Path]) -> None:
     """Check that there is one distinct output directory per recipe, and enough free disk space.
 
     Raises:
-        ValueError: One of these does not hold; one line.
+        ValueError: The number of directories is wrong, two are the same, or too little space is free.
     """
     if len(outs) != len(merge_plan.recipes):
         raise ValueError(f"{len(merge_plan.recipes)} recipes need as many output directories, not {len(outs)}")

@@ -1,6 +1,6 @@
-"""The provenance of a merged checkpoint, written beside it as JSON; `merging.verify` compares the two.
+"""The provenance of a merged checkpoint: provenance.json in its directory, which `merging.verify` compares with it.
 
-provenance.json lists every input with its coefficient and digests, and the digests of all files that were written.
+It lists each input with its coefficient and the digests of its leaves, and the digests of all leaves and files written.
 """
 
 import contextlib
@@ -31,12 +31,20 @@ from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.json_files import read_object
 
 FILE_NAME = "provenance.json"
-# Ratio of rounding error to the change by merging. At about this ratio a bfloat16 result loses what merging gains.
+# Warn above this ratio of the rounding error to the change by merging: about here, rounding to bfloat16 undoes the
+# lower loss of a merge.
 _ROUNDING_WARNING = 0.5
 
 
 def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str) -> dict[str, Any]:
-    """Return the provenance of merged checkpoint `row`. It has no timestamp: equal inputs give equal text."""
+    """Build the provenance of merged checkpoint number `row`. It has no timestamp, so equal inputs give equal text.
+
+    Args:
+        plan: The merge.
+        records: The record of each unit, by number.
+        row: Number of the recipe.
+        command: The command line that was run, to be recorded.
+    """
     units = list(plan.units())
     sources = []
     for k, source in enumerate(plan.sources):
@@ -82,17 +90,17 @@ def _collect_leaf_digests(plan: MergePlan, units: list[Unit], segments: list[lis
 
 
 def _versions() -> dict[str, str]:
-    # From loaded modules: importlib.metadata takes as long to import as numpy. ml_dtypes counts only where it was used.
+    # From loaded modules: importlib.metadata takes as long to import as NumPy. ml_dtypes is loaded only if used.
     modules = {"pma-jax": "pma_jax", "numpy": "numpy", "ml-dtypes": "ml_dtypes"}
     versions = {name: sys.modules[module].__version__ for name, module in modules.items() if module in sys.modules}
     return versions | {"python": platform.python_version()}
 
 
-def check_inputs_unchanged(plan: MergePlan, provenance: Mapping[str, Any]) -> None:
-    """Compare what a merge has read with the digests recorded in its sources, where they have some; reads nothing.
+def check_source_digests(plan: MergePlan, provenance: Mapping[str, Any]) -> None:
+    """Compare the digests of leaves as the merge read them with those recorded in the sources, where recorded.
 
     Raises:
-        ValueError: A source is corrupt; names the source, the leaves and the files that hold them.
+        ValueError: A source is corrupt; the message names the source, the leaves and the files that hold them.
     """
     for source, entry in zip(plan.sources, provenance["sources"], strict=True):
         recorded = recorded_digests(source)
@@ -105,9 +113,9 @@ def check_inputs_unchanged(plan: MergePlan, provenance: Mapping[str, Any]) -> No
 
 
 def recorded_digests(source: CheckpointSource) -> dict[str, str]:
-    """Return leaf -> digest as recorded in a snapshot's metadata or a merge's provenance.
+    """Return leaf name -> digest from a snapshot's metadata or a merge's provenance.
 
-    Empty if there are none that this version supports, or they use another checksum.
+    The result is empty if no digests are recorded, or if they use a checksum that this version does not support.
     """
     recorded, item = source.metadata.get("custom", {}), source.metadata.get("item", "")
     if METADATA_DIGEST_KEY not in recorded:
@@ -121,13 +129,13 @@ def recorded_digests(source: CheckpointSource) -> dict[str, str]:
 
 
 def format_leaf_files(source: CheckpointSource, name: str) -> str:
-    """List the files that hold a leaf, for a message."""
+    """Format the paths of the files that hold a leaf, for a message."""
     paths = list(dict.fromkeys(str(part.path) for part in source.byte_ranges.get(name, ())))
     return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "") or str(source.path)
 
 
 def rounding_warning(plan: MergePlan, provenance: Mapping[str, Any], row: int) -> str | None:
-    """Return a warning if rounding to the output dtype loses a large part of what merging changed."""
+    """Return a warning if rounding to the output dtype is large compared with the change by merging; else None."""
     ratio = provenance["rounding_over_moved"]
     if ratio is None or ratio <= _ROUNDING_WARNING:
         return None
@@ -147,7 +155,7 @@ def read(directory: Path) -> dict[str, Any]:
     """Read the provenance of a merged checkpoint.
 
     Raises:
-        ValueError: There is none, or it is invalid; one line.
+        ValueError: There is none, or it is invalid.
     """
     path = directory / FILE_NAME
     if not path.is_file():
@@ -162,7 +170,7 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 def read_plan_digest(directory: Path) -> str | None:
-    """Return the digest of the plan that made a directory; None if no merge made it."""
+    """Return `MergePlan.digest` of the merge that wrote a directory; None if no merge wrote it."""
     try:
         return read(directory)["plan"]
     except ValueError:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pma_jax.merging.engine.rounding import SplitRows
+from pma_jax.merging.engine.rounding import RowFactors
 from pma_jax.storage.formats.source import ITEM_BYTES, numpy_dtype
 
-_SIXTEEN = np.uint32(16)
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_BF16_SHIFT = np.uint32(16)
+_MAGNITUDE_BITS = np.uint32(0x7FFFFFFF)
 _INFINITY = 0x7F800000
 # The smallest float32 that rounds to infinity in bfloat16.
 _BF16_OVERFLOW = 0x7F7F8000
@@ -67,12 +67,12 @@ def accumulation_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def _sums(scratch: Scratch, dtype: str, elements: int) -> np.ndarray:
+def _typed_sums(scratch: Scratch, dtype: str, elements: int) -> np.ndarray:
     width = ITEM_BYTES[accumulation_dtype(dtype)]
     return scratch.sums[:, : width * elements].view(accumulation_dtype(dtype))
 
 
-def _widened(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> np.ndarray:
+def _widen(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> np.ndarray:
     """Return the raw block in the accumulation dtype, converted into `into` if needed."""
     raw = scratch.raw[: ITEM_BYTES[dtype] * elements].view("uint16" if dtype == "bfloat16" else numpy_dtype(dtype))
     if dtype == accumulation_dtype(dtype):
@@ -80,7 +80,7 @@ def _widened(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> n
     if dtype == "bfloat16":
         bits = into[: 4 * elements].view(np.uint32)
         np.copyto(bits, raw)
-        return np.left_shift(bits, _SIXTEEN, out=bits).view(np.float32)
+        return np.left_shift(bits, _BF16_SHIFT, out=bits).view(np.float32)
     wide = into[: 4 * elements].view(np.float32)
     np.copyto(wide, raw, casting="unsafe")
     return wide
@@ -88,27 +88,27 @@ def _widened(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> n
 
 # `finish_block` reports values that are not finite, with the names of the leaf and the source.
 @np.errstate(over="ignore", invalid="ignore")
-def add_block(scratch: Scratch, dtype: str, elements: int, weights: SplitRows, source: int) -> None:
+def add_block(scratch: Scratch, dtype: str, elements: int, weights: RowFactors, source: int) -> None:
     """Add the block in `scratch.raw`, of source number `source`, to every row's sum with its weight."""
-    wide = _widened(scratch, dtype, elements, scratch.wide)
-    sums = _sums(scratch, dtype, elements)
+    wide = _widen(scratch, dtype, elements, scratch.wide)
+    sums = _typed_sums(scratch, dtype, elements)
     for strip in _strips(sums, weights):
-        _accumulate(scratch, sums[:, strip], wide[strip], weights, source)
+        _add_source(scratch, sums[:, strip], wide[strip], weights, source)
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def stage_block(scratch: Scratch, dtype: str, elements: int, source: int) -> None:
     """Convert the block in `scratch.raw` and keep it as source number `source` for `combine_staged`."""
     into = scratch.stack[source]
-    wide = _widened(scratch, dtype, elements, into)
+    wide = _widen(scratch, dtype, elements, into)
     if dtype == accumulation_dtype(dtype):
         into[: wide.nbytes] = scratch.raw[: wide.nbytes]
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: SplitRows) -> None:
+def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: RowFactors) -> None:
     """Sum the staged blocks for all rows, one strip in cache at a time."""
-    sums = _sums(scratch, dtype, elements)
+    sums = _typed_sums(scratch, dtype, elements)
     staged = scratch.stack[:, : sums[0].nbytes].view(sums.dtype)
     multipliers = weights.multipliers.astype(sums.dtype)
     is_exact = _einsum_rounds_products()
@@ -119,7 +119,7 @@ def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: SplitRo
         # It starts from zero, which loses the sign of a negative zero.
         if not is_exact or not totals.all():
             for source, wide in enumerate(staged[:, strip]):
-                _accumulate(scratch, totals, wide, weights, source)
+                _add_source(scratch, totals, wide, weights, source)
 
 
 @functools.cache
@@ -130,14 +130,14 @@ def _einsum_rounds_products() -> bool:
     return not np.einsum("rk,kn->rn", np.array([[1, x]], np.float32), terms).any()
 
 
-def _strips(sums: np.ndarray, weights: SplitRows) -> Iterator[slice]:
+def _strips(sums: np.ndarray, weights: RowFactors) -> Iterator[slice]:
     """Yield slices of the last axis: all of it for one row, strips that stay in cache for several."""
     count = sums.shape[-1]
     step = _STRIP_ELEMENTS if len(weights.multipliers) > 1 else max(count, 1)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: SplitRows, source: int) -> None:
+def _add_source(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: RowFactors, source: int) -> None:
     """Add one source's values, [elements], to every row's sums, [R, elements], as `rounding` defines it."""
     product = scratch.rounded[: wide.nbytes].view(wide.dtype)
     for total, multipliers, first in zip(totals, weights.multipliers, weights.first, strict=True):
@@ -153,18 +153,18 @@ def _accumulate(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights:
 
 
 def finish_block(
-    scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: SplitRows, row: int
+    scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: RowFactors, row: int
 ) -> np.ndarray | None:
     """Divide a row's sum in place, round to nearest even, and return its bytes (uint8, in `scratch.rounded`).
 
     Returns None if the result is not finite in `out_dtype`.
     """
-    sums = _sums(scratch, dtype, elements)[row]
+    sums = _typed_sums(scratch, dtype, elements)[row]
     if weights.divisors[row] != 1:
         np.divide(sums, sums.dtype.type(weights.divisors[row]), out=sums)
     out = scratch.rounded[: ITEM_BYTES[out_dtype] * elements]
     if sums.dtype == np.float32 and out_dtype in {"float32", "bfloat16"}:
-        bits = np.bitwise_and(sums.view(np.uint32), _MAGNITUDE, out=scratch.wide[: sums.nbytes].view(np.uint32))
+        bits = np.bitwise_and(sums.view(np.uint32), _MAGNITUDE_BITS, out=scratch.wide[: sums.nbytes].view(np.uint32))
         if bits.max(initial=0) >= (_INFINITY if out_dtype == "float32" else _BF16_OVERFLOW):
             return None
         if out_dtype == "float32":
@@ -181,11 +181,11 @@ def finish_block(
 
 def _round_to_bf16(bits: np.ndarray, into: np.ndarray, scratch: Scratch) -> None:
     """Round to nearest, ties to even, in integers: add 0x7fff plus the last kept bit, keep the upper half."""
-    rounded = np.right_shift(bits, _SIXTEEN, out=scratch.wide[: bits.nbytes].view(np.uint32))
+    rounded = np.right_shift(bits, _BF16_SHIFT, out=scratch.wide[: bits.nbytes].view(np.uint32))
     np.bitwise_and(rounded, np.uint32(1), out=rounded)
     np.add(rounded, np.uint32(0x7FFF), out=rounded)
     np.add(rounded, bits, out=rounded)
-    np.right_shift(rounded, _SIXTEEN, out=rounded)
+    np.right_shift(rounded, _BF16_SHIFT, out=rounded)
     np.copyto(into, rounded, casting="unsafe")
 
 
@@ -204,5 +204,5 @@ def squared_changes(scratch: Scratch, dtype: str, out_dtype: str, elements: int,
     """
     rounded = scratch.rounded[: ITEM_BYTES[out_dtype] * elements].view(numpy_dtype(out_dtype)).astype(np.float64)
     newest = scratch.raw[: ITEM_BYTES[dtype] * elements].view(numpy_dtype(dtype)).astype(np.float64)
-    merged = _sums(scratch, dtype, elements)[row].astype(np.float64)
+    merged = _typed_sums(scratch, dtype, elements)[row].astype(np.float64)
     return float(np.sum((rounded - merged) ** 2)), float(np.sum((newest - merged) ** 2))

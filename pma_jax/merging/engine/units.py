@@ -12,9 +12,9 @@ import numpy as np
 from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit
-from pma_jax.merging.engine.rounding import SplitRows
+from pma_jax.merging.engine.rounding import RowFactors
 from pma_jax.storage.digests import SegmentHasher
-from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, split_range, write_range
+from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, slice_ranges, write_range
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
 from pma_jax.storage.formats.zstd import ZstdReader
@@ -34,7 +34,7 @@ class MergeJob:
     """
 
     plan: MergePlan
-    weights: SplitRows
+    weights: RowFactors
     output_ranges: Sequence[Mapping[str, Sequence[ByteRange]]]
 
     def new_scratch(self) -> sums.Scratch:
@@ -86,19 +86,19 @@ def _merge_unit(
     write_hashers = [SegmentHasher(out_width) for _ in plan.recipes]
     squares = [[0.0, 0.0] for _ in plan.recipes]
     with open_files([part.path for parts in output_ranges for part in parts], os.O_WRONLY) as targets:
-        for start, stop in _pieces(unit.start, unit.stop, region_elements):
-            blocks = list(_pieces(start, stop, plan.schedule.block_elements))
+        for start, stop in _split_range(unit.start, unit.stop, region_elements):
+            blocks = list(_split_range(start, stop, plan.schedule.block_elements))
             data = np.empty(0, np.uint8)
             for k, hasher in enumerate(read_hashers):
                 data = read(k, start, stop)
                 for first, last in blocks:
-                    block = _block_of_region(scratch, totals, data, first - start, last - start, width)
+                    block = _region_block(scratch, totals, data, first - start, last - start, width)
                     # The checksum is computed per block, so that the block is in cache when it is added.
                     hasher.update(block.raw)
                     _add_block(job, unit.name, block, last - first, k)
             for row, ranges in enumerate(output_ranges):
                 for first, last in blocks:
-                    block = _block_of_region(scratch, totals, data, first - start, last - start, width)
+                    block = _region_block(scratch, totals, data, first - start, last - start, width)
                     sample = squares[row] if first == unit.start else None
                     merged = _finish_block(job, unit.name, first, block, last - first, row, sample)
                     write_hashers[row].update(merged)
@@ -115,7 +115,7 @@ def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Call
         return lambda start, into: frames.read(into)
     ranges = source.byte_ranges[unit.name]
     start, stop = (elements * ITEM_BYTES[source.leaves[unit.name].dtype] for elements in (unit.start, unit.stop))
-    files = stack.enter_context(open_files([part.path for part in split_range(ranges, start, stop)], os.O_RDONLY))
+    files = stack.enter_context(open_files([part.path for part in slice_ranges(ranges, start, stop)], os.O_RDONLY))
     prefetch(files, ranges, start, stop)
     return lambda start, into: read_range(files, ranges, start, into)
 
@@ -187,7 +187,7 @@ def _read_ahead(pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[
     requests = (
         (source, unit.name, start, stop)
         for _, unit in todo
-        for start, stop in _pieces(unit.start, unit.stop, plan.schedule.region_elements[unit.name])
+        for start, stop in _split_range(unit.start, unit.stop, plan.schedule.region_elements[unit.name])
         for source in plan.sources
     )
     in_flight: deque[Future[np.ndarray]] = deque()
@@ -203,12 +203,12 @@ def _read_ahead(pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[
             future.cancel()
 
 
-def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+def _split_range(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     for at in range(start, stop, step):
         yield at, min(at + step, stop)
 
 
-def _block_of_region(
+def _region_block(
     scratch: sums.Scratch, totals: np.ndarray, data: np.ndarray, start: int, stop: int, width: int
 ) -> sums.Scratch:
     """Return the same buffers, with the stored bytes and the sums of elements [start, stop) of a region."""

@@ -1,4 +1,7 @@
-"""Read and write byte ranges that span one or several files, without copies and without memory mapping."""
+"""Read and write byte ranges that span one or several files, directly between files and NumPy buffers.
+
+Files are not memory-mapped.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +20,12 @@ OpenFile = int | RangeReader
 def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, OpenFile]]:
     """Open `paths` for the duration of the block and yield their file descriptors.
 
-    Opened per leaf, so that few are open at once however many files a checkpoint has. An object in a bucket gets a
-    `RangeReader` instead of a descriptor.
+    Callers open the files of one leaf at a time, so that few are open at once even if a checkpoint has many. The value
+    for an object in a bucket is a `RangeReader` instead of a descriptor.
+
+    Args:
+        paths: The files; a path may occur several times.
+        flags: Flags of `os.open`, such as `os.O_RDONLY`.
 
     Raises:
         ValueError: A file no longer exists.
@@ -37,8 +44,8 @@ def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, Open
                 os.close(file)
 
 
-def split_range(ranges: Sequence[ByteRange], start: int, stop: int) -> Iterator[ByteRange]:
-    """Yield the parts of `ranges` that hold bytes [start, stop) of their concatenation, in order."""
+def slice_ranges(ranges: Sequence[ByteRange], start: int, stop: int) -> Iterator[ByteRange]:
+    """Yield bytes [start, stop) of the concatenation of `ranges`, as one range per file part, in order."""
     begin = 0
     for part in ranges:
         end = begin + part.nbytes
@@ -55,7 +62,7 @@ def read_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], star
         ValueError: A file is shorter than its header states.
     """
     filled = 0
-    for part in split_range(ranges, start, start + len(into)):
+    for part in slice_ranges(ranges, start, start + len(into)):
         file, offset, remaining = files[part.path], part.offset, part.nbytes
         while remaining:
             target = into[filled : filled + remaining].data
@@ -71,7 +78,7 @@ def read_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], star
 def write_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], start: int, data: np.ndarray) -> None:
     """Write a uint8 array to bytes [start, start + len(data)) of the concatenated `ranges`."""
     written = 0
-    for part in split_range(ranges, start, start + len(data)):
+    for part in slice_ranges(ranges, start, start + len(data)):
         file, offset, remaining = files[part.path], part.offset, part.nbytes
         assert isinstance(file, int), "outputs are written to a local disk"
         while remaining:
@@ -81,10 +88,13 @@ def write_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], sta
 
 
 def prefetch(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], start: int, stop: int) -> None:
-    """Ask the system to read bytes [start, stop) ahead: the disk then works while blocks are summed."""
+    """Advise the kernel to read bytes [start, stop) of the concatenated `ranges` into its page cache.
+
+    Reading then overlaps with the summing of blocks. Buckets and systems without `posix_fadvise` ignore the advice.
+    """
     if not hasattr(os, "posix_fadvise"):
         return
-    for part in split_range(ranges, start, stop):
+    for part in slice_ranges(ranges, start, stop):
         file = files[part.path]
         if isinstance(file, int):
             os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_WILLNEED)

@@ -1,7 +1,7 @@
 """Checkpoints on the Hugging Face hub (hf://org/repo@revision): list revisions and download one into the hub's cache.
 
-Public suites keep one checkpoint per branch. A revision may be a pattern: braces count (`step-{30000..34000..400}`) or
-list alternatives (`step{1000,2000}`), and a star matches anything.
+Public model suites keep one checkpoint per branch. A revision may be a pattern: braces give a range of integers
+(`step-{30000..34000..400}`) or a list of alternatives (`step{1000,2000}`), and `*` matches any text.
 """
 
 import fnmatch
@@ -15,7 +15,7 @@ from pma_jax.storage.formats.names import expand_braces, progress_from_name, sta
 
 PREFIX = "hf://"
 _ADDRESS = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?")
-# Weights in a supported format and the small files that are copied to outputs; never a pickle.
+# Weights in a supported format, and the small files that merges copy; no pickles, which can run code.
 _DOWNLOADED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*")
 
 
@@ -38,7 +38,7 @@ def list_revisions(address: str) -> tuple[list[str], list[str]]:
         The addresses, oldest first, and notes about missing revisions and mixed stages.
 
     Raises:
-        ValueError: The address is malformed, the hub cannot be reached, or nothing matches; one line.
+        ValueError: The address is malformed, the hub cannot be reached, or no revision matches.
     """
     repo, pattern = parse_address(address)
     names = expand_braces(pattern)
@@ -63,17 +63,17 @@ def list_revisions(address: str) -> tuple[list[str], list[str]]:
     return [f"{PREFIX}{repo}@{name}" for name in revisions], notes
 
 
-def stage(address: str) -> str:
-    """Return the repository and the stage or parallel run that the revision's name states: "org/repo stage1"."""
+def training_stage(address: str) -> str:
+    """Return the repository, and the training stage or parallel run in the revision's name: "org/repo stage1"."""
     repo, revision = parse_address(address)
     return f"{repo} {stage_from_name(revision)}".strip()
 
 
 def download(address: str) -> Path:
-    """Download one revision into the hub's cache unless it is there, and return its directory, named by the commit.
+    """Download one revision into the hub's cache unless it is cached, and return its directory, named by the commit.
 
     Raises:
-        ValueError: The revision cannot be downloaded, or contains only pickles; one line.
+        ValueError: The revision cannot be downloaded, or contains only pickles.
     """
     repo, revision = parse_address(address)
 

@@ -1,7 +1,7 @@
-"""The files of a checkpoint that is about to be written: their sizes and where every leaf's bytes go.
+"""The files of a checkpoint to be written: their sizes, and the byte ranges where each leaf is written.
 
-All formats are written as raw bytes at offsets that are known before any input is read. So any thread or process can
-write any part at any time, a crash loses nothing that was written, and equal inputs give equal files.
+All formats are written as raw bytes at offsets that are known before any input is read. Therefore any thread or process
+can write any part at any time, an interrupted write can resume, and equal inputs give equal files.
 """
 
 import os
@@ -18,12 +18,12 @@ class OutputLayout:
     """The files of a checkpoint directory; all paths are relative to it.
 
     Attributes:
-        texts: Path -> content of a small file.
-        sizes: Path -> size in bytes, of the files that hold leaves.
-        byte_ranges: Leaf -> where its bytes go, in order.
-        headers: Path -> the first bytes of a file that holds leaves.
-        copies: Path -> the existing file to copy there.
-        notes: What the user should know, one line each.
+        texts: Path -> complete content of each small file without leaves.
+        sizes: Path -> size in bytes of each file with leaves.
+        byte_ranges: Leaf name -> the byte ranges where it is written, in order.
+        headers: Path -> first bytes of each file that has leaves after a header.
+        copies: Path -> the existing file to copy to it.
+        notes: Messages for the user, one line each.
     """
 
     texts: Mapping[str, bytes]
@@ -35,11 +35,11 @@ class OutputLayout:
 
     @property
     def nbytes(self) -> int:
-        """The total size in bytes of the files that hold leaves."""
+        """The total size in bytes of the files with leaves."""
         return sum(self.sizes.values())
 
     def create_files(self, directory: Path) -> None:
-        """Create every file in `directory` at its full size, with leaves zero; idempotent."""
+        """Create each file in `directory` at its full size, with zeros for leaves that are not yet written."""
         for name in [*self.texts, *self.copies, *self.sizes]:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
         for name, size in self.sizes.items():
@@ -56,7 +56,7 @@ class OutputLayout:
                 shutil.copyfileobj(source, target)
 
     def byte_ranges_in(self, directory: Path) -> dict[str, tuple[ByteRange, ...]]:
-        """Return `byte_ranges` with paths in `directory`."""
+        """Return `byte_ranges` with each path joined to `directory`."""
         return {
             name: tuple(ByteRange(directory / part.path, part.offset, part.nbytes) for part in ranges)
             for name, ranges in self.byte_ranges.items()

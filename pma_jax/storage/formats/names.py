@@ -1,4 +1,4 @@
-"""Parse names of checkpoints and revisions: the step, token count and stage that a name states, and brace patterns.
+"""Parse the step, token count and stage from names of checkpoints and revisions, and expand brace patterns.
 
 Public suites write training progress into directory and branch names, for example `stage1-step140000-tokens294B`.
 """
@@ -7,7 +7,8 @@ import itertools
 import re
 
 _STEP = re.compile(r"(?:^|[^a-z])(?:step|iter|ckpt)[-_]?(\d+)(k?)(?![a-z0-9])", re.IGNORECASE)
-# A bare size ("-1B") is a model size. It is a token count only after "tokens", as "BT", or right after a step.
+# "-1B" alone is a model size. A number with a unit is a token count only after "tokens", with a final "T" ("2BT"), or
+# right after a step.
 _TOKENS = re.compile(
     r"(?:tokens[-_]?|[-_](?=[\d.]+[KMBT]T$)|step[-_]?\d+k?[-_])(\d+(?:\.\d+)?)([KMBT])T?$", re.IGNORECASE
 )
@@ -19,7 +20,7 @@ _MAX_EXPANSIONS = 10_000
 
 
 def progress_from_name(name: str) -> tuple[int | None, int | None]:
-    """Return (step, tokens) as stated by a name: step3000, stage1-step140000-tokens294B, step-001000-2BT."""
+    """Parse (step, tokens), None if absent, from a name such as stage1-step140000-tokens294B or step-001000-2BT."""
     step, tokens = _STEP.search(name), _TOKENS.search(name)
     return (
         int(step[1]) * (1000 if step[2] else 1) if step else None,
@@ -28,7 +29,7 @@ def progress_from_name(name: str) -> tuple[int | None, int | None]:
 
 
 def stage_from_name(name: str) -> str:
-    """Return the training stage or parallel run that a name states, such as "stage2 ingredient3"; "" if none."""
+    """Parse the training stage or parallel run from a name, for example "stage2 ingredient3"; "" if absent."""
     return " ".join(_STAGE.findall(name))
 
 

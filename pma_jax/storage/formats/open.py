@@ -23,11 +23,11 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
     Args:
         address: A directory of safetensors (one file, or shards with their index), a .safetensors file, an Orbax
             checkpoint of a pytree, or hf://org/repo@revision, which is downloaded.
-        subtree: The part of an Orbax tree that holds the parameters ("params", "target/model"); if None it is guessed,
-            and the guess is in the notes.
+        subtree: The part of an Orbax tree that holds the parameters ("params", "target/model"). If None it is guessed,
+            and `notes` of the result reports the guess.
 
     Raises:
-        ValueError: There is no readable checkpoint, or it is corrupt; one line that says what to do.
+        ValueError: There is no readable checkpoint, or it is corrupt; the message is one line with a remedy.
     """
     text = str(address)
     if text.startswith(hub.PREFIX):
@@ -41,7 +41,7 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
     path = locate(address)
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory")
-    # Absolute, so that every process of a merge resolves the same files from a plan.
+    # Absolute, so that a plan means the same files in every process of a merge.
     path = path.absolute()
     try:
         return _open_file(path, subtree) if path.is_file() else _open_directory(path, subtree)
@@ -50,16 +50,17 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
 
 
 def open_deferred(address: str, subtree: str | None = None) -> CheckpointSource:
-    """Describe a hub revision by its name alone, without a download: a suite has hundreds, and few may be selected.
+    """Describe a hub revision from its name alone; `load_deferred` downloads and opens it.
 
-    Step and tokens are known, leaves are not: `load_deferred` downloads and opens it.
+    A suite has hundreds of revisions, of which few may be selected by their step and tokens. The leaves of the result
+    are empty.
     """
     step, tokens = progress_from_name(hub.parse_address(address)[1])
     return CheckpointSource("deferred", Path(), address, {}, {}, tokens, step, metadata={"subtree": subtree})
 
 
 def load_deferred(source: CheckpointSource) -> CheckpointSource:
-    """Download and open what `open_deferred` described, keeping its step and tokens; return any other source as it is.
+    """Download and open a source from `open_deferred`, with its step and tokens; return any other source unchanged.
 
     Raises:
         ValueError: The same as `open_source`.
@@ -71,7 +72,7 @@ def load_deferred(source: CheckpointSource) -> CheckpointSource:
 
 def _open_file(path: Path, subtree: str | None) -> CheckpointSource:
     if path.name.endswith(".safetensors.index.json"):
-        return _open_safetensors(path.parent, safetensors_file.read_sharded(path), subtree)
+        return _open_safetensors(path.parent, safetensors_file.read_sharded_header(path), subtree)
     if path.suffix == ".safetensors":
         return _open_safetensors(path, safetensors_file.read_header(path), subtree)
     if any(path.match(pattern) for pattern in _PICKLES):
@@ -87,7 +88,7 @@ def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
             f"{path}: has {len(indexes)} indexes; name one of {', '.join(index.name for index in indexes)}"
         )
     if indexes:
-        return _open_safetensors(path, safetensors_file.read_sharded(indexes[0]), subtree)
+        return _open_safetensors(path, safetensors_file.read_sharded_header(indexes[0]), subtree)
     if len(files) == 1:
         return _open_safetensors(path, safetensors_file.read_header(files[0]), subtree)
     if files:
@@ -110,7 +111,7 @@ def _pickle_message(path: Path) -> str:
 def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str | None) -> CheckpointSource:
     if subtree is not None:
         raise ValueError(f"{path}: a safetensors checkpoint has no subtree {subtree!r}; leave the option out")
-    # Files beside a single file that the user named may belong to another model.
+    # Not for a single file: other files in its directory may belong to another model.
     siblings = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
     files = tuple(
         file
@@ -139,7 +140,7 @@ def _tokens_from_provenance(directory: Path) -> int | None:
 
 
 def read_leaf(source: CheckpointSource, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """Read a leaf in its shape, or its elements [start, stop) in C order as a flat array.
+    """Read a complete leaf in its shape, or elements [start, stop) in C order as a flat array.
 
     Raises:
         ValueError: The stored bytes are missing or corrupt.

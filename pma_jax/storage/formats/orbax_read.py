@@ -1,10 +1,12 @@
-"""Read Orbax checkpoints of a pytree, of any layout, as untrusted input: which arrays there are, and their bytes.
+"""Read Orbax checkpoints of a pytree as untrusted input: their metadata, and single arrays.
 
-    v0, bare           STEP/_METADATA, arrays beside it
-    v0 and v1, items   STEP/{params,state,default,…}/_METADATA; one of them holds the parameters
-    before _METADATA   arrays alone: what T5X and early Flax wrote
+These layouts of a checkpoint directory are supported:
 
-Orbax itself is not imported: it restores complete trees, and needs to know their structure in advance.
+    v0, without items   _METADATA and the arrays
+    v0 and v1, items    {params,state,default,…}/_METADATA; one of the items holds the parameters
+    before _METADATA    only arrays, as T5X and early versions of Flax wrote them
+
+Orbax itself is not imported, because it restores complete trees and needs their structure in advance.
 """
 
 import base64
@@ -22,20 +24,30 @@ from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zarr import Array, open_store, read_array
 from pma_jax.storage.json_files import read_object
 
-_TREE, _CHECKPOINT, _DATABASE = "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"
-_ARRAYS = ("*/.zarray", "*/zarr.json")
-# Subtrees that hold parameters, in order of preference, and keys that only a tree with more than parameters has.
+_TREE_METADATA, _CHECKPOINT_METADATA, _OCDBT_MANIFEST = "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"
+_ARRAY_METADATA = ("*/.zarray", "*/zarr.json")
+# Top-level keys of the subtree that holds the parameters, in order of preference.
 PARAMETER_KEYS = ("params", "target", "model", "weights")
+# Top-level keys of trees that hold more than the parameters.
 STATE_KEYS = frozenset({"opt_state", "opt", "optimizer", "state", "step", "param_states", "rng", "tx", "ema"})
-_ITEMS = ("params", "model", "default", "state", "train_state", "items")
+# Items that may hold the parameters, in order of preference.
+_PARAMETER_ITEMS = ("params", "model", "default", "state", "train_state", "items")
 
 
 def is_orbax(path: Path) -> bool:
-    """Return whether a directory looks like one Orbax checkpoint, or like a directory of several."""
-    return has_any(path, _TREE, _CHECKPOINT, _DATABASE, f"*/{_TREE}", f"*/{_CHECKPOINT}", *_ARRAYS)
+    """Return whether a directory has the files of an Orbax checkpoint, or has subdirectories that do."""
+    return has_file(
+        path,
+        _TREE_METADATA,
+        _CHECKPOINT_METADATA,
+        _OCDBT_MANIFEST,
+        f"*/{_TREE_METADATA}",
+        f"*/{_CHECKPOINT_METADATA}",
+        *_ARRAY_METADATA,
+    )
 
 
-def has_any(path: Path, *patterns: str) -> bool:
+def has_file(path: Path, *patterns: str) -> bool:
     """Return whether a directory holds a file that matches one of the patterns."""
     return any(next(path.glob(pattern), None) is not None for pattern in patterns)
 
@@ -45,16 +57,17 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
 
     Args:
         path: The checkpoint's directory.
-        subtree: Item and keys that hold the parameters, joined by "/"; if None they are guessed, and the guess noted.
+        subtree: Item and keys that hold the parameters, joined by "/". If None they are guessed, and `notes` of the
+            result reports the guess.
 
     Raises:
-        ValueError: The checkpoint is incomplete or corrupt, or the parameters cannot be located; one line.
+        ValueError: The checkpoint is incomplete or corrupt, or the parameters cannot be located.
     """
     if ".orbax-checkpoint-tmp" in path.name:
         raise ValueError(f"{path}: is still being written, or its writing was interrupted; take a finished one")
     keys = [part for part in (subtree or "").split("/") if part]
     directory, item, notes = _find_item(path, keys)
-    tree = _read_optional(directory / _TREE)
+    tree = _read_optional(directory / _TREE_METADATA)
     store = open_store(directory, fills_missing=tree.get("store_array_data_equal_to_fill_value") is not True)
     if "tree_metadata" in tree:
         key_paths = _parse_tree(directory, tree)
@@ -66,12 +79,12 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
     arrays = {
         name: read_array(store, name) for name, path in key_paths.items() if _key_names(path)[: len(prefix)] == prefix
     }
-    custom = _read_optional(path / _CHECKPOINT).get("custom_metadata")
+    custom = _read_optional(path / _CHECKPOINT_METADATA).get("custom_metadata")
     custom = custom if isinstance(custom, dict) else {}
-    check_metadata_digest(custom, path / _CHECKPOINT)
+    check_metadata_digest(custom, path / _CHECKPOINT_METADATA)
     if METADATA_DIGEST_KEY in custom and not tree:
-        raise ValueError(f"{directory / _TREE}: is missing; the checkpoint is corrupt")
-    # Keyed by the base64 of the arrays' names. Orbax restores with it when the reader gives no shardings.
+        raise ValueError(f"{directory / _TREE_METADATA}: is missing; the checkpoint is corrupt")
+    # A JSON object keyed by the arrays' names in base64, which Orbax uses if the caller of restore gives no shardings.
     sharding = _read_optional(directory / "_sharding")
     encoded_names = {base64.b64encode(name.encode()).decode() for name in arrays}
     metadata = {
@@ -109,14 +122,16 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 
 def _find_item(path: Path, keys: list[str]) -> tuple[Path, str, list[str]]:
-    """Return (the tree's directory, its item's name or "", notes); remove the item's name from `keys`."""
-    if has_any(path, _TREE, _DATABASE, *_ARRAYS):
+    """Return (directory of the tree, name of its item or "", notes); remove the item's name from `keys`."""
+    if has_file(path, _TREE_METADATA, _OCDBT_MANIFEST, *_ARRAY_METADATA):
         return path, "", []
     children = sorted(child for child in path.iterdir() if child.is_dir())
-    items = {child.name: child for child in children if has_any(child, _TREE, _DATABASE, *_ARRAYS)}
+    items = {
+        child.name: child for child in children if has_file(child, _TREE_METADATA, _OCDBT_MANIFEST, *_ARRAY_METADATA)
+    }
     if keys and keys[0] in items:
         return items[keys[0]], keys.pop(0), []
-    steps = [child.name for child in children if (child / _CHECKPOINT).exists() and child.name not in items]
+    steps = [child.name for child in children if (child / _CHECKPOINT_METADATA).exists() and child.name not in items]
     if steps and not items:
         raise ValueError(f"{path}: holds {len(steps)} checkpoints; name them: {path / steps[0]} …")
     if not items:
@@ -124,15 +139,15 @@ def _find_item(path: Path, keys: list[str]) -> tuple[Path, str, list[str]]:
     if len(items) == 1:
         name = next(iter(items))
         return items[name], name, []
-    name = next((name for name in _ITEMS if name in items), None)
+    name = next((name for name in _PARAMETER_ITEMS if name in items), None)
     if name is None:
         raise ValueError(f"{path}: which of {', '.join(items)} holds the parameters? name it as the subtree")
     return items[name], name, [f"the parameters are taken from {name!r} (of {', '.join(items)})"]
 
 
 def _parse_tree(directory: Path, tree: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return array name -> key path, from `_METADATA`, without leaves that are not arrays (None, empty nodes, text)."""
-    what = directory / _TREE
+    """Return array name -> key path from the content of `_METADATA`; omit other leaves (None, empty nodes, text)."""
+    what = directory / _TREE_METADATA
     key_paths: dict[str, list[dict[str, Any]]] = {}
     entries = tree["tree_metadata"]
     for entry in entries.values() if isinstance(entries, dict) else [None]:
@@ -182,15 +197,18 @@ def _find_subtree(
 def _tensorstore_context() -> Any:
     import tensorstore as ts
 
-    # Without a cache: every chunk is needed once, and a cache would use memory that the memory limit counts.
+    # No cache: each chunk is read only once, and a merge's memory limit would have to include the cache.
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
 
 def read_with_tensorstore(source: CheckpointSource, name: str, start: int, stop: int) -> np.ndarray:
-    """Decode elements [start, stop) of a leaf: uint8, little-endian in C order. Efficient for multiples of chunks.
+    """Decode elements [start, stop) of a leaf; efficient if `start` and `stop` are multiples of `chunk_elements`.
+
+    Returns:
+        The little-endian bytes in C order, uint8.
 
     Raises:
-        ValueError: The stored array is missing or corrupt; one line.
+        ValueError: The stored array is missing or corrupt.
     """
     import tensorstore as ts
 

@@ -1,7 +1,7 @@
-"""Lay out an Orbax checkpoint as zarr3 arrays in plain files without compression, every byte at a known offset.
+"""Plan the files of an Orbax checkpoint with uncompressed zarr3 arrays, in which each byte has a known offset.
 
-This is what Orbax writes with use_ocdbt=False and no codec, so Orbax and any zarr3 reader can open it. There is no
-database to keep consistent, so threads, processes and a resumed merge can write anywhere at any time.
+Orbax writes the same layout with use_ocdbt=False and without a codec, so Orbax and any zarr3 reader can open it.
+Because no OCDBT database must be kept consistent, threads, processes and a resumed merge can write in any order.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ByteRange, CheckpointSource, LeafInfo
 
-# Small enough that a host which restores its shard reads little else, large enough to be read at the disk's speed.
+# Small enough that a host which restores its shard reads few other bytes; large enough for the disk's full rate.
 CHUNK_BYTES = 64 * 2**20
 _V1_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 _V0_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -21,12 +21,12 @@ _V0_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCh
 def orbax_layout(
     leaves: Mapping[str, LeafInfo], template: CheckpointSource, custom_metadata: Mapping[str, Any]
 ) -> OutputLayout:
-    """Lay out an Orbax checkpoint.
+    """Plan the files of an Orbax checkpoint.
 
     Args:
         leaves: The leaves to write, by name.
-        template: The source whose tree is kept: key paths and the item that holds it. For another format, the leaves
-            become one flat dictionary, as `orbax.checkpoint.v1.save` writes it.
+        template: The source whose key paths and item name are used. If its format is not Orbax, the leaves become one
+            flat dictionary, as `orbax.checkpoint.v1.save` writes it.
         custom_metadata: The checkpoint's custom metadata.
 
     Raises:
@@ -47,12 +47,12 @@ def orbax_layout(
         entry = _leaf_metadata(name, leaf, template)
         tree[str(tuple(str(key["key"]) for key in entry["key_metadata"]))] = entry
         chunk = _chunk_shape(leaf)
-        texts[f"{folder}{name}/zarr.json"] = _json(_array_metadata(leaf, chunk))
+        texts[f"{folder}{name}/zarr.json"] = _json_bytes(_zarr_metadata(leaf, chunk))
         byte_ranges[name] = tuple(_chunk_ranges(folder + name, leaf, chunk))
         sizes |= {str(part.path): LeafInfo(chunk, leaf.dtype).nbytes for part in byte_ranges[name]}
     if is_orbax and template.metadata["sharding"]:
-        texts[f"{folder}_sharding"] = _json(template.metadata["sharding"])
-    texts[f"{folder}_METADATA"] = _json(
+        texts[f"{folder}_sharding"] = _json_bytes(template.metadata["sharding"])
+    texts[f"{folder}_METADATA"] = _json_bytes(
         {
             "tree_metadata": tree,
             "use_ocdbt": False,
@@ -61,7 +61,7 @@ def orbax_layout(
             "custom_metadata": None,
         }
     )
-    texts["_CHECKPOINT_METADATA"] = _json(
+    texts["_CHECKPOINT_METADATA"] = _json_bytes(
         {
             "item_handlers": {item: _V1_HANDLER} if item else _V0_HANDLER,
             "metrics": {},
@@ -83,7 +83,7 @@ def _leaf_metadata(name: str, leaf: LeafInfo, template: CheckpointSource) -> dic
     return {
         "key_metadata": keys or [{"key": name, "key_type": 2}],
         "value_metadata": {
-            # A tree from another format has no shardings: Orbax restores it as numpy unless the reader gives some.
+            # Another format has no shardings, so Orbax restores NumPy arrays unless its caller gives shardings.
             "value_type": "jax.Array" if is_orbax else "np.ndarray",
             "skip_deserialize": False,
             "write_shape": list(leaf.shape),
@@ -91,23 +91,23 @@ def _leaf_metadata(name: str, leaf: LeafInfo, template: CheckpointSource) -> dic
     }
 
 
-def _json(value: Any) -> bytes:
+def _json_bytes(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _chunk_shape(leaf: LeafInfo) -> tuple[int, ...]:
-    """Return a chunk of complete rows of the leading axis, which is a contiguous byte range of the leaf."""
+    """Return the shape of a chunk of complete rows of the leading axis, so that it is a contiguous part of the leaf."""
     if not leaf.shape or not leaf.elements:
         return tuple(max(1, size) for size in leaf.shape)
     rows = leaf.shape[0]
     count = min(rows, max(1, -(-leaf.nbytes // CHUNK_BYTES)))
-    # A divisor of the rows near the wanted count avoids padding. A prime number of rows has none: one padded chunk is
-    # then cheaper than one file per row.
+    # A number of chunks that divides the rows avoids padding. If there is none near `count` (the rows may be prime), a
+    # padded last chunk costs less than one file per row.
     exact = next((parts for parts in range(count, min(rows, 4 * count) + 1) if rows % parts == 0), count)
     return (-(-rows // exact), *leaf.shape[1:])
 
 
-def _array_metadata(leaf: LeafInfo, chunk: tuple[int, ...]) -> dict[str, Any]:
+def _zarr_metadata(leaf: LeafInfo, chunk: tuple[int, ...]) -> dict[str, Any]:
     return {
         "zarr_format": 3,
         "node_type": "array",

@@ -78,8 +78,8 @@ def _plan_sidecars(
 ) -> tuple[dict[str, Path], dict[str, bytes], tuple[str, ...]]:
     """Return (files to copy, files to write with changed contents, notes about files that are omitted or differ)."""
     newest = sources[-1]
-    copies = {path.name: path for path in newest.files if is_sidecar(path, SIDECAR_PATTERNS)}
-    omitted = [path.name for path in newest.files if path.name not in copies]
+    copies = {path.name: path for path in newest.other_files if is_sidecar(path, SIDECAR_PATTERNS)}
+    omitted = [path.name for path in newest.other_files if path.name not in copies]
     notes = []
     if omitted:
         notes.append(f"not copied from {newest.origin}: {', '.join(omitted[:10])} ({len(omitted)} files in all)")
@@ -87,7 +87,7 @@ def _plan_sidecars(
         differing = (
             source
             for source in sources[:-1]
-            for file in source.files
+            for file in source.other_files
             if file.name == name and not _have_equal_bytes(file, path)
         )
         if other := next(differing, None):

@@ -1,8 +1,8 @@
 """The safetensors format: validate headers as untrusted input, and write headers and shard indexes deterministically.
 
-A file is the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets), and the
-data. The safetensors library is not used: it gives no byte offsets and cannot write a header without the data. Nothing
-here imports more than numpy, so that a merge starts in a tenth of a second.
+A file consists of the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets),
+and the data. The safetensors library is not used, because it gives no byte offsets and cannot write a header without
+the data. This module imports no third-party package except NumPy, so that a merge starts in a tenth of a second.
 """
 
 import json
@@ -28,7 +28,13 @@ _MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class Header:
-    """A validated header: leaves and where their bytes are, in the order of the data, and `__metadata__`."""
+    """A validated header, of one file or of all shards of a checkpoint.
+
+    Attributes:
+        leaves: Name -> shape and dtype, in the order of the data.
+        byte_ranges: Name -> where the leaf's bytes are stored.
+        metadata: The header's `__metadata__`.
+    """
 
     leaves: Mapping[str, LeafInfo]
     byte_ranges: Mapping[str, tuple[ByteRange, ...]]
@@ -39,7 +45,7 @@ def read_header(path: Path) -> Header:
     """Read and validate the header of one file; the data is not read.
 
     Raises:
-        ValueError: The file violates the safetensors specification; one line.
+        ValueError: The file violates the safetensors specification.
     """
     with path.open("rb") as file:
         file_bytes = path.stat().st_size
@@ -111,7 +117,9 @@ def read_index(path: Path) -> dict[str, list[str]]:
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or "\0" in shard or PurePosixPath(shard).name != shard or shard in {"", ".."}:
-            raise ValueError(f"{path}: {name[:80]!r} points to {str(shard)[:80]!r}; a shard must lie beside its index")
+            raise ValueError(
+                f"{path}: {name[:80]!r} points to {str(shard)[:80]!r}; a shard must be in the directory of its index"
+            )
         if not shard.endswith(".safetensors"):
             raise ValueError(
                 f"{path}: {name[:80]!r} is in {shard[:80]!r}, which is not a safetensors file; convert it first"
@@ -120,11 +128,11 @@ def read_index(path: Path) -> dict[str, list[str]]:
     return shards
 
 
-def read_sharded(index_path: Path) -> Header:
-    """Read the headers of all shards of an index as one, and validate them against the index.
+def read_sharded_header(index_path: Path) -> Header:
+    """Read the headers of all shards that an index lists, validate them against the index, and join them.
 
     Raises:
-        ValueError: A shard is missing, or its leaves are not those that the index lists.
+        ValueError: A shard is missing, or its leaves are not those that the index lists for it.
     """
     leaves: dict[str, LeafInfo] = {}
     byte_ranges: dict[str, tuple[ByteRange, ...]] = {}
@@ -144,7 +152,13 @@ def read_sharded(index_path: Path) -> Header:
 
 
 def safetensors_layout(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadata: Mapping[str, str]) -> OutputLayout:
-    """Lay out the shards of `leaves`, in order, with at most `shard_bytes` each, and the index if there are several."""
+    """Plan the shards for `leaves`, in order, and the index if there are several shards.
+
+    Args:
+        leaves: Name -> leaf to write.
+        shard_bytes: Maximum bytes of leaves per shard; a larger leaf gets a shard of its own.
+        metadata: The `__metadata__` of each shard.
+    """
     shards = _split_into_shards(leaves, shard_bytes)
     sizes, headers, byte_ranges = {}, {}, {}
     for file, names in shards.items():
@@ -167,10 +181,7 @@ def safetensors_layout(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadat
 
 
 def _split_into_shards(leaves: Mapping[str, LeafInfo], shard_bytes: int) -> dict[str, list[str]]:
-    """Return file name -> leaf names, with the file names that transformers expects.
-
-    A leaf larger than `shard_bytes` gets a shard of its own.
-    """
+    """Return file name -> leaf names, with the file names that transformers expects."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, leaf in leaves.items():
@@ -181,7 +192,7 @@ def _split_into_shards(leaves: Mapping[str, LeafInfo], shard_bytes: int) -> dict
         filled += leaf.nbytes
     count = len(shards)
     return {
-        # Wide items first, as the reference writer orders them, so that every tensor is aligned to its item size.
+        # Dtypes with larger items first, as the safetensors library orders them: each tensor is aligned to its items.
         "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors": sorted(
             shard, key=lambda name: -ITEM_BYTES[leaves[name].dtype]
         )
@@ -190,7 +201,7 @@ def _split_into_shards(leaves: Mapping[str, LeafInfo], shard_bytes: int) -> dict
 
 
 def _header_bytes(leaves: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]) -> bytes:
-    """Return the length prefix and header of a file that holds `leaves` in this order; the data starts 8-aligned."""
+    """Return the length prefix and header of a file with `leaves` in this order, padded to a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     start = 0
     for name, leaf in leaves:

@@ -1,6 +1,6 @@
-"""A checkpoint in storage as the readers describe it: named leaves, their shapes and dtypes, and where their bytes are.
+"""Description of a stored checkpoint in any format: names, shapes and dtypes of its leaves, and where their bytes are.
 
-Opening a checkpoint of any format gives a `CheckpointSource`; nothing here depends on a format.
+The readers of all formats return a `CheckpointSource`.
 """
 
 import math
@@ -18,7 +18,7 @@ ITEM_BYTES = (
     | dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2)
     | dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "bool"), 1)
 )
-# float8_e8m0fnu holds exponents that scale other values: a sum of exponents is meaningless, so they must be equal.
+# Not float8_e8m0fnu: it holds exponents that scale other values, and a sum of exponents is meaningless.
 SUMMED_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
 
 
@@ -29,7 +29,8 @@ class LeafInfo:
     Attributes:
         shape: The array's shape.
         dtype: A key of `ITEM_BYTES`.
-        chunk_elements: Number of consecutive elements (C order) that are decoded together; 1 where any range is cheap.
+        chunk_elements: Number of consecutive elements (C order) that are decoded together; 1 if any range can be read
+            without decoding others.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +55,7 @@ class LeafInfo:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """`nbytes` bytes of one file, starting at `offset`."""
+    """A contiguous part of one file: `nbytes` bytes, starting at `offset`."""
 
     path: Path
     offset: int
@@ -63,18 +64,18 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """A checkpoint whose leaves can be read one by one: its metadata, without its arrays.
+    """The metadata of a checkpoint, from which `formats.open.read_leaf` reads single leaves.
 
     Attributes:
         format: "safetensors" or "orbax"; "deferred" if only the name of a hub revision is known.
         path: The directory or file that was opened.
         origin: The address that the user gave: the same path, or an hf:// address with its resolved commit.
         leaves: Name -> LeafInfo, in storage order.
-        byte_ranges: Name -> where the leaf's raw little-endian bytes are stored, in C order. Leaves that are not here
-            are decoded: see `zstd_frames` and `tensorstore_specs`.
+        byte_ranges: Name -> where the leaf's raw little-endian bytes are stored, in C order. Leaves that are absent
+            here must be decoded: see `zstd_frames` and `tensorstore_specs`.
         tokens: Tokens seen when the checkpoint was saved, if known.
         step: The optimizer step, if known.
-        files: Small files beside the weights (config, tokenizer).
+        other_files: Files in the same directory that hold no leaves (config, tokenizer).
         metadata: Metadata that the format itself stores: safetensors' `__metadata__`, Orbax's tree metadata.
         notes: Messages for the user about inferred settings, one line each.
         zstd_frames: Name -> `ZstdFrames` of the leaves that can be decoded sequentially without tensorstore.
@@ -88,7 +89,7 @@ class CheckpointSource:
     byte_ranges: Mapping[str, tuple[ByteRange, ...]]
     tokens: int | None = None
     step: int | None = None
-    files: tuple[Path, ...] = ()
+    other_files: tuple[Path, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     zstd_frames: Mapping[str, Any] = field(default_factory=dict)
@@ -101,12 +102,12 @@ class CheckpointSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Address, format, tokens and step, by which descriptions of a merge identify an input; ready for JSON."""
+        """Address, format, tokens and step as JSON values, which identify an input of a merge in its provenance."""
         return {"source": self.origin, "kind": self.format, "tokens": self.tokens, "step": self.step}
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """Return the numpy dtype for a key of `ITEM_BYTES`; imports ml_dtypes only for the types that numpy lacks."""
+    """Return the NumPy dtype for a key of `ITEM_BYTES`; import ml_dtypes only for dtypes that NumPy lacks."""
     if name == "bfloat16" or name.startswith("float8"):
         import ml_dtypes
 
@@ -115,7 +116,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def are_sizes(values: Any) -> TypeGuard[list[int]]:
-    """Return whether untrusted metadata is a list of integers from 0 to 2^63 - 1, as shapes and offsets must be."""
+    """Return whether `values`, from untrusted metadata, is a valid shape or list of offsets: integers in [0, 2^63)."""
     # bool is a subclass of int. Each size is bounded so that the product of 64 dimensions stays cheap to compute.
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
@@ -125,12 +126,12 @@ def leaf_differences(
     actual: Mapping[str, Any],
     dtype_of: Callable[[Any], str] = lambda leaf: str(leaf.dtype),
 ) -> list[str]:
-    """List how named leaves differ from the expected ones in names, shapes and dtypes, one line each.
+    """List the differences between leaves and the expected ones in names, shapes and dtypes, one line each.
 
     Args:
         expected: Name -> object with `shape` and `dtype`.
         actual: The leaves to compare.
-        dtype_of: What to compare of a leaf's dtype.
+        dtype_of: Maps a leaf to the text by which dtypes are compared.
     """
     differences = [f"{name} is missing" for name in expected if name not in actual]
     differences += [f"{name} is not expected" for name in actual if name not in expected]

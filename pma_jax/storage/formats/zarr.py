@@ -1,7 +1,7 @@
-"""Arrays as Orbax stores them (zarr 2 or 3, in files or in an OCDBT database): shapes, dtypes, and byte ranges.
+"""Read the metadata of zarr arrays as Orbax stores them: zarr 2 or 3, in plain files or in an OCDBT database.
 
-Uncompressed chunks of complete rows are contiguous bytes of a leaf in each of the four layouts, and are read like any
-file. Chunks that are compressed, or do not span complete rows, are decoded by tensorstore.
+In all four layouts, an uncompressed chunk of complete rows is a contiguous part of a leaf, which is read as a byte
+range of a file. If such chunks are zstd frames, they can also be decoded sequentially. tensorstore reads all others.
 """
 
 import math
@@ -20,9 +20,9 @@ from pma_jax.storage.formats.zstd import ZstdFrames
 from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.storage.paths import file_sizes, is_bucket
 
-# Arrays with more chunks are read through tensorstore, which does not need a list of them.
+# Arrays with more chunks are read by tensorstore, which needs no list of chunks.
 _MAX_CHUNKS = 2**16
-# A header may claim any shape; no leaf of a real model is larger.
+# Untrusted metadata may claim any shape; no leaf of a real model is larger.
 _MAX_ARRAY_BYTES = 2**44
 _MAX_METADATA_BYTES = 2**20
 # The index of a shard with one chunk: its offset, its length (8 bytes each) and the checksum of both (4 bytes).
@@ -31,13 +31,14 @@ _SHARD_INDEX_BYTES = 20
 
 @dataclass(frozen=True)
 class Store:
-    """Where the arrays of one tree are stored.
+    """Storage of the arrays of one tree: a directory, or an OCDBT database.
 
     Attributes:
         directory: The tree's directory.
         is_ocdbt: Whether an OCDBT database holds the arrays, instead of one directory per array.
-        values: Key -> byte range or inline value; without values whose file is missing or too short.
-        fills_missing: Whether an absent chunk means zeros; otherwise it means that the checkpoint is corrupt.
+        values: Key (a relative path, or a key of the database) -> byte range or inline value. Values whose file is
+            missing or too short are absent.
+        fills_missing: Whether an absent chunk is read as zeros; otherwise it means that the checkpoint is corrupt.
     """
 
     directory: Path
@@ -46,7 +47,7 @@ class Store:
     fills_missing: bool
 
     def array_names(self) -> list[str]:
-        """List the arrays: every directory or key prefix that has zarr metadata."""
+        """List the names of the arrays: each directory or key prefix that has zarr metadata."""
         return sorted({key.rsplit("/", 1)[0] for key in self.values if key.endswith(("/.zarray", "/zarr.json"))})
 
     def read_metadata(self, key: str) -> bytes | None:
@@ -63,13 +64,13 @@ class Store:
 
 @dataclass(frozen=True)
 class Array:
-    """One stored array.
+    """The metadata of one stored array.
 
     Attributes:
-        leaf: Shape, dtype, and the elements of one row of chunks.
-        byte_ranges: Its bytes in order, if they are stored uncompressed; else None.
-        zstd_frames: Its bytes in order as zstd frames, if they are stored so; else None.
-        spec: How tensorstore opens it.
+        leaf: Shape, dtype, and chunk_elements: the elements of one row of chunks.
+        byte_ranges: Where the array's bytes are, in order, if it is stored as uncompressed rows; else None.
+        zstd_frames: Where the array's zstd frames are, in order, if it is stored as compressed rows; else None.
+        spec: tensorstore spec of the array.
     """
 
     leaf: LeafInfo
@@ -87,9 +88,9 @@ class _Encoding:
         chunk: The shape of one chunk.
         dtype: A key of `ITEM_BYTES`.
         codec: "raw", "zstd" or "other".
-        is_shard: Whether a chunk is stored as the only one of a shard, with the shard's index after it.
-        prefix: The first part of a chunk's key, "" for none.
-        separator: Separates the parts of a chunk's key.
+        is_shard: Whether each chunk is stored in a shard of its own, followed by the shard's index.
+        prefix: First part of a chunk's key; "" for none.
+        separator: Text between the parts of a chunk's key.
     """
 
     shape: tuple[int, ...]
@@ -101,7 +102,7 @@ class _Encoding:
     separator: str
 
     def chunk_key(self, row: int) -> str:
-        """Return the key of the chunk that holds all columns of row `row` of chunks."""
+        """Return the key of chunk number `row` along the first axis, and 0 along the others."""
         indexes = [str(row), *["0"] * (len(self.shape) - 1)] if self.shape else []
         return self.separator.join([self.prefix, *indexes] if self.prefix else indexes) or "0"
 
@@ -110,7 +111,7 @@ def read_array(store: Store, name: str) -> Array:
     """Read one array's metadata.
 
     Raises:
-        ValueError: The array is missing, or its metadata is invalid; one line.
+        ValueError: The array is missing, or its metadata is invalid.
     """
     what = f"{store.directory}: {name[:80]!r}"
     driver, parse, text = "zarr", _parse_v2, store.read_metadata(f"{name}/.zarray")
@@ -147,7 +148,7 @@ def read_array(store: Store, name: str) -> Array:
 
 
 def _parse_v2(metadata: Any) -> _Encoding:
-    """Parse a .zarray."""
+    """Parse the content of a .zarray file (zarr 2)."""
     code = metadata["dtype"]
     dtype = np.dtype(code).name if re.fullmatch(r"[<|][a-z]\d", code) else code
     compressor = metadata.get("compressor")
@@ -159,11 +160,11 @@ def _parse_v2(metadata: Any) -> _Encoding:
 
 
 def _parse_v3(metadata: Any) -> _Encoding:
-    """Parse a zarr.json."""
+    """Parse the content of a zarr.json file (zarr 3)."""
     dtype = metadata["data_type"]
     shape, chunk = _check_array(metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"], dtype)
     codecs = metadata["codecs"]
-    # Orbax wraps every chunk into a shard of one: the chunk's bytes first, then the index of the shard.
+    # Orbax stores each chunk in a shard of its own: the chunk's bytes, then the index of the shard.
     is_shard = [codec["name"] for codec in codecs] == ["sharding_indexed"]
     if is_shard:
         inner = codecs[0]["configuration"]
@@ -188,9 +189,9 @@ def _check_array(shape: Any, chunk: Any, dtype: Any) -> tuple[tuple[int, ...], t
 
 
 def _chunk_ranges(store: Store, name: str, leaf: LeafInfo, encoding: _Encoding) -> tuple[ByteRange, ...] | None:
-    """Return where each chunk is stored; None if tensorstore must read the array.
+    """Return the byte range of each chunk, in order; None if tensorstore must read the array.
 
-    A raw chunk's range is as long as its part of the leaf, without padding; a compressed one's as long as it is stored.
+    The range of an uncompressed chunk excludes the padding after the end of the leaf.
     """
     if encoding.codec == "other":
         return None
@@ -218,7 +219,7 @@ def _chunk_ranges(store: Store, name: str, leaf: LeafInfo, encoding: _Encoding) 
 
 
 def _length_in_shard(shard: ByteRange) -> int | None:
-    """Return the length of a shard's only chunk if its index puts the chunk first and itself right after."""
+    """Return the length of a shard's only chunk; None if the shard is not the chunk followed by its index."""
     if shard.nbytes < _SHARD_INDEX_BYTES:
         return None
     with shard.path.open("rb") as file:
@@ -229,13 +230,17 @@ def _length_in_shard(shard: ByteRange) -> int | None:
 
 
 def _url(directory: Path) -> str:
-    """Return a directory's address as tensorstore takes it."""
+    """Return the URL of a directory for tensorstore."""
     scheme, _, name = (str(directory) if is_bucket(directory) else f"file://{directory}").partition("://")
     return f"{scheme}://{urllib.parse.quote(name)}/"
 
 
 def open_store(directory: Path, fills_missing: bool) -> Store:
-    """Detect how a tree's arrays are stored, and list its files, or the values of its OCDBT database.
+    """List the files of a tree's directory, or the values of its OCDBT database if there is one.
+
+    Args:
+        directory: The tree's directory.
+        fills_missing: Whether an absent chunk is read as zeros.
 
     Raises:
         ValueError: The database is corrupt, or refers to a file outside its directory.
@@ -269,9 +274,9 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
 def _parse_value(directory: Path, entry: Mapping[str, Any]) -> ByteRange | bytes:
     if "inline_value" in entry:
         return entry["inline_value"]
-    # value:<subdirectory of the database>:<file>:<offset>:<length>
+    # The format is value:<subdirectory of the database>:<file>:<offset>:<length>.
     _, subdirectory, file, offset, length = str(entry["indirect_value"]).replace("value::", "value:/:").split(":")
     path = directory / subdirectory.lstrip("/") / file
     if ".." in Path(subdirectory, file).parts or file.startswith("/"):
-        raise ValueError(f"a value is stored outside, in {str(path)[:80]}")
+        raise ValueError(f"a value is stored outside the checkpoint, in {str(path)[:80]}")
     return ByteRange(path, int(offset), int(length))

@@ -1,7 +1,7 @@
-"""Decode leaves that are stored as zstd frames block by block, into a buffer that is reused.
+"""Decode leaves that are stored as zstd frames block by block, into a buffer that the caller reuses.
 
-tensorstore decodes a complete chunk, which Orbax makes as large as the array, into fresh memory: the page faults cost
-as much as the decoding, and one leaf of every checkpoint at once does not fit.
+tensorstore instead decodes a complete chunk, which Orbax makes as large as the array, into newly allocated memory. The
+page faults cost as much as the decoding, and the chunks of one leaf from all checkpoints together may exceed memory.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 
 from pma_jax.storage.formats.source import ByteRange
 
-# A frame may request any window size; zstd's levels up to 19 use at most 8 MiB.
+# A frame may request a window of any size; zstd's levels up to 19 use at most 8 MiB.
 _MAX_WINDOW_BYTES = 2**25
 # Memory of one decoder for frames as Orbax writes them (levels 1 and 3).
 DECODER_BYTES = 5 * 2**19
@@ -22,8 +22,8 @@ class ZstdFrames:
     """A leaf's bytes as consecutive zstd frames.
 
     Attributes:
-        byte_ranges: Where each frame starts; other bytes may follow the frame within its range.
-        chunk_nbytes: Decoded size of each frame; the last may be padded beyond the end of the leaf.
+        byte_ranges: For each frame, a range that starts with it; other bytes may follow the frame in the range.
+        chunk_nbytes: Decoded size of each frame in bytes; the last frame may be padded beyond the end of the leaf.
     """
 
     byte_ranges: tuple[ByteRange, ...]
@@ -31,7 +31,7 @@ class ZstdFrames:
 
 
 class ZstdReader:
-    """Decodes one leaf sequentially; close it after use."""
+    """Sequential decoder of one leaf; call `close` after use."""
 
     def __init__(self, frames: ZstdFrames):
         self._frames = frames

@@ -1,4 +1,4 @@
-"""Validation that parameter trees can be averaged: equal names, shapes and dtypes, and equal integer leaves."""
+"""Validation that parameter trees can be averaged: equal names, shapes, dtypes and integer leaves; common shardings."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from pma_jax.runs.integrity import named_leaves
 from pma_jax.storage.formats.source import leaf_differences
 
 
-def check_same(first: Any, other: Any, name: str) -> None:
+def check_same_structure(first: Any, other: Any, name: str) -> None:
     """Raise unless two trees have the same leaf names, shapes and dtypes.
 
     Args:
         first: Tree of arrays or ShapeDtypeStructs.
         other: The tree to compare.
-        name: The name of `other` in the message, for example "checkpoint 3".
+        name: Name of `other` in the message, for example "checkpoint 3".
 
     Raises:
-        ValueError: They differ; names the first 10 leaves and counts the others.
+        ValueError: They differ; the message names the first 10 leaves and counts the others.
     """
     problems = leaf_differences(named_leaves(first, "/"), named_leaves(other, "/"))
     if not problems and jax.tree.structure(first) != jax.tree.structure(other):
@@ -30,10 +30,10 @@ def check_same(first: Any, other: Any, name: str) -> None:
 
 
 def check_equal_integers(first: Any, other: Any, name: str) -> None:
-    """Raise unless the integer and boolean leaves of two trees are equal. Each process compares its own shards.
+    """Raise unless the integer and boolean leaves of two trees are equal; each process compares its addressable shards.
 
     Raises:
-        ValueError: They differ; names the first 10 leaves and counts the others.
+        ValueError: They differ; the message names the first 10 leaves and counts the others.
     """
     unequal = [
         path
@@ -45,16 +45,16 @@ def check_equal_integers(first: Any, other: Any, name: str) -> None:
         raise ValueError(f"{name} differs from the first in integer leaves, which are not averaged: {_format(unequal)}")
 
 
-def place(params: Any, like: Any) -> Any:
-    """Move leaves to the shardings of `like` (arrays or ShapeDtypeStructs); leaves that have them are not copied."""
+def device_put_like(params: Any, like: Any) -> Any:
+    """Move each leaf to the sharding of that leaf in `like`, a tree of arrays or ShapeDtypeStructs."""
     return jax.tree.map(lambda x, target: jax.device_put(x, getattr(target, "sharding", None)), params, like)
 
 
 def is_float(dtype: DTypeLike) -> bool:
-    """Return whether leaves of this dtype are averaged; integers and booleans are not.
+    """Return whether a dtype is floating point, so that its leaves are averaged; False for integers and booleans.
 
     Raises:
-        ValueError: The dtype is none of these, for example complex.
+        ValueError: The dtype is neither, for example complex.
     """
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
