@@ -1,4 +1,4 @@
-"""The training loop, read top to bottom."""
+"""The training loop: open or resume a run, train to the horizon, save at token marks, roll back from loss spikes."""
 
 import contextlib
 import functools
@@ -31,20 +31,21 @@ from pma_jax.training.step_records import StepRecords
 
 
 def train(config: Config, workdir: epath.PathLike) -> Run:
-    """Train to the horizon, resuming from the newest state in `workdir`; return at once if that is the horizon's.
+    """Train a run to its horizon (`training.total_tokens`), from the newest state in `workdir` if there is one.
 
-    With `spikes.attempts`, rolls back to before a spike that does not recover, and resumes from there.
+    Returns immediately if the run has reached its horizon. With `spikes.attempts`, training rolls back to before a loss
+    spike that does not recover, and resumes from there.
 
     Args:
-        config: Of the run.
-        workdir: The run directory; it is created if there is none.
+        config: The run's configuration.
+        workdir: The run directory; it is created if it does not exist.
 
     Raises:
-        ValueError: `workdir` holds a run with another configuration (naming the keys that differ), the data cannot be
-            read, or a spike is still there after `spikes.attempts` rollbacks.
-        Stopped: SIGTERM or SIGINT; a state was saved.
+        ValueError: `workdir` contains a run with another configuration (the message names the keys that differ), the
+            data cannot be read, or a spike recurs after `spikes.attempts` rollbacks.
+        Stopped: SIGTERM or SIGINT was received. If a step was done, a state was saved.
     """
-    check_bucket(workdir)  # before the hours that data may take
+    check_bucket(workdir)  # now, because preparing the data may take hours
     rollback.check_recipe(config)
     tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
     shards.check_tokens_match_model(tokens, config.model)
@@ -64,10 +65,10 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
 
 
 class _Session(NamedTuple):
-    """What the loop uses between two starts of a run."""
+    """The objects that the loop uses until the run ends or rolls back."""
 
     batches: Iterator[np.ndarray]  # this process's rows of each global batch
-    rate: Callable[[int], float]  # tokens at the end of a step -> its learning rate
+    learning_rate: Callable[[int], float]  # maps the tokens at the end of a step to its learning rate
     train_step: Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]
     records: StepRecords
     periodic: PeriodicActions
@@ -76,51 +77,51 @@ class _Session(NamedTuple):
 def _train_to_horizon_or_spike(
     run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, request: StopRequest, messages: list[str]
 ) -> bool:
-    """Train to the horizon (True), or to an irrecoverable spike, from which the next call rolls back (False)."""
+    """Train; return True at the horizon, or False after an irrecoverable spike, from which the next call rolls back."""
     config, newest, spike = run.config, run.newest_resumable_state, None
     if newest and config.is_run_complete(newest.tokens) and not rollback.is_pending(run):
         resume.apply_retention(run)
         return True
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
-        state, progress, session = _open(run, tokens, mesh, messages, stack)
+        state, progress, session = _start_session(run, tokens, mesh, messages, stack)
         if hosts.is_stop_requested(request, progress.step):
-            raise _stopped(request, None)
-        # A step is dispatched before the metrics of the one before are fetched.
+            raise _make_stopped(request, None)
+        # Each step is dispatched before the metrics of the previous step are fetched.
         while not config.is_run_complete(progress.tokens):
             progress = progress.after_step(config)
-            rate = session.rate(progress.tokens)
+            rate = session.learning_rate(progress.tokens)
             state, metrics = session.train_step(state, put_batch(mesh, next(session.batches)), rate)
             state = update_block_mean(config, state, progress.tokens)
             spike = session.records.add(progress, rate, metrics, state.params)
             stopping = not config.is_run_complete(progress.tokens) and hosts.is_stop_requested(request, progress.step)
             if stopping or config.is_snapshot_due(progress.tokens) or config.is_state_due(progress.tokens):
-                # Before anything is saved of a model that diverged.
+                # Detect a spike before saving, so that no diverged model is saved.
                 spike = spike or session.records.flush(state.params)
             if spike:
                 break
             with session.records.paused():
                 state = session.periodic.save_if_due(state, progress, stopping)
             if stopping:
-                raise _stopped(request, progress)
-    if spike:  # only now are the writers closed, and every snapshot from before the spike published
+                raise _make_stopped(request, progress)
+    if spike:  # The writers are closed now, so every snapshot from before the spike is published.
         rollback.begin(run, spike, state, progress, mesh)
     return spike is None
 
 
-def _open(
+def _start_session(
     run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, messages: list[str], stack: contextlib.ExitStack
 ) -> tuple[TrainState, Progress, _Session]:
-    """Restore the newest intact state, or make the first one, and open the log, the writers and the data."""
+    """Restore the newest intact state, or initialise one, and open the log, the writers and the data."""
     config, abstract, graph = run.config, abstract_state(run.config, mesh), graph_definition(run.config.model)
     resume.clean_up(run, messages.append)
-    finished = rollback.finish(run)
+    rollbacks = rollback.finish(run)
     state, progress = initial_state.restore_or_initialize(run, abstract, messages.append)
 
     log = stack.enter_context(MetricsLog(run, progress.tokens, is_writer=hosts.is_first_process()))
     periodic = PeriodicActions(run, graph, held_out_batches(tokens, config, mesh), log, stack)
     stack.enter_context(hosts.exit_on_error())
-    for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, finished)]:
+    for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, rollbacks)]:
         log.print(message)
     periodic.load_preview_window(progress.tokens, abstract.params)
     rows = local_rows(mesh, config.training.batch_size_sequences)
@@ -140,10 +141,10 @@ def _describe_start(config: Config, state: TrainState, progress: Progress) -> st
     return f"{size:.3f}M parameters on {devices}, {verb} {config.training.total_tokens:,} tokens"
 
 
-def _stopped(request: StopRequest, progress: Progress | None) -> Stopped:
-    """Return the exception to raise at a stop; `progress` is the state's that is being saved, None if there is none."""
-    by = request.name or "a preemption"
-    done = (
+def _make_stopped(request: StopRequest, progress: Progress | None) -> Stopped:
+    """Create the exception for a stop; `progress` is that of the saved state, or None if no step was done."""
+    cause = request.name or "a preemption"
+    saved = (
         f"the state at step {progress.step:,} ({progress.tokens:,} tokens) is saved" if progress else "no step was done"
     )
-    return Stopped(request.signal or 15, f"stopped by {by}: {done}; repeat the command to continue from there")
+    return Stopped(request.signal or 15, f"stopped by {cause}: {saved}; repeat the command to continue from there")

@@ -1,12 +1,13 @@
-"""Opening a run for training and resuming it: corrupt steps are set aside and reported before anything is trained.
+"""Open and resume a run for training; corrupt snapshots and states are reported and set aside (moved) first.
 
-    RUN/damaged/<folder>-<step>.<n>      what was set aside; nothing reads it, delete it once you have looked at it
+    RUN/damaged/<folder>-<step>.<n>      a corrupt step; pma_jax never reads it, so delete it after inspection
 
-A step is intact if its metadata match their digest, and every leaf the digest with which it was saved. Steps without a
-commit marker (the process was killed while it wrote or removed them) never existed, and are removed.
+A step is intact if its metadata and all its leaves match the digests that were saved with them. Steps without a commit
+marker (the process was killed while it wrote or removed them) are incomplete and are removed.
 """
 
 import importlib.metadata
+import itertools
 import platform
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,11 +27,11 @@ from pma_jax.runtime import hosts
 T = TypeVar("T")
 
 DAMAGED = "damaged"
-Warn = Callable[[str], None]
+Warn = Callable[[str], None]  # reports one line to the user
 
 
 def run_metadata(tokens: TokenSet, config: Config) -> dict[str, Any]:
-    """Return the contents of run.json: digests of the corpus and of the held-out tokens, and versions."""
+    """Return the contents of run.json: digests of the corpus and of the held-out tokens, and versions of packages."""
     packages = ("pma-jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
     return {"corpus": tokens.digest, "evaluation": held_out_digest(tokens, config), "versions": versions}
@@ -40,7 +41,8 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
     """Open the run in `workdir`, or create it.
 
     Raises:
-        ValueError: It holds a run with another configuration (naming the keys that differ) or another corpus.
+        ValueError: `workdir` contains a run with another configuration (the message names the keys that differ) or
+            another corpus.
     """
     if not is_run(workdir):
         return create_run(workdir, config, metadata)
@@ -49,18 +51,18 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
     if changed:
         raise ValueError(
             f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "
-            "give its own configuration to resume it, another --workdir, or `pma fork` to change course"
+            "use its configuration to resume it, choose another --workdir, or change keys with `pma fork`"
         )
     if run.metadata["corpus"] != metadata["corpus"]:
         raise ValueError(
             f"the corpus has changed since {workdir} was started ({run.metadata['corpus']} -> {metadata['corpus']}): "
-            "bring the old text back to resume, or choose another --workdir"
+            "restore the old text to resume, or choose another --workdir"
         )
     return run
 
 
 def clean_up(run: Run, warn: Warn) -> None:
-    """Remove steps without a commit marker, and set aside those with corrupt metadata; process 0 does both."""
+    """Remove the steps without a commit marker and set aside those with corrupt metadata, in process 0."""
     if hosts.is_first_process():
         for name, (read, _) in STEP_FOLDERS.items():
             _remove_unpublished(run.path / name)
@@ -73,7 +75,10 @@ def clean_up(run: Run, warn: Warn) -> None:
 
 
 def apply_retention(run: Run) -> None:
-    """Remove what a run that was killed at its horizon had still to remove; corrupt steps stay. Process 0 does it."""
+    """Remove, in process 0, the steps that retention would have removed from a run that was killed at its horizon.
+
+    Corrupt steps are kept.
+    """
     if hosts.is_first_process():
         for name, (_, retention) in STEP_FOLDERS.items():
             saved = run.read_steps(name, skip_corrupt=True)
@@ -85,56 +90,56 @@ def apply_retention(run: Run) -> None:
 
 
 def restore_newest_intact_state(run: Run, abstract: Any, warn: Warn) -> tuple[SavedState | None, Any]:
-    """Restore the newest intact state; all processes choose the same.
+    """Restore the newest intact state, the same in all processes.
 
     Args:
         run: The run to resume.
         abstract: Shapes, dtypes and shardings of the state.
-        warn: Takes a line about each corrupt state, which is set aside.
+        warn: Called with a line about each newer, corrupt state; these states are set aside.
 
     Returns:
         The state's metadata and its arrays; (None, None) if the run has no state yet.
 
     Raises:
-        ValueError: The run has states, and all are corrupt: the user decides whether to start over.
+        ValueError: The run has states, and all are corrupt. The user must decide whether to start over.
     """
-    corrupt: list[tuple[SavedState, str]] = []
+    corrupt: list[tuple[SavedState, str]] = []  # with error messages
     for saved in run.resumable_states:
-        state, error = _restore(lambda saved=saved: states.restore_state(saved, abstract))
+        state, error = _restore_in_all(lambda saved=saved: states.restore_state(saved, abstract))
         if error:
             corrupt.append((saved, error))
             continue
-        for other, why in corrupt:
-            _set_aside(run, other.path, why, warn)
+        for other, message in corrupt:
+            _set_aside(run, other.path, message, warn)
         return saved, state
-    lost = [p.name for p in (run.path / DAMAGED).iterdir()] if (run.path / DAMAGED).exists() else []
-    if corrupt or "forked_from" in run.metadata or any(name.startswith(STATES) for name in lost):
-        why = f" ({corrupt[0][1]})" if corrupt else ""
+    damaged = run.path / DAMAGED
+    had_states = damaged.exists() and any(path.name.startswith(STATES) for path in damaged.iterdir())
+    if corrupt or had_states or "forked_from" in run.metadata:
+        reason = f" ({corrupt[0][1]})" if corrupt else ""
         raise ValueError(
-            f"no state of {run.path} is intact{why}: bring one back to {run.path / STATES}, or remove the "
-            "run to start over"
+            f"no state of {run.path} is intact{reason}: copy one from a backup to {run.path / STATES}, or remove "
+            "the run to start over"
         )
     return None, None
 
 
 def restore_or_set_aside(run: Run, snapshot: Snapshot, abstract: Any, warn: Warn) -> Any:
-    """Restore a snapshot's parameters; return None, in all processes, and set it aside where it is corrupt."""
-    params, error = _restore(lambda: snapshots.restore_params(snapshot, abstract))
+    """Restore a snapshot's parameters. If it is corrupt, set it aside and return None in all processes."""
+    params, error = _restore_in_all(lambda: snapshots.restore_params(snapshot, abstract))
     if error:
         _set_aside(run, snapshot.path, error, warn)
     return params
 
 
-def _restore(restore: Callable[[], T]) -> tuple[T | None, str]:
-    """Return (what `restore` returns, ""), or (None, the first process's error) if it fails in any process."""
+def _restore_in_all(restore: Callable[[], T]) -> tuple[T | None, str]:
+    """Return (result of `restore`, ""), or (None, the first error message) if it raises ValueError in any process."""
     restored, error = None, ""
     try:
         restored = restore()
     except ValueError as raised:
         error = str(raised)
-    errors = [
-        line for line in hosts.all_gather_text(error) if line
-    ]  # and after this no process reads what may be moved
+    # After this gather no process is still reading, so the caller may move the files.
+    errors = [line for line in hosts.all_gather_text(error) if line]
     return (None, errors[0]) if errors else (restored, "")
 
 
@@ -143,14 +148,11 @@ def _remove_unpublished(folder: epath.Path) -> None:
         path.rmtree()
 
 
-def _set_aside(run: Run, path: epath.Path, why: str, warn: Warn) -> None:
-    """Report a corrupt step and move it to RUN/damaged, so that it is written anew; process 0 does."""
-    warn(f"passed over: {why}")
+def _set_aside(run: Run, path: epath.Path, error: str, warn: Warn) -> None:
+    """Report a corrupt step, and move it to RUN/damaged in process 0, so that training writes it again."""
+    warn(f"skipped: {error}")
     if not hosts.is_first_process():
         return
-    folder = run.path / DAMAGED
-    folder.mkdir(exist_ok=True)
-    name = f"{path.parent.name}-{path.name}"
-    taken = {p.name for p in folder.iterdir()}
-    number = next(n for n in range(len(taken) + 1) if f"{name}.{n}" not in taken)
-    path.rename(folder / f"{name}.{number}")
+    (run.path / DAMAGED).mkdir(exist_ok=True)
+    targets = (run.path / DAMAGED / f"{path.parent.name}-{path.name}.{n}" for n in itertools.count())
+    path.rename(next(target for target in targets if not target.exists()))

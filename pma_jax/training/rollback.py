@@ -1,16 +1,17 @@
-"""Rolling back from an irrecoverable loss spike to the merge of the snapshots from before it (PMA-init).
+"""Roll back from an irrecoverable loss spike to the merge of the snapshots from before the spike (PMA-init).
 
-After PMA (arXiv 2505.12082), Section 4.5 and Figure 7. The steps, in this order; each is atomic or can be repeated:
+Follows PMA (arXiv 2505.12082), Section 4.5 and Figure 7. These operations are done in this order; each is atomic or can
+be repeated:
 
     RUN/spikes/<k>/held/        write the training state to continue from: the merged model, an optimizer, the detector
-    RUN/spikes/<k>/event.json   write the evidence and the decision: from here on the run rolls back, killed or not
-    RUN/spikes/<k>/…            move the snapshots, states and records past the rollback point here
-    RUN/states/<step>/          copy the held state, as a fork copies its parent's
+    RUN/spikes/<k>/event.json   write the spike and the decision; from now on the run rolls back, even if it is killed
+    RUN/spikes/<k>/…            move the snapshots, states and records after the rollback point here
+    RUN/states/<step>/          copy the held state here, as a fork copies its parent's
     RUN/spikes/<k>/event.json   set "done": true, and remove the held state
 
 A rollback is a fork in the run's own directory: the run resumes from the copied state, at the tokens and steps of the
-newest merged snapshot. The data continues from there too, or, with `spikes.skip_data`, after the last batch of the
-spike.
+newest merged snapshot. The data also continue from there or, with `spikes.skip_data`, after the batch at which the
+spike was declared irrecoverable.
 """
 
 import dataclasses
@@ -48,39 +49,39 @@ def check_recipe(config: Config) -> None:
 
 
 def events(run: Run) -> list[Event]:
-    """Return the run's rollbacks, oldest first; the newest may be unfinished."""
+    """Read the events of the run's rollbacks, oldest first; the newest may be unfinished."""
     paths = [folder / EVENT for folder in steps.numbered(run.path / FOLDER)]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def is_pending(run: Run) -> bool:
-    """Return whether a rollback was begun and is not finished."""
+    """Return whether the newest rollback has begun and is not finished."""
     return any(not event["done"] for event in events(run)[-1:])
 
 
 def begin(run: Run, spike: Record, state: TrainState, progress: Progress, mesh: jax.sharding.Mesh) -> None:
-    """Write the state to continue from, then the event: from then on the run rolls back, even if it is killed.
+    """Write the state to continue from, then event.json; from then on the run rolls back, even if it is killed.
 
     Args:
-        run: The run; its writers must be closed, so that every snapshot from before the spike is published.
-        spike: The spike's record.
-        state: The newest state; its parameters are deleted, to make room for the merge.
-        progress: Of that state.
-        mesh: Of the state.
+        run: The run. Its writers must be closed, so that every snapshot from before the spike is published.
+        spike: The metrics record of the spike.
+        state: The newest state. Its parameters are deleted, to free device memory for the merge.
+        progress: The progress of `state`.
+        mesh: The mesh of `state`.
 
     Raises:
-        ValueError: The attempts are used up, or there is no snapshot from before the spike.
+        ValueError: `spikes.attempts` rollbacks were made, or there is no snapshot from before the spike.
     """
-    config, keys, past = run.config, run.config.spikes, events(run)
-    attempt, merged = _choose_snapshots(run, spike, past)
+    config, keys, previous = run.config, run.config.spikes, events(run)
+    attempt, merged = _choose_snapshots(run, spike, previous)
     newest = merged[-1]
     declared_position = progress.position - (progress.step - spike["step"]) * config.training.batch_size_sequences
-    same_data = _position_at(config, past, newest.step, spike["step"], declared_position)
+    newest_position = _position_at(config, previous, newest.step, spike["step"], declared_position)
     before = [s for s in run.states if s.tokens < spike["onset_tokens"]]
     nearest = min(before, key=lambda s: abs(s.tokens - newest.tokens), default=None)
     is_kept = keys.optimizer == "keep" and not integrity.non_finite_leaves(state.optimizer)
     is_reset = not is_kept and (keys.optimizer != "restore" or nearest is None)
-    number = past[-1]["number"] + 1 if past else 1
+    number = previous[-1]["number"] + 1 if previous else 1
     event = {
         "number": number,
         "attempt": attempt,
@@ -90,24 +91,25 @@ def begin(run: Run, spike: Record, state: TrainState, progress: Progress, mesh: 
         "coefficients": coefficients(keys.recipe, [s.tokens for s in merged]).tolist(),
         "tokens": newest.tokens,
         "step": newest.step,
-        "position_there": same_data,
-        "position": declared_position if keys.skip_data else same_data,
+        "position_there": newest_position,
+        "position": declared_position if keys.skip_data else newest_position,
         "optimizer": "reset" if is_reset else keys.optimizer,
         "optimizer_step": nearest.step if nearest else None,
-        # By name: a process that finishes another's rollback must tell these from what the other wrote afterwards.
-        "aside": {name: _steps_past(run, name, newest.step) for name in STEP_FOLDERS},
+        # Listed now, so that a process that finishes this rollback for a killed one does not move steps written later.
+        "aside": {name: _steps_after(run, name, newest.step) for name in STEP_FOLDERS},
         "done": False,
     }
-    with jax.set_mesh(mesh), _held(run, event).writer(STATES) as writer:
+    with jax.set_mesh(mesh), _held_run(run, event).writer(STATES) as writer:
         merged_state = _merged_state(run, event, state, mesh)
         states.save_state(writer, merged_state, Progress(event["step"], event["tokens"], event["position"]))
     _write_event(run, event)
 
 
 def finish(run: Run) -> list[Event]:
-    """Carry out the rollback that is pending, if one is; return its event in a list, which is empty otherwise.
+    """Finish the pending rollback, of which a killed process may have done a part. Call it before restoring a state.
 
-    A process that died may have done a part of it. Call it before the newest state is chosen.
+    Returns:
+        A list with the event of the rollback; empty if none was pending.
     """
     if not is_pending(run):
         return []
@@ -116,15 +118,15 @@ def finish(run: Run) -> list[Event]:
     if hosts.is_first_process():
         _set_aside_steps(run, event)
         _set_aside_records(run, done)
-        states.copy_state(state_at(_held(run, event), event["tokens"]), run.path)
+        states.copy_state(state_at(_held_run(run, event), event["tokens"]), run.path)
     _write_event(run, done)
     if hosts.is_first_process():
-        _held(run, event).path.rmtree()
+        _held_run(run, event).path.rmtree()
     return [done]
 
 
 def describe(event: Event) -> str:
-    """Return one line about a finished rollback."""
+    """Format a finished rollback as one line of text."""
     merged, spike = event["merged"], event["spike"]
     data = "on the same data" if event["position"] == event["position_there"] else "skipping its data"
     return (
@@ -133,54 +135,54 @@ def describe(event: Event) -> str:
     )
 
 
-def _choose_snapshots(run: Run, spike: Record, past: list[Event]) -> tuple[int, list[Snapshot]]:
-    """Return the number of this attempt and the snapshots to merge, oldest first."""
+def _choose_snapshots(run: Run, spike: Record, previous: list[Event]) -> tuple[int, list[Snapshot]]:
+    """Return the number of this attempt, from 1, and the snapshots to merge, oldest first."""
     keys = run.config.spikes
-    seen = f"the loss spike that began at {spike['onset_tokens']:,} tokens did not recover"
-    again = past and spike["onset_tokens"] <= past[-1]["spike"]["tokens"] + keys.patience_tokens
-    attempt = past[-1]["attempt"] + 1 if again else 1
+    problem = f"the loss spike that began at {spike['onset_tokens']:,} tokens did not recover"
+    recurs = previous and spike["onset_tokens"] <= previous[-1]["spike"]["tokens"] + keys.patience_tokens
+    attempt = previous[-1]["attempt"] + 1 if recurs else 1
     if attempt > keys.attempts:
         raise ValueError(
-            f"{seen}, after {keys.attempts} rollbacks: `pma fork` from a state before it with a lower "
-            "schedule.peak_rate, or raise spikes.attempts in a fork"
+            f"{problem} after {keys.attempts} rollbacks: use `pma fork` from a state before it with a lower "
+            "schedule.peak_rate or more spikes.attempts"
         )
     before = [s for s in run.snapshots if s.tokens < spike["onset_tokens"]]
-    # A retry from the same snapshots would repeat the run bit for bit: each leaves out one more.
+    # A retry from the same snapshots would repeat the run bit for bit, so each attempt omits one more snapshot.
     merged = before[: len(before) - (attempt - 1)][-keys.snapshots :]
     if not merged:
-        raise ValueError(f"{seen}, and no snapshot from before it is left to roll back to: `pma fork` from a state")
+        raise ValueError(f"{problem}, and there is no snapshot from before it to roll back to: `pma fork` from a state")
     return attempt, merged
 
 
-def _position_at(config: Config, past: list[Event], step: int, now: int, position: int) -> int:
-    """Return the sequences of data consumed at `step`, from the `position` at step `now`: each rollback moved it."""
-    for event in reversed(past):
+def _position_at(config: Config, previous: list[Event], step: int, later_step: int, later_position: int) -> int:
+    """Return the data position (in sequences) at `step`, given that of a later step and the previous rollbacks."""
+    for event in reversed(previous):
         if step > event["step"]:
             break
-        now, position = event["step"], event["position_there"]
-    return position - (now - step) * config.training.batch_size_sequences
+        later_step, later_position = event["step"], event["position_there"]
+    return later_position - (later_step - step) * config.training.batch_size_sequences
 
 
-def _steps_past(run: Run, folder: str, step: int) -> list[int]:
-    """Return the published steps in RUN/`folder` past `step`; for states also `step`, where the merged state goes."""
-    past = step - (folder == STATES)
-    return [int(path.name) for path in steps.published_steps(run.path / folder) if int(path.name) > past]
+def _steps_after(run: Run, folder: str, step: int) -> list[int]:
+    """List the published steps in RUN/`folder` after `step`; of states also `step`, which the merged state replaces."""
+    last_kept = step - (folder == STATES)
+    return [int(path.name) for path in steps.published_steps(run.path / folder) if int(path.name) > last_kept]
 
 
 def _set_aside_steps(run: Run, event: Event) -> None:
-    """Move the steps past the rollback point to the event's folder, except those that were moved already."""
-    for name, doomed in event["aside"].items():
-        for step in _steps_past(run, name, event["step"]):
+    """Move the steps after the rollback point that are not moved yet to the event's folder."""
+    for name, listed in event["aside"].items():
+        for step in _steps_after(run, name, event["step"]):
             path, target = run.path / name / str(step), _folder(run, event) / name / str(step)
-            if step in doomed and not target.exists():
+            if step in listed and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.rename(target)
             else:
-                path.rmtree()  # the merged state, written by a process that died before the event was done
+                path.rmtree()  # the merged state, copied by a process that was killed before it set "done"
 
 
 def _set_aside_records(run: Run, event: Event) -> None:
-    """Move the records past the rollback point to the event's folder, and add the rollback's to the metrics."""
+    """Move the records after the rollback point to the event's folder, and add the rollback to metrics.jsonl."""
     for name in ("metrics.jsonl", "watch.jsonl"):
         path, target = run.path / name, _folder(run, event) / name
         records = read_metric_records(path)
@@ -195,7 +197,7 @@ def _set_aside_records(run: Run, event: Event) -> None:
 
 
 def _merged_state(run: Run, event: Event, state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
-    """Return `state` with the merge as its parameters, and with the optimizer that the event names."""
+    """Return `state` with the merge as its parameters, and the optimizer moments that the event specifies."""
     assert state.detector is not None
     jax.tree.map(lambda leaf: leaf.delete(), state.params)
     params = average([read_snapshot(run.path / m["path"]) for m in event["merged"]], event["coefficients"], mesh)
@@ -209,8 +211,8 @@ def _merged_state(run: Run, event: Event, state: TrainState, mesh: jax.sharding.
     return branch_state(run.config, state, params, step=step, optimizer=optimizer, detector=detector)
 
 
-def _held(run: Run, event: Event) -> Run:
-    """Return the place of the held state, laid out as a run of its own."""
+def _held_run(run: Run, event: Event) -> Run:
+    """Return the directory of the held state as a `Run`, which has the same layout."""
     return dataclasses.replace(run, path=_folder(run, event) / HELD)
 
 

@@ -70,7 +70,7 @@ def test_corrupt_state_is_skipped_and_reported(finished, copy, damage, capsys):
     shutil.rmtree(states / "24")
     DAMAGES[damage](states / "16")
     run = train(copy.config, copy.path)
-    reports = [line for line in read_stderr(capsys).splitlines() if line.startswith("passed over: ")]
+    reports = [line for line in read_stderr(capsys).splitlines() if line.startswith("skipped: ")]
     assert len(reports) == 1 and str(states / "16") in reports[0]
     assert [s.step for s in run.states] == [8, 16, 24], "the corrupt state was written again"
     assert [p.name for p in Path(run.path / "damaged").iterdir()] == ["states-16.0"]
@@ -100,7 +100,7 @@ def test_corrupt_snapshots_are_written_again_when_the_run_reaches_them(finished,
     flip(array_file(copy.path / "snapshots" / "20"))
     (copy.path / "snapshots" / "24" / "_CHECKPOINT_METADATA").unlink()
     run = train(copy.config, copy.path)
-    assert read_stderr(capsys).count("passed over: ") == 2
+    assert read_stderr(capsys).count("skipped: ") == 2
     assert verify(run.path) == [] and tiny.numbers(run) == tiny.numbers(finished)
     for a, e in zip(run.snapshots, finished.snapshots, strict=True):
         tiny.assert_equal(tiny.read(a), tiny.read(e))
