@@ -11,15 +11,7 @@ import re
 
 import numpy as np
 
-from pma_jax.planning.hlo import (
-    CALLS,
-    HloArray,
-    Instruction,
-    Program,
-    computation_name,
-    executed_instructions,
-    result_arrays,
-)
+from pma_jax.planning.hlo import CALL_OPCODES, HloArray, Instruction, Program, operand_arrays, walk_instructions
 
 COLLECTIVES = (
     "all-gather",
@@ -32,7 +24,7 @@ COLLECTIVES = (
 )
 # Instructions without memory traffic of their own. The bodies of loops and calls are counted separately.
 FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
-FREE += ("optimization-barrier", "add-dependency", "while", "domain", "iota", *CALLS)
+FREE += ("optimization-barrier", "add-dependency", "while", "domain", "iota", *CALL_OPCODES)
 FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
 
 
@@ -59,22 +51,22 @@ def collectives(program: Program) -> list[Collective]:
     XLA for TPU may split an asynchronous collective into several fusions with one channel ID; these count once.
     """
     executed, seen_channels, visited = [], set(), set()
-    for caller, name, instruction, times in executed_instructions(program):
+    for scope, name, instruction, times in walk_instructions(program):
         visited.add(name)
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
-        if name != caller:  # inside a fusion
-            channel = (caller, kind, instruction.attribute("channel_id"))
+        if name != scope:  # inside a fusion
+            channel = (scope, kind, instruction.attribute("channel_id"))
             if channel in seen_channels:
                 continue
             seen_channels.add(channel)
         computation = program.computations[name]
         operand_bytes = sum(
-            array.bytes for source in instruction.operands for array in result_arrays(computation, source)
+            array.bytes for source in instruction.operands for array in operand_arrays(computation, source)
         )
         group = _group_devices(instruction, program.devices)
-        if kind == "all-reduce" and name != caller and _is_only_sliced(computation, instruction.name):
+        if kind == "all-reduce" and name != scope and _is_only_sliced(computation, instruction.name):
             kind = "reduce-scatter"  # XLA for TPU writes it as a sum of which each device keeps a slice
         if times:
             payload = operand_bytes * group if kind == "all-gather" else operand_bytes
@@ -90,20 +82,20 @@ def inter_slice_sent_bytes(program: Program) -> int:
     On TPU the hosts transfer and reduce them (Megascale). On other platforms the result is 0.
     """
     total = 0
-    for _, name, instruction, times in executed_instructions(program):
+    for _, name, instruction, times in walk_instructions(program):
         if instruction.opcode == "send" and "megascale" in instruction.attributes:
             computation = program.computations[name]
-            total += times * sum(array.bytes for array in result_arrays(computation, instruction.operands[0]))
+            total += times * sum(array.bytes for array in operand_arrays(computation, instruction.operands[0]))
     return total
 
 
 def matmul_flops(program: Program) -> int:
     """Return the FLOPs of all matmuls, 2 per multiply-add. Custom kernels and element-wise operations do not count."""
     total = 0
-    for _, name, instruction, times in executed_instructions(program):
+    for _, name, instruction, times in walk_instructions(program):
         computation = program.computations[name]
         if instruction.opcode == "dot":
-            lhs = result_arrays(computation, instruction.operands[0])[0]
+            lhs = operand_arrays(computation, instruction.operands[0])[0]
             dims = [int(d) for d in (instruction.attribute("lhs_contracting_dims") or "").split(",") if d]
             total += times * 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[d] for d in dims)
         elif instruction.opcode == "convolution":
@@ -122,7 +114,7 @@ class KernelCounts:
 def count_kernels(program: Program) -> KernelCounts:
     """Sum the FLOPs that the custom kernels of a program declare, and count those that declare none."""
     declared, undeclared = 0, 0
-    for _, _, instruction, times in executed_instructions(program):
+    for _, _, instruction, times in walk_instructions(program):
         if instruction.opcode == "custom-call" and times:
             flops = _declared_flops(instruction)
             declared += times * (flops or 0)
@@ -137,8 +129,8 @@ def memory_traffic_bytes(program: Program) -> int:
     elements that it touches, not its complete operand.
     """
     total = 0
-    for caller, name, instruction, times in executed_instructions(program):
-        if name == caller:
+    for scope, name, instruction, times in walk_instructions(program):
+        if name == scope:
             total += times * _instruction_traffic(program, program.computations[name], instruction)
     return total
 
@@ -193,7 +185,7 @@ def _convolution_flops(computation: dict[str, Instruction], convolution: Instruc
 
     XLA for TPU writes batched matmuls as convolutions with dilated windows.
     """
-    image, kernel = (result_arrays(computation, name)[0] for name in convolution.operands[:2])
+    image, kernel = (operand_arrays(computation, name)[0] for name in convolution.operands[:2])
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     assert labels, convolution
     result = convolution.arrays[0].dims
@@ -231,18 +223,18 @@ def _instruction_traffic(program: Program, computation: dict[str, Instruction], 
     ):
         return 0
     if opcode == "fusion":
-        fused = program.computations[computation_name(instruction.attribute("calls"))]
+        fused = program.computations[instruction.callees("calls")[0]]
         return _fusion_traffic(fused, computation, instruction)
     written = instruction.arrays
     if opcode.endswith("-start"):  # the result tuple starts with the operands
         written = written[len(instruction.operands) :]
     if opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
-        is_read = any(array.in_main_memory for array in result_arrays(computation, instruction.operands[0]))
+        is_read = any(array.in_main_memory for array in operand_arrays(computation, instruction.operands[0]))
         return _memory_bytes(written[:1]) + sum(array.bytes for array in written[:1] if is_read)
     if opcode in ("dynamic-update-slice", "scatter"):
         update = instruction.operands[1 if opcode == "dynamic-update-slice" else -1]
-        return 2 * _memory_bytes(result_arrays(computation, update))
-    read = [result_arrays(computation, name) for name in instruction.operands]
+        return 2 * _memory_bytes(operand_arrays(computation, update))
+    read = [operand_arrays(computation, name) for name in instruction.operands]
     return sum(map(_memory_bytes, [written, *read]))
 
 
@@ -255,7 +247,7 @@ def _fusion_traffic(fused: dict[str, Instruction], computation: dict[str, Instru
     for parameter in fused.values():
         if parameter.opcode != "parameter":
             continue
-        operand = result_arrays(computation, fusion.operands[int(parameter.operands[0])])
+        operand = operand_arrays(computation, fusion.operands[int(parameter.operands[0])])
         if not _memory_bytes(operand):
             continue
         sliced = _sliced_bytes(fused, parameter.name)
@@ -268,7 +260,7 @@ def _fusion_traffic(fused: dict[str, Instruction], computation: dict[str, Instru
         if not array.in_main_memory or result is None or result.opcode == "parameter":  # passed through
             continue
         is_update = result.opcode == "dynamic-update-slice"
-        total += sum(a.bytes for a in result_arrays(fused, result.operands[1])) if is_update else array.bytes
+        total += sum(a.bytes for a in operand_arrays(fused, result.operands[1])) if is_update else array.bytes
     return total
 
 

@@ -5,24 +5,25 @@ import functools
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
-CALLS = ("call", "call-start", "async-start", "conditional")
-BITS = {"pred": 8, "token": 0, "opaque": 0}  # other names contain their width: f32, bf16, s4, c64, f8e4m3fn
+CALL_OPCODES = ("call", "call-start", "async-start", "conditional")
+BITS_BY_DTYPE = {"pred": 8, "token": 0, "opaque": 0}  # other names contain their width: f32, bf16, s4, c64, f8e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
 class HloArray:
-    """The dtype and dims of an array; `in_main_memory` is false in an on-chip memory space (VMEM, SMEM)."""
+    """The shape of one array."""
 
     dtype: str
     dims: tuple[int, ...]
-    in_main_memory: bool
+    in_main_memory: bool  # false in every memory space but the default (HBM), for example in VMEM and SMEM
 
     @property
     def bytes(self) -> int:
         """Size in bytes, without the padding of the layout."""
-        if self.dtype in BITS:
-            return math.prod(self.dims) * BITS[self.dtype] // 8
+        if self.dtype in BITS_BY_DTYPE:
+            return math.prod(self.dims) * BITS_BY_DTYPE[self.dtype] // 8
         width = re.search(r"\d+", self.dtype)
         assert width, self.dtype
         return math.prod(self.dims) * int(width[0]) // 8
@@ -38,6 +39,10 @@ class Instruction:
     operands: tuple[str, ...]  # names; the value of a constant, or the number of a parameter
     attributes: str
     is_root: bool
+
+    def callees(self, *keys: str) -> list[str]:
+        """Return the names of the computations in the attributes `keys`, without `%`; absent attributes have none."""
+        return re.findall(r"[\w.\-]+", " ".join(self.attribute(key) or "" for key in keys))
 
     def attribute(self, key: str) -> str | None:
         """Return the value of `key=value` up to the next comma, or the content of its braces; None if it is absent."""
@@ -55,11 +60,11 @@ class Program:
     text: str
 
     @property
-    def aliased_outputs(self) -> int:
+    def aliased_output_count(self) -> int:
         """Number of outputs that reuse the memory of an argument."""
         header = self.text.partition("\n")[0]
         start = header.find("input_output_alias={")
-        return 0 if start < 0 else len(re.findall(r"\((\d+), \{[^}]*\}", _until_closed(header[start:], "{", "}")))
+        return 0 if start < 0 else len(re.findall(r"\((\d+), \{[^}]*\}", _balanced_prefix(header[start:], "{", "}")))
 
 
 def parse_hlo(text: str) -> Program:
@@ -67,11 +72,11 @@ def parse_hlo(text: str) -> Program:
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
-        opened = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if opened:
-            current = computations[opened[2]] = {}
-            entry = opened[2] if opened[1] else entry
-        elif line == "}":  # longer lines close a multi-line attribute, such as that of a Pallas kernel
+        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+        if header:
+            current = computations[header[2]] = {}
+            entry = header[2] if header[1] else entry
+        elif line == "}":  # `}` followed by more text ends a multi-line attribute, such as a Pallas kernel's
             current = None
         elif current is not None:
             instruction = _parse_instruction(line)
@@ -83,9 +88,9 @@ def parse_hlo(text: str) -> Program:
 
 
 def loop_trip_counts(program: Program) -> list[int | None]:
-    """Return the trip count of each loop that runs, outer loops first; None where the text does not state it."""
-    whiles = [(caller, i) for caller, _, i, times in executed_instructions(program) if i.opcode == "while" and times]
-    return [_trip_count(program, caller, instruction) for caller, instruction in whiles]
+    """Return the trip count of each loop that runs, outer loops first; None where it is unknown."""
+    loops = [e for e in walk_instructions(program) if e.instruction.opcode == "while" and e.times]
+    return [_trip_count(program, loop.computation, loop.instruction) for loop in loops]
 
 
 # --- The text ---------------------------------------------------------------------------------------------------------
@@ -97,11 +102,11 @@ def _parse_instruction(line: str) -> Instruction | None:
     if match is None:
         return None
     rest = line[match.end() :]
-    shape = _until_closed(rest, "(", ")") if rest.startswith("(") else rest.partition(" ")[0]
-    called = rest[len(shape) :].lstrip()
-    opcode = called.partition("(")[0]
-    inside = _until_closed(called[len(opcode) :], "(", ")")
-    attributes = called[len(opcode) + len(inside) :]
+    shape = _balanced_prefix(rest, "(", ")") if rest.startswith("(") else rest.partition(" ")[0]
+    call = rest[len(shape) :].lstrip()
+    opcode = call.partition("(")[0]
+    inside = _balanced_prefix(call[len(opcode) :], "(", ")")
+    attributes = call[len(opcode) + len(inside) :]
     if opcode in ("constant", "parameter"):
         operands = (inside[1:-1],)
     else:
@@ -109,7 +114,7 @@ def _parse_instruction(line: str) -> Instruction | None:
     return Instruction(match[2], opcode, _parse_arrays(shape), operands, attributes, bool(match[1]))
 
 
-def _until_closed(text: str, opening: str, closing: str) -> str:
+def _balanced_prefix(text: str, opening: str, closing: str) -> str:
     """Return `text` up to the bracket that closes its first opening bracket."""
     depth = 0
     for bracket in re.finditer(rf"[{re.escape(opening)}{re.escape(closing)}]", text):
@@ -129,90 +134,85 @@ def _parse_arrays(text: str) -> tuple[HloArray, ...]:
     )
 
 
-def result_arrays(computation: dict[str, Instruction], name: str) -> tuple[HloArray, ...]:
-    """Return the result arrays of the instruction `name`, or () if the computation does not contain it."""
-    return computation[name].arrays if name in computation else ()
+def operand_arrays(computation: dict[str, Instruction], operand: str) -> tuple[HloArray, ...]:
+    """Return the arrays of an operand, given by name, or () if the computation contains no instruction of that name."""
+    return computation[operand].arrays if operand in computation else ()
 
 
 # --- Executed instructions and trip counts ----------------------------------------------------------------------------
 
 
-def executed_instructions(
-    program: Program, name: str | None = None, times: int = 1, caller: str | None = None
-) -> Iterator[tuple[str, str, Instruction, int]]:
-    """Yield each instruction that can run, with the number of times that it runs.
+class Execution(NamedTuple):
+    """An instruction of a program, and how often it runs."""
 
-    The shortest branch of a conditional counts as executed and the instructions of the others run 0 times, so that sums
-    are lower bounds. For example, the exchange of tokens between experts has further rounds in a branch that a balanced
-    router does not need.
+    scope: str  # the nearest enclosing computation that is not a fusion
+    computation: str  # the computation that contains the instruction
+    instruction: Instruction
+    times: int
 
-    Args:
-        program: The compiled program.
-        name: The computation to start from; the entry computation by default.
-        times: How often that computation runs.
-        caller: The computation that contains the fusion, if `name` is the computation of a fusion.
 
-    Yields:
-        (nearest enclosing computation that is not a fusion's, computation, instruction, times).
+def walk_instructions(program: Program) -> Iterator[Execution]:
+    """Yield every instruction that can be reached from the entry, with its execution count.
+
+    Counts are lower bounds: of a conditional, only the branch that executes the fewest instructions is counted (the
+    other branches are yielded with count 0), and a loop with an unknown trip count is counted once. For example, the
+    all-to-all between experts repeats in a branch that is skipped when the router is balanced.
     """
-    name = name or program.entry
-    caller = caller or name
-    for instruction in program.computations[name].values():
-        yield caller, name, instruction, times
+    return _walk(program, program.entry, program.entry, 1)
+
+
+def _walk(program: Program, scope: str, computation: str, times: int) -> Iterator[Execution]:
+    for instruction in program.computations[computation].values():
+        yield Execution(scope, computation, instruction, times)
         if instruction.opcode == "while":
-            body = computation_name(instruction.attribute("body"))
-            yield from executed_instructions(program, body, times * (_trip_count(program, name, instruction) or 1))
+            body, trips = instruction.callees("body")[0], _trip_count(program, computation, instruction)
+            yield from _walk(program, body, body, times * (trips or 1))
         elif instruction.opcode == "fusion":
-            yield from executed_instructions(program, computation_name(instruction.attribute("calls")), times, caller)
-        elif instruction.opcode in CALLS:
-            branches = instruction.attribute("branch_computations") or ""
-            keys = ("to_apply", "calls", "true_computation", "false_computation")
-            names = [*branches.split(","), *[instruction.attribute(key) or "" for key in keys]]
-            called = [callee for callee in map(computation_name, names) if callee]
-            shortest = min(called, key=lambda callee: _instruction_count(program, callee)) if len(called) > 1 else None
+            yield from _walk(program, scope, instruction.callees("calls")[0], times)
+        elif instruction.opcode in CALL_OPCODES:
+            keys = ("branch_computations", "to_apply", "calls", "true_computation", "false_computation")
+            called = instruction.callees(*keys)
+            shortest = min(called, key=lambda callee: _execution_count(program, callee)) if len(called) > 1 else None
             for callee in called:
-                yield from executed_instructions(program, callee, times if shortest in (None, callee) else 0)
+                yield from _walk(program, callee, callee, times if shortest in (None, callee) else 0)
 
 
-def _instruction_count(program: Program, name: str) -> int:
+def _execution_count(program: Program, computation: str) -> int:
     """Return the number of instructions that a computation executes."""
-    return sum(times for _, _, _, times in executed_instructions(program, name))
+    return sum(execution.times for execution in _walk(program, computation, computation, 1))
 
 
-def computation_name(name: str | None) -> str:
-    """Return the name of a computation as an attribute gives it, without whitespace and `%`."""
-    return (name or "").strip().lstrip("%")
+def _trip_count(program: Program, parent: str, loop: Instruction) -> int | None:
+    """Return the trip count of a loop in the computation `parent`.
 
-
-def _trip_count(program: Program, caller: str, loop: Instruction) -> int | None:
-    """Return the trip count that XLA states, or that of a loop `i < constant` whose `i` grows by a constant."""
+    It is the loop's `known_trip_count`, or derived from a constant start, step and limit; None if neither is possible.
+    """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known:
         return int(known[1])
-    condition = program.computations[computation_name(loop.attribute("condition"))]
+    condition, body = (program.computations[loop.callees(key)[0]] for key in ("condition", "body"))
     compare = next(i for i in condition.values() if i.is_root)
     if compare.opcode != "compare" or compare.attribute("direction") != "LT":
         return None
-    counter, limit = condition.get(compare.operands[0]), _constant(condition, compare.operands[1])
+    counter, limit = condition.get(compare.operands[0]), _constant_value(condition, compare.operands[1])
     if counter is None or counter.opcode != "get-tuple-element" or limit is None:
         return None
-    index, before = int(counter.attribute("index") or 0), program.computations[caller]
-    body = program.computations[computation_name(loop.attribute("body"))]
-    first = _constant(before, _tuple_element(before.get(loop.operands[0]), index))
-    after = body.get(_tuple_element(next(i for i in body.values() if i.is_root), index))
-    if first is None or after is None or after.opcode != "add":
+    index, before_loop = int(counter.attribute("index") or 0), program.computations[parent]
+    start = _constant_value(before_loop, _tuple_operand(before_loop.get(loop.operands[0]), index))
+    update = body.get(_tuple_operand(next(i for i in body.values() if i.is_root), index))
+    if start is None or update is None or update.opcode != "add":
         return None
-    steps = [step for step in (_constant(body, name) for name in after.operands) if step is not None]
-    # XLA for TPU unrolls the loops of collective matrix products by two: their counter grows by 2.
-    return max(-(-(limit - first) // steps[0]), 0) if len(steps) == 1 and steps[0] > 0 else None
+    steps = [step for step in (_constant_value(body, name) for name in update.operands) if step is not None]
+    # XLA:TPU unrolls collective-matmul loops by two, so their counter grows by 2.
+    return max(-(-(limit - start) // steps[0]), 0) if len(steps) == 1 and steps[0] > 0 else None
 
 
-def _tuple_element(instruction: Instruction | None, index: int) -> str:
+def _tuple_operand(instruction: Instruction | None, index: int) -> str:
     """Return the name of an element of a tuple, or "" if the instruction does not make a tuple."""
     return instruction.operands[index] if instruction is not None and instruction.opcode == "tuple" else ""
 
 
-def _constant(computation: dict[str, Instruction], name: str) -> int | None:
+def _constant_value(computation: dict[str, Instruction], name: str) -> int | None:
     """Return the value of a scalar that is a constant or a copy of one, else None."""
     scalar = computation.get(name)
     while scalar is not None and scalar.opcode == "copy":

@@ -1,4 +1,4 @@
-"""`pma plan`: the memory, FLOPs, step time and storage of one run on one topology, computed without its hardware."""
+"""`pma plan`: memory, FLOPs, step time and storage of a run on a topology, estimated without the hardware."""
 
 import dataclasses
 import importlib.metadata
@@ -33,15 +33,20 @@ def plan_run(
     Args:
         config: The run's configuration.
         topology: The devices, from `aot.tpu_topology`.
-        storage_bytes_per_second: Bandwidth of the storage, for all devices together.
-        annealing_share: Length of the annealing that merging replaces, as a share of the run's tokens.
+        storage_bytes_per_second: Aggregate storage bandwidth over all devices.
+        annealing_share: Tokens of the learning-rate annealing that merging would replace, as a fraction of the run's
+            tokens.
         log: Called with one line before each program is compiled.
 
     Returns:
-        Numbers that JSON can hold. A program fits in memory only where `compiled` is true, as the compiler reports.
+        A dict that can be written as JSON. `programs` has an entry for each of `train_step`, `evaluation_step` and
+        `merge`: `compiled` is false if the compiler reports that the program does not fit in device memory (`refusal`
+        is its message), and the entry then has no estimates of work and time. `training` and `annealing` have times
+        only if the train step compiled.
 
     Raises:
-        ValueError: A size does not divide over the mesh, or the mesh and the topology differ in the number of devices.
+        ValueError: A dimension is not divisible by its mesh axis, or the mesh and the topology have different numbers
+            of devices.
     """
     mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
     state = abstract_state(config, mesh)
@@ -51,7 +56,8 @@ def plan_run(
         report = aot.compile_program(lower, mesh)
         programs[name] = _program_numbers(report, topology.chip, _kernel_flops(config, mesh, name, report.program))
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
-    figures = dataclasses.asdict(topology.chip)
+    chip = dataclasses.asdict(topology.chip)
+    chip["devices"] = chip.pop("devices_per_chip")  # the key in the plans that users have
     leaves = jax.tree.leaves(state.params)
     return {
         "config_digest": configuration.digest(config),
@@ -62,7 +68,7 @@ def plan_run(
             "chips": topology.chip_count,
             "devices": len(topology.devices),
             "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices_per_chip,
-            "figures": {key: figures[key] for key in figures if key not in ("shapes", "config")},
+            "figures": {key: value for key, value in chip.items() if key not in ("shapes", "config")},
         },
         "mesh": dict(mesh.shape),
         "parameters": parameter_count(state.params),
@@ -92,8 +98,8 @@ def package_versions() -> dict[str, str]:
 def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, program: hlo.Program | None) -> float:
     """Estimate the FLOPs per device that a program needs in hand-written kernels.
 
-    Attention kernels declare no FLOPs: those that the model needs are counted, without recomputation. Experts' kernels
-    declare the product of all rows of their buffers: the share of rows that a balanced router fills is counted.
+    Attention kernels declare no FLOPs, so theirs are computed from the model, without rematerialization. Expert kernels
+    declare the FLOPs of a full buffer, which are scaled by the share of rows that a balanced router fills.
     """
     if program is None or name == "merge":
         return 0.0
@@ -110,62 +116,64 @@ def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, program: h
 
 
 def _filled_share(model: ModelConfig, tokens: int, devices: int) -> float:
-    """Compute the share of an exchange buffer's rows that are filled, with `tokens` on each of `devices`."""
+    """Return the share of an all-to-all buffer that a balanced router fills, with `tokens` on each of `devices`."""
     if not model.experts or devices == 1:
         return 1.0
-    even = tokens * model.experts_per_token / devices
-    return even / experts.rows_per_device_pair(tokens, model.experts_per_token, model.experts // devices, devices)
+    balanced = tokens * model.experts_per_token / devices
+    return balanced / experts.rows_per_device_pair(tokens, model.experts_per_token, model.experts // devices, devices)
 
 
 def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float) -> dict[str, Any]:
-    compiled = {
+    """Return the numbers of one program; only those of the compilation if it does not fit in memory."""
+    compilation = {
         "compiled": report.out_of_memory_message is None,
         "refusal": report.out_of_memory_message,
         "compile_seconds": report.seconds,
     }
     if report.program is None:
-        return compiled
-    kinds: dict[str, dict[str, float]] = {}
+        return compilation
+    collectives: dict[str, dict[str, float]] = {}
     for collective in counts.collectives(report.program):
-        total = kinds.setdefault(collective.kind, {"count": 0, "payload_bytes": 0, "sent_bytes": 0.0})
+        total = collectives.setdefault(collective.kind, {"count": 0, "payload_bytes": 0, "sent_bytes": 0.0})
         total["count"] += collective.executions
         total["payload_bytes"] += collective.executions * collective.payload_bytes
         total["sent_bytes"] += collective.executions * collective.sent_bytes_per_execution
-    bound = cost.roofline(report.program, chip, kernel_flops)
+    roofline = cost.roofline(report.program, chip, kernel_flops)
     kernels = counts.count_kernels(report.program)
-    return compiled | {
-        "memory": report.memory
-        | {"share_of_memory": report.memory["bytes"] / (chip.memory_bytes / chip.devices_per_chip)},
+    device_memory_bytes = chip.memory_bytes / chip.devices_per_chip
+    return compilation | {
+        "memory": report.memory | {"share_of_memory": report.memory["bytes"] / device_memory_bytes},
         "product_flops": counts.matmul_flops(report.program),
         "kernels": {"declared_flops": kernels.declared_flops, "silent": kernels.undeclared_kernels},
         "kernel_flops": kernel_flops,
         "bytes_moved": counts.memory_traffic_bytes(report.program),
         "cost_analysis_loops_once": report.costs,
         "loop_trips": hlo.loop_trip_counts(report.program),
-        "aliased_outputs": report.program.aliased_outputs,
-        "collectives": kinds,
+        "aliased_outputs": report.program.aliased_output_count,
+        "collectives": collectives,
         "slice_bytes": counts.inter_slice_sent_bytes(report.program),
-        "roofline": dataclasses.asdict(bound) | {"seconds": bound.seconds, "limit": bound.limit},
+        "roofline": dataclasses.asdict(roofline) | {"seconds": roofline.seconds, "limit": roofline.limit},
     }
 
 
 def _training_numbers(config: Config, topology: aot.Topology, step_seconds: float | None) -> dict[str, Any]:
+    """Return steps and FLOPs of the run, and bounds on its speed if the minimum time of a step is known."""
     length = config.training.sequence_length_tokens
     flops_per_token = cost.training_flops_per_token(config.model, length)
-    needed = flops_per_token * config.batch_tokens / len(topology.devices)
+    step_flops = flops_per_token * config.batch_tokens / len(topology.devices)
     numbers: dict[str, Any] = {
         "batch_tokens": config.batch_tokens,
         "steps": math.ceil(config.training.total_tokens / config.batch_tokens),
         "forward_flops_per_token": cost.forward_flops_per_token(config.model, length),
         "training_flops_per_token": flops_per_token,
-        "step_flops_per_device": needed,
+        "step_flops_per_device": step_flops,
     }
     if step_seconds is None:
         return numbers
     peak = topology.chip.flops_per_second / topology.chip.devices_per_chip
     return numbers | {
         "step_seconds_at_least": step_seconds,
-        "model_flops_utilization_at_most": needed / step_seconds / peak,
+        "model_flops_utilization_at_most": step_flops / step_seconds / peak,
         "tokens_per_day_at_most": config.batch_tokens * SECONDS_PER_DAY / step_seconds,
     }
 
@@ -173,6 +181,7 @@ def _training_numbers(config: Config, topology: aot.Topology, step_seconds: floa
 def _annealing_numbers(
     config: Config, topology: aot.Topology, step_seconds: float | None, share: float
 ) -> dict[str, Any]:
+    """Return the cost of the annealing that merging would replace, in time too if the minimum step time is known."""
     tokens = share * config.training.total_tokens
     steps = math.ceil(tokens / config.batch_tokens)
     flops_per_token = cost.training_flops_per_token(config.model, config.training.sequence_length_tokens)

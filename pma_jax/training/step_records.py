@@ -1,4 +1,4 @@
-"""The record of each training step: fetched one step late, checked for NaN and loss spikes, and written."""
+"""Metrics of the training steps: fetched one step late, checked for NaN and loss spikes, and logged at intervals."""
 
 import contextlib
 import math
@@ -14,32 +14,37 @@ from pma_jax.runs.states import Progress
 from pma_jax.training.metrics import MetricsLog, Record
 from pma_jax.training.spikes import IRRECOVERABLE, RECOVERED, Reading
 
+SpikeRecord = Record  # a record of the kind "spike"
+
 
 class StepRecords:
-    """Writes the record of each step, and of each loss spike that ends with it.
+    """Logs the metrics of a training step at each log interval, and a record of each loss spike that ends.
 
     The metrics of a step are fetched after the next step is dispatched, so that the device does not wait for the host.
-    Fetching waits for the step: at most two are in flight.
+    Fetching blocks until the step is done, so at most two steps are in flight.
     """
 
     def __init__(self, config: Config, log: MetricsLog, tokens: int):
         self._config, self._log = config, log
-        self._start = self._lap_start = time.perf_counter()
-        self._lap_tokens = tokens
+        self._start = self._interval_start = time.perf_counter()
+        self._interval_tokens = tokens
         self._pending: tuple[Record, dict[str, Any]] | None = None
 
-    def add(self, progress: Progress, rate: float, metrics: dict[str, Any], params: Any) -> Record | None:
-        """Keep the metrics of the step that was dispatched last, and `flush` those of the step before."""
+    def add(self, progress: Progress, learning_rate: float, metrics: dict[str, Any], params: Any) -> SpikeRecord | None:
+        """Make the step that was just dispatched the pending step, and `flush` the previous one; return its result."""
         spike = self.flush(params)
-        record = {"kind": "train", "tokens": progress.tokens, "step": progress.step, "learning_rate": rate}
+        record = {"kind": "train", "tokens": progress.tokens, "step": progress.step, "learning_rate": learning_rate}
         self._pending = record, metrics
         return spike
 
-    def flush(self, params: Any) -> Record | None:
-        """Write the record of the pending step; return a spike from which the run has to roll back, or None.
+    def flush(self, params: Any) -> SpikeRecord | None:
+        """Check the metrics of the pending step, and log them if it ends a log interval.
 
         Args:
-            params: The newest parameters, among which the leaves that an error names are searched.
+            params: The newest parameters; an error message names those of their leaves that are not finite.
+
+        Returns:
+            The record of a spike if the run must roll back, else None.
 
         Raises:
             ValueError: A metric is not finite, and the run neither skipped the update nor rolls back.
@@ -47,80 +52,80 @@ class StepRecords:
         if self._pending is None:
             return None
         (record, metrics), self._pending = self._pending, None
-        config, keys, metrics = self._config, self._config.spikes, jax.device_get(metrics)
+        config, spikes, metrics = self._config, self._config.spikes, jax.device_get(metrics)
         numbers = {name: value.item() for name, value in metrics.items() if name not in ("count", "spike")}
-        spike = spike_record(config, record | numbers, metrics["spike"]) if keys.detect else None
-        rolls_back = bool(spike and spike["verdict"] == "irrecoverable" and keys.attempts)
-        if not rolls_back and not (keys.skip_gradient_z and metrics["spike"].skipped):
+        spike = _spike_verdict(config, record | numbers, metrics["spike"]) if spikes.detect else None
+        rolls_back = bool(spike and spike["verdict"] == "irrecoverable" and spikes.attempts)
+        if not rolls_back and not (spikes.skip_gradient_z and metrics["spike"].skipped):
             check_finite(record, numbers, params)
-        if keys.skip_gradient_z:
+        if spikes.skip_gradient_z:
             numbers["skipped_updates"] = metrics["spike"].skips.item()
         tokens = record["tokens"]
         if config.is_mark(tokens, config.training.log_interval_tokens) or config.is_run_complete(tokens):
-            self._log.write(record | numbers | self._timing(tokens))
+            self._log.write(record | numbers | self._end_interval(tokens))
         if spike:
             self._log.write(spike)
         return spike if rolls_back else None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time inside the block, for evaluation and checkpoints, out of the token rate."""
+        """Exclude the time spent in the `with` block (evaluation, checkpoints) from tokens per second."""
         start = time.perf_counter()
         yield
-        self._lap_start += time.perf_counter() - start
+        self._interval_start += time.perf_counter() - start
 
-    def _timing(self, tokens: int) -> dict[str, float]:
-        """Return the tokens per second since the last call, and the wall seconds since the start, pauses included."""
+    def _end_interval(self, tokens: int) -> dict[str, float]:
+        """End the log interval: return its tokens per second, and the seconds since the start, pauses included."""
         now = time.perf_counter()
-        rate = (tokens - self._lap_tokens) / (now - self._lap_start)
-        self._lap_tokens, self._lap_start = tokens, now
-        return {"tokens_per_second": rate, "seconds": now - self._start}
+        tokens_per_second = (tokens - self._interval_tokens) / (now - self._interval_start)
+        self._interval_tokens, self._interval_start = tokens, now
+        return {"tokens_per_second": tokens_per_second, "seconds": now - self._start}
 
 
-def check_finite(record: Record, numbers: dict[str, float], params: Any) -> None:
-    """Raise ValueError if one of a step's `numbers` is not finite, naming the step, the numbers and leaves of `params`.
+def check_finite(record: Record, metrics: dict[str, float], params: Any) -> None:
+    """Raise ValueError if a metric of a step is not finite, naming the step, the metrics and leaves of `params`.
 
     Args:
-        record: Has the `step` and `tokens` to name.
-        numbers: What the step measured.
+        record: Record of the step; its `step` and `tokens` go into the message.
+        metrics: Metrics of the step by name.
         params: The newest parameters, after this step or the next.
     """
-    bad = [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]
+    bad = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
     if not bad:
         return
     leaves = integrity.non_finite_leaves(params)
     where = f"; {len(leaves)} leaves of the parameters are not finite: {', '.join(leaves[:10])}" if leaves else ""
     raise ValueError(
         f"step {record['step']:,} ({record['tokens']:,} tokens): {', '.join(bad)}{where}. This step was not saved. "
-        "Repeating the command repeats the error: `pma fork` from an earlier state with a lower schedule.peak_rate or "
-        "optimizer.clip_norm"
+        "Running the command again will fail in the same way: run `pma fork` from an earlier state with a lower "
+        "schedule.peak_rate or optimizer.clip_norm"
     )
 
 
-def spike_record(config: Config, record: Record, reading: Reading) -> Record | None:
-    """Return the record of a spike that recovered or was declared irrecoverable at the step of `record`, else None."""
-    code, step = int(reading.code), record["step"]
-    # A spike declared at an earlier step counts too where the run rolls back: the process may have been killed, and
-    # resumed from a state saved after the declaration, before the declaration was read.
-    is_due = code == IRRECOVERABLE and (int(reading.declared) == step or config.spikes.attempts)
-    if code != RECOVERED and not is_due:
+def _spike_verdict(config: Config, step_record: Record, reading: Reading) -> SpikeRecord | None:
+    """Return the record of a spike that recovered at this step or was declared irrecoverable, else None."""
+    code, step = int(reading.code), step_record["step"]
+    # If the run rolls back, also report a spike that was declared at an earlier step: the process may have been killed
+    # before it read the declaration, and have resumed from a state that was saved after the declaration.
+    is_irrecoverable = code == IRRECOVERABLE and (int(reading.declared) == step or config.spikes.attempts)
+    if code != RECOVERED and not is_irrecoverable:
         return None
     onset = int(reading.onset)
     measured = {
-        "loss": record["loss"],
+        "loss": step_record["loss"],
         "peak_loss": reading.peak,
         "median_loss": reading.median_loss,
         "spread_nats": reading.spread,
         "loss_z": reading.loss_z,
-        "gradient_norm": record["gradient_norm"],
+        "gradient_norm": step_record["gradient_norm"],
         "median_gradient_norm": reading.median_norm,
         "gradient_z": reading.gradient_z,
     }
     return {
         "kind": "spike",
-        "tokens": record["tokens"],
+        "tokens": step_record["tokens"],
         "step": step,
         "verdict": "recovered" if code == RECOVERED else "irrecoverable",
-        "onset_tokens": record["tokens"] - (step - onset) * config.batch_tokens,
+        "onset_tokens": step_record["tokens"] - (step - onset) * config.batch_tokens,
         "onset_step": onset,
     } | {name: float(value) if math.isfinite(value) else None for name, value in measured.items()}  # JSON has no NaN

@@ -94,7 +94,7 @@ def test_merge_of_the_largest_sizes_adds_in_place_without_a_collective(name):
     for word in (*counts.COLLECTIVES, "send", "recv"):
         assert f" {word}(" not in report.program.text and f" {word}-start(" not in report.program.text
     assert report.memory["temporary_bytes"] <= max(map(disk.bytes_per_device, leaves))
-    assert report.program.aliased_outputs == len(leaves)
+    assert report.program.aliased_output_count == len(leaves)
 
 
 def test_row_of_a_failed_plan_gives_the_reason():
