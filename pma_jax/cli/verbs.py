@@ -1,4 +1,4 @@
-"""The verbs of `pma VERB …`: one thin function each, whose docstring is its help.
+"""The verbs (subcommands) of `pma VERB …`, one function each; its docstring is the help text of the verb.
 
 Each function imports what it needs, so that `--help` does not import JAX.
 """
@@ -23,11 +23,11 @@ def train(options: argparse.Namespace) -> None:
     """
     from pma_jax.training import loop
 
-    _print_trained(loop.train(_load_config(options), options.workdir))
+    _print_run_summary(loop.train(_load_config(options), options.workdir))
 
 
 def fork(options: argparse.Namespace) -> None:
-    r"""Start a new run from a training state of another run, and train it.
+    r"""Start a new run from a training state (weights and optimizer) of another run, and train it.
 
     Example:
         pma fork runs/demo --at-tokens 4.9e6 --workdir runs/annealed \
@@ -40,11 +40,11 @@ def fork(options: argparse.Namespace) -> None:
     source = open_run(options.run)
     config = configuration.resolve(source.config, options.overrides)
     fork.fork(source, options.at_tokens, config, options.workdir, options.weights)
-    _print_trained(loop.train(config, options.workdir))
+    _print_run_summary(loop.train(config, options.workdir))
 
 
 def merge(options: argparse.Namespace) -> None:
-    """Average checkpoints of any trainer, from storage to storage.
+    """Average checkpoints of pma_jax or another trainer, without loading a complete model into memory.
 
     Example:
         pma merge runs/demo --last 10 --recipe sma --out runs/demo/merged/sma-10
@@ -52,7 +52,7 @@ def merge(options: argparse.Namespace) -> None:
     from pma_jax.merging import from_storage, gather
     from pma_jax.merging.engine import merge as engine
 
-    gathered = gather.select_checkpoints(
+    series = gather.select_checkpoints(
         gather.open_checkpoints(
             options.source, subtree=options.subtree, snapshot_kind=options.kind, tokens_per_step=options.tokens_per_step
         ),
@@ -63,8 +63,8 @@ def merge(options: argparse.Namespace) -> None:
         across_stages=options.across_stages,
     )
     recipes = options.recipe or ["sma"]
-    plan, gathered = from_storage.plan_merge(
-        gathered,
+    plan, series = from_storage.plan_merge(
+        series,
         recipes,
         dtype=options.dtype,
         format=options.format,
@@ -72,27 +72,27 @@ def merge(options: argparse.Namespace) -> None:
         shard_bytes=options.shard_size,
     )
     outs = from_storage.output_paths(options.out, recipes)
-    description = from_storage.describe_merge(plan, gathered, outs)
-    process, barrier = (0, 1), None
-    if options.distributed:  # one process alone does not import JAX
+    description = from_storage.describe_merge(plan, series, outs)
+    index_and_count, barrier = (0, 1), None
+    if options.distributed:  # without --distributed, `pma merge` does not import JAX
         from pma_jax.runtime import hosts
 
-        process, barrier = hosts.process_index_and_count(), hosts.raise_if_any_failed
+        index_and_count, barrier = hosts.process_index_and_count(), hosts.raise_if_any_failed
     if options.dry_run:
         engine.resolve_outputs(plan, outs)
     else:
-        with _progress(is_shown=process[0] == 0) as progress:
-            command = " ".join(["pma", *options.words])
+        with _progress_bar(is_shown=index_and_count[0] == 0) as progress:
+            command = " ".join(["pma", *options.argv])
             started = time.perf_counter()
-            notes, _ = engine.merge(
-                plan, outs, command=command, progress=progress, process_index_and_count=process, barrier=barrier
+            result = engine.merge(
+                plan, outs, command=command, progress=progress, process_index_and_count=index_and_count, barrier=barrier
             )
-        description |= {"notes": [*gathered.notes, *notes], "seconds": time.perf_counter() - started}
-    if process[0] > 0:
+        description |= {"notes": [*series.notes, *result.notes], "seconds": time.perf_counter() - started}
+    if index_and_count[0] > 0:
         return
     _print_notes(description["notes"])
-    describe = from_storage.format_plan if options.dry_run else from_storage.format_result
-    _print_result(options, description, lambda: describe(description))
+    format_text = from_storage.format_plan if options.dry_run else from_storage.format_result
+    _print_result(options, description, lambda: format_text(description))
 
 
 def sweep(options: argparse.Namespace) -> None:
@@ -112,15 +112,15 @@ def sweep(options: argparse.Namespace) -> None:
     from pma_jax.reporting.heat_map import write_sweep_figure
 
     _print_table(options, result, [["merge", "loss"], *([r["text"], f"{r['loss']:.4f}"] for r in result["rows"])])
-    notes = [f"{text} is left out: {why}" for text, why in result["left_out"].items()]
+    notes = [f"skipped {text}: {why}" for text, why in result["left_out"].items()]
     if result["passes"] > 1:
-        notes.append(f"not all merges fit into memory at once: snapshots were read {result['passes']} times")
+        notes.append(f"not all merges fit into memory at once: the snapshots were read {result['passes']} times")
     _print_notes(notes)
-    print(f"written {write_sweep_figure(result, run.path)}", file=sys.stderr)
+    print(f"wrote {write_sweep_figure(result, run.path)}", file=sys.stderr)
 
 
 def watch(options: argparse.Namespace) -> None:
-    """Preview the merged models of a run while another process trains it.
+    """Evaluate merges of a run's newest snapshots while another process trains the run.
 
     Example:
         pma watch runs/demo --recipe wma --windows 6,10
@@ -158,7 +158,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """Describe a run or a checkpoint of any format, or verify its digests.
+    """Describe a run or a checkpoint of any format. With --verify, check its data against its digests.
 
     Example:
         pma inspect runs/demo
@@ -169,7 +169,9 @@ def inspect(options: argparse.Namespace) -> None:
     if options.verify or options.with_sources:
         problems = verify.verify(options.target, options.with_sources)
         if problems:
-            raise ValueError(f"{options.target} is corrupt: {'; '.join(problems[:10])} ({len(problems)} in all)")
+            raise ValueError(
+                f"{options.target} is corrupt: {'; '.join(problems[:10])} ({len(problems)} problems in total)"
+            )
         print(f"{options.target}: all data matches its digests")
         return
     description = inspection.inspect(options.target, options.subtree)
@@ -177,7 +179,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Compile a run for a TPU topology without a TPU: memory, FLOPs, step time, storage, savings of merging.
+    """Estimate memory, FLOPs, step time and storage of a run on TPUs, and what merging saves. Needs no TPU.
 
     Example:
         pma plan --config demo --topology v5e:2x2 --config.training.batch_size_sequences=64
@@ -185,9 +187,9 @@ def plan(options: argparse.Namespace) -> None:
     from pma_jax.planning import aot, run_plan
     from pma_jax.planning.plan_text import format_plan
 
-    # Fail before minutes of compiling, not after.
+    # Checked before the programs are compiled, which takes minutes.
     if options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir():
-        raise ValueError(f"--out {options.out}: there is no directory {Path(options.out).parent}: create it first")
+        raise ValueError(f"--out {options.out}: the directory {Path(options.out).parent} does not exist; create it")
     numbers = run_plan.plan_run(
         _load_config(options),
         aot.tpu_topology(options.topology),
@@ -198,9 +200,9 @@ def plan(options: argparse.Namespace) -> None:
     if options.out:
         locate(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
     _print_result(options, numbers, lambda: format_plan(numbers))
-    refused = run_plan.out_of_memory_messages(numbers)
-    if refused:
-        raise ValueError(f"does not fit {options.topology}: {'; '.join(refused)}")
+    messages = run_plan.out_of_memory_messages(numbers)
+    if messages:
+        raise ValueError(f"the run does not fit in the memory of {options.topology}: {'; '.join(messages)}")
 
 
 def import_(options: argparse.Namespace) -> None:
@@ -211,9 +213,9 @@ def import_(options: argparse.Namespace) -> None:
     """
     from pma_jax.interop import hf
 
-    with _progress() as progress:
+    with _progress_bar() as progress:
         result = hf.import_model(options.model, options.out, progress=progress)
-    _print_converted(options, result)
+    _print_conversion(options, result)
 
 
 def export(options: argparse.Namespace) -> None:
@@ -224,7 +226,7 @@ def export(options: argparse.Namespace) -> None:
     """
     from pma_jax.interop import hf
 
-    with _progress() as progress:
+    with _progress_bar() as progress:
         result = hf.export_snapshot(
             options.snapshot,
             options.out,
@@ -233,7 +235,7 @@ def export(options: argparse.Namespace) -> None:
             tokenizer=options.tokenizer,
             progress=progress,
         )
-    _print_converted(options, result)
+    _print_conversion(options, result)
 
 
 def report(options: argparse.Namespace) -> None:
@@ -250,7 +252,7 @@ def report(options: argparse.Namespace) -> None:
     written = reporting.write_report(numbers, run, options.out or run.path)
     _print_result(options, numbers, lambda: reporting.format_report(numbers))
     for path in written:
-        print(f"written {path}", file=sys.stderr)
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def _load_config(options: argparse.Namespace) -> Any:
@@ -275,7 +277,7 @@ def _print_notes(notes: Sequence[str]) -> None:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _print_converted(options: argparse.Namespace, result: dict[str, Any]) -> None:
+def _print_conversion(options: argparse.Namespace, result: dict[str, Any]) -> None:
     _print_notes(result["notes"])
     tokenizer = f"tokenizer: {', '.join(result['tokenizer'])}" if result["tokenizer"] else "no tokenizer"
     size = f"{result['parameters']:,} parameters, {result['bytes']:,} bytes"
@@ -283,7 +285,7 @@ def _print_converted(options: argparse.Namespace, result: dict[str, Any]) -> Non
     _print_result(options, result, lambda: text)
 
 
-def _print_trained(run: Any) -> None:
+def _print_run_summary(run: Any) -> None:
     from pma_jax.runtime import hosts
 
     if not hosts.is_first_process():
@@ -295,8 +297,8 @@ def _print_trained(run: Any) -> None:
 
 
 @contextlib.contextmanager
-def _progress(is_shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar with bytes and their rate on a terminal, and nothing in a log."""
+def _progress_bar(is_shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar of bytes if standard error is a terminal; yield the callback that updates it, or None."""
     if not is_shown or not sys.stderr.isatty():
         yield None
         return

@@ -145,5 +145,5 @@ def test_verb_prints_writes_and_fails_where_a_program_does_not_fit(workspace, tm
     assert main([*arguments, *large]) == 1
     captured = capsys.readouterr()
     assert "no: does not fit" in captured.out
-    assert captured.err.splitlines()[-1].startswith("error: does not fit v5e:2x2: ")
+    assert captured.err.splitlines()[-1].startswith("error: the run does not fit in the memory of v5e:2x2: ")
     assert "RESOURCE_EXHAUSTED" in captured.err and json.loads((tmp_path / "plan.json").read_text())

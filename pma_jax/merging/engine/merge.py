@@ -1,10 +1,12 @@
-"""Merge checkpoints from storage to storage: every byte is read once, summed in cache, and written in place.
+"""Merge checkpoints in storage: read every byte of the inputs once, block by block, and write the merged checkpoints.
 
-    notes, read_bytes = merge(plan([open_source(path) for path in paths], coefficients), [out])
+    merge_plan = plan([open_source(path) for path in paths], coefficients)
+    result = merge(merge_plan, [out])
 
-A merge never holds a complete model in memory. It writes to `.NAME.partial-…` in the parent directory of the target,
-records finished units in a journal, and renames the result to the target at the end. If it is interrupted, call it
-again with the same arguments to resume. For a bucket it writes to the local temporary directory and uploads the
+A merge never holds a complete model in memory: a block and its sums fit in the CPU's caches. The work is divided into
+units, which are ranges of elements of one leaf. A merge writes to `.NAME.partial-…` in the parent directory of the
+target, records finished units in a journal, and renames the result to the target at the end. If it is interrupted, call
+it again with the same arguments to resume. For a bucket it writes to the local temporary directory and uploads the
 finished checkpoint (see `publish`).
 """
 
@@ -16,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pma_jax.merging.engine import journal, provenance, workers
 from pma_jax.merging.engine.journal import Record
@@ -38,17 +41,36 @@ _FLUSH_INTERVAL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class _Output:
-    """Where to publish, where to work, and whether an interrupted run of this merge has published already."""
+class Output:
+    """An output of a merge.
+
+    Attributes:
+        target: The path at which the merged checkpoint is published.
+        work_directory: The directory of the journal and of the unpublished checkpoint.
+        is_published: Whether an interrupted run of this merge has published this output already.
+    """
 
     target: Path
-    work: Path
+    work_directory: Path
     is_published: bool
 
     @property
-    def directory(self) -> Path:
+    def checkpoint_directory(self) -> Path:
         """The directory of the unpublished checkpoint."""
-        return self.work / "checkpoint"
+        return self.work_directory / "checkpoint"
+
+
+class MergeResult(NamedTuple):
+    """What a merge returns.
+
+    Attributes:
+        notes: Messages for the user, one line each.
+        read_bytes: Number of leaf bytes that this process read in this call. A resumed merge reads only the units that
+            were not finished.
+    """
+
+    notes: list[str]
+    read_bytes: int
 
 
 def merge(
@@ -59,7 +81,7 @@ def merge(
     command: str = "",
     process_index_and_count: tuple[int, int] = (0, 1),
     barrier: Barrier | None = None,
-) -> tuple[list[str], int]:
+) -> MergeResult:
     """Run a merge plan, or resume it. Write one merged checkpoint per row of the plan's coefficients.
 
     Args:
@@ -72,39 +94,38 @@ def merge(
         barrier: Called by every process with its error or None. It waits for all processes, and raises in each of them
             if any failed (`hosts.raise_if_any_failed`). Required with several processes.
 
-    Returns:
-        (notes, read_bytes): messages for the user, one line each, and the number of leaf bytes that this process read
-            in this call. A resumed merge reads only the units that were not finished.
-
     Raises:
-        ValueError: An output exists, a value is not finite, integer leaves differ, or a source is corrupt. Nothing is
-            published, and the working directories are removed. The message is one line.
+        ValueError: An argument is invalid, an output exists, a value is not finite, integer leaves differ, a source is
+            corrupt, or a process did not merge its part. If units were merged already, the working directories are
+            removed, so that the merge cannot be resumed.
     """
-    process, processes = process_index_and_count
-    if not 0 <= process < processes or (processes > 1 and barrier is None):
-        raise ValueError(f"process {process} of {processes}: give an index below the count, and a barrier if above one")
+    process_index, process_count = process_index_and_count
+    if not 0 <= process_index < process_count or (process_count > 1 and barrier is None):
+        raise ValueError(
+            f"the process index {process_index} must be in [0, {process_count}), and several processes need a barrier"
+        )
     outputs = resolve_outputs(plan, output_paths)
-    if processes > 1 and any(is_bucket(output.target) for output in outputs):
+    if process_count > 1 and any(is_bucket(output.target) for output in outputs):
         raise ValueError(
             f"{outputs[0].target}: only one process can merge to a bucket; several processes need an output on a "
             "disk that all of them share"
         )
     notes: list[str] = []
     read_bytes = 0
-    works = [output.work for output in outputs]
-    with journal.lock_work_directory(works[0], process), _remove_on_value_error(works, process):
+    directories = [output.work_directory for output in outputs]
+    with journal.lock_work_directory(directories[0], process_index), _remove_on_value_error(directories, process_index):
         with _barrier_after(barrier):
-            # Again, under the lock: another process may have finished the same merge in the meantime.
+            # Check again while holding the lock: another process may have finished the same merge in the meantime.
             outputs = resolve_outputs(plan, output_paths)
             for output in outputs:
-                output.work.mkdir(parents=True, exist_ok=True)
+                output.work_directory.mkdir(parents=True, exist_ok=True)
                 if not output.is_published:
-                    plan.layout.create_files(output.directory)
-            read_bytes = _merge_remaining(plan, outputs, process, processes, progress)
+                    plan.layout.create_files(output.checkpoint_directory)
+            read_bytes = _merge_remaining(plan, outputs, process_index, process_count, progress)
         with _barrier_after(barrier):
-            if process == 0:
+            if process_index == 0:
                 notes = _publish_outputs(plan, outputs, command)
-    return [*plan.notes, *notes], read_bytes
+    return MergeResult([*plan.notes, *notes], read_bytes)
 
 
 @contextmanager
@@ -122,26 +143,26 @@ def _barrier_after(barrier: Barrier | None) -> Iterator[None]:
 
 
 @contextmanager
-def _remove_on_value_error(works: Sequence[Path], process: int) -> Iterator[None]:
-    """Remove the working directories if a merge raises a ValueError: it would fail again, so nothing can be resumed.
+def _remove_on_value_error(work_directories: Sequence[Path], process_index: int) -> Iterator[None]:
+    """Remove the working directories if a merge raises a ValueError, because a resumed merge would raise it again.
 
-    Process 0 removes them, after the barrier, whichever process failed first.
+    Only process 0 removes them, after the barrier, no matter which process failed.
     """
     try:
         yield
     except ValueError:
-        if process == 0:
-            for work in works:
-                shutil.rmtree(work, ignore_errors=True)
+        if process_index == 0:
+            for directory in work_directories:
+                shutil.rmtree(directory, ignore_errors=True)
         raise
 
 
-def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list[_Output]:
-    """Return the outputs, after the checks that `merge` does before it writes.
+def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list[Output]:
+    """Check the output paths as `merge` does before it writes, and return one `Output` per path.
 
     Raises:
-        ValueError: An output exists already and no interrupted run of this merge published it, two outputs are the
-            same, or the disk has too little free space. The message is one line.
+        ValueError: An output exists that was not published by an interrupted run of this merge, two paths are equal,
+            there is not one path per row of coefficients, or the disk has too little free space.
     """
     outputs = []
     for out in output_paths:
@@ -151,10 +172,12 @@ def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list
         is_published = exists and not publish.has_incomplete_upload(target, plan.digest)
         if is_published and not (work.exists() and provenance.read_plan_digest(target) == plan.digest):
             raise ValueError(_exists_message(target))
-        outputs.append(_Output(target, work, is_published))
-    if not any(output.work.exists() for output in outputs):
+        outputs.append(Output(target, work, is_published))
+    if not any(output.work_directory.exists() for output in outputs):
         # An upload needs local disk space for the finished checkpoint.
-        check_outputs(plan, [output.work if is_bucket(output.target) else output.target for output in outputs])
+        check_outputs(
+            plan, [output.work_directory if is_bucket(output.target) else output.target for output in outputs]
+        )
     return outputs
 
 
@@ -163,21 +186,25 @@ def _exists_message(target: Path) -> str:
 
 
 def _merge_remaining(
-    plan: MergePlan, outputs: Sequence[_Output], process: int, processes: int, progress: ProgressCallback | None
+    plan: MergePlan,
+    outputs: Sequence[Output],
+    process_index: int,
+    process_count: int,
+    progress: ProgressCallback | None,
 ) -> int:
     """Merge the unfinished units that this process is responsible for; return the bytes read."""
-    output_ranges = [plan.layout.byte_ranges_in(output.directory) for output in outputs]
+    output_ranges = [plan.layout.byte_ranges_in(output.checkpoint_directory) for output in outputs]
     done = journal.find_intact_records(
         plan,
-        journal.read_records(outputs[0].work),
+        journal.read_records(outputs[0].work_directory),
         [None if output.is_published else ranges for output, ranges in zip(outputs, output_ranges, strict=True)],
     )
-    todo = [(i, unit) for i, unit in enumerate(plan.units()) if i % processes == process and i not in done]
+    todo = [(i, unit) for i, unit in enumerate(plan.units()) if i % process_count == process_index and i not in done]
     is_any_published = any(output.is_published for output in outputs)
     assert not (todo and is_any_published), "an output is published but units are unfinished"
     total, read = sum(_unit_read_bytes(plan, unit) for _, unit in todo), 0
     lock = threading.Lock()
-    with journal.open_appender(outputs[0].work, process) as append:
+    with journal.open_appender(outputs[0].work_directory, process_index) as append:
 
         def finish_unit(unit: Unit, record: Record) -> None:
             nonlocal read
@@ -187,7 +214,7 @@ def _merge_remaining(
                 if progress is not None:
                     progress(read, total)
 
-        _check_equal_leaves(plan)
+        _check_integer_leaves_equal(plan)
         _merge_units(MergeJob(plan, factor_rows(plan.coefficients), output_ranges), todo, finish_unit)
     return read
 
@@ -197,7 +224,7 @@ def _unit_read_bytes(plan: MergePlan, unit: Unit) -> int:
     return len(plan.sources) * (unit.stop - unit.start) * ITEM_BYTES[dtype]
 
 
-def _check_equal_leaves(plan: MergePlan) -> None:
+def _check_integer_leaves_equal(plan: MergePlan) -> None:
     """Check that integer and boolean leaves, which cannot be averaged, are equal in all sources.
 
     Called before any unit is merged.
@@ -206,11 +233,12 @@ def _check_equal_leaves(plan: MergePlan) -> None:
     for name, leaf in plan.sources[0].leaves.items():
         if leaf.is_summed:
             continue
-        # Compare complete decoded regions, or the complete leaf if it is one zstd stream: nothing is decoded twice.
-        default = leaf.elements if name in plan.schedule.zstd_leaves else BLOCK_ELEMENTS
-        step = plan.schedule.region_elements.get(name, default)
-        for start in range(0, leaf.elements, step):
-            stop = min(start + step, leaf.elements)
+        # Read complete regions (what TensorStore decodes at once), or the complete leaf if it is stored as zstd frames,
+        # so that nothing is decoded twice.
+        default_elements = leaf.elements if name in plan.schedule.zstd_leaves else BLOCK_ELEMENTS
+        elements_per_read = plan.schedule.region_elements.get(name, default_elements)
+        for start in range(0, leaf.elements, elements_per_read):
+            stop = min(start + elements_per_read, leaf.elements)
             blocks = [read_leaf_bytes(source, name, start, stop).tobytes() for source in plan.sources]
             different = next((k for k, block in enumerate(blocks) if block != blocks[0]), None)
             if different is not None:
@@ -224,9 +252,10 @@ def _check_equal_leaves(plan: MergePlan) -> None:
 
 
 def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None]) -> None:
-    """Merge the units: first those of leaves stored as raw bytes or zstd frames, then those that tensorstore decodes.
+    """Merge the units in two passes.
 
-    Threads or worker processes merge the former, which are read sequentially.
+    In the first, threads and worker processes merge the leaves that are stored as raw bytes or zstd frames, which are
+    read sequentially. The second merges the leaves that TensorStore decodes region by region.
     """
     schedule = job.plan.schedule
     sequential: queue.SimpleQueue[tuple[int, Unit]] = queue.SimpleQueue()
@@ -235,7 +264,7 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
             sequential.put(item)
     stop = threading.Event()
 
-    def drain(merge_unit: Callable[[int, Unit], Record]) -> None:
+    def merge_queued_units(merge_unit: Callable[[int, Unit], Record]) -> None:
         try:
             while not stop.is_set():
                 unit_index, unit = sequential.get_nowait()
@@ -246,18 +275,18 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
             stop.set()
             raise
 
-    def drain_in_thread() -> None:
+    def merge_in_thread() -> None:
         scratch = job.new_scratch()
-        drain(lambda unit_index, unit: merge_sequential_unit(job, unit_index, unit, scratch))
+        merge_queued_units(lambda unit_index, unit: merge_sequential_unit(job, unit_index, unit, scratch))
 
-    def drain_in_process() -> None:
+    def merge_in_worker_process() -> None:
         with workers.start_worker(job) as merge_unit:
-            drain(merge_unit)
+            merge_queued_units(merge_unit)
 
-    drains = [drain_in_thread] * schedule.threads + [drain_in_process] * (schedule.processes - 1)
-    drains = drains[: sequential.qsize()]
-    with ThreadPoolExecutor(len(drains) + 1) as pool:
-        futures = [pool.submit(work) for work in drains]
+    tasks = [merge_in_thread] * schedule.threads + [merge_in_worker_process] * (schedule.processes - 1)
+    tasks = tasks[: sequential.qsize()]
+    with ThreadPoolExecutor(len(tasks) + 1) as pool:
+        futures = [pool.submit(task) for task in tasks]
         finished = threading.Event()
         flusher = pool.submit(_flush_large_files, job, finished)
         try:
@@ -283,14 +312,14 @@ def _flush_large_files(job: MergeJob, finished: threading.Event) -> None:
             atomic.fsync_path(path)
 
 
-def _publish_outputs(plan: MergePlan, outputs: Sequence[_Output], command: str) -> list[str]:
+def _publish_outputs(plan: MergePlan, outputs: Sequence[Output], command: str) -> list[str]:
     """Write the provenance of every output, publish it, and remove the working directories; return notes."""
-    records = journal.read_records(outputs[0].work)
+    records = journal.read_records(outputs[0].work_directory)
     unit_count = sum(1 for _ in plan.units())
     if len(records) < unit_count:
         raise ValueError(
-            f"{outputs[0].work}: {unit_count - len(records)} of {unit_count} units are missing; a process did not "
-            "finish its part, or writes to another disk: --out must be on a disk that all processes share"
+            f"{outputs[0].work_directory}: {unit_count - len(records)} of {unit_count} units are missing: a process "
+            "did not finish its part, or the processes do not share the disk of the output"
         )
     notes = []
     # Publish the first output last: its working directory holds the journal, which is needed to resume after a crash
@@ -302,13 +331,13 @@ def _publish_outputs(plan: MergePlan, outputs: Sequence[_Output], command: str) 
         notes += [warning] if warning else []
         if output.is_published:
             continue
-        provenance.write(output.directory, metadata)
+        provenance.write(output.checkpoint_directory, metadata)
         try:
-            publish.publish(output.directory, output.target, list(plan.layout.sizes), plan.digest)
+            publish.publish(output.checkpoint_directory, output.target, list(plan.layout.sizes), plan.digest)
         except OSError as error:
             if is_bucket(output.target) or not output.target.exists():
                 raise
             raise ValueError(_exists_message(output.target)) from error
     for output in outputs:
-        shutil.rmtree(output.work)
+        shutil.rmtree(output.work_directory)
     return notes[::-1]
