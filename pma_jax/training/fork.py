@@ -24,7 +24,8 @@ def fork(
 
     The state provides the parameters, the optimizer state and the data position; `config` decides the rest. If
     `workdir` already holds a fork of the same state with the same `weights`, open that run. It keeps its own
-    configuration, which is not compared with `config` here: `loop.train` raises ValueError if the two differ.
+    configuration, which is not compared with `config` here: `loop.train` compares them, and raises ValueError if a key
+    that affects the results differs.
 
     Args:
         source: The run to fork.
