@@ -1,12 +1,12 @@
-"""Batches of token windows. The position in the data is one integer: the number of sequences consumed so far.
+"""Batches of token windows. The position in the data is one integer: the number of sequences (windows) consumed so far.
 
 Window i holds tokens [i*L, i*L + L + 1) of the train stream: inputs and targets are the same row, shifted by one. Each
 target is predicted once per epoch; the tokens after the last complete window are not used. Each epoch visits all
 windows in a different order, which depends only on the seed, not on the number of processes or on interruptions of the
 run.
 
-Shapes: B sequences per step over all processes, b sequences that one process reads, L sequence length in tokens, W
-window length in tokens.
+Suffixes of array names give their shapes, such as windows_bxW [b, W]: B sequences per step over all processes, b
+sequences that one process reads, L sequence length in tokens, W window length in tokens.
 """
 
 import hashlib
@@ -19,26 +19,26 @@ import numpy as np
 from pma_jax import config
 from pma_jax.data import shards
 
-_READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # in batches; background threads read them
+_READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # elements are batches
 
 
-def train_windows_per_epoch(tokens: shards.TokenSet, sequence_length_tokens: int) -> int:
+def train_windows_per_epoch(corpus: shards.TokenSet, sequence_length_tokens: int) -> int:
     """Return the number of training windows in one epoch.
 
     Raises:
         ValueError: The train split is shorter than one window.
     """
-    window_count = (tokens.train.tokens - 1) // sequence_length_tokens
+    window_count = (corpus.train.tokens - 1) // sequence_length_tokens
     if window_count < 1:
         raise ValueError(
-            f"the train split has {tokens.train.tokens} tokens, fewer than one window of {sequence_length_tokens} + 1: "
+            f"the train split has {corpus.train.tokens} tokens, fewer than one window of {sequence_length_tokens} + 1: "
             "add more text or lower training.sequence_length_tokens"
         )
     return window_count
 
 
 def train_batches(
-    tokens: shards.TokenSet,
+    corpus: shards.TokenSet,
     training: config.TrainingConfig,
     *,
     consumed_sequences: int,
@@ -47,10 +47,10 @@ def train_batches(
     """Iterate endlessly over this process's rows of the global batches, from `consumed_sequences` on.
 
     Args:
-        tokens: The prepared corpus.
+        corpus: The tokenised corpus.
         training: Batch size, sequence length and seed.
         consumed_sequences: Number of sequences consumed so far over all processes (steps * B). Earlier batches are
-            not read, so that starting takes the same time at any position.
+            skipped without being read, so resuming takes constant time.
         rows: Indices of the rows to read from each global batch, integers [b]; all rows by default.
 
     Returns:
@@ -63,16 +63,16 @@ def train_batches(
     length = training.sequence_length_tokens
     B = training.batch_size_sequences
     rows_b = np.arange(B) if rows is None else rows
-    window_count = train_windows_per_epoch(tokens, length)
+    window_count = train_windows_per_epoch(corpus, length)
     order = grain.MapDataset.range(window_count).shuffle(seed=_order_seed(training.seed)).repeat(None)
 
-    # Reading a batch in one call takes a third of the time of a Grain source that returns single windows. Only the rows
-    # of this process are looked up, because the lookup in the shuffled order dominates the cost.
-    def gather(step: int) -> np.ndarray:
-        window_indices_b = np.array([order[consumed_sequences + step * B + row] for row in rows_b.tolist()])
-        return read_windows(tokens.train, window_indices_b * length, length + 1)
+    # Reading a batch in one call is three times as fast as a Grain source that returns single windows. Only the rows of
+    # this process are looked up, because the lookup in the shuffled order takes most of the time.
+    def read_batch(batch_index: int) -> np.ndarray:
+        window_indices_b = np.array([order[consumed_sequences + batch_index * B + row] for row in rows_b.tolist()])
+        return read_windows(corpus.train, window_indices_b * length, length + 1)
 
-    return iter(grain.MapDataset.range(sys.maxsize).map(gather).to_iter_dataset(_READ_OPTIONS))
+    return iter(grain.MapDataset.range(sys.maxsize).map(read_batch).to_iter_dataset(_READ_OPTIONS))
 
 
 def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens: int) -> np.ndarray:
@@ -81,10 +81,10 @@ def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens:
     Args:
         split: The token stream to read.
         starts_b: Offset of the first token of each window in the stream, integers [b].
-        window_tokens: W.
+        window_tokens: Number of tokens per window, W.
 
     Returns:
-        int32 [b, W], with zeros past the end of the stream.
+        int32 [b, W], padded with zeros past the end of the stream.
     """
     begins = np.cumsum([0, *(shard.size for shard in split.shards)])[:-1].tolist()
     windows_bxW = np.zeros((len(starts_b), window_tokens), np.int32)
@@ -99,5 +99,5 @@ def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens:
 
 
 def _order_seed(seed: int) -> int:
-    # Grain adds the epoch to the seed: without a hash, the first epoch of seed 1 would be the second of seed 0.
+    # Grain adds the epoch to the seed: without a hash, epoch 0 of seed 1 would have the order of epoch 1 of seed 0.
     return int.from_bytes(hashlib.sha256(f"data order {seed}".encode()).digest()[:4], "big")

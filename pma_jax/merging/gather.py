@@ -169,9 +169,9 @@ def check_same_snapshot_kind(sources: Sequence[CheckpointSource]) -> None:
         ValueError: They are mixed.
     """
     metadata = [snapshot_metadata(source) for source in sources]
-    kind_of_path = {source.origin: entry["kind"] for entry, source in zip(metadata, sources, strict=True) if entry}
-    selection.check_one_snapshot_kind(kind_of_path)
-    if kind_of_path and None in metadata:
+    path_to_kind = {source.origin: entry["kind"] for entry, source in zip(metadata, sources, strict=True) if entry}
+    selection.check_one_snapshot_kind(path_to_kind)
+    if path_to_kind and None in metadata:
         odd = sources[metadata.index(None)].origin
         raise ValueError(
             f"{odd} has no metadata of pma_jax, but other inputs have: merge them apart, unless it is corrupt"

@@ -1,7 +1,9 @@
-"""Select the checkpoints of a merge by tokens (the last N, a range, every V tokens), and note irregularities.
+"""Select the checkpoints of a merge by token count (the last N, a range, every V tokens), and note irregularities.
 
-Published suites have gaps, off-grid steps, and several stages or parallel runs in one place. Everything that is not an
-even grid of one trajectory is in the notes, and crossing a boundary between stages is an error unless allowed.
+Published collections of checkpoints have gaps, uneven intervals, and several training stages or parallel runs. Notes
+report missing checkpoints and irregular intervals. A selection from several stages is an error unless it is allowed.
+
+A checkpoint is any saved set of parameters; a snapshot is a checkpoint that pma_jax wrote.
 """
 
 import dataclasses
@@ -11,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-# Fraction of the interval: the default tolerance, and how uneven a grid may be without a note.
-OFF_GRID_SHARE = 0.1
+# Default tolerance, as a fraction of the interval. Also the largest deviation from the usual interval without a note.
+GRID_TOLERANCE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,24 +35,24 @@ def select(
     stages: Sequence[str | None] | None = None,
     across_stages: bool = False,
 ) -> Selection:
-    """Select checkpoints by their positions.
+    """Select checkpoints by token count.
 
     Args:
-        tokens: Integers [K], oldest first; strictly increasing within a stage, while parallel runs may share positions.
+        tokens: Token counts [K] in ascending order. Checkpoints may have equal counts only if their stages differ.
         last: Number of checkpoints to select: the newest of those that satisfy the other conditions.
         between_tokens: (A, B), both inclusive; None leaves that end open.
         every_tokens: Interval V: select the newest checkpoint, and the one nearest to each of V, 2 V, ... tokens before
             it, if one is within the tolerance.
-        tolerance_tokens: Largest distance from a position of the grid; by default a tenth of V.
-        stages: [K], the stage or run that each checkpoint belongs to; None counts as one more stage.
+        tolerance_tokens: Largest distance from these token counts; by default a tenth of V.
+        stages: [K], the stage or run of each checkpoint. Checkpoints with None form a stage of their own.
         across_stages: Allow checkpoints of several stages in the selection.
 
     Returns:
-        The selection; its notes list the grid, off-grid and missing checkpoints, and crossed boundaries.
+        The selection. Its notes report the interval, off-grid and missing checkpoints, and boundaries between stages.
 
     Raises:
-        ValueError: Nothing is selected, there are fewer than `last` checkpoints, positions are out of order, or the
-            selection crosses a boundary (which is named) without `across_stages`.
+        ValueError: No checkpoint satisfies the conditions, fewer than `last` do, token counts are out of order, or the
+            selection crosses a boundary between stages without `across_stages`; the message names that boundary.
     """
     t = np.asarray(tokens)
     labels = list(stages) if stages is not None else [None] * len(t)
@@ -59,19 +61,19 @@ def select(
     if last is not None and last < 1:
         raise ValueError(f"last = {last}: select at least 1 checkpoint")
     if every_tokens is not None and every_tokens <= 0:
-        raise ValueError(f"every = {every_tokens}: the interval must be a positive number of tokens")
+        raise ValueError(f"every_tokens = {every_tokens}: the interval must be positive")
     if tolerance_tokens is not None and (every_tokens is None or tolerance_tokens < 0):
-        raise ValueError("a tolerance is 0 or more tokens, and applies to an interval: give `every` too")
+        raise ValueError("tolerance_tokens must be 0 or more, and requires every_tokens")
     _check_order(t, labels)
     chosen = _in_range(t, between_tokens)
     notes: list[str] = []
     if every_tokens is not None:
-        tolerance = OFF_GRID_SHARE * every_tokens if tolerance_tokens is None else tolerance_tokens
+        tolerance = GRID_TOLERANCE * every_tokens if tolerance_tokens is None else tolerance_tokens
         chosen = _on_grid(t, chosen, every_tokens, tolerance, last, notes)
     if last is not None:
         if len(chosen) < last:
             raise ValueError(
-                f"{last} checkpoints are requested and there are {len(chosen)}: take fewer, or widen the range"
+                f"{last} checkpoints are requested and there are {len(chosen)}: request fewer, or widen the range"
             )
         chosen = chosen[-last:]
     notes += _stage_notes(t, chosen, labels, across_stages)
@@ -80,18 +82,16 @@ def select(
     return Selection(tuple(int(i) for i in chosen), tuple(notes))
 
 
-def check_one_snapshot_kind(kind_of_path: Mapping[str, str]) -> None:
-    """Check that all snapshots, given as {path: kind}, have the same kind, "point" or "block_mean".
+def check_one_snapshot_kind(path_to_kind: Mapping[str, str]) -> None:
+    """Check that all snapshots have the same kind, "point" or "block_mean".
 
     Raises:
         ValueError: They have different kinds; the message names one snapshot of each kind.
     """
-    path_of = {kind: path for path, kind in kind_of_path.items()}
-    if len(path_of) > 1:
-        (one, first), (other, second) = path_of.items()
-        raise ValueError(
-            f"{first} is a {one} and {second} a {other}: points and block means do not mix, give snapshots of one kind"
-        )
+    kind_to_path = {kind: path for path, kind in path_to_kind.items()}
+    if len(kind_to_path) > 1:
+        (kind_a, path_a), (kind_b, path_b) = kind_to_path.items()
+        raise ValueError(f"cannot merge {path_a} ({kind_a}) with {path_b} ({kind_b}): select snapshots of one kind")
 
 
 def _in_range(t: np.ndarray, between: tuple[int | None, int | None] | None) -> np.ndarray:
@@ -115,15 +115,18 @@ def _in_range(t: np.ndarray, between: tuple[int | None, int | None] | None) -> n
 def _on_grid(
     t: np.ndarray, chosen: np.ndarray, every: int, tolerance: float, last: int | None, notes: list[str]
 ) -> np.ndarray:
-    """Return the index nearest to each grid point: the newest position and every V tokens before it."""
+    """Return the indices of the checkpoints nearest to the grid points, and append to `notes` what is irregular.
+
+    The grid points are the newest token count and every multiple of `every` tokens before it.
+    """
     newest = int(t[chosen[-1]])
     notes.append(f"every {every:,} tokens back from {newest:,}, nearest within {tolerance:,.0f}")
-    nearest: dict[int, tuple[int, int]] = {}  # grid points before the newest -> (distance in tokens, index)
+    nearest: dict[int, tuple[int, int]] = {}  # number of intervals before the newest -> (distance in tokens, index)
     for i in chosen[::-1].tolist():
-        back = (newest - int(t[i]) + every // 2) // every
-        off = abs(int(t[i]) - (newest - back * every))
-        if off <= tolerance:
-            nearest[back] = min(nearest.get(back, (off, i)), (off, i))
+        intervals_back = (newest - int(t[i]) + every // 2) // every
+        distance = abs(int(t[i]) - (newest - intervals_back * every))
+        if distance <= tolerance:
+            nearest[intervals_back] = min(nearest.get(intervals_back, (distance, i)), (distance, i))
     points = sorted(nearest)[:last]
     for later, earlier in itertools.pairwise(points):
         if earlier - later > 1:
@@ -131,26 +134,26 @@ def _on_grid(
             if earlier - later > 2:
                 span += f" to {newest - (later + 1) * every:,}"
             notes.append(f"missing: no checkpoint near {span} tokens")
-    for back in points:
-        off, i = nearest[back]
-        if off:
-            notes.append(f"off grid: {t[i]:,} tokens is used for {newest - back * every:,}")
-    return np.array([nearest[back][1] for back in points[::-1]])
+    for intervals_back in points:
+        distance, i = nearest[intervals_back]
+        if distance:
+            notes.append(f"off grid: {t[i]:,} tokens is used for {newest - intervals_back * every:,}")
+    return np.array([nearest[intervals_back][1] for intervals_back in points[::-1]])
 
 
 def _check_order(t: np.ndarray, labels: list[str | None]) -> None:
     if t.ndim != 1 or (np.diff(t) < 0).any():
         raise ValueError("checkpoints must be in order of tokens, oldest first")
     newest: dict[str | None, int] = {}
-    for label, position in zip(labels, t.tolist(), strict=True):
-        if newest.get(label) == position:
+    for label, tokens in zip(labels, t.tolist(), strict=True):
+        if newest.get(label) == tokens:
             where = f" of {label}" if label is not None else ""
-            raise ValueError(f"two checkpoints{where} are at {position:,} tokens: leave one out, or name their stages")
-        newest[label] = position
+            raise ValueError(f"two checkpoints{where} are at {tokens:,} tokens: remove one, or set their stages")
+        newest[label] = tokens
 
 
 def _stage_notes(t: np.ndarray, chosen: np.ndarray, labels: list[str | None], across_stages: bool) -> list[str]:
-    """Return a note for each boundary that the selection crosses; raise for the first if crossing is not allowed."""
+    """Return a note for each stage boundary in the selection; raise ValueError for the first unless `across_stages`."""
     lines = []
     for a, b in itertools.pairwise(chosen):
         if labels[a] != labels[b]:
@@ -160,8 +163,8 @@ def _stage_notes(t: np.ndarray, chosen: np.ndarray, labels: list[str | None], ac
                 lines.append(line)
     if lines and not across_stages:
         raise ValueError(
-            f"the selection crosses a boundary between {lines[0]}: checkpoints of different stages or parallel runs "
-            "are not one trajectory; select one of them, or allow it explicitly"
+            f"the selection crosses a boundary between {lines[0]}: select checkpoints of one stage, or set "
+            "across_stages (--across-stages)"
         )
     return [f"crosses a boundary between {line}" for line in lines]
 
@@ -179,6 +182,6 @@ def _gap_notes(t: np.ndarray) -> list[str]:
             notes.append(
                 f"missing: about {missing} between {before:,} and {after:,} tokens (usual interval {usual:,.0f})"
             )
-        elif abs(interval - usual) > OFF_GRID_SHARE * usual:
+        elif abs(interval - usual) > GRID_TOLERANCE * usual:
             notes.append(f"off grid: {after:,} tokens is {interval:,} after {before:,} (usual interval {usual:,.0f})")
     return notes

@@ -1,9 +1,9 @@
-"""The loss of a batch and of a data set, in nats per token, and quantities derived from it.
+"""The loss of a batch and of a data set, in nats per target token, and its conversion to other units.
 
 Legend: B batch, L positions, M = L + 1 tokens of a window, D width, E experts, T layers.
 
-An id t < 0 is masked: it does not count as a target, and as an input it is read as -t - 1, so that the model still sees
-a prompt that it does not learn. Padding, -1, is read as id 0.
+Negative ids are masked: t < 0 encodes the token -t - 1. The model reads that token as an input, but the token is
+excluded from the loss as a target, for example in a prompt. Padding is -1, so the model reads token 0.
 """
 
 import functools
@@ -19,8 +19,8 @@ from pma_jax.model.cross_entropy import cross_entropy
 from pma_jax.model.decoder import Params, make_decoder
 
 PADDING_ID = -1
-# Batches that may be dispatched and unfinished. On a CPU with several simulated devices XLA queues programs beyond 32
-# per device on the threads that the running programs need for their collectives, which then deadlock.
+# Maximum number of dispatched, unfinished batches. XLA admits 32 programs per device. With several simulated devices on
+# a CPU, further programs wait on the threads that the running programs need for their collectives: a deadlock.
 MAX_BATCHES_IN_FLIGHT = 8
 
 
@@ -34,12 +34,13 @@ def loss_sums(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Sum the training objective over the targets of a batch.
 
-    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2, plus the routers' auxiliary losses (which count
-    padding too, as it is routed). Sums, not means, so that batches with different numbers of targets add up exactly.
+    The objective is cross-entropy plus `z_loss_weight` times log(Z)^2, plus the routers' auxiliary losses. The
+    auxiliary losses include padding positions, which are routed too. The results are sums rather than means, so that
+    those of batches with different numbers of targets can be added.
 
     Returns:
         The objective (float32), and a dict with the float32 sums `nats` (cross-entropy) and `count` (targets), and for
-        a mixture of experts `load_TxE` (int32, tokens per expert).
+        a mixture of experts `load_TxE` (int32, tokens per expert of each layer).
     """
     inputs_BxL, targets_BxL = tokens_BxM[:, :-1], tokens_BxM[:, 1:]
     model = make_decoder(graph, params)
@@ -49,24 +50,24 @@ def loss_sums(
     sums = {"nats": nats, "count": jnp.sum((targets_BxL >= 0).astype(jnp.float32))}
     if router:
         objective += balance_loss_weight * jnp.sum(router["balance"]) + router_z_loss_weight * jnp.sum(router["z"])
-        sums["load_TxE"] = router["load_E"]
+        sums["load_TxE"] = router["load_E"]  # stacked over layers
     return objective, sums
 
 
-def decode_masked_ids(inputs_BxL: jax.Array) -> jax.Array:
-    """Return the ids that the model reads: t, or -t - 1 for a masked id t < 0."""
-    return jnp.where(inputs_BxL < 0, ~inputs_BxL, inputs_BxL)
+def decode_masked_ids(ids_BxL: jax.Array) -> jax.Array:
+    """Return the ids of the tokens that the model reads: -t - 1 for a masked id t < 0, other ids unchanged."""
+    return jnp.where(ids_BxL < 0, ~ids_BxL, ids_BxL)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of nats and the number of targets of one batch."""
+    """Return the summed cross-entropy in nats and the number of targets of a batch."""
     _, sums = loss_sums(graph, params, tokens_BxM)
     return sums["nats"], sums["count"]
 
 
 def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) -> float:
-    """Compute the mean nats per target over `batches` of int32 [B, M]; call under `jax.set_mesh`."""
+    """Compute the mean cross-entropy in nats per target over batches of int32 [B, M]. Call under `jax.set_mesh`."""
     sums = []
     for tokens_BxM in batches:
         sums.append(evaluation_step(graph, params, tokens_BxM))
@@ -77,7 +78,7 @@ def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) 
 
 
 def perplexity(nats_per_token: float) -> float:
-    """Return exp of the loss."""
+    """Convert the loss to perplexity, exp(loss)."""
     return math.exp(nats_per_token)
 
 

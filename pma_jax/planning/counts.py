@@ -1,8 +1,8 @@
 """Work of one device in a compiled program: collectives, FLOPs of matmuls, memory traffic.
 
 XLA's cost analysis counts the body of a loop once, however often it runs, and a scanned decoder is one loop. The
-functions here multiply each instruction by the trip counts of the loops around it. Of a conditional they count only the
-branch that executes the fewest instructions, so that sums are lower bounds.
+functions here multiply each instruction by the trip counts of the loops around it. For a conditional they count only
+the branch that executes the fewest instructions, so sums are lower bounds if that branch also does the least work.
 """
 
 import dataclasses
@@ -22,10 +22,13 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# Instructions without memory traffic of their own. The bodies of loops and calls are counted separately.
-FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id")
-FREE += ("optimization-barrier", "add-dependency", "while", "domain", "iota", *CALL_OPCODES)
-FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
+# Opcodes of instructions without memory traffic of their own. The bodies of loops and calls are counted separately.
+OPCODES_WITHOUT_TRAFFIC = (
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
+    "optimization-barrier", "add-dependency", "while", "domain", "iota", *CALL_OPCODES,
+)  # fmt: skip
+# Targets of custom calls without memory traffic.
+CUSTOM_CALLS_WITHOUT_TRAFFIC = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Collective:
     """One collective of the program, as one device executes it."""
 
     kind: str
-    payload_bytes: int  # per execution: the result of an all-gather; the operand of other kinds, on one device
+    payload_bytes: int  # per device and execution: of the result for an all-gather, of the operand for other kinds
     group_devices: int
     executions: int
 
@@ -46,7 +49,7 @@ class Collective:
 
 
 def collectives(program: Program) -> list[Collective]:
-    """Return the collectives that run, with the number of executions.
+    """Return the collectives that run, with their numbers of executions.
 
     XLA for TPU may split an asynchronous collective into several fusions with one channel ID; these count once.
     """
@@ -56,7 +59,7 @@ def collectives(program: Program) -> list[Collective]:
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
-        if name != scope:  # inside a fusion
+        if name != scope:  # `name` is the computation of a fusion in `scope`
             channel = (scope, kind, instruction.attribute("channel_id"))
             if channel in seen_channels:
                 continue
@@ -67,7 +70,7 @@ def collectives(program: Program) -> list[Collective]:
         )
         group = _group_devices(instruction, program.devices)
         if kind == "all-reduce" and name != scope and _is_only_sliced(computation, instruction.name):
-            kind = "reduce-scatter"  # XLA for TPU writes it as a sum of which each device keeps a slice
+            kind = "reduce-scatter"  # XLA for TPU expresses a reduce-scatter as an all-reduce followed by a slice
         if times:
             payload = operand_bytes * group if kind == "all-gather" else operand_bytes
             executed.append(Collective(kind, payload, group, times))
@@ -79,7 +82,8 @@ def collectives(program: Program) -> list[Collective]:
 def inter_slice_sent_bytes(program: Program) -> int:
     """Return the bytes that one device sends to other slices.
 
-    On TPU the hosts transfer and reduce them (Megascale). On other platforms the result is 0.
+    On TPU, the hosts transfer and reduce these bytes with Megascale, the library for several slices. On other platforms
+    the result is 0.
     """
     total = 0
     for _, name, instruction, times in walk_instructions(program):
@@ -105,10 +109,10 @@ def matmul_flops(program: Program) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class KernelCounts:
-    """FLOPs and number of the custom (Pallas) kernels of a program."""
+    """FLOPs that the custom (Pallas) kernels of a program declare, and the number of TPU kernels that declare none."""
 
-    declared_flops: int  # over all executions of the kernels that declare their FLOPs
-    undeclared_kernels: int  # number of TPU kernels in the program that declare no FLOPs, however often they run
+    declared_flops: int  # summed over all executions of the kernels
+    undeclared_kernels: int  # each kernel in the text of the program counts once, even if it runs several times
 
 
 def count_kernels(program: Program) -> KernelCounts:
@@ -125,12 +129,12 @@ def count_kernels(program: Program) -> KernelCounts:
 def memory_traffic_bytes(program: Program) -> int:
     """Return the bytes that instructions read from and write to main memory.
 
-    Values inside a fusion and in on-chip memory are free. A slice or an in-place update counts only the
-    elements that it touches, not its complete operand.
+    Values inside a fusion and in on-chip memory do not count. A slice or an in-place update counts only the elements
+    that it reads and writes, not its complete operand.
     """
     total = 0
     for scope, name, instruction, times in walk_instructions(program):
-        if name == scope:
+        if name == scope:  # not inside a fusion
             total += times * _instruction_traffic(program, program.computations[name], instruction)
     return total
 
@@ -151,7 +155,7 @@ def _group_devices(collective: Instruction, devices: int) -> int:
     mesh = re.match(r"mesh\[([^\]]*)\](?:, device_ids=[^{]*)? \{([^}]*)\}", text)
     if mesh:
         sizes = dict(re.findall(r"['\"](\w+)['\"]=(\d+)", mesh[1]))
-        # A sub-axis is written 'x':(pre_size)size.
+        # A part of a mesh axis is written 'x':(pre_size)size; `size` is the number of devices along that part.
         axes = re.findall(r"['\"](\w+)['\"](?::\(\d+\)(\d+))?", mesh[2])
         return math.prod(int(part or sizes[axis]) for axis, part in axes)
     assert text.startswith("{}"), text[:200]
@@ -181,26 +185,29 @@ def _declared_flops(kernel: Instruction) -> int | None:
 
 
 def _convolution_flops(computation: dict[str, Instruction], convolution: Instruction) -> int:
-    """Return 2 FLOPs per multiply-add; padding and the zeros of dilation do not count.
+    """Return the FLOPs of a convolution, 2 per multiply-add; padding and the zeros of dilation do not count.
 
     XLA for TPU writes batched matmuls as convolutions with dilated windows.
     """
-    image, kernel = (operand_arrays(computation, name)[0] for name in convolution.operands[:2])
+    inputs, kernel = (operand_arrays(computation, name)[0] for name in convolution.operands[:2])
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     assert labels, convolution
     result = convolution.arrays[0].dims
     spatial_pairs = 1
     for i in range(len(labels[1]) - 2):
-        of_image, of_kernel, of_result = (labels[k].index(str(i)) for k in (1, 2, 3))
+        input_dim, kernel_dim, result_dim = (labels[k].index(str(i)) for k in (1, 2, 3))
         spatial_pairs *= _window_pairs(
-            convolution.attributes, i, image.dims[of_image], kernel.dims[of_kernel], result[of_result]
+            convolution.attributes, i, inputs.dims[input_dim], kernel.dims[kernel_dim], result[result_dim]
         )
     outputs = result[labels[3].index("b")] * result[labels[3].index("f")]
     return 2 * outputs * kernel.dims[labels[2].index("i")] * spatial_pairs
 
 
-def _window_pairs(attributes: str, dim: int, image: int, kernel: int, result: int) -> int:
-    """Return the number of (result, kernel) index pairs that read an element of the image, along one dimension."""
+def _window_pairs(attributes: str, dim: int, input_size: int, kernel_size: int, result_size: int) -> int:
+    """Count the (result index, kernel index) pairs along the spatial dimension `dim` that read an element of the input.
+
+    The other pairs read padding or a zero that the dilation of the input inserts.
+    """
     window = re.search(r"window=\{([^}]*)\}", attributes)
     fields = dict(field.split("=") for field in window[1].split()) if window else {}
 
@@ -208,18 +215,18 @@ def _window_pairs(attributes: str, dim: int, image: int, kernel: int, result: in
         return fields[key].split("x")[dim] if key in fields else default
 
     stride, padding = int(value("stride", "1")), int(value("pad", "0_0").split("_")[0])
-    image_dilation, kernel_dilation = int(value("lhs_dilate", "1")), int(value("rhs_dilate", "1"))
-    index = np.arange(result)[:, None] * stride - padding + np.arange(kernel) * kernel_dilation
-    return int(np.sum((index >= 0) & (index % image_dilation == 0) & (index // image_dilation < image)))
+    input_dilation, kernel_dilation = int(value("lhs_dilate", "1")), int(value("rhs_dilate", "1"))
+    index = np.arange(result_size)[:, None] * stride - padding + np.arange(kernel_size) * kernel_dilation
+    return int(np.sum((index >= 0) & (index % input_dilation == 0) & (index // input_dilation < input_size)))
 
 
 def _instruction_traffic(program: Program, computation: dict[str, Instruction], instruction: Instruction) -> int:
     """Return the bytes that one execution of an instruction of `computation` reads and writes."""
     opcode = instruction.opcode
     if (
-        opcode in FREE
+        opcode in OPCODES_WITHOUT_TRAFFIC
         or opcode.endswith(("-done", "-update"))
-        or instruction.attribute("custom_call_target") in [f'"{target}"' for target in FREE_TARGETS]
+        or instruction.attribute("custom_call_target") in [f'"{target}"' for target in CUSTOM_CALLS_WITHOUT_TRAFFIC]
     ):
         return 0
     if opcode == "fusion":
@@ -229,6 +236,7 @@ def _instruction_traffic(program: Program, computation: dict[str, Instruction], 
     if opcode.endswith("-start"):  # the result tuple starts with the operands
         written = written[len(instruction.operands) :]
     if opcode in ("dynamic-slice", "slice", "gather", "slice-start"):
+        # A slice reads as many bytes as it writes, from main memory if its operand is there.
         is_read = any(array.in_main_memory for array in operand_arrays(computation, instruction.operands[0]))
         return _memory_bytes(written[:1]) + sum(array.bytes for array in written[:1] if is_read)
     if opcode in ("dynamic-update-slice", "scatter"):
@@ -257,7 +265,8 @@ def _fusion_traffic(fused: dict[str, Instruction], computation: dict[str, Instru
     for array, result in zip(fusion.arrays, results, strict=False):
         while result is not None and result.opcode in ("bitcast", "get-tuple-element") and result.operands:
             result = fused.get(result.operands[0])
-        if not array.in_main_memory or result is None or result.opcode == "parameter":  # passed through
+        # A fusion writes neither results in on-chip memory nor parameters that it returns unchanged.
+        if not array.in_main_memory or result is None or result.opcode == "parameter":
             continue
         is_update = result.opcode == "dynamic-update-slice"
         total += sum(a.bytes for a in operand_arrays(fused, result.operands[1])) if is_update else array.bytes
@@ -265,10 +274,14 @@ def _fusion_traffic(fused: dict[str, Instruction], computation: dict[str, Instru
 
 
 def _sliced_bytes(fused: dict[str, Instruction], name: str) -> int | None:
-    """Return the bytes that a fusion reads of an operand, or None if it does more than slice or update it in place."""
+    """Return the bytes that a fusion reads of its parameter `name` through slices.
+
+    An in-place update of the parameter, and returning it in a tuple, read nothing. Return None if the fusion uses the
+    parameter in another way.
+    """
     total = 0
     for user in fused.values():
-        if name not in user.operands:
+        if name not in user.operands or user.opcode == "tuple":
             continue
         if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
             total += sum(array.bytes for array in user.arrays)
@@ -277,6 +290,6 @@ def _sliced_bytes(fused: dict[str, Instruction], name: str) -> int | None:
             if inner is None:
                 return None
             total += inner
-        elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name) and user.opcode != "tuple":
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
             return None
     return total

@@ -1,4 +1,4 @@
-"""One optimizer step, jitted, the state donated.
+"""The jitted training step, which donates the state.
 
 Legend: B batch, L positions, M = L + 1 tokens of a window, A microbatches, b = B / A.
 """
@@ -23,28 +23,29 @@ from pma_jax.training import averages, spikes
 from pma_jax.training.optimizer import update_params
 from pma_jax.training.state import TrainState
 
-Metrics = dict[str, Any]  # arrays, and a spikes.Reading of arrays
+Metrics = dict[str, Any]  # arrays, except `spike`, which is a `spikes.Reading`
 
 
 def make_train_step(
     config: Config, graph: nnx.GraphDef
 ) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]:
-    """Return the jitted `step(state, tokens_BxM, rate) -> (state, metrics)`, which donates the state.
+    """Return the jitted `step(state, tokens_BxM, learning_rate) -> (state, metrics)`, which donates the state.
 
-    Call under `jax.set_mesh`: it is compiled for the platform of that mesh. Equal arguments give the same function, so
-    that a process which trains several times traces and compiles once.
+    Call under `jax.set_mesh`: the step is compiled for that mesh. Steps are cached by configuration, graph and mesh, so
+    a process that trains several runs traces and compiles each step once.
 
     Args:
-        config: The model, optimizer, training and spikes sections are read.
+        config: The step depends on its sections model, optimizer, training and spikes.
         graph: The model's static half (`graph_definition`).
 
     Returns:
         A function of a state, int32 tokens [B, M] and a learning rate. Its metrics are `loss`, `gradient_norm` and
         `count`; with experts also those of `moe.load_metrics`; with a detector also `spike`, a `spikes.Reading`.
     """
+    # Keys that do not affect the step are cleared, so that they are not part of the cache key.
     training = dataclasses.replace(config.training, total_tokens=0, log_interval_tokens=0, seed=0, start_from="")
-    used = Config(model=config.model, optimizer=config.optimizer, training=training, spikes=config.spikes)
-    return _cached_train_step(used, graph, jax.sharding.get_mesh())
+    step_config = Config(model=config.model, optimizer=config.optimizer, training=training, spikes=config.spikes)
+    return _cached_train_step(step_config, graph, jax.sharding.get_mesh())
 
 
 @functools.lru_cache(maxsize=8)
@@ -57,13 +58,13 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
         weights = (training.z_loss_weight, training.balance_loss_weight, training.router_z_loss_weight)
         return loss_sums(graph, params, tokens_bxM, *weights)
 
-    def train_step(state: TrainState, tokens_BxM: jax.Array, rate: jax.Array) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, tokens_BxM: jax.Array, learning_rate: jax.Array) -> tuple[TrainState, Metrics]:
         gradients, sums = accumulate_gradients(objective, state.params, tokens_BxM, training.accumulation_steps)
-        counted = jnp.maximum(sums["count"], 1)  # 0 if the batch has only prompts, which are not trained on
-        gradients = jax.tree.map(lambda g: g / counted, gradients)
-        params, opt_state = update_params(config.optimizer, gradients, state.optimizer, state.params, rate)
+        divisor = jnp.maximum(sums["count"], 1)  # the count is 0 if all targets of the batch are masked
+        gradients = jax.tree.map(lambda g: g / divisor, gradients)
+        params, opt_state = update_params(config.optimizer, gradients, state.optimizer, state.params, learning_rate)
         metrics = {
-            "loss": sums["nats"] / counted,
+            "loss": sums["nats"] / divisor,
             "gradient_norm": optax.tree.norm(gradients),
             "count": sums["count"],
         }
@@ -71,7 +72,7 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
             positions = tokens_BxM[:, 1:].size
             metrics |= moe.load_metrics(sums["load_TxE"], positions, config.model.experts_per_token)
         if config.model.experts and config.model.router_bias:
-            # Its gradient is zero and it does not decay, so the optimizer did not change it.
+            # The bias has gradient zero and no weight decay, so the optimizer did not change it.
             router = params["blocks"]["moe"]
             router[moe.ROUTER_BIAS] = moe.update_router_bias(
                 router[moe.ROUTER_BIAS], sums["load_TxE"], training.router_bias_rate
@@ -82,20 +83,20 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
             detector, reading = spikes.observe(detector, config, state.step + 1, loss, norm)
             metrics["spike"] = reading
             if config.spikes.skip_gradient_z:
-                # An element-wise select, fused with the update: no extra memory traffic.
+                # XLA fuses this element-wise select with the update, so it causes no extra memory traffic.
                 before, after = (state.params, state.optimizer), (params, opt_state)
                 params, opt_state = jax.tree.map(lambda old, new: jnp.where(reading.skipped, old, new), before, after)
-        mean = None if state.ema is None else averages.add_to_ema(state.ema, params, ema_decay)
-        return TrainState(state.step + 1, params, opt_state, state.block, detector, mean), metrics
+        ema = None if state.ema is None else averages.add_to_ema(state.ema, params, ema_decay)
+        return TrainState(state.step + 1, params, opt_state, state.block, detector, ema), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(platform_of(mesh)))
 
 
 def compiler_options(platform: str) -> dict[str, bool | str]:
-    """Return XLA's options for a train step.
+    """Return XLA's compiler options for a train step; there are none except on CPU.
 
-    On CPU its library computes only matrix products, because XLA's own loops are faster for the rest; with several
-    devices, each of one core, a product uses one thread.
+    On CPU, XLA calls its library (YNN) only for matrix products, because the loops that XLA generates are faster for
+    other operations. With several simulated devices, one per core, a matrix product uses one thread.
     """
     if platform != "cpu":
         return {}
@@ -109,14 +110,21 @@ def accumulate_gradients(
     tokens_BxM: jax.Array,
     accumulation_steps: int,
 ) -> tuple[Params, Metrics]:
-    """Return the gradient of the summed objective and the sums, over `accumulation_steps` microbatches.
+    """Return the gradient of `objective` and its auxiliary sums, both summed over microbatches and data shards.
 
-    Sums, not means: dividing by the count once, afterwards, is exact however many tokens each microbatch counts. Each
-    shard of the mesh's `data` axis accumulates its own microbatches, so that there is one all-reduce per step.
+    Because they are sums, the caller divides by the total number of targets once, which is exact even if microbatches
+    have different numbers of targets. Each shard of the mesh's `data` axis accumulates its own microbatches, so there
+    is one all-reduce per step.
+
+    Args:
+        objective: Function of parameters and int32 tokens [b, M]. It returns a sum over targets, and auxiliary sums.
+        params: The parameters.
+        tokens_BxM: int32 tokens of the global batch.
+        accumulation_steps: Number of microbatches, A.
     """
     gradient = jax.grad(objective, has_aux=True)
 
-    def own_share(params: Params, tokens_BxM: jax.Array) -> tuple[Params, Metrics]:
+    def local_gradients(params: Params, tokens_BxM: jax.Array) -> tuple[Params, Metrics]:
         if accumulation_steps == 1:
             return gradient(params, tokens_BxM)
         # Microbatch a takes every A-th row, so each device splits the rows that it holds.
@@ -125,27 +133,24 @@ def accumulate_gradients(
         tokens_AxbxM = jnp.moveaxis(tokens_bxAxM, 1, 0)
 
         def add(total, tokens_bxM):
-            # XLA for TPU would hoist all-reduces out of the loop, and fails on reduce-scatters among them.
-            share = jax.lax.platform_dependent(
-                gradient(params, tokens_bxM), tpu=jax.lax.optimization_barrier, default=lambda share: share
+            # The barrier stops XLA for TPU from hoisting all-reduces out of the loop, which fails on reduce-scatters.
+            microbatch = jax.lax.platform_dependent(
+                gradient(params, tokens_bxM), tpu=jax.lax.optimization_barrier, default=lambda unchanged: unchanged
             )
-            return jax.tree.map(jnp.add, total, share), None
+            return jax.tree.map(jnp.add, total, microbatch), None
 
         shapes = jax.eval_shape(gradient, params, tokens_AxbxM[0])
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes)
         return jax.lax.scan(add, zeros, tokens_AxbxM)[0]
 
-    def sum_of_shares(params: Params, tokens_BxM: jax.Array) -> tuple[Params, Metrics]:
-        return jax.lax.psum(own_share(params, tokens_BxM), "data")
-
-    if jax.sharding.get_abstract_mesh().shape["data"] == 1:  # XLA refuses a sum over one of the mesh's shards
-        return own_share(params, tokens_BxM)
-    over_data = jax.shard_map(
-        sum_of_shares,
+    if jax.sharding.get_abstract_mesh().shape["data"] == 1:  # XLA rejects a psum over a mesh axis of size 1
+        return local_gradients(params, tokens_BxM)
+    return jax.shard_map(
+        lambda params, tokens_BxM: jax.lax.psum(local_gradients(params, tokens_BxM), "data"),
         in_specs=(P(), P("data")),
         out_specs=P(),
         axis_names={"data"},
-        # Unchecked, gradients stay local, not reduced use by use; and outputs of Pallas kernels cannot be checked.
+        # With check_vma=True, JAX would insert a psum for the gradient at every use of a parameter. Without, gradients
+        # stay local until the psum above. Also, the outputs of Pallas kernels do not support the check.
         check_vma=False,
-    )
-    return over_data(params, tokens_BxM)
+    )(params, tokens_BxM)

@@ -63,7 +63,7 @@ def test_gaps_and_off_grid_checkpoints_are_reported_without_a_grid_too():
 def test_stage_boundary_is_never_crossed_silently():
     tokens, stages = [100, 200, 300, 400], ["stage1", "stage1", "stage2", "stage2"]
     assert select(tokens, last=2, stages=stages).indices == (2, 3)
-    with pytest.raises(ValueError, match=r"between stage1 at 200 and stage2 at 300 tokens.*allow it explicitly"):
+    with pytest.raises(ValueError, match=r"between stage1 at 200 and stage2 at 300 tokens.*set across_stages"):
         select(tokens, last=3, stages=stages)
     allowed = select(tokens, last=3, stages=stages, across_stages=True)
     assert allowed.indices == (1, 2, 3)
@@ -83,7 +83,7 @@ def test_parallel_runs_at_equal_positions_are_not_one_trajectory():
     [
         ({"last": 0}, "at least 1"),
         ({"every_tokens": 0}, "positive"),
-        ({"tolerance_tokens": 5}, "give `every` too"),
+        ({"tolerance_tokens": 5}, "requires every_tokens"),
         ({"stages": ["a"]}, "1 stages for 30"),
     ],
 )
