@@ -1,8 +1,11 @@
-"""Curvature around a merge, from Hessian-vector products; no matrix over the parameters is formed.
+"""Curvature of the loss around a merge, from Hessian-vector products, without forming a matrix over the parameters.
 
-PMA (arXiv 2505.12082) Section 4.6 expands the loss around an optimum theta*: with delta_k = theta_k - theta*,
-L(mean) - L* = 1/2 mean' H mean is below the mean of L_k - L* = 1/2 delta_k' H delta_k, by the off-diagonal products
-delta_i' H delta_j. `pairwise_curvature` measures them. Shape suffixes: K models, V vocabulary.
+PMA (arXiv 2505.12082) Section 4.6 expands the loss around an optimum theta* to second order. With delta_k = theta_k -
+theta*, the loss of model k exceeds that of theta* by 1/2 delta_k' H delta_k, and the loss of the mean model exceeds it
+by 1/2 d' H d, where d is the mean of the delta_k. How far the second is below the mean of the first depends on the
+products delta_i' H delta_j with i != j, which `pairwise_curvature` measures.
+
+Shape suffixes: K models, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +22,8 @@ MatrixVectorProduct = Callable[[Any], Any]  # v -> M v for a matrix M; v and M v
 
 
 def inner_product(first: Any, second: Any) -> jax.Array:
-    """Return the sum over all leaves of first · second, float32 []; each device sums its own shards first."""
-    # Not a dot of flattened leaves: flattening a sharded leaf would gather it.
+    """Compute the inner product of two pytrees of equal structure, float32 []."""
+    # Not a dot of flattened leaves, because flattening a sharded leaf would gather it.
     products = jax.tree.map(lambda a, b: jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32)), first, second)
     return sum(jax.tree.leaves(products), jnp.zeros(()))
 
@@ -28,8 +31,8 @@ def inner_product(first: Any, second: Any) -> jax.Array:
 def make_hessian_vector_product(loss: Callable[[Any], jax.Array], params: Any) -> MatrixVectorProduct:
     """Return v -> H v for the Hessian H of `loss` at `params`, computed as the gradient of <gradient, v>.
 
-    Uses reverse mode twice, because the decoder's custom VJPs do not support forward mode. A product costs about two
-    gradients. Call it under the same `jax.set_mesh` as the loss.
+    Reverse mode is used twice, because the decoder's custom VJPs do not support forward mode. A product costs about two
+    gradients. Call the function under the same `jax.set_mesh` as the loss.
     """
     product = jax.jit(lambda at, vector: jax.grad(lambda p: inner_product(jax.grad(loss)(p), vector))(at))
     return lambda vector: product(params, vector)
@@ -51,7 +54,7 @@ def make_gauss_newton_vector_product(
     @jax.jit
     def product(at: Any, vector: Any) -> Any:
         logits, pull, weights = jax.vjp(outputs, at, has_aux=True)
-        # J v is the transpose of the linear map u -> J' u, which avoids forward mode.
+        # J v without forward mode: apply the transpose of the linear map u -> J' u to v.
         tangent = jax.vjp(lambda cotangent: pull(cotangent)[0], jnp.zeros_like(logits))[1](vector)[0]
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         curved = p * (tangent - jnp.sum(p * tangent, axis=-1, keepdims=True))
@@ -70,26 +73,35 @@ def pairwise_curvature(product: MatrixVectorProduct, deltas_K: Sequence[Any]) ->
 
 
 def directional_derivatives(loss: Callable[[Any], jax.Array], params: Any, deltas_K: Sequence[Any]) -> np.ndarray:
-    """Compute the slopes gradient' delta_k of `loss` at `params`, float64 [K]. Call it under `jax.set_mesh`."""
+    """Compute gradient' delta_k of `loss` at `params` for each k, float64 [K]. Call it under `jax.set_mesh`."""
     gradient = jax.jit(jax.grad(loss))(params)
     return np.array([float(inner_product(gradient, delta)) for delta in deltas_K])
 
 
 def merging_gain(matrix_KxK: ArrayLike, coefficients_K: ArrayLike) -> float:
-    """Predict, from a quadratic, the gain of a merge over the weighted mean of the losses, in nats.
+    """Predict by the quadratic expansion how far, in nats, a merge's loss is below the weighted mean of the losses.
 
-    The gain is 1/2 (sum_k c_k M_kk - c' M c). For coefficients that sum to 1 the gradient's terms cancel (PMA Section
-    4.6). By Jensen's inequality it is positive for every positive-definite H and non-negative coefficients if the
-    models differ; the gain over the last model is `merging_gain_over_last`.
+    The gain is 1/2 (sum_k c_k M_kk - c' M c). For coefficients that sum to 1, the gradient terms cancel (PMA Section
+    4.6). If H is positive definite, the coefficients are positive and the models differ, the gain is positive (Jensen's
+    inequality). See `merging_gain_over_last` for the gain over the newest model.
+
+    Args:
+        matrix_KxK: M, from `pairwise_curvature`.
+        coefficients_K: c, the coefficients of the merge.
     """
     matrix, coefficients = np.asarray(matrix_KxK, np.float64), np.asarray(coefficients_K, np.float64)
     return float(coefficients @ np.diag(matrix) - coefficients @ matrix @ coefficients) / 2
 
 
 def merging_gain_over_last(matrix_KxK: ArrayLike, coefficients_K: ArrayLike, slopes_K: ArrayLike) -> float:
-    """Predict, from a quadratic, the gain of a merge over the newest model, L(theta_K) - L(sum_k c_k theta_k), in nats.
+    """Predict by the quadratic expansion L(theta_K) - L(sum_k c_k theta_k), the gain over the newest model, in nats.
 
-    `slopes_K` are gradient' delta_k at the point of expansion. They do not cancel here, and carry the drift.
+    Unlike in `merging_gain`, the gradient terms do not cancel: they contain the effect of the drift of the weights.
+
+    Args:
+        matrix_KxK: From `pairwise_curvature`.
+        coefficients_K: Coefficients of the merge.
+        slopes_K: From `directional_derivatives`, at the point of expansion.
     """
     matrix, coefficients = np.asarray(matrix_KxK, np.float64), np.asarray(coefficients_K, np.float64)
     slopes = np.asarray(slopes_K, np.float64)
@@ -99,10 +111,10 @@ def merging_gain_over_last(matrix_KxK: ArrayLike, coefficients_K: ArrayLike, slo
 def top_eigenpairs(product: MatrixVectorProduct, like: Any, count: int, seed: int = 0) -> tuple[np.ndarray, list[Any]]:
     """Compute the `count` largest eigenvalues, descending, and their unit eigenvectors as trees, by Lanczos (ARPACK).
 
-    Vectors are float64 in host memory, so this suits models of up to some tens of millions of parameters.
+    Vectors are float64 in host memory, so this is for models of up to some tens of millions of parameters.
 
     Args:
-        product: Multiplies the matrix by a vector.
+        product: Multiplies a symmetric matrix by a vector.
         like: Tree with the structure, shapes, dtypes and shardings of the vectors.
         count: Number of eigenpairs.
         seed: Seed of the random starting vector.

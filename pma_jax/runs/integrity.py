@@ -1,9 +1,9 @@
-"""Digests of every leaf, computed on arrays before they are written and checked after they are read.
+"""Digests of the leaves of a pytree: computed from the arrays before they are written, and checked after they are read.
 
-A leaf's digest (`storage/digests.py`) covers its elements in C order, independent of mesh and files. The same digest is
-checked when training resumes, even on another mesh, and by a merge in its one pass over the bytes. It protects every
-bit of array data on the path from the device through the file system and back. Names, shapes and dtypes are compared
-with the model, and the other metadata have a separate digest.
+The digest of a leaf (`storage/digests.py`) covers its elements in C order and does not depend on mesh, sharding or file
+layout. Training checks it when it resumes, even on another mesh, and a merge checks it in its one pass over the bytes.
+A change of any bit between writing and reading is thus detected. Names, shapes and dtypes are compared with the model;
+the other metadata have a separate digest.
 """
 
 import functools
@@ -26,30 +26,30 @@ _GATHERED_BYTES = 2**24  # leaves up to this size are gathered to every process
 
 
 def tree_digests(tree: Any) -> dict[str, str]:
-    """Map the name of every leaf to its digest (hex). A collective: all processes that hold the tree must call it."""
+    """Map the name of each leaf to its digest (hex). A collective operation: all processes must call it."""
     leaves = named_leaves(tree)
     small = sum(leaf.nbytes for leaf in leaves.values()) <= _SMALL_BYTES
-    if small or not all(_is_here(leaf) for leaf in leaves.values()):
+    if small or not all(_is_local(leaf) for leaf in leaves.values()):
         return {name: _digest(leaf) for name, leaf in leaves.items()}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(leaves, pool.map(_digest, leaves.values()), strict=True))
 
 
 def named_leaves(tree: Any, separator: str = ".") -> dict[str, Any]:
-    """Map names, by default as the merging engine spells them (keys joined by "."), to leaves."""
+    """Map the name of each leaf (its keys joined by `separator`, "." as in the merging engine) to the leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator=separator): leaf for path, leaf in leaves}
 
 
 def mismatched_leaves(tree: Any, stored: Mapping[str, str], prefix: str = "") -> list[str]:
-    """List leaves whose digest differs from the stored one (under `prefix` + name); none if no digests are stored."""
+    """List the leaves whose digest differs from `stored[prefix + name]` or is missing; none if `stored` is empty."""
     if not stored:
         return []
     return [name for name, digest in tree_digests(tree).items() if stored.get(prefix + name) != digest]
 
 
 def non_finite_leaves(tree: Any) -> list[str]:
-    """List floating-point leaves that contain a NaN or an infinity. Wait for the device."""
+    """List the floating-point leaves that contain a NaN or an infinity; waits until the arrays are computed."""
     leaves = {n: leaf for n, leaf in named_leaves(tree).items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     if not leaves:
         return []
@@ -58,7 +58,7 @@ def non_finite_leaves(tree: Any) -> list[str]:
 
 
 def check_finite(params: Any, step: int, tokens: int) -> None:
-    """Raise a ValueError that names the leaves if parameters are not finite and so cannot be saved."""
+    """Raise ValueError if a leaf of `params` is not finite; the message names the leaves, the step and the tokens."""
     bad = non_finite_leaves(params)
     if bad:
         raise ValueError(
@@ -68,7 +68,7 @@ def check_finite(params: Any, step: int, tokens: int) -> None:
 
 
 def digests_as_metadata(tree: Any) -> dict[str, Any]:
-    """Compute the digests of a tree as they are stored in a checkpoint's metadata."""
+    """Compute the digests of the leaves, in the form in which a checkpoint's metadata contain them."""
     return {"checksum": CHECKSUM, "leaves": tree_digests(tree)}
 
 
@@ -77,12 +77,13 @@ def _all_finite(leaves: tuple[jax.Array, ...]) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves])
 
 
-def _is_here(leaf: jax.Array | np.ndarray) -> bool:
+def _is_local(leaf: jax.Array | np.ndarray) -> bool:
+    """Return whether this process holds all elements of the leaf."""
     return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
 def _digest(leaf: jax.Array | np.ndarray) -> str:
-    if isinstance(leaf, jax.Array) and not _is_here(leaf):
+    if isinstance(leaf, jax.Array) and not _is_local(leaf):
         if leaf.nbytes > _GATHERED_BYTES:
             return leaf_digest(segment_checksums_on_devices(leaf))
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
@@ -95,13 +96,13 @@ def _digest(leaf: jax.Array | np.ndarray) -> str:
 
 
 def segment_checksums_on_devices(leaf: jax.Array) -> list[str]:
-    """Compute the checksums (hex) of a leaf's segments after distributing them over the devices.
+    """Compute the checksums (hex) of the segments of a leaf that no process holds completely.
 
-    For leaves that no process holds completely: each device receives only its share of the segments.
+    The segments are redistributed over the devices, so that each process reads and hashes only its share.
     """
     assert isinstance(leaf.sharding, jax.sharding.NamedSharding), leaf.sharding
     devices = leaf.sharding.mesh.devices.reshape(-1)
-    # A flat mesh, independent of the model's sharding.
+    # Segments are split over a mesh with one axis, whatever the sharding of the leaf is.
     flat = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, "all"), jax.sharding.PartitionSpec("all"))
     count = -(-leaf.size // SEGMENT_ELEMENTS)
     rows = _as_segments(leaf, leaf.sharding, -(-count // len(devices)) * len(devices), flat)
@@ -121,6 +122,8 @@ def segment_checksums_on_devices(leaf: jax.Array) -> list[str]:
 def _as_segments(
     leaf: jax.Array, sharding: jax.sharding.NamedSharding, rows: int, wanted: jax.sharding.NamedSharding
 ) -> jax.Array:
+    """Reshape a leaf to [rows, SEGMENT_ELEMENTS], padded with zeros, with the sharding `wanted`."""
+    # On a mesh with automatic axes, because a reshape of sharded dims is ambiguous on explicit axes.
     auto = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
     placed = jax.sharding.NamedSharding(auto, sharding.spec)
     shards = [shard.data for shard in leaf.addressable_shards]

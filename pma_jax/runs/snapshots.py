@@ -1,4 +1,4 @@
-"""Snapshots: parameters at one point of a run, or a merge of several. What merging reads and writes."""
+"""Snapshots: parameters of one point of a run, their mean over an interval, or a merge of several snapshots."""
 
 import dataclasses
 import json
@@ -21,14 +21,14 @@ class Snapshot:
     path: epath.Path
     step: int  # optimizer steps done
     tokens: int  # tokens consumed
-    loss: float | None  # held-out nats per token, if it was evaluated
+    loss: float | None  # held-out nats per token; None if not evaluated
     config: Config
-    merge: dict[str, Any] | None = None  # only for a merged snapshot: recipe, sources, coefficients
+    merge: dict[str, Any] | None = None  # recipe, sources and coefficients of a merged snapshot; None for others
     kind: str = "point"  # a key of SNAPSHOT_KINDS
 
 
 def is_snapshot(path: epath.PathLike) -> bool:
-    """Check whether a directory is a published snapshot."""
+    """Return whether `path` is a published snapshot: it has a commit marker and parameters."""
     folder = absolute_path(path)
     return (folder / COMMIT_MARKER).exists() and (folder / "params").exists()
 
@@ -49,7 +49,7 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
 
 
 def snapshot_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]:
-    """Decide which snapshots to keep: those of the newest `keep_windows` windows, and those of the archive.
+    """Decide which snapshots to keep: the newest `keep_windows` windows, and one per `archive_interval_tokens`.
 
     Args:
         config: The run's configuration.
@@ -58,14 +58,14 @@ def snapshot_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]
     Returns:
         Whether each snapshot is kept.
     """
-    keep = config.checkpoint
-    newest = keep.keep_windows * keep.window if keep.keep_windows else len(tokens)
-    archive = keep.archive_interval_tokens
+    checkpoint = config.checkpoint
+    newest = checkpoint.keep_windows * checkpoint.window if checkpoint.keep_windows else len(tokens)
+    archive = checkpoint.archive_interval_tokens
     return [i >= len(tokens) - newest or bool(archive and config.is_mark(at, archive)) for i, at in enumerate(tokens)]
 
 
 def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
-    """Save `params` as `snapshot` asynchronously. Do nothing if the step is already saved.
+    """Save `params` with the metadata of `snapshot` asynchronously. Do nothing if the step is already saved.
 
     The arrays may be donated when this function returns.
 
@@ -80,12 +80,12 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
 
     Raises:
         ValueError: Leaves are missing, unknown, of another shape, corrupt (by their digest) or not finite. The message
-            names the first ten.
+            names the first ten of them.
     """
     params = restore.restore_tree(snapshot.path, "params", abstract)
     bad = integrity.non_finite_leaves(params)
     if bad:
-        raise ValueError(f"{snapshot.path} has parameters that are not finite, and is not used: {', '.join(bad[:10])}")
+        raise ValueError(f"{snapshot.path} has parameters that are not finite, do not use it: {', '.join(bad[:10])}")
     return params
 
 

@@ -1,7 +1,7 @@
-"""The device mesh and the sharding rules, which map logical dims of arrays to mesh axes.
+"""The device mesh, and the sharding rules that map logical dims of arrays to mesh axes.
 
-Every mesh axis is explicit: an array's sharding is part of its type, and an operation whose output sharding would be
-ambiguous is an error. "Axis" means an axis of the mesh, "dim" a dimension of an array.
+Every mesh axis is explicit (`AxisType.Explicit`): an array's sharding is part of its type, and an operation whose
+output sharding would be ambiguous is an error. "Axis" means an axis of the mesh, "dim" a dimension of an array.
 """
 
 import collections
@@ -21,14 +21,14 @@ from pma_jax.config import Config, MeshConfig, ModelConfig
 AXES = ("data", "fsdp", "tensor", "expert")
 
 
-def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the mesh axes in one entry of a `PartitionSpec`."""
-    return (part,) if isinstance(part, str) else part or ()
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Mesh axis (or axes) that splits each logical dim; None leaves a dim unsplit."""
+    """Sharding rules: the mesh axis or axes that split each logical dim; None leaves a dim unsplit."""
 
     batch: tuple[str, ...] = ("data", "fsdp", "expert")  # B
     width: str | None = "fsdp"  # D of parameters; D of activations is not split
@@ -38,9 +38,9 @@ class Rules:
     experts: str | None = "expert"  # E
 
     def spec(self, *dims: str | None) -> P:
-        """Return the partition of an array with these logical dims (None: unsplit).
+        """Return the `PartitionSpec` of an array with these logical dims (None: unsplit).
 
-        Inside `jax.shard_map` the manual axes are left out, because arrays are per-device shards there.
+        Inside `jax.shard_map` the manual axes are omitted, because arrays are already per-device shards there.
 
         Raises:
             ValueError: One mesh axis would split two dims.
@@ -61,10 +61,10 @@ RULES = Rules()
 def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
     """Create an explicit mesh over all devices.
 
-    Initialises the backend, on CPU with `cpu_devices` devices. An initialised backend stays as it is.
+    Initialises the backend, on CPU with `cpu_devices` devices. If it is already initialised, it keeps its devices.
 
     Raises:
-        ValueError: The product of the sizes is not the number of devices.
+        ValueError: As for `mesh_from_devices`.
     """
     if sizes.cpu_devices:
         with contextlib.suppress(RuntimeError):  # the backend is initialised, which fixes the device count
@@ -73,13 +73,14 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
 
 
 def mesh_from_devices(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.Mesh:
-    """Create an explicit mesh over `devices`, which may be abstract ones of another machine.
+    """Create an explicit mesh over `devices`, which may belong to a topology to compile for (not attached).
 
-    Each TPU slice holds complete replicas: only the axis `data` crosses slices, because the other axes communicate much
-    more.
+    Each TPU slice holds complete replicas of the model: only the axis `data` crosses slices, because the other axes
+    communicate much more.
 
     Raises:
-        ValueError: The product of the sizes is not the number of devices, or a replica does not fit in a slice.
+        ValueError: A size is invalid, the product of the sizes is not the number of devices, or a replica would have to
+            cross slices.
     """
     shape = [sizes.data, sizes.fsdp, sizes.tensor, sizes.expert]
     count = len(devices)
@@ -95,11 +96,11 @@ def mesh_from_devices(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.s
     # Devices of a single slice have no slice_index; on GPUs the attribute means the host.
     slices = collections.Counter(getattr(d, "slice_index", 0) if d.platform == "tpu" else 0 for d in devices)
     if len(set(slices.values())) > 1:
-        raise ValueError(f"slices of {sorted(slices.values())} devices: a mesh goes over slices of one size")
+        raise ValueError(f"slices of {sorted(slices.values())} devices: all slices must have equally many")
     if shape[0] % len(slices):
         raise ValueError(
             f"mesh.data is {shape[0]}, and {len(slices)} slices of {count // len(slices)} devices share the replicas: "
-            f"make mesh.data a multiple of {len(slices)}, and the other axes what one slice has devices for"
+            f"make mesh.data a multiple of {len(slices)}, and make the other axes fit into one slice"
         )
     inside = (shape[0] // len(slices), *shape[1:])
     if len(slices) > 1:  # connected by the data center network
@@ -111,7 +112,7 @@ def mesh_from_devices(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.s
 
 
 def platform_of(mesh: jax.sharding.Mesh) -> str:
-    """Return the platform that programs for this mesh are compiled for, such as cpu, gpu or tpu."""
+    """Return the platform of the mesh's devices, for which programs are compiled: "cpu", "gpu" or "tpu"."""
     return mesh.devices.flat[0].platform
 
 
@@ -125,7 +126,7 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
     wanted, here = config.mesh.cpu_devices, jax.local_device_count()
     if wanted and wanted != here and platform_of(mesh) == "cpu":
         raise ValueError(
-            f"mesh.cpu_devices is {wanted}, and JAX already runs with {here} in this process: train in a fresh one, or "
+            f"mesh.cpu_devices is {wanted}, and JAX already runs with {here} in this process: start a new process, or "
             f"set it to {here}"
         )
     training = config.training
@@ -142,7 +143,7 @@ def check_model_on_mesh(model: ModelConfig, axis_sizes: Mapping[str, int]) -> No
     """Check that each size of the model divides by the mesh axes (name -> devices) that split it.
 
     Raises:
-        ValueError: A size does not; the message names it and the axes.
+        ValueError: A size is not divisible; the message names it and the axes.
     """
     sizes = {
         "model.width": ("width", model.width),
@@ -166,7 +167,7 @@ def _check_divides(sizes: Mapping[str, tuple[str, int]], axis_sizes: Mapping[str
 
 
 def local_rows(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray:
-    """Return the batch rows that this process's devices hold, increasing: the rows that it must read.
+    """Return the indices, ascending, of the batch rows that this process's devices hold, so that it must read them.
 
     Several processes hold the same rows if a mesh axis that does not split the batch crosses processes.
     """
@@ -176,11 +177,11 @@ def local_rows(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray
 
 
 def put_batch(mesh: jax.sharding.Mesh, tokens_bxM: np.ndarray) -> jax.Array:
-    """Assemble a batch, split along the batch axes, from the rows of each process.
+    """Assemble a batch from the rows of each process, sharded over the batch axes of `mesh`.
 
     Args:
-        mesh: Where the batch goes.
-        tokens_bxM: This process's rows, as `local_rows` lists them.
+        mesh: The mesh for the batch.
+        tokens_bxM: This process's rows, in the order of `local_rows`.
 
     Returns:
         The global array [B, M].
@@ -201,16 +202,16 @@ def data_parallel_mesh() -> jax.sharding.Mesh:
 
 
 def non_manual_axes() -> tuple[str, ...]:
-    """Return the axes of the mesh that is set, without those of an enclosing `jax.shard_map`."""
+    """Return the axes of the current mesh that are not manual axes of an enclosing `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
 
 
 def map_over_devices(function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-    """Map a function of each device's parts to one of arrays, which are resharded as `in_specs`; for all free axes.
+    """Wrap `function` in a `jax.shard_map` over all `non_manual_axes`; arguments are first resharded to `in_specs`.
 
-    Over which axes the results vary is not checked, because the kernels from libraries do not declare it; nor does the
-    enclosing shard_map of a train step (`accumulate_gradients` in training/step.py).
+    check_vma is False, because kernels from libraries do not declare over which axes their results vary. The enclosing
+    shard_map of a train step (`accumulate_gradients` in training/step.py) does not check it either.
     """
     mapped = jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=set(non_manual_axes()), check_vma=False
@@ -219,7 +220,7 @@ def map_over_devices(function: Callable[..., Any], in_specs: tuple[Any, ...], ou
 
 
 def gather_batch_axes(x: jax.Array) -> jax.Array:
-    """Gather `x` along the mesh axes that split the batch, as parameters must be when applied to a batch."""
+    """All-gather `x` along the mesh axes that split the batch: parameters must not be split along these in a matmul."""
     sharding = jax.typeof(x).sharding
     if sharding.mesh.empty:
         return x
@@ -227,13 +228,13 @@ def gather_batch_axes(x: jax.Array) -> jax.Array:
 
 
 def reshard_like(like: jax.Array, x: jax.Array) -> jax.Array:
-    """Reshard `x` like `like`; needed for gradients, because einsum drops the mesh axis of a dim of size 1."""
+    """Reshard `x` to the sharding of `like`, for gradients: einsum drops the mesh axis of a dim of size 1."""
     sharding = jax.typeof(like).sharding
     return x if sharding.mesh.empty else jax.reshard(x, sharding)
 
 
 def abstract_arrays(mesh: jax.sharding.Mesh, make: Callable[[], Any]) -> Any:
-    """Evaluate `make` abstractly: return the shape, dtype and sharding on `mesh` of each leaf of its result."""
+    """Return the result of `make` with ShapeDtypeStructs as leaves, with shardings on `mesh`; nothing is computed."""
 
     def with_devices(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = jax.NamedSharding(mesh, leaf.sharding.spec) if leaf.sharding else replicated_sharding(mesh)

@@ -1,4 +1,4 @@
-"""Handling of SIGTERM (preemption) and SIGINT (Ctrl-C): the first requests a stop, a second ends the process at once.
+"""Handling of SIGTERM (preemption) and SIGINT (Ctrl-C): the first requests a stop, the second ends the process.
 
 Exit statuses follow the shell: 130 for SIGINT, 143 for SIGTERM, so that a scheduler can distinguish "stopped" from
 "done" (0), "failed" (1) and "called wrongly" (2).
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised when a signal stops the work; its text describes what was saved."""
+    """Raised when a signal stops the command; its text describes what was saved."""
 
     def __init__(self, signal_number: int, text: str = ""):
         super().__init__(text)
@@ -23,23 +23,24 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopRequest:
-    """The signal that requested a stop, if any. It is set before the main thread runs its next Python instruction."""
+    """The first signal received, if any. The handler sets it before the main thread's next Python instruction."""
 
     def __init__(self) -> None:
-        self.signal: int | None = None
+        self.signal: int | None = None  # number of the signal
 
     @property
     def name(self) -> str:
-        """Name of the signal, such as SIGTERM."""
+        """Name of the signal, such as "SIGTERM"; empty if none was received."""
         return signal.Signals(self.signal).name if self.signal else ""
 
 
 @contextlib.contextmanager
 def catch_signals(raises_stopped: bool) -> Iterator[StopRequest]:
-    """Record the first SIGINT or SIGTERM within the block; a second ends the process at once, with its status.
+    """Record the first SIGINT or SIGTERM within the block; the second ends the process immediately, with its status.
 
-    Ending at once is like SIGKILL, which everything on disk survives. It also works while the main thread is inside a
-    compilation, because another thread reads the wakeup pipe. Outside the main thread this context does nothing.
+    An immediate end is like SIGKILL: published files stay intact. It works even during a compilation, which blocks
+    Python handlers in the main thread, because another thread reads the wakeup pipe. Outside the main thread this
+    context manager does nothing.
 
     Args:
         raises_stopped: Whether to raise `Stopped` in the main thread at the first signal; otherwise the block must poll

@@ -1,14 +1,14 @@
 """A cache of trained runs, keyed by config digest: each configuration is trained once.
 
     CACHE/<key>/run/           the run directory
-    CACHE/<key>/lock           held by the process that trains it, while others that need the run wait
-    CACHE/<key>/seconds.json   wall seconds of its training, summed over all sessions
-    CACHE/<key>/merged/        merges of its snapshots, which forks can start from
-    CACHE/compiled/            XLA's compilation cache, so that each program is compiled once
+    CACHE/<key>/lock           held by the process that trains the run; others that need the run wait for it
+    CACHE/<key>/seconds.json   wall seconds of the training, summed over all sessions
+    CACHE/<key>/merged/        merges of the run's snapshots, from which forks can start
+    CACHE/compiled/            JAX's persistent compilation cache, so that each program is compiled once
 
 The key of a run is the digest of its configuration. The key of a fork is a digest of its parent's key, the tokens of
-the fork, its initial weights and its own configuration. No key depends on a path inside the cache, so the cache can be
-moved, or grown on several machines and joined.
+the fork, its initial weights and its own configuration. No key depends on the path of the cache, so a cache can be
+moved, and caches that were filled on several machines can be combined.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ from pma_jax.training.loop import train
 
 
 def get_or_train(cache: epath.PathLike, config: Config) -> Run:
-    """Return the run of `config`, trained to its horizon: start it, resume it, or open it when it is finished.
+    """Return the run of `config`, trained to its horizon: train or resume it unless it is finished.
 
-    When two processes need the same run, one trains it and the other waits. Raises ValueError like `train`.
+    If two processes need the same run, one trains it and the other waits. Raises ValueError as `train` does.
     """
-    return _finish(absolute_path(cache) / configuration.digest(config), config)
+    return _train_entry(absolute_path(cache) / configuration.digest(config), config)
 
 
 def get_or_fork(
@@ -52,17 +52,17 @@ def get_or_fork(
 
     Args:
         cache: Directory of the cache.
-        source: Run of this cache, or any other run.
-        at_tokens: Tokens at which `source` kept a training state.
+        source: The run to fork, in this cache or elsewhere.
+        at_tokens: Tokens at which `source` has a training state.
         changes: Overrides of the source's configuration, as `section.key=value`.
-        weights: Snapshot of initial weights that replace the state's, such as a merge from `get_or_merge`. The
-            optimizer state and the data position are still those of the state.
+        weights: Snapshot whose parameters replace those of the training state, such as a merge from `get_or_merge`.
+            The optimizer state and the data position are still those of the training state.
 
     Raises:
-        ValueError: The same as for `fork` and `train`.
+        ValueError: As for `fork` and `train`.
     """
     config = configuration.resolve(source.config, changes)
-    make_mesh(config.mesh)  # initialise the backend before states are listed; see _finish
+    make_mesh(config.mesh)  # initialise the backend before states are listed; see _train_entry
     parts = [
         entry_key(cache, source),
         fork.state_at(source, at_tokens).tokens,
@@ -74,11 +74,13 @@ def get_or_fork(
     def start(folder: epath.Path) -> None:
         fork.fork(source, at_tokens, config, folder, weights.path if weights else None)
 
-    return _finish(absolute_path(cache) / name, config, start)
+    return _train_entry(absolute_path(cache) / name, config, start)
 
 
 def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
-    """Return the merge `cell` of the newest snapshots at `at_tokens`, written to merged/ next to the run if missing.
+    """Return the merge that `cell` describes, of the newest snapshots at `at_tokens`; if missing, make it.
+
+    The merge is stored in merged/ next to the run directory.
 
     Raises:
         ValueError: `run` has too few snapshots, or none at `at_tokens`.
@@ -89,32 +91,32 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     target = folder / f"{cell.text.replace('/', '-').replace(':', '-')}-{used[-1].tokens}"
 
     def write() -> str:
-        merged = np.flatnonzero(row_K).tolist()
+        indices = np.flatnonzero(row_K).tolist()
         with lock.hold(folder, wait=True):
             if not is_snapshot(target):
-                merge([used[k] for k in merged], row_K[merged], target, cell.recipe)
+                merge([used[k] for k in indices], row_K[indices], target, cell.recipe)
         return str(target)
 
     return read_snapshot(hosts.broadcast_from_first(write))
 
 
 def entry_key(cache: epath.PathLike, run: Run) -> str:
-    """Return the key of a run of the cache; for a run from elsewhere, its config digest and path."""
+    """Return the cache key of a run; for a run outside the cache, its config digest and path."""
     if run.path.parent.parent == absolute_path(cache):
         return run.path.parent.name
     return f"{configuration.digest(run.config)} {run.path}"
 
 
 def training_cost(run: Run) -> dict[str, float]:
-    """Return the wall `seconds` and the `tokens` of a run's training; a fork's tokens are those since the fork."""
+    """Return the wall `seconds` and the `tokens` of a run's training; of a fork, the tokens since the fork."""
     path = run.path.parent / "seconds.json"
     seconds = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
     origin = run.metadata.get("forked_from", {"tokens": 0})["tokens"]
     return {"seconds": seconds, "tokens": run.config.training.total_tokens - origin}
 
 
-def _finish(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any] | None = None) -> Run:
-    """Return the run of a cache entry, trained to its horizon; create it with `start` if it does not exist."""
+def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any] | None = None) -> Run:
+    """Return the run of a cache entry, trained to its horizon; `start` creates the run directory if it is missing."""
     _enable_compilation_cache(entry.parent)
     make_mesh(config.mesh)  # fixes the device count before listing the states initialises the backend
     folder = entry / "run"
