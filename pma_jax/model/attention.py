@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pma_jax.model.kernels.flash_attention import cudnn_attention, cudnn_supports, splash_attention, splash_supports
 from pma_jax.runtime.mesh import RULES, map_over_devices, reshard_like
 
-QUERY_BLOCKS = 2  # a block of queries reads only keys up to its end, 3/4 of the square; more blocks gain little
+QUERY_BLOCKS = 2  # 2 blocks compute 3/4 of the L x L scores, as none reads keys after its end
 KERNELS = {
     "gpu": (cudnn_supports, cudnn_attention),
     "tpu": (splash_supports, splash_attention),
@@ -37,7 +37,8 @@ def attention(
         k_BxLxKxH: Keys; query head n reads key head n // G.
         v_BxLxKxH: Values.
         segment_ids_BxL: int32; positions attend only within their segment. None: each row is one segment.
-        window_tokens: The number of positions that one attends to, itself included; 0: all before it.
+        window_tokens: Each position attends to itself and the `window_tokens - 1` positions before it; 0: to itself and
+            all positions before it.
 
     Returns:
         [B, L, N, H] in the dtype of the queries.
@@ -48,9 +49,11 @@ def attention(
     if supports is None or kernel is None or not supports(q_BxLxNxH.shape[1], q_BxLxNxH.shape[3], q_BxLxNxH.dtype):
         return xla_attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL, window_tokens)
     kernel = functools.partial(kernel, window_tokens=window_tokens)
-    if not mesh.empty:  # each device computes its own sequences and heads; neither is split further
-        heads, rows = RULES.spec("batch", None, "heads", None), RULES.spec("batch", None)
-        kernel = map_over_devices(kernel, (heads, heads, heads, None if segment_ids_BxL is None else rows), heads)
+    if not mesh.empty:  # each device computes complete sequences and heads
+        heads_spec, rows_spec = RULES.spec("batch", None, "heads", None), RULES.spec("batch", None)
+        kernel = map_over_devices(
+            kernel, (*[heads_spec] * 3, None if segment_ids_BxL is None else rows_spec), heads_spec
+        )
     return kernel(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL)
 
 
@@ -61,14 +64,13 @@ def xla_attention(
     segment_ids_BxL: jax.Array | None,
     window_tokens: int,
 ) -> jax.Array:
-    """Compute `attention` on any platform, with memory for the full matrix of scores."""
+    """Compute `attention` on any platform, with memory for all L x L scores."""
     B, L, N, H = q_BxLxNxH.shape
     K = k_BxLxKxH.shape[2]
-    # Explicit, because JAX would split the queries that share a key head.
-    grouped = RULES.spec("batch", None, "heads", None, None)
-    q_BxLxKxGxH = _reshaped(q_BxLxNxH * (1 / math.sqrt(H)), (B, L, K, N // K, H), grouped)
-    # With heads before positions, and keys and values transposed, every batched product (of the gradients too) reads
-    # its large operand row by row.
+    # Shard K explicitly: JAX would shard G, the query heads that share a key head.
+    grouped_spec = RULES.spec("batch", None, "heads", None, None)
+    q_BxLxKxGxH = _reshape_with_sharding(q_BxLxNxH * (1 / math.sqrt(H)), (B, L, K, N // K, H), grouped_spec)
+    # In this layout every batched matmul, forward and backward, reads its larger operand contiguously.
     q_BxKxGxLxH = q_BxLxKxGxH.transpose(0, 2, 3, 1, 4)
     k_BxKxHxL, v_BxKxHxL = k_BxLxKxH.transpose(0, 2, 3, 1), v_BxLxKxH.transpose(0, 2, 3, 1)
     size = -(-L // QUERY_BLOCKS)
@@ -76,20 +78,26 @@ def xla_attention(
     for start in range(0, L, size):
         stop = min(start + size, L)
         first = max(0, start - window_tokens + 1) if window_tokens else 0
-        visible = _visible(start, stop, first, segment_ids_BxL, window_tokens)
+        visible = _visibility_mask(start, stop, first, segment_ids_BxL, window_tokens)
         q_BxKxGxQxH = q_BxKxGxLxH[:, :, :, start:stop]
         blocks.append(_attend_block(q_BxKxGxQxH, k_BxKxHxL[..., first:stop], v_BxKxHxL[..., first:stop], visible))
     y_BxKxGxLxH = jnp.concatenate(blocks, axis=3)
     y_BxLxKxGxH = y_BxKxGxLxH.transpose(0, 3, 1, 2, 4)
-    return _reshaped(y_BxLxKxGxH, (B, L, N, H), RULES.spec("batch", None, "heads", None))
+    return _reshape_with_sharding(y_BxLxKxGxH, (B, L, N, H), RULES.spec("batch", None, "heads", None))
 
 
-def _reshaped(x: jax.Array, shape: tuple[int, ...], spec: jax.P) -> jax.Array:
+def _reshape_with_sharding(x: jax.Array, shape: tuple[int, ...], spec: jax.P) -> jax.Array:
     return jnp.reshape(x, shape, out_sharding=None if jax.sharding.get_abstract_mesh().empty else spec)
 
 
-def _visible(start: int, stop: int, first: int, segment_ids_BxL: jax.Array | None, window_tokens: int) -> jax.Array:
-    """Mask of the keys first … stop - 1 for the queries start … stop - 1: bool, [Q, M] or [B, 1, 1, Q, M]."""
+def _visibility_mask(
+    start: int, stop: int, first: int, segment_ids_BxL: jax.Array | None, window_tokens: int
+) -> jax.Array:
+    """Compute which of the keys [first, stop) each of the queries [start, stop) attends to.
+
+    Returns:
+        bool, [Q, M] or, with segments, [B, 1, 1, Q, M].
+    """
     distance_QxM = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
     visible_QxM = distance_QxM >= 0
     if window_tokens:
@@ -101,14 +109,14 @@ def _visible(start: int, stop: int, first: int, segment_ids_BxL: jax.Array | Non
 
 
 def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Compute cos and sin of position / theta^(2i/H), float32 [L, 1, h] each."""
+    """Compute cos and sin of position / theta^(2i/H) for i in [0, h), float32 [L, 1, h] each."""
     frequency_h = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angle_Lx1xh = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency_h
     return jnp.cos(angle_Lx1xh), jnp.sin(angle_Lx1xh)
 
 
 def apply_rotary(x_BxLxNxH: jax.Array, cos_Lx1xh: jax.Array, sin_Lx1xh: jax.Array) -> jax.Array:
-    """Rotate the two halves of H by the tables' angles, in float32 (RoFormer, arXiv 2104.09864)."""
+    """Rotate each pair (x[i], x[i + h]) of H by the angle of its position and i, in float32 (arXiv 2104.09864)."""
     a, b = jnp.split(x_BxLxNxH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([a * cos_Lx1xh - b * sin_Lx1xh, b * cos_Lx1xh + a * sin_Lx1xh], axis=-1)
     return rotated.astype(x_BxLxNxH.dtype)
@@ -116,7 +124,7 @@ def apply_rotary(x_BxLxNxH: jax.Array, cos_Lx1xh: jax.Array, sin_Lx1xh: jax.Arra
 
 @jax.custom_vjp
 def _attend_block(q_BxKxGxQxH: jax.Array, k_BxKxHxM: jax.Array, v_BxKxHxM: jax.Array, visible: jax.Array) -> jax.Array:
-    """Attend from Q positions to the visible ones of M keys, at least one each: [B, K, G, Q, H]."""
+    """Compute the attention of Q queries over M keys; every query needs a visible key. Returns [B, K, G, Q, H]."""
     return _attend_block_forward(q_BxKxGxQxH, k_BxKxHxM, v_BxKxHxM, visible)[0]
 
 
@@ -128,16 +136,16 @@ def _attend_block_forward(
     weights_BxKxGxQxM = jnp.exp(scores_BxKxGxQxM - jnp.max(scores_BxKxGxQxM, axis=-1, keepdims=True))
     inverse_BxKxGxQx1 = 1 / jnp.sum(weights_BxKxGxQxM, axis=-1, keepdims=True)
     weights_BxKxGxQxM = weights_BxKxGxQxM.astype(v.dtype)
-    # Normalised after the product, which scales H numbers per query instead of M.
+    # Normalise after the matmul, because this scales H numbers per query instead of M.
     y_BxKxGxQxH = jnp.einsum("bkgqm,bkhm->bkgqh", weights_BxKxGxQxM, v, preferred_element_type=jnp.float32)
     y_BxKxGxQxH = (y_BxKxGxQxH * inverse_BxKxGxQx1).astype(q.dtype)
     return y_BxKxGxQxH, (q, k, v, weights_BxKxGxQxM, inverse_BxKxGxQx1, y_BxKxGxQxH)
 
 
-def _attend_block_backward(saved: tuple[jax.Array, ...], g_BxKxGxQxH: jax.Array) -> tuple[jax.Array | None, ...]:
-    # The softmax's row sum over M (weights times their gradients) equals a sum over H (outputs times their gradients)
-    # (FlashAttention, arXiv 2205.14135, Appendix B.2). On CPU, XLA runs autodiff's version at half the speed.
-    q, k, v, weights_BxKxGxQxM, inverse_BxKxGxQx1, y_BxKxGxQxH = saved
+def _attend_block_backward(residuals: tuple[jax.Array, ...], g_BxKxGxQxH: jax.Array) -> tuple[jax.Array | None, ...]:
+    # In the gradient of the softmax, the sum over M of weights times their gradients equals the sum over H of outputs
+    # times their gradients (FlashAttention, arXiv 2205.14135, Appendix B.2). On CPU, autodiff runs at half the speed.
+    q, k, v, weights_BxKxGxQxM, inverse_BxKxGxQx1, y_BxKxGxQxH = residuals
     g32_BxKxGxQxH = g_BxKxGxQxH.astype(jnp.float32) * inverse_BxKxGxQx1
     row_BxKxGxQx1 = jnp.sum(g32_BxKxGxQxH * y_BxKxGxQxH, axis=-1, keepdims=True)
     g_BxKxGxQxH = g32_BxKxGxQxH.astype(q.dtype)

@@ -1,4 +1,4 @@
-"""What all figures share: themes, sizes of text, and figures drawn without pyplot, so that no global state changes."""
+"""Settings and helpers of all figures. They avoid pyplot, which keeps global state."""
 
 import dataclasses
 import io
@@ -12,26 +12,26 @@ from matplotlib.figure import Figure
 
 from pma_jax.config import SNAPSHOT_KINDS
 
-PAGE_DPI, PANELS_DPI = 200, 130  # PAGE_DPI: twice the size at which a page shows the figure
+PAGE_DPI, PANELS_DPI = 200, 130  # PAGE_DPI: of figures that a page shows at half their size in pixels
 TITLE_POINTS, TEXT_POINTS, SMALL_POINTS = 11, 9.5, 8.5
 CHARACTER_INCHES = 0.082  # mean width of a character of TEXT_POINTS
 DASHES, DOTS = (0, (4, 1.8)), (0, (1, 1))
 MARKERS = "osD^vPX*<>"
 SERIES_COLORS = matplotlib.color_sequences["tab10"]
-LOSS_COLORMAP = "YlGnBu_r"  # dark is low; even in lightness, and readable in grey
+LOSS_COLORMAP = "YlGnBu_r"  # low losses are dark; lightness is monotonic, so it is readable in grey too
 
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-    """Colours on one background. Series colours follow Okabe and Ito: distinct with any colour vision."""
+    """Colours of figures on one background, based on the palette of Okabe and Ito for colour-blind readers."""
 
     paper: str
     ink: str
     muted: str  # axes, notes, and the raw run
     grid: str
-    preview: str  # all previews
+    preview: str  # merges during training
     annealed: str
-    merges: tuple[str, ...]  # one per recipe, in the order of the sweep; markers tell repeated colours apart
+    merges: tuple[str, ...]  # one per recipe, in the order of the sweep, then repeated with other markers
 
 
 LIGHT = Theme(
@@ -57,7 +57,7 @@ def to_png(figure: Figure, dpi: int = PANELS_DPI) -> bytes:
 
 
 def label_panel(axes: Axes, title: str, x_label: str, y_label: str = "") -> None:
-    """Set the title, the labels and the look of the ticks of one panel of several."""
+    """Set the title, axis labels and tick style of one panel of a figure, in the light theme."""
     axes.set_title(title, loc="left", fontsize=TEXT_POINTS, color=LIGHT.ink)
     axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=LIGHT.muted)
     axes.set_ylabel(y_label, fontsize=SMALL_POINTS, color=LIGHT.muted)
@@ -65,13 +65,13 @@ def label_panel(axes: Axes, title: str, x_label: str, y_label: str = "") -> None
 
 
 def series_name(merge: dict[str, Any]) -> str:
-    """Name the merges that differ only by their window: `sma`, `block/wma`, `sma@2`."""
-    every = f"@{merge['interval']}" if merge["interval"] > 1 else ""
-    return f"{SNAPSHOT_KINDS[merge['kind']].label_prefix}{merge['recipe']}{every}"
+    """Return the name of a merge without its window, such as `sma`, `block/wma` or `sma@2`."""
+    interval = f"@{merge['interval']}" if merge["interval"] > 1 else ""
+    return f"{SNAPSHOT_KINDS[merge['kind']].label_prefix}{merge['recipe']}{interval}"
 
 
 def group_by_series_and_window(merges: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return series -> window -> merge, in the order of the sweep."""
+    """Group merges by series name, then by window, in the order of the sweep."""
     series: dict[str, dict[int, dict[str, Any]]] = {}
     for merge in merges:
         series.setdefault(series_name(merge), {})[merge["window"]] = merge
@@ -79,5 +79,5 @@ def group_by_series_and_window(merges: Sequence[dict[str, Any]]) -> dict[str, di
 
 
 def display_name(text: str) -> str:
-    """Return a recipe or a merge as figures show it: `ema:alpha=0.2:10` as `ema α=0.2:10`."""
+    """Format the text of a recipe or a merge for figures: `ema:alpha=0.2:10` becomes `ema α=0.2:10`."""
     return text.replace(":alpha=", " α=").replace(":lag=", " lag=")

@@ -8,9 +8,10 @@ A script in experiments/ has a docstring (the question) and four functions, and 
     summarize(results) -> IndexRow     format the experiment's row in experiments/README.md
     draw(results) -> dict              return the figures: file name -> PNG
 
-A trunk is a run at a constant learning rate, cut into `units` equal parts: a snapshot of each kind at the end of each
-unit, and a training state wherever an annealed branch may fork. Scripts give positions in units, so that one script
-works at every size: `--sizes dense_1b --config.training.total_tokens=20e9` runs it on other models.
+A trunk is a run at a constant learning rate, divided into `units` equal parts. It saves a snapshot of each kind (point
+and block mean) at the end of each unit, and a training state where an annealed branch may fork. Scripts give positions
+in units, so that one script works at every size: `--sizes dense_1b --config.training.total_tokens=20e9` runs it on
+other models.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from pma_jax.studies import pages, run_cache
 from pma_jax.studies.pages import IndexRow
 
 SIZES = ("science_small", "science_large", "science_moe")
-TRUNK_EVALUATION_TOKENS = 4096  # held-out tokens of a trunk's own records; the study evaluates on more
+TRUNK_EVALUATION_TOKENS = 4096  # held-out tokens of the evaluations while a trunk trains; the study uses more
 BRANCH_DIVISORS = (32, 16, 8, 4, 2)  # the length of an annealed branch is its end divided by one of these
 # `--tiny`: a model that trains in seconds, to check that a script runs. Its numbers mean nothing.
 TINY = (
@@ -65,20 +66,19 @@ class Study:
     """The options of an experiment, and the runs that it has used."""
 
     cache: Path  # directory of the run cache
-    sizes: tuple[str, ...] = SIZES  # names of configurations; the first one is measured in most detail
+    sizes: tuple[str, ...] = SIZES  # names of configurations; the first is measured in most detail
     seeds: tuple[int, ...] = (0, 1, 2)
     units: int = 64  # per trunk; a multiple of 16
     evaluation_tokens: int = 32_768  # held-out tokens on which merges are compared
     overrides: tuple[str, ...] = ()  # `section.key=value`, applied to every run
     runs_used: dict[str, Run] = dataclasses.field(default_factory=dict)  # by path
-    training_seconds: list[float] = dataclasses.field(
-        default_factory=list
-    )  # wall seconds that each request for a run took, with its training
+    run_seconds: list[float] = dataclasses.field(default_factory=list)  # wall time to train or read each run
 
     def trunk_config(self, size: str, seed: int, changes: Iterable[str] = ()) -> Config:
         """Return the configuration of a trunk: `size` with the overrides and the study's intervals.
 
-        The horizon is rounded down to whole steps per unit. A key in `overrides` or `changes` keeps its given value.
+        `training.total_tokens` is rounded down so that each unit has the same whole number of steps. Other options in
+        `overrides` and `changes` take precedence over those that the study sets.
         """
         raw = configuration.load(size)
         given = [*self.overrides, *changes]
@@ -99,54 +99,59 @@ class Study:
             "evaluation.tokens": min(TRUNK_EVALUATION_TOKENS, self.evaluation_tokens),
             "preview.windows": "()",
         }
-        keys = {text.partition("=")[0] for text in given} - {"training.total_tokens"}
-        configuration.override(raw, [f"{key}={value}" for key, value in derived.items() if key not in keys])
+        given_keys = {text.partition("=")[0] for text in given} - {"training.total_tokens"}
+        configuration.override(raw, [f"{key}={value}" for key, value in derived.items() if key not in given_keys])
         return configuration.resolve(raw)
 
     def fork_units(self) -> list[int]:
-        """Return the units at which trunks keep training states.
+        """Return the units at which trunks save a training state.
 
-        From them a branch of any length in `branch_lengths` can end at a quarter, at half and at the end of the trunk.
+        Branches of every length in `branch_lengths` fork there to end at a quarter, half or all of the trunk.
         """
         ends = (self.units // 4, self.units // 2, self.units)
-        starts = {end - length for end in ends for length in self.branch_lengths(end)}
-        return sorted(starts | {self.units // 4, self.units // 2, 3 * self.units // 4})
+        return sorted({end - length for end in ends for length in self.branch_lengths(end)})
 
     def branch_lengths(self, end: int) -> list[int]:
-        """Return the lengths, in units, of the annealed branches that end at `end`: from a 32nd to half of it."""
+        """Return the lengths, in units, of the annealed branches that end at unit `end`: `end` / 32 to `end` / 2."""
         return [end // divisor for divisor in BRANCH_DIVISORS if end // divisor]
 
     def trunk(self, size: str, seed: int, changes: Iterable[str] = ()) -> Run:
         """Return the trained trunk of a size and seed, with snapshots of both kinds at every unit."""
         config = self.trunk_config(size, seed, changes)
-        return self._use(lambda: run_cache.get_or_train(self.cache, config))
+        return self._get_run(lambda: run_cache.get_or_train(self.cache, config))
 
-    def half_length_trunks(self, size: str, factor: float) -> tuple["Study", dict[int, Run]]:
-        """Return a study of half the tokens, and its trunks by seed at `factor` times the size's learning rate.
+    def half_length_trunks(self, size: str, rate_factor: float) -> tuple["Study", dict[int, Run]]:
+        """Return a study of half the units, and trunks at `rate_factor` times the learning rate of `size`, by seed.
 
-        With factor 1 the trunks are those of the full length, whose first half is the run.
+        With factor 1, the trunks are those of the full length, whose first half is equal because the rate is constant.
+        Evaluate them only at the units of the returned study.
         """
         half, full = dataclasses.replace(self, units=self.units // 2), self.trunk_config(size, self.seeds[0])
         changes = [
             f"training.total_tokens={full.training.total_tokens // 2}",
-            f"schedule.peak_rate={factor * full.schedule.peak_rate}",
+            f"schedule.peak_rate={rate_factor * full.schedule.peak_rate}",
         ]
         return half, {
-            seed: self.trunk(size, seed) if factor == 1 else half.trunk(size, seed, changes) for seed in self.seeds
+            seed: self.trunk(size, seed) if rate_factor == 1 else half.trunk(size, seed, changes) for seed in self.seeds
         }
 
     def fork(self, run: Run, at: int, end: int, changes: Iterable[str] = (), weights: Snapshot | None = None) -> Run:
-        """Return the trained fork of a trunk from unit `at` to unit `end`; see `run_cache.get_or_fork`."""
-        keys = [
+        """Fork a trunk at unit `at` and train the fork to unit `end`, or return the cached run.
+
+        The fork starts from `weights` if they are given; see `run_cache.get_or_fork`.
+        """
+        overrides = [
             f"training.total_tokens={end * self.unit_tokens(run)}",
             f"checkpoint.state_interval_tokens={end * self.unit_tokens(run)}",
             "checkpoint.keep_states_at_tokens=()",
             *changes,
         ]
-        return self._use(lambda: run_cache.get_or_fork(self.cache, run, at * self.unit_tokens(run), keys, weights))
+        return self._get_run(
+            lambda: run_cache.get_or_fork(self.cache, run, at * self.unit_tokens(run), overrides, weights)
+        )
 
     def anneal(self, run: Run, at: int, end: int, shape: str = "linear", weights: Snapshot | None = None) -> Run:
-        """Return the fork of a trunk whose rate decays from unit `at` to 0 at `end`: linear, cosine or minus_sqrt."""
+        """Fork a trunk and decay its rate from unit `at` to 0 at `end`; `shape` is linear, cosine or minus_sqrt."""
         decay = [f"schedule.decay={shape}", f"schedule.decay_start_tokens={at * self.unit_tokens(run)}"]
         return self.fork(run, at, end, decay, weights)
 
@@ -155,13 +160,13 @@ class Study:
         return run_cache.get_or_merge(run, cell, at * self.unit_tokens(run))
 
     def losses(self, run: Run, cells: Iterable[Cell], ends: Sequence[int]) -> dict[tuple[Cell, int], float]:
-        """Return the held-out loss of each merge at each end, in units; merges that lack snapshots are left out."""
+        """Return the held-out loss of each merge at each end (in units), without merges that lack snapshots."""
         tokens = [end * self.unit_tokens(run) for end in ends]
         losses = evaluate_along_run(run, cells, tokens, self.evaluation_config(run))
         return {(cell, at // self.unit_tokens(run)): loss for (cell, at), loss in losses.items()}
 
     def loss(self, run: Run, cell: Cell = RAW, end: int | None = None) -> float:
-        """Return the held-out loss of one merge at `end`; by default, of the run's last weights.
+        """Return the held-out loss of a merge at unit `end`; by default, of the newest snapshot without merging.
 
         Raises:
             KeyError: There are too few snapshots for the merge.
@@ -170,23 +175,27 @@ class Study:
         return self.losses(run, [cell], [end])[cell, end]
 
     def losses_over_seeds(
-        self, run_of: Callable[[int], Run], cells: Iterable[Cell], ends: Sequence[int]
+        self, get_run: Callable[[int], Run], cells: Iterable[Cell], ends: Sequence[int]
     ) -> dict[str, dict[str, list[float]]]:
-        """Return `losses` of the runs of all seeds, as results.json stores them.
+        """Evaluate the run of every seed, and return the losses in the layout of results.json.
 
         Returns:
-            {text of the merge: {end in units: [one loss per seed]}}.
+            {text of the merge: {end in units: [one loss per seed]}}, without merges that lack snapshots.
         """
         cells = list(cells)
-        each = [self.losses(run_of(seed), cells, ends) for seed in self.seeds]
+        each = [self.losses(get_run(seed), cells, ends) for seed in self.seeds]
         results: dict[str, dict[str, list[float]]] = {}
         for cell in cells:
-            at = {str(end): [losses[cell, end] for losses in each] for end in ends if (cell, end) in each[0]}
+            at = {
+                str(end): [losses[cell, end] for losses in each]
+                for end in ends
+                if all((cell, end) in losses for losses in each)
+            }
             results |= {cell.text: at} if at else {}
         return results
 
     def describe_size(self, size: str) -> dict[str, Any]:
-        """Return what tables show of a size: parameters, those active per token, and a trunk's tokens and rate."""
+        """Return the table entries of a size: parameters (total and active per token), tokens of a trunk, peak rate."""
         config = self.trunk_config(size, self.seeds[0])
         shapes = abstract_params(config.model, make_mesh(config.mesh))
         return {
@@ -206,7 +215,7 @@ class Study:
         return run.config.checkpoint.interval_tokens
 
     def training_cost(self) -> dict[str, float]:
-        """Return wall hours and tokens of the training of all runs used here, whichever script trained them."""
+        """Return the wall hours and tokens of training of all runs used here, including cached ones."""
         each = [run_cache.training_cost(run) for run in self.runs_used.values()]
         return {
             "runs": len(each),
@@ -214,10 +223,10 @@ class Study:
             "training_hours": sum(cost["seconds"] for cost in each) / 3600,
         }
 
-    def _use(self, get: Callable[[], Run]) -> Run:
+    def _get_run(self, get: Callable[[], Run]) -> Run:
         began = time.perf_counter()
         run = get()
-        self.training_seconds.append(time.perf_counter() - began)
+        self.run_seconds.append(time.perf_counter() - began)
         self.runs_used[str(run.path)] = run
         return run
 
@@ -232,12 +241,11 @@ def run_experiment(
 ) -> dict[str, Any]:
     """Run an experiment from its command line: write results.json, the figures and the README's generated section.
 
-    Runs and losses that --runs already holds are read, not computed again. Wrong options or files end the process with
-    one line on standard error and a nonzero exit status.
+    Runs and losses in the directory --runs are read, not computed again.
 
     Args:
         script: Path of the script; its folder is the default of --out.
-        measure: Trains and evaluates; the module's docstring describes the four functions.
+        measure: Trains and evaluates; the docstring of this module describes the four functions.
         report: Formats the generated section.
         summarize: Formats the row in the table of experiments.
         draw: Draws the figures.
@@ -245,13 +253,16 @@ def run_experiment(
 
     Returns:
         The content of results.json.
+
+    Raises:
+        SystemExit: An option or a file is invalid; the process exits with one line on standard error.
     """
     folder = Path(script).resolve().parent
     options, overrides = _parse(folder, sys.argv[1:] if arguments is None else arguments)
     try:
         page = options.out / "README.md"
         if page.exists():
-            pages.extract_results(page.read_text())  # fail before hours of measuring, not after
+            pages.extract_results(page.read_text())  # checked before hours of training
         keep_freed_memory()
         path = options.out / "results.json"
         results = json.loads(path.read_text()) if options.redraw else _measure(measure, options, overrides)
@@ -287,13 +298,13 @@ def describe_provenance(made: dict[str, Any]) -> str:
 
 
 def _measure(measure: Callable[[Study], dict[str, Any]], options: Any, overrides: Sequence[str]) -> dict[str, Any]:
-    keys = {name: getattr(options, name) for name in TINY_OPTIONS}
-    study = Study(options.runs.resolve(), overrides=tuple(overrides), **keys)
+    settings = {name: getattr(options, name) for name in TINY_OPTIONS}
+    study = Study(options.runs.resolve(), overrides=tuple(overrides), **settings)
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     results = measure(study)
-    made = {"commit": _commit(), **keys, "overrides": list(overrides), **study.training_cost()}
-    made["evaluation_hours"] = (time.perf_counter() - began - sum(study.training_seconds)) / 3600
+    made = {"commit": _commit(), **settings, "overrides": list(overrides), **study.training_cost()}
+    made["evaluation_hours"] = (time.perf_counter() - began - sum(study.run_seconds)) / 3600
     return json.loads(json.dumps({"made": made, **results}))
 
 
@@ -303,13 +314,19 @@ def _parse(folder: Path, arguments: Sequence[str]) -> tuple[argparse.Namespace, 
         description=f"The experiment {folder.name}; --config.KEY=VALUE changes the configuration of every run."
     )
     names = lambda text: tuple(text.split(","))  # noqa: E731
-    parser.add_argument("--runs", type=Path, required=True, help="directory of runs, shared by all experiments")
+    parser.add_argument(
+        "--runs", type=Path, required=True, help="directory that caches trained runs; experiments share it"
+    )
     parser.add_argument("--out", type=Path, default=folder, help="directory of results.json, figures and README.md")
-    parser.add_argument("--sizes", type=names, help=f"names of configurations ({','.join(SIZES)})")
-    parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), help="(0,1,2)")
-    parser.add_argument("--units", type=int, help="units per trunk, a multiple of 16 (64)")
-    parser.add_argument("--evaluation-tokens", type=int, help="held-out tokens on which merges are compared (32768)")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and two seeds, to check that it runs")
+    parser.add_argument("--sizes", type=names, help=f"names of configurations (default {','.join(SIZES)})")
+    parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), help="seeds (default 0,1,2)")
+    parser.add_argument("--units", type=int, help="units per trunk, a multiple of 16 (default 64)")
+    parser.add_argument(
+        "--evaluation-tokens", type=int, help="held-out tokens on which merges are compared (default 32768)"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="check that the script runs, with a tiny model and two seeds"
+    )
     parser.add_argument("--redraw", action="store_true", help="only rewrite tables and figures, from results.json")
     defaults = {field.name: field.default for field in dataclasses.fields(Study)}
     parser.set_defaults(**{name: defaults[name] for name in TINY_OPTIONS})
@@ -318,9 +335,9 @@ def _parse(folder: Path, arguments: Sequence[str]) -> tuple[argparse.Namespace, 
     options, rest = parser.parse_known_args(arguments)
     wrong = [word for word in rest if not (word.startswith("--config.") and "=" in word)]
     if wrong:
-        parser.error(f"unknown: {' '.join(wrong)}")
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     if options.units % 16:
-        parser.error(f"--units {options.units}: give a multiple of 16")
+        parser.error(f"--units must be a multiple of 16, not {options.units}")
     options.out = options.out.resolve()
     overrides = [word.removeprefix("--config.") for word in rest]
     return options, [*(TINY if options.tiny else ()), *overrides]

@@ -137,7 +137,10 @@ def test_script_writes_its_results_figure_page_and_row(workspace, tmp_path):
 
 
 def test_unknown_arguments_of_a_script_are_refused(tmp_path, capsys):
-    for arguments, output in ((["--sead", "1"], "unknown: --sead 1"), (["--units", "20"], "give a multiple of 16")):
+    for arguments, output in (
+        (["--sead", "1"], "unrecognized arguments: --sead 1"),
+        (["--units", "20"], "--units must be a multiple of 16"),
+    ):
         with pytest.raises(SystemExit):
             studies.run_experiment(
                 str(tmp_path / "script.py"),
