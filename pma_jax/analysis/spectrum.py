@@ -1,10 +1,11 @@
 """Merging as a filter: the spectrum of the parameters along training, and the frequency response of a recipe.
 
-A recipe is a finite impulse response filter over snapshots. Its response at frequency f (cycles per unit of position,
-by default per snapshot) is H(f) = sum_k c_k exp(-2 pi i f a_k), with the age a_k of snapshot k. H(0) = 1: a constant
-passes unchanged. Independent snapshot noise is white; a fraction |H(f)|^2 of its power passes at f. Drift is
+A recipe with coefficients c is a finite impulse response filter over snapshots. Its response at frequency f (cycles
+per unit of position, by default per snapshot) is H(f) = sum_k c_k exp(-2 pi i f a_k), where the age a_k is the position
+of the newest snapshot minus that of snapshot k. H(0) = sum_k c_k = 1, so a constant passes unchanged. Noise that is
+independent between snapshots is white: the merge keeps a fraction |H(f)|^2 of its power at frequency f. Drift is
 concentrated near f = 0. The mean age (lag) is -Im H'(0) / (2 pi).
-Shape suffixes: K snapshots, D directions, F frequencies.
+Shape suffixes, joined by x: K snapshots, D directions, F frequencies.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,12 +23,12 @@ from pma_jax.analysis.curvature import inner_product
 def frequency_response(
     coefficients_K: ArrayLike, frequencies_F: ArrayLike, positions_K: ArrayLike | None = None
 ) -> np.ndarray:
-    """Compute the frequency response H(f) of a recipe, complex128 [F].
+    """Compute the frequency response H(f) (see the module) of a recipe: complex128 [F].
 
     Args:
         coefficients_K: Coefficients of the recipe, oldest first.
-        frequencies_F: Frequencies in cycles per unit of `positions_K`; 0.5 is the Nyquist frequency of unit spacing.
-        positions_K: Positions of the snapshots, such as tokens; by default 0, 1, 2, ...
+        frequencies_F: Frequencies in cycles per unit of `positions_K`; with unit spacing, the Nyquist frequency is 0.5.
+        positions_K: Positions of the snapshots in training, oldest first, such as tokens; by default 0, 1, 2, ...
     """
     coefficients = np.asarray(coefficients_K, np.float64)
     positions = np.arange(len(coefficients)) if positions_K is None else np.asarray(positions_K, np.float64)
@@ -36,9 +37,9 @@ def frequency_response(
 
 
 def random_directions(like: Any, count: int, seed: int = 0) -> list[Any]:
-    """Draw `count` random trees of unit L2 norm with the structure and shapes of `like`.
+    """Draw `count` random pytrees of unit L2 norm with the structure and shapes of `like`.
 
-    With many parameters they are nearly orthogonal.
+    If `like` has many elements, the pytrees are nearly orthogonal.
     """
     keys = jax.random.split(jax.random.key(seed), count)
     return [
@@ -48,7 +49,10 @@ def random_directions(like: Any, count: int, seed: int = 0) -> list[Any]:
 
 
 def projections(params_K: Iterable[Any], directions_D: Sequence[Any], origin: Any) -> np.ndarray:
-    """Project each tree of parameters, relative to `origin`, onto each direction: float64 [K, D]."""
+    """Compute the inner product of params_k - origin with each direction: float64 [K, D].
+
+    These are coordinates of the parameters if the directions have unit norm, as those of `random_directions` have.
+    """
     rows = []
     for params in params_K:
         offset = optax.tree.sub(params, origin)
@@ -63,10 +67,11 @@ def power_spectral_density(series_KxD: ArrayLike, interval: float = 1.0) -> tupl
 
     Args:
         series_KxD: D series of K evenly spaced values.
-        interval: Spacing of the values.
+        interval: Spacing of the values, such as the snapshot interval in tokens.
 
     Returns:
-        Frequencies [F], in cycles per unit of `interval`, and densities [F, D], with F = K // 2 + 1.
+        Frequencies [F] in cycles per unit in which `interval` is given (cycles per token for tokens), and densities
+                [F, D], with F = K // 2 + 1.
 
     Raises:
         ValueError: There are fewer than 4 values.

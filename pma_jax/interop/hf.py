@@ -35,7 +35,7 @@ from pma_jax.storage.formats.open import open_source, read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.orbax_write import orbax_layout
 from pma_jax.storage.formats.safetensors import safetensors_layout
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInfo, numpy_dtype
-from pma_jax.storage.json_files import json_bytes, read_object
+from pma_jax.storage.json_files import read_json_object, serialize_json
 from pma_jax.storage.paths import locate
 
 Progress = Callable[[int, int], None]
@@ -310,7 +310,7 @@ def _config_texts(
         # does not train the embedding of the pad token that config.json names.
         ids = others if imported else others | {"pad_token_id": others["eos_token_id"]}
         generation = {name: ids[name] for name in hf_config.TOKEN_IDS if ids.get(name) is not None}
-    return {"config.json": json_bytes(hf_fields), "generation_config.json": json_bytes(generation)}
+    return {"config.json": serialize_json(hf_fields), "generation_config.json": serialize_json(generation)}
 
 
 def _as_snapshot_source(source: CheckpointSource, leaves: Mapping[str, LeafInfo]) -> CheckpointSource:
@@ -321,7 +321,7 @@ def _as_snapshot_source(source: CheckpointSource, leaves: Mapping[str, LeafInfo]
 
 def _read_json(source: CheckpointSource, name: str) -> dict[str, Any] | None:
     path = next((file for file in source.other_files if file.name == name), None)
-    return None if path is None else read_object(path)
+    return None if path is None else read_json_object(path)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from pma_jax.data.tokenizer import byte_tokenizer, load_tokenizer
 from pma_jax.merging.engine import provenance
 from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_sidecar
 from pma_jax.storage.formats.source import CheckpointSource
-from pma_jax.storage.json_files import json_bytes
+from pma_jax.storage.json_files import serialize_json
 
 FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
 
@@ -118,7 +118,7 @@ def _generate_tokenizer_files(tokenizer: Any, config: Config) -> TokenizerFiles:
     }
     texts = {
         FILE_NAME: (tokenizer.backend.to_str(pretty=True) + "\n").encode(),
-        "tokenizer_config.json": json_bytes(fields),
+        "tokenizer_config.json": serialize_json(fields),
     }
     return TokenizerFiles({}, texts, tokenizer.end_of_document)
 

@@ -1,4 +1,4 @@
-"""Small JSON files of checkpoints: parsed as untrusted data, and written in one format."""
+"""Reading and writing of the JSON metadata files of checkpoints. Files are parsed as untrusted input."""
 
 import json
 from collections import Counter
@@ -8,56 +8,62 @@ from typing import Any
 
 from pma_jax.runtime.errors import error_line
 
-MAX_JSON_BYTES = 100_000_000  # also the limit for headers in the reference implementation of safetensors
+MAX_JSON_BYTES = 100_000_000  # the limit that the safetensors library sets for headers
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file of at most `MAX_JSON_BYTES`.
 
     Raises:
-        ValueError: The file is too large, or not a JSON object. The message is one line that names the file.
+        ValueError: The file is too large or does not contain a JSON object. The message is one line and names the
+            file.
     """
     if path.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{path}: {path.stat().st_size} bytes is more than the limit of {MAX_JSON_BYTES} for JSON")
     value = parse_untrusted_json(path.read_bytes(), str(path))
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: is not a JSON object; the file is corrupt")
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def parse_untrusted_json(data: bytes, source: str, allow_nan: bool = False) -> Any:
-    """Parse JSON from an untrusted source: UTF-8, without duplicate keys or nesting that breaks the parser.
+    """Parse UTF-8 JSON from an untrusted source; reject duplicate keys and nesting that is too deep for the parser.
+
+    The size is not checked: the caller limits it.
 
     Args:
-        data: The text.
-        source: What `data` was read from, such as a path; it starts the error message.
-        allow_nan: Whether to accept NaN and Infinity, which Python writes although JSON does not have them.
+        data: The encoded text.
+        source: What `data` was read from, such as a path: the prefix of error messages.
+        allow_nan: Whether to accept NaN and Infinity, which Python's json module writes but the JSON standard does not
+            allow.
 
     Raises:
-        ValueError: `data` is not valid. The message is one line.
+        ValueError: `data` is not such JSON. The message is one line.
     """
 
     def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) != len(pairs):
-            duplicate, count = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"the name {duplicate[:80]!r} appears {count} times")
+            duplicate, count = Counter(key for key, _ in pairs).most_common(1)[0]
+            raise ValueError(f"duplicate key {duplicate[:80]!r} ({count} times)")
         return value
 
     def reject_constant(constant: str) -> float:
-        raise ValueError(f"{constant} is not JSON")
+        raise ValueError(f"{constant} is not allowed in JSON")
 
     try:
-        on_constant = float if allow_nan else reject_constant
-        return json.loads(data.decode("utf-8"), object_pairs_hook=reject_duplicate_keys, parse_constant=on_constant)
+        parse_constant = float if allow_nan else reject_constant
+        return json.loads(data.decode("utf-8"), object_pairs_hook=reject_duplicate_keys, parse_constant=parse_constant)
     except RecursionError:
-        raise ValueError(f"{source}: nested too deeply; the file is corrupt or malicious") from None
+        raise ValueError(f"{source}: JSON is nested too deeply: replace or remove the file") from None
     except ValueError as error:
-        raise ValueError(
-            f"{source}: not readable as JSON: {error_line(error)[:200]}; the file is corrupt: replace or remove it"
-        ) from None
+        raise ValueError(f"{source}: invalid JSON ({error_line(error)[:200]}): replace or remove the file") from None
 
 
-def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Format an object as indented UTF-8 JSON. Raise ValueError if it contains NaN or Infinity."""
+def serialize_json(value: Mapping[str, Any]) -> bytes:
+    """Serialize a mapping to indented UTF-8 JSON that ends with a newline.
+
+    Raises:
+        ValueError: `value` contains NaN or Infinity.
+    """
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -68,5 +68,5 @@ def test_concurrent_writers_keep_each_others_losses(finished, tmp_path):
         f"cell {i}": float(i) for i in range(60)
     }
     (run.path / trajectory.LOSSES_FILE_NAME).write_text("{")
-    with pytest.raises(ValueError, match=r"losses\.json: not readable as JSON"):
+    with pytest.raises(ValueError, match=r"losses\.json: invalid JSON"):
         evaluate_along_run(run, [RAW], [6 * V])

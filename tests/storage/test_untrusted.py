@@ -50,7 +50,7 @@ def refuses(path, match="."):
         ({"a": {}}, "dtype"),
         ({"a": F32, "__metadata__": {"x": 1}}, "__metadata__"),
         ([], "not a JSON object"),
-        (b'{"a": ' + json.dumps(F32).encode() + b', "a": ' + json.dumps(F32).encode() + b"}", "appears 2 times"),
+        (b'{"a": ' + json.dumps(F32).encode() + b', "a": ' + json.dumps(F32).encode() + b"}", "2 times"),
         (b'{"\xff": 1}', "JSON"),
         (b'{"\\ud800": ' + json.dumps(F32).encode() + b"}", "Unicode"),
         ({"a\nb": F32}, "printable"),
@@ -92,7 +92,7 @@ def test_truncated_files_are_one_line(tmp_path):
         ({"weight_map": {"b": "x.safetensors"}}, "disagree"),
         ({"weight_map": {}}, "weight_map"),
         ({}, "weight_map"),
-        ([], "not a JSON object"),
+        ([], "expected a JSON object"),
     ],
 )
 def test_corrupt_indexes_are_one_line(tmp_path, index, match):

@@ -28,7 +28,7 @@ from pma_jax.storage.digests import (
 )
 from pma_jax.storage.formats.open import read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
-from pma_jax.storage.json_files import read_object
+from pma_jax.storage.json_files import read_json_object
 
 FILE_NAME = "provenance.json"
 # Warn above this ratio of the rounding error to the change by merging: about here, rounding to bfloat16 undoes the
@@ -160,7 +160,7 @@ def read(directory: Path) -> dict[str, Any]:
     path = directory / FILE_NAME
     if not path.is_file():
         raise ValueError(f"{directory}: has no {FILE_NAME}; it was not made by pma merge")
-    provenance = read_object(path)
+    provenance = read_json_object(path)
     expected = {"leaves": dict, "files": dict, "sources": list, "digest": str, "plan": str}
     if not all(isinstance(provenance.get(key), kind) for key, kind in expected.items()):
         raise ValueError(f"{path}: is not a provenance that this version wrote")

@@ -11,7 +11,7 @@ from pma_jax.storage.formats import safetensors as safetensors_file
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.names import progress_from_name
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, numpy_dtype
-from pma_jax.storage.json_files import read_object
+from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.paths import locate
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -135,7 +135,7 @@ def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str 
 
 def _tokens_from_provenance(directory: Path) -> int | None:
     path = directory / "provenance.json"
-    tokens = read_object(path).get("tokens") if path.is_file() else None
+    tokens = read_json_object(path).get("tokens") if path.is_file() else None
     return tokens if type(tokens) is int else None
 
 

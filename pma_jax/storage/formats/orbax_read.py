@@ -22,7 +22,7 @@ from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
 from pma_jax.storage.formats.names import progress_from_name
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zarr import Array, open_store, read_array
-from pma_jax.storage.json_files import read_object
+from pma_jax.storage.json_files import read_json_object
 
 _TREE_METADATA, _CHECKPOINT_METADATA, _OCDBT_MANIFEST = "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"
 _ARRAY_METADATA = ("*/.zarray", "*/zarr.json")
@@ -118,7 +118,7 @@ def _make_source(
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _find_item(path: Path, keys: list[str]) -> tuple[Path, str, list[str]]:

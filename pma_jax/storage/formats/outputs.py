@@ -12,7 +12,7 @@ from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.orbax_write import orbax_layout
 from pma_jax.storage.formats.safetensors import safetensors_layout
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo
-from pma_jax.storage.json_files import json_bytes, read_object
+from pma_jax.storage.json_files import read_json_object, serialize_json
 
 TOKENIZER_PATTERNS = (
     "tokenizer*",
@@ -94,11 +94,11 @@ def _plan_sidecars(
             notes.append(f"{name} differs between {other.origin} and {newest.origin}; the latter's is kept")
     texts = {}
     if config_dtype != "keep" and "config.json" in copies:
-        config = read_object(copies["config.json"])
+        config = read_json_object(copies["config.json"])
         dtype_keys = [key for key in ("dtype", "torch_dtype") if key in config]
         if dtype_keys:
             del copies["config.json"]
-            texts["config.json"] = json_bytes(config | dict.fromkeys(dtype_keys, config_dtype))
+            texts["config.json"] = serialize_json(config | dict.fromkeys(dtype_keys, config_dtype))
     return copies, texts, tuple(notes)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
-from pma_jax.storage.json_files import MAX_JSON_BYTES, json_bytes, parse_untrusted_json, read_object
+from pma_jax.storage.json_files import MAX_JSON_BYTES, parse_untrusted_json, read_json_object, serialize_json
 
 _ABBREVIATIONS = {"FLOAT": "F", "UINT": "U", "INT": "I"}
 # bfloat16 -> BF16, float8_e4m3fn -> F8_E4M3, uint8 -> U8, bool -> BOOL.
@@ -111,7 +111,7 @@ def read_index(path: Path) -> dict[str, list[str]]:
     Raises:
         ValueError: The file is not an index, or refers to a file outside its own directory.
     """
-    weight_map = read_object(path).get("weight_map")
+    weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: has no weight_map; it is not an index of safetensors shards")
     shards: dict[str, list[str]] = {}
@@ -177,7 +177,7 @@ def safetensors_layout(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadat
         },
         "weight_map": dict(sorted((name, file) for file, names in shards.items() for name in names)),
     }
-    return OutputLayout({"model.safetensors.index.json": json_bytes(index)}, sizes, byte_ranges, headers)
+    return OutputLayout({"model.safetensors.index.json": serialize_json(index)}, sizes, byte_ranges, headers)
 
 
 def _split_into_shards(leaves: Mapping[str, LeafInfo], shard_bytes: int) -> dict[str, list[str]]:
