@@ -1,8 +1,8 @@
-"""Read a configuration: files, overrides, JSON and digest.
+"""Load configurations from files, JSON and overrides, and compare them.
 
-A configuration is a Python file with `get_config() -> ml_collections.ConfigDict`, which modifies `defaults()`, or the
-name of a shipped one (`demo`). `resolve` applies overrides such as `checkpoint.interval_tokens=4e6` and returns the
-frozen, validated `Config` that the rest of the package reads.
+A configuration file is a Python file that defines `get_config() -> ml_collections.ConfigDict`, which modifies
+`defaults()`. Shipped files are given by name (`demo`). `resolve` applies overrides such as
+`checkpoint.interval_tokens=4e6` and returns the frozen, validated `Config` that the rest of the package reads.
 """
 
 import ast
@@ -33,16 +33,16 @@ def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any] | Config, overrid
     """Apply `section.key=value` overrides, fill in defaults, convert, validate and freeze a configuration.
 
     Raises:
-        ValueError: A key is unknown or has a wrong value; the message names it and what it accepts.
+        ValueError: A key is unknown or has an invalid value; the message names the key and what it accepts.
     """
     if isinstance(raw, Config):
         raw = dataclasses.asdict(raw)
     mapping = raw.to_dict() if isinstance(raw, ml_collections.ConfigDict) else raw
-    _refuse_unknown("", mapping, _TYPES)
+    _reject_unknown_keys("", mapping, _TYPES)
     values = {}
     for section, types in _TYPES.items():
         given = mapping.get(section, {})
-        _refuse_unknown(f"{section}.", given, types)
+        _reject_unknown_keys(f"{section}.", given, types)
         values[section] = {key: _convert(f"{section}.{key}", value, types[key]) for key, value in given.items()}
     override(values, overrides)
     default = Config()
@@ -72,12 +72,15 @@ def override(raw: ml_collections.ConfigDict | dict[str, dict[str, Any]], assignm
 
 
 def load(name: str) -> ml_collections.ConfigDict:
-    """Call `get_config()` of a configuration file, or of a shipped one by name.
+    """Call `get_config()` of a configuration file.
+
+    Args:
+        name: Path of the file, or name of a shipped one.
 
     Raises:
-        ValueError: There is no such file, or it does not define a working `get_config`.
+        ValueError: There is no such file, or its `get_config` is missing, fails, or does not return a ConfigDict.
     """
-    path = _find(name)
+    path = _find_file(name)
     spec = importlib.util.spec_from_file_location("pma_jax_user_config", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file: a configuration is a .py with get_config()")
@@ -108,13 +111,16 @@ def from_json(text: str) -> Config:
 
 
 def digest(config: Config) -> str:
-    """Compute the SHA-256 (first 16 hex digits) of all keys that affect the run's results."""
-    return hashlib.sha256(json.dumps(_identity(config), sort_keys=True).encode()).hexdigest()[:16]
+    """Compute the SHA-256 (first 16 hex digits) of all keys except `mesh` and `data.cache_dir`.
+
+    These two do not affect the results of a run.
+    """
+    return hashlib.sha256(json.dumps(_keys_that_affect_results(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """List `section.key: old -> new` for every key that differs and affects the run's results."""
-    a, b = _identity(old), _identity(new)
+    """List `section.key: old -> new` for each key that differs, without those that `digest` omits."""
+    a, b = _keys_that_affect_results(old), _keys_that_affect_results(new)
     return [
         f"{section}.{key}: {a[section][key]} -> {b[section][key]}"
         for section in a
@@ -123,20 +129,20 @@ def differences(old: Config, new: Config) -> list[str]:
     ]
 
 
-def _identity(config: Config) -> dict[str, dict[str, Any]]:
-    identity: dict[str, dict[str, Any]] = dataclasses.asdict(config)
-    # Mesh and cache may change when a run moves to another machine.
-    del identity["mesh"]
-    del identity["data"]["cache_dir"]
-    return identity
+def _keys_that_affect_results(config: Config) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = dataclasses.asdict(config)
+    # The mesh and the cache directory may change when a run moves to another machine.
+    del sections["mesh"]
+    del sections["data"]["cache_dir"]
+    return sections
 
 
-def _find(name: str) -> Path:
+def _find_file(name: str) -> Path:
     path = Path(name)
-    if path.suffix == ".py" or path.is_file():  # a directory of that name, such as a run's, does not count
+    if path.suffix == ".py" or path.is_file():  # not a directory, such as a run named like a shipped configuration
         if path.is_file():
             return path
-        raise ValueError(f"no configuration file {name}: check the path, or name a shipped one")
+        raise ValueError(f"no configuration file {name}: check the path, or give the name of a shipped one")
     package = Path(__file__).parents[1]
     # A wheel contains configs/ inside the package; a clone has it beside the package.
     folders = [package / "shipped_configs", package.parent / "configs"]
@@ -150,14 +156,14 @@ def _nearest(key: str, valid: Iterable[str]) -> str:
     return f": did you mean {difflib.get_close_matches(key, valid, n=1, cutoff=0.0)[0]!r}?"
 
 
-def _refuse_unknown(prefix: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
+def _reject_unknown_keys(prefix: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
     for key in given:
         if key not in valid:
             raise ValueError(f"unknown config key {prefix + key!r}{_nearest(key, valid)}")
 
 
 def _parse(text: str, hint: Any) -> Any:
-    """Parse the text of an override; `_convert` refuses what does not have the right type."""
+    """Parse the value of an override; text that cannot be parsed is returned, for `_convert` to reject."""
     if hint is str or get_origin(hint) is Literal:
         return text
     if hint is bool:

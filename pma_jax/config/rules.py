@@ -1,4 +1,4 @@
-"""Validation of a configuration beyond types: choices, signs, and keys that must be consistent with each other."""
+"""Validation of configuration values: choices, signs, and rules that involve several keys."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -11,7 +11,11 @@ _HINTS = {name: get_type_hints(section, include_extras=True) for name, section i
 
 
 def validate(config: Config) -> None:
-    """Raise ValueError, in one line that names the keys, if `config` violates a rule."""
+    """Validate a configuration.
+
+    Raises:
+        ValueError: A rule is violated; the message is one line that names the keys.
+    """
     _validate_each_key(config)
     _validate_sizes(config)
     _validate_checkpoint(config)
@@ -30,7 +34,7 @@ def validate(config: Config) -> None:
 
 
 def _validate_each_key(config: Config) -> None:
-    """Check the choices (Literal) and signs (Annotated) that the schema's types declare."""
+    """Check the choices (Literal) and signs (Annotated) in the types of the schema's fields."""
     for section, hints in _HINTS.items():
         for key, hint in hints.items():
             value = getattr(getattr(config, section), key)
@@ -112,7 +116,7 @@ def _validate_spikes(config: Config) -> None:
             f"spikes.window_tokens ({spikes.window_tokens}) is less than {MIN_SPIKE_WINDOW_STEPS} steps of "
             f"{config.batch_tokens} tokens: raise it"
         )
-    # Retention must still have the snapshots to merge when a spike is declared, which happens at most `patience` late.
+    # A spike is declared up to `patience_tokens` after it began; retention must have kept the snapshots to merge.
     late = spikes.patience_tokens // checkpoint.interval_tokens + 1
     needed = late + spikes.snapshots + max(spikes.attempts - 1, 0)
     kept = checkpoint.keep_windows * checkpoint.window

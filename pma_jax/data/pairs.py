@@ -1,4 +1,4 @@
-"""Prompt and answer pairs from Python functions: the signature with docstring is the prompt, the body the answer."""
+"""Pairs of prompt and answer from Python source: a function's signature and docstring, and its body."""
 
 import ast
 import io
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 
 def extract_function_pairs(source: str, limit_bytes: int) -> Iterator[tuple[str, str]]:
-    """Yield (signature with docstring, body) of each function that has a docstring and a body, in source order.
+    """Yield (signature with docstring, body) of each function that has both a docstring and a body, in source order.
 
-    Functions are dedented and both parts end with a newline. Decorators are omitted. A source that the running Python
-    cannot parse yields nothing (the standard library's tests contain some).
+    Functions are dedented, and both parts end with a newline. Decorators are omitted. Source that the running Python
+    cannot parse (the standard library's tests contain some) yields nothing.
 
     Args:
         source: Python source code.
-        limit_bytes: Maximum size of a function in bytes of UTF-8; longer functions are skipped.
+        limit_bytes: Maximum length of a function in UTF-8 bytes; longer functions are skipped.
     """
     try:
         with warnings.catch_warnings():

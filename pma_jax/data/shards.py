@@ -1,12 +1,12 @@
-"""Tokenised corpora: memory-mapped token shards in a directory named by a digest of everything that decides the ids.
+"""Tokenised corpora: memory-mapped token shards in a directory named by a digest of all that determines the ids.
 
     CACHE_DIR/DIGEST/meta.json              counts, dtype, digests
                      tokenizer.json         Hugging Face format
-                     train-00000.bin        little-endian ids; earlier versions split them into several files
+                     train-00000.bin        little-endian ids; earlier versions wrote several files
                      validation-00000.bin
 
 The ids of each document are followed by the tokenizer's end-of-document id. In data with prompts, ids are signed, and
-an id t of a prompt is stored as -t - 1, which excludes it as a target (model/loss.py). A directory is published
+an id t of a prompt is stored as -t - 1, so that it is no target of training (model/loss.py). A directory is published
 atomically: it is written under a temporary name, synced and renamed.
 
 Shapes: T tokens, P tokens of a prompt.
@@ -35,7 +35,7 @@ from pma_jax.storage import atomic, locks
 from pma_jax.storage.paths import is_bucket
 
 FORMAT = 1
-_STORED_FIELDS = ("digest", "corpus_digest", "tokenizer", "vocabulary_size", "end_of_document")  # of a TokenSet
+_STORED_FIELDS = ("digest", "corpus_digest", "tokenizer", "vocabulary_size", "end_of_document")  # in meta.json
 _ENCODE_CHARACTERS = 2**22  # characters of text per call of the tokenizer
 
 
@@ -45,8 +45,8 @@ class TokenStream:
 
     documents: int
     tokens: int  # T, including one end-of-document token per document
-    utf8_bytes: int  # of the text, plus one per document for its end
-    shards: tuple[np.ndarray, ...]  # memory-mapped, read-only [T of the shard]: uint8/16/32, signed with prompts
+    utf8_bytes: int  # of the text, plus one per document for its end-of-document token
+    shards: tuple[np.ndarray, ...]  # memory-mapped, read-only 1-D: the smallest unsigned dtype; signed with prompts
 
     @property
     def bytes_per_token(self) -> float:
@@ -59,7 +59,7 @@ class TokenSet:
     """A tokenised corpus."""
 
     directory: Path
-    digest: str  # SHA-256 (hex) of all that decides the ids: corpus, split, tokenizer, format
+    digest: str  # SHA-256 (hex) of all that determines the ids: corpus, split, tokenizer, format
     corpus_digest: str
     tokenizer: str  # "bytes", "bpe" or a file name
     vocabulary_size: int  # one more than the largest id that can occur
@@ -69,15 +69,16 @@ class TokenSet:
 
 
 def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSet:
-    """Tokenise the corpus of `data` into `data.cache_dir`, or open the tokens that are already cached there.
+    """Open the tokens of the corpus in `data.cache_dir`; tokenise the corpus if they are not cached there.
 
-    The corpus is read once to compute its digest (about one second per gigabyte). If it is not cached, it is read twice
-    more to count and to encode it, and once more to train a BPE. Memory is bounded by the largest document. The process
-    can be killed at any time. If several processes prepare the same tokens, one works and the others wait for it.
+    The corpus is always read once to compute its digest (about one second per gigabyte). If its tokens are not cached,
+    it is read twice more, to count and to encode it, and a third time to train a BPE. Memory is bounded by the largest
+    document. A process that is killed leaves no incomplete entry in the cache. If several processes prepare the same
+    tokens, one works and the others wait for it.
 
     Args:
-        data: The source of the text, and the tokenizer.
-        progress: Show a progress bar on stderr if it is a terminal, else log one line there.
+        data: Determines the source of the text and the tokenizer.
+        progress: Whether to report on stderr: a progress bar if it is a terminal, and one line at the end.
 
     Raises:
         ValueError: The corpus or the tokenizer cannot be read, a split has no document, or the cache cannot be written.
@@ -129,11 +130,11 @@ def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
 
 
 def check_tokens_match_model(tokens: TokenSet, model: config.ModelConfig) -> None:
-    """Check that the ids of the tokenizer are valid for the model.
+    """Check that the model can use the ids of the tokens.
 
     Raises:
-        ValueError: The tokenizer has ids outside the model's vocabulary, or ends documents with another id than the
-            one that separates documents in the model.
+        ValueError: The tokenizer has ids outside the model's vocabulary, or `model.separator_token` is set and is not
+            the tokenizer's end-of-document id.
     """
     if tokens.vocabulary_size > model.vocabulary_size:
         raise ValueError(
@@ -148,16 +149,16 @@ def check_tokens_match_model(tokens: TokenSet, model: config.ModelConfig) -> Non
 
 
 def _cache_key(data: config.DataConfig, corpus_digest: str) -> str:
-    """Return the name of the cache directory. A BPE, which is not trained yet, is identified by its settings."""
+    """Return the name of the cache directory. A BPE, which may not be trained yet, is identified by its settings."""
     tokenizer = data.tokenizer
     if tokenizer == "bpe":
         tokenizer = f"bpe {data.bpe_vocabulary_size}"
     elif tokenizer != "bytes":
         tokenizer = f"file {tokenizing.load_tokenizer(tokenizer).digest}"
-    return _digest(data, corpus_digest, tokenizer)[:32]
+    return _tokens_digest(data, corpus_digest, tokenizer)[:32]
 
 
-def _digest(data: config.DataConfig, corpus_digest: str, tokenizer: str) -> str:
+def _tokens_digest(data: config.DataConfig, corpus_digest: str, tokenizer: str) -> str:
     field = "" if data.source == "packaged" else data.text_field
     parts = (FORMAT, data.source, corpus_digest, field, data.held_out_percent, tokenizer)
     if data.task != "text":
@@ -167,13 +168,13 @@ def _digest(data: config.DataConfig, corpus_digest: str, tokenizer: str) -> str:
 
 @contextlib.contextmanager
 def _lock_cache_entry(cache: Path, key: str, console: rich.console.Console) -> Iterator[None]:
-    """Hold the lock of `key`, which the kernel releases when the process dies, and remove abandoned directories."""
+    """Hold the lock of `key`, which the kernel releases if the process dies, and remove abandoned directories."""
 
     def report_waiting(_: object) -> None:
         console.print("waiting for another process to prepare the same tokens")
 
     with locks.locked(cache / f".{key}.lock", report_waiting) as (_, is_locked):
-        # Without locks (some network file systems) several processes do the same work; the rename is still atomic.
+        # On file systems without locks, several processes may do the same work; the rename is still atomic.
         for abandoned in cache.glob(f".{key}.*.tmp") if is_locked else ():
             shutil.rmtree(abandoned)
         yield
@@ -215,7 +216,7 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
     tokenizer = _select_tokenizer(data, source, scan, bar)
     tokenizer.save(folder / "tokenizer.json")
 
-    # Signed ids hold -t - 1 too. The smallest dtype is a byte, which has no order.
+    # With prompts the dtype must also hold -t - 1. One-byte dtypes ignore the byte order.
     vocabulary_size = tokenizer.vocabulary_size
     dtype = np.min_scalar_type(vocabulary_size - 1 if data.task == "text" else -vocabulary_size).newbyteorder("<")
     names = (corpus.TRAIN, corpus.VALIDATION)
@@ -242,7 +243,7 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
             )
     return {
         "format": FORMAT,
-        "digest": _digest(data, source.digest, tokenizer.digest),
+        "digest": _tokens_digest(data, source.digest, tokenizer.digest),
         "corpus_digest": source.digest,
         "tokenizer": tokenizer.name,
         "vocabulary_size": tokenizer.vocabulary_size,

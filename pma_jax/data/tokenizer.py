@@ -1,8 +1,7 @@
 """Tokenizers: UTF-8 bytes, a BPE trained on the corpus, or any Hugging Face tokenizer.json.
 
-Every tokenizer, including the bytes tokenizer, is a frozen `Tokenizer` that is saved as a Hugging Face tokenizer.json,
-so that a model can be exported with its tokenizer. Special tokens that occur in a text are encoded as ordinary text: a
-document that discusses `<|endoftext|>` does not end there.
+Each is a frozen `Tokenizer`, which can be saved as a Hugging Face tokenizer.json and exported with a model. The text of
+a special token in a document, such as `<|endoftext|>`, is encoded as ordinary text and does not end the document.
 """
 
 import dataclasses
@@ -21,12 +20,8 @@ import tokenizers.trainers
 from pma_jax.storage.paths import locate
 
 END_OF_DOCUMENT = "<|endoftext|>"
-END_OF_DOCUMENT_NAMES = (
-    END_OF_DOCUMENT,
-    "</s>",
-    "<|end_of_text|>",
-    "<eos>",
-)  # the first one that a tokenizer.json has is used
+# The first of these that a tokenizer.json has is its end-of-document token.
+END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")
 _BYTE_VALUES = 256
 
 
@@ -34,17 +29,17 @@ _BYTE_VALUES = 256
 class Tokenizer:
     """An immutable mapping between text and ids in [0, vocabulary_size)."""
 
-    name: str  # "bytes", "bpe" or the file name
+    name: str  # "bytes", "bpe" or the name of the file that it was loaded from
     vocabulary_size: int  # one more than the largest id
     end_of_document: int  # the id that follows each document
     digest: str  # SHA-256 (hex) of the tokenizer.json
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
-    is_bytes: bool = False  # ids are byte values: encoding skips the backend
+    is_bytes: bool = False  # ids are byte values, so encoding does not need the backend
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text as ids, int32 [T], without surrounding special tokens; in parallel where the backend can.
+        """Encode each text as ids, int32 [T], without adding special tokens; in parallel if the backend can.
 
-        All texts are held in memory.
+        The results of all texts are held in memory.
         """
         if self.is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
@@ -69,9 +64,9 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocabulary_size` entries; the same texts give the same tokenizer.
+    """Train a byte-level BPE with at most `vocabulary_size` ids; equal texts give equal tokenizers.
 
-    Texts are streamed; only the counts of distinct words are held in memory.
+    Texts are streamed: memory holds only the counts of distinct words.
 
     Raises:
         ValueError: `vocabulary_size` is too small for the 256 bytes and the end-of-document token.
@@ -110,7 +105,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _make_tokenizer(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
-    """Disable truncation, padding and special tokens in texts, and find the end-of-document token."""
+    """Wrap `backend`, after disabling truncation, padding and the recognition of special tokens in texts."""
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
