@@ -305,7 +305,9 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
         lines.append(Line("annealed at the end", [tokens_m[0], tokens_m[-1]], [annealed] * 2, dashed=True))
         late = losses[len(losses) // 3]
         panels.append(
-            LinePanel(f"{size}: held-out loss", "tokens, millions", lines, limits=(annealed - 0.02, float(late) + 0.1))
+            LinePanel(
+                f"{size}: held-out loss", "tokens, millions", lines, y_limits=(annealed - 0.02, float(late) + 0.1)
+            )
         )
     return {"figure.png": to_png(draw_lines(panels, columns=2))}
 

@@ -168,7 +168,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             if gain:
                 lines.append(interval_line(cell.text, list(gain), [mean_interval(seeds) for seeds in gain.values()]))
         title = f"raw − merged at {at * results['facts']['unit_tokens'] / 1e6:.2f}M tokens, nats"
-        panels += [LinePanel(title, "peak rate", lines, zero=True, log_x=True)] if lines else []
+        panels += [LinePanel(title, "peak rate", lines, zero_line=True, log_x=True)] if lines else []
     return {"figure.png": to_png(draw_lines(panels, columns=2))}
 
 

@@ -227,10 +227,10 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
                 f"end at {tokens:.2f}M: share of annealing's gain",
                 "length of the branch, share of the tokens",
                 lines,
-                zero=True,
+                zero_line=True,
                 log_x=True,
                 percent=True,
-                limits=(0.0, 1.6),
+                y_limits=(0.0, 1.6),
             )
         )
     within = results["inside"]

@@ -101,7 +101,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
             if at:
                 x = [end * size["unit_tokens"] / 1e6 for end in at]
                 lines.append(interval_line(f"SMA of {cell.window}", x, list(at.values())))
-        panels.append(LinePanel(f"{name}: raw − merged, nats", "tokens, millions", lines, zero=True))
+        panels.append(LinePanel(f"{name}: raw − merged, nats", "tokens, millions", lines, zero_line=True))
     return {"figure.png": to_png(draw_lines(panels))}
 
 

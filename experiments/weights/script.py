@@ -339,7 +339,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
                     "snapshots merged",
                     lines,
                     percent=True,
-                    limits=(0.3, 1.1),
+                    y_limits=(0.3, 1.1),
                 )
             )
     panels += [learned_panel(name, size) for name, size in results["sizes"].items() if size["learned"]]
@@ -360,7 +360,7 @@ def learned_panel(name: str, size: dict[str, Any]) -> LinePanel:
         lines.append(
             Line(f"learned, {SNAPSHOT_KINDS[fit['kind']].title}, {fit['window']}", range(1 - len(mean), 1), mean)
         )
-    return LinePanel(f"{name}: learned weights", "snapshots before the newest", lines, zero=True)
+    return LinePanel(f"{name}: learned weights", "snapshots before the newest", lines, zero_line=True)
 
 
 if __name__ == "__main__":

@@ -403,7 +403,7 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     at = np.linspace(0, 0.5, 21)
     responses = [Line(display_name(recipe), at.tolist(), response(results, recipe, at).tolist()) for recipe in RECIPES]
     line_panels.append(
-        LinePanel(f"response |H| of recipes over {results['window']}", "cycles per unit", responses, zero=True)
+        LinePanel(f"response |H| of recipes over {results['window']}", "cycles per unit", responses, zero_line=True)
     )
     return {"planes.png": to_png(draw_contours(panels)), "figure.png": to_png(draw_lines(line_panels, columns=2))}
 

@@ -62,5 +62,5 @@ def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike
         ValueError: `out` exists, the snapshots do not fit together, or a weight or a parameter is not finite.
     """
     target = absolute_path(out)
-    from_storage.merge_weighted([str(s.path) for s in snapshots], weights, str(target), recipe)
+    from_storage.merge([str(s.path) for s in snapshots], weights, str(target), recipe)
     return read_snapshot(target)

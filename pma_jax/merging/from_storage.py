@@ -1,4 +1,4 @@
-"""Merge checkpoints from storage to storage as `pma merge` does. Imports neither JAX nor Orbax."""
+"""Merge stored checkpoints into stored checkpoints, as `pma merge` does. Imports neither JAX nor Orbax."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from pma_jax.storage.paths import locate
 def plan_merge(
     series: CheckpointSeries, recipe_texts: Sequence[str], **options: Any
 ) -> tuple[MergePlan, CheckpointSeries]:
-    """Plan one merge per recipe, all in one pass over the checkpoints.
+    """Plan one merge per recipe, so that all merges read each checkpoint only once.
 
     Args:
         series: The checkpoints, oldest first.
@@ -33,12 +33,12 @@ def plan_merge(
         The plan, and the checkpoints that have a nonzero coefficient.
 
     Raises:
-        ValueError: A recipe is invalid or does not fit the checkpoints, or they cannot be merged; one line.
+        ValueError: A recipe is invalid or does not fit the checkpoints, or they cannot be merged.
     """
     if len(set(recipe_texts)) < len(recipe_texts):
         raise ValueError("two recipes are the same: leave one out")
     positions = series.positions
-    if (np.diff(positions) <= 0).any():  # parallel runs, named one by one
+    if (np.diff(positions) <= 0).any():  # for example, checkpoints of parallel runs at the same step
         note = "several checkpoints have the same position: they are merged in order"
         series = replace(series, unit="order", notes=(*series.notes, note))
         positions = np.arange(len(positions))
@@ -54,13 +54,11 @@ def plan_merge(
     return merge_plan, series
 
 
-def merge_weighted(
-    addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, recipe: str = "weights"
-) -> None:
-    """Write sum_k weights[k] * checkpoint k to `out`; the provenance names `recipe`.
+def merge(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, recipe: str = "weights") -> None:
+    """Write the merge sum_k weights[k] * checkpoint_k to `out`, and record `recipe` in its provenance.
 
     Raises:
-        ValueError: The same as `plan_merge` and `engine.merge`; nothing is published.
+        ValueError: As `plan_merge` and `engine.merge`; nothing is published then.
     """
     sources = [open_source(address) for address in addresses]
     check_same_snapshot_kind(sources)
@@ -68,14 +66,14 @@ def merge_weighted(
 
 
 def output_paths(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:
-    """Return the output directory of each recipe: `out` itself for one, else a directory in it named by the recipe."""
+    """Return the output directory of each recipe: `out` for a single one, else a subdirectory named by the recipe."""
     if len(recipe_texts) == 1:
         return [locate(out)]
     return [locate(out) / text.replace(":", "-").replace("/", "-") for text in recipe_texts]
 
 
 def describe_merge(merge_plan: MergePlan, series: CheckpointSeries, outs: Sequence[Path]) -> dict[str, Any]:
-    """Describe a planned merge, ready for JSON: inputs with their coefficients, bytes, memory, outputs, notes."""
+    """Return a planned merge as JSON values: inputs with their coefficients, bytes, memory, outputs, notes."""
     inputs = [
         source.identity | {"bytes": source.nbytes, "coefficients": merge_plan.coefficients[:, k].tolist()}
         for k, source in enumerate(merge_plan.sources)
@@ -96,7 +94,7 @@ def describe_merge(merge_plan: MergePlan, series: CheckpointSeries, outs: Sequen
 
 
 def format_plan(description: Mapping[str, Any]) -> str:
-    """Format a description from `describe_merge` as lines of text, for --dry-run."""
+    """Format the result of `describe_merge` as lines of text, for --dry-run."""
     lines = [f"inputs, oldest first, and their coefficients in {', '.join(description['recipes'])}:"]
     for entry in description["inputs"]:
         position = f"  step {entry['step']:,}" if entry["step"] is not None else ""
@@ -113,7 +111,7 @@ def format_plan(description: Mapping[str, Any]) -> str:
 
 
 def format_result(description: Mapping[str, Any]) -> str:
-    """Format the description of a finished merge, which also has its `seconds`, as two or more lines of text."""
+    """Format the result of `describe_merge`, with `seconds` added, as lines of text about the finished merge."""
     inputs = description["inputs"]
     known = [entry["tokens"] for entry in inputs if entry["tokens"] is not None]
     span = f" ({known[0]:,} to {known[-1]:,} tokens)" if len(known) == len(inputs) else ""
@@ -123,7 +121,7 @@ def format_result(description: Mapping[str, Any]) -> str:
 
 
 def _merged_metadata(sources: Sequence[CheckpointSource]) -> dict[str, Any] | None:
-    """Return snapshot metadata for the merge if every input is a pma_jax snapshot, so that it is one too; else None."""
+    """Return the metadata that makes the merge a pma_jax snapshot, if all inputs are pma_jax snapshots; else None."""
     metadata = [snapshot_metadata(source) for source in sources]
     newest = metadata[-1]
     return drop_digests(newest) | {"loss": None} if newest is not None and all(metadata) else None

@@ -11,14 +11,14 @@ from pma_jax.storage.formats.open import open_source
 
 
 def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
-    """Describe a run, a snapshot or any checkpoint that can be merged, ready for JSON; reads no array.
+    """Return the contents of a run, a snapshot or any checkpoint that can be merged as JSON values; read no array.
 
     Args:
         path: A directory, a file, or hf://org/repo@revision.
-        subtree: Where an Orbax tree of another trainer holds the parameters; guessed if None.
+        subtree: The part of another trainer's Orbax tree that holds the parameters, such as "params"; guessed if None.
 
     Raises:
-        ValueError: There is no readable run or checkpoint.
+        ValueError: The path is no readable run or checkpoint.
     """
     if is_run(path):
         run = open_run(path)
@@ -57,7 +57,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
 
 
 def format_description(description: dict[str, Any]) -> str:
-    """Format a description from `inspect` as lines of text."""
+    """Format the result of `inspect` as lines of text."""
     lines = [f"{description['path']}: {description['kind']}"]
     if description["kind"] == "run":
         return "\n".join(lines + _run_lines(description))

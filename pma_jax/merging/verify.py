@@ -1,4 +1,4 @@
-"""Verify that stored arrays are what was written (`pma inspect --verify`): runs, snapshots, states and merges."""
+"""Verify the stored arrays of runs, snapshots, states and merges against their digests (`pma inspect --verify`)."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,14 +17,14 @@ from pma_jax.storage.paths import absolute_path, locate
 
 
 def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
-    """Read all arrays again, compare them with their recorded digests, and list the differences, one line each.
+    """Read all arrays, compare them with their recorded digests, and return one line per problem; empty if intact.
 
     Args:
-        path: A run (all its snapshots, block means, states and records), a snapshot, a state, or a merge.
-        with_sources: Whether to read the sources of a merge too, at the addresses in its provenance.
+        path: A run (all its snapshots, block means, states and metrics records), a snapshot, a state, or a merge.
+        with_sources: Whether to also verify the sources of a merge, at the addresses in its provenance.
 
     Raises:
-        ValueError: There are no digests to compare with, or a merge or a source is no longer a checkpoint.
+        ValueError: No digests are recorded, or a merge or one of its sources cannot be opened as a checkpoint.
     """
     folder = absolute_path(path)
     if is_run(folder):
@@ -73,7 +73,7 @@ def _verify_merge(directory: Path, with_sources: bool) -> Iterator[str]:
     for name, digest in recorded["files"].items():
         path = directory / name
         if ".." in Path(name).parts or Path(name).is_absolute():
-            yield f"{provenance.FILE_NAME}: names {name[:80]!r}, which is outside"
+            yield f"{provenance.FILE_NAME}: names {name[:80]!r}, which is outside the checkpoint"
         elif not path.is_file():
             yield f"{name}: is missing"
         elif file_sha256(path) != digest:

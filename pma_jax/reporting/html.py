@@ -1,4 +1,4 @@
-"""The report's page: one self-contained HTML file without scripts, for light and dark, from the template page.html."""
+"""The page of a report: a self-contained HTML file without scripts, from the Jinja template page.html."""
 
 import base64
 from typing import Any
@@ -11,13 +11,20 @@ from pma_jax.reporting.drawing import group_by_series_and_window
 
 
 def render_page(report: dict[str, Any], config_json: str, light_png: bytes, dark_png: bytes) -> str:
-    """Render a report as a page, with the run's configuration and the figure in both colour schemes."""
+    """Render a report as a page that follows the reader's light or dark colour scheme.
+
+    Args:
+        report: The result of `report.build_report`.
+        config_json: The run's configuration.
+        light_png: The figure for the light colour scheme.
+        dark_png: The figure for the dark colour scheme.
+    """
     return _TEMPLATE.render(
         r=report,
         config=config_json,
         light=base64.b64encode(light_png).decode(),
         dark=base64.b64encode(dark_png).decode(),
-        models=_models(report),
+        models=_model_rows(report),
         bytes_only=report["tokenizer"] == "bytes",
         grid=group_by_series_and_window(report["merges"]),
         windows=sorted({m["window"] for m in report["merges"]}),
@@ -26,8 +33,8 @@ def render_page(report: dict[str, Any], config_json: str, light_png: bytes, dark
     )
 
 
-def _models(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row per model: raw, the best merges, annealed. A share is None if annealing gained nothing."""
+def _model_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one row per model: raw, best merges, annealed. Shares are None without a lower annealed loss."""
     best = report["best_merge"]
     named = [
         ("best SMA", report["best_sma"]),
@@ -51,19 +58,19 @@ def _models(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _loss(value: float | None) -> str:
+def _format_loss(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}".replace("-", "−")
 
 
-def _millions(tokens: float | None) -> str:
+def _format_millions(tokens: float | None) -> str:
     return "–" if tokens is None else f"{tokens / 1e6:.2f}M"
 
 
-def _signed(value: float) -> str:
+def _format_signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
@@ -71,7 +78,12 @@ def _load_template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pma_jax.reporting", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"loss": _loss, "percent": _percent, "millions": _millions, "signed": _signed}
+    environment.filters |= {
+        "loss": _format_loss,
+        "percent": _format_percent,
+        "millions": _format_millions,
+        "signed": _format_signed,
+    }
     return environment.get_template("page.html")
 
 

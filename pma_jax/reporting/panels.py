@@ -21,18 +21,18 @@ from pma_jax.reporting.drawing import (
 
 COLUMN_INCHES, ROW_INCHES = 4.2, 3.6
 LEGEND_COLUMNS = 4
-MOST_TICKS = 8  # with at most this many distinct x, the ticks are these
+MAX_TICKS = 8  # up to this many distinct x, each has a tick
 CONTOUR_INCHES, CONTOUR_LEVELS = (5.0, 4.0), 18
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One series. Lines of one name share a colour, a marker and a legend entry in all panels."""
+    """One series of points. Lines with the same name share a colour, marker and legend entry in all panels."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] | None = None  # ends of the error bars
+    low: Sequence[float] | None = None  # lower and upper ends of the error bars
     high: Sequence[float] | None = None
     dashed: bool = False
 
@@ -44,30 +44,30 @@ class LinePanel:
     title: str
     x_label: str
     lines: Sequence[Line]
-    zero: bool = False  # draw a line at 0
+    zero_line: bool = False  # draw a horizontal line at 0
     log_x: bool = False
-    percent: bool = False  # y is a share
-    limits: tuple[float, float] | None = None  # of y
+    percent: bool = False  # format y, a share, in percent
+    y_limits: tuple[float, float] | None = None  # None: chosen by matplotlib
 
 
 @dataclasses.dataclass(frozen=True)
 class ContourPanel:
-    """A loss over one plane, by distances, with points in it: a single one is a star, several are joined in order."""
+    """A loss over a plane in parameter space, with marked points: a star for a single one, else a line through them."""
 
     title: str
-    x: Sequence[float]
+    x: Sequence[float]  # distances along the plane's axes
     y: Sequence[float]
-    losses: Sequence[Sequence[float]]  # [y, x], nats per token
+    losses: Sequence[Sequence[float]]  # [len(y), len(x)], nats per token
     points: Sequence[Line]
 
 
 def interval_line(name: str, x: Sequence[float], intervals: Sequence[MeanInterval]) -> Line:
-    """Return a line of means with their intervals as error bars."""
+    """Make a line of the means of `intervals`, with the intervals as error bars."""
     return Line(name, x, [d.mean for d in intervals], [d.low for d in intervals], [d.high for d in intervals])
 
 
 def draw_lines(panels: Sequence[LinePanel], columns: int = 3) -> Figure:
-    """Draw panels of lines in rows of `columns`, with one legend below."""
+    """Draw panels of lines in rows of `columns` panels, with one legend below."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
@@ -107,26 +107,26 @@ def _draw_line_panel(axes: Axes, panel: LinePanel, names: Sequence[str]) -> None
             capsize=2,
             linestyle=DASHES if line.dashed else "-",
         )
-    if panel.zero:
+    if panel.zero_line:
         axes.axhline(0, color=LIGHT.ink, linewidth=0.8)
     measured = sorted({x for line in panel.lines for x in line.x})
     if panel.log_x:
         axes.set_xscale("log", base=2)
-    if len(measured) <= MOST_TICKS:
+    if len(measured) <= MAX_TICKS:
         axes.set_xticks(measured, [f"{x:.3g}" for x in measured])
         axes.minorticks_off()
     elif all(float(x).is_integer() for x in measured):
-        axes.xaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(MAX_TICKS, integer=True))
     if panel.percent:
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
-    if panel.limits:
-        axes.set_ylim(*panel.limits)
+    if panel.y_limits:
+        axes.set_ylim(*panel.y_limits)
     axes.grid(axis="y", color=LIGHT.grid)
     label_panel(axes, panel.title, panel.x_label)
 
 
 def draw_contours(panels: Sequence[ContourPanel]) -> Figure:
-    """Draw planes side by side, after PMA (arXiv 2505.12082), Figure 8. Each has its own scale; dark is low."""
+    """Draw panels side by side, each with its own colour scale, as in PMA (arXiv 2505.12082), Figure 8. Dark is low."""
     figure = new_figure(CONTOUR_INCHES[0] * len(panels), CONTOUR_INCHES[1], layout="tight")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         filled = axes.contourf(panel.x, panel.y, panel.losses, CONTOUR_LEVELS, cmap=LOSS_COLORMAP)

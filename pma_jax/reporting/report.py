@@ -1,11 +1,14 @@
-"""A report of one run at a constant rate and the runs forked from it: report.json, report.png and report.html.
+"""Report on a run at a constant learning rate and the runs forked from it: report.json, report.png and report.html.
 
-Losses are held-out nats per token on the same text for all models; positions are tokens seen since the start. The share
-that a merge recovers is (raw - merged) / (raw - annealed): 0 for the raw model at the horizon, 1 for the annealed one.
+The raw model has the parameters of the run at its horizon, which is its last evaluation. An annealed model is the end
+of a fork whose learning rate decays. Losses are nats per token on the same held-out text for all models, and positions
+are tokens seen since the start of training. The share that a merge recovers is (raw - merged) / (raw - annealed): 0 for
+the raw model, 1 for the annealed one.
 """
 
 import json
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -29,21 +32,23 @@ from pma_jax.storage import atomic
 from pma_jax.storage.paths import absolute_path
 from pma_jax.training import rollback
 
+_loss = operator.itemgetter("loss")
+
 Report = dict[str, Any]
-Curve = list[list[float]]  # [tokens, loss] pairs, by tokens
-ROW_DEFAULTS = {"interval": 1, "kind": "point"}  # of a sweep's row that lacks these keys: the paper's merges
-SAME_LOSS = 1e-3  # nats; rounding on another device makes less
+Curve = list[list[float]]  # [tokens, loss] pairs, in order of tokens
+SWEEP_ROW_DEFAULTS = {"interval": 1, "kind": "point"}  # for rows of sweep.json without these keys
+LOSS_TOLERANCE_NATS = 1e-3  # larger than the differences by rounding between devices
 SPIKE_KEYS = ("onset_tokens", "tokens", "verdict", "loss", "peak_loss", "median_loss", "spread_nats")
 
 
 def build_report(run: Run, forks: Sequence[Run]) -> Report:
-    """Compare `run` at its horizon, its last evaluation, with its annealed forks.
+    """Compare a run and its merges at its horizon with its annealed forks.
 
-    If several forks were annealed, the one with the lowest loss is the reference, which makes the shares smallest.
-    `notes` in the result says what was left out and why.
+    If several forks were annealed, shares refer to the one with the lowest loss, which makes them smallest. `notes` in
+    the result names each fork and merge that was omitted, and the reason.
 
     Raises:
-      ValueError: the run has no evaluations or diverged, or a fork cannot be compared with it.
+        ValueError: The run has no evaluations or diverged, or a fork cannot be compared with it.
     """
     raw = _curve(run, "evaluation")
     if not raw:
@@ -53,12 +58,12 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         raise ValueError(f"{run.path} diverged: its held-out loss at {tokens:,} tokens is {raw_loss}")
     _check_comparable(run, forks)
     notes: list[str] = []
-    annealed = _annealed_forks(forks, tokens, notes)
+    annealed = _describe_annealed_forks(forks, tokens, notes)
     best = annealed[0] if annealed else None
     annealed_loss = best["loss"] if best else None
     if annealed_loss is not None and annealed_loss >= raw_loss:
         notes.append("annealing did not lower the loss, so there is no gain to recover and there are no shares")
-    merges = _merges(run, tokens, raw_loss, annealed_loss, notes)
+    merges = _merge_rows(run, tokens, raw_loss, annealed_loss, notes)
     plain = [m for m in merges if m["kind"] == "point" and m["interval"] == 1]
     best_sma = min((m for m in plain if m["recipe"] == "sma"), key=_loss, default=None)
     best_block = min((m for m in merges if m["kind"] == "block_mean"), key=_loss, default=None)
@@ -71,9 +76,9 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         "merged_loss": {m["text"]: m["loss"] for m in merges},
         "recovered_share": best_sma["recovered_share"] if best_sma else None,
         "tokens_saved": tokens - best["fork_tokens"] if best else None,
-        "best_sma": _brief(best_sma),
-        "best_merge": _brief(min(merges, key=_loss, default=None)),
-        "best_block_merge": _brief(best_block),
+        "best_sma": _select_fields(best_sma),
+        "best_merge": _select_fields(min(merges, key=_loss, default=None)),
+        "best_block_merge": _select_fields(best_block),
         "block_points_gained": _share_difference(best_block, best_sma),
         "recovered_shares": {m["text"]: m["recovered_share"] for m in merges},
         "fork_tokens": best["fork_tokens"] if best else None,
@@ -94,7 +99,7 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         "config_digest": configuration.digest(run.config),
         "versions": dict(sorted(run.metadata.get("versions", {}).items())),
         "commands": reproduction_commands(run, forks, merges),
-        "curves": {"raw": _finite(raw), "annealed": best["curve"] if best else [], "previews": previews},
+        "curves": {"raw": _drop_nonfinite(raw), "annealed": best["curve"] if best else [], "previews": previews},
     }
 
 
@@ -102,18 +107,18 @@ def write_report(report: Report, run: Run, folder: epath.PathLike | None = None)
     """Write report.png, report.html and report.json, each atomically.
 
     Args:
-      report: the result of `build_report`.
-      run: the run of the report; the page shows its configuration.
-      folder: directory to write to, created if missing; by default the run's own.
+        report: The result of `build_report`.
+        run: The run of the report; the page shows its configuration.
+        folder: Directory to write to, created if missing; the run's own if None.
 
     Returns:
-      The paths written: JSON, PNG, HTML.
+        The paths written: JSON, PNG, HTML.
     """
     target = absolute_path(folder) if folder is not None else run.path
     target.mkdir(parents=True, exist_ok=True)
     light, dark = (to_png(draw_report(report, theme), PAGE_DPI) for theme in (LIGHT, DARK))
     page = html.render_page(report, configuration.to_json(run.config), light, dark)
-    # The JSON comes last: where it stands, the report is complete.
+    # JSON last: if report.json exists, the report is complete.
     atomic.write_bytes(target / "report.png", light)
     atomic.write_bytes(target / "report.html", page.encode())
     atomic.write_bytes(target / "report.json", (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
@@ -121,7 +126,7 @@ def write_report(report: Report, run: Run, folder: epath.PathLike | None = None)
 
 
 def format_report(report: Report) -> str:
-    """Format a report for a terminal: the finding, one row per model with its loss and share, and the notes."""
+    """Format a report for a terminal: its main finding, a table with one row per model, and the notes."""
     bytes_only = report["tokenizer"] == "bytes"
     rows = [["model", "loss", "perplexity", *(["bits/byte"] if bytes_only else []), "recovered"]]
     raw_loss, annealed_loss = report["raw_loss"], report["annealed_loss"]
@@ -146,10 +151,11 @@ def format_report(report: Report) -> str:
 
 
 def spike_rows(run: Run) -> list[dict[str, Any]]:
-    """Return one row per loss spike, by onset: what was measured, and the rollback under `went_back`, or None.
+    """Return one row per loss spike, in order of onset: its measurements, and under `went_back` the rollback or None.
 
-    A rollback is described by the merge that the run restarted from (recipe, number of snapshots, tokens), the fate of
-    the optimizer state, whether data was skipped, the attempt, and the discarded held-out losses.
+    A rollback is described by the merge that the run restarted from (recipe, number of snapshots, tokens), how the
+    optimizer state was set, whether data was skipped, the number of the attempt, and the held-out losses that it
+    discarded.
     """
     rows = [{key: r[key] for key in SPIKE_KEYS} | {"went_back": None} for r in run.metrics if r["kind"] == "spike"]
     for event in rollback.events(run):
@@ -161,19 +167,19 @@ def spike_rows(run: Run) -> list[dict[str, Any]]:
             "optimizer": event["optimizer"],
             "passes_over_data": event["position"] != event["position_there"],
             "attempt": event["attempt"],
-            "set_aside": _finite([[r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation"]),
+            "set_aside": _drop_nonfinite([[r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation"]),
         }
         rows.append({key: event["spike"][key] for key in SPIKE_KEYS} | {"went_back": went_back})
     return sorted(rows, key=lambda row: (row["onset_tokens"], row["tokens"]))
 
 
 def _curve(run: Run, kind: str) -> Curve:
-    # Of records for the same tokens, the last one written counts.
+    # If several records have the same tokens, the last one is used.
     losses = {r["tokens"]: r["loss"] for r in run.metrics if r["kind"] == kind}
     return [[tokens, losses[tokens]] for tokens in sorted(losses)]
 
 
-def _finite(curve: Curve) -> Curve:
+def _drop_nonfinite(curve: Curve) -> Curve:
     return [[tokens, loss] for tokens, loss in curve if math.isfinite(loss)]
 
 
@@ -182,11 +188,11 @@ def _preview_curves(run: Run) -> dict[str, Curve]:
     for record in run.metrics:
         if record["kind"] == "preview":
             losses.setdefault(record["recipe"], {})[record["tokens"]] = record["loss"]
-    curves = {recipe: _finite([[t, at[t]] for t in sorted(at)]) for recipe, at in losses.items()}
-    return {recipe: curves[recipe] for recipe in sorted(curves, key=_recipe_and_window) if curves[recipe]}
+    curves = {recipe: _drop_nonfinite([[t, at[t]] for t in sorted(at)]) for recipe, at in losses.items()}
+    return {recipe: curves[recipe] for recipe in sorted(curves, key=_parse_recipe_and_window) if curves[recipe]}
 
 
-def _recipe_and_window(text: str) -> tuple[str, int]:
+def _parse_recipe_and_window(text: str) -> tuple[str, int]:
     recipe, _, window = text.rpartition(":")
     return (recipe, int(window)) if window.isdigit() else (text, 0)
 
@@ -208,12 +214,12 @@ def _check_comparable(run: Run, forks: Sequence[Run]) -> None:
                 )
 
 
-def _annealed_forks(forks: Sequence[Run], tokens: int, notes: list[str]) -> list[dict[str, Any]]:
+def _describe_annealed_forks(forks: Sequence[Run], tokens: int, notes: list[str]) -> list[dict[str, Any]]:
     """Describe the annealed forks evaluated at `tokens`, lowest loss first; append a note for each other fork."""
     annealed = []
     for fork in forks:
         schedule, origin = fork.config.schedule, fork.metadata["forked_from"]
-        curve = _finite([point for point in _curve(fork, "evaluation") if point[0] > origin["tokens"]])
+        curve = _drop_nonfinite([point for point in _curve(fork, "evaluation") if point[0] > origin["tokens"]])
         if schedule.decay == "none":
             notes.append(f"{fork.path.name} is left out: its learning rate does not decay")
         elif not curve or curve[-1][0] != tokens:
@@ -238,10 +244,10 @@ def _annealed_forks(forks: Sequence[Run], tokens: int, notes: list[str]) -> list
     return sorted(annealed, key=_loss)
 
 
-def _merges(
+def _merge_rows(
     run: Run, tokens: int, raw_loss: float, annealed_loss: float | None, notes: list[str]
 ) -> list[dict[str, Any]]:
-    """Return the merges at the horizon: the rows of sweep.json, or the last previews if it is missing or outdated."""
+    """Return one row per merge at the horizon: from sweep.json, or from the last previews if it cannot be used."""
     path, rows = run.path / "sweep.json", None
     if path.exists():
         sweep = json.loads(path.read_text())
@@ -249,14 +255,14 @@ def _merges(
             notes.append(
                 f"sweep.json is from {sweep['tokens']:,} tokens, the run has {tokens:,}: run `pma sweep` again"
             )
-        elif sweep["raw_loss"] is not None and abs(sweep["raw_loss"] - raw_loss) > SAME_LOSS:
+        elif sweep["raw_loss"] is not None and abs(sweep["raw_loss"] - raw_loss) > LOSS_TOLERANCE_NATS:
             notes.append(
                 f"sweep.json is left out: its raw loss is {sweep['raw_loss']:.4f}, that of the run {raw_loss:.4f}"
             )
         else:
-            rows = [ROW_DEFAULTS | row for row in sweep["rows"]]
+            rows = [SWEEP_ROW_DEFAULTS | row for row in sweep["rows"]]
     if rows is None:
-        rows = _last_previews(run, tokens)
+        rows = _last_preview_rows(run, tokens)
     kept = [row for row in rows if math.isfinite(row["loss"])]
     if len(kept) < len(rows):
         notes.append(f"{len(rows) - len(kept)} merges are left out: their loss is not finite")
@@ -267,21 +273,21 @@ def _merges(
     ]
 
 
-def _last_previews(run: Run, tokens: int) -> list[dict[str, Any]]:
+def _last_preview_rows(run: Run, tokens: int) -> list[dict[str, Any]]:
     rows = []
     for text, curve in _preview_curves(run).items():
         if curve[-1][0] == tokens:
             prefix = SNAPSHOT_KINDS["block_mean"].label_prefix
             kind = "block_mean" if text.startswith(prefix) else "point"
-            recipe, window = _recipe_and_window(text.removeprefix(prefix))
+            recipe, window = _parse_recipe_and_window(text.removeprefix(prefix))
             row = {"text": text, "recipe": recipe, "window": window, "kind": kind, "loss": curve[-1][1]}
-            rows.append(ROW_DEFAULTS | row)
+            rows.append(SWEEP_ROW_DEFAULTS | row)
     return rows
 
 
 def _summarize_previews(previews: dict[str, Curve], raw: Curve) -> dict[str, Any]:
-    """Summarise the gain of each preview: raw loss minus its own, in nats, at the same tokens; and count in total."""
-    raw_at = {int(tokens): loss for tokens, loss in _finite(raw)}
+    """Summarise each preview's gain in nats, raw loss - preview loss at the same tokens, and count all previews."""
+    raw_at = {int(tokens): loss for tokens, loss in _drop_nonfinite(raw)}
     summaries: dict[str, dict[str, Any]] = {}
     for text, curve in previews.items():
         gains = {int(t): raw_at[int(t)] - loss for t, loss in curve if t in raw_at}
@@ -323,7 +329,7 @@ def _format_finding(report: Report) -> str:
     return f"{merged}: {best['recovered_share']:.0%} of what annealing gains ({annealed:.4f}), without {cost}."
 
 
-def _brief(merge: dict[str, Any] | None) -> dict[str, Any] | None:
+def _select_fields(merge: dict[str, Any] | None) -> dict[str, Any] | None:
     return {key: merge[key] for key in ("text", "loss", "recovered_share")} if merge else None
 
 
@@ -334,11 +340,7 @@ def _share_difference(merge: dict[str, Any] | None, other: dict[str, Any] | None
     return merge["recovered_share"] - other["recovered_share"]
 
 
-def _loss(entry: dict[str, Any]) -> float:
-    return entry["loss"]
-
-
 def _parameter_count(run: Run) -> int:
-    # Only shapes are needed, so one device is enough whatever the run's mesh.
+    # Only shapes are needed, so a mesh of one device is sufficient for any run.
     mesh = jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
     return parameter_count(abstract_params(run.config.model, mesh))

@@ -1,7 +1,7 @@
-"""The report's figure: held-out loss against tokens, and what each merge recovers by its window.
+"""The figure of a report: held-out loss against tokens, and recovered share against the window of each merge.
 
-After PMA (arXiv 2505.12082), Figure 3: the constant-rate run, its merged models, and the annealed branch that they
-stand in for.
+The design follows PMA (arXiv 2505.12082), Figure 3: the constant-rate run, its merged models, and the annealed branch
+that merging replaces.
 """
 
 from collections.abc import Sequence
@@ -31,22 +31,26 @@ from pma_jax.reporting.drawing import (
 )
 
 WIDTH_INCHES, HEIGHT_INCHES = 11.0, 4.9
-LABEL_INCHES = 0.34  # from a panel to the labels of its lines
-ROOM_CHARACTERS = 9  # length of a curve's name that fits between the panels
+LABEL_OFFSET_INCHES = 0.34  # between a panel and the labels of its lines
+NAME_CHARACTERS = 9  # for longer curve names the left panel is narrower
 
 
 def draw_report(report: dict[str, Any], theme: Theme = LIGHT) -> Figure:
-    """Draw a report. Left: loss against tokens. Right, if there are merges: recovered share (or loss) by window."""
+    """Draw a report.
+
+    The left panel shows loss against tokens. The right panel, if the report has merges, shows by window the share that
+    each recovers, or its loss if shares are not defined.
+    """
     figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES, theme)
     if not report["merges"]:
         _draw_curves(_add_panel(figure, left=0.68, right=WIDTH_INCHES - 1.75), report, theme)
         return figure
-    room = LABEL_INCHES + CHARACTER_INCHES * max(len(display_name(series_name(m))) for m in report["merges"])
+    room = LABEL_OFFSET_INCHES + CHARACTER_INCHES * max(len(display_name(series_name(m))) for m in report["merges"])
     # The names of the curves are drawn between the panels.
     names = [*report["curves"]["previews"], (report["best_merge"] or {}).get("text", "")]
-    longer = CHARACTER_INCHES * max(len(display_name(name)) - ROOM_CHARACTERS for name in names)
+    longer = CHARACTER_INCHES * max(len(display_name(name)) - NAME_CHARACTERS for name in names)
     _draw_curves(_add_panel(figure, left=0.68, right=5.7 - max(longer, 0)), report, theme)
-    _draw_windows(_add_panel(figure, left=7.85, right=max(WIDTH_INCHES - max(room, 1.25), 8.9)), report, theme)
+    _draw_shares(_add_panel(figure, left=7.85, right=max(WIDTH_INCHES - max(room, 1.25), 8.9)), report, theme)
     return figure
 
 
@@ -65,28 +69,28 @@ def _draw_curves(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1e6:g}M"))
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
 
-    axes.plot(*_xy(raw), color=theme.muted, linewidth=1.0, zorder=2)
+    axes.plot(*_split_points(raw), color=theme.muted, linewidth=1.0, zorder=2)
     labels = [(report["raw_loss"], "raw", theme.muted, False)]
     best = min(previews, key=lambda text: previews[text][-1][1], default=None)
     for i, (text, curve) in enumerate(previews.items()):
         strong = text == best
-        # Shades of one hue, longer windows darker; the labels name them.
+        # Shades of one hue, darker for longer windows; labels name the curves.
         alpha = 1.0 if strong else 0.3 + 0.35 * i / max(len(previews) - 1, 1)
         axes.plot(
-            *_xy(curve),
+            *_split_points(curve),
             color=theme.preview,
             alpha=alpha,
             linewidth=2.2 if strong else 1.1,
-            linestyle=DOTS if _is_block(text) else "-",
+            linestyle=DOTS if _is_block_mean(text) else "-",
             zorder=5 if strong else 3,
         )
         labels.append((curve[-1][1], text, theme.preview, strong))
     if annealed:
-        # The branch starts on the raw curve, if that was evaluated at the fork.
+        # Start the branch on the raw curve, if the run was evaluated at the fork.
         start = [point for point in raw if point[0] == report["fork_tokens"]]
-        axes.plot(*_xy(start + annealed), color=theme.annealed, linewidth=1.9, linestyle=DASHES, zorder=4)
+        axes.plot(*_split_points(start + annealed), color=theme.annealed, linewidth=1.9, linestyle=DASHES, zorder=4)
         labels.append((report["annealed_loss"], "annealed", theme.annealed, True))
-        _mark_fork(axes, report, theme)
+        _shade_annealing(axes, report, theme)
     _mark_spikes(axes, report, theme)
     top = report["best_merge"]
     if top and top["text"] not in previews:
@@ -95,7 +99,7 @@ def _draw_curves(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     _label_ends(axes, [(y, f"{display_name(text)}  {y:.3f}", color, bold) for y, text, color, bold in labels], theme)
 
 
-def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
+def _draw_shares(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     shares = all(m["recovered_share"] is not None for m in report["merges"])
     title = "Share of annealing recovered" if shares else "Loss of the merges"
     _style_panel(axes, theme, title, "snapshots merged, N")
@@ -109,9 +113,9 @@ def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
         name: sorted((n, m[key]) for n, m in by.items()) for name, by in group_by_series_and_window(merges).items()
     }
     for i, (name, points) in enumerate(lines.items()):
-        color, is_block = theme.merges[i % len(theme.merges)], _is_block(name)
+        color, is_block = theme.merges[i % len(theme.merges)], _is_block_mean(name)
         axes.plot(
-            *_xy(points),
+            *_split_points(points),
             color=color,
             marker=MARKERS[i % len(MARKERS)],
             markersize=5,
@@ -124,7 +128,7 @@ def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
         )
     windows = sorted({m["window"] for m in merges})
     axes.set_xticks(windows)
-    # Too many to label each window.
+    # With more windows, their labels would overlap.
     if len(windows) > 8:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     margin = 0.06 * max(windows[-1] - windows[0], 1)
@@ -148,7 +152,7 @@ def _draw_windows(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
 
 
 def _visible_range(report: dict[str, Any]) -> tuple[float, float, float]:
-    """Return (first tokens, lowest loss, highest loss) to show: the end of the run, at the scale of the gain."""
+    """Return (first tokens, lowest loss, highest loss) of the axes: the end of the run, at the scale of the gain."""
     raw, horizon = report["curves"]["raw"], report["tokens"]
     later = [loss for tokens, loss in raw if tokens >= horizon / 2]
     lowest = min(
@@ -157,7 +161,7 @@ def _visible_range(report: dict[str, Any]) -> tuple[float, float, float]:
         + [m["loss"] for m in report["merges"]]
         + later
     )
-    # The scale is the gain, or half the range of the late raw losses if that is larger.
+    # The scale is the gain, or half the range of the raw losses in the second half of the run if that is larger.
     scale = max(report["raw_loss"] - lowest, (max(later) - min(later)) / 2, 1e-3)
     high = max(report["raw_loss"] + 1.6 * scale, max(later) + 0.1 * scale)
     left = next((tokens for tokens, loss in raw if loss <= high), horizon)
@@ -166,11 +170,11 @@ def _visible_range(report: dict[str, Any]) -> tuple[float, float, float]:
     return left, lowest - 0.25 * scale, high
 
 
-def _mark_fork(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
+def _shade_annealing(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     fork, horizon = report["fork_tokens"], report["tokens"]
     axes.axvspan(fork, horizon, color=theme.annealed, alpha=0.06, linewidth=0, zorder=0)
     text = f"annealing:\n{report['tokens_saved'] / 1e6:.2f}M tokens"
-    _note(axes, (fork + horizon) / 2, 0.975, text, theme, ha="center", va="top", linespacing=1.25)
+    _write_note(axes, (fork + horizon) / 2, 0.975, text, theme, ha="center", va="top", linespacing=1.25)
 
 
 def _mark_spikes(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
@@ -181,25 +185,31 @@ def _mark_spikes(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
             continue
         axes.axvline(spike["onset_tokens"], color=theme.annealed, linewidth=1.0, linestyle=DOTS, zorder=2)
         name = f"spike: back to\n{back['recipe']}:{back['snapshots']}" if back else "spike"
-        _note(axes, spike["onset_tokens"], 0.02, f" {name}", theme, va="bottom", clip_on=True)
+        _write_note(axes, spike["onset_tokens"], 0.02, f" {name}", theme, va="bottom", clip_on=True)
         if back and back["set_aside"]:
-            axes.plot(*_xy(back["set_aside"]), color=theme.annealed, linewidth=1.0, linestyle=DOTS, zorder=2)
+            axes.plot(*_split_points(back["set_aside"]), color=theme.annealed, linewidth=1.0, linestyle=DOTS, zorder=2)
 
 
-def _note(axes: Axes, tokens: float, height: float, text: str, theme: Theme, **style: Any) -> None:
-    """Write a note at `tokens`, at a share of the panel's height."""
+def _write_note(axes: Axes, tokens: float, height: float, text: str, theme: Theme, **style: Any) -> None:
+    """Write a note at x = `tokens` and y = `height`, a share of the panel's height."""
     place = axes.get_xaxis_transform()
     axes.text(tokens, height, text, transform=place, fontsize=SMALL_POINTS, color=theme.annealed, **style)
 
 
 def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str, bool]], theme: Theme) -> None:
-    """Name each line to the right of the panel, at the height of its end or as near as other labels allow."""
+    """Label each line to the right of the panel, at the height of its end or as near as other labels allow.
+
+    Args:
+        axes: The panel.
+        labels: (y at the end of the line, text, colour, whether the text is bold) of each line.
+        theme: Colours.
+    """
     low, high = axes.get_ylim()
     gap = (high - low) * min(0.047, 1 / len(labels))
     positions = spread_labels([y for y, *_ in labels], gap, low + gap / 2, high)
     width = axes.get_position().width * WIDTH_INCHES
-    start, end, at = (1 + inches / width for inches in (0.07, LABEL_INCHES - 0.06, LABEL_INCHES))
-    beside = axes.get_yaxis_transform()  # x in widths of the panel, y in losses
+    start, end, at = (1 + inches / width for inches in (0.07, LABEL_OFFSET_INCHES - 0.06, LABEL_OFFSET_INCHES))
+    beside = axes.get_yaxis_transform()  # x in widths of the panel, y in data coordinates
     for (y, text, color, bold), position in zip(labels, positions, strict=True):
         weight, ends = "bold" if bold else "normal", [min(max(y, low), high), position]
         axes.plot([start, end], ends, transform=beside, color=theme.muted, linewidth=0.5, alpha=0.8, clip_on=False)
@@ -209,21 +219,21 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str, bool]], them
 
 
 def spread_labels(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return the positions in [low, high] nearest to `values` (least squares, same order), at least `gap` apart."""
+    """Return positions in [low, high], at least `gap` apart, nearest to `values` (least squares) and in their order."""
     order = np.argsort(values, kind="stable")
     gaps = gap * np.arange(len(values))
-    # After subtracting k gaps, position k only has to be no lower than k - 1.
+    # After k gaps are subtracted from position k, the positions need only be in ascending order.
     pooled = scipy.optimize.isotonic_regression(np.asarray(values)[order] - gaps).x
     positions = np.empty(len(values))
     positions[order] = np.clip(pooled, low, high - gaps[-1]) + gaps
     return positions.tolist()
 
 
-def _is_block(text: str) -> bool:
+def _is_block_mean(text: str) -> bool:
     return text.startswith(SNAPSHOT_KINDS["block_mean"].label_prefix)
 
 
-def _xy(points: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+def _split_points(points: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
     return [p[0] for p in points], [p[1] for p in points]
 
 

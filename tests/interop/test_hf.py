@@ -33,7 +33,7 @@ from pma_jax.config import MeshConfig
 from pma_jax.data import shards
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.interop import hf, hf_weights
-from pma_jax.merging.from_storage import merge_weighted
+from pma_jax.merging.from_storage import merge
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.directory import create_run
 from pma_jax.runs.snapshots import read_snapshot
@@ -129,7 +129,7 @@ def test_bfloat16_is_rounded_to_nearest_even(tmp_path):
 def test_run_point_block_mean_and_merge_can_be_exported(finished, tmp_path):
     newest = finished.snapshots[-1].path
     write_pma_snapshot(tmp_path / "mean", config("llama"), kind="block_mean")
-    merge_weighted([s.path for s in finished.snapshots[-3:]], np.full(3, 1 / 3), tmp_path / "merged")
+    merge([s.path for s in finished.snapshots[-3:]], np.full(3, 1 / 3), tmp_path / "merged")
     for source in (finished.path, newest, tmp_path / "mean", tmp_path / "merged"):
         hf.export_snapshot(source, tmp_path / f"{source.name}-out")
     assert_same(read_hf_tensors(tmp_path / "24-out"), read_hf_tensors(tmp_path / f"{finished.path.name}-out"))
@@ -547,7 +547,7 @@ def test_small_files_are_copied_through_import_and_export(tmp_path):
     assert read.data.tokenizer == str(tmp_path / "ours" / "tokenizer" / "tokenizer.json")
     assert read.training.sequence_length_tokens == 1024
 
-    merge_weighted([tmp_path / "ours"], [1.0], tmp_path / "merged")
+    merge([tmp_path / "ours"], [1.0], tmp_path / "merged")
     for source in ("ours", "merged"):
         hf.export_snapshot(tmp_path / source, tmp_path / f"{source}-out")
         for name in [*kept, "generation_config.json"]:
@@ -575,7 +575,7 @@ def test_trained_bpe_is_read_from_the_token_cache(tmp_path, workspace):
     prepared = shards.prepare_tokens(made.data, progress=False)
     run = create_run(tmp_path / "run", made, {"corpus": prepared.digest})
     write_pma_snapshot(run.path / "snapshots" / "8", made)
-    merge_weighted([run.path / "snapshots" / "8"], [1.0], tmp_path / "merged")
+    merge([run.path / "snapshots" / "8"], [1.0], tmp_path / "merged")
     expected = tokenizing.load_tokenizer(prepared.directory / "tokenizer.json")
     for source in (run.path / "snapshots" / "8", tmp_path / "merged"):
         hf.export_snapshot(source, tmp_path / f"{source.name}-out")

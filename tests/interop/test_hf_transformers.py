@@ -10,7 +10,7 @@ from hf_models import KINDS, TOKENS, assert_logits, config, pma_logits, read_hf_
 from pma_jax.data.tokenizer import byte_tokenizer
 from pma_jax.interop.hf import export_snapshot, import_model
 from pma_jax.interop.hf_config import parse_hf_config
-from pma_jax.merging.from_storage import merge_weighted
+from pma_jax.merging.from_storage import merge
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -90,7 +90,7 @@ def test_exported_merge_loads_and_generates_like_the_decoder(tmp_path, kind):
     for seed in (0, 1):
         # Without a tokenizer no token ends a document, so that generation reaches its full length.
         write_pma_snapshot(tmp_path / str(seed), config(kind, tokenizer="nowhere/tokenizer.json"), seed=seed)
-    merge_weighted([tmp_path / "0", tmp_path / "1"], [0.3, 0.7], tmp_path / "merged")
+    merge([tmp_path / "0", tmp_path / "1"], [0.3, 0.7], tmp_path / "merged")
     export_snapshot(tmp_path / "merged", tmp_path / "theirs")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     start = TOKENS[:, :4]

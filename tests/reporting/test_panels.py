@@ -15,7 +15,7 @@ LONG = Line("raw", range(-15, 1), [0.1] * 16)
 
 
 def test_each_name_has_one_colour_and_one_legend_entry():
-    drawn = draw_lines([LinePanel("left", "tokens", [A, B], zero=True), LinePanel("right", "tokens", [B])])
+    drawn = draw_lines([LinePanel("left", "tokens", [A, B], zero_line=True), LinePanel("right", "tokens", [B])])
     left, right = drawn.axes
     colours = {line.get_label(): c[0].get_color() for c in left.containers for line in [c]}
     assert colours["raw"] == right.containers[0][0].get_color() != colours["merged"]
@@ -38,7 +38,7 @@ def test_ticks_are_at_the_measured_values_and_integers_where_those_are():
 
 
 def test_panels_beyond_the_columns_wrap_and_bytes_are_reproducible():
-    panels = [LinePanel(str(i), "x", [A, B], percent=True, limits=(0, 1)) for i in range(4)]
+    panels = [LinePanel(str(i), "x", [A, B], percent=True, y_limits=(0, 1)) for i in range(4)]
     png = to_png(draw_lines(panels, columns=3))
     assert png == to_png(draw_lines(panels, columns=3))
     height, width, _ = matplotlib.image.imread(io.BytesIO(png)).shape

@@ -1,7 +1,8 @@
-"""Numpy kernels of the engine: weighted sums in float32, on blocks small enough to stay in cache.
+"""NumPy kernels of a merge: weighted sums of blocks that are small enough to stay in the CPU's caches.
 
-bfloat16 is the upper half of float32, so a shift by 16 bits converts it exactly, and rounding back is integer
-arithmetic: several times the rate of numpy's conversions of ml_dtypes.
+Sums are float32 (float64 for float64 leaves). A bfloat16 value is the upper half of a float32, so a shift by 16 bits
+converts it exactly, and rounding back to bfloat16 is integer arithmetic. This is several times as fast as NumPy's
+conversions of ml_dtypes.
 """
 
 import functools
@@ -18,21 +19,23 @@ _MAGNITUDE_BITS = np.uint32(0x7FFFFFFF)
 _INFINITY = 0x7F800000
 # The smallest float32 that rounds to infinity in bfloat16.
 _BF16_OVERFLOW = 0x7F7F8000
-# With several rows, a strip of every source and of one row's sum stays in the second-level cache.
+# With several rows, a strip of each source and of one row's sum fits into the second-level cache.
 _STRIP_ELEMENTS = 2**13
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """The buffers of one thread, reused for every block: page faults cost more than the arithmetic.
+    """The buffers of one thread, reused for all blocks, because page faults cost more than the arithmetic.
+
+    The last axis of each buffer has 8 * block_elements + 64 bytes.
 
     Attributes:
-        raw: uint8 [block_bytes + padding]; one source's block as stored.
-        rounded: uint8 [2 * block_bytes]; one finished block in the output dtype.
-        sums: uint8 [R, 2 * block_bytes]; the sums, viewed as float32 or float64.
-        wide: uint8 [2 * block_bytes]; temporaries.
-        stack: uint8 [K, 2 * block_bytes]; all sources' blocks in the accumulation dtype, for `combine_staged`; empty
-            for one row.
+        raw: uint8; one source's block as stored.
+        rounded: uint8; one finished block in the output dtype.
+        sums: uint8 [R, …]; the R rows' sums, viewed as float32 or float64.
+        wide: uint8; temporary values.
+        stack: uint8 [K, …]; the blocks of all K sources in the accumulation dtype, for `combine_staged`. Empty if there
+            is one row.
     """
 
     raw: np.ndarray
@@ -43,7 +46,7 @@ class Scratch:
 
 
 def new_scratch(rows: int, sources: int, block_elements: int) -> Scratch:
-    """Allocate buffers for blocks of up to `block_elements` elements, `rows` recipes and `sources` checkpoints."""
+    """Allocate buffers for `rows` recipes, `sources` checkpoints, and blocks of up to `block_elements` elements."""
     widest = 8 * block_elements + 64
 
     def aligned(*shape: int) -> np.ndarray:
@@ -51,19 +54,19 @@ def new_scratch(rows: int, sources: int, block_elements: int) -> Scratch:
         skip = -flat.ctypes.data % 4096
         return flat[skip : skip + int(np.prod(shape))].reshape(shape)
 
-    # Zeroed pages that are never touched take no memory, so unused buffers cost nothing.
+    # The kernel allocates a zeroed page when it is first written, so unused buffers take no memory.
     stack = aligned(sources if rows > 1 else 0, widest)
     return Scratch(aligned(widest), aligned(widest), aligned(rows, widest), aligned(widest), stack)
 
 
 def scratch_bytes(rows: int, sources: int, block_elements: int, dtypes: set[str]) -> int:
-    """Return an upper bound in bytes of the memory that one thread's buffers use for leaves of `dtypes`."""
+    """Return an upper bound of the bytes that one thread's buffers use for leaves of these dtypes."""
     widest = 8 if "float64" in dtypes else 4
     return (rows + (sources if rows > 1 else 0) + 4) * (widest * block_elements + 4160)
 
 
 def accumulation_dtype(dtype: str) -> str:
-    """Return the dtype in which leaves of `dtype` are summed: float64 for float64, else float32."""
+    """Return the dtype in which leaves of a dtype are summed: float64 for float64, else float32."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -73,7 +76,7 @@ def _typed_sums(scratch: Scratch, dtype: str, elements: int) -> np.ndarray:
 
 
 def _widen(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> np.ndarray:
-    """Return the raw block in the accumulation dtype, converted into `into` if needed."""
+    """Return the raw block in the accumulation dtype; if it must be converted, the result is written to `into`."""
     raw = scratch.raw[: ITEM_BYTES[dtype] * elements].view("uint16" if dtype == "bfloat16" else numpy_dtype(dtype))
     if dtype == accumulation_dtype(dtype):
         return raw
@@ -86,10 +89,10 @@ def _widen(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> np.
     return wide
 
 
-# `finish_block` reports values that are not finite, with the names of the leaf and the source.
+# Overflow and NaN are ignored here, because `finish_block` checks the result.
 @np.errstate(over="ignore", invalid="ignore")
 def add_block(scratch: Scratch, dtype: str, elements: int, weights: RowFactors, source: int) -> None:
-    """Add the block in `scratch.raw`, of source number `source`, to every row's sum with its weight."""
+    """Add the block in `scratch.raw`, which is from source number `source`, to each row's sum with its multiplier."""
     wide = _widen(scratch, dtype, elements, scratch.wide)
     sums = _typed_sums(scratch, dtype, elements)
     for strip in _strips(sums, weights):
@@ -98,7 +101,7 @@ def add_block(scratch: Scratch, dtype: str, elements: int, weights: RowFactors, 
 
 @np.errstate(over="ignore", invalid="ignore")
 def stage_block(scratch: Scratch, dtype: str, elements: int, source: int) -> None:
-    """Convert the block in `scratch.raw` and keep it as source number `source` for `combine_staged`."""
+    """Convert the block in `scratch.raw` and store it in `scratch.stack[source]`, for `combine_staged`."""
     into = scratch.stack[source]
     wide = _widen(scratch, dtype, elements, into)
     if dtype == accumulation_dtype(dtype):
@@ -107,16 +110,16 @@ def stage_block(scratch: Scratch, dtype: str, elements: int, source: int) -> Non
 
 @np.errstate(over="ignore", invalid="ignore")
 def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: RowFactors) -> None:
-    """Sum the staged blocks for all rows, one strip in cache at a time."""
+    """Compute all rows' sums of the staged blocks, strip by strip so that a strip stays in cache."""
     sums = _typed_sums(scratch, dtype, elements)
     staged = scratch.stack[:, : sums[0].nbytes].view(sums.dtype)
     multipliers = weights.multipliers.astype(sums.dtype)
     is_exact = _einsum_rounds_products()
     for strip in _strips(sums, weights):
         totals = sums[:, strip]
-        # A loop in C: a third of the time of one call per row and source.
+        # Takes a third of the time of one NumPy call per row and source.
         np.einsum("rk,kn->rn", multipliers, staged[:, strip], out=totals)
-        # It starts from zero, which loses the sign of a negative zero.
+        # einsum starts from zero, so that sums of -0.0 become +0.0. Sums with a zero are therefore computed again.
         if not is_exact or not totals.all():
             for source, wide in enumerate(staged[:, strip]):
                 _add_source(scratch, totals, wide, weights, source)
@@ -124,26 +127,26 @@ def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: RowFact
 
 @functools.cache
 def _einsum_rounds_products() -> bool:
-    """Return whether `np.einsum` rounds products before adding, as `rounding` defines; not with FMA."""
+    """Return whether `np.einsum` rounds products before it adds them, as `rounding` requires; False if it uses FMA."""
     x = np.float32(1 + 2**-12)
     terms = np.full((2, 67), [[-(x * x)], [x]], np.float32)  # 67: full vectors and a remainder
     return not np.einsum("rk,kn->rn", np.array([[1, x]], np.float32), terms).any()
 
 
 def _strips(sums: np.ndarray, weights: RowFactors) -> Iterator[slice]:
-    """Yield slices of the last axis: all of it for one row, strips that stay in cache for several."""
+    """Return slices that cover the last axis: one slice if there is one row, else strips that stay in cache."""
     count = sums.shape[-1]
     step = _STRIP_ELEMENTS if len(weights.multipliers) > 1 else max(count, 1)
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
 def _add_source(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: RowFactors, source: int) -> None:
-    """Add one source's values, [elements], to every row's sums, [R, elements], as `rounding` defines it."""
+    """Add one source's values [elements] to the sums of all rows [R, elements], as `rounding` defines."""
     product = scratch.rounded[: wide.nbytes].view(wide.dtype)
     for total, multipliers, first in zip(totals, weights.multipliers, weights.first, strict=True):
         multiplier = totals.dtype.type(multipliers[source])
         if source == first:
-            # Starting from the first term instead of from zero keeps the sign of a negative zero.
+            # The sum starts with its first term, because 0.0 + -0.0 would lose the sign.
             np.multiply(wide, multiplier, out=total)
         elif multiplier == 1:
             np.add(total, wide, out=total)
@@ -155,9 +158,10 @@ def _add_source(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights:
 def finish_block(
     scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: RowFactors, row: int
 ) -> np.ndarray | None:
-    """Divide a row's sum in place, round to nearest even, and return its bytes (uint8, in `scratch.rounded`).
+    """Divide a row's sum in place, and round it to the nearest values of `out_dtype`, ties to even.
 
-    Returns None if the result is not finite in `out_dtype`.
+    Returns:
+        The rounded bytes, a uint8 view of `scratch.rounded`; None if a value is not finite in `out_dtype`.
     """
     sums = _typed_sums(scratch, dtype, elements)[row]
     if weights.divisors[row] != 1:
@@ -173,14 +177,14 @@ def finish_block(
             _round_to_bf16(sums.view(np.uint32), out.view(np.uint16), scratch)
         return out
     narrow = out.view(numpy_dtype(out_dtype))
-    # The check of the result reports an overflow.
+    # Overflow is detected in the result, below.
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(narrow, sums, casting="unsafe")
     return out if np.isfinite(narrow).all() else None
 
 
 def _round_to_bf16(bits: np.ndarray, into: np.ndarray, scratch: Scratch) -> None:
-    """Round to nearest, ties to even, in integers: add 0x7fff plus the last kept bit, keep the upper half."""
+    """Round float32 bits to nearest, ties to even: add 0x7fff plus the last kept bit, and keep the upper half."""
     rounded = np.right_shift(bits, _BF16_SHIFT, out=scratch.wide[: bits.nbytes].view(np.uint32))
     np.bitwise_and(rounded, np.uint32(1), out=rounded)
     np.add(rounded, np.uint32(0x7FFF), out=rounded)
@@ -190,7 +194,7 @@ def _round_to_bf16(bits: np.ndarray, into: np.ndarray, scratch: Scratch) -> None
 
 
 def squared_changes(scratch: Scratch, dtype: str, out_dtype: str, elements: int, row: int) -> tuple[float, float]:
-    """Measure on one block how much rounding and merging change the parameters.
+    """Measure how much rounding and merging change the first elements of a block.
 
     Args:
         scratch: The buffers, after the last `add_block` and `finish_block` of this row.

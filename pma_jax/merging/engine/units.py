@@ -1,4 +1,4 @@
-"""Merge one unit of work: block by block, all sources in turn, with checksums of every byte read and written."""
+"""Merge units of work: sum each block over all sources, with checksums of all bytes read and written."""
 
 import os
 from collections import deque
@@ -19,17 +19,17 @@ from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
 from pma_jax.storage.formats.zstd import ZstdReader
 
-# Rounding is measured on the first elements of every unit: 1 in 512, which is ample for a ratio of two sums.
+# Rounding is measured on the first elements of each unit: 1 in 512 elements, enough to estimate a ratio of two sums.
 _SAMPLE_ELEMENTS = 2**12
 
 
 @dataclass(frozen=True)
 class MergeJob:
-    """What all threads and processes of a merge share.
+    """The inputs of a merge that all its threads and processes use.
 
     Attributes:
         plan: The merge.
-        weights: Its coefficients, split.
+        weights: The plan's coefficients as multipliers and divisors.
         output_ranges: For each recipe, where its leaves are written.
     """
 
@@ -72,7 +72,7 @@ def _merge_unit(
         number: The unit's number in the plan's order.
         unit: The unit.
         region_elements: How many elements of a source are read at once.
-        read: (number of the source, start, stop) -> elements [start, stop) as stored, uint8.
+        read: (index of the source, start, stop) -> elements [start, stop) as stored, uint8.
         scratch: The buffers of this thread.
         totals: uint8 [R, 8 * region_elements + padding]; the sums of one region.
 
@@ -108,7 +108,7 @@ def _merge_unit(
 
 
 def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Callable[[int, np.ndarray], None]:
-    """Return a function (byte offset in the leaf, uint8 array to fill), to be called for consecutive blocks."""
+    """Return a function that reads consecutive blocks: (byte offset in the leaf, uint8 array to fill) -> None."""
     if unit.name in source.zstd_frames:
         assert unit.start == 0, "a frame is decoded from its beginning"
         frames = stack.enter_context(closing(ZstdReader(source.zstd_frames[unit.name])))
@@ -121,11 +121,11 @@ def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Call
 
 
 def _add_block(job: MergeJob, name: str, scratch: sums.Scratch, elements: int, source: int) -> None:
-    """Add the block in `scratch.raw` to the sums; a leaf that is not summed has none."""
+    """Add the block in `scratch.raw` to the sums; do nothing if the leaf is not summed."""
     leaf = job.plan.sources[0].leaves[name]
     if not leaf.is_summed:
         return
-    # Of a decoded region, several blocks of one source follow each other.
+    # Staging needs the same block of all sources in turn, but a decoded region has several blocks of one source.
     if len(job.plan.recipes) == 1 or name in job.plan.schedule.region_elements:
         sums.add_block(scratch, leaf.dtype, elements, job.weights, source)
         return
@@ -137,10 +137,10 @@ def _add_block(job: MergeJob, name: str, scratch: sums.Scratch, elements: int, s
 def _finish_block(
     job: MergeJob, name: str, start: int, scratch: sums.Scratch, elements: int, row: int, squares: list[float] | None
 ) -> np.ndarray:
-    """Return the bytes of a finished block; measure the rounding into `squares` if given.
+    """Return the bytes of a finished block, and write the measured rounding to `squares` if given.
 
     Raises:
-        ValueError: The result is not finite; names the leaf and the source it comes from.
+        ValueError: The result is not finite; the message names the leaf and the source with such a value.
     """
     leaf, out = job.plan.sources[0].leaves[name], job.plan.leaves[name]
     if not leaf.is_summed:
@@ -167,7 +167,7 @@ def _not_finite_message(plan: MergePlan, name: str, start: int, stop: int) -> st
 def merge_decoded_units(
     job: MergeJob, todo: Sequence[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None]
 ) -> None:
-    """Merge leaves that tensorstore decodes; the next regions are read while one is added."""
+    """Merge leaves that tensorstore decodes; later regions are read while one is added to the sums."""
     if not todo:
         return
     schedule = job.plan.schedule
@@ -183,7 +183,7 @@ def merge_decoded_units(
 
 
 def _read_ahead(pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[int, Unit]]) -> Iterator[np.ndarray]:
-    """Yield the bytes of every region of every unit and source, in order, with a bounded number in flight."""
+    """Yield the bytes of each region, by unit, region and source, with a bounded number of regions in flight."""
     requests = (
         (source, unit.name, start, stop)
         for _, unit in todo
@@ -211,6 +211,6 @@ def _split_range(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
 def _region_block(
     scratch: sums.Scratch, totals: np.ndarray, data: np.ndarray, start: int, stop: int, width: int
 ) -> sums.Scratch:
-    """Return the same buffers, with the stored bytes and the sums of elements [start, stop) of a region."""
+    """Return `scratch` with `raw` and `sums` replaced by views of elements [start, stop) of a region."""
     raw = data[start * width : stop * width]
     return replace(scratch, raw=raw, sums=totals[:, 8 * start : 8 * start + scratch.sums.shape[1]])

@@ -1,9 +1,9 @@
 """Worker processes on this machine that merge units in parallel.
 
-Threads that sum blocks contend for the interpreter's lock many thousand times per second: two are 1.4 times as fast as
-one, and three are slower than two. Processes do not contend. A worker is a fresh interpreter, whatever the merging
-process has loaded (JAX, a notebook). It receives the job once and then one unit at a time through a pipe; when the pipe
-is closed, because the merge has finished or was killed, the worker exits.
+Threads that sum blocks contend for the interpreter's lock thousands of times per second: two are 1.4 times as fast as
+one, and three are slower than two. Processes do not contend. A worker is a new interpreter instead of a fork, because
+the merging process may have loaded JAX or be a notebook. It receives the job once and then one unit at a time through a
+pipe, and exits when the pipe is closed, because the merge has finished or was killed.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ _CODE = "import sys; from pma_jax.merging.engine.workers import serve; serve(int
 def start_worker(job: MergeJob) -> Iterator[Callable[[int, Unit], Record]]:
     """Start a worker process and yield a function that merges one unit in it and waits for the record.
 
-    The function raises what `merge_sequential_unit` raises in the worker, and ChildProcessError if the worker has
-    exited; finished units stay in the journal.
+    The function raises the exceptions of `merge_sequential_unit` in the worker, and ChildProcessError if the worker has
+    exited. The journal keeps the units finished before.
     """
     read_end, write_end = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _CODE, str(write_end)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # answers have a pipe of their own: some installations print at startup
-        # Each process works on one core, where BLAS's thread pool would only spin.
+        stdout=subprocess.DEVNULL,  # some installations print at startup, so answers use a separate pipe
+        # Each process uses one core, on which BLAS's idle threads would only spin.
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"},
         pass_fds=(write_end,),
         process_group=0,  # Ctrl-C interrupts only the merging process
@@ -69,7 +69,7 @@ def start_worker(job: MergeJob) -> Iterator[Callable[[int, Unit], Record]]:
 
 
 def serve(descriptor: int) -> None:
-    """Run a worker: merge units from standard input and write records to the pipe `descriptor`."""
+    """Run a worker: read the job and units from standard input, and write records to the pipe `descriptor`."""
     requests, answers = sys.stdin.buffer, os.fdopen(descriptor, "wb")
     with contextlib.suppress(EOFError, BrokenPipeError):
         job = pickle.load(requests)

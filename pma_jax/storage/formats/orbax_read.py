@@ -24,8 +24,9 @@ from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zarr import Array, open_store, read_array
 from pma_jax.storage.json_files import read_json_object
 
-_TREE_METADATA, _CHECKPOINT_METADATA, _OCDBT_MANIFEST = "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"
-_ARRAY_METADATA = ("*/.zarray", "*/zarr.json")
+_TREE_FILE, _CHECKPOINT_FILE = "_METADATA", "_CHECKPOINT_METADATA"
+# A directory that holds a tree of arrays has at least one of these.
+_TREE_PATTERNS = (_TREE_FILE, "manifest.ocdbt", "*/.zarray", "*/zarr.json")
 # Top-level keys of the subtree that holds the parameters, in order of preference.
 PARAMETER_KEYS = ("params", "target", "model", "weights")
 # Top-level keys of trees that hold more than the parameters.
@@ -36,15 +37,7 @@ _PARAMETER_ITEMS = ("params", "model", "default", "state", "train_state", "items
 
 def is_orbax(path: Path) -> bool:
     """Return whether a directory has the files of an Orbax checkpoint, or has subdirectories that do."""
-    return has_file(
-        path,
-        _TREE_METADATA,
-        _CHECKPOINT_METADATA,
-        _OCDBT_MANIFEST,
-        f"*/{_TREE_METADATA}",
-        f"*/{_CHECKPOINT_METADATA}",
-        *_ARRAY_METADATA,
-    )
+    return has_file(path, *_TREE_PATTERNS, _CHECKPOINT_FILE, f"*/{_TREE_FILE}", f"*/{_CHECKPOINT_FILE}")
 
 
 def has_file(path: Path, *patterns: str) -> bool:
@@ -67,7 +60,7 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
         raise ValueError(f"{path}: is still being written, or its writing was interrupted; take a finished one")
     keys = [part for part in (subtree or "").split("/") if part]
     directory, item, notes = _find_item(path, keys)
-    tree = _read_optional(directory / _TREE_METADATA)
+    tree = _read_optional(directory / _TREE_FILE)
     store = open_store(directory, fills_missing=tree.get("store_array_data_equal_to_fill_value") is not True)
     if "tree_metadata" in tree:
         key_paths = _parse_tree(directory, tree)
@@ -79,11 +72,11 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
     arrays = {
         name: read_array(store, name) for name, path in key_paths.items() if _key_names(path)[: len(prefix)] == prefix
     }
-    custom = _read_optional(path / _CHECKPOINT_METADATA).get("custom_metadata")
+    custom = _read_optional(path / _CHECKPOINT_FILE).get("custom_metadata")
     custom = custom if isinstance(custom, dict) else {}
-    check_metadata_digest(custom, path / _CHECKPOINT_METADATA)
+    check_metadata_digest(custom, path / _CHECKPOINT_FILE)
     if METADATA_DIGEST_KEY in custom and not tree:
-        raise ValueError(f"{directory / _TREE_METADATA}: is missing; the checkpoint is corrupt")
+        raise ValueError(f"{directory / _TREE_FILE}: is missing; the checkpoint is corrupt")
     # A JSON object keyed by the arrays' names in base64, which Orbax uses if the caller of restore gives no shardings.
     sharding = _read_optional(directory / "_sharding")
     encoded_names = {base64.b64encode(name.encode()).decode() for name in arrays}
@@ -123,15 +116,13 @@ def _read_optional(path: Path) -> dict[str, Any]:
 
 def _find_item(path: Path, keys: list[str]) -> tuple[Path, str, list[str]]:
     """Return (directory of the tree, name of its item or "", notes); remove the item's name from `keys`."""
-    if has_file(path, _TREE_METADATA, _OCDBT_MANIFEST, *_ARRAY_METADATA):
+    if has_file(path, *_TREE_PATTERNS):
         return path, "", []
     children = sorted(child for child in path.iterdir() if child.is_dir())
-    items = {
-        child.name: child for child in children if has_file(child, _TREE_METADATA, _OCDBT_MANIFEST, *_ARRAY_METADATA)
-    }
+    items = {child.name: child for child in children if has_file(child, *_TREE_PATTERNS)}
     if keys and keys[0] in items:
         return items[keys[0]], keys.pop(0), []
-    steps = [child.name for child in children if (child / _CHECKPOINT_METADATA).exists() and child.name not in items]
+    steps = [child.name for child in children if (child / _CHECKPOINT_FILE).exists() and child.name not in items]
     if steps and not items:
         raise ValueError(f"{path}: holds {len(steps)} checkpoints; name them: {path / steps[0]} …")
     if not items:
@@ -147,7 +138,7 @@ def _find_item(path: Path, keys: list[str]) -> tuple[Path, str, list[str]]:
 
 def _parse_tree(directory: Path, tree: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return array name -> key path from the content of `_METADATA`; omit other leaves (None, empty nodes, text)."""
-    what = directory / _TREE_METADATA
+    what = directory / _TREE_FILE
     key_paths: dict[str, list[dict[str, Any]]] = {}
     entries = tree["tree_metadata"]
     for entry in entries.values() if isinstance(entries, dict) else [None]:

@@ -117,9 +117,7 @@ def read_index(path: Path) -> dict[str, list[str]]:
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or "\0" in shard or PurePosixPath(shard).name != shard or shard in {"", ".."}:
-            raise ValueError(
-                f"{path}: {name[:80]!r} points to {str(shard)[:80]!r}; a shard must be in the directory of its index"
-            )
+            raise ValueError(f"{path}: {name[:80]!r} points to {str(shard)[:80]!r}; a shard must be next to its index")
         if not shard.endswith(".safetensors"):
             raise ValueError(
                 f"{path}: {name[:80]!r} is in {shard[:80]!r}, which is not a safetensors file; convert it first"
