@@ -220,8 +220,8 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
 
     implementations = {
         "ours": with_vjp(grouped.grouped_matmul),
-        "batch": own_kernels(grouped._product_by_batch, grouped._outer_by_batch),
-        "loop": own_kernels(grouped._product_by_blocks, grouped._outer_by_blocks),
+        "batch": own_kernels(grouped._product_by_batch, grouped._gradient_by_batch),
+        "loop": own_kernels(grouped._product_by_loop, grouped._gradient_by_loop),
         "ragged_dot": with_vjp(jax.lax.ragged_dot),
     }
     results: dict[str, Any] = {"rows": R, "shape": [E, D, F], "largest_load": int(sizes_E.max())}

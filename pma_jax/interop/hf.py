@@ -294,7 +294,7 @@ def _config_texts(
     else:
         end = files.end_of_document
         others = {
-            "bos_token_id": hf_tokenizer.beginning_of_document(config, end),
+            "bos_token_id": hf_tokenizer.bos_from_eos(config, end),
             "eos_token_id": end,
             "pad_token_id": None,
         }

@@ -1,6 +1,6 @@
 """Conversion between `ModelConfig` and the config.json of Hugging Face models.
 
-Every field of a config.json that affects the logits is either converted or rejected by name: nothing is approximated.
+Each field of a config.json that affects the logits is either converted exactly or rejected with its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +16,8 @@ MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_LAYERS = 10_000
 
-# Fields that the decoder does not have, with the only value that is accepted; an absent field has that value.
-_NEUTRAL: dict[str, Any] = {
+# Fields that `ModelConfig` lacks -> the only accepted value, which an absent field has.
+_ONLY_VALUES: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -43,8 +43,8 @@ _NEUTRAL: dict[str, Any] = {
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
 }
-# Fields that have a key of ModelConfig: name -> (key, value if the field is absent; None: it is required).
-_SHARED: dict[str, tuple[str, Any]] = {
+# Fields that correspond to a key of `ModelConfig` -> (key, value if the field is absent; None: it is required).
+_FIELDS: dict[str, tuple[str, Any]] = {
     "head_dim": ("head_dim", None),
     "hidden_size": ("width", None),
     "intermediate_size": ("hidden", None),
@@ -55,30 +55,29 @@ _SHARED: dict[str, tuple[str, Any]] = {
     "tie_word_embeddings": ("tie_embeddings", False),
     "vocab_size": ("vocabulary_size", None),
 }
-_SHARED_MIXTURE: dict[str, tuple[str, Any]] = {
+_MIXTURE_FIELDS: dict[str, tuple[str, Any]] = {
     "moe_intermediate_size": ("expert_hidden", 768),
     "norm_topk_prob": ("router_normalized", False),
     "num_experts": ("experts", 128),
     "num_experts_per_tok": ("experts_per_token", 8),
 }
-# Other fields that are converted below.
-_CONVERTED = """architectures layer_types max_position_embeddings model_type max_window_layers rope_parameters
+# Fields that are converted by code below.
+_SPECIAL_FIELDS = """architectures layer_types max_position_embeddings model_type max_window_layers rope_parameters
     rope_scaling rope_theta sliding_window use_qk_norm use_sliding_window"""
-# Other fields of a mixture of experts. The auxiliary loss of the router is used in training and does not affect the
-# logits.
-_MIXTURE = "num_local_experts output_router_logits router_aux_loss_coef"
-# Fixed in Qwen3-MoE, but configurable in pma_jax. (A router bias is allowed if the weights show that it is zero.)
+# Further fields of a mixture of experts. The router's auxiliary loss is used only in training.
+_OTHER_MIXTURE_FIELDS = "num_local_experts output_router_logits router_aux_loss_coef"
+# Keys of `ModelConfig` whose value is fixed in Qwen3-MoE. (A router bias is exported if all its values are zero.)
 _QWEN3_MOE_VALUES = {"qk_norm": True, "router_scores": "softmax", "shared_experts": 0}
 # Fields that do not affect the logits.
-_HARMLESS = """attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range
-    is_decoder label2id name_or_path output_attentions output_hidden_states pad_token_id
+_IGNORED_FIELDS = """attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id id2label
+    initializer_range is_decoder label2id name_or_path output_attentions output_hidden_states pad_token_id
     pretraining_tp problem_type return_dict tokenizer_class torch_dtype transformers_version unk_token_id use_cache"""
 _ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-# Type of a field -> (its name in messages, whether a value has it).
-_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+# Type of a field -> (its description in messages, function that validates a value).
+_FIELD_TYPES: dict[type, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("an integer above 0", lambda value: type(value) is int and 0 < value < 2**40),
-    # JSON allows 1e999 and integers of 400 digits.
+    # Bounded, because JSON allows 1e999 and integers of 400 digits.
     float: ("a finite number", lambda value: type(value) in (int, float) and abs(value) < 1e300),
     list: ("a list", lambda value: isinstance(value, list)),
 }
@@ -92,39 +91,39 @@ def architecture_of(model: ModelConfig) -> str:
 
 
 def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Convert a config.json to a model. Absent fields have the defaults of transformers.
+    """Convert the fields of a config.json to a `ModelConfig`. Absent fields have the defaults of transformers.
 
     Returns:
-        The model, and one-line notes for the user.
+        The model's configuration, and one-line notes for the user.
 
     Raises:
-        ValueError: The decoder does not have an architecture or a field, or a value is invalid; the message names it.
+        ValueError: The architecture or a field is not supported, or a value is invalid; the message names it.
     """
-    architecture = _architecture(fields)
-    for name, neutral in (_NEUTRAL | {"use_qk_norm": architecture != LLAMA}).items():
+    architecture = _parse_architecture(fields)
+    for name, neutral in (_ONLY_VALUES | {"use_qk_norm": architecture != LLAMA}).items():
         if name in fields and fields[name] not in (neutral, None):
             raise ValueError(f"{name} is {_short(fields[name])}, which the decoder does not have")
     layers = _read(fields, "num_hidden_layers", int)
     if layers > MAX_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
-    shared = _shared_fields(architecture)
+    shared = _fields_of(architecture)
     defaults = {name: default for name, (_, default) in shared.items()} | _class_defaults(fields, architecture)
     sizes: dict[str, Any] = {
         key: _read(fields, name, type(getattr(ModelConfig(), key)), defaults[name]) for name, (key, _) in shared.items()
     }
     sizes |= {
         "qk_norm": architecture != LLAMA,
-        "attention_window_tokens": _window(fields, architecture, layers),
-        "rope_theta": _rope_theta(fields),
+        "attention_window_tokens": _parse_window(fields, architecture, layers),
+        "rope_theta": _parse_rope_theta(fields),
     }
-    known = {*_NEUTRAL, *shared, *_CONVERTED.split(), *_HARMLESS.split()}
+    known = {*_ONLY_VALUES, *shared, *_SPECIAL_FIELDS.split(), *_IGNORED_FIELDS.split()}
     if architecture == QWEN3_MOE:
         if _read(fields, "num_local_experts", int, sizes["experts"]) != sizes["experts"]:
             raise ValueError(
                 f"num_experts is {sizes['experts']} but num_local_experts is {fields['num_local_experts']}"
             )
         sizes |= {"router_bias": False} | _QWEN3_MOE_VALUES
-        known |= {*_MIXTURE.split()}
+        known |= {*_OTHER_MIXTURE_FIELDS.split()}
     model = configuration.resolve({"model": sizes}).model
     unknown = sorted(name for name in fields if name not in known and not name.startswith("_"))
     notes = (f"config.json's {', '.join(unknown)} was not read: {architecture} has no such field",) if unknown else ()
@@ -134,17 +133,16 @@ def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, 
 def make_hf_config(
     model: ModelConfig, *, dtype: str, max_position_embeddings: int, others: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make the config.json of a model, readable by transformers 4 and 5.
+    """Make the fields of a model's config.json, for transformers 4 and 5.
 
     Args:
-        model: The model.
+        model: The model's configuration.
         dtype: Dtype of the weights, such as "bfloat16".
         max_position_embeddings: Context length in tokens that the model was trained with.
-        others: Fields that do not affect the logits, such as `TOKEN_IDS`; absent fields have the defaults of
-            transformers.
+        others: Further fields to add, which do not affect the logits, such as `TOKEN_IDS`.
 
     Raises:
-        ValueError: Transformers does not have such a model (`check_exportable`).
+        ValueError: No class of transformers computes the same function (see `check_exportable`).
     """
     check_exportable(model)
     architecture = architecture_of(model)
@@ -160,7 +158,7 @@ def make_hf_config(
         "torch_dtype": dtype,
         "use_cache": True,
     }
-    fields |= {name: getattr(model, key) for name, (key, _) in _shared_fields(architecture).items()}
+    fields |= {name: getattr(model, key) for name, (key, _) in _fields_of(architecture).items()}
     fields |= others
     if architecture == LLAMA:
         fields |= {"mlp_bias": False, "pretraining_tp": 1}
@@ -177,7 +175,7 @@ def check_exportable(model: ModelConfig) -> None:
     """Check that transformers has a class that computes the same function as the model.
 
     Raises:
-        ValueError: It has none, or rejects the shape; the message names each key and value that prevents the export.
+        ValueError: There is no such class, or it rejects the shape; the message names the keys and values.
     """
     architecture = architecture_of(model)
     if architecture == LLAMA and model.width % model.heads:
@@ -199,7 +197,7 @@ def check_exportable(model: ModelConfig) -> None:
         raise ValueError(f"a mixture of experts is exported as {QWEN3_MOE}, which differs: {', '.join(different)}")
 
 
-def _architecture(fields: Mapping[str, Any]) -> str:
+def _parse_architecture(fields: Mapping[str, Any]) -> str:
     names = _read(fields, "architectures", list, [])
     if len(names) != 1 or not isinstance(names[0], str):
         raise ValueError(f"architectures is {_short(names)}, not one class such as {LLAMA}")
@@ -213,26 +211,26 @@ def _architecture(fields: Mapping[str, Any]) -> str:
     return name
 
 
-def _shared_fields(architecture: str) -> dict[str, tuple[str, Any]]:
-    return _SHARED | (_SHARED_MIXTURE if architecture == QWEN3_MOE else {})
+def _fields_of(architecture: str) -> dict[str, tuple[str, Any]]:
+    return _FIELDS | (_MIXTURE_FIELDS if architecture == QWEN3_MOE else {})
 
 
 def _class_defaults(fields: Mapping[str, Any], architecture: str) -> dict[str, int]:
-    """Return the values of absent fields that depend on the class or on other fields."""
+    """Return the defaults that depend on the architecture or on other fields."""
     heads, width = _read(fields, "num_attention_heads", int), _read(fields, "hidden_size", int)
-    # null means one key and value head per query head.
+    # In a present num_key_value_heads, null means one key and value head per query head.
     kv_heads = heads if "num_key_value_heads" in fields else {LLAMA: heads, QWEN3: 32, QWEN3_MOE: 4}[architecture]
     defaults = {"head_dim": 128 if architecture == QWEN3 else width // heads, "num_key_value_heads": kv_heads}
     if architecture == QWEN3_MOE:
-        experts = _SHARED_MIXTURE["num_experts"][1]
+        experts = _MIXTURE_FIELDS["num_experts"][1]
         defaults["num_experts"] = _read(fields, "num_local_experts", int, experts)  # the name in transformers 5
     return defaults
 
 
-def _window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
-    """Return the attention window of every layer in tokens; 0 if positions attend to all before them."""
-    # Qwen3 uses sliding_window if use_sliding_window is set, in the layers from max_window_layers on. For Qwen3-MoE,
-    # older versions of transformers do the same, and current ones use the window in all layers.
+def _parse_window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
+    """Return the attention window in tokens, the same in all layers; 0 if there is none."""
+    # Qwen3 has the window in layers max_window_layers and later, if use_sliding_window is true. Qwen3-MoE does too in
+    # older versions of transformers, but has it in all layers in current ones.
     is_qwen, is_mixture = architecture != LLAMA, architecture == QWEN3_MOE
     window = fields.get("sliding_window", 4096 if is_qwen else None)
     is_used = window is not None and _read(fields, "use_sliding_window", bool, not is_qwen)
@@ -261,8 +259,8 @@ def _window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
     return _read(fields, "sliding_window", int, window)
 
 
-def _rope_theta(fields: Mapping[str, Any]) -> float:
-    """Return the base of the wavelengths, from the top level or from `rope_parameters` (transformers 5)."""
+def _parse_rope_theta(fields: Mapping[str, Any]) -> float:
+    """Return the base of the rotary wavelengths, from the top level or from `rope_parameters` (transformers 5)."""
     theta = _read(fields, "rope_theta", float, 10_000.0)
     for location in ("rope_parameters", "rope_scaling"):
         rope = fields.get(location) or {}
@@ -283,10 +281,10 @@ def _rope_theta(fields: Mapping[str, Any]) -> float:
 
 
 def _read(fields: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
-    """Return the value of a field as `kind`, one of `_KINDS`; `default` if the field is absent or null."""
+    """Return the value of a field as `kind`, one of `_FIELD_TYPES`; `default` if the field is absent or null."""
     value = fields.get(name)
     value = default if value is None else value
-    description, is_valid = _KINDS[kind]
+    description, is_valid = _FIELD_TYPES[kind]
     if not is_valid(value):
         raise ValueError(f"{name} is {_short(value)}, not {description}")
     return kind(value)

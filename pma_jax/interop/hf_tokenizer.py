@@ -1,8 +1,8 @@
 """Tokenizer files of imported and exported models.
 
-An imported snapshot stores them in `tokenizer/`, and its `data.tokenizer` is the path of the tokenizer.json in that
-directory, so that merges of the snapshot use them too. A run of pma_jax has its tokenizer.json in the token cache, or
-names a file by its path.
+An imported snapshot stores them in its directory `tokenizer`. Its `data.tokenizer` is the path of the tokenizer.json in
+that directory, so that merges of the snapshot find them too. The tokenizer.json of a run of pma_jax is in the token
+cache, or is a file that `data.tokenizer` names.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Tokenizer files to write.
+    """The tokenizer files of an exported model.
 
     Attributes:
-        copies: File name to the path of the file to copy.
-        texts: File name to the content of a generated file.
-        end_of_document: The id that ends a document, if it is known.
+        copies: File name -> path of the file to copy.
+        texts: File name -> content of a generated file.
+        end_of_document: Id of the token that ends a document, if known.
         notes: One-line notes for the user.
     """
 
@@ -41,19 +41,26 @@ class TokenizerFiles:
 
 
 def select_tokenizer_files(files: Iterable[Path]) -> dict[str, Path]:
-    """Return the tokenizer files among the files of a model, by file name."""
+    """Return those files that belong to a tokenizer, by file name."""
     return {path.name: path for path in files if is_sidecar(path, TOKENIZER_PATTERNS)}
 
 
-def beginning_of_document(config: Config, end: Any) -> Any:
-    """Return the token that begins a document: the `end` of the previous one, if the model attends to it."""
-    return end if config.model.separator_token < 0 else None
+def bos_from_eos(config: Config, eos: Any) -> Any:
+    """Return the BOS token for transformers: EOS if the model attends across documents, else None.
+
+    Training data separates documents by EOS alone, so the EOS of the previous document begins a document.
+
+    Args:
+        config: Configuration of the model.
+        eos: The token that ends a document, as text or id.
+    """
+    return eos if config.model.separator_token < 0 else None
 
 
 def find_tokenizer_files(
     source: CheckpointSource, config: Config, is_imported: bool, override: Path | None
 ) -> TokenizerFiles:
-    """Find the tokenizer of a snapshot: the override, the one that was imported with it, or the one of its run.
+    """Find the tokenizer of a snapshot: the override if given, else the one imported with it, or else its run's.
 
     Args:
         source: The snapshot.
@@ -65,43 +72,43 @@ def find_tokenizer_files(
         ValueError: `override` is not a tokenizer.json, or has ids outside the model's vocabulary.
     """
     if override is not None:
-        return _collect_tokenizer_files(override, config)
+        return _copy_or_generate_files(override, config)
     name = config.data.tokenizer
     if is_imported:
         # In the snapshot itself, or, for a merge, in the imported snapshot that it was merged from.
         candidates = (source.path / FOLDER, Path(name).parent)
         folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
         if folder is not None:
-            return TokenizerFiles(_list_tokenizer_files(folder))
+            return TokenizerFiles(_list_files(folder))
     if name == "bytes":
-        return _generate_tokenizer_files(byte_tokenizer(), config)
+        return _generate_files(byte_tokenizer(), config)
     path = _find_trained_bpe(source, config) if name == "bpe" else Path(name).expanduser()
     if path is not None and path.is_file():
-        return _collect_tokenizer_files(path, config)
+        return _copy_or_generate_files(path, config)
     reason = "the token cache of the run does not contain its BPE" if path is None else f"{path} does not exist"
     return TokenizerFiles(notes=(f"no tokenizer is written: {reason}; name its {FILE_NAME} with --tokenizer",))
 
 
-def _list_tokenizer_files(folder: Path) -> dict[str, Path]:
+def _list_files(folder: Path) -> dict[str, Path]:
     return select_tokenizer_files(sorted(file for file in folder.iterdir() if file.is_file()))
 
 
-def _collect_tokenizer_files(path: Path, config: Config) -> TokenizerFiles:
-    """Copy a tokenizer.json and the files that configure it, or generate its configuration if there is none."""
-    files = _list_tokenizer_files(path.parent) if path.name == FILE_NAME and path.is_file() else {}
+def _copy_or_generate_files(path: Path, config: Config) -> TokenizerFiles:
+    """Return the files in the directory of a tokenizer.json; generate all files if tokenizer_config.json is missing."""
+    files = _list_files(path.parent) if path.name == FILE_NAME and path.is_file() else {}
     if "tokenizer_config.json" in files:
         return TokenizerFiles(files, {}, _end_of_document(path))
-    return _generate_tokenizer_files(load_tokenizer(path), config)
+    return _generate_files(load_tokenizer(path), config)
 
 
 def _end_of_document(path: Path) -> int | None:
-    with contextlib.suppress(ValueError):  # unknown end-of-document token: tokenizer_config.json defines it
+    with contextlib.suppress(ValueError):  # no known end-of-document token: tokenizer_config.json may define one
         return load_tokenizer(path).end_of_document
     return None
 
 
-def _generate_tokenizer_files(tokenizer: Any, config: Config) -> TokenizerFiles:
-    """Generate the files of a `Tokenizer` for transformers, which parses special tokens that occur in a text."""
+def _generate_files(tokenizer: Any, config: Config) -> TokenizerFiles:
+    """Generate the files of a `Tokenizer` for transformers. Unlike pma_jax, it parses special tokens inside texts."""
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise ValueError(
             f"the tokenizer {tokenizer.name} has ids up to {tokenizer.vocabulary_size - 1}, but the model's vocabulary "
@@ -109,7 +116,7 @@ def _generate_tokenizer_files(tokenizer: Any, config: Config) -> TokenizerFiles:
         )
     end = tokenizer.backend.id_to_token(tokenizer.end_of_document)
     fields = {
-        "bos_token": beginning_of_document(config, end),
+        "bos_token": bos_from_eos(config, end),
         "clean_up_tokenization_spaces": False,
         "eos_token": end,
         "model_max_length": config.training.sequence_length_tokens,
@@ -124,7 +131,7 @@ def _generate_tokenizer_files(tokenizer: Any, config: Config) -> TokenizerFiles:
 
 
 def _find_trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
-    """Find the BPE that was trained by the run of a snapshot, or by a run of the snapshots that it was merged from."""
+    """Find the BPE tokenizer that the run of a snapshot trained, or, for a merge, the run of one of its sources."""
     snapshots = [source.path]
     with contextlib.suppress(ValueError):
         snapshots += [Path(entry["source"]) for entry in provenance.read(source.path)["sources"]]

@@ -1,7 +1,7 @@
 """Cross-entropy of hidden states, without storing the logits of all positions.
 
-Legend: B batch, L positions, S = B L, N chunks of C positions, D width, V vocabulary. Inside `jax.shard_map` arrays are
-one device's parts.
+Legend: B batch, L positions, S = B L, N chunks of C positions, D width, V vocabulary. Inside `jax.shard_map`, arrays
+are one device's shards.
 """
 
 import functools
@@ -24,8 +24,8 @@ def cross_entropy(
     """Sum the objective and the cross-entropy over the positions whose target is not negative.
 
     The objective is cross-entropy plus `z_loss_weight` times log(Z)^2 (PaLM, arXiv 2204.02311, Section 5). Logits are
-    float32, computed in chunks, and the vocabulary may be sharded. The gradient of each chunk is computed together with
-    its logits, so that nothing is computed twice. Call under `jax.set_mesh`.
+    float32 and computed in chunks of positions; the vocabulary may be sharded. Each chunk's gradient is computed in the
+    forward pass, so that logits are neither stored nor recomputed. Call under `jax.set_mesh`.
 
     Args:
         x_BxLxD: The last hidden states, sharded along the batch axes.
@@ -33,10 +33,10 @@ def cross_entropy(
             width, and its gradient is reduce-scattered.
         targets_BxL: int32; negative targets are not counted.
         z_loss_weight: Weight of log(Z)^2.
-        chunk_tokens: The most positions per device in one chunk; 1 or more.
+        chunk_tokens: Maximum number of positions per device in one chunk; at least 1.
 
     Returns:
-        Two float32 scalars: the objective, and nats, which has no gradient.
+        Two float32 scalars, summed over all devices: the objective, and cross-entropy in nats, without gradient.
     """
     objective, nats = _sum_on_mesh(x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=False)
     return objective, nats
@@ -69,7 +69,7 @@ def _sum_on_mesh(
     chunk_tokens: int,
     with_gradients: bool,
 ) -> tuple[jax.Array, ...]:
-    """Compute the two sums, and on request the gradients of `x` and `head`, with positions and vocabulary sharded."""
+    """Compute both sums, and the objective's gradients of `x` and `head` if requested, over all devices of the mesh."""
     x, head, rows = RULES.spec("batch", None, None), RULES.spec("width", "vocabulary"), RULES.spec("batch", None)
     mesh = jax.sharding.get_abstract_mesh()
     split = any(mesh.shape[axis] > 1 for axis in non_manual_axes())
@@ -80,7 +80,7 @@ def _sum_on_mesh(
         with_gradients=with_gradients,
         axes=[axes_of(part) if split else () for part in (x[0], head[0], head[1])],
     )
-    if not split:  # XLA on CPU would not remove collectives over one device, each of which synchronises
+    if not split:  # without shard_map, because XLA on CPU keeps collectives over one device, which synchronise
         full = (jax.reshard(array, P(*[None] * array.ndim)) for array in (x_BxLxD, head_DxV, targets_BxL))
         return own(*full)
     sums = (P(), P(), x, head) if with_gradients else (P(), P())
@@ -97,7 +97,7 @@ def _sum_on_device(
     with_gradients: bool,
     axes: list[tuple[str, ...]],
 ) -> tuple[jax.Array, ...]:
-    """Compute the sums over the positions of all devices; `axes` are those that split batch, width and vocabulary."""
+    """Compute the sums over the positions of all devices; `axes` are the mesh axes of batch, width and vocabulary."""
     batch_axes, width_axes, vocabulary_axes = axes
     if width_axes:
         head_DxV = jax.lax.all_gather(head_DxV, width_axes, axis=0, tiled=True)
@@ -114,7 +114,7 @@ def _sum_on_device(
         logits_CxV = jnp.einsum("cd,dv->cv", x_CxD, head_DxV, preferred_element_type=jnp.float32)
         largest_C = _reduce(jax.lax.pmax, vocabulary_axes, jnp.max(logits_CxV, axis=1))
         weights_CxV = jnp.exp(logits_CxV - largest_C[:, None])
-        # A comparison, which XLA fuses, instead of a gather: a target in another device's part of V matches nothing.
+        # A comparison, which XLA fuses, instead of a gather: a target in another device's shard of V matches nothing.
         hit_CxV = targets_C[:, None] - first == jnp.arange(V)
         rows_2xC = jnp.stack([jnp.sum(weights_CxV, axis=1), jnp.sum(jnp.where(hit_CxV, logits_CxV, 0), axis=1)])
         total_C, target_C = _reduce(jax.lax.psum, vocabulary_axes, rows_2xC)

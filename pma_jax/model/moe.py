@@ -1,13 +1,14 @@
-"""A mixture of experts in place of a block's MLP: the router, load balancing, and the experts.
+"""A mixture of experts, which replaces the MLP of a block: its router, load balancing, and experts.
 
 Legend: B batch, L positions, S = B L tokens, D width, E experts, K experts per token, F hidden width of an expert,
 T layers.
 
-The router's bias (auxiliary-loss-free balancing, arXiv 2408.15664) takes part in choosing experts, never in their
-weights. It is not trained by gradient or decay; `update_router_bias` changes it after each optimizer step, by the load
-of the full batch. It is stored in the tree of parameters, so snapshots contain it and previews, merges and evaluation
-read it. Merges average it with the parameters' coefficients: the scores that it is added to come from the averaged
-router, each model's bias compensates for its own router, and its last updates are noise that averaging reduces.
+The router's bias (auxiliary-loss-free balancing, arXiv 2408.15664) affects which experts are chosen, but not their
+weights. It has neither gradients nor weight decay: `update_router_bias` changes it after each optimizer step, from the
+load of the global batch. It is a leaf of the tree of parameters, so that snapshots contain it, and previews, merges and
+evaluation use it. Merges average it with the same coefficients as the parameters: the scores that it is added to come
+from the averaged router, each model's bias compensates for its own router, and averaging reduces the noise of its
+latest updates.
 """
 
 import functools
@@ -23,16 +24,17 @@ from pma_jax.model.experts import apply_experts
 from pma_jax.model.layers import truncated_normal_param
 from pma_jax.runtime.mesh import RULES, map_over_devices, non_manual_axes
 
-ROUTER_BIAS = "router_bias_E"  # the one leaf of the tree of parameters that is not trained by gradient
-RouterSums = dict[str, jax.Array]  # load_E int32: tokens per expert; balance, z: float32 sums over positions
+ROUTER_BIAS = "router_bias_E"  # the only leaf of the tree of parameters that is not trained by gradient
+# load_E: tokens per expert, int32 [E]; balance and z: losses summed over positions, float32 scalars.
+RouterSums = dict[str, jax.Array]
 
 
 class RouterBias(nnx.Variable):
-    """Router state that is saved with the parameters but not trained by gradient."""
+    """Variable of the router that is saved with the parameters but not trained by gradient."""
 
 
 class MixtureOfExperts(nnx.Module):
-    """Router and routed experts; shared experts (`model.shared_experts`) are the block's own MLP."""
+    """Router and routed experts. Shared experts (`model.shared_experts`) are the MLP of the block itself."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c, spec = config, RULES.spec
@@ -47,7 +49,7 @@ class MixtureOfExperts(nnx.Module):
         self.expert_down_ExFxD = truncated_normal_param(rngs, (E, F, D), spec("experts", "hidden", "width"), F, shrink)
 
     def __call__(self, x_BxLxD: jax.Array) -> tuple[jax.Array, RouterSums]:
-        """Map [B, L, D] to [B, L, D], and return the router's sums over the batch."""
+        """Apply the experts to hidden states; return the result [B, L, D], and the router's sums over the batch."""
         c, spec = self.config, RULES.spec
         batch, widening = spec("batch", None, None), spec("experts", "width", "hidden")
         parts = {  # name -> array, partition
@@ -67,11 +69,16 @@ class MixtureOfExperts(nnx.Module):
 
 
 def route(config: ModelConfig, logits_SxE: jax.Array, bias_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choose K experts per token: those with the largest score plus bias.
+    """Choose the K experts with the largest score plus bias for each token.
+
+    Args:
+        config: `router_scores`, `router_normalized` and `experts_per_token` (K) are used.
+        logits_SxE: The router's outputs, float32.
+        bias_E: The router's bias, float32.
 
     Returns:
-        Scores [S, E]; weights [S, K] (float32), which are scores, normalised over K if `router_normalized`; and the
-        indices [S, K] of the experts (int32).
+        Scores [S, E], float32; weights of the chosen experts [S, K], float32: their scores, normalised over K if
+        `router_normalized`; and indices of the chosen experts [S, K], int32.
     """
     score = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}[config.router_scores]
     scores_SxE = score(logits_SxE)
@@ -83,7 +90,7 @@ def route(config: ModelConfig, logits_SxE: jax.Array, bias_E: jax.Array) -> tupl
 
 
 def update_router_bias(bias_TxE: jax.Array, load_TxE: jax.Array, rate: float) -> jax.Array:
-    """Return the bias after a step: `rate` higher for experts below the mean load, `rate` lower for those above.
+    """Raise the bias of experts below the mean load by `rate`, and lower that of experts above it by `rate`.
 
     This is Algorithm 1 of arXiv 2408.15664.
     """
@@ -110,10 +117,10 @@ def load_metrics(load_TxE: jax.Array, tokens: int, experts_per_token: int) -> di
 def _apply_on_device(
     config: ModelConfig, axes: tuple[str, ...], own: dict[str, jax.Array]
 ) -> tuple[jax.Array, RouterSums]:
-    """Route one device's tokens and apply its experts; `axes` are those of the enclosing shard_map."""
+    """Route one device's tokens and apply its experts; `axes` are the mesh axes of the enclosing shard_map."""
     B, L, D = own["x_BxLxD"].shape
     x_SxD = own["x_BxLxD"].reshape(B * L, D)
-    # float32 on every platform, because rounded scores would choose other experts.
+    # float32 on all platforms, because rounding of scores changes which experts are chosen.
     logits_SxE = jnp.dot(x_SxD.astype(jnp.float32), own["router_DxE"], precision=jax.lax.Precision.HIGHEST)
     scores_SxE, weights_SxK, chosen_SxK = route(config, logits_SxE, own["bias_E"])
     width_dims = {"gate_ExDxF": 1, "up_ExDxF": 1, "down_ExFxD": 2}
@@ -128,7 +135,7 @@ def _apply_on_device(
         "z": jnp.sum(jnp.square(jax.nn.logsumexp(logits_SxE, axis=-1))),
     }
     sums = jax.lax.psum(sums, batch_axes)
-    # Along the expert axis a device's experts have already processed the tokens of every device.
+    # Not over the expert axis: along it, a device's experts have already processed the tokens of all devices.
     load_e = jax.lax.psum(load_e, tuple(a for a in batch_axes if a != RULES.experts))
     return y_SxD.astype(x_SxD.dtype).reshape(B, L, D), sums | {"load_E": load_e}
 

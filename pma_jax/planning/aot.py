@@ -99,8 +99,8 @@ def tpu_topology(name: str) -> Topology:
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-8")
     options: dict[str, Any] = {}
-    if chip.config:
-        options["chip_config_name"] = chip.config
+    if chip.libtpu_config:
+        options["chip_config_name"] = chip.libtpu_config
     if slice_count > 1:
         options["num_slices"] = slice_count
     if all(size == "1" for size in parts[3].split("x")):

@@ -1,4 +1,4 @@
-"""A plan of a run as text."""
+"""Formatting of a run's plan as text for `pma plan`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +22,8 @@ def format_plan(numbers: dict[str, Any]) -> str:
         f"{format_count(total)} parameters{per_token} on {topology['name']}: {topology['chips']} chips, "
         f"{topology['devices']} devices with {format_memory_bytes(topology['device_memory_bytes'])} each, mesh {mesh}"
     )
-    rows = [["per device", *map(_words, programs)]]
-    for label, cell in _CELLS.items():
+    rows = [["per device", *map(_spaced, programs)]]
+    for label, cell in _ROWS.items():
         rows.append([label, *[cell(p) if p["compiled"] or label == "compiled" else "-" for p in programs.values()]])
     run = [
         *[_collectives_line(name, p) for name, p in programs.items() if p["compiled"]],
@@ -34,7 +34,8 @@ def format_plan(numbers: dict[str, Any]) -> str:
     return "\n".join([title, "", align_columns(rows), "", *run, *_notes(programs)])
 
 
-_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
+# Label of a row -> function that formats its cell for one program.
+_ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compiled": lambda p: f"yes, {p['compile_seconds']:.1f} s" if p["compiled"] else "no: does not fit",
     "arguments": lambda p: format_memory_bytes(p["memory"]["argument_bytes"]),
     "temporaries": lambda p: format_memory_bytes(p["memory"]["temporary_bytes"]),
@@ -49,14 +50,14 @@ _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def _words(name: str) -> str:
+def _spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
 def _notes(programs: dict[str, Any]) -> list[str]:
     notes = []
     for name, program in programs.items():
-        name = _words(name)
+        name = _spaced(name)
         if None in program.get("loop_trips", []):
             notes.append(
                 f"note: a loop of the {name} counts once: its number of iterations is not in the compiled text"
@@ -85,12 +86,12 @@ def _collectives_line(name: str, program: dict[str, Any]) -> str:
         for kind, total in program["collectives"].items()
     ]
     between = f"; {format_storage_bytes(program['slice_bytes'])} to other slices" if program["slice_bytes"] else ""
-    return f"collectives of the {_words(name)}: {', '.join(kinds) or 'none'}{between}"
+    return f"collectives of the {_spaced(name)}: {', '.join(kinds) or 'none'}{between}"
 
 
 def _training_lines(run: dict[str, Any]) -> list[str]:
     parts = run["forward_flops_per_token"].items()
-    listed = ", ".join(f"{_words(name)} {format_count(3 * flops)}" for name, flops in parts)
+    listed = ", ".join(f"{_spaced(name)} {format_count(3 * flops)}" for name, flops in parts)
     lines = [
         f"training needs {format_count(run['training_flops_per_token'])} FLOP per token ({listed}), "
         f"{format_count(run['step_flops_per_device'])} FLOP per step and device"

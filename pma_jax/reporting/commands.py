@@ -26,25 +26,17 @@ def reproduction_commands(run: Run, forks: Sequence[Run], merges: Sequence[dict[
         commands = [f"# {run.path.name} is itself a fork of {parent} at {origin['tokens']} tokens"]
     else:
         base = configuration.resolve(configuration.load(BASE_CONFIG))
-        commands = [
-            _format_command(
-                "train", "--config", BASE_CONFIG, "--workdir", _run_path(run), *_config_options(base, run.config)
-            )
-        ]
+        commands = [_pma("train", "--config", BASE_CONFIG, "--workdir", _run_path(run), *_overrides(base, run.config))]
     for fork in forks:
         at = fork.metadata["forked_from"]["tokens"]
-        changed = _config_options(run.config, fork.config)
-        commands.append(
-            _format_command("fork", _run_path(run), "--at-tokens", at, "--workdir", _run_path(fork), *changed)
-        )
+        changed = _overrides(run.config, fork.config)
+        commands.append(_pma("fork", _run_path(run), "--at-tokens", at, "--workdir", _run_path(fork), *changed))
     for kind in dict.fromkeys(m["kind"] for m in merges):
-        commands.append(
-            _format_command("sweep", _run_path(run), *_sweep_options([m for m in merges if m["kind"] == kind]))
-        )
-    return [*commands, _format_command("report", _run_path(run), *(_run_path(fork) for fork in forks))]
+        commands.append(_pma("sweep", _run_path(run), *_grid_options([m for m in merges if m["kind"] == kind])))
+    return [*commands, _pma("report", _run_path(run), *(_run_path(fork) for fork in forks))]
 
 
-def _sweep_options(merges: Sequence[dict[str, Any]]) -> list[str]:
+def _grid_options(merges: Sequence[dict[str, Any]]) -> list[str]:
     # dict.fromkeys keeps each value once, in the order of the sweep.
     recipes, windows, intervals = (
         ",".join(dict.fromkeys(str(m[key]) for m in merges)) for key in ("recipe", "window", "interval")
@@ -59,11 +51,11 @@ def _run_path(run: Run) -> str:
     return f"runs/{run.path.name}"
 
 
-def _format_command(*words: object) -> str:
+def _pma(*words: object) -> str:
     return shlex.join(["pma", *(str(word) for word in words)])
 
 
-def _config_options(old: Config, new: Config) -> list[str]:
+def _overrides(old: Config, new: Config) -> list[str]:
     keys = [line.split(":")[0] for line in configuration.differences(old, new)]
     values = dataclasses.asdict(new)
     return [f"--config.{key}={_format_value(values[key.split('.')[0]][key.split('.')[1]])}" for key in keys]

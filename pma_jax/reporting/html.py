@@ -58,19 +58,19 @@ def _model_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _format_loss(value: float | None) -> str:
+def _loss(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def _format_percent(value: float | None) -> str:
+def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}".replace("-", "−")
 
 
-def _format_millions(tokens: float | None) -> str:
+def _millions(tokens: float | None) -> str:
     return "–" if tokens is None else f"{tokens / 1e6:.2f}M"
 
 
-def _format_signed(value: float) -> str:
+def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
@@ -78,12 +78,7 @@ def _load_template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pma_jax.reporting", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {
-        "loss": _format_loss,
-        "percent": _format_percent,
-        "millions": _format_millions,
-        "signed": _format_signed,
-    }
+    environment.filters |= {"loss": _loss, "percent": _percent, "millions": _millions, "signed": _signed}
     return environment.get_template("page.html")
 
 

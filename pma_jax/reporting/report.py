@@ -45,7 +45,7 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
     """Compare a run and its merges at its horizon with its annealed forks.
 
     If several forks were annealed, shares refer to the one with the lowest loss, which makes them smallest. `notes` in
-    the result names each fork and merge that was omitted, and the reason.
+    the result states which forks and merges were omitted, and why.
 
     Raises:
         ValueError: The run has no evaluations or diverged, or a fork cannot be compared with it.

@@ -60,7 +60,7 @@ def test_batched_blocks_for_gpus_are_the_same_function(sizes, rows):
         return (
             grouped._product_by_batch(x, matrices, sizes),
             grouped._product_by_batch(g, matrices, sizes, transposed=True),
-            grouped._outer_by_batch(x, g, sizes),
+            grouped._gradient_by_batch(x, g, sizes),
         )
 
     y, d_x, d_matrices = run(*args)
@@ -123,9 +123,9 @@ def test_megablox_is_the_same_function(sizes, monkeypatch):
     x, matrices, g = (np.float32(a) for a in arrays(rows=256, dim=128, other=256))
     sizes = jnp.asarray(sizes, jnp.int32)
     for by_megablox, by_blocks, args in [
-        (grouped._product_by_megablox, grouped._product_by_blocks, (x, matrices)),
-        (grouped._product_by_megablox, grouped._product_by_blocks, (g, matrices.swapaxes(1, 2))),
-        (grouped._outer_by_megablox, grouped._outer_by_blocks, (x, g)),
+        (grouped._product_by_megablox, grouped._product_by_loop, (x, matrices)),
+        (grouped._product_by_megablox, grouped._product_by_loop, (g, matrices.swapaxes(1, 2))),
+        (grouped._gradient_by_megablox, grouped._gradient_by_loop, (x, g)),
     ]:
         np.testing.assert_allclose(by_megablox(*args, sizes), by_blocks(*args, sizes), rtol=1e-4, atol=1e-3)
     transposed = grouped._product_by_megablox(g, matrices, sizes, transposed=True)

@@ -29,7 +29,7 @@ def test_matrix_parameters_exclude_norms_embedding_and_output(tied):
         count = parameter_count(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
     norms = model.width * (2 * model.layers + 1)
     assert (
-        cost.matrix_parameter_count(model) == count - norms - (1 if tied else 2) * model.vocabulary_size * model.width
+        cost.active_matrix_parameters(model) == count - norms - (1 if tied else 2) * model.vocabulary_size * model.width
     )
 
 
@@ -82,7 +82,7 @@ def test_training_is_three_forward_passes():
     large = ModelConfig(
         vocabulary_size=32_000, width=4096, layers=32, heads=32, kv_heads=32, head_dim=128, hidden=11_008
     )
-    parameters = cost.matrix_parameter_count(large) + large.width * large.vocabulary_size
+    parameters = cost.active_matrix_parameters(large) + large.width * large.vocabulary_size
     assert cost.training_flops_per_token(large, 2048) == pytest.approx(6 * parameters, rel=0.05)
 
 
@@ -110,7 +110,7 @@ ENTRY %main (a: bf16[1024,1024]) -> bf16[1024,1024] {
 
 def test_every_chip_gives_the_source_of_its_figures():
     for name, chip in cost.CHIPS.items():
-        assert "cloud.google.com" in chip.source and chip.shapes
+        assert "cloud.google.com" in chip.source and chip.topologies
         assert all(
             f"{name}:" in known for known in (cost.format_known_topologies(), cost.format_known_topologies(name))
         )
@@ -127,4 +127,4 @@ def test_mixture_counts_the_experts_used_per_token():
     dense = dataclasses.replace(MODEL, hidden=96)
     mixture = dataclasses.replace(MODEL, experts=8, experts_per_token=2, expert_hidden=32, shared_experts=1)
     router = MODEL.layers * MODEL.width * 8
-    assert cost.matrix_parameter_count(mixture) == cost.matrix_parameter_count(dense) + router
+    assert cost.active_matrix_parameters(mixture) == cost.active_matrix_parameters(dense) + router

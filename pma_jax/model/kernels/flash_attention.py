@@ -1,7 +1,7 @@
 """Flash attention from vendor libraries: cuDNN on GPU, Splash on TPU.
 
 Legend: B batch, L positions, N query heads, K key and value heads, G = N / K query heads per key head, H head dim.
-Arrays are one device's parts: `attention` splits batch and heads over the mesh.
+Arrays are one device's shards: `attention.attention` maps these functions over devices that split batch and heads.
 """
 
 import math
@@ -10,8 +10,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-LANES = 128  # Splash's blocks are multiples of this
-LARGEST_BLOCK = 512
+LANES = 128  # a block of Splash has a multiple of this many positions
+MAX_BLOCK = 512
 
 
 def cudnn_supports(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
@@ -32,7 +32,20 @@ def cudnn_attention(
     window_tokens: int,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """Compute `attention` by `jax.nn.dot_product_attention`. Segments need a mask of B L L bytes."""
+    """Compute causal attention by `jax.nn.dot_product_attention`.
+
+    Args:
+        q_BxLxNxH: Queries.
+        k_BxLxKxH: Keys.
+        v_BxLxKxH: Values.
+        segment_ids_BxL: Positions attend only to positions with an equal id; None for a single segment. The mask takes
+            B L L bytes.
+        window_tokens: Number of positions that a position attends to, including itself; 0 for no limit.
+        implementation: Passed on; "xla" runs on any platform.
+
+    Returns:
+        [B, L, N, H].
+    """
     same_Bx1xLxL = (
         None if segment_ids_BxL is None else (segment_ids_BxL[:, None, :, None] == segment_ids_BxL[:, None, None])
     )
@@ -55,7 +68,7 @@ def splash_attention(
     window_tokens: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute `attention` by Splash; `interpret` emulates the kernel without a TPU, slowly."""
+    """Compute the same as `cudnn_attention` by Splash; `interpret` emulates the kernel slowly on any platform."""
     # Imported here, because Pallas is slow to import and only needed on TPU.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -65,7 +78,7 @@ def splash_attention(
     q_BxKxGxLxH = (q_BxLxNxH * (1 / math.sqrt(H))).reshape(B, L, K, N // K, H).transpose(0, 2, 3, 1, 4)
     k_BxKxLxH, v_BxKxLxH = k_BxLxKxH.transpose(0, 2, 1, 3), v_BxLxKxH.transpose(0, 2, 1, 3)
     mask = masks.LocalMask((L, L), (window_tokens - 1, 0), 0) if window_tokens else masks.CausalMask((L, L))
-    block = math.gcd(L, LARGEST_BLOCK)
+    block = math.gcd(L, MAX_BLOCK)
     kernel = splash.make_splash_mqa_single_device(
         masks.MultiHeadMask([mask] * (N // K)),
         block_sizes=splash.BlockSizes(

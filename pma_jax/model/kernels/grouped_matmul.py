@@ -1,11 +1,11 @@
-"""Product of rows, sorted by group, with one matrix per group: the core of a mixture of experts without dropping.
+"""Grouped matrix product: each row is multiplied by the matrix of its group, as in a mixture of experts.
 
 Legend: R rows, E groups, D the contracted dim, F the other dim of the matrices, t rows per block, N blocks.
 
-On TPU this is Megablox (grouped matrix products in Pallas, after MegaBlocks, arXiv 2211.15841). On other platforms rows
-are divided into blocks of one group each, and groups without rows are skipped: on NVIDIA GPUs all blocks are one
-batched product, elsewhere a loop visits the blocks. `jax.lax.ragged_dot` is not used because on CPU and GPU it lowers
-to a dense product over all groups, with E times the arithmetic.
+On TPU this is Megablox (grouped matrix products in Pallas, after MegaBlocks, arXiv 2211.15841). On other platforms the
+rows are divided into blocks that each belong to one group. On NVIDIA GPUs one batched product multiplies all blocks; on
+other platforms a loop multiplies block after block. `jax.lax.ragged_dot` is not used, because on CPU and GPU it lowers
+to a dense product over all groups, which takes E times the arithmetic.
 """
 
 import functools
@@ -14,19 +14,20 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-TPU_TILE = (512, 1024, 1024)  # rows, D, F of one step of Megablox; 2 of each fit in the 16 MiB of a v5e's VMEM
+# Rows, D and F in one step of Megablox; the tiles of two steps fit into the 16 MiB VMEM of a v5e.
+TPU_TILE = (512, 1024, 1024)
 
 
 @jax.custom_vjp
 def grouped_matmul(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Multiply each row by the matrix of its group, accumulating in float32.
 
-    Call it inside a `jax.shard_map`: arrays are one device's parts.
+    Call it inside `jax.shard_map`; the arrays are one device's shards.
 
     Args:
         rows_RxD: Rows sorted by group.
         matrices_ExDxF: One matrix per group.
-        sizes_E: Rows per group, int32. Rows past their sum belong to no group, and their results are undefined.
+        sizes_E: Rows per group, int32. Rows after the last group have undefined results.
 
     Returns:
         [R, F] in the dtype of the rows.
@@ -44,7 +45,7 @@ def _backward(saved: tuple[jax.Array, ...], g_RxF: jax.Array) -> tuple[jax.Array
     rows_RxD, matrices_ExDxF, sizes_E = saved
     d_rows = _product(g_RxF, matrices_ExDxF, sizes_E, True)
     d_matrices = jax.lax.platform_dependent(
-        rows_RxD, g_RxF, sizes_E, tpu=_outer_by_megablox, cuda=_outer_by_batch, default=_outer_by_blocks
+        rows_RxD, g_RxF, sizes_E, tpu=_gradient_by_megablox, cuda=_gradient_by_batch, default=_gradient_by_loop
     )
     return d_rows, d_matrices, None
 
@@ -54,7 +55,7 @@ grouped_matmul.defvjp(_forward, _backward)
 
 def _product(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array, transposed: bool) -> jax.Array:
     """Multiply each row by the matrix of its group, or by its transpose."""
-    ways = {"tpu": _product_by_megablox, "cuda": _product_by_batch, "default": _product_by_blocks}
+    ways = {"tpu": _product_by_megablox, "cuda": _product_by_batch, "default": _product_by_loop}
     ways = {platform: functools.partial(way, transposed=transposed) for platform, way in ways.items()}
     return jax.lax.platform_dependent(rows_RxD, matrices_ExDxF, sizes_E, **ways)
 
@@ -62,12 +63,12 @@ def _product(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array,
 # --- Any platform: a loop over blocks ---------------------------------------------------------------------------------
 
 
-def _product_by_blocks(
+def _product_by_loop(
     rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array, transposed: bool = False
 ) -> jax.Array:
     contracted = 1 if transposed else 0
     R, F = rows_RxD.shape[0], matrices_ExDxF.shape[1 if transposed else 2]
-    t, count, block = _blocks(R, sizes_E)
+    t, count, block = _loop_blocks(R, sizes_E)
     rows_RxD = _pad_rows(rows_RxD, t)
 
     def add(i: jax.Array, y_RxF: jax.Array) -> jax.Array:
@@ -83,9 +84,9 @@ def _product_by_blocks(
     return jax.lax.fori_loop(0, count, add, jnp.zeros((R + t, F), rows_RxD.dtype))[:R]
 
 
-def _outer_by_blocks(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _gradient_by_loop(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """Compute the gradient of the matrices [E, D, F]: per group, the transposed rows times their gradients."""
-    t, count, block = _blocks(rows_RxD.shape[0], sizes_E)
+    t, count, block = _loop_blocks(rows_RxD.shape[0], sizes_E)
     rows_RxD, g_RxF = _pad_rows(rows_RxD, t), _pad_rows(g_RxF, t)
 
     def add(i: jax.Array, d_ExDxF: jax.Array) -> jax.Array:
@@ -101,14 +102,14 @@ def _outer_by_blocks(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) 
     return jax.lax.fori_loop(0, count, add, zeros).astype(rows_RxD.dtype)
 
 
-def _blocks(
+def _loop_blocks(
     rows: int, sizes_E: jax.Array
 ) -> tuple[int, jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]]]:
-    """Return t, the number of blocks with rows, and a function from a block's index to its position.
+    """Return t, the number of non-empty blocks, and a function from a block's index to its position.
 
-    The position is the block's group, its first row, and the number of rows left in the group from there.
+    The position consists of the block's group, its first row, and the number of rows of the group from that row on.
     """
-    # A quarter of an even share: half of each group's last block is wasted on average, an eighth of the arithmetic.
+    # A quarter of the mean group. Half of each group's last block is wasted on average: an eighth of the arithmetic.
     t = min(max(32, -(-rows // (4 * sizes_E.shape[0]))), 512)
     blocks_E = -(-sizes_E // t)
     end_E = jnp.cumsum(blocks_E)
@@ -128,14 +129,15 @@ def _pad_rows(rows_RxD: jax.Array, extra: int) -> jax.Array:
 
 # --- GPU: one batched product of all blocks ---------------------------------------------------------------------------
 
-# On a GPU each iteration of a loop would wait for the host, as long as the block's product takes, and one block does
-# not fill the device. The cost of batching: each block has a copy of its group's matrix, and up to E blocks are empty.
+# On a GPU each iteration of a loop would synchronise with the host, which takes as long as the product of a block, and
+# one block does not use the complete device. Batching instead costs memory, because each block has a copy of the matrix
+# of its group, and arithmetic, because up to E blocks are empty.
 
 
 def _product_by_batch(
     rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array, transposed: bool = False
 ) -> jax.Array:
-    index_Nxt, group_N, slot_R = _batch(rows_RxD.shape[0], sizes_E)
+    index_Nxt, group_N, slot_R = _batch_blocks(rows_RxD.shape[0], sizes_E)
     rows_NxtxD = rows_RxD.at[index_Nxt].get(mode="fill", fill_value=0)
     product = "ntf,ndf->ntd" if transposed else "ntd,ndf->ntf"
     y_NxtxF = jnp.einsum(product, rows_NxtxD, matrices_ExDxF[group_N], preferred_element_type=jnp.float32)
@@ -143,20 +145,20 @@ def _product_by_batch(
     return y_NxtxF.reshape(-1, y_NxtxF.shape[-1])[slot_R]
 
 
-def _outer_by_batch(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    index_Nxt, group_N, _ = _batch(rows_RxD.shape[0], sizes_E)
+def _gradient_by_batch(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    index_Nxt, group_N, _ = _batch_blocks(rows_RxD.shape[0], sizes_E)
     rows_NxtxD, g_NxtxF = (x.at[index_Nxt].get(mode="fill", fill_value=0) for x in (rows_RxD, g_RxF))
     d_NxDxF = jnp.einsum("ntd,ntf->ndf", rows_NxtxD, g_NxtxF, preferred_element_type=jnp.float32)
-    # Summed by a product, because a scatter would add atomically, in a nondeterministic order. Empty blocks add zeros.
+    # Summed by a product, because a scatter adds atomically in a nondeterministic order. Empty blocks add zeros.
     of_group_ExN = (jnp.arange(sizes_E.shape[0])[:, None] == group_N).astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if rows_RxD.dtype == jnp.float32 else None
     return jnp.einsum("en,ndf->edf", of_group_ExN, d_NxDxF, precision=precision).astype(rows_RxD.dtype)
 
 
-def _batch(rows: int, sizes_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the row indices [N, t] of each block (R for none), its group [N], and the slot of each row [R]."""
+def _batch_blocks(rows: int, sizes_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return each block's row indices [N, t] (R if unused) and group [N], and each row's slot [R] in [0, N t)."""
     E = sizes_E.shape[0]
-    # A quarter of an even share, rounded up to tiles: empty blocks then cost a quarter of the arithmetic.
+    # A quarter of the mean group, rounded up to tiles of 128: E empty blocks add a quarter of the arithmetic.
     t = min(-(-rows // (4 * E * 128)) * 128, rows)
     blocks_E = -(-sizes_E // t)
     end_E, end_row_E = jnp.cumsum(blocks_E), jnp.cumsum(sizes_E)
@@ -184,7 +186,7 @@ def _product_by_megablox(
     return y[: rows_RxD.shape[0]]
 
 
-def _outer_by_megablox(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _gradient_by_megablox(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     rows, tile = _pad_to_tiles(rows_RxD, g_RxF.shape[1])
@@ -192,7 +194,7 @@ def _outer_by_megablox(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array
 
 
 def _pad_to_tiles(rows_RxD: jax.Array, F: int) -> tuple[jax.Array, tuple[int, int, int]]:
-    """Pad the rows to a multiple of the tile, and return the tile's sizes."""
+    """Return the rows padded to a multiple of the tile, and the tile's sizes for R, D and F."""
     R, D = rows_RxD.shape
     tile_rows = min(TPU_TILE[0], -(-R // 128) * 128)
     return _pad_rows(rows_RxD, -R % tile_rows), (tile_rows, min(TPU_TILE[1], D), min(TPU_TILE[2], F))
