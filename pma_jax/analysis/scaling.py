@@ -92,10 +92,8 @@ def fit_scaling_law(
         token_term = x[2] - np.exp(x[4]) * np.log(d / d0)
         return np.logaddexp(np.logaddexp(x[0], parameter_term), token_term)
 
-    term_starts = np.log(loss.mean() * np.array([0.05, 0.4]))
-    starts = itertools.product(
-        np.log(loss.min() * np.array([0.3, 0.8])), term_starts, term_starts, *[np.log([0.2, 0.6])] * 2
-    )
+    terms = np.log(loss.mean() * np.array([0.05, 0.4]))
+    starts = itertools.product(np.log(loss.min() * np.array([0.3, 0.8])), terms, terms, *[np.log([0.2, 0.6])] * 2)
     e, a, b, alpha, beta = np.exp(_fit(model, np.log(loss), starts, huber_delta))
     return ScalingLaw(*map(float, (e, a * n0**alpha, b * d0**beta, alpha, beta)))
 

@@ -169,9 +169,7 @@ def inspect(options: argparse.Namespace) -> None:
     if options.verify or options.with_sources:
         problems = verify.verify(options.target, options.with_sources)
         if problems:
-            raise ValueError(
-                f"{options.target} is corrupt: {'; '.join(problems[:10])} ({len(problems)} problems in total)"
-            )
+            raise ValueError(f"{options.target} is corrupt: {'; '.join(problems[:10])} ({len(problems)} in total)")
         print(f"{options.target}: all data matches its digests")
         return
     description = inspection.inspect(options.target, options.subtree)

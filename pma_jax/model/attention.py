@@ -50,10 +50,8 @@ def attention(
         return xla_attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL, window_tokens)
     kernel = functools.partial(kernel, window_tokens=window_tokens)
     if not mesh.empty:  # each device computes complete sequences and heads
-        heads_spec, rows_spec = RULES.spec("batch", None, "heads", None), RULES.spec("batch", None)
-        kernel = map_over_devices(
-            kernel, (*[heads_spec] * 3, None if segment_ids_BxL is None else rows_spec), heads_spec
-        )
+        heads, rows = RULES.spec("batch", None, "heads", None), RULES.spec("batch", None)
+        kernel = map_over_devices(kernel, (heads, heads, heads, None if segment_ids_BxL is None else rows), heads)
     return kernel(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL)
 
 
@@ -78,7 +76,7 @@ def xla_attention(
     for start in range(0, L, size):
         stop = min(start + size, L)
         first = max(0, start - window_tokens + 1) if window_tokens else 0
-        visible = _visibility_mask(start, stop, first, segment_ids_BxL, window_tokens)
+        visible = _mask(start, stop, first, segment_ids_BxL, window_tokens)
         q_BxKxGxQxH = q_BxKxGxLxH[:, :, :, start:stop]
         blocks.append(_attend_block(q_BxKxGxQxH, k_BxKxHxL[..., first:stop], v_BxKxHxL[..., first:stop], visible))
     y_BxKxGxLxH = jnp.concatenate(blocks, axis=3)
@@ -90,9 +88,7 @@ def _reshape_with_sharding(x: jax.Array, shape: tuple[int, ...], spec: jax.P) ->
     return jnp.reshape(x, shape, out_sharding=None if jax.sharding.get_abstract_mesh().empty else spec)
 
 
-def _visibility_mask(
-    start: int, stop: int, first: int, segment_ids_BxL: jax.Array | None, window_tokens: int
-) -> jax.Array:
+def _mask(start: int, stop: int, first: int, segment_ids_BxL: jax.Array | None, window_tokens: int) -> jax.Array:
     """Compute which of the keys [first, stop) each of the queries [start, stop) attends to.
 
     Returns:

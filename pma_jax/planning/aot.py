@@ -49,7 +49,7 @@ class Topology:
     @property
     def chip_count(self) -> int:
         """Number of chips in all slices; on some chips there are two JAX devices."""
-        return len(self.devices) // self.chip.devices_per_chip
+        return len(self.devices) // self.chip.devices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Chip:
     memory_bytes_per_second: float
     network_bytes_per_second: float  # ICI: bandwidth of sending, over all links of a chip
     slice_network_bytes_per_second: float | None  # a chip's share of the network between slices; None: not published
-    devices_per_chip: int  # JAX devices, which share its memory and links
+    devices: int  # JAX devices per chip, which share its memory and links
     topologies: tuple[str, ...]  # of the slices that Google Cloud lists; others may compile too
     source: str  # web page of the specification
     libtpu_config: str = ""  # libtpu's name of the configuration with one device per chip; "": the default
@@ -33,7 +33,7 @@ CHIPS = {
         memory_bytes_per_second=1.2e12,
         network_bytes_per_second=300e9,
         slice_network_bytes_per_second=None,
-        devices_per_chip=1,
+        devices=1,
         topologies=_TOPOLOGIES_3D,
         source="cloud.google.com/tpu/docs/v4: 2400 Gbit/s of ICI",
         libtpu_config="megacore",
@@ -44,7 +44,7 @@ CHIPS = {
         memory_bytes_per_second=819e9,
         network_bytes_per_second=200e9,
         slice_network_bytes_per_second=6.4e12 / 8 / 256,
-        devices_per_chip=1,
+        devices=1,
         topologies=_TOPOLOGIES_2D,
         source="cloud.google.com/tpu/docs/v5e: ICI 400 GB/s both ways, 6.4 Tbit/s to the data center per 256 chips",
     ),
@@ -54,7 +54,7 @@ CHIPS = {
         memory_bytes_per_second=2765e9,
         network_bytes_per_second=600e9,
         slice_network_bytes_per_second=None,
-        devices_per_chip=1,
+        devices=1,
         topologies=(*_TOPOLOGIES_3D, "16x16x16", "16x16x24"),
         source="cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s in both directions",
     ),
@@ -64,7 +64,7 @@ CHIPS = {
         memory_bytes_per_second=1638e9,
         network_bytes_per_second=400e9,
         slice_network_bytes_per_second=25.6e12 / 8 / 256,
-        devices_per_chip=1,
+        devices=1,
         topologies=_TOPOLOGIES_2D,
         source="cloud.google.com/tpu/docs/v6e: ICI 800 GB/s both ways, 25.6 Tbit/s to the data center per 256 chips",
     ),
@@ -74,7 +74,7 @@ CHIPS = {
         memory_bytes_per_second=7380e9,
         network_bytes_per_second=600e9,
         slice_network_bytes_per_second=None,
-        devices_per_chip=2,
+        devices=2,
         topologies=_TOPOLOGIES_3D,
         source="cloud.google.com/tpu/docs/tpu7x: ICI 1200 GB/s in both directions",
     ),
@@ -158,10 +158,8 @@ def roofline(program: hlo.Program, chip: Chip, kernel_flops: float = 0.0) -> Roo
     """
     sent = sum(c.executions * c.sent_bytes_per_execution for c in counts.collectives(program))
     return Roofline(
-        (counts.matmul_flops(program) + kernel_flops) / (chip.flops_per_second / chip.devices_per_chip),
-        counts.memory_traffic_bytes(program) / (chip.memory_bytes_per_second / chip.devices_per_chip),
-        sent / (chip.network_bytes_per_second / chip.devices_per_chip),
-        counts.inter_slice_sent_bytes(program)
-        * chip.devices_per_chip
-        / (chip.slice_network_bytes_per_second or math.inf),
+        (counts.matmul_flops(program) + kernel_flops) / (chip.flops_per_second / chip.devices),
+        counts.memory_traffic_bytes(program) / (chip.memory_bytes_per_second / chip.devices),
+        sent / (chip.network_bytes_per_second / chip.devices),
+        counts.inter_slice_sent_bytes(program) * chip.devices / (chip.slice_network_bytes_per_second or math.inf),
     )

@@ -57,7 +57,6 @@ def plan_run(
         programs[name] = _program_numbers(report, topology.chip, _kernel_flops(config, mesh, name, report.program))
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
     chip = dataclasses.asdict(topology.chip)
-    chip["devices"] = chip.pop("devices_per_chip")  # the key in the plans that users have
     leaves = jax.tree.leaves(state.params)
     return {
         "config_digest": configuration.digest(config),
@@ -67,7 +66,7 @@ def plan_run(
             "slices": topology.slice_count,
             "chips": topology.chip_count,
             "devices": len(topology.devices),
-            "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices_per_chip,
+            "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices,
             "figures": {key: value for key, value in chip.items() if key not in ("shapes", "config")},
         },
         "mesh": dict(mesh.shape),
@@ -140,7 +139,7 @@ def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: f
         total["sent_bytes"] += collective.executions * collective.sent_bytes_per_execution
     roofline = cost.roofline(report.program, chip, kernel_flops)
     kernels = counts.count_kernels(report.program)
-    device_memory_bytes = chip.memory_bytes / chip.devices_per_chip
+    device_memory_bytes = chip.memory_bytes / chip.devices
     return compilation | {
         "memory": report.memory | {"share_of_memory": report.memory["bytes"] / device_memory_bytes},
         "product_flops": counts.matmul_flops(report.program),
@@ -170,7 +169,7 @@ def _training_numbers(config: Config, topology: aot.Topology, step_seconds: floa
     }
     if step_seconds is None:
         return numbers
-    peak = topology.chip.flops_per_second / topology.chip.devices_per_chip
+    peak = topology.chip.flops_per_second / topology.chip.devices
     return numbers | {
         "step_seconds_at_least": step_seconds,
         "model_flops_utilization_at_most": step_flops / step_seconds / peak,

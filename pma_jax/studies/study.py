@@ -118,7 +118,7 @@ class Study:
     def trunk(self, size: str, seed: int, changes: Iterable[str] = ()) -> Run:
         """Return the trained trunk of a size and seed, with snapshots of both kinds at every unit."""
         config = self.trunk_config(size, seed, changes)
-        return self._get_run(lambda: run_cache.get_or_train(self.cache, config))
+        return self._get(lambda: run_cache.get_or_train(self.cache, config))
 
     def half_length_trunks(self, size: str, rate_factor: float) -> tuple["Study", dict[int, Run]]:
         """Return a study of half the units, and trunks at `rate_factor` times the learning rate of `size`, by seed.
@@ -140,15 +140,13 @@ class Study:
 
         The fork starts from `weights` if they are given; see `run_cache.get_or_fork`.
         """
-        overrides = [
+        changes = [
             f"training.total_tokens={end * self.unit_tokens(run)}",
             f"checkpoint.state_interval_tokens={end * self.unit_tokens(run)}",
             "checkpoint.keep_states_at_tokens=()",
             *changes,
         ]
-        return self._get_run(
-            lambda: run_cache.get_or_fork(self.cache, run, at * self.unit_tokens(run), overrides, weights)
-        )
+        return self._get(lambda: run_cache.get_or_fork(self.cache, run, at * self.unit_tokens(run), changes, weights))
 
     def anneal(self, run: Run, at: int, end: int, shape: str = "linear", weights: Snapshot | None = None) -> Run:
         """Fork a trunk and decay its rate from unit `at` to 0 at `end`; `shape` is linear, cosine or minus_sqrt."""
@@ -186,11 +184,7 @@ class Study:
         each = [self.losses(get_run(seed), cells, ends) for seed in self.seeds]
         results: dict[str, dict[str, list[float]]] = {}
         for cell in cells:
-            at = {
-                str(end): [losses[cell, end] for losses in each]
-                for end in ends
-                if all((cell, end) in losses for losses in each)
-            }
+            at = {str(end): [x[cell, end] for x in each] for end in ends if all((cell, end) in x for x in each)}
             results |= {cell.text: at} if at else {}
         return results
 
@@ -223,7 +217,8 @@ class Study:
             "training_hours": sum(cost["seconds"] for cost in each) / 3600,
         }
 
-    def _get_run(self, get: Callable[[], Run]) -> Run:
+    def _get(self, get: Callable[[], Run]) -> Run:
+        """Return the run that `get` returns, and record it and the wall time of the call."""
         began = time.perf_counter()
         run = get()
         self.run_seconds.append(time.perf_counter() - began)
@@ -314,19 +309,13 @@ def _parse(folder: Path, arguments: Sequence[str]) -> tuple[argparse.Namespace, 
         description=f"The experiment {folder.name}; --config.KEY=VALUE changes the configuration of every run."
     )
     names = lambda text: tuple(text.split(","))  # noqa: E731
-    parser.add_argument(
-        "--runs", type=Path, required=True, help="directory that caches trained runs; experiments share it"
-    )
+    parser.add_argument("--runs", type=Path, required=True, help="directory of cached runs that experiments share")
     parser.add_argument("--out", type=Path, default=folder, help="directory of results.json, figures and README.md")
     parser.add_argument("--sizes", type=names, help=f"names of configurations (default {','.join(SIZES)})")
     parser.add_argument("--seeds", type=lambda text: tuple(map(int, text.split(","))), help="seeds (default 0,1,2)")
     parser.add_argument("--units", type=int, help="units per trunk, a multiple of 16 (default 64)")
-    parser.add_argument(
-        "--evaluation-tokens", type=int, help="held-out tokens on which merges are compared (default 32768)"
-    )
-    parser.add_argument(
-        "--tiny", action="store_true", help="check that the script runs, with a tiny model and two seeds"
-    )
+    parser.add_argument("--evaluation-tokens", type=int, help="held-out tokens to compare merges on (default 32768)")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model and two seeds, to test the script")
     parser.add_argument("--redraw", action="store_true", help="only rewrite tables and figures, from results.json")
     defaults = {field.name: field.default for field in dataclasses.fields(Study)}
     parser.set_defaults(**{name: defaults[name] for name in TINY_OPTIONS})

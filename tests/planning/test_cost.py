@@ -88,7 +88,7 @@ def test_training_is_three_forward_passes():
 
 def test_roofline_is_the_slowest_of_three():
     chip = cost.CHIPS["tpu7x"]
-    assert chip.devices_per_chip == 2
+    assert chip.devices == 2
     program = hlo.parse_hlo("""HloModule m, num_partitions=4
 
 ENTRY %main (a: bf16[1024,1024]) -> bf16[1024,1024] {

@@ -175,9 +175,8 @@ def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list
         outputs.append(Output(target, work, is_published))
     if not any(output.work_directory.exists() for output in outputs):
         # An upload needs local disk space for the finished checkpoint.
-        check_outputs(
-            plan, [output.work_directory if is_bucket(output.target) else output.target for output in outputs]
-        )
+        written = [output.work_directory if is_bucket(output.target) else output.target for output in outputs]
+        check_outputs(plan, written)
     return outputs
 
 
