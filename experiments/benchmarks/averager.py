@@ -2,10 +2,10 @@
 
 One run starts two child processes (1 device, 8 simulated CPU devices). Each averages K = 10 inputs of one flat leaf,
 sharded over the devices, in bfloat16 and float32, at two sizes: `cache` (64Ki elements per input) and `memory` (16Mi):
-  fused            fused_average into a donated float32 result
+  fused            fused_sum into a donated float32 result
   fused, fresh     the same into newly allocated memory
   one at a time    add_weighted, K times
-  16 recipes       average_stream over loaded inputs, R = 16; as a multiple of `fused`
+  16 recipes       weighted_sums_of_stream over loaded inputs, R = 16; as a multiple of `fused`
 The reference, STREAM add, is float32 c = a + b into existing memory over arrays of the same total bytes, 12 bytes per
 element: the faster of jax.jit over the same devices and np.add on two threads. A rate counts every byte that the
 algorithm must read or write (inputs once, result once), as STREAM's does; `input` counts inputs only. All figures are
@@ -107,14 +107,14 @@ def make_programs(n, dtype, sharding):
     import jax.numpy as jnp
     import numpy as np
 
-    from pma_jax.merging.averager import add_weighted, average_stream, fused_average, fused_average_narrow
+    from pma_jax.merging.averager import add_weighted, fused_sum, fused_sum_16bit, weighted_sums_of_stream
 
     def filled(value, size=n, dtype=jnp.float32):
         return jax.block_until_ready(jnp.full(size, value, dtype, device=sharding))
 
     inputs_K = [filled(k, dtype=dtype) for k in range(K)]
     ones_K, C = np.ones(K, np.float32), np.random.default_rng(0).random((R, K), np.float32)
-    fused = fused_average if jnp.dtype(dtype).itemsize == 4 else fused_average_narrow  # as `average` chooses
+    fused = fused_sum if jnp.dtype(dtype).itemsize == 4 else fused_sum_16bit  # as `weighted_sum` chooses
     divisor, f32 = np.float32(K), ("float32",)
     m = stream_elements(n, jnp.dtype(dtype).itemsize)
     a, b = filled(1, m), filled(2, m)
@@ -144,7 +144,7 @@ def make_programs(n, dtype, sharding):
         "fused": reusing(lambda out: fused(out, inputs_K, ones_K, divisor, f32), filled(0)),
         "fused, fresh": lambda: fused(None, inputs_K, ones_K, divisor, f32),
         "one at a time": reusing(one_at_a_time, filled(0)),
-        "16 recipes": lambda: average_stream(inputs_K, C),
+        "16 recipes": lambda: weighted_sums_of_stream(inputs_K, C),
     }
 
 

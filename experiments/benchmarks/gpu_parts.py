@@ -248,7 +248,7 @@ def merge(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from pma_jax.merging.averager import average
+    from pma_jax.merging.averager import weighted_sum
     from pma_jax.merging.recipes import sma
     from pma_jax.model.decoder import init_params, parameter_count
     from pma_jax.runtime.mesh import make_mesh
@@ -259,10 +259,10 @@ def merge(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
         for dtype in ("float32", "bfloat16"):
             make = jax.jit(lambda key, d=dtype: jax.tree.map(lambda x: x.astype(d), init_params(config.model, key)))
             params_K = [make(jax.random.key(k)) for k in range(sizes.merge_models)]
-            mean = [average(params_K, sma(sizes.merge_models))]
+            mean = [weighted_sum(params_K, sma(sizes.merge_models))]
 
             def average_again(params_K=params_K, mean=mean):
-                mean.append(average(params_K, sma(sizes.merge_models), out=mean.pop()))
+                mean.append(weighted_sum(params_K, sma(sizes.merge_models), out=mean.pop()))
                 return mean[0]
 
             seconds = median_seconds(average_again, repeats=2)

@@ -21,7 +21,7 @@ from pma_jax.analysis.comparison import mean_interval
 from pma_jax.analysis.workbench import Workbench, open_workbench
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
-from pma_jax.merging.averager import average
+from pma_jax.merging.averager import weighted_sum
 from pma_jax.reporting.drawing import display_name, to_png
 from pma_jax.reporting.panels import ContourPanel, Line, LinePanel, draw_contours, draw_lines
 from pma_jax.runs.directory import Run
@@ -62,7 +62,7 @@ def measure_geometry(study: Study, run: Run, annealed: Run, with_planes: bool) -
     with jax.set_mesh(bench.mesh):
         constant, decayed = (bench.models(r.of_kind("point")[-(study.units // 4) :]) for r in (run, annealed))
         newest = constant[-merge_window(study) :]
-        merged = average(newest, recipes.sma(len(newest)))
+        merged = weighted_sum(newest, recipes.sma(len(newest)))
         return {
             "quadratic": {
                 "merge": measure_quadratic(bench, newest, merged),
@@ -81,7 +81,7 @@ def measure_quadratic(bench: Workbench, models: list[Any], around: Any) -> dict[
     """
     weights, objective = recipes.sma(len(models)), bench.loss
     loss = jax.jit(objective)
-    losses, mean_model_loss = [float(loss(model)) for model in models], float(loss(average(models, weights)))
+    losses, mean_model_loss = [float(loss(model)) for model in models], float(loss(weighted_sum(models, weights)))
     deltas = [optax.tree.sub(model, around) for model in models]
     slopes = curvature.directional_derivatives(objective, around, deltas)
     measured = {"over_mean": np.mean(losses) - mean_model_loss, "over_last": losses[-1] - mean_model_loss}

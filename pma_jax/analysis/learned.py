@@ -16,7 +16,7 @@ import optax
 import scipy.linalg
 import scipy.optimize
 
-from pma_jax.merging.averager import average
+from pma_jax.merging.averager import weighted_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def learn_weights(loss: Callable[[Any], jax.Array], params_K: Sequence[Any], ite
         raise ValueError(f"learned weights need 2 or more checkpoints, not {count}")
     start_K = np.full(count, 1 / count)
     # Differences from the mean: the part that all checkpoints share would otherwise dominate the gradient in float32.
-    mean = average(params_K, start_K)
+    mean = weighted_sum(params_K, start_K)
     deltas_K = [optax.tree.sub(params, mean) for params in params_K]
     # Orthonormal basis of the changes of the weights that keep their sum.
     basis_KxD = np.asarray(scipy.linalg.null_space(np.ones((1, count))))

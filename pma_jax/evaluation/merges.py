@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from pma_jax.config import Config
 from pma_jax.evaluation.held_out import make_evaluator
-from pma_jax.merging.averager import average_stream
+from pma_jax.merging.averager import weighted_sums_of_stream
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import Snapshot, restore_params
 from pma_jax.runtime import hosts
@@ -65,7 +65,7 @@ def evaluate_merges(config: Config, snapshots: Sequence[Snapshot], weights_RxK: 
         used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
         trees: Iterator[Any] = (read(snapshots[k], abstract) for k in used)
         with jax.set_mesh(mesh):
-            merged = average_stream(trees, group_RxK[:, used])
+            merged = weighted_sums_of_stream(trees, group_RxK[:, used])
         losses += map(evaluate, merged)
         del merged
     return EvaluatedMerges(losses, passes, seconds)

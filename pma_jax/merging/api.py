@@ -9,7 +9,7 @@ from etils import epath
 from numpy.typing import ArrayLike
 
 from pma_jax.merging import from_storage
-from pma_jax.merging.averager import average_stream
+from pma_jax.merging.averager import weighted_sums_of_stream
 from pma_jax.merging.engine.rounding import validate_weights
 from pma_jax.merging.selection import check_one_snapshot_kind
 from pma_jax.model.decoder import abstract_params
@@ -41,7 +41,7 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
     mesh = mesh or data_parallel_mesh()
     abstract = abstract_params(snapshots[0].config.model, mesh)
     with jax.set_mesh(mesh):
-        (merged,) = average_stream((restore_params(s, abstract) for s in snapshots), weights_1xK)
+        (merged,) = weighted_sums_of_stream((restore_params(s, abstract) for s in snapshots), weights_1xK)
         return merged
 
 

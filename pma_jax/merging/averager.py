@@ -1,17 +1,17 @@
-"""Weighted sums of parameter trees in memory, computed by XLA where the parameters are.
+"""Weighted sums of parameter trees in memory, computed by XLA on the devices that hold the parameters.
 
-    average         K trees at hand, in one pass: each input is read once and the result written once.
-    average_stream  R rows of weights over K trees that are loaded one after the other, whatever K is: memory holds R
-                    totals and at most two trees.
+    weighted_sum             K trees in memory: each input is read once and the result written once.
+    weighted_sums_of_stream  R rows of weights over K trees that are loaded one after the other: for any K, memory holds
+                             R totals and at most two trees.
 
-Everything is jitted and element-wise: each device adds its own shards, and no collective runs. `rounding` defines the
-arithmetic. Weights and divisors are traced, so that one compilation serves all recipes. Integer and boolean leaves are
-not averaged: they must be equal in all trees and are passed through.
+Weights are not normalised. All functions are jitted and element-wise: each device adds its own shards, and no
+collective runs. `engine.rounding` defines the arithmetic. Weights and divisors are traced, so that one compilation
+serves all recipes. Integer and boolean leaves are not added: they must be equal in all trees and are passed through.
 
-On CPU a newly allocated result costs more in page faults than the sum itself (bfloat16 inputs: 7 GB/s instead of 30):
-where merges repeat, pass an earlier result as `out`.
+On CPU, page faults in a newly allocated result take longer than the sum itself (bfloat16 inputs: 7 GB/s, against
+30 GB/s with reused memory): for repeated merges, pass an earlier result as `out`.
 
-Dimensions: K checkpoints, R rows of weights (recipes).
+Shape suffixes: K trees (checkpoints), R rows of weights (recipes).
 """
 
 import concurrent.futures
@@ -28,78 +28,83 @@ from numpy.typing import ArrayLike, DTypeLike
 from pma_jax.merging.compatibility import check_equal_integers, check_same_structure, device_put_like, is_float
 from pma_jax.merging.engine.rounding import factor_coefficients, factor_rows, validate_weights
 
-__all__ = ["abstract_totals", "add_weighted", "average", "average_stream"]
+__all__ = ["abstract_totals", "add_weighted", "weighted_sum", "weighted_sums_of_stream"]
 
-CHUNK = 16  # trees summed in one compiled pass; longer sums run chunk after chunk
+TREES_PER_PASS = 16  # maximum number of trees that one compiled pass adds
 
 
-def average(params_K: Sequence[Any], weights: ArrayLike, *, out: Any | None = None) -> Any:
-    """Compute sum_k weights_k · params_k of K trees in memory, in one pass per 16 trees.
+def weighted_sum(params_K: Sequence[Any], weights_K: ArrayLike, *, out: Any | None = None) -> Any:
+    """Compute sum_k weights_k · params_k of K trees in memory, `TREES_PER_PASS` trees per pass.
 
     Args:
-        params_K: K trees of NumPy or JAX arrays, oldest first. Trees whose shardings differ from the first tree's are
-            moved to those.
-        weights: Coefficients [K], finite. A tree whose coefficient is 0 is validated but not read.
-        out: An earlier result of the same shapes, dtypes and shardings, whose memory is reused (donated).
+        params_K: K trees of NumPy or JAX arrays, oldest first. Trees with other shardings are resharded to the first
+            tree's.
+        weights_K: Finite weights, not normalised. A tree with weight 0 is validated, but its floating-point leaves are
+            not added.
+        out: Earlier result with the same shapes, dtypes and shardings. Its buffers are donated to the new result if at
+            most `TREES_PER_PASS` weights are nonzero; otherwise it is ignored.
 
     Returns:
-        Tree with the dtypes and shardings of the first input.
+        Tree with the dtypes and shardings of the first input; float64 becomes float32 unless `jax_enable_x64` is set.
 
     Raises:
-        ValueError: The trees differ in structure, shape or dtype (the leaves are named), integer leaves differ, or
-            there is not one finite weight per tree.
+        ValueError: The trees differ in structure, shape or dtype (the leaves are named), integer leaves differ, the
+            number of weights is not K, or a weight is not finite.
     """
-    c = validate_weights(np.asarray(weights)[None], len(params_K))[0]
+    c = validate_weights(np.asarray(weights_K)[None], len(params_K))[0]
     for k, params in enumerate(params_K[1:], start=2):
         check_same_structure(params_K[0], params, f"checkpoint {k}")
     params_K = [device_put_like(params, params_K[0]) for params in params_K]
     for k, params in enumerate(params_K[1:], start=2):
         check_equal_integers(params_K[0], params, f"checkpoint {k}")
+    # If all weights are 0, the first tree is used for its structure and integer leaves.
     used = np.flatnonzero(c) if c.any() else np.arange(1)
     params_K = [params_K[k] for k in used]
     multipliers_K, divisor = factor_coefficients(c[used])
     multipliers_K = multipliers_K.astype(_weight_dtype())
     dtypes = _output_dtypes(params_K[0])
-    if len(used) <= CHUNK:
-        is_narrow = any(x.dtype.itemsize < 4 for x in jax.tree.leaves(params_K[0]))
-        fused = fused_average_narrow if is_narrow and jax.default_backend() == "cpu" else fused_average
+    if len(used) <= TREES_PER_PASS:
+        is_16bit = any(x.dtype.itemsize < 4 for x in jax.tree.leaves(params_K[0]))
+        fused = fused_sum_16bit if is_16bit and jax.default_backend() == "cpu" else fused_sum
         return fused(out, params_K, multipliers_K, divisor, dtypes)
     total = None
-    for start in range(0, len(used), CHUNK):
-        chunk = slice(start, start + CHUNK)
-        total = add_weighted(total, params_K[chunk], multipliers_K[chunk])
+    for start in range(0, len(used), TREES_PER_PASS):
+        trees = slice(start, start + TREES_PER_PASS)
+        total = add_weighted(total, params_K[trees], multipliers_K[trees])
     return _divide(total, divisor, dtypes)
 
 
-def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tuple[Any, ...]:
+def weighted_sums_of_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tuple[Any, ...]:
     """Compute R weighted sums of K trees that are loaded one after the other: tree k+1 loads while tree k is added.
 
     Args:
-        trees: K trees of arrays, oldest first. A thread calls `next`, at most one tree ahead, with the caller's mesh
-            set. Trees whose shardings differ from the first tree's are moved to those.
-        weights_RxK: Coefficients [R, K], finite.
+        trees: K trees of arrays, oldest first; further trees are not read. A background thread prefetches one tree,
+            under the caller's mesh. Trees with other shardings are resharded to the first tree's.
+        weights_RxK: Finite weights, one row per sum, not normalised.
 
     Returns:
-        R trees with the dtypes and shardings of the first input.
+        R trees with the dtypes and shardings of the first input; float64 becomes float32 unless `jax_enable_x64` is
+            set.
 
     Raises:
-        ValueError: The same as `average`, raised when the invalid tree is loaded. Exceptions of `trees` propagate.
+        ValueError: See `weighted_sum`; also if there are fewer than K trees. Invalid trees are reported when they are
+            loaded. Exceptions of `trees` propagate.
     """
     C = validate_weights(weights_RxK, np.shape(weights_RxK)[-1])
-    multipliers_RxK, divisors_R, first_R = factor_rows(C)
-    abstract, first, totals_R = None, None, [None] * len(C)
+    multipliers_RxK, divisors_R, first_used_R = factor_rows(C)
+    abstract, first_non_float, totals_R = None, None, [None] * len(C)
     for k, params in enumerate(_load_ahead(iter(trees), C.shape[1])):
         name = f"checkpoint {k + 1}"
         if abstract is None:
             abstract = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), params
             )
-            first = _integers(params)
+            first_non_float = _non_float_leaves(params)
         check_same_structure(abstract, params, name)
         params = device_put_like(params, abstract)
-        check_equal_integers(first, _integers(params), name)
+        check_equal_integers(first_non_float, _non_float_leaves(params), name)
         for r, multipliers_K in enumerate(multipliers_RxK):
-            if multipliers_K[k] or k == first_R[r]:
+            if multipliers_K[k] or k == first_used_R[r]:  # the latter if all weights of the row are 0
                 totals_R[r] = add_weighted(totals_R[r], [params], multipliers_K[k : k + 1].astype(_weight_dtype()))
         # Dispatch is asynchronous: without waiting, more than two trees would be in memory.
         jax.block_until_ready(totals_R)
@@ -111,7 +116,7 @@ def average_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tuple[Any, .
 
 
 def abstract_totals(tree: Any) -> Any:
-    """Return the shapes, dtypes and shardings of the total that sums trees like this one (arrays or abstract)."""
+    """Return the abstract total (a tree of `jax.ShapeDtypeStruct`) for trees like `tree`, which may be abstract."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, _total_dtype(x.dtype), sharding=getattr(x, "sharding", None)), tree
     )
@@ -119,15 +124,15 @@ def abstract_totals(tree: Any) -> Any:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def add_weighted(total: Any | None, params_K: Sequence[Any], multipliers_K: jax.Array) -> Any:
-    """Add sum_k multipliers_k · params_k to `total`, in place.
+    """Return total + sum_k multipliers_k · params_k; donate `total`.
 
     Args:
-        total: Tree like `abstract_totals`, donated; None starts a sum.
+        total: Tree as described by `abstract_totals`; None starts a sum.
         params_K: K trees of the total's structure, shapes and shardings, of any floating-point dtype.
-        multipliers_K: [K].
+        multipliers_K: Factor of each tree.
 
     Returns:
-        The new total, in the old one's memory. Its integer and boolean leaves are those of the first tree.
+        The new total. Its integer and boolean leaves are those of the first tree.
     """
     inputs_K = [jax.tree.leaves(params) for params in params_K]
     totals = [None] * len(inputs_K[0]) if total is None else jax.tree.leaves(total)
@@ -135,16 +140,16 @@ def add_weighted(total: Any | None, params_K: Sequence[Any], multipliers_K: jax.
     return jax.tree.structure(params_K[0]).unflatten(leaves)
 
 
-def _fused_average(
+def _fused_sum(
     out: Any | None, params_K: Sequence[Any], multipliers_K: jax.Array, divisor: ArrayLike, dtypes: tuple[str, ...]
 ) -> Any:
-    """Compute (sum_k multipliers_k · params_k) / divisor in one pass, for validated and placed inputs.
+    """Compute (sum_k multipliers_k · params_k) / divisor in one pass, for validated inputs of equal shardings.
 
     Args:
-        out: Tree like the result, donated for its memory; or None.
+        out: Tree like the result, whose buffers are donated; or None.
         params_K: K trees of one structure, shapes and shardings.
-        multipliers_K: [K].
-        divisor: Scalar.
+        multipliers_K: Factor of each tree.
+        divisor: Number by which the sum is divided.
         dtypes: Dtype of each leaf of the result.
     """
     del out
@@ -156,11 +161,12 @@ def _fused_average(
     return jax.tree.structure(params_K[0]).unflatten(leaves)
 
 
-_jit_fused = functools.partial(jax.jit, _fused_average, donate_argnums=0, keep_unused=True, static_argnames="dtypes")
-fused_average = _jit_fused()
-# For inputs of 16 bits or fewer on CPU: XLA's default of 256-bit vectors loads 16 bytes of bfloat16 at a time, a fifth
-# slower than 32; for float32 the default is faster. JAX rejects compiler options in a jit inside another.
-fused_average_narrow = _jit_fused(compiler_options={"xla_cpu_prefer_vector_width": 512})
+_jit_fused = functools.partial(jax.jit, _fused_sum, donate_argnums=0, keep_unused=True, static_argnames="dtypes")
+fused_sum = _jit_fused()
+# On CPU, for inputs of 16 bits or fewer: 512-bit vectors are a fifth faster than XLA's default of 256 bits, which loads
+# only 16 bytes of bfloat16 at a time. For float32 the default is faster. This function cannot be called inside another
+# jit, because JAX rejects compiler options there.
+fused_sum_16bit = _jit_fused(compiler_options={"xla_cpu_prefer_vector_width": 512})
 
 
 def _add_terms(total: jax.Array | None, x_K: Sequence[jax.Array], multipliers_K: jax.Array) -> jax.Array:
@@ -176,17 +182,17 @@ def _add_terms(total: jax.Array | None, x_K: Sequence[jax.Array], multipliers_K:
 
 
 def _rounded_product(multiplier: jax.Array, x: jax.Array) -> jax.Array:
-    """Multiply so that compilers cannot fuse an addition into the product (FMA), which would skip its rounding."""
+    """Multiply and round; prevent contraction with a following addition to an FMA, which does not round the product."""
     bits = jnp.uint64 if x.dtype == jnp.float64 else jnp.uint32
-    # A zero that compilers cannot fold: multipliers are never NaN. XLA removes reduce_precision and pairs of bitcasts.
+    # Always 0, because multipliers are never NaN, but XLA cannot know that and so keeps the XOR. A pair of bitcasts
+    # without it, or reduce_precision, would not help: XLA removes both.
     zero = jnp.isnan(multiplier).astype(bits)
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(multiplier * x, bits) ^ zero, x.dtype)
 
 
 def _divide(total: Any, divisor: float, dtypes: tuple[str, ...]) -> Any:
-    """Divide a total and round it to `dtypes`, leaf by leaf, in place where the dtype stays; donates the total."""
+    """Divide each leaf of `total` and cast it to its dtype in `dtypes`; donate the leaves that keep their dtype."""
     leaves, treedef = jax.tree.flatten(total)
-    del total
     for i, dtype in enumerate(dtypes):
         if is_float(leaves[i].dtype):
             leaves[i] = (_divide_in_place if leaves[i].dtype == dtype else _divide_and_cast)(leaves[i], divisor, dtype)
@@ -197,7 +203,8 @@ def _divide_leaf(total: jax.Array, divisor: ArrayLike, dtype: str) -> jax.Array:
     if not is_float(total.dtype):
         return total
     # XLA turns division by one scalar into multiplication by its rounded reciprocal, which differs in the last bit for
-    # a third of all values. A divisor that differs between elements (1 where the total is NaN) stays a division.
+    # a third of all values. Dividing by an array prevents this: the divisor
+    # is 1 where the total is NaN, so that XLA cannot treat it as one scalar.
     return (total / jnp.where(jnp.isnan(total), 1, jnp.asarray(divisor, total.dtype))).astype(dtype)
 
 
@@ -206,7 +213,10 @@ _divide_and_cast = jax.jit(_divide_leaf, static_argnames="dtype")
 
 
 def _total_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the accumulation dtype: float32, float64 for float64 if JAX enables it; integers keep their own."""
+    """Return the accumulation dtype of leaves of `dtype`.
+
+    It is float64 for float64 if `jax_enable_x64` is set, float32 for other floating-point dtypes, else `dtype`.
+    """
     dtype = jnp.dtype(dtype)
     if not is_float(dtype):
         return dtype
@@ -218,16 +228,16 @@ def _weight_dtype() -> np.dtype:
 
 
 def _output_dtypes(tree: Any) -> tuple[str, ...]:
-    """Return the result's dtype for each leaf: the input's, but float32 for float64 unless JAX enables float64."""
+    """Return the result's dtype for each leaf: the input's, but float32 for float64 unless `jax_enable_x64` is set."""
     return tuple(jax.dtypes.canonicalize_dtype(x.dtype).name for x in jax.tree.leaves(tree))
 
 
-def _integers(tree: Any) -> Any:
+def _non_float_leaves(tree: Any) -> Any:
     return jax.tree.map(lambda x: None if is_float(x.dtype) else x, tree)
 
 
 def _load_ahead(trees: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield `count` items of `trees`; a thread loads the next one while the caller uses the current one."""
+    """Yield `count` trees; a thread loads the next one while the caller uses the current one."""
     mesh = jax.sharding.get_mesh()
 
     def load(k: int) -> Any:
@@ -236,7 +246,7 @@ def _load_ahead(trees: Iterator[Any], count: int) -> Iterator[Any]:
             try:
                 return next(trees)
             except StopIteration:
-                raise ValueError(f"{count} weights but only {k} checkpoints: give one weight each") from None
+                raise ValueError(f"{count} weights but only {k} trees: pass one weight per tree") from None
 
     with concurrent.futures.ThreadPoolExecutor(1, "load") as pool:
         ahead = pool.submit(load, 0)

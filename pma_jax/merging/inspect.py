@@ -43,7 +43,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
             "parameters": sum(leaf.elements for leaf in source.leaves.values()),
         }
     snapshot = read_snapshot(path)
-    leaves = restore.stored_leaves(snapshot.path)
+    leaves = restore.read_params_metadata(snapshot.path)
     return {
         "kind": ("merged " if snapshot.merge else "") + ("snapshot" if snapshot.kind == "point" else "block mean"),
         "path": str(snapshot.path),

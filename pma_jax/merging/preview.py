@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pma_jax.merging.averager import average
+from pma_jax.merging.averager import weighted_sum
 from pma_jax.merging.recipes import coefficients
 
 
@@ -36,7 +36,7 @@ class Window:
         for n in sorted(n for n in windows if n <= len(newest)):
             tokens = [t for t, _ in newest[-n:]]
             params = [_to_memory_kind(p, "device") for _, p in newest[-n:]]
-            yield f"{recipe}:{n}", average(params, coefficients(recipe, tokens))
+            yield f"{recipe}:{n}", weighted_sum(params, coefficients(recipe, tokens))
 
 
 def _to_memory_kind(params: Any, memory_kind: str) -> Any:

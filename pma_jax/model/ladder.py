@@ -1,14 +1,16 @@
-"""The paper's ladder of model sizes (PMA, arXiv 2505.12082) and a few smaller ones: shapes, intervals and windows.
+"""The paper's ladder of model sizes (PMA, arXiv 2505.12082) and a few smaller ones, as training configurations.
 
 The paper publishes sizes, but no shapes, learning rates, batch sizes or corpora. Those here are chosen as follows:
 
 - Shapes resemble current open models: head dim 64 or 128; attention heads that share keys and values in groups
   (grouped-query attention), with RMSNorm on queries and keys; a SwiGLU MLP whose hidden width is 2.3 to 3.5 times the
   width. Mixtures of experts (MoE) have 32 to 128 experts, of which each token uses 4 to 8, some also a shared expert
-  that every token uses; router scores are sigmoids, balanced by a bias. Activated parameters (those used for
-  one token) and total parameters are within 5% of the numbers in the name.
-- A run is `WINDOWS_PER_RUN` merging windows long, like the paper's 1.3B/13B model (80B of 1.6T tokens).
-- Peak rate and batch size follow the scaling laws of DeepSeek LLM (arXiv 2401.02954, Equation 1) for that compute.
+  that every token uses; the router uses sigmoid scores and a per-expert bias for load balancing. Activated parameters
+  (those used for one token) and total parameters are within 5% of the numbers in the name.
+- Training lasts `RUN_LENGTH_WINDOWS` merge windows, as for the paper's 1.3B/13B model (windows of 80B tokens, 1.6T
+  tokens in total).
+- Peak learning rate and batch size follow the scaling laws of DeepSeek LLM (arXiv 2401.02954, Equation 1) for the
+  FLOPs of that training.
 
 Snapshot interval and window are the paper's where it publishes them (Section 4.3 and Appendix A), else from
 `recommend_interval_and_window`. The user sets the data (`config.data`) and, if needed, the mesh.
@@ -24,11 +26,11 @@ from pma_jax import config as configuration
 from pma_jax.config import ModelConfig
 
 # (activated parameters, snapshot interval in tokens, window in snapshots) that the paper publishes for dense models and
-# for MoE models. `get_config` finds the point of a size by its activated parameters.
+# for MoE models. `get_config` uses the point with the same number of activated parameters, if there is one.
 DENSE_POINTS = ((411e6, 2e9, 6), (2e9, 5e9, 6), (8e9, 15e9, 10), (70e9, 40e9, 10))
 MOE_POINTS = ((0.7e9, 4e9, 10), (1.3e9, 8e9, 10), (10e9, 80e9, 10))
-# Length of a run: total_tokens = WINDOWS_PER_RUN * window * interval.
-WINDOWS_PER_RUN = 20
+# total_tokens = RUN_LENGTH_WINDOWS * window * interval.
+RUN_LENGTH_WINDOWS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,39 +38,39 @@ class ModelSize:
     """One model size of the ladder.
 
     Attributes:
-        activated: Nominal number of parameters that are used for one token.
-        total: Nominal number of parameters.
-        model: The shape.
+        activated_params: Nominal number of parameters that are used for one token.
+        total_params: Nominal number of parameters.
+        model: Model configuration.
         sequence_length_tokens: Sequence length in training.
     """
 
-    activated: float
-    total: float
+    activated_params: float
+    total_params: float
     model: ModelConfig
     sequence_length_tokens: int
 
 
-_SHAPE = ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
+_SIZE_FIELDS = ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_dim", "hidden")
 
 
-def _dense(*shape: int, **others: Any) -> ModelConfig:
-    """Build a dense model; `shape` contains the values of the fields in `_SHAPE`."""
-    sizes: dict[str, Any] = dict(zip(_SHAPE, shape, strict=True))
-    return ModelConfig(**sizes, qk_norm=True, rope_theta=500_000.0, compute_dtype="bfloat16", remat="full", **others)
+def _dense(*sizes: int, **fields: Any) -> ModelConfig:
+    """Build the configuration of a dense model; `sizes` contains the values of the fields in `_SIZE_FIELDS`."""
+    fields |= dict(zip(_SIZE_FIELDS, sizes, strict=True))
+    return ModelConfig(**fields, qk_norm=True, rope_theta=500_000.0, compute_dtype="bfloat16", remat="full")
 
 
-def _moe(*shape: int, experts: tuple[int, int, int], shared: int = 0) -> ModelConfig:
-    """Build an MoE model.
+def _moe(*sizes: int, experts: tuple[int, int, int], shared: int = 0) -> ModelConfig:
+    """Build the configuration of an MoE model.
 
     Args:
-        *shape: The values of the fields in `_SHAPE` except the last.
+        *sizes: The values of the fields in `_SIZE_FIELDS` except the last.
         experts: (number of experts, experts per token, hidden width of one expert).
         shared: Number of shared experts.
     """
     number, per_token, hidden = experts
     return _dense(
-        *shape,
-        ModelConfig.hidden,
+        *sizes,
+        ModelConfig.hidden,  # the default, which MoE models do not use
         experts=number,
         experts_per_token=per_token,
         expert_hidden=hidden,
@@ -77,8 +79,8 @@ def _moe(*shape: int, experts: tuple[int, int, int], shared: int = 0) -> ModelCo
     )
 
 
-# The positional arguments of `_dense` and `_moe` are the fields of `_SHAPE`: vocabulary size, width, layers, query
-# heads, key and value heads, head dim, and (dense models only) hidden width of the MLP.
+# The positional arguments of `_dense` and `_moe` are the `_SIZE_FIELDS`: vocabulary size, width, layers, query heads,
+# key and value heads, head dim, and (dense models only) hidden width of the MLP.
 SIZES = {
     "dense_125m": ModelSize(125e6, 125e6, _dense(32_768, 768, 12, 12, 12, 64, 1_792), 2_048),
     "dense_411m": ModelSize(411e6, 411e6, _dense(65_536, 1_024, 24, 16, 8, 64, 2_816), 2_048),
@@ -105,15 +107,15 @@ SIZES = {
 
 
 def get_config(name: str) -> ml_collections.ConfigDict:
-    """Return the training configuration of a size of `SIZES`. The files in configs/ return it, or change it first."""
+    """Return the training configuration of a size of `SIZES`. The files in configs/ return it as it is or modify it."""
     size = SIZES[name]
     model = size.model
-    published = {activated: point for activated, *point in DENSE_POINTS + MOE_POINTS}
-    interval, window = published.get(size.activated) or recommend_interval_and_window(
-        size.activated, moe=model.experts > 0
+    published = {params: point for params, *point in (MOE_POINTS if model.experts else DENSE_POINTS)}
+    interval, window = published.get(size.activated_params) or recommend_interval_and_window(
+        size.activated_params, moe=model.experts > 0
     )
-    total_tokens = WINDOWS_PER_RUN * window * interval
-    rate, batch_tokens = scaling_law_rate_and_batch(size.activated, total_tokens)
+    total_tokens = RUN_LENGTH_WINDOWS * window * interval
+    rate, batch_tokens = scaling_law_rate_and_batch(size.activated_params, total_tokens)
     c = configuration.defaults()
     c.model.update(dataclasses.asdict(model))
     c.training.sequence_length_tokens = size.sequence_length_tokens
@@ -136,12 +138,13 @@ def get_config(name: str) -> ml_collections.ConfigDict:
 
 
 def recommend_interval_and_window(activated_params: float, moe: bool = False) -> tuple[int, int]:
-    """Recommend a snapshot interval in tokens (two significant digits) and a window, by activated parameters.
+    """Recommend a snapshot interval in tokens (two significant digits) and a window in snapshots for a model size.
 
-    The interval is a power law, fitted in logarithms to the paper's points: `DENSE_POINTS`, or `MOE_POINTS` if `moe`,
-    because MoE models need much longer intervals. It is within a factor of 1.3 of each point. Outside their range (411M
-    to 70B dense, 0.7B to 10B MoE) it is an extrapolation. The window is 10, or 6 for dense models below 4B, the
-    (logarithmic) midpoint between the paper's largest model with 6 and its smallest with 10.
+    The interval follows a power law of the activated parameters, fitted by least squares in log-log space to the
+    paper's `DENSE_POINTS`, or to `MOE_POINTS` if `moe`, because MoE models need much longer intervals. It is within a
+    factor of 1.3 of each point; outside the range of the points (411M to 70B dense, 0.7B to 10B MoE) it is an
+    extrapolation. The window is 6 for dense models below 4B parameters, else 10: 4B is the geometric mean of 2B and 8B,
+    the paper's largest dense model with a window of 6 and its smallest with a window of 10.
     """
     points = np.log(np.array([(params, tokens) for params, tokens, _ in (MOE_POINTS if moe else DENSE_POINTS)]))
     slope, offset = np.polyfit(points[:, 0], points[:, 1], 1)
@@ -150,7 +153,10 @@ def recommend_interval_and_window(activated_params: float, moe: bool = False) ->
 
 
 def scaling_law_rate_and_batch(activated_params: float, total_tokens: float) -> tuple[float, float]:
-    """Return (peak learning rate, tokens per batch) for 6 N D FLOPs (DeepSeek LLM, arXiv 2401.02954, Equation 1)."""
+    """Return (peak learning rate, tokens per batch) for training with 6 * activated_params * total_tokens FLOPs.
+
+    The formulas are those of DeepSeek LLM, arXiv 2401.02954, Equation 1.
+    """
     flops = 6 * activated_params * total_tokens
     return float(f"{0.3118 * flops**-0.1250:.1e}"), 0.2920 * flops**0.3271
 

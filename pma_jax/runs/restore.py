@@ -1,4 +1,4 @@
-"""Restore the arrays of a snapshot or a state, checked by names, shapes and digests; list what is stored."""
+"""Restoring of snapshots and states, with checks of leaf names, shapes and digests; reading of their metadata."""
 
 import contextlib
 import json
@@ -16,30 +16,35 @@ from pma_jax.storage.digests import CHECKSUM
 from pma_jax.storage.formats.source import leaf_differences
 
 
-def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
-    """Restore the pytree stored as `name` at `path` with the shapes, dtypes and shardings of `abstract`.
+def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
+    """Restore an item of the checkpoint at `path` as a pytree with the shapes, dtypes and shardings of `abstract`.
+
+    Args:
+        path: Directory of a snapshot or a state.
+        item: Name of the stored pytree: `params` for a snapshot; `state` or `block` for a state.
+        abstract: Pytree of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:
-        ValueError: Leaves are missing, unknown, of another shape, or corrupt (by their digest). The message gives their
-            number and names the first ten.
+        ValueError: The checkpoint cannot be read or lacks the item, or leaves are missing, unexpected, of another
+            shape, or do not match their digests. The message gives the number of such leaves and names the first ten.
     """
-    metadata = read_array_metadata(path).get(name)
+    metadata = read_array_metadata(path).get(item)
     if not jax.tree.leaves(metadata):
-        raise ValueError(f"{path} is corrupt or incomplete: it lists no arrays")
+        raise ValueError(f"{path} has no arrays of {item!r}: it is corrupt, incomplete or of another kind")
     differences = shape_differences(metadata, abstract)
     if differences:
         listed = "; ".join(differences[:10])
-        raise ValueError(f"{path} does not fit the model: {len(differences)} leaves differ: {listed}")
-    # Restore in the stored dtypes, which the digests cover, and convert afterwards.
+        raise ValueError(f"{path} does not match the expected shapes: {len(differences)} leaves differ: {listed}")
+    # Restore in the stored dtypes, because the digests cover those, and cast afterwards.
     dtypes = {key: leaf.dtype for key, leaf in integrity.named_leaves(metadata).items()}
     as_stored = jax.tree.structure(abstract).unflatten(
         jax.ShapeDtypeStruct(leaf.shape, dtypes[key], sharding=leaf.sharding)
         for key, leaf in integrity.named_leaves(abstract).items()
     )
     with report_read_errors(path):
-        restored = jax.block_until_ready(ocp.load_checkpointables(path, {name: as_stored})[name])
+        restored = jax.block_until_ready(ocp.load_checkpointables(path, {item: as_stored})[item])
     # Leaf names of a snapshot have no prefix; those of a state start with the name of their item.
-    changed = integrity.mismatched_leaves(restored, recorded_digests(path), "" if name == "params" else f"{name}.")
+    changed = integrity.mismatched_leaves(restored, read_digests(path), "" if item == "params" else f"{item}.")
     if changed:
         raise ValueError(
             f"{path} is corrupt: {len(changed)} leaves do not match their digests: {', '.join(changed[:10])}"
@@ -48,21 +53,27 @@ def restore_tree(path: epath.Path, name: str, abstract: Any) -> Any:
 
 
 def read_array_metadata(path: epath.Path) -> dict[str, Any]:
-    """Read the shape and dtype of each leaf by item (params; state, block), without the arrays."""
+    """Read the shapes and dtypes of all leaves, without reading the arrays.
+
+    The keys are the items of the checkpoint: `params` for a snapshot; `state` and `block` for a state.
+    """
     with report_read_errors(path):
         return ocp.checkpointables_metadata(path).metadata
 
 
-def stored_leaves(path: epath.Path) -> dict[str, dict[str, Any]]:
-    """Map each stored parameter to its shape, dtype and number of elements, without reading arrays."""
+def read_params_metadata(path: epath.Path) -> dict[str, dict[str, Any]]:
+    """Read the shape, dtype and size (number of elements) of each parameter of a snapshot, without its arrays."""
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "size": math.prod(leaf.shape)}
         for name, leaf in integrity.named_leaves(read_array_metadata(path)["params"], "/").items()
     }
 
 
-def recorded_digests(path: epath.Path) -> dict[str, str]:
-    """Read the digest of each leaf of a snapshot, merge or state; empty if an earlier version wrote it without them."""
+def read_digests(path: epath.Path) -> dict[str, str]:
+    """Read the recorded digest of each leaf of a snapshot, merge or state.
+
+    Return an empty dict for checkpoints that earlier versions of pma_jax wrote without digests.
+    """
     digests = steps.read_metadata(path, ()).get("leaves")
     if digests is None:
         provenance = read_provenance(path)
@@ -71,7 +82,7 @@ def recorded_digests(path: epath.Path) -> dict[str, str]:
 
 
 def read_provenance(path: epath.Path) -> dict[str, Any]:
-    """Read the provenance of a merged snapshot; empty if the snapshot was not made by a merge."""
+    """Read the provenance of a merged snapshot; return an empty dict if the snapshot was not made by a merge."""
     file = path / "provenance.json"
     if not file.exists():
         return {}
@@ -81,19 +92,23 @@ def read_provenance(path: epath.Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def report_read_errors(path: epath.Path) -> Iterator[None]:
-    """Convert read errors of Orbax and TensorStore, of many types and often long, to a ValueError of one line."""
+    """Re-raise any exception of the block as a ValueError with a one-line message that names `path`.
+
+    Orbax and TensorStore raise many types, often with long messages.
+    """
     try:
         yield
     except Exception as error:
         reason = error_line(error)
         reason = reason if len(reason) <= 300 else f"{reason[:300]} ..."
-        raise ValueError(f"{path} is corrupt or incomplete: {type(error).__name__}: {reason}") from error
+        raise ValueError(f"cannot read {path} (corrupt or incomplete?): {type(error).__name__}: {reason}") from error
 
 
 def shape_differences(metadata: Any, abstract: Any) -> list[str]:
     """List how the names and shapes of stored leaves differ from those of `abstract`.
 
-    Leaves are compared by name, because Orbax's metadata turn dataclasses into dicts.
+    Leaves are compared by name, because Orbax returns dataclasses as dicts in its metadata. Dtypes may differ,
+    because `restore_tree` casts.
     """
     wanted, leaves = integrity.named_leaves(abstract, "/"), integrity.named_leaves(metadata, "/")
     return leaf_differences(wanted, leaves, dtype_of=lambda leaf: "any")

@@ -107,7 +107,7 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
     """
     names = _optional_fields(abstract)
     state = restore.restore_tree(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(names)))
-    stored, digests = restore.read_array_metadata(saved.path), restore.recorded_digests(saved.path)
+    stored, digests = restore.read_array_metadata(saved.path), restore.read_digests(saved.path)
     for name in names:
         part = getattr(abstract, name)
         if part is None:

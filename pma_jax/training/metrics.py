@@ -17,11 +17,12 @@ from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
 
 _Event: Any = vars(event_pb2)["Event"]  # created by protobuf at import: type checkers do not see it
-_START = 1  # SessionLog.START: TensorBoard drops an earlier process's events from that step on
-# One record: always `kind` and `tokens`. `write` takes the kinds of `_LINE_FORMATS` and `spike`; a rollback appends
-# `recovery` records to the file itself.
+_START = 1  # SessionLog.START tells TensorBoard to discard events of earlier processes from the event's step on
+# One line of metrics.jsonl, with at least `kind` and `tokens`. `MetricsLog.write` accepts the kinds in `_LINE_FORMATS`
+# and `spike`. A rollback appends records of the kind `recovery` to metrics.jsonl directly, not through `write`.
 Record = dict[str, Any]
 
+# Terminal lines by kind. A block mean is the mean of the parameters over the steps of one snapshot interval.
 _LINE_FORMATS = {
     "train": "loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s",
     "evaluation": "held-out loss {loss:.4f}",
@@ -31,14 +32,16 @@ _LINE_FORMATS = {
 
 
 class MetricsLog:
-    """Appends records to RUN/metrics.jsonl and TensorBoard; shows a progress bar on a terminal, else plain lines.
+    """Log that appends records to RUN/metrics.jsonl and TensorBoard, and prints them.
 
-    Creating it removes the records after `tokens` from the file, because a resumed run writes them again.
+    On a terminal it shows a progress bar with the latest record, else one line per record.
+
+    The constructor removes records after `tokens` from metrics.jsonl, because a resumed run writes them again.
 
     Args:
-        run: The run.
-        tokens: Tokens at which training starts or resumes.
-        is_writer: Whether this process writes; only process 0 does. In other processes the methods have no effect.
+        run: Run directory and configuration.
+        tokens: Number of tokens already trained on.
+        is_writer: Whether this process writes (true only for process 0). In other processes the methods have no effect.
     """
 
     def __init__(self, run: Run, tokens: int, is_writer: bool):
@@ -56,8 +59,8 @@ class MetricsLog:
         self._board.write_event(_Event(step=tokens + 1, session_log={"status": _START}))
         self._console = rich.console.Console(stderr=True)
         columns = (bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
-        shown = bars.TextColumn("{task.description}")
-        self._bar = bars.Progress(*columns, shown, console=self._console, disable=not self._console.is_terminal)
+        description = bars.TextColumn("{task.description}")
+        self._bar = bars.Progress(*columns, description, console=self._console, disable=not self._console.is_terminal)
         self._bar.add_task("starting", total=run.config.training.total_tokens, completed=tokens)
         self._bar.start()
 
@@ -70,18 +73,18 @@ class MetricsLog:
             for tag, value in _scalars(record):
                 scalar = summary.scalar(tag, value)
                 self._board.write_event(_Event(wall_time=time.time(), step=record["tokens"], summary=scalar))
-        shown = _format_record(record)
-        self._bar.update(self._bar.task_ids[0], completed=record["tokens"], description=shown)
+        line = _format_record(record)
+        self._bar.update(self._bar.task_ids[0], completed=record["tokens"], description=line)
         if not self._console.is_terminal:
-            print(shown, file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     def print(self, line: str) -> None:
-        """Print one line to the terminal."""
+        """Print one line to stderr, above the progress bar if there is one."""
         if self._is_writer:
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def sync(self) -> None:
-        """Flush the records to disk.
+        """Flush all records to durable storage.
 
         Call it before saving a state: a run that resumes from the state does not write earlier records again.
         """
@@ -112,8 +115,8 @@ def _format_record(record: Record) -> str:
     millions = f"{record['tokens'] / 1e6:.2f}M tokens"
     if record["kind"] != "spike":
         return f"{millions}  {_LINE_FORMATS[record['kind']].format_map(record)}"
-    spike, loss = record, "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
+    loss = "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
     return (
-        f"loss spike from {spike['onset_tokens']:,} to {spike['tokens']:,} tokens ({spike['verdict']}): loss {loss}, "
-        f"median before {spike['median_loss']:.4f}"
+        f"loss spike from {record['onset_tokens']:,} to {record['tokens']:,} tokens ({record['verdict']}): loss "
+        f"{loss}, median before {record['median_loss']:.4f}"
     )

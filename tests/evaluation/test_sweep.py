@@ -125,7 +125,7 @@ def test_sweep_without_a_merge_changes_nothing(copy, reads):
 
 
 def model_bytes(run):
-    return sum(4 * math.prod(leaf["shape"]) for leaf in restore.stored_leaves(run.snapshots[0].path).values())
+    return sum(4 * math.prod(leaf["shape"]) for leaf in restore.read_params_metadata(run.snapshots[0].path).values())
 
 
 def test_merges_that_do_not_fit_in_memory_take_several_passes(copy, reads, monkeypatch):
@@ -134,8 +134,8 @@ def test_merges_that_do_not_fit_in_memory_take_several_passes(copy, reads, monke
     (copy.path / "sweep.json").unlink()
     reads.clear()
     groups = []
-    average = merges.average_stream
-    monkeypatch.setattr(merges, "average_stream", lambda loads, rows: groups.append(len(rows)) or average(loads, rows))
+    name, sums = "weighted_sums_of_stream", merges.weighted_sums_of_stream
+    monkeypatch.setattr(merges, name, lambda loads, rows: groups.append(len(rows)) or sums(loads, rows))
     # The raw model and ten merges, four at a time in addition to the two that are read.
     monkeypatch.setattr(merges, "_usable_bytes", lambda mesh: 6.5 * model_bytes(copy))
     result = sweep(copy, RECIPES, [2, 3])

@@ -68,7 +68,7 @@ def test_both_forms_equal_float64_on_any_mesh(shape, recipe):
     c = recipes.coefficients(recipe, [1, 2, 3, 5, 8])
     with jax.set_mesh(mesh):
         params_K = [on_mesh(p, mesh) for p in plain]
-        fused = averager.average(params_K, c)
+        fused = averager.weighted_sum(params_K, c)
         total = None
         for params, weight in zip(params_K, c, strict=True):
             total = averager.add_weighted(total, [params], np.float32([weight]))
@@ -82,8 +82,8 @@ def test_checkpoints_on_other_meshes_are_averaged_on_the_first_mesh():
     plain = make_checkpoints(4)
     first, other = make_mesh((2, 4)), make_mesh((4, 2))
     params_K = [on_mesh(plain[0], first), *(on_mesh(p, other) for p in plain[1:3]), plain[3]]
-    (streamed,) = averager.average_stream(params_K, recipes.sma(4)[None])
-    for result in (averager.average(params_K, recipes.sma(4)), streamed):
+    (streamed,) = averager.weighted_sums_of_stream(params_K, recipes.sma(4)[None])
+    for result in (averager.weighted_sum(params_K, recipes.sma(4)), streamed):
         assert_close(result, expected(plain, recipes.sma(4)))
         assert_placed(result, params_K[0])
 
@@ -93,9 +93,9 @@ def test_checkpoints_on_other_meshes_are_averaged_on_the_first_mesh():
 )
 def test_every_float_dtype_is_summed_in_float32(dtype):
     plain = make_checkpoints(10, dtype)
-    in_float32 = averager.average([with_dtype(params, jnp.float32) for params in plain], recipes.sma(10))
+    in_float32 = averager.weighted_sum([with_dtype(params, jnp.float32) for params in plain], recipes.sma(10))
     assert_close(in_float32, expected(plain, recipes.sma(10)))
-    kept = averager.average(plain, recipes.sma(10))
+    kept = averager.weighted_sum(plain, recipes.sma(10))
     assert kept["embed"].dtype == (jnp.float32 if dtype == "float64" else jnp.dtype(dtype))
     chex.assert_trees_all_equal(kept, with_dtype(in_float32, kept["embed"].dtype), strict=True)
     total = averager.add_weighted(None, [jax.tree.map(jnp.asarray, plain[0])], np.float32([0.5]))
@@ -106,8 +106,8 @@ def test_float64_is_summed_in_float64_under_x64():
     plain = make_checkpoints(7, np.float64)
     with jax.enable_x64(True):
         for result in (
-            averager.average(plain, recipes.ema(7, 0.1)),
-            *averager.average_stream(plain, recipes.ema(7, 0.1)[None]),
+            averager.weighted_sum(plain, recipes.ema(7, 0.1)),
+            *averager.weighted_sums_of_stream(plain, recipes.ema(7, 0.1)[None]),
         ):
             assert result["up"].dtype == np.float64
             assert_close(result, expected(plain, recipes.ema(7, 0.1)), rtol=1e-14)
@@ -118,11 +118,11 @@ def test_mean_of_bfloat16_is_correctly_rounded():
     params_K = [{"w": rng.normal(size=200_000).astype(jnp.bfloat16)} for _ in range(10)]
     for c, complete, divisor in ((recipes.sma(10), np.ones(10), 10), (recipes.wma(10), np.arange(1, 11), 55)):
         exact = expected(params_K, complete)["w"] / divisor
-        in_float32 = np.asarray(averager.average([with_dtype(params, np.float32) for params in params_K], c)["w"])
+        in_float32 = np.asarray(averager.weighted_sum([with_dtype(params, np.float32) for params in params_K], c)["w"])
         # Some sums need more than 24 bits; multiplying by a rounded reciprocal would round a third of all values
         # wrongly.
         assert (in_float32 != exact.astype(np.float32)).mean() < 1e-3
-        np.testing.assert_array_equal(np.asarray(averager.average(params_K, c)["w"]), exact.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(np.asarray(averager.weighted_sum(params_K, c)["w"]), exact.astype(jnp.bfloat16))
 
 
 @settings(max_examples=25)
@@ -130,7 +130,7 @@ def test_mean_of_bfloat16_is_correctly_rounded():
 def test_one_checkpoint_is_returned_unchanged(seed):
     for dtype in (np.float32, jnp.bfloat16):
         params = make_checkpoints(1, dtype, seed)[0]
-        result = averager.average([params], [1.0])
+        result = averager.weighted_sum([params], [1.0])
         assert all(np.array_equal(result[k], params[k]) and result[k].dtype == dtype for k in SHAPES)
 
 
@@ -140,7 +140,7 @@ def test_average_is_invariant_to_permuting_checkpoints_with_their_weights(weight
     params_K = make_checkpoints(4, seed=seed)
     order = list(range(4))
     random.shuffle(order)
-    result = averager.average([params_K[k] for k in order], [weights[k] for k in order])
+    result = averager.weighted_sum([params_K[k] for k in order], [weights[k] for k in order])
     assert_close(result, expected(params_K, weights), rtol=2e-6)
 
 
@@ -149,18 +149,18 @@ def test_average_is_invariant_to_permuting_checkpoints_with_their_weights(weight
 def test_average_is_linear_in_the_weights(weights, factor, seed):
     params_K = make_checkpoints(3, seed=seed)
     a, b = np.array(weights[:3]), np.array(weights[3:])
-    complete = averager.average(params_K, a + factor * b)
-    parts = averager.average([averager.average(params_K, a), averager.average(params_K, b)], [1, factor])
+    complete = averager.weighted_sum(params_K, a + factor * b)
+    parts = averager.weighted_sum([averager.weighted_sum(params_K, a), averager.weighted_sum(params_K, b)], [1, factor])
     assert_close(complete, {k: np.float64(x) for k, x in parts.items()}, rtol=1e-5)
 
 
 def test_one_compilation_serves_all_weights():
     params_K = make_checkpoints(6)
-    averager.average(params_K, recipes.sma(6))
-    sizes = averager.fused_average._cache_size(), averager.add_weighted._cache_size()
+    averager.weighted_sum(params_K, recipes.sma(6))
+    sizes = averager.fused_sum._cache_size(), averager.add_weighted._cache_size()
     for c in (recipes.wma(6), recipes.ema(6, 0.1), recipes.lagfree(6)):
-        averager.average(params_K, c)
-    assert averager.fused_average._cache_size() == sizes[0]
+        averager.weighted_sum(params_K, c)
+    assert averager.fused_sum._cache_size() == sizes[0]
     params = jax.tree.map(jnp.asarray, params_K[0])
     total = jax.tree.map(jnp.zeros_like, params)
     for weight in (0.1, 0.2, -3.0):
@@ -174,8 +174,8 @@ def compiled_forms(mesh, dtype=jnp.bfloat16):
     return {
         "add_weighted": averager.add_weighted.lower(total, [abstract], np.ones(1, np.float32)),
         "add_weighted, 4": averager.add_weighted.lower(total, [abstract] * 4, np.ones(4, np.float32)),
-        "fused_average": averager.fused_average.lower(total, *arguments),
-        "fused_average_narrow": averager.fused_average_narrow.lower(total, *arguments),
+        "fused_sum": averager.fused_sum.lower(total, *arguments),
+        "fused_sum_16bit": averager.fused_sum_16bit.lower(total, *arguments),
     }
 
 
@@ -202,7 +202,7 @@ def test_donated_total_is_deleted_and_its_memory_reused():
     result = averager.add_weighted(total, [params], np.float32([1]))
     assert all(x.is_deleted() for x in total.values())
     assert where == {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in result.items()}
-    again = averager.average([params, params], [0.5, 0.5], out=result)
+    again = averager.weighted_sum([params, params], [0.5, 0.5], out=result)
     assert all(x.is_deleted() for x in result.values())
     assert where == {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in again.items()}
 
@@ -211,11 +211,11 @@ def test_donated_total_is_deleted_and_its_memory_reused():
 def test_long_sums_are_added_in_chunks(count):
     plain = make_checkpoints(count, jnp.bfloat16)
     for c in (recipes.sma(count), recipes.ema(count, 0.1)):
-        in_float32 = averager.average([with_dtype(params, jnp.float32) for params in plain], c)
+        in_float32 = averager.weighted_sum([with_dtype(params, jnp.float32) for params in plain], c)
         assert_close(in_float32, expected(plain, c))
-        for result in (averager.average(plain, c), *averager.average_stream(plain, c[None])):
+        for result in (averager.weighted_sum(plain, c), *averager.weighted_sums_of_stream(plain, c[None])):
             chex.assert_trees_all_equal(result, with_dtype(in_float32, jnp.bfloat16), strict=True)
-        (streamed,) = averager.average_stream([with_dtype(params, jnp.float32) for params in plain], c[None])
+        (streamed,) = averager.weighted_sums_of_stream([with_dtype(params, jnp.float32) for params in plain], c[None])
         chex.assert_trees_all_equal(in_float32, streamed, strict=True)
 
 
@@ -223,7 +223,7 @@ def test_checkpoint_with_zero_weight_is_not_read():
     params_K = make_checkpoints(3)
     params_K[0]["embed"][:] = np.nan
     c = recipes.coefficients("sma:2", [1, 2, 3])
-    assert_close(averager.average(params_K, c), expected(params_K[1:], [0.5, 0.5]))
+    assert_close(averager.weighted_sum(params_K, c), expected(params_K[1:], [0.5, 0.5]))
 
 
 @pytest.mark.mesh
@@ -239,16 +239,16 @@ def test_equal_integers_pass_through_and_different_ones_are_refused():
         }
 
     params_K = [make(range(8), True) for _ in range(3)]
-    result = averager.average(params_K, recipes.sma(3))
+    result = averager.weighted_sum(params_K, recipes.sma(3))
     assert result["ids"].dtype == np.int32 and result["flag"].dtype == bool and result["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(result["ids"], range(8))
     total = averager.add_weighted(None, [params_K[0]], np.float32([0.3]))
     np.testing.assert_array_equal(total["ids"], range(8))
     params_K[2] = make([0] * 8, False)
     with pytest.raises(ValueError, match=r"checkpoint 3 differs.* 2 leaves: flag; ids$"):
-        averager.average(params_K, recipes.sma(3))
+        averager.weighted_sum(params_K, recipes.sma(3))
     with pytest.raises(ValueError, match="complex64 cannot be averaged"):
-        averager.average([{"z": np.zeros(2, np.complex64)}], [1.0])
+        averager.weighted_sum([{"z": np.zeros(2, np.complex64)}], [1.0])
 
 
 def test_different_trees_are_refused_with_every_leaf_named():
@@ -256,20 +256,20 @@ def test_different_trees_are_refused_with_every_leaf_named():
     other = {**first, "embed": np.zeros((2, 2), np.float32), "up": first["up"].astype(jnp.bfloat16), "new": first["up"]}
     del other["scale"]
     with pytest.raises(ValueError) as error:
-        averager.average([first, other], [0.5, 0.5])
+        averager.weighted_sum([first, other], [0.5, 0.5])
     assert str(error.value) == (
         "checkpoint 2 differs from the first in 4 leaves: embed has shape (2, 2), not (16, 8); "
         "new is not expected; scale is missing; up is bfloat16, not float32"
     )
     many = {f"layer{i:02}": np.zeros(2, np.float32) for i in range(15)}
     with pytest.raises(ValueError, match=r"15 leaves: layer00 is missing; .*layer09 is missing; … and 5 more"):
-        averager.average([many, {}], [0.5, 0.5])
+        averager.weighted_sum([many, {}], [0.5, 0.5])
     with pytest.raises(ValueError, match="containers"):
-        averager.average([{"a": [first["up"]]}, {"a": (first["up"],)}], [0.5, 0.5])
+        averager.weighted_sum([{"a": [first["up"]]}, {"a": (first["up"],)}], [0.5, 0.5])
 
 
 def test_invalid_weights_are_refused():
     params_K = make_checkpoints(2)
     for weights, message in (([1.0], "1 weights for 2 checkpoints"), ([np.nan, 1], "finite")):
         with pytest.raises(ValueError, match=message):
-            averager.average(params_K, weights)
+            averager.weighted_sum(params_K, weights)

@@ -81,23 +81,23 @@ def test_storage_and_arrays_merge_to_the_same_bits(tmp_path, dtype):
         | {"matrix": jax.device_put(leaves["matrix"][:1000], jax.NamedSharding(mesh, jax.P("x")))}
         for leaves in leaves_K
     ]
-    streamed_R = averager.average_stream(iter(leaves_K), C)
+    streamed_R = averager.weighted_sums_of_stream(iter(leaves_K), C)
     with jax.set_mesh(mesh):
-        streamed_on_mesh_R = averager.average_stream(iter(sharded_K), C)
+        streamed_on_mesh_R = averager.weighted_sums_of_stream(iter(sharded_K), C)
     for r, row in enumerate(C):
         alone = tmp_path / f"alone-{r}"
         merge(plan([open_source(path) for path in paths], row[None], recipes=[RECIPES[r]]), [alone])
         expected = load_file(alone / "model.safetensors")
         assert_same_bits(load_file(together[r] / "model.safetensors"), expected)
-        assert_same_bits(averager.average(leaves_K, row), expected)
+        assert_same_bits(averager.weighted_sum(leaves_K, row), expected)
         assert_same_bits(streamed_R[r], expected)
         expected["matrix"] = expected["matrix"][:1000]
-        assert_same_bits(averager.average(sharded_K, row), expected)
+        assert_same_bits(averager.weighted_sum(sharded_K, row), expected)
         assert_same_bits(streamed_on_mesh_R[r], expected)
 
 
 def test_more_checkpoints_than_one_pass_sums(tmp_path):
-    count = averager.CHUNK * 2 + 3
+    count = averager.TREES_PER_PASS * 2 + 3
     rng = np.random.default_rng(0)
     leaves_K = [{"w": rng.standard_normal(501).astype(np.float32)} for _ in range(count)]
     for k, leaves in enumerate(leaves_K):
@@ -106,8 +106,8 @@ def test_more_checkpoints_than_one_pass_sums(tmp_path):
     row = recipes.ema(count, 0.05)
     merge(plan([open_source(tmp_path / str(k)) for k in range(count)], row[None]), [tmp_path / "out"])
     expected = load_file(tmp_path / "out" / "model.safetensors")
-    assert_same_bits(averager.average(leaves_K, row), expected)
-    assert_same_bits(averager.average_stream(iter(leaves_K), row[None])[0], expected)
+    assert_same_bits(averager.weighted_sum(leaves_K, row), expected)
+    assert_same_bits(averager.weighted_sums_of_stream(iter(leaves_K), row[None])[0], expected)
 
 
 def test_merges_previews_and_sweeps_of_a_run_have_the_same_bits(finished, tmp_path, monkeypatch):

@@ -40,14 +40,14 @@ def test_parameter_count_is_within_5_percent_of_the_name(name):
     config = configuration.resolve(configuration.load(name))
     params, size = abstract_of(config), ladder.SIZES[name]
     assert config.model == size.model
-    assert parameter_count(params) == pytest.approx(size.total, rel=0.05)
-    assert activated_parameter_count(params, config.model) == pytest.approx(size.activated, rel=0.05)
+    assert parameter_count(params) == pytest.approx(size.total_params, rel=0.05)
+    assert activated_parameter_count(params, config.model) == pytest.approx(size.activated_params, rel=0.05)
 
 
 def test_every_size_has_a_file_and_the_papers_sizes_exist():
     of_experiments = {name for name in CONFIGS if name.startswith("science_")}
     assert set(ladder.SIZES) | {"tiny", "tiny_moe", "demo"} == set(CONFIGS) - of_experiments
-    named = {(size.activated, size.total) for size in ladder.SIZES.values()}
+    named = {(size.activated_params, size.total_params) for size in ladder.SIZES.values()}
     dense = {(n, n) for n in (411e6, 2e9, 8e9, 70e9)}
     mixtures = {(330e6, 3.3e9), (0.7e9, 7e9), (1.3e9, 13e9), (3e9, 30e9), (10e9, 100e9), (15e9, 150e9), (20e9, 200e9)}
     assert dense | mixtures <= named
@@ -78,10 +78,10 @@ def test_recommended_intervals_are_near_the_papers_and_increase(moe):
 
 def test_fit_uses_the_papers_points():
     actual = {n for n, *_ in ladder.DENSE_POINTS} | {n for n, *_ in ladder.MOE_POINTS}
-    assert actual == {ladder.SIZES[name].activated for name in PAPER}
+    assert actual == {ladder.SIZES[name].activated_params for name in PAPER}
     for points in (ladder.DENSE_POINTS, ladder.MOE_POINTS):
         for params, tokens, window in points:
-            assert (tokens, window) in [PAPER[name] for name in PAPER if ladder.SIZES[name].activated == params]
+            assert (tokens, window) in [PAPER[name] for name in PAPER if ladder.SIZES[name].activated_params == params]
 
 
 @pytest.mark.parametrize("name", ladder.SIZES)
@@ -104,7 +104,7 @@ def test_documented_table_matches_the_configurations():
     for name, *numbers, window, source in rows:
         activated, total, interval = (float(number[:-1]) * units[number[-1]] for number in numbers)
         config, size = configuration.resolve(configuration.load(name)), ladder.SIZES[name]
-        assert (activated, total) == pytest.approx((size.activated, size.total))
+        assert (activated, total) == pytest.approx((size.activated_params, size.total_params))
         assert (interval, int(window)) == pytest.approx((config.checkpoint.interval_tokens, config.checkpoint.window))
         assert source == ("paper" if name in PAPER else "interpolation")
     for call, interval, window in re.findall(

@@ -186,7 +186,7 @@ def test_digest_covers_every_bit_of_the_arrays(finished, tmp_path):
 @pytest.mark.mesh
 def test_digests_equal_those_of_merging_on_any_mesh(finished, workspace):
     snapshot = finished.snapshots[0]
-    stored = restore.recorded_digests(snapshot.path)
+    stored = restore.read_digests(snapshot.path)
     for axes in ({}, {"mesh__data": 1, "mesh__fsdp": 4, "mesh__tensor": 2}):
         config = tiny.config(workspace, **axes)
         params = snapshots.restore_params(snapshot, abstract_params(config.model, make_mesh(config.mesh)))

@@ -140,9 +140,7 @@ def assert_published_equals(path: Path, uninterrupted) -> None:
     assert verify(run.path) == []
     for folder in ("snapshots", "states"):
         for step in steps.published_steps(run.path / folder):
-            assert restore.recorded_digests(step) == restore.recorded_digests(
-                uninterrupted.path / folder / step.name
-            ), step
+            assert restore.read_digests(step) == restore.read_digests(uninterrupted.path / folder / step.name), step
     numbers = tiny.numbers(run)
     assert numbers == tiny.numbers(uninterrupted)[: len(numbers)]
 
@@ -223,7 +221,7 @@ def test_killed_fork_resumes_bitwise(uninterrupted, tmp_path, kills, seed):
     for moment in copying if seed else copying[:1]:
         kills["fork"] += start_and_kill(arguments, moment, path, rng.choice([0.0, rng.uniform(0, 0.01)]))
         for step in steps.published_steps(absolute_path(path) / "states"):
-            assert restore.recorded_digests(step) == restore.recorded_digests(uninterrupted.path / "states" / step.name)
+            assert restore.read_digests(step) == restore.read_digests(uninterrupted.path / "states" / step.name)
     done = pma(*arguments)
     assert done.returncode == 0, done.stderr
     run = open_run(path)

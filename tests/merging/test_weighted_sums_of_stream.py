@@ -41,8 +41,8 @@ def test_rows_equal_float64_from_host_or_mesh(shape, dtype):
     on_mesh_K = [jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), p, like) for p in params_K]
     for trees in (params_K, on_mesh_K):
         with jax.set_mesh(mesh):
-            results_R = averager.average_stream(iter(trees), C)
-            in_float32_R = averager.average_stream((jax.tree.map(as_float32, tree) for tree in trees), C)
+            results_R = averager.weighted_sums_of_stream(iter(trees), C)
+            in_float32_R = averager.weighted_sums_of_stream((jax.tree.map(as_float32, tree) for tree in trees), C)
         for result, in_float32, expected in zip(results_R, in_float32_R, wanted_R, strict=True):
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), in_float32, expected)
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(dtype)), result, in_float32)
@@ -71,7 +71,7 @@ def test_loading_overlaps_adding_and_runs_one_ahead(monkeypatch):
         return total
 
     monkeypatch.setattr(averager, "add_weighted", add_while_loading)
-    averager.average_stream(loads(), recipes.sma(5)[None])
+    averager.weighted_sums_of_stream(loads(), recipes.sma(5)[None])
     at = {event: i for i, event in enumerate(events)}
     for k in range(3):
         assert at["load", k + 2] > at["added", k], "never two ahead"
@@ -101,7 +101,7 @@ def test_devices_hold_the_total_and_at_most_two_trees():
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:
-        averager.average_stream((load() for _ in range(6)), recipes.sma(6)[None])
+        averager.weighted_sums_of_stream((load() for _ in range(6)), recipes.sma(6)[None])
     finally:
         running.set()
         sampler.join()
@@ -120,7 +120,7 @@ def test_loader_runs_under_the_callers_mesh():
             yield params
 
     with jax.set_mesh(mesh):
-        averager.average_stream(loads(), [[0.5, 0.5]])
+        averager.weighted_sums_of_stream(loads(), [[0.5, 0.5]])
     assert seen == [mesh, mesh]
 
 
@@ -130,22 +130,22 @@ def test_errors_of_the_loader_are_raised():
         raise OSError("disk on fire")
 
     with pytest.raises(OSError, match="disk on fire"):
-        averager.average_stream(broken(), recipes.sma(3)[None])
-    with pytest.raises(ValueError, match="3 weights but only 2 checkpoints"):
-        averager.average_stream(make_checkpoints(2), recipes.sma(3)[None])
+        averager.weighted_sums_of_stream(broken(), recipes.sma(3)[None])
+    with pytest.raises(ValueError, match="3 weights but only 2 trees"):
+        averager.weighted_sums_of_stream(make_checkpoints(2), recipes.sma(3)[None])
     with pytest.raises(ValueError, match="checkpoint 2 differs from the first in 1 leaf: b/c has shape"):
         first, second = make_checkpoints(2)
         second["b"]["c"] = np.zeros(3, np.float32)
-        averager.average_stream([first, second], [[0.5, 0.5]])
+        averager.weighted_sums_of_stream([first, second], [[0.5, 0.5]])
     for weights in (recipes.sma(2), np.zeros((0, 2))):
         with pytest.raises(ValueError, match="one row per recipe"):
-            averager.average_stream(make_checkpoints(2), weights)
+            averager.weighted_sums_of_stream(make_checkpoints(2), weights)
     with pytest.raises(ValueError, match="finite"):
-        averager.average_stream(make_checkpoints(2), [[np.inf, 0]])
+        averager.weighted_sums_of_stream(make_checkpoints(2), [[np.inf, 0]])
 
 
 def test_integers_must_be_equal():
     params_K = [{"w": np.ones(2, np.float32), "n": np.array(k)} for k in (1, 1, 2)]
-    assert averager.average_stream(params_K[:2], [[0.5, 0.5]])[0]["n"] == 1
+    assert averager.weighted_sums_of_stream(params_K[:2], [[0.5, 0.5]])[0]["n"] == 1
     with pytest.raises(ValueError, match=r"checkpoint 3 differs .* integer leaves.*: 1 leaf: n$"):
-        averager.average_stream(params_K, recipes.sma(3)[None])
+        averager.weighted_sums_of_stream(params_K, recipes.sma(3)[None])
