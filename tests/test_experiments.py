@@ -161,35 +161,3 @@ def test_rankings_and_the_cost_of_a_wrong_one():
 @pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
 def test_off_diagonal_share_at_three_known_values(rows, share):
     assert WHY_IT_WORKS.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
-
-
-def test_rows_are_the_means_of_every_subset():
-    rows = WHY_IT_WORKS.subset_mean_weights(4)
-    assert [len(rows[m]) for m in (1, 2, 3, 4)] == [4, 6, 4, 1]
-    for m, matrix in rows.items():
-        np.testing.assert_allclose(matrix.sum(axis=1), 1)
-        assert set(np.unique(matrix)) <= {0, 1 / m}
-        assert len({tuple(row) for row in matrix}) == len(matrix)
-        np.testing.assert_allclose(matrix.mean(axis=0), 1 / 4)
-
-
-def test_independent_noise_in_a_quadratic_is_recovered():
-    rng = np.random.default_rng(0)
-    hessian, drift = np.diag(rng.uniform(0.1, 2, 200)), rng.normal(size=200)
-    replicas = drift + 0.3 * rng.normal(size=(7, 200))
-    actual = {
-        m: np.mean([x @ hessian @ x / 2 for x in rows @ replicas])
-        for m, rows in WHY_IT_WORKS.subset_mean_weights(7).items()
-    }
-    fit = WHY_IT_WORKS.fit_replica_noise(list(actual), list(actual.values()))
-    assert fit.noise_per_replica == pytest.approx(0.09 * np.trace(hessian) / 2, rel=0.2)
-    assert fit.floor == pytest.approx(drift @ hessian @ drift / 2, rel=0.1)
-    # The mean over all subsets of a size is exactly linear in 1 / m.
-    np.testing.assert_allclose(
-        list(actual.values()), [fit.floor + fit.noise_per_replica / m for m in actual], rtol=1e-9
-    )
-
-
-def test_single_replica_count_cannot_be_fitted():
-    with pytest.raises(ValueError, match="at least 2 different numbers of replicas"):
-        WHY_IT_WORKS.fit_replica_noise([3, 3], [1.0, 1.1])

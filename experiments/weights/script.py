@@ -10,9 +10,9 @@ import dataclasses
 from typing import Any
 
 import jax
+from learned_weights import learn_weights
 
 from pma_jax.analysis.comparison import paired_difference
-from pma_jax.analysis.learned import learn_weights
 from pma_jax.analysis.workbench import text_loss
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.data import shards

@@ -7,14 +7,22 @@ the trunk's states with other data orders.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from contours import ContourPanel, draw_contours
 from numpy.typing import ArrayLike
+from parameter_path import (
+    plane_of_two_weights,
+    power_spectral_density,
+    projections,
+    random_directions,
+    top_eigenpairs,
+)
+from replicas import fit_replica_noise, subset_mean_weights
 
 from pma_jax.analysis import curvature, landscape, spectrum
 from pma_jax.analysis.comparison import mean_interval
@@ -23,7 +31,7 @@ from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
 from pma_jax.merging.averager import weighted_sum
 from pma_jax.reporting.drawing import display_name, to_png
-from pma_jax.reporting.panels import ContourPanel, Line, LinePanel, draw_contours, draw_lines
+from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
 from pma_jax.runs.integrity import named_leaves
 from pma_jax.studies import pages
@@ -114,14 +122,12 @@ def off_diagonal_share(matrix_KxK: ArrayLike) -> float:
 
 def measure_spectra(bench: Workbench, constant: list[Any], decayed: list[Any], merged: Any) -> dict[str, Any]:
     """Return the power of the weights' path along random and most curved directions, at constant and decaying rate."""
-    values, top = curvature.top_eigenpairs(
-        curvature.make_hessian_vector_product(bench.loss, merged), merged, TOP_DIRECTIONS
-    )
+    values, top = top_eigenpairs(curvature.make_hessian_vector_product(bench.loss, merged), merged, TOP_DIRECTIONS)
     spectra: dict[str, Any] = {"eigenvalues": values.tolist()}
-    for name, directions in (("random", spectrum.random_directions(merged, RANDOM_DIRECTIONS)), ("top", top)):
+    for name, directions in (("random", random_directions(merged, RANDOM_DIRECTIONS)), ("top", top)):
         spectra[name] = {}
         for rate, models in (("constant", constant), ("decaying", decayed)):
-            frequencies, power = spectrum.power_spectral_density(spectrum.projections(models, directions, merged))
+            frequencies, power = power_spectral_density(projections(models, directions, merged))
             spectra[name][rate] = power.mean(axis=1).tolist()
         spectra["frequencies"] = frequencies.tolist()
     return spectra
@@ -133,7 +139,7 @@ def measure_planes(bench: Workbench, models: list[Any], merged: Any, annealed: A
     first, second = (tuple(map(int, np.unravel_index(i, leaf.shape))) for i in np.argsort(leaf, axis=None)[[-1, -2]])
     chosen = {
         "the plane of the snapshots": landscape.principal_plane(models),
-        f"two weights of {TWO_WEIGHTS_OF}": landscape.plane_of_two_weights(merged, TWO_WEIGHTS_OF, first, second),
+        f"two weights of {TWO_WEIGHTS_OF}": plane_of_two_weights(merged, TWO_WEIGHTS_OF, first, second),
     }
     panels = []
     for title, plane in chosen.items():
@@ -154,47 +160,6 @@ def measure_planes(bench: Workbench, models: list[Any], merged: Any, annealed: A
             }
         )
     return panels
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplicaNoise:
-    """The loss of the mean of m replicas, L(m) = floor + noise_per_replica / m, in nats per token.
-
-    Replicas are runs that continue from one checkpoint with different data orders. If the loss is quadratic and the
-    replicas deviate independently from their expected weights, `floor` is the loss at the expected weights (the limit
-    of many replicas), and one replica has the expected loss floor + noise_per_replica.
-    """
-
-    floor: float
-    noise_per_replica: float
-
-
-def subset_mean_weights(replicas: int) -> dict[int, np.ndarray]:
-    """Return the averaging weights of every subset of the replicas, by subset size.
-
-    Returns:
-        For each size m = 1 … replicas, an array [C(replicas, m), replicas] with one row per subset: 1/m for each
-        replica in the subset, 0 for the others.
-    """
-    subsets = {m: itertools.combinations(range(replicas), m) for m in range(1, replicas + 1)}
-    return {m: np.array([np.eye(replicas)[list(subset)].mean(axis=0) for subset in subsets[m]]) for m in subsets}
-
-
-def fit_replica_noise(replicas_n: ArrayLike, loss_n: ArrayLike) -> ReplicaNoise:
-    """Fit L(m) = floor + noise_per_replica / m by least squares.
-
-    Args:
-        replicas_n: [n], numbers of averaged replicas m.
-        loss_n: [n], losses of their means.
-
-    Raises:
-        ValueError: There are fewer than 2 different numbers of replicas.
-    """
-    replicas, loss = np.asarray(replicas_n, np.float64), np.asarray(loss_n, np.float64)
-    if len(np.unique(replicas)) < 2:
-        raise ValueError("fit_replica_noise needs at least 2 different numbers of replicas")
-    noise, floor = np.polyfit(1 / replicas, loss, 1)
-    return ReplicaNoise(float(floor), float(noise))
 
 
 def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse.linalg
-from jax.flatten_util import ravel_pytree
 from numpy.typing import ArrayLike
 
 MatrixVectorProduct = Callable[[Any], Any]  # v -> M v for a matrix M; v and M v are pytrees like the parameters
@@ -106,39 +104,3 @@ def merging_gain_over_last(matrix_KxK: ArrayLike, coefficients_K: ArrayLike, slo
     matrix, coefficients = np.asarray(matrix_KxK, np.float64), np.asarray(coefficients_K, np.float64)
     slopes = np.asarray(slopes_K, np.float64)
     return float(slopes[-1] + matrix[-1, -1] / 2 - coefficients @ slopes - coefficients @ matrix @ coefficients / 2)
-
-
-def top_eigenpairs(product: MatrixVectorProduct, like: Any, count: int, seed: int = 0) -> tuple[np.ndarray, list[Any]]:
-    """Compute the `count` largest eigenvalues, descending, and their unit eigenvectors as trees, by Lanczos (ARPACK).
-
-    Vectors are float64 in host memory, so this is for models of up to some tens of millions of parameters.
-
-    Args:
-        product: Multiplies a symmetric matrix by a vector.
-        like: Tree with the structure, shapes, dtypes and shardings of the vectors.
-        count: Number of eigenpairs.
-        seed: Seed of the random starting vector.
-
-    Returns:
-        The eigenvalues [count] and a list of their eigenvectors.
-
-    Raises:
-        ValueError: `count` is not between 1 and the number of parameters minus 1.
-    """
-    flat, unravel = ravel_pytree(jax.device_get(like))
-    size = flat.size
-    if not 0 < count < size:
-        raise ValueError(f"count must be 1 to {size - 1}, not {count}: the model has {size} parameters")
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-
-    def as_tree(vector: np.ndarray) -> Any:
-        return jax.device_put(unravel(jnp.asarray(vector, flat.dtype)), shardings)
-
-    def times(vector: np.ndarray) -> np.ndarray:
-        return np.asarray(ravel_pytree(jax.device_get(product(as_tree(vector))))[0], np.float64)
-
-    operator = scipy.sparse.linalg.LinearOperator((size, size), matvec=times)  # pyrefly: ignore
-    start = np.random.default_rng(seed).standard_normal(size)
-    values, vectors = scipy.sparse.linalg.eigsh(operator, k=count, which="LA", v0=start, tol=1e-3)
-    order = np.argsort(values)[::-1]
-    return values[order], [as_tree(vectors[:, i]) for i in order]

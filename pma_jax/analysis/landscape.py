@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from numpy.typing import ArrayLike
@@ -58,41 +57,6 @@ def principal_plane(params_K: Sequence[Any]) -> Plane:
         raise ValueError("the models are on one line, so they define no plane: give other models")
     axes = [weighted_sum(deltas_K, eigenvectors_KxK[:, i] / np.sqrt(eigenvalues_K[i])) for i in (-1, -2)]
     return Plane(mean, *axes)
-
-
-def plane_of_two_weights(params: Any, leaf: str, x_index: tuple[int, ...], y_index: tuple[int, ...]) -> Plane:
-    """Return the plane in which two single weights of one leaf vary (PMA, Figure 8).
-
-    Args:
-        params: Parameter tree, the origin of the plane.
-        leaf: Name of the leaf, such as "blocks/mlp/up".
-        x_index: Index in the leaf of the weight that varies along x.
-        y_index: Index in the leaf of the weight that varies along y.
-
-    Raises:
-        ValueError: No leaf has that name (the error lists the names), an index is out of range, or the indices are
-            equal.
-    """
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)]
-    if leaf not in names:
-        raise ValueError(f"no leaf {leaf!r}: it is one of {', '.join(names)}")
-    shape = jax.tree.leaves(params)[names.index(leaf)].shape
-    for index in (x_index, y_index):
-        if len(index) != len(shape) or any(not 0 <= i < n for i, n in zip(index, shape, strict=True)):
-            raise ValueError(f"{index} is not an index of {leaf}, whose shape is {shape}")
-    if x_index == y_index:
-        raise ValueError(f"both weights are {x_index} of {leaf}: give two different indices")
-
-    def unit_tree(index: tuple[int, ...]) -> Any:
-        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.zeros_like, params))
-        i = names.index(leaf)
-        one = np.zeros(shape, leaves[i].dtype)
-        one[index] = 1
-        # Made on the host: a scatter into a sharded array would need an explicit output sharding.
-        leaves[i] = jax.device_put(one, leaves[i].sharding)
-        return jax.tree.unflatten(structure, leaves)
-
-    return Plane(params, unit_tree(x_index), unit_tree(y_index))
 
 
 def loss_on_grid(loss: Callable[[Any], jax.Array], plane: Plane, xs_X: ArrayLike, ys_Y: ArrayLike) -> np.ndarray:

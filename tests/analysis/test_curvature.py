@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
+from parameter_path import top_eigenpairs
 
 from pma_jax.analysis import curvature
 from pma_jax.analysis.curvature import inner_product
@@ -76,14 +77,14 @@ def test_gauss_newton_equals_jacobian_transpose_times_output_hessian_times_jacob
 
 
 def test_top_of_the_spectrum_equals_that_of_the_matrix(params):
-    values, vectors = curvature.top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 3)
+    values, vectors = top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 3)
     exact = np.linalg.eigvalsh(dense(loss, params))[::-1][:3]
     np.testing.assert_allclose(values, exact, rtol=1e-2, atol=1e-4)
     flat = np.asarray(ravel_pytree(vectors[0])[0], np.float64)
     assert np.linalg.norm(flat) == pytest.approx(1, abs=1e-4)
     np.testing.assert_allclose(dense(loss, params) @ flat, values[0] * flat, atol=2e-2 * values[0])
     with pytest.raises(ValueError, match="24 parameters"):
-        curvature.top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 24)
+        top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 24)
 
 
 @given(st.integers(2, 6), st.integers(0, 2**31))
@@ -130,7 +131,7 @@ def test_products_of_the_decoder_equal_differences_of_its_gradient(finished):
         step = 1e-2
         ahead = gradient(jax.tree.map(lambda p, v: p + step * v, params, vector))
         behind = gradient(jax.tree.map(lambda p, v: p - step * v, params, vector))
-        values, vectors = curvature.top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 1)
+        values, vectors = top_eigenpairs(curvature.make_hessian_vector_product(loss, params), params, 1)
         curved = curvature.make_hessian_vector_product(loss, params)(vectors[0])
         bench = Workbench(config, mesh, graph_definition(config.model), held_out[0])
         gauss_newton = curvature.make_gauss_newton_vector_product(bench.logits_and_mask, params)

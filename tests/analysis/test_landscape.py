@@ -1,13 +1,10 @@
 """Planes through models: geometry against float64 numpy."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pma_jax.analysis import landscape
-from pma_jax.config import MeshConfig
-from pma_jax.runtime.mesh import make_mesh
 
 
 def model(values):
@@ -67,32 +64,3 @@ def test_grid_contains_the_loss_at_each_point(points):
         for i, x in enumerate(xs):
             at = flat(plane.origin) + x * flat(plane.x_axis) + y * flat(plane.y_axis)
             assert grid[j, i] == pytest.approx(np.sum(at[:3] ** 2) + np.sum(at[3:] ** 3), rel=1e-4)
-
-
-def test_plane_over_two_weights_changes_nothing_else(points):
-    params = model(points[0])
-    plane = landscape.plane_of_two_weights(params, "b", (0, 1), (1, 0))
-    moved = flat(plane.at(2.0, -3.0)) - flat(params)
-    np.testing.assert_allclose(moved, [0, 0, 0, 0, 2, -3, 0], atol=1e-6)
-
-
-@pytest.mark.mesh
-def test_two_weights_of_a_sharded_leaf():
-    mesh = make_mesh(MeshConfig(2, 2, 2))
-    with jax.set_mesh(mesh):
-        split = jax.device_put(jnp.ones((4, 6)), jax.NamedSharding(mesh, jax.P("fsdp", "tensor")))
-        plane = landscape.plane_of_two_weights({"w": split}, "w", (1, 2), (3, 5))
-        moved = plane.at(2.0, -3.0)["w"]
-    expected = np.ones((4, 6))
-    expected[1, 2], expected[3, 5] = 3, -2
-    np.testing.assert_array_equal(moved, expected)
-    assert moved.sharding.is_equivalent_to(split.sharding, 2)
-
-
-@pytest.mark.parametrize(
-    ("leaf", "first", "second", "message"),
-    [("c", (0,), (1,), "one of a, b"), ("a", (0,), (3,), "not an index"), ("a", (1,), (1,), "two different indices")],
-)
-def test_missing_weights_are_refused(points, leaf, first, second, message):
-    with pytest.raises(ValueError, match=message):
-        landscape.plane_of_two_weights(model(points[0]), leaf, first, second)

@@ -1,6 +1,5 @@
 """Recipes as filters, against their effect on a sine, and spectra of known series."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,25 +31,3 @@ def test_positions_may_be_uneven():
     wave = np.exp(2j * np.pi * 0.07 * positions)
     response = spectrum.frequency_response(weights, [0.07], positions)[0]
     np.testing.assert_allclose(weights @ wave, response * wave[-1], atol=1e-12)
-
-
-def test_spectrum_of_a_sine_peaks_at_its_frequency_and_ignores_drift():
-    k = np.arange(64)
-    series = np.stack([np.sin(2 * np.pi * 8 / 64 * k), 3.0 + 0.5 * k], axis=1)
-    frequencies, power = spectrum.power_spectral_density(series, interval=2.0)
-    assert power.shape == (33, 2)
-    assert frequencies[np.argmax(power[:, 0])] == pytest.approx(8 / 64 / 2)
-    assert power[:, 1].max() < 1e-20
-    with pytest.raises(ValueError, match="at least 4 values"):
-        spectrum.power_spectral_density(np.zeros((3, 1)))
-
-
-def test_projections_are_inner_products_with_unit_directions():
-    rng = np.random.default_rng(0)
-    flat = rng.normal(size=(3, 40))
-    models = [{"a": jnp.asarray(v[:10], jnp.float32), "b": jnp.asarray(v[10:], jnp.float32)} for v in flat]
-    directions = spectrum.random_directions(models[0], 2, seed=1)
-    rows = np.stack([np.concatenate([np.asarray(d["a"]), np.asarray(d["b"])]) for d in directions]).astype(np.float64)
-    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
-    actual = spectrum.projections(iter(models), directions, models[0])
-    np.testing.assert_allclose(actual, (flat - flat[0]) @ rows.T, atol=1e-4)

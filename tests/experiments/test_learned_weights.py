@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from learned_weights import learn_weights
 
-from pma_jax.analysis.learned import learn_weights
 from pma_jax.analysis.workbench import text_loss
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_batches, make_evaluator
