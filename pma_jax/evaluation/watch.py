@@ -42,12 +42,9 @@ def watch(
     """Evaluate previews as snapshots are published, until the end of `run`; yield one line of text per preview.
 
     A preview merges the newest N published snapshots from `preview.start_tokens` on with `recipe`, as during training.
-    Previews that watch.jsonl already contains are not evaluated again. A snapshot that cannot be read (corrupt, or
-    removed by retention) is skipped and reported in a line. Merges that would have a gap, because a snapshot was
-    skipped or was removed before it was read, are not made.
-
-    Host memory holds the parameters of the largest window; devices hold them only during averaging. If there are
-    several processes, process 0 lists the snapshots and writes watch.jsonl.
+    Previews in watch.jsonl are not evaluated again. A snapshot that cannot be read (corrupt, or removed by retention)
+    is skipped and reported in a line; merges that would then have a gap are not made. Host memory holds the parameters
+    of the largest window; devices hold them while averaging. Process 0 lists the snapshots and writes watch.jsonl.
 
     Args:
         run: The run to watch.

@@ -34,8 +34,7 @@ def plan_run(
         config: The run's configuration.
         topology: The devices, from `aot.tpu_topology`.
         storage_bytes_per_second: Aggregate storage bandwidth over all devices.
-        annealing_share: Tokens of the learning-rate annealing that merging would replace, as a fraction of the run's
-            tokens.
+        annealing_share: Tokens of the annealing that merging would replace, as a fraction of the run's tokens.
         log: Called with one line before each program is compiled.
 
     Returns:
@@ -67,7 +66,7 @@ def plan_run(
             "chips": topology.chip_count,
             "devices": len(topology.devices),
             "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices,
-            "figures": {key: value for key, value in chip.items() if key not in ("shapes", "config")},
+            "figures": {key: value for key, value in chip.items() if key not in ("topologies", "libtpu_config")},
         },
         "mesh": dict(mesh.shape),
         "parameters": parameter_count(state.params),
