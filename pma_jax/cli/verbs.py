@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pma_jax.storage.paths import is_bucket, locate
+from pma_jax.storage.paths import as_path, is_bucket
 
 
 def train(options: argparse.Namespace) -> None:
@@ -196,7 +196,7 @@ def plan(options: argparse.Namespace) -> None:
         log=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.out:
-        locate(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
+        as_path(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
     _print_result(options, numbers, lambda: format_plan(numbers))
     messages = run_plan.out_of_memory_messages(numbers)
     if messages:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pma_jax import config
 from pma_jax.data.pairs import extract_function_pairs
 from pma_jax.runtime.errors import first_line
-from pma_jax.storage.paths import find, is_bucket, locate
+from pma_jax.storage.paths import as_path, is_bucket, list_objects
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -220,7 +220,7 @@ def _match_files(patterns: tuple[str, ...]) -> list[_File]:
 
 
 def _match_glob(pattern: str) -> list[_File]:
-    expanded = locate(pattern) if is_bucket(pattern) else Path(pattern).expanduser()
+    expanded = as_path(pattern) if is_bucket(pattern) else Path(pattern).expanduser()
     if expanded.is_dir():
         raise ValueError(f"data.files: {pattern} is a folder: write a glob such as {expanded / '**' / '*.txt'}")
     if expanded.exists():
@@ -231,7 +231,7 @@ def _match_glob(pattern: str) -> list[_File]:
     root = type(expanded)(*expanded.parts[:wildcard_index])
     # Path.glob would also match hidden files, such as an editor's backup copies.
     if is_bucket(pattern):
-        paths = [path for path in find(pattern) if not _is_hidden(path.relative_to(root))]
+        paths = [path for path in list_objects(pattern) if not _is_hidden(path.relative_to(root))]
     else:
         paths = [Path(path) for path in glob.glob(str(expanded), recursive=True)]  # noqa: PTH207
     files = [_File(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]

@@ -17,7 +17,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
-from pma_jax.storage.paths import locate
+from pma_jax.storage.paths import as_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # The first of these that a tokenizer.json has is its end-of-document token.
@@ -93,7 +93,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         ValueError: The file does not exist, is not a tokenizer, or has none of `END_OF_DOCUMENT_NAMES`.
     """
-    path = locate(path).expanduser()
+    path = as_path(path).expanduser()
     if not path.is_file():
         raise ValueError(f"no tokenizer file {path}: data.tokenizer is bytes, bpe, or a path to a tokenizer.json")
     try:

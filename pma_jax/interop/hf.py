@@ -2,7 +2,7 @@
 
     import_model("models/llama", "imported/llama")      export_snapshot("runs/demo/merged/sma-10", "models/demo")
 
-Tensors are converted one at a time from storage to storage, so a complete model is never in memory. The output is
+Tensors are read, converted and written one at a time, so that a complete model is never in memory. The output is
 written to a temporary directory next to its target, synced and renamed.
 """
 
@@ -36,21 +36,21 @@ from pma_jax.storage.formats.orbax_write import orbax_layout
 from pma_jax.storage.formats.safetensors import safetensors_layout
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInfo, numpy_dtype
 from pma_jax.storage.json_files import read_json_object, serialize_json
-from pma_jax.storage.paths import locate
+from pma_jax.storage.paths import as_path
 
 Progress = Callable[[int, int], None]
 
 
 class _TensorWrite(NamedTuple):
-    """An array to write into a leaf of the output."""
+    """An array and its destination in the output."""
 
-    name: str  # of the output leaf
-    offset_bytes: int  # of the array in the leaf
+    name: str  # leaf or tensor of the output
+    offset_bytes: int  # position of the array in that leaf or tensor
     array: np.ndarray
-    bytes_read: int  # from the source, to make the array
+    bytes_read: int  # bytes read from the source to make the array, for progress
 
 
-# Defaults to evaluate an imported model: the logits of such a batch fit into the memory of most devices.
+# Defaults for evaluating an imported model: the logits of one such batch fit into the memory of most devices.
 _MAX_SEQUENCE_TOKENS, _BATCH_SEQUENCES = 1024, 8
 # All imports and exports share this identifier, so that any of them may overwrite an interrupted upload to a bucket.
 _UPLOAD_ID = "model"
@@ -59,7 +59,7 @@ _PACKED_NOTE = (
     "sequence"
 )
 # Fields of config.json that have no counterpart in ModelConfig: they are exported with their imported values.
-_KEPT_FIELDS = (*hf_config.TOKEN_IDS, "router_aux_loss_coef")
+_COPIED_FIELDS = (*hf_config.TOKEN_IDS, "router_aux_loss_coef")
 # Maximum bytes per read of a storage chunk that contains several slices of a leaf.
 _MAX_READ_BYTES = 4 * 2**30
 
@@ -74,11 +74,11 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
         progress: Called with (bytes read so far, bytes to read).
 
     Returns:
-        A summary, serialisable as JSON; its "notes" are one-line notes for the user.
+        A JSON-serialisable summary; "notes" lists one-line messages for the user.
 
     Raises:
-        ValueError: The decoder does not support the architecture or the value of a field, a tensor is missing, unknown
-            or has another shape, or the output exists. The message is one line, and nothing is written.
+        ValueError: The architecture or a field of config.json is not supported; a tensor is missing, unexpected or of
+            another shape; or `out` exists. The message is one line, and nothing is written.
     """
     source = open_source(address)
     fields = _read_json(source, "config.json")
@@ -91,7 +91,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     if model.layers * max(model.experts, 1) > len(source.leaves):
         experts = f" of {model.experts} experts" if model.experts else ""
         raise ValueError(
-            f"{address}: config.json has {model.layers} layers{experts}, but the directory has only "
+            f"{address}: config.json specifies {model.layers} layers{experts}, but there are only "
             f"{len(source.leaves)} tensors"
         )
     leaves, redundancy_notes = drop_redundant_tensors(source, model)
@@ -100,21 +100,21 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     check_leaves(source.origin, leaves, expected, hf_config.architecture_of(model))
 
     tokenizer_files = hf_tokenizer.select_tokenizer_files(source.other_files)
-    target = locate(out).absolute()
+    target = as_path(out).absolute()
     if hf_tokenizer.FILE_NAME not in tokenizer_files:
         notes += (f"no {hf_tokenizer.FILE_NAME} in the directory: `pma evaluate` needs --config.data.tokenizer=FILE",)
     config = _imported_config(model, fields, target / hf_tokenizer.FOLDER / hf_tokenizer.FILE_NAME)
     metadata = _imported_metadata(source, fields, config)
-    imported = {mapping.leaf_name: LeafInfo(mapping.leaf_shape, "float32") for mapping in mappings}
+    leaf_infos = {mapping.leaf_name: LeafInfo(mapping.leaf_shape, "float32") for mapping in mappings}
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in tokenizer_files.values()}
-    layout = orbax_layout(imported, _as_snapshot_source(source, imported), metadata)
+    layout = orbax_layout(leaf_infos, _as_snapshot_source(source, leaf_infos), metadata)
     total_bytes = sum(leaf.nbytes for leaf in leaves.values())
-    _write_directory(replace(layout, copies=copies), target, _imported_slices(source, mappings), total_bytes, progress)
+    _write_directory(replace(layout, copies=copies), target, _leaf_writes(source, mappings), total_bytes, progress)
     return {
         "out": str(target),
         "architecture": hf_config.architecture_of(model),
-        "parameters": sum(leaf.elements for leaf in imported.values()),
-        "bytes": sum(leaf.nbytes for leaf in imported.values()),
+        "parameters": sum(leaf.elements for leaf in leaf_infos.values()),
+        "bytes": sum(leaf.nbytes for leaf in leaf_infos.values()),
         "tokenizer": sorted(tokenizer_files),
         "notes": [*source.notes, *notes, *redundancy_notes],
     }
@@ -132,20 +132,20 @@ def export_snapshot(
     """Write a snapshot as a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
-        snapshot: A snapshot of a run (a single step, or the mean over a block of steps), a merge, an imported model, or
-            a run, of which the newest snapshot is exported.
+        snapshot: A snapshot of a run (of a single step, or the mean over a block of steps), a merge or an imported
+            model. For the directory of a run, its newest snapshot is exported.
         out: The directory to write; must not exist.
-        dtype: Dtype of the tensors: "keep", "float32" or "bfloat16".
+        dtype: Dtype of the tensors: "keep" (the dtype in the snapshot), "float32" or "bfloat16".
         shard_bytes: Maximum bytes of tensors in one file.
         tokenizer: A tokenizer.json to export instead of the tokenizer of the run.
         progress: Called with (bytes read so far, bytes to read).
 
     Returns:
-        A summary, serialisable as JSON; its "notes" are one-line notes for the user.
+        A JSON-serialisable summary; "notes" lists one-line messages for the user.
 
     Raises:
-        ValueError: The input is not a snapshot of pma_jax, transformers has no such model, a leaf is missing, unknown
-            or has another shape, or the output exists. The message is one line, and nothing is written.
+        ValueError: `snapshot` is not a snapshot of pma_jax; transformers has no such model; a leaf is missing,
+            unexpected or of another shape; or `out` exists. The message is one line, and nothing is written.
     """
     source, metadata = _open_snapshot(snapshot)
     config = configuration.resolve(metadata["config"])
@@ -154,7 +154,7 @@ def export_snapshot(
         leaves, bias_notes = drop_zero_router_bias(source, config.model)
     mappings = map_leaves(config.model)
     check_leaves(source.origin, leaves, {mapping.leaf_name: mapping.leaf_shape for mapping in mappings}, "the model")
-    tensors = _exported_leaves(source, mappings, dtype)
+    tensors = _tensor_infos(source, mappings, dtype)
     dtypes = sorted({tensor.dtype for tensor in tensors.values()})
     with _prefix_errors(source.origin):
         imported = metadata.get("imported") or {}
@@ -164,9 +164,9 @@ def export_snapshot(
         texts = _config_texts(config, imported, files, dtypes)
     layout = safetensors_layout(tensors, shard_bytes, {"format": "pt"})
     layout = replace(layout, texts={**layout.texts, **texts, **files.texts}, copies=files.copies)
-    target = locate(out).absolute()
+    target = as_path(out).absolute()
     total_bytes = sum(leaf.nbytes for leaf in leaves.values())
-    _write_directory(layout, target, _exported_tensors(source, mappings, tensors), total_bytes, progress)
+    _write_directory(layout, target, _tensor_writes(source, mappings, tensors), total_bytes, progress)
     packed_notes = [_PACKED_NOTE] if config.model.separator_token >= 0 else []
     return {
         "out": str(target),
@@ -186,11 +186,11 @@ def _open_snapshot(address: str | Path) -> tuple[CheckpointSource, dict[str, Any
     source = open_checkpoints([address]).sources[-1]
     metadata = snapshot_metadata(source)
     if metadata is None:
-        raise ValueError(f"{address} is not a snapshot of pma_jax: specify RUN, RUN/snapshots/STEP or a merge's --out")
+        raise ValueError(f"{address} is not a snapshot of pma_jax: pass a run, one of its snapshots, or a merge")
     return source, metadata
 
 
-def _imported_slices(source: CheckpointSource, mappings: list[LeafMapping]) -> Iterator[_TensorWrite]:
+def _leaf_writes(source: CheckpointSource, mappings: list[LeafMapping]) -> Iterator[_TensorWrite]:
     """Read and convert the tensors of `source`, each of which is one slice (a layer or expert) of a leaf."""
     float32 = numpy_dtype("float32")
     for mapping in mappings:
@@ -201,7 +201,7 @@ def _imported_slices(source: CheckpointSource, mappings: list[LeafMapping]) -> I
             start += part.nbytes
 
 
-def _exported_tensors(
+def _tensor_writes(
     source: CheckpointSource, mappings: list[LeafMapping], tensors: Mapping[str, LeafInfo]
 ) -> Iterator[_TensorWrite]:
     """Read and convert the slices of each leaf of `source`, each of which is exported as one tensor."""
@@ -214,8 +214,8 @@ def _exported_tensors(
 def _read_slices(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.ndarray]:
     """Yield the slices of a leaf, one per tensor of the mapping, in order.
 
-    Slices are read one at a time if storage can read any range. The chunks of a snapshot that several devices wrote
-    contain several layers: their slices are read together, up to `_MAX_READ_BYTES`.
+    Slices are read one at a time if the storage supports arbitrary ranges. Snapshots that several devices wrote have
+    chunks that span several layers: the slices of a chunk are read together, up to `_MAX_READ_BYTES`.
     """
     leaf, count = source.leaves[mapping.leaf_name], len(mapping.tensor_names)
     elements = leaf.elements // count
@@ -226,7 +226,7 @@ def _read_slices(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.
         yield from data.view(numpy_dtype(leaf.dtype)).reshape(-1, *mapping.slice_shape)
 
 
-def _exported_leaves(source: CheckpointSource, mappings: list[LeafMapping], dtype: str) -> dict[str, LeafInfo]:
+def _tensor_infos(source: CheckpointSource, mappings: list[LeafMapping], dtype: str) -> dict[str, LeafInfo]:
     """Return the shape and dtype of each tensor to export; `dtype` is "keep" or the dtype of all of them."""
     if dtype not in ("keep", "float32", "bfloat16"):
         raise ValueError(f"the dtype {dtype!r} is not one of keep, float32, bfloat16")
@@ -251,7 +251,7 @@ def _sort_by_layer(tensors: Mapping[str, LeafInfo]) -> dict[str, LeafInfo]:
 
 
 def _imported_config(model: configuration.ModelConfig, fields: Mapping[str, Any], tokenizer: Path) -> Config:
-    """Build the configuration of an imported snapshot: its model, its tokenizer, and defaults to evaluate it."""
+    """Build the configuration of an imported snapshot: its model, its tokenizer, and defaults for evaluating it."""
     max_positions = fields.get("max_position_embeddings")
     length = (
         max_positions if type(max_positions) is int and max_positions > 0 else Config().training.sequence_length_tokens
@@ -267,17 +267,17 @@ def _imported_config(model: configuration.ModelConfig, fields: Mapping[str, Any]
 
 
 def _imported_metadata(source: CheckpointSource, fields: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Build the metadata of an imported snapshot: those of every snapshot, and `imported`, which merges copy."""
+    """Build the metadata of an imported snapshot: the usual fields, and `imported`, which a merge copies."""
     return {
         "step": source.step or 0,
         "tokens": source.tokens or 0,
         "loss": None,
-        "kind": "point",
+        "kind": "point",  # the parameters of a single step, not a mean
         "config": asdict(config),
         "imported": {
             "source": source.origin,
             "architecture": hf_config.architecture_of(config.model),
-            "fields": {name: fields[name] for name in (*_KEPT_FIELDS, "max_position_embeddings") if name in fields},
+            "fields": {name: fields[name] for name in (*_COPIED_FIELDS, "max_position_embeddings") if name in fields},
             "generation_config": _read_json(source, "generation_config.json"),
         },
     }
@@ -290,10 +290,10 @@ def _config_texts(
     fields = imported.get("fields") or {}
     if imported:
         # Absent fields stay absent, so that transformers uses the same defaults as for the imported model.
-        others = {name: fields[name] for name in _KEPT_FIELDS if name in fields}
+        extra_fields = {name: fields[name] for name in _COPIED_FIELDS if name in fields}
     else:
         end = files.end_of_document
-        others = {
+        extra_fields = {
             "bos_token_id": hf_tokenizer.bos_from_eos(config, end),
             "eos_token_id": end,
             "pad_token_id": None,
@@ -302,19 +302,19 @@ def _config_texts(
         config.model,
         dtype=dtypes[0] if len(dtypes) == 1 else "float32",
         max_position_embeddings=fields.get("max_position_embeddings") or config.training.sequence_length_tokens,
-        others=others,
+        others=extra_fields,
     )
     generation = imported.get("generation_config")
     if generation is None:
-        # Generating a batch needs a pad token: use the end-of-document token. It is set only here, because transformers
-        # does not train the embedding of the pad token that config.json names.
-        ids = others if imported else others | {"pad_token_id": others["eos_token_id"]}
+        # Generating a batch needs a pad token: use the end-of-document token. Do not set it in config.json:
+        # transformers would not train the embedding of that token.
+        ids = extra_fields if imported else extra_fields | {"pad_token_id": extra_fields["eos_token_id"]}
         generation = {name: ids[name] for name in hf_config.TOKEN_IDS if ids.get(name) is not None}
     return {"config.json": serialize_json(hf_fields), "generation_config.json": serialize_json(generation)}
 
 
 def _as_snapshot_source(source: CheckpointSource, leaves: Mapping[str, LeafInfo]) -> CheckpointSource:
-    """Describe `leaves` as a source with the tree keys of a snapshot of pma_jax, for `orbax_layout`."""
+    """Return `source` with `leaves` and the Orbax tree metadata that `orbax_layout` needs."""
     keys = {name: [{"key": part, "key_type": 2} for part in name.split(".")] for name in leaves}
     return replace(source, format="orbax", leaves=leaves, metadata={"item": "params", "keys": keys, "sharding": {}})
 
@@ -337,11 +337,10 @@ def _write_directory(
     layout: OutputLayout, target: Path, writes: Iterable[_TensorWrite], total_bytes: int, progress: Progress | None
 ) -> None:
     """Write the arrays of all leaves into a temporary directory, and publish it as `target`."""
-    work = publish.working_directory(target, "")
+    work = publish.working_directory(target, suffix="")
     directory = work / "checkpoint"
     _check_not_existing(target)
-    work.mkdir(parents=True, exist_ok=True)
-    with journal.lock_work_directory(work, 0):
+    with journal.lock_work_directory(work, process=0):
         try:
             if directory.exists():  # left by a killed process
                 shutil.rmtree(directory)
@@ -361,4 +360,4 @@ def _write_directory(
 
 def _check_not_existing(target: Path) -> None:
     if (target.exists() or target.is_symlink()) and not publish.has_incomplete_upload(target, _UPLOAD_ID):
-        raise ValueError(f"{target}: exists already and is not overwritten: choose another --out or remove it")
+        raise ValueError(f"{target}: exists already: remove it or choose another output path")

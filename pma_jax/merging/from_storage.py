@@ -16,7 +16,7 @@ from pma_jax.runtime.formatting import format_memory_bytes
 from pma_jax.storage.digests import drop_digests
 from pma_jax.storage.formats.open import open_source
 from pma_jax.storage.formats.source import CheckpointSource
-from pma_jax.storage.paths import locate
+from pma_jax.storage.paths import as_path
 
 
 def plan_merge(
@@ -68,8 +68,8 @@ def merge(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, 
 def output_paths(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:
     """Return the output directory of each recipe: `out` for a single one, else a subdirectory named by the recipe."""
     if len(recipe_texts) == 1:
-        return [locate(out)]
-    return [locate(out) / text.replace(":", "-").replace("/", "-") for text in recipe_texts]
+        return [as_path(out)]
+    return [as_path(out) / text.replace(":", "-").replace("/", "-") for text in recipe_texts]
 
 
 def describe_merge(merge_plan: MergePlan, series: CheckpointSeries, outs: Sequence[Path]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pma_jax.storage.formats import hub
 from pma_jax.storage.formats.open import load_deferred, open_deferred, open_source
 from pma_jax.storage.formats.orbax_read import has_file
 from pma_jax.storage.formats.source import CheckpointSource
-from pma_jax.storage.paths import locate
+from pma_jax.storage.paths import as_path
 
 _NUMBERS = re.compile(r"\d+")
 
@@ -183,7 +183,7 @@ def _expand(address: str, snapshot_kind: str | None) -> tuple[list[str], Callabl
     if address.startswith(hub.PREFIX):
         revisions, notes = hub.list_revisions(address)
         return revisions, hub.training_stage if len(revisions) > 1 else lambda _: None, notes
-    path = locate(address)
+    path = as_path(address)
     if (path / "run.json").is_file() and (path / "config.json").is_file():
         return _list_snapshots(path, snapshot_kind), lambda _: str(path), []
     if snapshot_kind is not None:

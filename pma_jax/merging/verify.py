@@ -13,7 +13,7 @@ from pma_jax.storage.digests import METADATA_DIGEST_KEY, checkpoint_digest, file
 from pma_jax.storage.formats import orbax_read
 from pma_jax.storage.formats.open import open_source
 from pma_jax.storage.formats.source import CheckpointSource
-from pma_jax.storage.paths import absolute_path, locate
+from pma_jax.storage.paths import absolute_path, as_path
 
 
 def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
@@ -30,7 +30,7 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
     if is_run(folder):
         return list(_verify_run(open_run(folder)))
     if (folder / provenance.FILE_NAME).exists() or not (folder / steps.METADATA_FILE).exists():
-        return list(_verify_merge(locate(folder), with_sources))
+        return list(_verify_merge(as_path(folder), with_sources))
     return list(_verify_step(folder))
 
 

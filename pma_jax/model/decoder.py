@@ -1,7 +1,9 @@
-"""A decoder-only transformer: RMSNorm, rotary grouped-query attention and SwiGLU in stacked, scanned blocks.
+"""A decoder-only transformer: RMSNorm, rotary grouped-query attention, and SwiGLU or mixture-of-experts layers.
 
-Legend: B batch, L positions, S = B L, V vocabulary, D width, N query heads, K key and value heads, H head dim, F hidden
-width, T layers, E … the dims that a matrix maps D to or from, such as [N, H] or [F].
+The parameters of all layers are stacked along a first dim.
+Shape suffixes: B batch, L positions, S = B L, V vocabulary, D width, N query heads, K key and value heads, H head dim,
+F hidden width of the dense MLP or of all shared experts (0: neither), T layers, E the dims of a matrix other than D:
+[N, H], [K, H] or [F].
 
 Parameters are float32 and sharded by their initialisers; a matrix is cast to the compute dtype and gathered along
 `fsdp` where it is used.
@@ -30,19 +32,19 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c, spec = config, RULES.spec
         D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.unrouted_hidden
-        # Matrices that write to the residual stream start smaller, so that its norm does not grow with depth.
-        shrink = 1 / math.sqrt(2 * c.layers)
+        # Scale down the initial output projections, so that the norm of the residual stream does not grow with depth.
+        residual_scale = 1 / math.sqrt(2 * c.layers)
         self.config = nnx.static(config)
         self.attention_norm_D = ones_param(D)
         self.query_DxNxH = truncated_normal_param(rngs, (D, N, H), spec("width", "heads", None), D)
         self.key_DxKxH = truncated_normal_param(rngs, (D, K, H), spec("width", "heads", None), D)
         self.value_DxKxH = truncated_normal_param(rngs, (D, K, H), spec("width", "heads", None), D)
-        self.output_NxHxD = truncated_normal_param(rngs, (N, H, D), spec("heads", None, "width"), N * H, shrink)
+        self.output_NxHxD = truncated_normal_param(rngs, (N, H, D), spec("heads", None, "width"), N * H, residual_scale)
         self.mlp_norm_D = ones_param(D)
         if F:
             self.gate_DxF = truncated_normal_param(rngs, (D, F), spec("width", "hidden"), D)
             self.up_DxF = truncated_normal_param(rngs, (D, F), spec("width", "hidden"), D)
-            self.down_FxD = truncated_normal_param(rngs, (F, D), spec("hidden", "width"), F, shrink)
+            self.down_FxD = truncated_normal_param(rngs, (F, D), spec("hidden", "width"), F, residual_scale)
         if c.experts:
             self.moe = MixtureOfExperts(c, rngs)
         if c.qk_norm:
@@ -52,7 +54,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], segment_ids_BxL: jax.Array | None
     ) -> tuple[jax.Array, RouterSums]:
-        """Map [B, L, D] to [B, L, D], and return the router's sums (empty for a dense model).
+        """Map [B, L, D] to [B, L, D], and return the router's statistics (`RouterSums`; empty for a dense model).
 
         `rotary` is the result of `rotary_tables` for L and H; `segment_ids_BxL` is passed to `attention`.
         """
@@ -111,19 +113,20 @@ class Decoder(nnx.Module):
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Map int32 [B, L] to float32 logits [B, L, V].
 
-        The losses use `hidden` and `head` instead, so that the logits of all positions are never stored at once.
+        The losses use `hidden_states` and `head` instead, so that the logits of all positions are never stored at once.
         """
-        (x_BxLxD, _), head_DxV = self.hidden(tokens_BxL), gather_batch_axes(self.head())
+        x_BxLxD, _ = self.hidden_states(tokens_BxL)
+        head_DxV = gather_batch_axes(self.head())
         spec = RULES.spec("batch", None, "vocabulary")
         return jnp.einsum("bld,dv->blv", x_BxLxD, head_DxV, out_sharding=spec, preferred_element_type=jnp.float32)
 
-    def hidden(self, tokens_BxL: jax.Array) -> tuple[jax.Array, RouterSums]:
-        """Map int32 [B, L] to the last hidden states, from which the logits are computed.
+    def hidden_states(self, tokens_BxL: jax.Array) -> tuple[jax.Array, RouterSums]:
+        """Map int32 tokens [B, L] to the final hidden states, from which the logits are computed.
 
         Returns:
             Hidden states after the final norm, [B, L, D] in the compute dtype. Their product with the matrix that
                 `head` returns is the logits.
-            Sums of each layer's router, stacked along a first dim T; empty for a dense model.
+            Router statistics of each layer (`RouterSums`), stacked along a first dim T; empty for a dense model.
         """
         c = self.config
         x_BxLxD = embed_tokens(self.embedding_VxD[...], tokens_BxL, jnp.dtype(c.compute_dtype))
@@ -132,7 +135,7 @@ class Decoder(nnx.Module):
         return rms_norm(x_BxLxD, self.final_norm_D[...], c.norm_epsilon), router
 
     def head(self) -> jax.Array:
-        """Return the matrix [D, V] from hidden states to logits, in the compute dtype, sharded as its parameter."""
+        """Return the output projection [D, V] in the compute dtype, with the sharding of its parameter."""
         head_DxV = self.embedding_VxD[...].T if self.config.tie_embeddings else self.unembedding_DxV[...]
         return head_DxV.astype(jnp.dtype(self.config.compute_dtype))
 
@@ -171,7 +174,7 @@ def parameter_count(params: Params) -> int:
 
 
 def activated_parameter_count(params: Params, config: ModelConfig) -> int:
-    """Count the parameters that are used for one token: of the routed experts only `experts_per_token`."""
+    """Count the parameters used for one token, with only `experts_per_token` of the routed experts."""
     if not config.experts:
         return parameter_count(params)
     routed = {name: leaf for name, leaf in params["blocks"]["moe"].items() if name.startswith("expert_")}
@@ -210,17 +213,17 @@ def _apply_blocks(
 
 
 def _project_in(x_BxLxD: jax.Array, matrix: jax.Array, sharded_axis: str) -> jax.Array:
-    """Multiply [B, L, D] by [D, E …] to [B, L, E …], with the first dim of E sharded as `sharded_axis` of `RULES`."""
+    """Project [B, L, D] with a matrix [D, *E] to [B, L, *E]; `sharded_axis` is the logical axis (`RULES`) of E[0]."""
     B, L, D = x_BxLxD.shape
     matrix_DxE = jnp.reshape(matrix.astype(x_BxLxD.dtype), (D, -1), out_sharding=RULES.spec("width", sharded_axis))
-    # Flattened to two dims: with three, XLA on CPU transposes the gradient before the product for that of the matrix.
+    # Flatten to 2D: for 3D operands, XLA on CPU transposes the output's gradient to compute the matrix's gradient.
     y_SxE = sharded_matmul(x_BxLxD.reshape(B * L, D), matrix_DxE, RULES.spec("batch", sharded_axis))
     sharding = RULES.spec("batch", None, sharded_axis, *[None] * (matrix.ndim - 2))
     return jnp.reshape(y_SxE, (B, L, *matrix.shape[1:]), out_sharding=sharding)
 
 
 def _project_out(x_BxLxE: jax.Array, matrix: jax.Array, sharded_axis: str) -> jax.Array:
-    """Multiply [B, L, E …] by [E …, D] to [B, L, D]; the first dim of E is sharded as `sharded_axis` of `RULES`."""
+    """Project [B, L, *E] with a matrix [*E, D] to [B, L, D]; `sharded_axis` is the logical axis (`RULES`) of E[0]."""
     B, L, D = *x_BxLxE.shape[:2], matrix.shape[-1]
     matrix_ExD = jnp.reshape(matrix.astype(x_BxLxE.dtype), (-1, D), out_sharding=RULES.spec(sharded_axis, "width"))
     x_SxE = jnp.reshape(x_BxLxE, (B * L, -1), out_sharding=RULES.spec("batch", sharded_axis))

@@ -44,7 +44,7 @@ def loss_sums(
     """
     inputs_BxL, targets_BxL = tokens_BxM[:, :-1], tokens_BxM[:, 1:]
     model = make_decoder(graph, params)
-    x_BxLxD, router = model.hidden(decode_masked_ids(inputs_BxL))
+    x_BxLxD, router = model.hidden_states(decode_masked_ids(inputs_BxL))
     chunk_tokens = model.config.logits_chunk_tokens
     objective, nats = cross_entropy(x_BxLxD, model.head(), targets_BxL, z_loss_weight, chunk_tokens)
     sums = {"nats": nats, "count": jnp.sum((targets_BxL >= 0).astype(jnp.float32))}

@@ -32,7 +32,7 @@ from pma_jax.runs.steps import StepWriter
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json_object
-from pma_jax.storage.paths import absolute_path, locate
+from pma_jax.storage.paths import absolute_path, as_path
 
 # Folder of steps -> (function that reads the metadata of a step, retention rule: `StepWriter` describes it).
 STEP_FOLDERS: dict[str, tuple[Callable[[epath.Path], Any], Callable[[Config, Sequence[int]], list[bool]]]] = {
@@ -92,7 +92,7 @@ class Run:
     @property
     def metadata(self) -> dict[str, Any]:
         """Contents of run.json: the corpus digest, versions, and the origin of a fork."""
-        return read_json_object(locate(self.path / "run.json"))
+        return read_json_object(as_path(self.path / "run.json"))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ class Run:
 
     def _read_cached(self, path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
         try:
-            status = locate(path / steps.METADATA_FILE).stat()
+            status = as_path(path / steps.METADATA_FILE).stat()
             version = (status.st_mtime_ns, status.st_size)
         except OSError:
             return read(path)  # raises an error that describes the problem
@@ -157,7 +157,7 @@ def open_run(path: epath.PathLike) -> Run:
         raise ValueError(
             f"{path} is not a run directory (run.json and config.json): specify the --workdir of a `pma train`"
         )
-    raw = read_json_object(locate(folder / "config.json"))
+    raw = read_json_object(as_path(folder / "config.json"))
     try:
         return Run(folder, configuration.resolve(raw))
     except (ValueError, TypeError) as error:

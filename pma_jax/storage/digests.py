@@ -5,8 +5,8 @@ sha256 of the concatenated checksums (xxh3_128) of its segments. Several threads
 checksum segments while merging them, and a resumed merge need not read finished segments again. A checkpoint's digest
 covers the name, dtype, shape and digest of every leaf.
 
-xxh3_128 detects corruption but does not resist deliberate tampering. It is about thirty times as fast as sha256, which
-on few cores would cost more than the merge itself.
+xxh3_128 detects corruption but does not resist deliberate tampering. It is about thirty times as fast as sha256,
+which with few CPU cores would take longer than the merge itself.
 """
 
 import hashlib
@@ -20,16 +20,21 @@ import xxhash
 CHECKSUM = "xxh3_128"  # the name of the checksum in metadata
 # A segment is also the unit of work of threads and processes; a resumed merge skips finished segments.
 SEGMENT_ELEMENTS = 2**21
-# Key of the digest that covers all other metadata of a checkpoint; "facts" is the format's older word for metadata.
+# Key of the digest that covers all other metadata of a checkpoint; the format first called metadata "facts".
 METADATA_DIGEST_KEY = "facts_digest"
+# Keys of the digests in metadata; "leaves" holds the digest of each leaf.
 _DIGEST_KEYS = ("checksum", "leaves", METADATA_DIGEST_KEY)
 
 
 class SegmentHasher:
-    """Computes the checksum of each segment of one leaf, whose bytes are added in order in pieces of any size."""
+    """Incremental hasher for the segments of one leaf; pass its bytes to `update` in order, in pieces of any size.
 
-    def __init__(self, item_bytes: int):
-        self._segment_bytes = SEGMENT_ELEMENTS * item_bytes
+    Args:
+        itemsize: Bytes per element of the leaf.
+    """
+
+    def __init__(self, itemsize: int):
+        self._segment_bytes = SEGMENT_ELEMENTS * itemsize
         self._filled = 0
         self._current = xxhash.xxh3_128()
         self._done: list[str] = []
@@ -38,7 +43,8 @@ class SegmentHasher:
         """Add the next bytes of the leaf.
 
         Args:
-            data: A bytes-like object (contiguous buffer). View a bfloat16 array, which has no buffer, as uint16 first.
+            data: A bytes-like object with a contiguous buffer. View a bfloat16 array as uint16 first, because it does
+                not support the buffer protocol.
         """
         view = memoryview(data).cast("B")
         while len(view):
@@ -50,7 +56,7 @@ class SegmentHasher:
                 self._finish_segment()
 
     def finish(self) -> list[str]:
-        """End the leaf and return the checksum (hex) of each segment; the last segment may be shorter.
+        """Finish the leaf and return the checksum (hex) of each segment; the last segment may be shorter.
 
         Do not call `update` afterwards.
         """
@@ -72,8 +78,8 @@ def checkpoint_digest(leaves: Mapping[str, Any], leaf_digests: Mapping[str, str]
     """Compute a checkpoint's sha256 (hex) over one JSON line [name, dtype, shape, digest] per leaf, sorted by name.
 
     Args:
-        leaves: Leaf name -> object with `dtype` (its numpy name) and `shape`.
-        leaf_digests: Leaf name -> digest (hex).
+        leaves: Mapping from leaf name to an object with `dtype` (NumPy name) and `shape`.
+        leaf_digests: Mapping from leaf name to digest (hex).
     """
     total = hashlib.sha256()
     for name in sorted(leaves):
@@ -83,33 +89,33 @@ def checkpoint_digest(leaves: Mapping[str, Any], leaf_digests: Mapping[str, str]
 
 
 def file_sha256(path: Path) -> str:
-    """Compute the sha256 (hex) of a small file."""
+    """Compute the sha256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def add_metadata_digest(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata with their own digest added."""
+    """Return the metadata with its own digest added."""
     return {**metadata, METADATA_DIGEST_KEY: _metadata_digest(metadata)}
 
 
 def check_metadata_digest(metadata: Mapping[str, Any], file: object) -> None:
-    """Check metadata read from `file` against the digest that they contain.
+    """Check metadata read from `file` against the digest that it contains.
 
-    Metadata without digests are accepted: merges record their digests in provenance.json instead, and earlier versions
+    Metadata without digests is accepted: merges record their digests in provenance.json instead, and earlier versions
     and other libraries wrote none.
 
     Raises:
-        ValueError: The digest does not match, or it is missing although the metadata list digests of leaves.
+        ValueError: The digest does not match, or it is missing although the metadata contains leaf digests.
     """
     content = {key: value for key, value in metadata.items() if key != METADATA_DIGEST_KEY}
     is_covered = METADATA_DIGEST_KEY in metadata or {"checksum", "leaves"} <= metadata.keys()
     if is_covered and metadata.get(METADATA_DIGEST_KEY) != _metadata_digest(content):
-        raise ValueError(f"{file} is corrupt: it does not match the digest in its {METADATA_DIGEST_KEY}, or has none")
+        raise ValueError(f"{file} is corrupt: its {METADATA_DIGEST_KEY} is missing or does not match its contents")
 
 
 def drop_digests(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata without `_DIGEST_KEYS` (digests, checksum and leaves), for a checkpoint with other arrays."""
+    """Return the metadata without its digests (keys checksum, leaves, facts_digest), to reuse it for other arrays."""
     return {key: value for key, value in metadata.items() if key not in _DIGEST_KEYS}
 
 

@@ -1,8 +1,8 @@
-"""Paths on disks and addresses in buckets (gs://bucket/name) behind one interface, that of pathlib.
+"""Local paths and addresses in buckets (gs://bucket/name) behind one interface, that of pathlib.
 
-Buckets are accessed through etils.epath, the path layer of Orbax, over fsspec. Neither is imported for paths on a disk,
-so that a merge starts quickly. Objects appear atomically and cannot be changed or renamed; directories are only name
-prefixes.
+Buckets are accessed through etils.epath, the path layer of Orbax, over fsspec. Neither is imported for local paths,
+so that a merge starts quickly. Objects are written atomically and cannot be changed or renamed; directories are only
+prefixes of names.
 """
 
 import functools
@@ -15,37 +15,40 @@ from typing import Any
 
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
-    """Check for a bucket address such as gs://bucket/name; hf:// addresses belong to the Hugging Face hub."""
+    """Return whether a path is a bucket address, such as gs://bucket/name; hf:// (Hugging Face hub) is not."""
     text = str(path)
     return "://" in text and not text.startswith("hf://")
 
 
-def locate(path: str | os.PathLike[str]) -> Path:
-    """Return a `pathlib.Path` for a disk, or an object with the same interface for a bucket.
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Return a `pathlib.Path` for a local path, or an object with the same interface for a bucket address.
 
     Raises:
-        ValueError: As `check_bucket`.
+        ValueError: See `check_supported`.
     """
     if not is_bucket(path):
         return Path(path)
-    check_bucket(path)
-    return _bucket_path()(str(path))
+    check_supported(path)
+    return _bucket_path_class()(str(path))
 
 
 def absolute_path(path: str | os.PathLike[str]) -> Any:
-    """Return an absolute `etils.epath.Path`, as Orbax wants it, with `~` expanded; bucket addresses stay as they are.
+    """Return an absolute `etils.epath.Path`, as Orbax requires, with `~` expanded; bucket addresses are not changed.
 
     Raises:
-        ValueError: As `check_bucket`.
+        ValueError: See `check_supported`.
     """
     from etils import epath
 
-    check_bucket(path)
+    check_supported(path)
     return epath.Path(path) if is_bucket(path) else epath.Path(path).expanduser().resolve()
 
 
-def check_bucket(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError if a bucket address is not supported, or a library for it is not installed."""
+def check_supported(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError if the path is a bucket address of an unsupported scheme, or its libraries are not installed.
+
+    The bucket is not accessed.
+    """
     if not is_bucket(path):
         return
     text = str(path)
@@ -60,17 +63,20 @@ def check_bucket(path: str | os.PathLike[str]) -> None:
 
 
 def file_system(address: str) -> tuple[Any, str]:
-    """Return fsspec's file system for an address, and the address's key in it."""
+    """Return the fsspec file system of an address, and the path within it."""
     import fsspec
 
     return fsspec.core.url_to_fs(address)
 
 
-def find(pattern: str) -> list[Path]:
-    """List objects by name: those that match an address with *, ? or **, or all below an address without them."""
-    system, key = file_system(pattern)
-    keys = system.glob(key) if glob.has_magic(pattern) else system.find(key)
-    return [locate(f"{pattern.partition('://')[0]}://{name}") for name in sorted(keys)]
+def list_objects(address: str) -> list[Path]:
+    """List the objects of a bucket, sorted by name.
+
+    If the address has wildcards (*, ?, **), return the matches, else all objects below the address.
+    """
+    system, key = file_system(address)
+    keys = system.glob(key) if glob.has_magic(address) else system.find(key)
+    return [as_path(f"{address.partition('://')[0]}://{name}") for name in sorted(keys)]
 
 
 def file_sizes(directory: Path) -> dict[Path, int]:
@@ -78,31 +84,34 @@ def file_sizes(directory: Path) -> dict[Path, int]:
     if not is_bucket(directory):
         return {path: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
     system, key = file_system(str(directory))
-    return {locate(f"gs://{name}"): status["size"] for name, status in system.find(key, detail=True).items()}
+    return {as_path(f"gs://{name}"): status["size"] for name, status in system.find(key, detail=True).items()}
 
 
 class RangeReader:
-    """Read byte ranges of an object, at least `AHEAD_BYTES` at a time, because most reads are sequential."""
+    """Reader of byte ranges of an object; fetches at least `READ_AHEAD_BYTES`, because most reads are sequential."""
 
-    AHEAD_BYTES = 8 * 2**20
+    READ_AHEAD_BYTES = 8 * 2**20
 
     def __init__(self, path: Path):
         self._system, self._key = file_system(str(path))
-        self._start, self._data = 0, b""
+        self._buffer_offset, self._buffer = 0, b""
 
-    def readinto(self, into: memoryview, offset: int) -> int:
-        """Fill `into` with the bytes from `offset` on; return their number, 0 at the end of the object."""
-        skip = offset - self._start
-        if not 0 <= skip < len(self._data):
-            wanted = max(len(into), self.AHEAD_BYTES)
-            self._start, self._data, skip = offset, self._system.cat_file(self._key, offset, offset + wanted), 0
-        part = self._data[skip : skip + len(into)]
+    def read_into(self, into: memoryview, offset: int) -> int:
+        """Read up to `len(into)` bytes at `offset` into `into`, and return their number.
+
+        The number may be smaller before the end of the object; it is 0 at the end.
+        """
+        skip = offset - self._buffer_offset
+        if not 0 <= skip < len(self._buffer):
+            end = offset + max(len(into), self.READ_AHEAD_BYTES)
+            self._buffer_offset, self._buffer, skip = offset, self._system.cat_file(self._key, offset, end), 0
+        part = self._buffer[skip : skip + len(into)]
         into[: len(part)] = part
         return len(part)
 
 
 @functools.cache
-def _bucket_path() -> Any:
+def _bucket_path_class() -> Any:
     from etils.epath.gpath import PosixGPath
 
     class BucketPath(PosixGPath):
@@ -123,7 +132,7 @@ def _bucket_path() -> Any:
             return super().open(mode, **options)
 
         def rglob(self, pattern: str) -> Iterator[Any]:
-            assert pattern == "*", "a bucket lists everything below a prefix"
-            return iter(find(str(self)))
+            assert pattern == "*", 'rglob in a bucket supports only "*"'
+            return iter(list_objects(str(self)))
 
     return BucketPath

@@ -19,7 +19,7 @@ from pma_jax.runs.states import Progress
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import check_mesh, local_rows, make_mesh, put_batch
 from pma_jax.runtime.signals import Stopped, StopRequest
-from pma_jax.storage.paths import absolute_path, check_bucket
+from pma_jax.storage.paths import absolute_path, check_supported
 from pma_jax.training import initial_state, resume, rollback
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.periodic_actions import PeriodicActions
@@ -45,7 +45,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
             data cannot be read, or a spike recurs after `spikes.attempts` rollbacks.
         Stopped: SIGTERM or SIGINT was received. If a step was done, a state was saved.
     """
-    check_bucket(workdir)  # now, because preparing the data may take hours
+    check_supported(workdir)  # now, because preparing the data may take hours
     rollback.check_recipe(config)
     tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
     shards.check_tokens_match_model(tokens, config.model)

@@ -155,7 +155,8 @@ def test_dots_recomputes_no_product_and_full_recomputes_every_one_that_a_gradien
         params = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0)))
 
         def gradient(params, tokens):
-            return jax.grad(lambda params: jnp.sum(decoder.make_decoder(graph, params).hidden(tokens)[0]))(params)
+            make = functools.partial(decoder.make_decoder, graph)
+            return jax.grad(lambda params: jnp.sum(make(params).hidden_states(tokens)[0]))(params)
 
         # Lowered for a GPU, where the experts' products are not loops; one trace of the scanned layer.
         exported = jax.export.export(jax.jit(gradient), platforms=["cuda"])(params, np.zeros((2, 4), np.int32))

@@ -23,7 +23,7 @@ from pma_jax.runs.directory import open_run
 from pma_jax.runs.snapshots import is_snapshot, read_snapshot
 from pma_jax.storage.formats import publish
 from pma_jax.storage.lines import LineFile
-from pma_jax.storage.paths import RangeReader, absolute_path, locate
+from pma_jax.storage.paths import RangeReader, absolute_path, as_path
 from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 
@@ -177,11 +177,11 @@ def test_text_and_tokenizer_may_be_in_a_bucket(folder, tmp_path):
 def test_byte_ranges_are_read_exactly(folder, monkeypatch):
     data = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
     (folder / "object").write_bytes(data)
-    monkeypatch.setattr(RangeReader, "AHEAD_BYTES", 1000)
-    reader = RangeReader(locate("gs://bucket/object"))
+    monkeypatch.setattr(RangeReader, "READ_AHEAD_BYTES", 1000)
+    reader = RangeReader(as_path("gs://bucket/object"))
     for offset, length in ((0, 10), (10, 995), (990, 30), (5, 5), (50_000, 5000), (99_990, 100), (100_000, 5)):
         into, filled = bytearray(length), 0
-        while got := reader.readinto(memoryview(into)[filled:], offset + filled):
+        while got := reader.read_into(memoryview(into)[filled:], offset + filled):
             filled += got
         assert bytes(into[:filled]) == data[offset : offset + length]
 

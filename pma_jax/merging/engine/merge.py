@@ -30,7 +30,7 @@ from pma_jax.storage import atomic
 from pma_jax.storage.formats import publish
 from pma_jax.storage.formats.open import read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES
-from pma_jax.storage.paths import is_bucket, locate
+from pma_jax.storage.paths import as_path, is_bucket
 
 ProgressCallback = Callable[[int, int], None]  # takes (bytes read so far, bytes to read)
 # Takes this process's error or None. Waits for all processes; raises in each of them if any has an error.
@@ -166,7 +166,7 @@ def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list
     """
     outputs = []
     for out in output_paths:
-        target = locate(out).absolute()
+        target = as_path(out).absolute()
         work = publish.working_directory(target, f"-{plan.digest[:16]}")
         exists = target.exists() or target.is_symlink()
         is_published = exists and not publish.has_incomplete_upload(target, plan.digest)

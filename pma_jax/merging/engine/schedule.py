@@ -75,7 +75,7 @@ def make_schedule(
     dtypes = {leaf.dtype for leaf in leaves.values()}
     thread_bytes = sums.scratch_bytes(recipe_count, len(sources), block_elements, dtypes)
     thread_bytes += len(sources) * DECODER_BYTES if zstd_leaves else 0
-    thread_bytes += sum(is_bucket(source.path) for source in sources) * RangeReader.AHEAD_BYTES
+    thread_bytes += sum(is_bucket(source.path) for source in sources) * RangeReader.READ_AHEAD_BYTES
     sequential_bytes = len(sources) * sum(leaf.nbytes for name, leaf in leaves.items() if name not in decoded)
     budget_bytes = memory_limit_bytes - _BASE_BYTES - decode_bytes
     threads, processes = _plan_parallelism(thread_bytes, cores, sequential_bytes, budget_bytes)

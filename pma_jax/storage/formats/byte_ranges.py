@@ -66,7 +66,7 @@ def read_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], star
         file, offset, remaining = files[part.path], part.offset, part.nbytes
         while remaining:
             target = into[filled : filled + remaining].data
-            count = os.preadv(file, [target], offset) if isinstance(file, int) else file.readinto(target, offset)
+            count = os.preadv(file, [target], offset) if isinstance(file, int) else file.read_into(target, offset)
             if not count:
                 raise ValueError(
                     f"{part.path}: ends at byte {offset}, {remaining} bytes early; it changed or is cut short"

@@ -12,7 +12,7 @@ from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.names import progress_from_name
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, numpy_dtype
 from pma_jax.storage.json_files import read_json_object
-from pma_jax.storage.paths import locate
+from pma_jax.storage.paths import as_path
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -38,7 +38,7 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
         return replace(
             open_source(folder, subtree), origin=f"{hub.PREFIX}{repo}@{folder.name}", step=step, tokens=tokens
         )
-    path = locate(address)
+    path = as_path(address)
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory")
     # Absolute, so that a plan means the same files in every process of a merge.
