@@ -71,13 +71,13 @@ def pairwise_curvature(product: MatrixVectorProduct, deltas_K: Sequence[Any]) ->
 
 
 def directional_derivatives(loss: Callable[[Any], jax.Array], params: Any, deltas_K: Sequence[Any]) -> np.ndarray:
-    """Compute gradient' delta_k of `loss` at `params` for each k, float64 [K]. Call it under `jax.set_mesh`."""
+    """Compute the derivative of `loss` at `params` along each delta, float64 [K]. Call it under `jax.set_mesh`."""
     gradient = jax.jit(jax.grad(loss))(params)
     return np.array([float(inner_product(gradient, delta)) for delta in deltas_K])
 
 
 def merging_gain(matrix_KxK: ArrayLike, coefficients_K: ArrayLike) -> float:
-    """Predict by the quadratic expansion how far, in nats, a merge's loss is below the weighted mean of the losses.
+    """Predict to second order how far a merge's loss is below the weighted mean of the models' losses, in nats.
 
     The gain is 1/2 (sum_k c_k M_kk - c' M c). For coefficients that sum to 1, the gradient terms cancel (PMA Section
     4.6). If H is positive definite, the coefficients are positive and the models differ, the gain is positive (Jensen's
@@ -94,12 +94,12 @@ def merging_gain(matrix_KxK: ArrayLike, coefficients_K: ArrayLike) -> float:
 def merging_gain_over_last(matrix_KxK: ArrayLike, coefficients_K: ArrayLike, slopes_K: ArrayLike) -> float:
     """Predict by the quadratic expansion L(theta_K) - L(sum_k c_k theta_k), the gain over the newest model, in nats.
 
-    Unlike in `merging_gain`, the gradient terms do not cancel: they contain the effect of the drift of the weights.
+    Unlike in `merging_gain`, the gradient terms remain: they account for the drift along the trajectory.
 
     Args:
         matrix_KxK: From `pairwise_curvature`.
         coefficients_K: Coefficients of the merge.
-        slopes_K: From `directional_derivatives`, at the point of expansion.
+        slopes_K: From `directional_derivatives`, at the point from which the deltas are measured.
     """
     matrix, coefficients = np.asarray(matrix_KxK, np.float64), np.asarray(coefficients_K, np.float64)
     slopes = np.asarray(slopes_K, np.float64)

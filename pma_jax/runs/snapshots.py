@@ -67,7 +67,7 @@ def snapshot_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]
 def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
     """Save `params` with the metadata of `snapshot` asynchronously. Do nothing if the step is already saved.
 
-    The arrays may be donated when this function returns.
+    `params` can be donated after this function returns.
 
     Raises:
         ValueError: A leaf is not finite (the message names it), or this or the previous, asynchronous write failed.

@@ -34,10 +34,12 @@ def stage_from_name(name: str) -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand {a..b}, {a..b..step} and {a,b,c} as a shell does.
+    """Expand {first..last}, {first..last..step} and {x,y,z} in a name; braces cannot be nested.
+
+    Ranges are of ascending integers, written without leading zeros.
 
     Raises:
-        ValueError: A range is empty, or the pattern expands to more than 10,000 names.
+        ValueError: A range is empty or has step 0, or the pattern expands to more than 10,000 names.
     """
     parts: list[list[str]] = []
     total = 1

@@ -21,7 +21,7 @@ from pma_jax.runtime.errors import error_line
 from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
 from pma_jax.storage.formats.names import progress_from_name
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
-from pma_jax.storage.formats.zarr import Array, open_store, read_array
+from pma_jax.storage.formats.zarr import ArrayLayout, open_store, read_array_layout
 from pma_jax.storage.json_files import read_json_object
 
 _TREE_FILE, _CHECKPOINT_FILE = "_METADATA", "_CHECKPOINT_METADATA"
@@ -70,7 +70,9 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
         raise ValueError(f"{directory}: holds no arrays; it is empty, or parts of it are missing")
     prefix, note = _find_subtree(directory, key_paths, keys)
     arrays = {
-        name: read_array(store, name) for name, path in key_paths.items() if _key_names(path)[: len(prefix)] == prefix
+        name: read_array_layout(store, name)
+        for name, path in key_paths.items()
+        if _key_names(path)[: len(prefix)] == prefix
     }
     custom = _read_optional(path / _CHECKPOINT_FILE).get("custom_metadata")
     custom = custom if isinstance(custom, dict) else {}
@@ -90,7 +92,7 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
 
 
 def _make_source(
-    path: Path, arrays: Mapping[str, Array], metadata: dict[str, Any], notes: list[str]
+    path: Path, arrays: Mapping[str, ArrayLayout], metadata: dict[str, Any], notes: list[str]
 ) -> CheckpointSource:
     custom = metadata["custom"]
     step, tokens = progress_from_name(path.name)

@@ -63,11 +63,12 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Array:
-    """The metadata of one stored array.
+class ArrayLayout:
+    """The layout of one stored array: its shape and dtype, and where its chunks are stored.
 
     Attributes:
-        leaf: Shape, dtype, and chunk_elements: the elements of one row of chunks.
+        leaf: Shape and dtype. `chunk_elements` is the number of elements in all chunks at one index of the first
+            axis, unless `byte_ranges` is set.
         byte_ranges: Where the array's bytes are, in order, if it is stored as uncompressed rows; else None.
         zstd_frames: Where the array's zstd frames are, in order, if it is stored as compressed rows; else None.
         spec: tensorstore spec of the array.
@@ -107,8 +108,8 @@ class _Encoding:
         return self.separator.join([self.prefix, *indexes] if self.prefix else indexes) or "0"
 
 
-def read_array(store: Store, name: str) -> Array:
-    """Read one array's metadata.
+def read_array_layout(store: Store, name: str) -> ArrayLayout:
+    """Read the zarr metadata of an array and locate its chunks; its values are not read.
 
     Raises:
         ValueError: The array is missing, or its metadata is invalid.
@@ -135,16 +136,16 @@ def read_array(store: Store, name: str) -> Array:
         else _url(store.directory / name),
         "metadata": metadata,
         "assume_metadata": True,
-        # A truncated array must not be read as zeros.
+        # Otherwise a missing chunk is an error: tensorstore would return the fill value for it.
         "fill_missing_data_reads": store.fills_missing,
     }
     chunks = _chunk_ranges(store, name, leaf, encoding)
     if chunks is None:
-        return Array(leaf, None, None, spec)
+        return ArrayLayout(leaf, None, None, spec)
     if encoding.codec == "raw":
-        return Array(LeafInfo(shape, dtype), chunks, None, spec)
+        return ArrayLayout(LeafInfo(shape, dtype), chunks, None, spec)
     frames = ZstdFrames(chunks, LeafInfo(chunk, dtype).nbytes) if leaf.elements else None
-    return Array(leaf, None, frames, spec)
+    return ArrayLayout(leaf, None, frames, spec)
 
 
 def _parse_v2(metadata: Any) -> _Encoding:
@@ -184,7 +185,9 @@ def _check_array(shape: Any, chunk: Any, dtype: Any) -> tuple[tuple[int, ...], t
     if dtype not in ITEM_BYTES:
         raise ValueError(f"its dtype {str(dtype)[:40]!r} is not supported")
     if not are_sizes(shape) or not are_sizes(chunk) or len(shape) != len(chunk) or 0 in chunk or len(shape) > 32:
-        raise ValueError(f"shape {str(shape)[:40]} and chunks {str(chunk)[:40]}")
+        raise ValueError(
+            f"the shape {str(shape)[:40]} and the chunk shape {str(chunk)[:40]} are invalid or differ in rank"
+        )
     return tuple(shape), tuple(chunk)
 
 
