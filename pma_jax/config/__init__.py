@@ -1,7 +1,7 @@
 """Run configuration: `defaults()` creates a mutable one, `resolve` validates and freezes it."""
 
 from pma_jax.config.load import defaults as defaults
-from pma_jax.config.load import differences as differences
+from pma_jax.config.load import differences_affecting_results as differences_affecting_results
 from pma_jax.config.load import digest as digest
 from pma_jax.config.load import from_json as from_json
 from pma_jax.config.load import load as load

@@ -30,7 +30,11 @@ def defaults() -> ml_collections.ConfigDict:
 
 
 def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any] | Config, overrides: Iterable[str] = ()) -> Config:
-    """Apply `section.key=value` overrides, fill in defaults, convert, validate and freeze a configuration.
+    """Return a validated, frozen configuration. Missing keys get their defaults.
+
+    Args:
+        raw: Keys and their values, by section.
+        overrides: `section.key=value` texts, which take precedence over `raw`.
 
     Raises:
         ValueError: A key is unknown or has an invalid value; the message names the key and what it accepts.
@@ -54,10 +58,10 @@ def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any] | Config, overrid
 def override(raw: ml_collections.ConfigDict | dict[str, dict[str, Any]], assignments: Iterable[str]) -> None:
     """Apply `section.key=value` overrides to `raw` in place.
 
-    Values are parsed as the type of their key: `4e6` is an integer for an integer key, `3,6` a tuple for a tuple key.
+    Each value is parsed as the type of its field: `4e6` is an integer for an integer field, `3,6` a tuple for a tuple.
 
     Raises:
-        ValueError: A key is unknown (the message names the nearest one), or its value has another type.
+        ValueError: A key is unknown (the message names the nearest one), or a value has the wrong type.
     """
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
@@ -72,7 +76,7 @@ def override(raw: ml_collections.ConfigDict | dict[str, dict[str, Any]], assignm
 
 
 def load(name: str) -> ml_collections.ConfigDict:
-    """Call `get_config()` of a configuration file.
+    """Load a configuration file, and return the result of its `get_config()`.
 
     Args:
         name: Path of the file, or name of a shipped one.
@@ -115,12 +119,12 @@ def digest(config: Config) -> str:
 
     These two do not affect the results of a run.
     """
-    return hashlib.sha256(json.dumps(_keys_that_affect_results(config), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_sections_affecting_results(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def differences(old: Config, new: Config) -> list[str]:
-    """List `section.key: old -> new` for each key that differs, without those that `digest` omits."""
-    a, b = _keys_that_affect_results(old), _keys_that_affect_results(new)
+def differences_affecting_results(old: Config, new: Config) -> list[str]:
+    """List `section.key: old -> new` for each key that differs, except `mesh` and `data.cache_dir`."""
+    a, b = _sections_affecting_results(old), _sections_affecting_results(new)
     return [
         f"{section}.{key}: {a[section][key]} -> {b[section][key]}"
         for section in a
@@ -129,7 +133,7 @@ def differences(old: Config, new: Config) -> list[str]:
     ]
 
 
-def _keys_that_affect_results(config: Config) -> dict[str, dict[str, Any]]:
+def _sections_affecting_results(config: Config) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = dataclasses.asdict(config)
     # The mesh and the cache directory may change when a run moves to another machine.
     del sections["mesh"]
@@ -139,7 +143,8 @@ def _keys_that_affect_results(config: Config) -> dict[str, dict[str, Any]]:
 
 def _find_file(name: str) -> Path:
     path = Path(name)
-    if path.suffix == ".py" or path.is_file():  # not a directory, such as a run named like a shipped configuration
+    # A directory, such as a run, may have the name of a shipped configuration; only a file takes precedence over it.
+    if path.suffix == ".py" or path.is_file():
         if path.is_file():
             return path
         raise ValueError(f"no configuration file {name}: check the path, or give the name of a shipped one")
@@ -163,7 +168,7 @@ def _reject_unknown_keys(prefix: str, given: Mapping[str, Any], valid: Mapping[s
 
 
 def _parse(text: str, hint: Any) -> Any:
-    """Parse the value of an override; text that cannot be parsed is returned, for `_convert` to reject."""
+    """Parse the value of an override; text that cannot be parsed is returned as it is, and `_convert` then raises."""
     if hint is str or get_origin(hint) is Literal:
         return text
     if hint is bool:
@@ -178,7 +183,7 @@ def _parse(text: str, hint: Any) -> Any:
 
 
 def _convert(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value to the type of its key; an integral float such as 4e6 becomes an int."""
+    """Convert a value to the type of its field; an integral float such as 4e6 becomes an int."""
     if get_origin(hint) is tuple and isinstance(value, tuple | list):
         return tuple(_convert(key, item, get_args(hint)[0]) for item in value)
     hint = str if get_origin(hint) is Literal else hint

@@ -22,7 +22,7 @@ from pma_jax.storage.paths import as_path
 END_OF_DOCUMENT = "<|endoftext|>"
 # The first of these that a tokenizer.json has is its end-of-document token.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")
-_BYTE_VALUES = 256
+_NUM_BYTE_VALUES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Tokenizer:
     name: str  # "bytes", "bpe" or the name of the file that it was loaded from
     vocabulary_size: int  # one more than the largest id
     end_of_document: int  # the id that follows each document
-    digest: str  # SHA-256 (hex) of the tokenizer.json
+    digest: str  # SHA-256 (hex) of the tokenizer as compact JSON; `save` writes indented JSON
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False, compare=False)
     is_bytes: bool = False  # ids are byte values, so encoding does not need the backend
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text as ids, int32 [T], without adding special tokens; in parallel if the backend can.
+        """Encode each text as an int32 array of ids; no special token is added.
 
         The results of all texts are held in memory.
         """
@@ -53,9 +53,9 @@ class Tokenizer:
 
 @functools.cache
 def byte_tokenizer() -> Tokenizer:
-    """Return the bytes tokenizer: the id of a byte is its value, and id 0 ends a document."""
+    """Return the tokenizer whose ids are byte values; id 0 ends a document (`data.corpus` removes NUL characters)."""
     alphabet = _byte_alphabet()
-    vocabulary = {END_OF_DOCUMENT: 0} | {alphabet[value]: value for value in range(1, _BYTE_VALUES)}
+    vocabulary = {END_OF_DOCUMENT: 0} | {alphabet[value]: value for value in range(1, _NUM_BYTE_VALUES)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -64,16 +64,16 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
-    """Train a byte-level BPE with at most `vocabulary_size` ids; equal texts give equal tokenizers.
+    """Train a byte-level BPE with at most `vocabulary_size` ids; training is deterministic.
 
     Texts are streamed: memory holds only the counts of distinct words.
 
     Raises:
         ValueError: `vocabulary_size` is too small for the 256 bytes and the end-of-document token.
     """
-    minimum_size = _BYTE_VALUES + 1
+    minimum_size = _NUM_BYTE_VALUES + 1
     if vocabulary_size < minimum_size:
-        raise ValueError(f"data.bpe_vocabulary_size must be {minimum_size} or more (bytes and {END_OF_DOCUMENT})")
+        raise ValueError(f"data.bpe_vocabulary_size must be {minimum_size} or more (256 bytes and {END_OF_DOCUMENT})")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -105,22 +105,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _make_tokenizer(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
-    """Wrap `backend`, after disabling truncation, padding and the recognition of special tokens in texts."""
+    """Wrap `backend`, which is changed in place: truncation, padding and special tokens in texts are turned off."""
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    ends = [vocabulary[end] for end in END_OF_DOCUMENT_NAMES if end in vocabulary]
-    if not ends:
+    end_ids = [vocabulary[token] for token in END_OF_DOCUMENT_NAMES if token in vocabulary]
+    if not end_ids:
         raise ValueError(
             f"tokenizer {name} has no end-of-document token: add one of {', '.join(END_OF_DOCUMENT_NAMES)} to it"
         )
     digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
-    return Tokenizer(name, max(vocabulary.values()) + 1, ends[0], digest, backend)
+    return Tokenizer(name, max(vocabulary.values()) + 1, end_ids[0], digest, backend)
 
 
 def _byte_alphabet() -> list[str]:
-    """Return the printable character that represents each byte in GPT-2's byte-level vocabularies."""
+    """Return the printable character that represents each byte value in GPT-2's vocabulary."""
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    others = iter(sorted(character for character in alphabet if ord(character) >= _BYTE_VALUES))
-    return [chr(value) if chr(value) in alphabet else next(others) for value in range(_BYTE_VALUES)]
+    others = iter(sorted(character for character in alphabet if ord(character) >= _NUM_BYTE_VALUES))
+    return [chr(value) if chr(value) in alphabet else next(others) for value in range(_NUM_BYTE_VALUES)]

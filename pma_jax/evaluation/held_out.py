@@ -1,4 +1,4 @@
-"""The held-out tokens of a configuration as batches on the mesh, and the loss of parameters on them.
+"""Held-out batches on the mesh, and a function that evaluates parameters on them.
 
 Dimensions: B sequences per batch, b of which this process reads; L targets per sequence; M = L + 1 tokens.
 """
@@ -25,7 +25,10 @@ def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding
 
 
 def held_out_digest(tokens: shards.TokenSet, config: Config) -> str:
-    """Compute the SHA-256 (first 16 hex digits) of the held-out windows; losses with equal digests are comparable."""
+    """Compute the SHA-256 (first 16 hex digits) of the held-out windows.
+
+    Losses on windows with equal digests are comparable.
+    """
     digest = hashlib.sha256()
     for tokens_BxM in read_held_out_windows(tokens, config):
         digest.update(tokens_BxM.tobytes())
@@ -35,10 +38,12 @@ def held_out_digest(tokens: shards.TokenSet, config: Config) -> str:
 def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], float]:
     """Return a function that maps parameters on `mesh` to their held-out loss in nats per token.
 
-    The held-out tokens are read and placed on the mesh here, not at each call.
+    The held-out tokens are read and placed on the mesh here, not at each call. The loss in bits per byte is the loss
+    divided by ln(2) * `tokens.validation.bytes_per_token` (`model.loss.bits_per_byte`), where `tokens` is the result of
+    `shards.prepare_tokens`. It is exact for the bytes tokenizer; for others, the divisor is an average over the split.
 
     Raises:
-        ValueError: The text cannot be read, or has tokens outside the model's vocabulary.
+        ValueError: The corpus cannot be read, or has tokens outside the model's vocabulary.
     """
     tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
     shards.check_tokens_match_model(tokens, config.model)
@@ -56,11 +61,9 @@ def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], f
 def read_held_out_windows(
     tokens: shards.TokenSet, config: Config, rows_b: np.ndarray | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield batches with the first `evaluation.tokens` targets of the held-out stream; later ones are PADDING_ID.
+    """Yield batches with the first `evaluation.tokens` targets of the held-out split; later targets are PADDING_ID.
 
-    The tokens, their order and the number of batches do not depend on `rows_b`. To convert the loss to bits per byte,
-    divide by `tokens.validation.bytes_per_token`, which is exact for the bytes tokenizer and the average over the
-    split for other tokenizers.
+    The tokens, their order and the number of batches do not depend on `rows_b`.
 
     Args:
         tokens: The tokenised corpus.

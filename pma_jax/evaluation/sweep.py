@@ -24,16 +24,16 @@ from pma_jax.storage.json_files import parse_untrusted_json
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One merge of the grid: the newest `window` of every `interval`-th snapshot, counted back from the newest."""
+    """One merge of a sweep: `recipe` applied to `window` snapshots, `interval` apart, that end at the newest."""
 
     recipe: str
     window: int
-    interval: int = 1  # in snapshots, not tokens: 2 merges every second snapshot
+    interval: int = 1  # in snapshots, not tokens: with 2, every second snapshot is merged
     kind: str = "point"
 
     @property
     def text(self) -> str:
-        """The cell's name: `sma:10`; `sma:10@2` of every second snapshot; `block/sma:10` of block means."""
+        """The cell's label: `sma:10`, `sma:10@2` (every second snapshot) or `block/sma:10` (block means)."""
         suffix = f"@{self.interval}" if self.interval > 1 else ""
         return f"{SNAPSHOT_KINDS[self.kind].label_prefix}{self.recipe}:{self.window}{suffix}"
 
@@ -46,7 +46,7 @@ class Cell:
         """Return the coefficient of each snapshot in the merge.
 
         Args:
-            tokens_K: [K], tokens of each snapshot, oldest first.
+            tokens_K: [K], token count of each snapshot, oldest first.
 
         Returns:
             float64 [K], sums to 1; 0 for snapshots that are not merged.
@@ -56,13 +56,13 @@ class Cell:
         """
         coefficients_K = np.zeros(len(tokens_K))
         if len(tokens_K) < self.span:
-            raise ValueError(f"there are {len(tokens_K)} snapshots, and it needs {self.span}")
+            raise ValueError(f"there are {len(tokens_K)} snapshots, and the merge needs {self.span}")
         used = slice(len(tokens_K) - self.span, None, self.interval)
         coefficients_K[used] = recipes.coefficients(self.recipe, tokens_K[used])
         return coefficients_K
 
 
-RAW = Cell("sma", 1)  # no merging: the newest point alone, the baseline of a sweep
+RAW = Cell("sma", 1)  # the newest point snapshot (the parameters after one step) without merging: the baseline
 
 
 def sweep(
@@ -74,22 +74,23 @@ def sweep(
 ) -> dict[str, Any]:
     """Evaluate every recipe with every window and interval at the newest snapshot, and cache the rows in sweep.json.
 
-    `evaluate_merges` states how snapshots are read and how much memory is used. Rows of sweep.json for the same newest
-    snapshot are not computed again; rows for another one are dropped.
+    See `evaluate_merges` for how snapshots are read and how much memory is used. Rows of sweep.json for the same newest
+    snapshot are reused; rows for another newest snapshot are discarded.
 
     Args:
         run: The run, with snapshots of `kind`.
         recipe_texts: Recipes in the syntax of `recipes.parse`, without a window.
         windows: Numbers of snapshots to merge.
-        intervals: Numbers of snapshots: for each i, every i-th snapshot is merged, counted back from the newest.
+        intervals: Distances between merged snapshots, in snapshots: 2 is every second, counted back from the newest.
         kind: The kind of snapshots, "point" or "block_mean".
 
     Returns:
-        The content of sweep.json: `tokens` of the newest snapshot; `raw_loss`, the loss of the newest point, None if no
-        point has these tokens; `rows`, each with recipe, window, interval, kind, text and loss in nats per
-        token; `left_out`, which maps the text of each merge that cannot be made to the reason. Two more describe the
-        last call that evaluated anything: `passes`, how many times snapshots were read, and `seconds`, with the keys
-        read (reading and adding snapshots), evaluate, and all.
+        The content of sweep.json:
+        `tokens`: token count of the newest snapshot. `raw_loss`: loss of the point snapshot there, or None.
+        `rows`: one dict for each merge: recipe, window, interval, kind, text (`Cell.text`), loss in nats per token.
+        `left_out`: maps the text of each merge that cannot be made to the reason.
+        `passes`: how many times snapshots were read in the last call that evaluated anything.
+        `seconds`: the time of that call: read (reading and adding snapshots), evaluate, and all.
 
     Raises:
         ValueError: A recipe is invalid, no merge of the grid can be made, or sweep.json is corrupt.
@@ -112,7 +113,7 @@ def sweep(
             left_out[cell.text] = str(error)
     if len(left_out) == len(grid):
         raise ValueError(
-            f"no merge can be made of {run.path}: {'; '.join(f'{t}: {why}' for t, why in left_out.items())}"
+            f"no merge of the grid is possible in {run.path}: {'; '.join(f'{t}: {why}' for t, why in left_out.items())}"
         )
     stored = _read_stored(run, snapshots[-1].tokens)
     excluded = {row["text"] for row in stored["rows"]} | left_out.keys()
@@ -127,32 +128,33 @@ def sweep(
 
 
 def evaluate_cells(
-    config: Config, snapshots: Mapping[str, Sequence[Snapshot]], cells: Sequence[tuple[Cell, int]]
+    config: Config, snapshots: Mapping[str, Sequence[Snapshot]], cells_and_tokens: Sequence[tuple[Cell, int]]
 ) -> EvaluatedMerges:
-    """Evaluate merges, each over the newest snapshots up to a number of tokens, as `evaluate_merges` does.
+    """Evaluate each cell at a token count of its own. See `evaluate_merges` for cost, memory and the result.
 
     Args:
-        config: Configuration of the run, with the held-out text.
-        snapshots: Kind -> snapshots of that kind, oldest first, for each kind that the cells name.
-        cells: Each cell with the tokens at which its newest snapshot was scheduled, a multiple of the snapshot interval
-            or the end of the run.
+        config: Configuration of the run, including what determines the held-out tokens.
+        snapshots: Maps each kind of the cells to its snapshots, oldest first.
+        cells_and_tokens: Pairs of a cell and the token count at which its newest snapshot was scheduled (see
+            `snapshots_through`). The token count of that snapshot is also accepted.
 
     Raises:
-        ValueError: No snapshot was scheduled at these tokens, there are too few before, or a recipe rejects them.
+        ValueError: No snapshot was scheduled at a token count, too few precede it, or a recipe rejects them.
     """
-    all_snapshots = [s for of_kind in snapshots.values() for s in of_kind]
-    rows_RxK = np.zeros((len(cells), len(all_snapshots)))
-    for row_K, (cell, tokens) in zip(rows_RxK, cells, strict=True):
-        used = snapshots_through(snapshots[cell.kind], tokens, config.batch_tokens)
+    all_snapshots = [s for kind_snapshots in snapshots.values() for s in kind_snapshots]
+    coefficients_RxK = np.zeros((len(cells_and_tokens), len(all_snapshots)))
+    for row_K, (cell, scheduled_tokens) in zip(coefficients_RxK, cells_and_tokens, strict=True):
+        used = snapshots_through(snapshots[cell.kind], scheduled_tokens, config.batch_tokens)
         start = all_snapshots.index(used[0])
         row_K[start : start + len(used)] = cell.coefficients(np.array([s.tokens for s in used]))
-    return evaluate_merges(config, all_snapshots, rows_RxK)
+    return evaluate_merges(config, all_snapshots, coefficients_RxK)
 
 
 def snapshots_through(snapshots: Sequence[Snapshot], scheduled_tokens: int, batch_tokens: int) -> Sequence[Snapshot]:
     """Return the snapshots up to and including the one that was scheduled at `scheduled_tokens`.
 
-    A snapshot is taken after the first step that ends at or after its scheduled tokens, so less than one batch later.
+    A snapshot is taken after the first step that ends at or after its scheduled tokens. Its token count exceeds the
+    scheduled one by less than one batch.
 
     Raises:
         ValueError: No snapshot was scheduled at these tokens.
@@ -183,7 +185,7 @@ def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str
 
 
 def _read_stored(run: Run, tokens: int) -> dict[str, Any]:
-    """Return the content of sweep.json if its newest snapshot has these tokens, else that of an empty sweep."""
+    """Return the content of sweep.json if its newest snapshot has `tokens`, or an empty sweep otherwise."""
     empty = {"tokens": tokens, "raw_loss": None, "rows": [], "left_out": {}, "passes": 1, "seconds": {}}
     path = run.path / "sweep.json"
     stored = empty | parse_untrusted_json(path.read_bytes(), str(path), allow_nan=True) if path.exists() else empty

@@ -1,4 +1,4 @@
-"""Evaluation of merges at earlier token counts of a run; the held-out losses are cached in RUN/losses.json.
+"""Evaluate merges at several token counts of a run, and cache the held-out losses in RUN/losses.json.
 
 The file contains {digest of the held-out windows: {"CELL at TOKENS": nats per token, or null if there are too
 few snapshots}}.
@@ -32,23 +32,23 @@ def evaluate_along_run(
     end_tokens: Sequence[int],
     evaluation: EvaluationConfig | None = None,
 ) -> dict[tuple[Cell, int], float]:
-    """Evaluate each merge at several points of the run, and cache the losses in RUN/losses.json.
+    """Evaluate each merge at several token counts of the run, and cache the losses in RUN/losses.json.
 
-    Each cell merges the newest snapshots up to each of `end_tokens`. For memory use, see
-    `evaluation.merges.evaluate_merges`. Several processes may evaluate the same run, but in a bucket, which has no file
-    locks, concurrent writes can lose losses.
+    For each of `end_tokens`, a cell merges the last snapshots up to the one scheduled there. For memory use, see
+    `evaluation.merges.evaluate_merges`. Several jobs may evaluate the same run at once. In a bucket, which has no file
+    locks, one job can overwrite losses that another has stored.
 
     Args:
         run: The run. It must have saved snapshots of each cell's kind (`Cell.kind`).
         cells: The merges to evaluate, as cells of a sweep; `sweep.RAW` is the newest snapshot without merging.
-        end_tokens: Token counts of the newest snapshot of a merge; the run must have a snapshot at each.
+        end_tokens: Token counts at which merges end. The run must have a snapshot at each.
         evaluation: Evaluation settings, including the held-out text. Defaults to those of the run.
 
     Returns:
         The loss in nats per token for each (cell, end_tokens). Pairs with too few snapshots are omitted.
 
     Raises:
-        ValueError: The run has no snapshot at one of `end_tokens`, a cell's recipe is invalid, or losses.json is
+        ValueError: The run has no snapshot at one of `end_tokens`, the recipe of a cell is invalid, or losses.json is
             corrupt.
     """
     config = dataclasses.replace(run.config, evaluation=evaluation or run.config.evaluation)
@@ -57,8 +57,8 @@ def evaluate_along_run(
     # Read on the first process and broadcast, so that all processes evaluate the same cells.
     stored = hosts.broadcast_from_first(lambda: path.read_text() if path.exists() else "{}")
     cached = parse_untrusted_json(stored.encode(), str(path), allow_nan=True).get(digest, {})
-    requests = {_cache_key(cell, end): (cell, end) for end, cell in itertools.product(end_tokens, cells)}
-    missing = {cache_key: request for cache_key, request in requests.items() if cache_key not in cached}
+    pairs = {_cache_key(cell, end): (cell, end) for end, cell in itertools.product(end_tokens, cells)}
+    missing = {cache_key: pair for cache_key, pair in pairs.items() if cache_key not in cached}
     if missing:
         kinds = dict.fromkeys(cell.kind for cell, _ in missing.values())
         snapshots = {kind: run.of_kind(kind) for kind in kinds}
@@ -73,13 +73,13 @@ def evaluate_along_run(
         cached = cached | computed
         if hosts.is_first_process():
             _store_losses(run, digest, computed)
-    return {request: loss for cache_key, request in requests.items() if (loss := cached[cache_key]) is not None}
+    return {pair: loss for cache_key, pair in pairs.items() if (loss := cached[cache_key]) is not None}
 
 
 def _store_losses(run: Run, digest: str, losses: dict[str, float | None]) -> None:
-    """Add losses to losses.json, which other processes may change at the same time.
+    """Add losses to losses.json, which other jobs may change at the same time.
 
-    In a bucket, which has no file locks, a concurrent write can be lost.
+    In a bucket, which has no file locks, one job can overwrite what another has stored.
     """
     path = run.path / LOSSES_FILE_NAME
     with contextlib.nullcontext() if is_bucket(path) else locked(Path(run.path / LOSSES_LOCK_NAME)):

@@ -1,4 +1,4 @@
-"""Validation that parameter trees can be averaged: equal names, shapes, dtypes and integer leaves; common shardings."""
+"""Check that parameter trees can be averaged, and move them to common shardings."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from pma_jax.storage.formats.source import leaf_differences
 
 
 def check_same_structure(first: Any, other: Any, name: str) -> None:
-    """Raise unless two trees have the same leaf names, shapes and dtypes.
+    """Raise an error if two trees differ in leaf names, shapes, dtypes or container types.
 
     Args:
         first: Tree of arrays or ShapeDtypeStructs.
@@ -20,20 +20,22 @@ def check_same_structure(first: Any, other: Any, name: str) -> None:
         name: Name of `other` in the message, for example "checkpoint 3".
 
     Raises:
-        ValueError: They differ; the message names the first 10 leaves and counts the others.
+        ValueError: The trees differ; the message names up to 10 leaves and counts the others.
     """
     problems = leaf_differences(named_leaves(first, "/"), named_leaves(other, "/"))
-    if not problems and jax.tree.structure(first) != jax.tree.structure(other):
-        problems = ["the containers (dict, list, class) are of other types"]
     if problems:
         raise ValueError(f"{name} differs from the first in {_format(problems)}")
+    if jax.tree.structure(first) != jax.tree.structure(other):
+        raise ValueError(f"{name} differs from the first in container types (dict, list, class); the leaves match")
 
 
 def check_equal_integers(first: Any, other: Any, name: str) -> None:
-    """Raise unless the integer and boolean leaves of two trees are equal; each process compares its addressable shards.
+    """Raise an error if integer or boolean leaves of two trees differ.
+
+    The trees must have the same structure and shardings. Each process compares only its addressable shards.
 
     Raises:
-        ValueError: They differ; the message names the first 10 leaves and counts the others.
+        ValueError: The trees differ; the message names up to 10 leaves and counts the others.
     """
     unequal = [
         path
@@ -42,26 +44,26 @@ def check_equal_integers(first: Any, other: Any, name: str) -> None:
         and not all(np.array_equal(x, y) for x, y in zip(_local_shards(a), _local_shards(b), strict=True))
     ]
     if unequal:
-        raise ValueError(f"{name} differs from the first in integer leaves, which are not averaged: {_format(unequal)}")
+        raise ValueError(f"integer leaves are not averaged and must be equal; {name} differs in {_format(unequal)}")
 
 
 def device_put_like(params: Any, like: Any) -> Any:
-    """Move each leaf to the sharding of that leaf in `like`, a tree of arrays or ShapeDtypeStructs."""
+    """Move each leaf to the sharding of the same leaf of `like`, a tree of arrays or ShapeDtypeStructs."""
     return jax.tree.map(lambda x, target: jax.device_put(x, getattr(target, "sharding", None)), params, like)
 
 
 def is_float(dtype: DTypeLike) -> bool:
-    """Return whether a dtype is floating point, so that its leaves are averaged; False for integers and booleans.
+    """Return True for floating-point dtypes, which are averaged, and False for integer and boolean dtypes.
 
     Raises:
-        ValueError: The dtype is neither, for example complex.
+        ValueError: The dtype is not floating point, integer or boolean, for example complex.
     """
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return True
     if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
         return False
-    raise ValueError(f"leaves of dtype {dtype} cannot be averaged: leave them out")
+    raise ValueError(f"leaves of dtype {dtype} cannot be averaged: remove them from the tree")
 
 
 def _local_shards(x: Any) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ import numpy as np
 from pma_jax.merging import selection
 from pma_jax.runtime.errors import error_line
 from pma_jax.storage.formats import hub
-from pma_jax.storage.formats.open import load_deferred, open_deferred, open_source
+from pma_jax.storage.formats.open import describe_hub_revision, open_if_deferred, open_source
 from pma_jax.storage.formats.orbax_read import has_file
 from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.paths import as_path
@@ -79,7 +79,7 @@ def open_checkpoints(
         paths, get_stage, path_notes = _expand(str(address), snapshot_kind)
         notes += path_notes
         for path in paths:
-            open_checkpoint = open_deferred if path.startswith(hub.PREFIX) else open_source
+            open_checkpoint = describe_hub_revision if path.startswith(hub.PREFIX) else open_source
             sources.append(open_checkpoint(path, subtree))
             stages.append(get_stage(path))
     if tokens_per_step is not None:
@@ -153,7 +153,7 @@ def load_used(series: CheckpointSeries, coefficients: np.ndarray) -> tuple[Check
     """
     columns = np.flatnonzero(coefficients.any(axis=0)).tolist()
     series = series.take(columns)
-    return replace(series, sources=tuple(map(load_deferred, series.sources))), coefficients[:, columns]
+    return replace(series, sources=tuple(map(open_if_deferred, series.sources))), coefficients[:, columns]
 
 
 def snapshot_metadata(source: CheckpointSource) -> dict[str, Any] | None:

@@ -1,18 +1,19 @@
 """The paper's ladder of model sizes (PMA, arXiv 2505.12082) and a few smaller ones, as training configurations.
 
-The paper publishes sizes, but no shapes, learning rates, batch sizes or corpora. Those here are chosen as follows:
+The paper publishes model sizes, but no shapes, learning rates or batch sizes. They are chosen as follows:
 
 - Shapes resemble current open models: head dim 64 or 128; attention heads that share keys and values in groups
   (grouped-query attention), with RMSNorm on queries and keys; a SwiGLU MLP whose hidden width is 2.3 to 3.5 times the
-  width. Mixtures of experts (MoE) have 32 to 128 experts, of which each token uses 4 to 8, some also a shared expert
-  that every token uses; the router uses sigmoid scores and a per-expert bias for load balancing. Activated parameters
-  (those used for one token) and total parameters are within 5% of the numbers in the name.
+  model width. Mixtures of experts (MoE) have 32 to 128 experts, of which each token uses 4 to 8; some of these models
+  also have a shared expert, which every token uses; the router uses sigmoid scores and a per-expert bias for load
+  balancing. Activated parameters (those used for one token) and total parameters are within 5% of the nominal numbers
+  in `SIZES`.
 - Training lasts `RUN_LENGTH_WINDOWS` merge windows, as for the paper's 1.3B/13B model (windows of 80B tokens, 1.6T
   tokens in total).
 - Peak learning rate and batch size follow the scaling laws of DeepSeek LLM (arXiv 2401.02954, Equation 1) for the
-  FLOPs of that training.
+  resulting number of FLOPs.
 
-Snapshot interval and window are the paper's where it publishes them (Section 4.3 and Appendix A), else from
+Snapshot interval and window are those of the paper if it publishes them (Section 4.3 and Appendix A), else those of
 `recommend_interval_and_window`. The user sets the data (`config.data`) and, if needed, the mesh.
 """
 
@@ -29,7 +30,7 @@ from pma_jax.config import ModelConfig
 # for MoE models. `get_config` uses the point with the same number of activated parameters, if there is one.
 DENSE_POINTS = ((411e6, 2e9, 6), (2e9, 5e9, 6), (8e9, 15e9, 10), (70e9, 40e9, 10))
 MOE_POINTS = ((0.7e9, 4e9, 10), (1.3e9, 8e9, 10), (10e9, 80e9, 10))
-# total_tokens = RUN_LENGTH_WINDOWS * window * interval.
+# Length of training in merge windows: total_tokens = RUN_LENGTH_WINDOWS * window * interval.
 RUN_LENGTH_WINDOWS = 20
 
 
@@ -39,7 +40,7 @@ class ModelSize:
 
     Attributes:
         activated_params: Nominal number of parameters that are used for one token.
-        total_params: Nominal number of parameters.
+        total_params: Nominal number of all parameters, including those of inactive experts.
         model: Model configuration.
         sequence_length_tokens: Sequence length in training.
     """
@@ -70,7 +71,7 @@ def _moe(*sizes: int, experts: tuple[int, int, int], shared: int = 0) -> ModelCo
     number, per_token, hidden = experts
     return _dense(
         *sizes,
-        ModelConfig.hidden,  # the default, which MoE models do not use
+        ModelConfig.hidden,  # placeholder for `hidden`, which MoE models do not use
         experts=number,
         experts_per_token=per_token,
         expert_hidden=hidden,
@@ -107,7 +108,7 @@ SIZES = {
 
 
 def get_config(name: str) -> ml_collections.ConfigDict:
-    """Return the training configuration of a size of `SIZES`. The files in configs/ return it as it is or modify it."""
+    """Return the training configuration of a key of `SIZES`; the user sets `data`, and `mesh` if needed."""
     size = SIZES[name]
     model = size.model
     published = {params: point for params, *point in (MOE_POINTS if model.experts else DENSE_POINTS)}
@@ -141,10 +142,10 @@ def recommend_interval_and_window(activated_params: float, moe: bool = False) ->
     """Recommend a snapshot interval in tokens (two significant digits) and a window in snapshots for a model size.
 
     The interval follows a power law of the activated parameters, fitted by least squares in log-log space to the
-    paper's `DENSE_POINTS`, or to `MOE_POINTS` if `moe`, because MoE models need much longer intervals. It is within a
-    factor of 1.3 of each point; outside the range of the points (411M to 70B dense, 0.7B to 10B MoE) it is an
-    extrapolation. The window is 6 for dense models below 4B parameters, else 10: 4B is the geometric mean of 2B and 8B,
-    the paper's largest dense model with a window of 6 and its smallest with a window of 10.
+    paper's `DENSE_POINTS`, or to `MOE_POINTS` if `moe`, because MoE models need much longer intervals. The fitted
+    interval is within a factor of 1.3 of each point; outside the range of the points (411M to 70B dense, 0.7B to 10B
+    MoE) it is an extrapolation. The window is 6 for dense models below 4B parameters, else 10. In the paper, dense
+    models up to 2B have 6 and those from 8B have 10; 4B is the geometric mean of 2B and 8B.
     """
     points = np.log(np.array([(params, tokens) for params, tokens, _ in (MOE_POINTS if moe else DENSE_POINTS)]))
     slope, offset = np.polyfit(points[:, 0], points[:, 1], 1)
@@ -155,7 +156,7 @@ def recommend_interval_and_window(activated_params: float, moe: bool = False) ->
 def scaling_law_rate_and_batch(activated_params: float, total_tokens: float) -> tuple[float, float]:
     """Return (peak learning rate, tokens per batch) for training with 6 * activated_params * total_tokens FLOPs.
 
-    The formulas are those of DeepSeek LLM, arXiv 2401.02954, Equation 1.
+    The formulas are those of DeepSeek LLM, arXiv 2401.02954, Equation 1. The rate is rounded to two significant digits.
     """
     flops = 6 * activated_params * total_tokens
     return float(f"{0.3118 * flops**-0.1250:.1e}"), 0.2920 * flops**0.3271

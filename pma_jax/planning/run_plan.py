@@ -76,7 +76,7 @@ def plan_run(
         "programs": programs,
         "training": _training_numbers(config, topology, step_seconds),
         "storage": disk.estimate_storage_bytes(config, state),
-        "storage_times": disk.estimate_storage_seconds(config, state, storage_bytes_per_second),
+        "storage_times": disk.estimate_write_and_merge_seconds(config, state, storage_bytes_per_second),
         "annealing": _annealing_numbers(config, topology, step_seconds, annealing_share),
     }
 

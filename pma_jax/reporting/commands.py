@@ -1,4 +1,4 @@
-"""The shell commands that reproduce a report's runs."""
+"""The shell commands that reproduce a report and its runs."""
 
 import dataclasses
 import shlex
@@ -11,14 +11,14 @@ from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.runs.directory import Run
 
-BASE_CONFIG = "demo"  # name of the shipped configuration that the `pma train` command modifies
+BASE_CONFIG = "demo"  # shipped configuration that the `pma train` command starts from
 
 
 def reproduction_commands(run: Run, forks: Sequence[Run], merges: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the `pma train`, `fork`, `sweep` and `report` commands that reproduce a report.
+    """Return the `pma train`, `fork`, `sweep` and `report` commands that reproduce a report and its runs.
 
-    `pma train` sets each configuration key that differs from `BASE_CONFIG`, and `pma fork` each that differs from the
-    run.
+    The `pma train` command overrides the keys in which the configuration of `run` differs from `BASE_CONFIG`. A
+    `pma fork` command overrides those in which the configuration of the fork differs from that of `run`.
     """
     origin = run.metadata.get("forked_from")
     if origin:
@@ -37,7 +37,7 @@ def reproduction_commands(run: Run, forks: Sequence[Run], merges: Sequence[dict[
 
 
 def _grid_options(merges: Sequence[dict[str, Any]]) -> list[str]:
-    # dict.fromkeys keeps each value once, in the order of the sweep.
+    # dict.fromkeys removes duplicates and keeps the order of the sweep. Options with default values are omitted.
     recipes, windows, intervals = (
         ",".join(dict.fromkeys(str(m[key]) for m in merges)) for key in ("recipe", "window", "interval")
     )
@@ -47,7 +47,7 @@ def _grid_options(merges: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _run_path(run: Run) -> str:
-    # The commands reproduce runs under runs/, so that a shared report does not show the owner's paths.
+    # Use runs/ in place of the directory of the run, so that a published report does not show local paths.
     return f"runs/{run.path.name}"
 
 
@@ -56,7 +56,7 @@ def _pma(*words: object) -> str:
 
 
 def _overrides(old: Config, new: Config) -> list[str]:
-    keys = [line.split(":")[0] for line in configuration.differences(old, new)]
+    keys = [line.split(":")[0] for line in configuration.differences_affecting_results(old, new)]
     values = dataclasses.asdict(new)
     return [f"--config.{key}={_format_value(values[key.split('.')[0]][key.split('.')[1]])}" for key in keys]
 

@@ -32,14 +32,15 @@ from pma_jax.reporting.drawing import (
 
 WIDTH_INCHES, HEIGHT_INCHES = 11.0, 4.9
 LABEL_OFFSET_INCHES = 0.34  # between a panel and the labels of its lines
-NAME_CHARACTERS = 9  # for longer curve names the left panel is narrower
+_MAX_NAME_CHARACTERS_AT_FULL_WIDTH = 9  # longer names of curves make the left panel narrower
 
 
 def draw_report(report: dict[str, Any], theme: Theme = LIGHT) -> Figure:
     """Draw a report.
 
-    The left panel shows loss against tokens. The right panel, if the report has merges, shows by window the share that
-    each recovers, or its loss if shares are not defined.
+    The left panel plots loss against tokens. The right panel, drawn only if the report has merges, plots against the
+    window the share of the annealed run's gain in loss that each merge recovers, or, if a merge has no such share (as
+    without an annealed run), the loss of each merge.
     """
     figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES, theme)
     if not report["merges"]:
@@ -48,9 +49,9 @@ def draw_report(report: dict[str, Any], theme: Theme = LIGHT) -> Figure:
     room = LABEL_OFFSET_INCHES + CHARACTER_INCHES * max(len(display_name(series_name(m))) for m in report["merges"])
     # The names of the curves are drawn between the panels.
     names = [*report["curves"]["previews"], (report["best_merge"] or {}).get("text", "")]
-    longer = CHARACTER_INCHES * max(len(display_name(name)) - NAME_CHARACTERS for name in names)
+    longer = CHARACTER_INCHES * max(len(display_name(name)) - _MAX_NAME_CHARACTERS_AT_FULL_WIDTH for name in names)
     _draw_curves(_add_panel(figure, left=0.68, right=5.7 - max(longer, 0)), report, theme)
-    _draw_shares(_add_panel(figure, left=7.85, right=max(WIDTH_INCHES - max(room, 1.25), 8.9)), report, theme)
+    _draw_merges(_add_panel(figure, left=7.85, right=max(WIDTH_INCHES - max(room, 1.25), 8.9)), report, theme)
     return figure
 
 
@@ -99,13 +100,13 @@ def _draw_curves(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     _label_ends(axes, [(y, f"{display_name(text)}  {y:.3f}", color, bold) for y, text, color, bold in labels], theme)
 
 
-def _draw_shares(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
+def _draw_merges(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
     shares = all(m["recovered_share"] is not None for m in report["merges"])
     title = "Share of annealing recovered" if shares else "Loss of the merges"
     _style_panel(axes, theme, title, "snapshots merged, N")
     if shares:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
-    # Only the smallest interval; sweep.png shows all.
+    # Plot only the smallest interval; sweep.png plots all.
     interval = min(m["interval"] for m in report["merges"])
     merges = [m for m in report["merges"] if m["interval"] == interval]
     key = "recovered_share" if shares else "loss"
@@ -128,7 +129,7 @@ def _draw_shares(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
         )
     windows = sorted({m["window"] for m in merges})
     axes.set_xticks(windows)
-    # With more windows, their labels would overlap.
+    # More than 8 tick labels would overlap.
     if len(windows) > 8:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     margin = 0.06 * max(windows[-1] - windows[0], 1)
@@ -152,7 +153,7 @@ def _draw_shares(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
 
 
 def _visible_range(report: dict[str, Any]) -> tuple[float, float, float]:
-    """Return (first tokens, lowest loss, highest loss) of the axes: the end of the run, at the scale of the gain."""
+    """Return the axis limits (min tokens, min loss, max loss) that show the end of the run and the gain of merging."""
     raw, horizon = report["curves"]["raw"], report["tokens"]
     later = [loss for tokens, loss in raw if tokens >= horizon / 2]
     lowest = min(
@@ -161,7 +162,8 @@ def _visible_range(report: dict[str, Any]) -> tuple[float, float, float]:
         + [m["loss"] for m in report["merges"]]
         + later
     )
-    # The scale is the gain, or half the range of the raw losses in the second half of the run if that is larger.
+    # The scale is the gain (raw minus lowest loss), or half the range of the raw losses in the second half of the run
+    # if that is larger.
     scale = max(report["raw_loss"] - lowest, (max(later) - min(later)) / 2, 1e-3)
     high = max(report["raw_loss"] + 1.6 * scale, max(later) + 0.1 * scale)
     left = next((tokens for tokens, loss in raw if loss <= high), horizon)
@@ -178,7 +180,7 @@ def _shade_annealing(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
 
 
 def _mark_spikes(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
-    """Mark the onset of each irrecoverable spike, and draw the evaluations that a rollback discarded."""
+    """Mark the onset of each loss spike that does not recover, and plot the losses that a rollback discarded."""
     for spike in report["spikes"]:
         back = spike["went_back"]
         if spike["verdict"] != "irrecoverable":
@@ -191,7 +193,7 @@ def _mark_spikes(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
 
 
 def _write_note(axes: Axes, tokens: float, height: float, text: str, theme: Theme, **style: Any) -> None:
-    """Write a note at x = `tokens` and y = `height`, a share of the panel's height."""
+    """Write a note at x = `tokens` and y = `height`, a fraction of the panel's height."""
     place = axes.get_xaxis_transform()
     axes.text(tokens, height, text, transform=place, fontsize=SMALL_POINTS, color=theme.annealed, **style)
 
@@ -219,10 +221,13 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str, bool]], them
 
 
 def spread_labels(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return positions in [low, high], at least `gap` apart, nearest to `values` (least squares) and in their order."""
+    """Return the label positions that are closest to `values` in least squares.
+
+    The positions keep the order of `values`, are at least `gap` apart, and lie in [low, high].
+    """
     order = np.argsort(values, kind="stable")
     gaps = gap * np.arange(len(values))
-    # After k gaps are subtracted from position k, the positions need only be in ascending order.
+    # With k gaps subtracted from position k, the constraint is ascending order, which isotonic regression solves.
     pooled = scipy.optimize.isotonic_regression(np.asarray(values)[order] - gaps).x
     positions = np.empty(len(values))
     positions[order] = np.clip(pooled, low, high - gaps[-1]) + gaps

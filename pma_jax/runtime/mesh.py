@@ -211,7 +211,7 @@ def map_over_devices(function: Callable[..., Any], in_specs: tuple[Any, ...], ou
     """Wrap `function` in a `jax.shard_map` over all `non_manual_axes`; arguments are first resharded to `in_specs`.
 
     check_vma is False, because kernels from libraries do not declare over which axes their results vary. The enclosing
-    shard_map of a train step (`accumulate_gradients` in training/step.py) does not check it either.
+    shard_map of a train step (`sum_gradients` in training/step.py) does not check it either.
     """
     mapped = jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=set(non_manual_axes()), check_vma=False

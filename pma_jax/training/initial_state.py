@@ -17,7 +17,7 @@ from pma_jax.runs.directory import Run, newest_snapshot
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import Progress
 from pma_jax.training import resume
-from pma_jax.training.state import TrainState, branch_state, init_state_from_seed
+from pma_jax.training.state import TrainState, init_state_from_seed, replace_params
 
 # Options of the model that may differ from the snapshot's, because they do not change what each parameter means.
 _MAY_DIFFER = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
@@ -48,7 +48,7 @@ def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> 
     if saved is None:
         state = make_initial_state(run.config, abstract)
     elif "weights" in forked_from and progress.tokens == forked_from["tokens"]:
-        state = _replace_params(run.config, state, forked_from["weights"], "weights", abstract)
+        state = _with_params_of(run.config, state, forked_from["weights"], "weights", abstract)
     for kind in run.config.checkpoint.kinds:
         for snapshot in run.of_kind(kind):
             if snapshot.tokens > progress.tokens:
@@ -63,7 +63,7 @@ def make_initial_state(config: Config, abstract: TrainState) -> TrainState:
     The optimizer state is new, and the step is 0. Raises as `find_compatible_snapshot` does.
     """
     state, start_from = init_state_from_seed(config), config.training.start_from
-    return _replace_params(config, state, start_from, "training.start_from", abstract) if start_from else state
+    return _with_params_of(config, state, start_from, "training.start_from", abstract) if start_from else state
 
 
 def find_compatible_snapshot(config: Config, path: epath.PathLike, option: str) -> Snapshot:
@@ -90,18 +90,18 @@ def find_compatible_snapshot(config: Config, path: epath.PathLike, option: str) 
     return snapshot
 
 
-def _replace_params(
+def _with_params_of(
     config: Config, state: TrainState, path: epath.PathLike, option: str, abstract: TrainState
 ) -> TrainState:
     """Return `state` with the parameters of a snapshot, except for a router bias that the snapshot does not have."""
     snapshot, abstract_params = find_compatible_snapshot(config, path, option), abstract.params
     if not _has_router_bias(config.model) or _has_router_bias(snapshot.config.model):
-        return branch_state(config, state, snapshots.restore_params(snapshot, abstract_params))
+        return replace_params(config, state, snapshots.restore_params(snapshot, abstract_params))
     moe = {name: leaf for name, leaf in abstract_params["blocks"]["moe"].items() if name != ROUTER_BIAS}
     blocks = abstract_params["blocks"] | {"moe": moe}
     params = snapshots.restore_params(snapshot, abstract_params | {"blocks": blocks})
     params["blocks"]["moe"][ROUTER_BIAS] = state.params["blocks"]["moe"][ROUTER_BIAS]
-    return branch_state(config, state, params)
+    return replace_params(config, state, params)
 
 
 def _has_router_bias(model: ModelConfig) -> bool:

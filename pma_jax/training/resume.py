@@ -47,7 +47,7 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
     if not is_run(workdir):
         return create_run(workdir, config, metadata)
     run = open_run(workdir)
-    changed = configuration.differences(run.config, config)
+    changed = configuration.differences_affecting_results(run.config, config)
     if changed:
         raise ValueError(
             f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "

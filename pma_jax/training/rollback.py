@@ -36,7 +36,7 @@ from pma_jax.training import spikes
 from pma_jax.training.fork import state_at
 from pma_jax.training.metrics import Record
 from pma_jax.training.optimizer import init_opt_state
-from pma_jax.training.state import TrainState, abstract_state, branch_state
+from pma_jax.training.state import TrainState, abstract_state, replace_params
 
 FOLDER, EVENT, HELD = "spikes", "event.json", "held"
 Event = dict[str, Any]  # the contents of an event.json
@@ -208,7 +208,7 @@ def _merged_state(run: Run, event: Event, state: TrainState, mesh: jax.sharding.
         nearest = next(s for s in run.states if s.step == event["optimizer_step"])
         optimizer = states.restore_state(nearest, abstract_state(run.config, mesh)).optimizer
     step, detector = jnp.full_like(state.step, event["step"]), spikes.close_spike(state.detector)
-    return branch_state(run.config, state, params, step=step, optimizer=optimizer, detector=detector)
+    return replace_params(run.config, state, params, step=step, optimizer=optimizer, detector=detector)
 
 
 def _held_run(run: Run, event: Event) -> Run:

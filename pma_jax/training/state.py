@@ -22,9 +22,9 @@ class TrainState:
 
     Attributes:
         step: Number of completed optimizer steps, int32 scalar.
-        params: The parameters, float32.
+        params: Parameters that the optimizer updates, float32.
         optimizer: The state of the optax optimizer, with float32 moments.
-        block: Block mean of the parameters since the last snapshot; None if no block means are saved.
+        block: Running mean of the parameters since the last snapshot (block mean); None if no block means are saved.
         detector: State of the spike detector; None if spikes are not detected.
         ema: Exponential moving average of the parameters; None if it is disabled.
     """
@@ -38,7 +38,7 @@ class TrainState:
 
 
 def init_state(config: Config, key: jax.Array) -> TrainState:
-    """Initialize the state. Call under `jax.set_mesh`; `jax.jit` can trace this function."""
+    """Initialize the state from a PRNG key. Requires a mesh set with `jax.set_mesh`; can be jitted."""
     params = init_params(config.model, key)
     block = averages.empty(params) if "block_mean" in config.checkpoint.kinds else None
     detector = (
@@ -57,8 +57,9 @@ def init_state_from_seed(config: Config) -> TrainState:
 def eval_params(config: Config, state: TrainState) -> Params:
     """Return the parameters to evaluate and to save in snapshots.
 
-    These are the exponential moving average if the configuration has one, else the parameters that the optimizer
-    evaluates (`optimizer.eval_params`). The arrays may be those of `state`, which the next step donates.
+    They are the exponential moving average if the configuration has one, else the evaluation parameters of the
+    optimizer: the average of schedule-free, or `state.params`. They can share arrays with `state`: copy what is needed
+    after the next training step, which donates `state`.
     """
     if state.ema is not None:
         return state.ema.mean
@@ -66,22 +67,22 @@ def eval_params(config: Config, state: TrainState) -> Params:
 
 
 def update_block_mean(config: Config, state: TrainState, tokens: int) -> TrainState:
-    """Add `eval_params` to the block mean if the configuration adds the step that ended at `tokens`."""
+    """Add `eval_params` to the block mean if `config.is_block_mean_step(tokens)`, else return `state` unchanged."""
     if state.block is None or not config.is_block_mean_step(tokens):
         return state
     block = averages.add_to_block_mean(state.block, eval_params(config, state))
     return dataclasses.replace(state, block=block)
 
 
-def branch_state(config: Config, state: TrainState, params: Params, **changes: Any) -> TrainState:
-    """Return a state with new parameters, to start a branch: a fork, a rollback, or a run from imported weights.
+def replace_params(config: Config, state: TrainState, params: Params, **changes: Any) -> TrainState:
+    """Return a state with new parameters, for a fork, a rollback, or a run from imported weights.
 
-    The block mean and the moving average restart. The optimizer state is that of `state` (or of `changes`), but
-    schedule-free's iterates are set to `params`.
+    The block mean and the moving average are emptied. All other fields of `state` are kept, including the optimizer
+    state with its moments, unless `changes` replaces them. With schedule-free, its iterate z is set to `params`.
 
     Args:
-        config: The configuration of the new branch.
-        state: The state to branch off from.
+        config: Only the section `optimizer` is used, which must be that of the optimizer state.
+        state: The state whose parameters are replaced.
         params: The new parameters.
         **changes: Other fields of the state to replace.
     """
@@ -93,7 +94,7 @@ def branch_state(config: Config, state: TrainState, params: Params, **changes: A
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
-    """Return the shape, dtype and sharding of every leaf of the state, for restoring and compiling."""
-    # Create the key inside the traced function: outside of it, creating a key needs a device, and the devices of a mesh
-    # for ahead-of-time compilation cannot run anything.
+    """Return the state as a tree of ShapeDtypeStructs with shardings, for restoring and ahead-of-time compilation."""
+    # Create the key inside the traced function. Outside, it would run on a device, but the devices of a mesh for
+    # ahead-of-time compilation cannot run anything.
     return abstract_arrays(mesh, lambda: init_state(config, jax.random.key(0)))

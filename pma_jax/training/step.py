@@ -1,6 +1,7 @@
 """The jitted training step, which donates the state.
 
-Legend: B batch, L positions, M = L + 1 tokens of a window, A microbatches, b = B / A.
+Dimensions: B sequences per batch (per data shard within `shard_map`), L positions, M = L + 1 tokens of a window,
+A microbatches, b = B / A.
 """
 
 import dataclasses
@@ -31,16 +32,17 @@ def make_train_step(
 ) -> Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]:
     """Return the jitted `step(state, tokens_BxM, learning_rate) -> (state, metrics)`, which donates the state.
 
-    Call under `jax.set_mesh`: the step is compiled for that mesh. Steps are cached by configuration, graph and mesh, so
-    a process that trains several runs traces and compiles each step once.
+    Call under `jax.set_mesh`: the function is compiled for that mesh. It is cached by configuration, graph and mesh, so
+    a process that trains several runs for which these are equal compiles it once.
 
     Args:
-        config: The step depends on its sections model, optimizer, training and spikes.
-        graph: The model's static half (`graph_definition`).
+        config: Only the sections `model`, `optimizer`, `training` and `spikes` affect the function.
+        graph: The model's `nnx.GraphDef`, from `decoder.graph_definition`.
 
     Returns:
         A function of a state, int32 tokens [B, M] and a learning rate. Its metrics are `loss`, `gradient_norm` and
-        `count`; with experts also those of `moe.load_metrics`; with a detector also `spike`, a `spikes.Reading`.
+        `count`; if the model has experts, also those of `moe.load_metrics`; if spikes are detected, also `spike`, a
+        `spikes.Reading`.
     """
     # Keys that do not affect the step are cleared, so that they are not part of the cache key.
     training = dataclasses.replace(config.training, total_tokens=0, log_interval_tokens=0, seed=0, start_from="")
@@ -54,23 +56,22 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
     half_life_tokens = config.optimizer.ema_half_life_tokens
     ema_decay = averages.ema_decay(half_life_tokens, config.batch_tokens) if half_life_tokens else 0.0
 
-    def objective(params: Params, tokens_bxM: jax.Array) -> tuple[jax.Array, Metrics]:
-        weights = (training.z_loss_weight, training.balance_loss_weight, training.router_z_loss_weight)
-        return loss_sums(graph, params, tokens_bxM, *weights)
+    def objective(params: Params, tokens_bxM: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        loss_weights = (training.z_loss_weight, training.balance_loss_weight, training.router_z_loss_weight)
+        return loss_sums(graph, params, tokens_bxM, *loss_weights)
 
     def train_step(state: TrainState, tokens_BxM: jax.Array, learning_rate: jax.Array) -> tuple[TrainState, Metrics]:
-        gradients, sums = accumulate_gradients(objective, state.params, tokens_BxM, training.accumulation_steps)
+        gradients, sums = sum_gradients(objective, state.params, tokens_BxM, training.accumulation_steps)
         divisor = jnp.maximum(sums["count"], 1)  # the count is 0 if all targets of the batch are masked
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
         params, opt_state = update_params(config.optimizer, gradients, state.optimizer, state.params, learning_rate)
-        metrics = {
+        metrics: Metrics = {
             "loss": sums["nats"] / divisor,
             "gradient_norm": optax.tree.norm(gradients),
             "count": sums["count"],
         }
         if config.model.experts:
-            positions = tokens_BxM[:, 1:].size
-            metrics |= moe.load_metrics(sums["load_TxE"], positions, config.model.experts_per_token)
+            metrics |= moe.load_metrics(sums["load_TxE"], tokens_BxM[:, 1:].size, config.model.experts_per_token)
         if config.model.experts and config.model.router_bias:
             # The bias has gradient zero and no weight decay, so the optimizer did not change it.
             router = params["blocks"]["moe"]
@@ -95,8 +96,9 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
 def compiler_options(platform: str) -> dict[str, bool | str]:
     """Return XLA's compiler options for a train step; there are none except on CPU.
 
-    On CPU, XLA calls its library (YNN) only for matrix products, because the loops that XLA generates are faster for
-    other operations. With several simulated devices, one per core, a matrix product uses one thread.
+    On CPU, they make XLA use its library YNNPACK only for matrix products, because the loops that XLA generates are
+    faster for other operations. If there are several simulated devices, one per core, they limit each matrix product
+    to one thread.
     """
     if platform != "cpu":
         return {}
@@ -104,29 +106,29 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT", **one_thread}
 
 
-def accumulate_gradients(
-    objective: Callable[[Params, jax.Array], tuple[jax.Array, Metrics]],
+def sum_gradients(
+    objective: Callable[[Params, jax.Array], tuple[jax.Array, dict[str, jax.Array]]],
     params: Params,
     tokens_BxM: jax.Array,
     accumulation_steps: int,
-) -> tuple[Params, Metrics]:
-    """Return the gradient of `objective` and its auxiliary sums, both summed over microbatches and data shards.
+) -> tuple[Params, dict[str, jax.Array]]:
+    """Sum the gradient and the auxiliary outputs of `objective` over microbatches and data shards.
 
-    Because they are sums, the caller divides by the total number of targets once, which is exact even if microbatches
-    have different numbers of targets. Each shard of the mesh's `data` axis accumulates its own microbatches, so there
-    is one all-reduce per step.
+    To get means, divide both by the total number of targets. This is exact even if microbatches have different numbers
+    of targets. Each shard of the mesh's `data` axis sums its own microbatches, so there is one all-reduce per step.
 
     Args:
-        objective: Function of parameters and int32 tokens [b, M]. It returns a sum over targets, and auxiliary sums.
+        objective: Function of parameters and int32 tokens [b, M]. It returns the loss, summed over targets, and a
+            dict of auxiliary sums.
         params: The parameters.
         tokens_BxM: int32 tokens of the global batch.
         accumulation_steps: Number of microbatches, A.
     """
-    gradient = jax.grad(objective, has_aux=True)
+    grad_fn = jax.grad(objective, has_aux=True)
 
-    def local_gradients(params: Params, tokens_BxM: jax.Array) -> tuple[Params, Metrics]:
+    def local_gradients(params: Params, tokens_BxM: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
         if accumulation_steps == 1:
-            return gradient(params, tokens_BxM)
+            return grad_fn(params, tokens_BxM)
         # Microbatch a takes every A-th row, so each device splits the rows that it holds.
         strided = (tokens_BxM.shape[0] // accumulation_steps, accumulation_steps, tokens_BxM.shape[1])
         tokens_bxAxM = jnp.reshape(tokens_BxM, strided, out_sharding=RULES.spec("batch", None, None))
@@ -134,12 +136,12 @@ def accumulate_gradients(
 
         def add(total, tokens_bxM):
             # The barrier stops XLA for TPU from hoisting all-reduces out of the loop, which fails on reduce-scatters.
-            microbatch = jax.lax.platform_dependent(
-                gradient(params, tokens_bxM), tpu=jax.lax.optimization_barrier, default=lambda unchanged: unchanged
+            microbatch_sums = jax.lax.platform_dependent(
+                grad_fn(params, tokens_bxM), tpu=jax.lax.optimization_barrier, default=lambda unchanged: unchanged
             )
-            return jax.tree.map(jnp.add, total, microbatch), None
+            return jax.tree.map(jnp.add, total, microbatch_sums), None
 
-        shapes = jax.eval_shape(gradient, params, tokens_AxbxM[0])
+        shapes = jax.eval_shape(grad_fn, params, tokens_AxbxM[0])
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes)
         return jax.lax.scan(add, zeros, tokens_AxbxM)[0]
 
@@ -150,7 +152,7 @@ def accumulate_gradients(
         in_specs=(P(), P("data")),
         out_specs=P(),
         axis_names={"data"},
-        # With check_vma=True, JAX would insert a psum for the gradient at every use of a parameter. Without, gradients
-        # stay local until the psum above. Also, the outputs of Pallas kernels do not support the check.
+        # With check_vma=True, JAX would insert a psum for the gradient at every use of a parameter. With False,
+        # gradients stay local until the psum above. The outputs of Pallas kernels do not support the check either.
         check_vma=False,
     )(params, tokens_BxM)

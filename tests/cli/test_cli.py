@@ -232,7 +232,7 @@ def test_fork_without_a_state_lists_the_states(fails, finished, tmp_path):
 
 def test_sweep_of_more_snapshots_than_exist_is_one_line(fails, finished):
     line = fails("sweep", finished.path, "--windows", "15,20", "--recipes", "sma")
-    assert "sma:15: there are 6 snapshots, and it needs 15" in line and "sma:20" in line
+    assert "sma:15: there are 6 snapshots, and the merge needs 15" in line and "sma:20" in line
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_sweep_accepts_kinds_and_intervals_and_reports_what_it_skips(pma, copy):
     status, out, err = pma("sweep", copy.path, "--recipes", "wma", "--windows", "3,7", "--kind", "block_mean")
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()] == ["merge", "sma:2", "sma:2@3", "sma:3", "block/wma:3"]
-    assert err.splitlines()[0] == "note: skipped block/wma:7: there are 6 snapshots, and it needs 7"
+    assert err.splitlines()[0] == "note: skipped block/wma:7: there are 6 snapshots, and the merge needs 7"
     assert (copy.path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 

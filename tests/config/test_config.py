@@ -218,12 +218,12 @@ def test_json_round_trips(made):
     assert config.from_json(text) == made
     assert config.to_json(config.from_json(text)) == text
     assert config.digest(config.from_json(text)) == config.digest(made)
-    assert config.differences(made, config.from_json(text)) == []
+    assert config.differences_affecting_results(made, config.from_json(text)) == []
 
 
 @given(configs(), configs())
 def test_digests_are_equal_exactly_when_configurations_are(a, b):
-    assert (config.digest(a) == config.digest(b)) == (config.differences(a, b) == [])
+    assert (config.digest(a) == config.digest(b)) == (config.differences_affecting_results(a, b) == [])
 
 
 def test_digest_is_the_same_in_another_process():
@@ -247,7 +247,9 @@ def test_every_key_except_locations_is_part_of_the_digest():
             )
             name = f"{section.name}.{key.name}"
             lives_there = section.name == "mesh" or name == "data.cache_dir"
-            assert config.differences(base, other) == ([] if lives_there else [f"{name}: {old} -> {new}"])
+            assert config.differences_affecting_results(base, other) == (
+                [] if lives_there else [f"{name}: {old} -> {new}"]
+            )
 
 
 # --- Tokens to steps --------------------------------------------------------------------------------------------------

@@ -113,13 +113,13 @@ def test_rows_at_other_tokens_are_dropped(copy):
 def test_impossible_merge_is_skipped_and_reported(copy):
     result = sweep(copy, ["sma", "lagfree:order=2"], [2, 4], [1, 2])
     assert list(by_text(result)) == ["sma:2", "sma:2@2", "sma:4", "lagfree:order=2:4"]
-    assert result["left_out"]["sma:4@2"] == "there are 6 snapshots, and it needs 7"
+    assert result["left_out"]["sma:4@2"] == "there are 6 snapshots, and the merge needs 7"
     assert "at least 3 checkpoints" in result["left_out"]["lagfree:order=2:2"]
     assert len(result["rows"]) + len(result["left_out"]) == 8
 
 
 def test_sweep_without_a_merge_changes_nothing(copy, reads):
-    with pytest.raises(ValueError, match="sma:3@3: there are 6 snapshots, and it needs 7; sma:4@3"):
+    with pytest.raises(ValueError, match="sma:3@3: there are 6 snapshots, and the merge needs 7; sma:4@3"):
         sweep(copy, ["sma"], [3, 4], [3])
     assert not (copy.path / "sweep.json").exists() and reads == []
 

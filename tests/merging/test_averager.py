@@ -264,7 +264,7 @@ def test_different_trees_are_refused_with_every_leaf_named():
     many = {f"layer{i:02}": np.zeros(2, np.float32) for i in range(15)}
     with pytest.raises(ValueError, match=r"15 leaves: layer00 is missing; .*layer09 is missing; … and 5 more"):
         averager.weighted_sum([many, {}], [0.5, 0.5])
-    with pytest.raises(ValueError, match="containers"):
+    with pytest.raises(ValueError, match="differs from the first in container types"):
         averager.weighted_sum([{"a": [first["up"]]}, {"a": (first["up"],)}], [0.5, 0.5])
 
 

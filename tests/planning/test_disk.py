@@ -93,7 +93,7 @@ def test_block_means_take_one_float32_copy_of_the_model(workspace):
 def test_write_time_is_bytes_over_bandwidth(workspace):
     config = tiny.config(workspace, spikes__detect=False)
     state = jax.eval_shape(lambda s: s, abstract_state(config, make_mesh(config.mesh)))
-    actual = disk.estimate_storage_seconds(config, state, 1e6)
+    actual = disk.estimate_write_and_merge_seconds(config, state, 1e6)
     assert actual["write_snapshot_seconds"] == pytest.approx(disk.tree_bytes(state.params) / 1e6)
     assert actual["merge_window_seconds"] == pytest.approx((3 + 1) * actual["write_snapshot_seconds"])
     assert actual["write_state_seconds"] == pytest.approx(3 * actual["write_snapshot_seconds"], rel=1e-3)

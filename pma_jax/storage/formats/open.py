@@ -14,34 +14,34 @@ from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, numpy_d
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.paths import as_path
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSource:
     """Open a checkpoint: read its metadata and none of its arrays.
 
     Args:
-        address: A directory of safetensors (one file, or shards with their index), a .safetensors file, an Orbax
-            checkpoint of a pytree, or hf://org/repo@revision, which is downloaded.
-        subtree: The part of an Orbax tree that holds the parameters ("params", "target/model"). If None it is guessed,
-            and `notes` of the result reports the guess.
+        address: A directory with one .safetensors file or with shards and their index, a .safetensors file, a
+            .safetensors.index.json, an Orbax checkpoint of a pytree, or hf://org/repo@revision, which is downloaded.
+        subtree: Path of the parameters in an Orbax tree ("params", "target/model"). If None, it is inferred and
+            reported in `notes` of the result. Must be None for safetensors.
 
     Raises:
-        ValueError: There is no readable checkpoint, or it is corrupt; the message is one line with a remedy.
+        ValueError: There is no readable checkpoint, or it is corrupt.
     """
     text = str(address)
     if text.startswith(hub.PREFIX):
         folder = hub.download(text)
         repo, revision = hub.parse_address(text)
         step, tokens = progress_from_name(revision)
-        # The cache names the folder by the commit, so the provenance records exactly what was read.
+        # The download folder is named after the commit, so `origin` identifies the exact revision.
         return replace(
             open_source(folder, subtree), origin=f"{hub.PREFIX}{repo}@{folder.name}", step=step, tokens=tokens
         )
     path = as_path(address)
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory")
-    # Absolute, so that a plan means the same files in every process of a merge.
+    # Make the path absolute, so that it names the same files in processes with another working directory.
     path = path.absolute()
     try:
         return _open_file(path, subtree) if path.is_file() else _open_directory(path, subtree)
@@ -49,18 +49,19 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
         raise ValueError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
-def open_deferred(address: str, subtree: str | None = None) -> CheckpointSource:
-    """Describe a hub revision from its name alone; `load_deferred` downloads and opens it.
+def describe_hub_revision(address: str, subtree: str | None = None) -> CheckpointSource:
+    """Describe a hub revision from its name alone, without a download; `open_if_deferred` downloads and opens it.
 
-    A suite has hundreds of revisions, of which few may be selected by their step and tokens. The leaves of the result
-    are empty.
+    Use it to select among many revisions by step and tokens. `leaves` of the result is empty.
     """
     step, tokens = progress_from_name(hub.parse_address(address)[1])
     return CheckpointSource("deferred", Path(), address, {}, {}, tokens, step, metadata={"subtree": subtree})
 
 
-def load_deferred(source: CheckpointSource) -> CheckpointSource:
-    """Download and open a source from `open_deferred`, with its step and tokens; return any other source unchanged.
+def open_if_deferred(source: CheckpointSource) -> CheckpointSource:
+    """Download and open a source that `describe_hub_revision` returned; return any other source unchanged.
+
+    The step and the tokens of `source` are kept.
 
     Raises:
         ValueError: The same as `open_source`.
@@ -75,7 +76,7 @@ def _open_file(path: Path, subtree: str | None) -> CheckpointSource:
         return _open_safetensors(path.parent, safetensors_file.read_sharded_header(path), subtree)
     if path.suffix == ".safetensors":
         return _open_safetensors(path, safetensors_file.read_header(path), subtree)
-    if any(path.match(pattern) for pattern in _PICKLES):
+    if any(path.match(pattern) for pattern in _PICKLE_PATTERNS):
         raise ValueError(_pickle_message(path))
     raise ValueError(f"{path}: not a checkpoint; give a directory, a .safetensors file or hf://org/repo@revision")
 
@@ -85,7 +86,7 @@ def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
     files = sorted(path.glob("*.safetensors"))
     if len(indexes) > 1:
         raise ValueError(
-            f"{path}: has {len(indexes)} indexes; name one of {', '.join(index.name for index in indexes)}"
+            f"{path}: has {len(indexes)} indexes; give the path of one: {', '.join(index.name for index in indexes)}"
         )
     if indexes:
         return _open_safetensors(path, safetensors_file.read_sharded_header(indexes[0]), subtree)
@@ -95,7 +96,7 @@ def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
         raise ValueError(f"{path}: has {len(files)} safetensors files and no index; name one of them, or add the index")
     if orbax_read.is_orbax(path):
         return orbax_read.open_orbax(path, subtree)
-    pickles = [file for pattern in _PICKLES for file in sorted(path.glob(pattern))]
+    pickles = [file for pattern in _PICKLE_PATTERNS for file in sorted(path.glob(pattern))]
     if pickles:
         raise ValueError(_pickle_message(pickles[0]))
     raise ValueError(f"{path}: holds neither safetensors nor an Orbax checkpoint")
@@ -110,8 +111,8 @@ def _pickle_message(path: Path) -> str:
 
 def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str | None) -> CheckpointSource:
     if subtree is not None:
-        raise ValueError(f"{path}: a safetensors checkpoint has no subtree {subtree!r}; leave the option out")
-    # Not for a single file: other files in its directory may belong to another model.
+        raise ValueError(f"{path}: subtree {subtree!r} is for Orbax checkpoints only; do not set it for safetensors")
+    # Sidecar files (config, tokenizer) are those of a directory; beside a single file they may be another model's.
     siblings = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
     files = tuple(
         file
@@ -139,26 +140,36 @@ def _tokens_from_provenance(directory: Path) -> int | None:
     return tokens if type(tokens) is int else None
 
 
-def read_leaf(source: CheckpointSource, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """Read a complete leaf in its shape, or elements [start, stop) in C order as a flat array.
+def read_leaf(
+    source: CheckpointSource, name: str, start_element: int = 0, stop_element: int | None = None
+) -> np.ndarray:
+    """Read a complete leaf in its shape, or elements [start_element, stop_element) in C order as a flat array.
 
     Raises:
+        KeyError: `source` has no leaf `name`.
         ValueError: The stored bytes are missing or corrupt.
     """
     leaf = source.leaves[name]
-    is_complete = start == 0 and stop is None
-    stop = leaf.elements if stop is None else stop
-    data = read_leaf_bytes(source, name, start, stop).view(numpy_dtype(leaf.dtype))
-    return data.reshape(leaf.shape) if is_complete else data
+    stop = leaf.elements if stop_element is None else stop_element
+    data = read_leaf_bytes(source, name, start_element, stop).view(numpy_dtype(leaf.dtype))
+    return data.reshape(leaf.shape) if start_element == 0 and stop_element is None else data
 
 
-def read_leaf_bytes(source: CheckpointSource, name: str, start: int, stop: int) -> np.ndarray:
-    """Read elements [start, stop) of a leaf as little-endian bytes in C order: uint8 [(stop - start) * item size]."""
+def read_leaf_bytes(source: CheckpointSource, name: str, start_element: int, stop_element: int) -> np.ndarray:
+    """Read elements [start_element, stop_element) of a leaf in C order as little-endian bytes.
+
+    Returns:
+        uint8 [(stop_element - start_element) * bytes per element].
+
+    Raises:
+        KeyError: `source` has no leaf `name`.
+        ValueError: The stored bytes are missing or corrupt.
+    """
     if name not in source.byte_ranges:
-        return orbax_read.read_with_tensorstore(source, name, start, stop)
-    width = ITEM_BYTES[source.leaves[name].dtype]
-    data = np.empty((stop - start) * width, np.uint8)
+        return orbax_read.read_with_tensorstore(source, name, start_element, stop_element)
+    item_bytes = ITEM_BYTES[source.leaves[name].dtype]
+    data = np.empty((stop_element - start_element) * item_bytes, np.uint8)
     ranges = source.byte_ranges[name]
     with open_files([part.path for part in ranges], os.O_RDONLY) as files:
-        read_range(files, ranges, start * width, data)
+        read_range(files, ranges, start_element * item_bytes, data)
     return data

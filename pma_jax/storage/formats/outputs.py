@@ -1,6 +1,6 @@
-"""Plan the directory of a merged checkpoint: the leaves in the requested format, and the small files beside them.
+"""Plan the directory of a merged checkpoint: the leaves in the requested format, and the sidecar files.
 
-Only safetensors outputs get these sidecar files, such as config.json and the tokenizer.
+Sidecar files, such as config.json and the tokenizer, are written only beside safetensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from pma_jax.storage.formats.safetensors import safetensors_layout
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo
 from pma_jax.storage.json_files import read_json_object, serialize_json
 
+# Files of a Hugging Face tokenizer.
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -25,7 +26,7 @@ TOKENIZER_PATTERNS = (
     "chat_template*",
     "tokenization_*.py",
 )
-# Small files without which the merged model does not load or does not tokenize.
+# Files other than weights in the directory of a Hugging Face model, with its tokenizer.
 SIDECAR_PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -36,7 +37,7 @@ SIDECAR_PATTERNS = (
     "configuration_*.py",
     "modeling_*.py",
 )
-_SIDECAR_LIMIT_BYTES = 256 * 2**20
+_MAX_SIDECAR_BYTES = 256 * 2**20
 
 
 def plan_output(
@@ -50,12 +51,13 @@ def plan_output(
     """Lay out the files of a merged checkpoint.
 
     Args:
-        sources: The inputs, oldest first; sidecar files are copied from the newest (safetensors only).
-        leaves: The merged leaves, in the order to write them.
+        sources: The merged checkpoints, oldest first. For safetensors, sidecar files are those of the newest, and the
+            metadata of the file headers is that of the oldest.
+        leaves: Dtype and shape of each merged leaf, in the order to write them.
         format: "safetensors" or "orbax".
         shard_bytes: Maximum bytes of leaves per file (safetensors only).
-        config_dtype: The dtype to name in config.json (safetensors only); "keep" copies config.json unchanged. The
-            dtypes of the leaves themselves are those of `leaves`.
+        config_dtype: Value of the `dtype` key in config.json, or "keep" to copy config.json unchanged (only for
+            safetensors). Does not change the dtype of any leaf.
         custom_metadata: Custom metadata of the checkpoint (Orbax only).
 
     Raises:
@@ -76,7 +78,7 @@ def plan_output(
 def _plan_sidecars(
     sources: Sequence[CheckpointSource], config_dtype: str
 ) -> tuple[dict[str, Path], dict[str, bytes], tuple[str, ...]]:
-    """Return (files to copy, files to write with changed contents, notes about files that are omitted or differ)."""
+    """Return the files to copy, the contents of files to write, and notes on files that are omitted or differ."""
     newest = sources[-1]
     copies = {path.name: path for path in newest.other_files if is_sidecar(path, SIDECAR_PATTERNS)}
     omitted = [path.name for path in newest.other_files if path.name not in copies]
@@ -91,7 +93,7 @@ def _plan_sidecars(
             if file.name == name and not _have_equal_bytes(file, path)
         )
         if other := next(differing, None):
-            notes.append(f"{name} differs between {other.origin} and {newest.origin}; the latter's is kept")
+            notes.append(f"{name} differs from that of {other.origin}; the one of {newest.origin} is copied")
     texts = {}
     if config_dtype != "keep" and "config.json" in copies:
         config = read_json_object(copies["config.json"])
@@ -103,8 +105,8 @@ def _plan_sidecars(
 
 
 def is_sidecar(path: Path, patterns: Sequence[str]) -> bool:
-    """Return whether a file's name matches one of `patterns` and its size is plausible for such a file."""
-    return any(path.match(pattern) for pattern in patterns) and path.stat().st_size <= _SIDECAR_LIMIT_BYTES
+    """Return whether a file's name matches one of `patterns` and it has at most 256 MiB."""
+    return any(path.match(pattern) for pattern in patterns) and path.stat().st_size <= _MAX_SIDECAR_BYTES
 
 
 def _have_equal_bytes(one: Path, other: Path) -> bool:
