@@ -94,7 +94,7 @@ def scan(config: Config, losses: jax.Array, norms: jax.Array) -> spikes.Reading:
 
 def onsets(readings: spikes.Reading) -> np.ndarray:
     """Return the first steps of all detected spikes."""
-    return np.unique(np.asarray(readings.onset)[np.asarray(readings.code) != spikes.CALM])
+    return np.unique(np.asarray(readings.onset)[np.asarray(readings.status) != spikes.CALM])
 
 
 def clean_trace(steps: int, seed: int, degrees: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +119,7 @@ def detect_planted(config: Config, seed: int) -> tuple[bool, bool]:
     norms[onset : onset + 10] *= 20
     readings = scan(config, jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32))
     detected = onsets(readings)
-    irrecoverable = bool((np.asarray(readings.code) == spikes.IRRECOVERABLE).any())
+    irrecoverable = bool((np.asarray(readings.status) == spikes.IRRECOVERABLE).any())
     return bool(detected.size and abs(detected[0] - onset - 1) <= 5), irrecoverable != recovers
 
 

@@ -1,8 +1,8 @@
 """Tokenizer files of imported and exported models.
 
-An imported snapshot stores them in its directory `tokenizer`. Its `data.tokenizer` is the path of the tokenizer.json in
-that directory, so that merges of the snapshot find them too. The tokenizer.json of a run of pma_jax is in the token
-cache, or is a file that `data.tokenizer` names.
+An imported snapshot contains them in its directory `tokenizer`. `data.tokenizer` in the configuration of the snapshot
+is the path of the tokenizer.json in that directory, so that merges of the snapshot find the files too. The
+tokenizer.json of a run of pma_jax is in the token cache, or is the file at the path `data.tokenizer`.
 """
 
 import contextlib
@@ -41,14 +41,15 @@ class TokenizerFiles:
 
 
 def select_tokenizer_files(files: Iterable[Path]) -> dict[str, Path]:
-    """Return those files that belong to a tokenizer, by file name."""
+    """Return a dict from file name to path of those files whose names match `TOKENIZER_PATTERNS`."""
     return {path.name: path for path in files if is_sidecar(path, TOKENIZER_PATTERNS)}
 
 
 def bos_from_eos(config: Config, eos: Any) -> Any:
-    """Return the BOS token for transformers: EOS if the model attends across documents, else None.
+    """Return EOS as the BOS token for transformers if attention crosses document boundaries, else None.
 
-    Training data separates documents by EOS alone, so the EOS of the previous document begins a document.
+    Training data separates documents by EOS alone. If attention crosses the boundaries (`model.separator_token` is
+    negative), the model sees the EOS of the previous document before each document; otherwise it sees no token there.
 
     Args:
         config: Configuration of the model.
@@ -58,24 +59,29 @@ def bos_from_eos(config: Config, eos: Any) -> Any:
 
 
 def find_tokenizer_files(
-    source: CheckpointSource, config: Config, is_imported: bool, override: Path | None
+    source: CheckpointSource, config: Config, is_imported: bool, tokenizer_json: Path | None
 ) -> TokenizerFiles:
-    """Find the tokenizer of a snapshot: the override if given, else the one imported with it, or else its run's.
+    """Find the tokenizer files of a snapshot, or generate them for transformers.
+
+    The tokenizer is `tokenizer_json` if it is given, else the one that was imported with the snapshot, else the one of
+    the run that saved the snapshot. If none is found, return no files and a note with the reason.
 
     Args:
         source: The snapshot.
         config: Configuration of the snapshot.
         is_imported: Whether the snapshot was imported, or merged from imported snapshots.
-        override: A tokenizer.json to use instead.
+        tokenizer_json: Path of a tokenizer.json to use instead. If the file has this name and a tokenizer_config.json
+            beside it, the tokenizer files in its directory are returned unchecked.
 
     Raises:
-        ValueError: `override` is not a tokenizer.json, or has ids outside the model's vocabulary.
+        ValueError: The files must be generated, because there is no tokenizer_config.json, and the tokenizer cannot be
+            read, has no known end-of-document token, or has ids outside the model's vocabulary.
     """
-    if override is not None:
-        return _copy_or_generate_files(override, config)
+    if tokenizer_json is not None:
+        return _existing_or_generated_files(tokenizer_json, config)
     name = config.data.tokenizer
     if is_imported:
-        # In the snapshot itself, or, for a merge, in the imported snapshot that it was merged from.
+        # A merge does not contain the files: they are in the imported snapshot that `data.tokenizer` points to.
         candidates = (source.path / FOLDER, Path(name).parent)
         folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
         if folder is not None:
@@ -84,17 +90,17 @@ def find_tokenizer_files(
         return _generate_files(byte_tokenizer(), config)
     path = _find_trained_bpe(source, config) if name == "bpe" else Path(name).expanduser()
     if path is not None and path.is_file():
-        return _copy_or_generate_files(path, config)
-    reason = "the token cache of the run does not contain its BPE" if path is None else f"{path} does not exist"
-    return TokenizerFiles(notes=(f"no tokenizer is written: {reason}; name its {FILE_NAME} with --tokenizer",))
+        return _existing_or_generated_files(path, config)
+    reason = "the run's BPE tokenizer is not in the token cache" if path is None else f"{path} does not exist"
+    return TokenizerFiles(notes=(f"no tokenizer is written: {reason}; pass a {FILE_NAME} with --tokenizer",))
 
 
 def _list_files(folder: Path) -> dict[str, Path]:
     return select_tokenizer_files(sorted(file for file in folder.iterdir() if file.is_file()))
 
 
-def _copy_or_generate_files(path: Path, config: Config) -> TokenizerFiles:
-    """Return the files in the directory of a tokenizer.json; generate all files if tokenizer_config.json is missing."""
+def _existing_or_generated_files(path: Path, config: Config) -> TokenizerFiles:
+    """Return the tokenizer files beside a tokenizer.json; without a tokenizer_config.json there, generate all files."""
     files = _list_files(path.parent) if path.name == FILE_NAME and path.is_file() else {}
     if "tokenizer_config.json" in files:
         return TokenizerFiles(files, {}, _end_of_document(path))
@@ -102,17 +108,20 @@ def _copy_or_generate_files(path: Path, config: Config) -> TokenizerFiles:
 
 
 def _end_of_document(path: Path) -> int | None:
-    with contextlib.suppress(ValueError):  # no known end-of-document token: tokenizer_config.json may define one
+    with contextlib.suppress(ValueError):  # none is known to pma_jax: tokenizer_config.json may define one
         return load_tokenizer(path).end_of_document
     return None
 
 
 def _generate_files(tokenizer: Any, config: Config) -> TokenizerFiles:
-    """Generate the files of a `Tokenizer` for transformers. Unlike pma_jax, it parses special tokens inside texts."""
+    """Generate the files from which transformers loads a `Tokenizer`.
+
+    transformers parses special tokens that occur in a text; pma_jax does not.
+    """
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
         raise ValueError(
             f"the tokenizer {tokenizer.name} has ids up to {tokenizer.vocabulary_size - 1}, but the model's vocabulary "
-            f"has {config.model.vocabulary_size}: choose another tokenizer"
+            f"size is {config.model.vocabulary_size}: choose another tokenizer"
         )
     end = tokenizer.backend.id_to_token(tokenizer.end_of_document)
     fields = {
@@ -131,12 +140,12 @@ def _generate_files(tokenizer: Any, config: Config) -> TokenizerFiles:
 
 
 def _find_trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
-    """Find the BPE tokenizer that the run of a snapshot trained, or, for a merge, the run of one of its sources."""
+    """Find the BPE tokenizer that the run of a snapshot trained. For a merge, search the runs of its sources too."""
     snapshots = [source.path]
     with contextlib.suppress(ValueError):
         snapshots += [Path(entry["source"]) for entry in provenance.read(source.path)["sources"]]
     for snapshot in snapshots:
-        run = snapshot.parent.parent / "run.json"  # RUN/snapshots/STEP
+        run = snapshot.parent.parent / "run.json"  # a snapshot is at RUN/snapshots/STEP
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             path = find_cached_tokenizer(config.data, json.loads(run.read_text())["corpus"])
             if path is not None:

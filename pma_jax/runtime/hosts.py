@@ -16,7 +16,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-# No public API returns the process index and count without initialising the backend, which fixes the device count.
+# Every public API for the process index and count initialises the backend, and initialising it fixes the device count.
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
@@ -27,27 +27,29 @@ T = TypeVar("T")
 
 HEARTBEAT_TIMEOUT_SECONDS = 100  # JAX's own default
 ENVIRONMENT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# Delay before process 0 exits, in which the others report their own errors: they end when the coordination service
-# ends, which process 0 hosts.
+# Process 0 hosts the coordination service, and its exit ends the other processes. This delay lets them report their own
+# errors first.
 _EXIT_DELAY_SECONDS = 2.0
 
 
 def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SECONDS) -> None:
-    """Call `jax.distributed.initialize`, which waits for all processes of the job. Call it before any use of a device.
+    """Join a multi-process job. Call it only in such a job, before any use of a device: it raises ValueError otherwise.
 
-    The job is described by the three environment variables `ENVIRONMENT_VARIABLES`. If they are not set, JAX detects
-    the cluster: Cloud TPU, SLURM, Open MPI or Kubernetes (GKE).
+    Calls `jax.distributed.initialize`, which waits for all processes of the job. The job is described by the three
+    environment variables `ENVIRONMENT_VARIABLES`. If the last two are not set, JAX detects the cluster: Cloud TPU,
+    SLURM, Open MPI or Kubernetes (GKE).
 
     Args:
         heartbeat_timeout_seconds: A process that sends no heartbeat for this long is considered dead, and the others
             stop.
 
     Raises:
-        ValueError: Only some of the variables are set, or JAX detects no cluster.
+        ValueError: There is no multi-process job (the variables are not set and JAX detects no cluster), some of the
+            variables are missing, or JAX cannot connect the processes.
     """
     address, count, index = (os.environ.get(name) for name in ENVIRONMENT_VARIABLES)
     if (count is None) != (index is None) or (count is not None and address is None):
-        raise ValueError(f"set all of {', '.join(ENVIRONMENT_VARIABLES)}, or none, so that JAX detects the cluster")
+        raise ValueError(f"set all of {', '.join(ENVIRONMENT_VARIABLES)}, or none to let JAX detect the cluster")
     try:
         jax.distributed.initialize(
             address,
@@ -69,7 +71,7 @@ def process_index_and_count() -> tuple[int, int]:
 
 
 def is_first_process() -> bool:
-    """Return whether this process is process 0, the only one that writes metrics, tables and reports."""
+    """Return whether this process is the first (process 0), the only one that writes metrics, tables and reports."""
     return global_state.process_id == 0
 
 
@@ -92,8 +94,8 @@ def broadcast_from_first(read: Callable[[], str]) -> str:
     """Call `read` in process 0 only, and return its result in all processes.
 
     Raises:
-        ValueError: `read` raised ValueError or OSError; with several processes, all raise ValueError. A single process
-            propagates the error of `read` itself.
+        ValueError: With several processes, `read` raised ValueError or OSError in process 0; all processes raise. In a
+            single process, every error of `read` propagates unchanged.
     """
     if global_state.num_processes == 1:
         return read()
@@ -151,9 +153,9 @@ def raise_if_any_failed(error: Exception | None) -> None:
 
 @contextlib.contextmanager
 def record_stop_signals() -> Iterator[StopRequest]:
-    """Within the block of a single process, record SIGTERM or SIGINT for `is_stop_requested`; the process goes on.
+    """Record SIGTERM and SIGINT inside the `with` block instead of stopping; `is_stop_requested` reads the record.
 
-    With several processes, install no handlers: JAX's coordination service catches SIGTERM, and chooses the step at
+    With several processes, install no handlers: JAX's coordination service catches SIGTERM and chooses the step at
     which all processes stop.
     """
     if global_state.num_processes > 1:
@@ -175,14 +177,14 @@ def exit_on_error() -> Iterator[None]:
     """If there are several processes, exit this one immediately on an error or Ctrl-C inside the block.
 
     A normal exit would deadlock: at shutdown this process would wait for the others, and they wait for it in a
-    collective. After an immediate exit, the coordination service stops the others. A KeyboardInterrupt with a message
-    is a stop that all processes make at the same step, and propagates normally.
+    collective. After an immediate exit, the coordination service stops the others. A coordinated stop (a
+    KeyboardInterrupt with a message, raised in all processes at the same step) propagates normally.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        is_agreed = isinstance(error, KeyboardInterrupt) and bool(str(error))
-        if global_state.num_processes > 1 and not is_agreed:
+        is_coordinated_stop = isinstance(error, KeyboardInterrupt) and bool(str(error))
+        if global_state.num_processes > 1 and not is_coordinated_stop:
             exit_with_error(error)
         raise
 
@@ -190,7 +192,7 @@ def exit_on_error() -> Iterator[None]:
 def exit_with_error(error: BaseException) -> None:
     """Print an error in one line with this process's index, and exit immediately.
 
-    The exit status is 1; for a KeyboardInterrupt it is the attribute `status` of the exception, or else 130.
+    The exit status is 1; for a KeyboardInterrupt, its `status` attribute if it has one, otherwise 130.
     """
     index, count = process_index_and_count()
     line = error_line(error)

@@ -1,8 +1,8 @@
 """Atomic writes: a file or directory appears with its complete content, or not at all.
 
 On a disk, content is written under a temporary name in the same directory, flushed (fsync), and renamed into place;
-then the directory is flushed, so that the rename survives a power failure. An object in a bucket appears atomically by
-itself, and is written directly.
+then the directory is flushed, so that the rename survives a power failure. An object in a bucket is written directly,
+because object stores write each object atomically.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 from pma_jax.storage.paths import is_bucket
 
-_SYNC_THREADS = 16
+_FSYNC_THREADS = 16
 
 
 def write_text(path: Any, text: str) -> None:
@@ -41,17 +41,17 @@ def write_bytes(path: Any, data: bytes) -> None:
 
 
 def publish_directory(temporary: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Flush a complete directory on a disk and rename it to `target`. Raises OSError when `target` is not empty."""
+    """Flush a complete directory on a disk and rename it to `target`; raises OSError if `target` is not empty."""
     fsync_tree(Path(temporary))
     Path(temporary).rename(target)
     fsync_path(Path(target).parent)
 
 
 def fsync_tree(directory: Path) -> None:
-    """Flush every file and directory below `directory`, itself and its parent directory to the disk."""
+    """Flush `directory`, everything below it, and its parent directory to the disk."""
     paths = [path for root, _, files in os.walk(directory) for path in [Path(root), *(Path(root, f) for f in files)]]
     # An Orbax checkpoint is hundreds of small files; file systems batch flushes that are requested concurrently.
-    with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+    with ThreadPoolExecutor(_FSYNC_THREADS) as pool:
         for _ in pool.map(fsync_path, paths):
             pass
     fsync_path(directory.parent)

@@ -1,9 +1,13 @@
-"""Open and resume a run for training; corrupt snapshots and states are reported and set aside (moved) first.
+"""Open and resume a run for training.
 
-    RUN/damaged/<folder>-<step>.<n>      a corrupt step; pma_jax never reads it, so delete it after inspection
+A saved step is the directory of one snapshot or state. It is intact if its metadata and all its leaves match the
+digests that were saved with them, and corrupt otherwise. A corrupt saved step is reported and set aside, that is, moved
+to:
 
-A step is intact if its metadata and all its leaves match the digests that were saved with them. Steps without a commit
-marker (the process was killed while it wrote or removed them) are incomplete and are removed.
+    RUN/damaged/<folder>-<step>.<n>      pma_jax never reads it, so delete it after inspection
+
+An unpublished step has no commit marker, because the process was killed while it wrote or removed the step. It is
+removed.
 """
 
 import importlib.metadata
@@ -62,7 +66,7 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
 
 
 def clean_up(run: Run, warn: Warn) -> None:
-    """Remove the steps without a commit marker and set aside those with corrupt metadata, in process 0."""
+    """In process 0, remove unpublished steps and set aside saved steps with corrupt metadata."""
     if hosts.is_first_process():
         for name, (read, _) in STEP_FOLDERS.items():
             _remove_unpublished(run.path / name)
@@ -75,9 +79,10 @@ def clean_up(run: Run, warn: Warn) -> None:
 
 
 def apply_retention(run: Run) -> None:
-    """Remove, in process 0, the steps that retention would have removed from a run that was killed at its horizon.
+    """In process 0, remove the saved steps that the configured retention does not keep, and unpublished steps.
 
-    Corrupt steps are kept.
+    A complete run needs this if it was killed after its last step but before these were removed. Saved steps with
+    corrupt metadata are kept.
     """
     if hosts.is_first_process():
         for name, (_, retention) in STEP_FOLDERS.items():
@@ -89,23 +94,24 @@ def apply_retention(run: Run) -> None:
     hosts.barrier("resume.apply_retention")
 
 
-def restore_newest_intact_state(run: Run, abstract: Any, warn: Warn) -> tuple[SavedState | None, Any]:
-    """Restore the newest intact state, the same in all processes.
+def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tuple[SavedState | None, Any]:
+    """Restore the newest state that is intact in all processes.
 
     Args:
         run: The run to resume.
-        abstract: Shapes, dtypes and shardings of the state.
-        warn: Called with a line about each newer, corrupt state; these states are set aside.
+        abstract_state: Shapes, dtypes and shardings of the state.
+        warn: Called with one line for each newer, corrupt state. These states are set aside.
 
     Returns:
         The state's metadata and its arrays; (None, None) if the run has no state yet.
 
     Raises:
-        ValueError: The run has states, and all are corrupt. The user must decide whether to start over.
+        ValueError: No state is intact, although the run had states: all are corrupt or were set aside earlier, or the
+            run is a fork, which is created with a state. The user must decide whether to start over.
     """
     corrupt: list[tuple[SavedState, str]] = []  # with error messages
     for saved in run.resumable_states:
-        state, error = _restore_in_all(lambda saved=saved: states.restore_state(saved, abstract))
+        state, error = _restore_in_all_processes(lambda saved=saved: states.restore_state(saved, abstract_state))
         if error:
             corrupt.append((saved, error))
             continue
@@ -123,15 +129,15 @@ def restore_newest_intact_state(run: Run, abstract: Any, warn: Warn) -> tuple[Sa
     return None, None
 
 
-def restore_or_set_aside(run: Run, snapshot: Snapshot, abstract: Any, warn: Warn) -> Any:
+def restore_or_set_aside(run: Run, snapshot: Snapshot, abstract_params: Any, warn: Warn) -> Any:
     """Restore a snapshot's parameters. If it is corrupt, set it aside and return None in all processes."""
-    params, error = _restore_in_all(lambda: snapshots.restore_params(snapshot, abstract))
+    params, error = _restore_in_all_processes(lambda: snapshots.restore_params(snapshot, abstract_params))
     if error:
         _set_aside(run, snapshot.path, error, warn)
     return params
 
 
-def _restore_in_all(restore: Callable[[], T]) -> tuple[T | None, str]:
+def _restore_in_all_processes(restore: Callable[[], T]) -> tuple[T | None, str]:
     """Return (result of `restore`, ""), or (None, the first error message) if it raises ValueError in any process."""
     restored, error = None, ""
     try:
@@ -149,7 +155,7 @@ def _remove_unpublished(folder: epath.Path) -> None:
 
 
 def _set_aside(run: Run, path: epath.Path, error: str, warn: Warn) -> None:
-    """Report a corrupt step, and move it to RUN/damaged in process 0, so that training writes it again."""
+    """Report a corrupt saved step, and move it to RUN/damaged in process 0, so that training writes it again."""
     warn(f"skipped: {error}")
     if not hosts.is_first_process():
         return

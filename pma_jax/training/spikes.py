@@ -2,18 +2,20 @@
 
 A step is an outlier if its loss or the logarithm of its gradient norm exceeds the median of the window by more than a
 threshold, in units of the window's spread (1.4826 times the median absolute deviation, which estimates the standard
-deviation of normal noise). The median ignores a few outliers, and follows a drift or a warm-up half a window late.
+deviation of normal noise). An outlying loss must also exceed its median by `minimum_rise_nats`. The median ignores a
+few outliers, and lags behind a drift or a warm-up by half a window.
 
-A spike begins when a majority of the last `confirm_steps` steps are outliers: a hard batch affects one step, a diverged
-model all later steps. During a spike, the loss counts as high above half of its threshold. Outlying losses, and the
-losses of a spike, are not added to the window, so that a spike does not become its own baseline. A spike ends when the
-loss has not been high for a quarter of the patience. It is declared irrecoverable if, after the patience, the loss is
-high and was high in most steps of the spike.
+A spike begins when a majority of the last `confirm_steps` steps are outliers. A single hard batch therefore begins no
+spike: it affects one step, whereas a diverged model affects all later steps. During a spike, a loss is high if it
+exceeds the median by more than half the threshold. Outlying losses, and the losses of a spike, are not added to the
+window, so that a spike does not become its own baseline. A spike ends after `patience_tokens` / 4 without a high loss.
+Once it has lasted `patience_tokens`, it is declared irrecoverable if the current loss is high and most losses of the
+spike were.
 
 All functions are pure functions of arrays and are traced into the train step. The detector is a part of the train
 state, so resuming restores it exactly, and all processes compute the same.
 
-Legend: W steps of the window.
+Shape suffixes: W is the number of steps in the window.
 """
 
 import dataclasses
@@ -23,12 +25,12 @@ import jax.numpy as jnp
 
 from pma_jax.config import Config
 
-CALM, OPEN, RECOVERED, IRRECOVERABLE = 0, 1, 2, 3  # values of `Reading.code`
+CALM, OPEN, RECOVERED, IRRECOVERABLE = 0, 1, 2, 3  # values of `Reading.status`
 MAD_TO_STD = 1.4826  # standard deviation of normal noise divided by its median absolute deviation
 # Lower bounds of the spreads: without noise the spread is 0, and any rise would be an outlier.
-MIN_LOSS_SPREAD, MIN_LOG_NORM_SPREAD = 1e-3, 1e-2  # nats; natural logarithm of the norm
-RECOVERY_DIVISOR = 4  # a spike ends when the loss has not been high for the patience divided by this
-TINY = 1e-30
+MIN_LOSS_SPREAD, MIN_LOG_NORM_SPREAD = 1e-3, 1e-2  # of the loss in nats; of the natural logarithm of the norm
+RECOVERY_PATIENCE_DIVISOR = 4  # a spike ends when the loss has not been high for the patience divided by this
+LOG_EPSILON = 1e-30  # avoids log(0)
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +48,7 @@ class Detector:
     back: jax.Array  # int32: number of newest consecutive steps of the open spike whose loss is not high
     declared: jax.Array  # int32: step at which the open spike was declared irrecoverable; 0 if it was not
     skips: jax.Array  # int32: number of updates skipped so far
-    peak: jax.Array  # float32: highest loss of the open spike
+    peak: jax.Array  # float32: highest loss since the open spike was detected, nats; the newest loss if none is open
 
 
 @jax.tree_util.register_dataclass
@@ -54,17 +56,17 @@ class Detector:
 class Reading:
     """What the detector measured at one step: scalars, float32 unless noted."""
 
-    code: jax.Array  # int32: CALM, OPEN, RECOVERED or IRRECOVERABLE
+    status: jax.Array  # int32: CALM, OPEN, RECOVERED or IRRECOVERABLE
     onset: jax.Array  # int32: first step of the spike that is open or ended at this step; 0 if there is none
     declared: jax.Array  # int32: step at which that spike was declared irrecoverable; 0 if it was not
     loss_z: jax.Array  # (loss - median of the window) / spread
     gradient_z: jax.Array  # the same for the logarithm of the gradient norm
     median_loss: jax.Array  # of the window, nats
-    spread: jax.Array  # of the window's losses, nats
+    loss_spread: jax.Array  # of the window's losses, nats
     median_norm: jax.Array  # of the window
-    peak: jax.Array  # highest loss since the spike was detected, nats
-    skipped: jax.Array  # bool: the update of this step must be skipped
-    skips: jax.Array  # int32: number of updates skipped so far, including this one
+    peak: jax.Array  # highest loss since the open spike was detected, nats; the loss of this step if none is open
+    skip: jax.Array  # bool: the update of this step must be skipped
+    total_skips: jax.Array  # int32: number of updates skipped so far, including this one
 
 
 def empty_detector(window_steps: int) -> Detector:
@@ -79,61 +81,61 @@ def observe(
 ) -> tuple[Detector, Reading]:
     """Add the loss and gradient norm of one step; return the new detector and what it measured.
 
-    Before the window is full, no step is an outlier, except one whose loss or norm is not finite. Such a step is
-    irrecoverable immediately unless its update is skipped, because the update makes all weights NaN.
+    Before the window is full, no step is an outlier, except one whose loss or norm is not finite. The update of such a
+    step makes all weights NaN: unless the update is skipped, a spike is declared irrecoverable at this step.
 
     Args:
         detector: The detector after the previous step.
-        config: The run's configuration. With `spikes.attempts`, a spike that is declared irrecoverable stays open until
-            the run rolls back.
+        config: The run's configuration. If `spikes.attempts` (the maximum number of rollbacks) is positive, an
+            irrecoverable spike stays open until the run rolls back; otherwise it ends at the first finite step.
         step: int32 scalar, from 1.
         loss: Scalar, nats per token.
         gradient_norm: Scalar, before clipping.
     """
-    keys, patience_steps = config.spikes, config.tokens_to_steps(config.spikes.patience_tokens)
-    loss, log_norm = loss.astype(jnp.float32), jnp.log(gradient_norm.astype(jnp.float32) + TINY)
+    options, patience_steps = config.spikes, config.tokens_to_steps(config.spikes.patience_tokens)
+    loss, log_norm = loss.astype(jnp.float32), jnp.log(gradient_norm.astype(jnp.float32) + LOG_EPSILON)
     finite = jnp.isfinite(loss) & jnp.isfinite(log_norm)
     median, spread = _median_and_spread(detector.recent_losses, MIN_LOSS_SPREAD)
     median_norm, spread_norm = _median_and_spread(detector.recent_log_norms, MIN_LOG_NORM_SPREAD)
-    full = jnp.minimum(detector.losses, detector.norms) >= detector.recent_losses.size
-    gradient_z = jnp.where(full, (log_norm - median_norm) / spread_norm, 0)
-    rise = jnp.maximum(keys.loss_z * spread, keys.minimum_rise_nats)
-    is_loss_outlier = ~finite | (full & (loss - median > rise))
-    skipped = jnp.zeros((), bool)
-    if keys.skip_gradient_z:
-        skipped = ~jnp.isfinite(log_norm) | (gradient_z > keys.skip_gradient_z)
+    is_window_full = jnp.minimum(detector.losses, detector.norms) >= detector.recent_losses.size
+    gradient_z = jnp.where(is_window_full, (log_norm - median_norm) / spread_norm, 0)
+    rise_threshold = jnp.maximum(options.loss_z * spread, options.minimum_rise_nats)
+    is_loss_outlier = ~finite | (is_window_full & (loss - median > rise_threshold))
+    skip_update = jnp.zeros((), bool)
+    if options.skip_gradient_z:
+        skip_update = ~jnp.isfinite(log_norm) | (gradient_z > options.skip_gradient_z)
 
-    is_outlier = is_loss_outlier | (gradient_z > keys.gradient_z)
+    is_outlier = is_loss_outlier | (gradient_z > options.gradient_z)
     # Hysteresis: a loss that fluctuates around the threshold must not begin and end a spike at each step.
-    is_loss_high = ~finite | (loss - median > rise / 2)
-    before = detector
-    makes_nan = ~finite & ~skipped
-    detector = _track_spike(before, keys.confirm_steps, patience_steps, step, is_outlier, is_loss_high, makes_nan)
+    is_loss_high = ~finite | (loss - median > rise_threshold / 2)
+    previous = detector
+    makes_nan = ~finite & ~skip_update
+    detector = _track_spike(previous, options.confirm_steps, patience_steps, step, is_outlier, is_loss_high, makes_nan)
     is_open, irrecoverable = detector.onset > 0, detector.declared > 0
-    recovered = is_open & ~irrecoverable & (detector.back >= max(patience_steps // RECOVERY_DIVISOR, 1))
-    code = jnp.where(recovered, RECOVERED, jnp.where(irrecoverable, IRRECOVERABLE, jnp.where(is_open, OPEN, CALM)))
-    peak = jnp.where(before.onset > 0, jnp.maximum(before.peak, loss), loss)
-    loss_z = jnp.where(full, (loss - median) / spread, 0)
-    spike = (code, detector.onset, detector.declared)
+    recovered = is_open & ~irrecoverable & (detector.back >= max(patience_steps // RECOVERY_PATIENCE_DIVISOR, 1))
+    status = jnp.where(recovered, RECOVERED, jnp.where(irrecoverable, IRRECOVERABLE, jnp.where(is_open, OPEN, CALM)))
+    peak = jnp.where(previous.onset > 0, jnp.maximum(previous.peak, loss), loss)
+    loss_z = jnp.where(is_window_full, (loss - median) / spread, 0)
+    spike = (status, detector.onset, detector.declared)
     window = (loss_z, gradient_z, median, spread, jnp.exp(median_norm))
-    reading = Reading(*spike, *window, peak, skipped, detector.skips + skipped)
+    reading = Reading(*spike, *window, peak, skip_update, detector.skips + skip_update)
 
     # Norms are clipped at the outlier threshold, not omitted: if gradients stay larger while the loss is normal, the
     # median adapts after half a window.
-    limit = jnp.where(full, median_norm + keys.gradient_z * spread_norm, jnp.inf)
+    limit = jnp.where(is_window_full, median_norm + options.gradient_z * spread_norm, jnp.inf)
     is_normal = finite & ~is_loss_outlier
     detector = _add_to_window(detector, loss, jnp.minimum(log_norm, limit), is_normal & ~is_open, is_normal)
-    ends = recovered
-    if not keys.attempts:
+    spike_ends = recovered
+    if not options.attempts:
         # The run does not roll back: a loss that stays high becomes the new baseline, and the window is emptied.
-        ends = recovered | (irrecoverable & finite)
+        spike_ends = recovered | (irrecoverable & finite)
         detector = dataclasses.replace(detector, losses=jnp.where(irrecoverable, 0, detector.losses))
-    detector = jax.tree.map(lambda closed, kept: jnp.where(ends, closed, kept), close_spike(detector), detector)
-    return dataclasses.replace(detector, skips=reading.skips, peak=reading.peak), reading
+    detector = jax.tree.map(lambda closed, kept: jnp.where(spike_ends, closed, kept), close_spike(detector), detector)
+    return dataclasses.replace(detector, skips=reading.total_skips, peak=reading.peak), reading
 
 
 def close_spike(detector: Detector) -> Detector:
-    """Return the detector with the same window and no open spike, as after a rollback."""
+    """Return the detector with the same window and no open spike. Called after a rollback, too."""
     zero = jnp.zeros_like(detector.onset)
     return dataclasses.replace(detector, far_out=zero, onset=zero, loss_out=zero, back=zero, declared=zero)
 

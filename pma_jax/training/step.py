@@ -86,7 +86,7 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
             if config.spikes.skip_gradient_z:
                 # XLA fuses this element-wise select with the update, so it causes no extra memory traffic.
                 before, after = (state.params, state.optimizer), (params, opt_state)
-                params, opt_state = jax.tree.map(lambda old, new: jnp.where(reading.skipped, old, new), before, after)
+                params, opt_state = jax.tree.map(lambda old, new: jnp.where(reading.skip, old, new), before, after)
         ema = None if state.ema is None else averages.add_to_ema(state.ema, params, ema_decay)
         return TrainState(state.step + 1, params, opt_state, state.block, detector, ema), metrics
 

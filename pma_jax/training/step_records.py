@@ -56,10 +56,10 @@ class StepRecords:
         numbers = {name: value.item() for name, value in metrics.items() if name not in ("count", "spike")}
         spike = _spike_verdict(config, record | numbers, metrics["spike"]) if spikes.detect else None
         rolls_back = bool(spike and spike["verdict"] == "irrecoverable" and spikes.attempts)
-        if not rolls_back and not (spikes.skip_gradient_z and metrics["spike"].skipped):
+        if not rolls_back and not (spikes.skip_gradient_z and metrics["spike"].skip):
             check_finite(record, numbers, params)
         if spikes.skip_gradient_z:
-            numbers["skipped_updates"] = metrics["spike"].skips.item()
+            numbers["skipped_updates"] = metrics["spike"].total_skips.item()
         tokens = record["tokens"]
         if config.is_mark(tokens, config.training.log_interval_tokens) or config.is_run_complete(tokens):
             self._log.write(record | numbers | self._end_interval(tokens))
@@ -104,7 +104,7 @@ def check_finite(record: Record, metrics: dict[str, float], params: Any) -> None
 
 def _spike_verdict(config: Config, step_record: Record, reading: Reading) -> SpikeRecord | None:
     """Return the record of a spike that recovered at this step or was declared irrecoverable, else None."""
-    code, step = int(reading.code), step_record["step"]
+    code, step = int(reading.status), step_record["step"]
     # If the run rolls back, also report a spike that was declared at an earlier step: the process may have been killed
     # before it read the declaration, and have resumed from a state that was saved after the declaration.
     is_irrecoverable = code == IRRECOVERABLE and (int(reading.declared) == step or config.spikes.attempts)
@@ -115,7 +115,7 @@ def _spike_verdict(config: Config, step_record: Record, reading: Reading) -> Spi
         "loss": step_record["loss"],
         "peak_loss": reading.peak,
         "median_loss": reading.median_loss,
-        "spread_nats": reading.spread,
+        "spread_nats": reading.loss_spread,
         "loss_z": reading.loss_z,
         "gradient_norm": step_record["gradient_norm"],
         "median_gradient_norm": reading.median_norm,

@@ -55,5 +55,5 @@ def test_state_with_non_finite_weights_is_not_saved(finished, tmp_path):
     params = {"w": np.array([1.0, np.nan], np.float32)}
     with Run(absolute_path(tmp_path), finished.config).writer("states") as writer:
         state = type("State", (), {"params": params})()
-        with pytest.raises(ValueError, match=r"step 3 \(768 tokens\): 1 leaves of the parameters are not finite .*: w"):
+        with pytest.raises(ValueError, match=r"step 3 \(768 tokens\): 1 leaves contain NaN or infinity; .*: w"):
             states.save_state(writer, state, Progress(3, 768, 24))

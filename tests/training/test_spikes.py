@@ -67,7 +67,7 @@ def trace(steps, seed=0, spread=0.04, tails=0.0, warmup=200):
 
 def spike_onsets(readings):
     """Return the onset steps of all detected spikes."""
-    return sorted(set(readings.onset[readings.code != CALM].tolist()))
+    return sorted(set(readings.onset[readings.status != CALM].tolist()))
 
 
 # --- No spike ---------------------------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ def test_permanently_larger_gradients_become_the_new_level():
     losses, norms = trace(2000)
     norms[1000:] *= 100
     readings = read(TOLD, losses, norms)
-    assert not (readings.code == IRRECOVERABLE).any()
-    assert (readings.code[1000 + TOLD.window_tokens :] == CALM).all()
+    assert not (readings.status == IRRECOVERABLE).any()
+    assert (readings.status[1000 + TOLD.window_tokens :] == CALM).all()
 
 
 def test_nothing_is_flagged_before_the_window_is_full():
@@ -145,8 +145,8 @@ def test_planted_spikes_are_detected_and_distinguished_from_collapses(tails):
         readings = read(LIMITS, losses, norms)
         onsets = spike_onsets(readings)
         assert onsets and abs(onsets[0] - (begin + 1)) <= 5, (seed, onsets, begin)
-        assert (readings.code == IRRECOVERABLE).any() == (not seed % 2), seed
-        assert (readings.code == RECOVERED).any() == bool(seed % 2), seed
+        assert (readings.status == IRRECOVERABLE).any() == (not seed % 2), seed
+        assert (readings.status == RECOVERED).any() == bool(seed % 2), seed
         actual += 1
     assert actual == 20
 
@@ -155,14 +155,14 @@ def test_collapse_is_declared_when_the_patience_ends():
     losses, norms = trace(1000)
     losses[600:] += 1
     readings = read(LIMITS, losses, norms)
-    first = int(np.argmax(readings.code == IRRECOVERABLE))
+    first = int(np.argmax(readings.status == IRRECOVERABLE))
     assert first + 1 == 600 + LIMITS.patience_tokens
     assert readings.onset[first] == 601 and readings.declared[first] == first + 1
-    assert (readings.code[602:first] == OPEN).all()
+    assert (readings.status[602:first] == OPEN).all()
     assert readings.median_loss[first] == pytest.approx(np.median(losses[500:600]), rel=1e-6), (
         "the window excludes losses of the spike"
     )
-    assert (readings.code[first:] == IRRECOVERABLE).all(), "until the run rolls back"
+    assert (readings.status[first:] == IRRECOVERABLE).all(), "until the run rolls back"
 
 
 def test_run_without_rollback_adopts_the_new_level():
@@ -170,7 +170,7 @@ def test_run_without_rollback_adopts_the_new_level():
     losses[600:] += 1
     losses[1200:] += 1
     readings = read(TOLD, losses, norms)
-    assert np.flatnonzero(readings.code == IRRECOVERABLE).tolist() == [659, 1259]
+    assert np.flatnonzero(readings.status == IRRECOVERABLE).tolist() == [659, 1259]
 
 
 def test_loss_between_two_spikes_has_recovered():
@@ -178,8 +178,8 @@ def test_loss_between_two_spikes_has_recovered():
     for begin in (500, 530, 560):
         losses[begin : begin + 4] += 2
     readings = read(LIMITS, losses, norms)
-    assert not (readings.code == IRRECOVERABLE).any()
-    assert (readings.code == RECOVERED).sum() == 3
+    assert not (readings.status == IRRECOVERABLE).any()
+    assert (readings.status == RECOVERED).sum() == 3
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -188,7 +188,7 @@ def test_non_finite_value_is_irrecoverable_at_once_even_early(bad, which):
     losses, norms = trace(50)
     (losses if which == "loss" else norms)[20:] = bad
     readings = read(LIMITS, losses, norms)
-    assert np.flatnonzero(readings.code == IRRECOVERABLE)[0] == 20
+    assert np.flatnonzero(readings.status == IRRECOVERABLE)[0] == 20
     assert readings.declared[-1] == 21
     reports = read(TOLD, losses, norms)
     assert set(reports.declared[20:].tolist()) == {21}, "reported once, not at every step"
@@ -200,8 +200,8 @@ def test_non_finite_norm_is_ignored_where_its_update_is_skipped():
     norms[[20, 500]] = np.nan
     norms[700] *= 1e4
     readings = read(limits, losses, norms)
-    assert np.flatnonzero(readings.skipped).tolist() == [20, 500, 700]
-    assert readings.skips[-1] == 3
+    assert np.flatnonzero(readings.skip).tolist() == [20, 500, 700]
+    assert readings.total_skips[-1] == 3
     assert spike_onsets(readings) == []
 
 
@@ -214,11 +214,11 @@ def test_rollback_restores_the_window_from_before_the_spike():
         detector, reading = step(
             detector, in_steps(LIMITS), jnp.int32(i + 1), jnp.float32(losses[i]), jnp.float32(norms[i])
         )
-    assert reading.code == IRRECOVERABLE
+    assert reading.status == IRRECOVERABLE
     detector, reading = step(
         spikes.close_spike(detector), keys, jnp.int32(580), jnp.float32(losses[580]), jnp.float32(1)
     )
-    assert reading.code == CALM
+    assert reading.status == CALM
     assert reading.median_loss == pytest.approx(np.median(losses[500:600]), rel=1e-6)
 
 
@@ -263,4 +263,4 @@ def test_recorded_runs_are_classified_correctly(name):
         return
     low, high = run["collapse_steps"]
     assert any(low <= step <= high for step in spike_onsets(readings))
-    assert (readings.code == IRRECOVERABLE).any()
+    assert (readings.status == IRRECOVERABLE).any()
