@@ -25,7 +25,7 @@ class Table:
     def __init__(self, logits):
         self.logits = logits
 
-    def hidden(self, tokens_BxL):
+    def hidden_states(self, tokens_BxL):
         assert tokens_BxL.shape == self.logits.shape[:2]
         return jnp.where(
             (tokens_BxL < 0)[..., None], jnp.nan, self.logits
