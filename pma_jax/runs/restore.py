@@ -1,7 +1,6 @@
 """Restoring of snapshots and states, with checks of leaf names, shapes and digests; reading of their metadata."""
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +13,8 @@ from pma_jax.runs import integrity, steps
 from pma_jax.runtime.errors import error_line
 from pma_jax.storage.digests import CHECKSUM
 from pma_jax.storage.formats.source import leaf_differences
+from pma_jax.storage.json_files import read_json_object
+from pma_jax.storage.paths import as_path
 
 
 def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
@@ -84,10 +85,7 @@ def read_digests(path: epath.Path) -> dict[str, str]:
 def read_provenance(path: epath.Path) -> dict[str, Any]:
     """Read the provenance of a merged snapshot; return an empty dict if the snapshot was not made by a merge."""
     file = path / "provenance.json"
-    if not file.exists():
-        return {}
-    with report_read_errors(file):
-        return json.loads(file.read_text())
+    return read_json_object(as_path(file)) if file.exists() else {}
 
 
 @contextlib.contextmanager

@@ -19,9 +19,6 @@ from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
 from pma_jax.storage.formats.zstd import ZstdReader
 
-# Rounding is measured on the first elements of each unit: 1 in 512 elements, enough to estimate a ratio of two sums.
-_SAMPLE_ELEMENTS = 2**12
-
 
 @dataclass(frozen=True)
 class MergeJob:
@@ -150,7 +147,7 @@ def _finish_block(
     if data is None:
         raise ValueError(_not_finite_message(job.plan, name, start, start + elements))
     if squares is not None and ITEM_BYTES[out.dtype] < 4:
-        squares[:] = sums.squared_changes(scratch, leaf.dtype, out.dtype, min(elements, _SAMPLE_ELEMENTS), row)
+        squares[:] = sums.squared_changes(scratch, leaf.dtype, out.dtype, elements, row)
     return data
 
 
