@@ -4,6 +4,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from safetensors.numpy import save_file
 
 from pma_jax.merging.engine import schedule, workers
 from pma_jax.merging.engine.merge import merge
-from pma_jax.merging.engine.plan import plan
+from pma_jax.merging.engine.plan import MergePlan, plan
 from pma_jax.merging.verify import verify
 from pma_jax.storage.formats.open import open_source
+from pma_jax.storage.formats.source import ByteRange, LeafInfo
 
 ROWS = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
 
@@ -113,8 +115,9 @@ SLOW = """
 import dataclasses, sys, time
 import numpy as np
 from pma_jax.merging.engine.merge import merge
-from pma_jax.merging.engine.plan import plan
+from pma_jax.merging.engine.plan import MergePlan, plan
 from pma_jax.storage.formats.open import open_source
+from pma_jax.storage.formats.source import ByteRange, LeafInfo
 made = plan([open_source(path) for path in sys.argv[2:]], np.array([0.2, 0.3, 0.5]))
 def wait(done, total):
     print(done, flush=True)
@@ -122,6 +125,20 @@ def wait(done, total):
 schedule = dataclasses.replace(made.schedule, threads=0, processes=3)
 merge(dataclasses.replace(made, schedule=schedule), [sys.argv[1]], progress=wait)
 """
+
+
+def test_shared_objects_are_pickled_by_one_thread(sources, tmp_path, monkeypatch):
+    """Threads that pickle the same object crash Python 3.11 (experiments/fuzz/instance_dict_race.py)."""
+    pickling = set()
+
+    def state(self):
+        pickling.add(threading.get_ident())
+        return dict(vars(self))
+
+    for kind in (ByteRange, LeafInfo, MergePlan):
+        monkeypatch.setattr(kind, "__getstate__", state, raising=False)
+    merge(plan_with_workers(sources, ROWS[0], only=True), [tmp_path / "out"])
+    assert pickling == {threading.get_ident()}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ it again with the same arguments to resume. For a bucket it writes to the local 
 finished checkpoint (see `publish`).
 """
 
+import pickle
 import queue
 import shutil
 import threading
@@ -261,6 +262,7 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
     for item in todo:
         if item[1].name not in schedule.region_elements:
             sequential.put(item)
+    pickled_job = pickle.dumps(job) if schedule.processes > 1 else b""
     stop = threading.Event()
 
     def merge_queued_units(merge_unit: Callable[[int, Unit], Record]) -> None:
@@ -279,7 +281,7 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
         merge_queued_units(lambda unit_index, unit: merge_sequential_unit(job, unit_index, unit, scratch))
 
     def merge_in_worker_process() -> None:
-        with workers.start_worker(job) as merge_unit:
+        with workers.start_worker(pickled_job) as merge_unit:
             merge_queued_units(merge_unit)
 
     tasks = [merge_in_thread] * schedule.threads + [merge_in_worker_process] * (schedule.processes - 1)

@@ -12,21 +12,25 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import Unit
-from pma_jax.merging.engine.units import MergeJob, merge_sequential_unit
+from pma_jax.merging.engine.units import merge_sequential_unit
 
 _CODE = "import sys; from pma_jax.merging.engine.workers import serve; serve(int(sys.argv[1]))"
 
 
 @contextlib.contextmanager
-def start_worker(job: MergeJob) -> Iterator[Callable[[int, Unit], Record]]:
+def start_worker(pickled_job: bytes) -> Iterator[Callable[[int, Unit], Record]]:
     """Start a worker process and yield a function that merges one unit in it and waits for the record.
 
     The function raises the exceptions of `merge_sequential_unit` in the worker, and ChildProcessError if the worker has
     exited. The journal keeps the units finished before.
+
+    Args:
+        pickled_job: The `MergeJob`, pickled once for all workers. Threads must not pickle objects that they share:
+            pickle reads `__dict__`, and Python 3.11 can then give an object two, whose values are freed twice
+            (experiments/fuzz/instance_dict_race.py).
     """
     read_end, write_end = os.pipe()
     process = subprocess.Popen(
@@ -59,7 +63,7 @@ def start_worker(job: MergeJob) -> Iterator[Callable[[int, Unit], Record]]:
 
     try:
         with contextlib.suppress(BrokenPipeError):  # the worker has exited: `merge_unit` reports it
-            pickle.dump(job, requests)
+            requests.write(pickled_job)
             requests.flush()
         yield merge_unit
     finally:
@@ -76,7 +80,6 @@ def serve(descriptor: int) -> None:
         scratch = job.new_scratch()
         while True:
             number, unit = pickle.load(requests)
-            answer: Any
             try:
                 answer = merge_sequential_unit(job, number, unit, scratch)
             except (ValueError, OSError) as error:
