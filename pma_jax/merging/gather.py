@@ -181,8 +181,8 @@ def check_same_snapshot_kind(sources: Sequence[CheckpointSource]) -> None:
 def _expand(address: str, snapshot_kind: str | None) -> tuple[list[str], Callable[[str], str | None], list[str]]:
     """Return the addresses of the checkpoints at `address`, a function from such an address to its stage, and notes."""
     if address.startswith(hub.PREFIX):
-        revisions, notes = hub.list_revisions(address)
-        return revisions, hub.training_stage if len(revisions) > 1 else lambda _: None, notes
+        revisions, notes = hub.expand_revisions(address)
+        return revisions, hub.repo_and_stage if len(revisions) > 1 else lambda _: None, notes
     path = as_path(address)
     if (path / "run.json").is_file() and (path / "config.json").is_file():
         return _list_snapshots(path, snapshot_kind), lambda _: str(path), []

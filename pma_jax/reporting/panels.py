@@ -20,7 +20,7 @@ from pma_jax.reporting.drawing import (
 
 COLUMN_INCHES, ROW_INCHES = 4.2, 3.6
 LEGEND_COLUMNS = 4
-MAX_TICKS = 8  # up to this many distinct x, each has a tick
+MAX_TICKS = 8  # with at most this many distinct x values, each has a tick
 
 
 @dataclasses.dataclass(frozen=True)

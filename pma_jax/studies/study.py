@@ -123,8 +123,8 @@ class Study:
     def half_length_trunks(self, size: str, rate_factor: float) -> tuple["Study", dict[int, Run]]:
         """Return a study of half the units, and trunks at `rate_factor` times the learning rate of `size`, by seed.
 
-        With factor 1, the trunks are those of the full length, whose first half is equal because the rate is constant.
-        Evaluate them only at the units of the returned study.
+        With factor 1, return the full-length trunks: at a constant rate, their first half equals a half-length run.
+        Evaluate them only at the units of the returned study; the default end of `loss` is the end of the run.
         """
         half, full = dataclasses.replace(self, units=self.units // 2), self.trunk_config(size, self.seeds[0])
         changes = [

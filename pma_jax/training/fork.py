@@ -20,7 +20,7 @@ from pma_jax.training.resume import run_metadata
 def fork(
     source: Run, at_tokens: int, config: Config, workdir: epath.PathLike, weights: epath.PathLike | None = None
 ) -> Run:
-    """Create a run in `workdir` that starts from the training state of `source` at `at_tokens`.
+    """Create a run in `workdir` that starts from the training state of `source` at `at_tokens`; `loop.train` trains it.
 
     The state provides the parameters, the optimizer state and the data position; `config` decides the rest. If
     `workdir` already holds a fork of the same state with the same `weights`, open that run. It keeps its own
@@ -41,7 +41,7 @@ def fork(
         ValueError: `source` has no training state at `at_tokens`, `config` leaves nothing to train or does not fit its
             mesh, `weights` does not hold parameters of this model, or `workdir` holds a different run.
     """
-    # Before the states are listed: that initializes the JAX backend, after which the device count cannot change.
+    # The mesh comes first: listing the states initializes the JAX backend, after which the device count is fixed.
     check_mesh(config, make_mesh(config.mesh))
     saved, folder = state_at(source, at_tokens), absolute_path(workdir)
     origin: dict[str, Any] = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}

@@ -31,7 +31,7 @@ _MOE_ONLY = frozenset(
 def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[TrainState, Progress]:
     """Restore the newest intact state of `run`, or initialize one, on the current mesh (`jax.set_mesh`).
 
-    A fork created with `--weights` starts from its parent's state with the parameters of that snapshot. Snapshots newer
+    A fork created with `--weights` starts from its parent's state, with the parameters of its snapshot. Snapshots newer
     than the restored state are verified; corrupt ones are moved to RUN/damaged, and training saves them again.
 
     Args:

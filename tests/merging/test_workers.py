@@ -67,7 +67,7 @@ def test_workers_merge_to_the_bytes_of_one_process(sources, tmp_path, rows, only
 def test_worker_count_is_bounded_by_bytes_to_read_and_memory(sources, monkeypatch):
     assert plan(sources, ROWS, cores=64).schedule.processes == 1
     each = sum(source.nbytes for source in sources) // 5 - 1000
-    monkeypatch.setattr(schedule, "MIN_BYTES_PER_PROCESS", each)
+    monkeypatch.setattr(schedule, "MIN_READ_BYTES_PER_PROCESS", each)
     made = plan(sources, ROWS[0], cores=64)
     assert (made.schedule.processes, made.schedule.threads) == (5, 1)
     assert plan(sources, ROWS[0], cores=2).schedule.processes == 2

@@ -101,7 +101,7 @@ def _api(made, address, cache):
 
 
 def test_suite_is_expanded_downloaded_and_merged(endpoint, tmp_path):
-    addresses, notes = hub.list_revisions("hf://org/suite@stage1-step-{100..400..100}")
+    addresses, notes = hub.expand_revisions("hf://org/suite@stage1-step-{100..400..100}")
     assert addresses == [f"hf://org/suite@stage1-step-{step}" for step in (100, 200, 400)]
     assert notes == ["org/suite has no stage1-step-300 (1 missing)"]
     sources = [open_source(address) for address in addresses]
@@ -123,7 +123,7 @@ def test_only_selected_revisions_are_downloaded(endpoint, tmp_path):
 
 
 def test_pattern_that_crosses_stages_is_reported(endpoint):
-    addresses, notes = hub.list_revisions("hf://org/suite@stage*")
+    addresses, notes = hub.expand_revisions("hf://org/suite@stage*")
     assert [address.split("@")[1] for address in addresses] == [
         "stage1-step-100",
         "stage1-step-200",
@@ -150,7 +150,7 @@ def test_unavailable_address_is_one_line(endpoint, address, match):
 
 def test_patterns_without_a_match_list_the_available_names(endpoint):
     with pytest.raises(ValueError, match="no revision matches; org/suite has pickled, stage1-step-100"):
-        hub.list_revisions("hf://org/suite@final*")
+        hub.expand_revisions("hf://org/suite@final*")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ MIN_BLOCK_ELEMENTS = 2**12
 # The interpreter, numpy and thread stacks, in addition to the buffers.
 _BASE_BYTES = 48 * 2**20
 # Starting a worker process takes a fifth of a second, which pays off only if it reads at least this much.
-MIN_BYTES_PER_PROCESS = 2**30
+MIN_READ_BYTES_PER_PROCESS = 2**30
 # More threads only wait for the GIL.
 _MAX_THREADS = 2
 # tensorstore holds an array's compressed bytes and the decoded result at once.
@@ -92,7 +92,7 @@ def _plan_parallelism(
         missing = (thread_bytes - budget_bytes) // 2**20 + 1
         raise ValueError(f"{missing} MiB more memory is needed; raise the limit or merge fewer recipes at once")
     affordable = (budget_bytes + _BASE_BYTES) // (thread_bytes + _BASE_BYTES)
-    processes = min(cores, sequential_bytes // MIN_BYTES_PER_PROCESS, affordable)
+    processes = min(cores, sequential_bytes // MIN_READ_BYTES_PER_PROCESS, affordable)
     if processes > 1:
         return 1, processes
     return min(cores, _MAX_THREADS, budget_bytes // thread_bytes), 1

@@ -31,7 +31,7 @@ def parse_address(address: str) -> tuple[str, str]:
     return parts[1], parts[2] or "main"
 
 
-def list_revisions(address: str) -> tuple[list[str], list[str]]:
+def expand_revisions(address: str) -> tuple[list[str], list[str]]:
     """Expand a revision pattern to the addresses that match it.
 
     Returns:
@@ -63,7 +63,7 @@ def list_revisions(address: str) -> tuple[list[str], list[str]]:
     return [f"{PREFIX}{repo}@{name}" for name in revisions], notes
 
 
-def training_stage(address: str) -> str:
+def repo_and_stage(address: str) -> str:
     """Return the repository, and the training stage or parallel run in the revision's name: "org/repo stage1"."""
     repo, revision = parse_address(address)
     return f"{repo} {stage_from_name(revision)}".strip()
