@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from pma_jax.analysis.curvature import MatrixVectorProduct, inner_product
 from pma_jax.analysis.landscape import Plane
+from pma_jax.runs.integrity import named_leaves
 
 
 def top_eigenpairs(product: MatrixVectorProduct, like: Any, count: int, seed: int = 0) -> tuple[np.ndarray, list[Any]]:
@@ -89,8 +90,8 @@ def power_spectral_density(series_KxD: ArrayLike, interval: float = 1.0) -> tupl
         interval: Spacing of the values, such as the snapshot interval in tokens.
 
     Returns:
-        Frequencies [F] in cycles per unit in which `interval` is given (cycles per token for tokens), and densities
-                [F, D], with F = K // 2 + 1.
+        Frequencies [F] in cycles per unit of `interval` (cycles per token for tokens), and densities [F, D], with
+            F = K // 2 + 1.
 
     Raises:
         ValueError: There are fewer than 4 values.
@@ -114,10 +115,10 @@ def plane_of_two_weights(params: Any, leaf: str, x_index: tuple[int, ...], y_ind
         ValueError: No leaf has that name (the error lists the names), an index is out of range, or the indices are
             equal.
     """
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(params)]
-    if leaf not in names:
-        raise ValueError(f"no leaf {leaf!r}: it is one of {', '.join(names)}")
-    shape = jax.tree.leaves(params)[names.index(leaf)].shape
+    leaf_of_name = named_leaves(params, "/")
+    if leaf not in leaf_of_name:
+        raise ValueError(f"no leaf {leaf!r}: it is one of {', '.join(leaf_of_name)}")
+    shape = leaf_of_name[leaf].shape
     for index in (x_index, y_index):
         if len(index) != len(shape) or any(not 0 <= i < n for i, n in zip(index, shape, strict=True)):
             raise ValueError(f"{index} is not an index of {leaf}, whose shape is {shape}")
@@ -126,7 +127,7 @@ def plane_of_two_weights(params: Any, leaf: str, x_index: tuple[int, ...], y_ind
 
     def unit_tree(index: tuple[int, ...]) -> Any:
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.zeros_like, params))
-        i = names.index(leaf)
+        i = list(leaf_of_name).index(leaf)
         one = np.zeros(shape, leaves[i].dtype)
         one[index] = 1
         # Made on the host: a scatter into a sharded array would need an explicit output sharding.

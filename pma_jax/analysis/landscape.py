@@ -1,4 +1,4 @@
-"""The loss on a plane in parameter space: the best fit to a set of models, or the plane of two weights of one array.
+"""The loss on a plane in parameter space, such as the plane that fits a set of models best.
 
 PMA (arXiv 2505.12082) Figure 8 draws such contours. Shape suffixes: K models; X, Y grid points along the axes.
 """

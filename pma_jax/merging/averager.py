@@ -203,8 +203,8 @@ def _divide_leaf(total: jax.Array, divisor: ArrayLike, dtype: str) -> jax.Array:
     if not is_float(total.dtype):
         return total
     # XLA turns division by one scalar into multiplication by its rounded reciprocal, which differs in the last bit for
-    # a third of all values. Dividing by an array prevents this: the divisor
-    # is 1 where the total is NaN, so that XLA cannot treat it as one scalar.
+    # a third of all values. Dividing by an array prevents this: the divisor is 1 where
+    # the total is NaN, so that XLA cannot treat it as one scalar.
     return (total / jnp.where(jnp.isnan(total), 1, jnp.asarray(divisor, total.dtype))).astype(dtype)
 
 

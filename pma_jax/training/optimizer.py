@@ -46,7 +46,7 @@ def eval_params(config: OptimizerConfig, params: Params, opt_state: OptState) ->
 def reset_iterates(config: OptimizerConfig, opt_state: OptState, params: Params) -> OptState:
     """Return `opt_state` with schedule-free's z replaced by `params`; AdamW's is returned unchanged.
 
-    The average x, which is computed from z and the parameters, then equals `params` too.
+    If the parameters y of the train state are also set to `params`, the average x equals `params` too.
     """
     if config.name == "adamw":
         return opt_state
