@@ -1,8 +1,11 @@
 """Merge safetensors: against float64, after a kill, and every refusal."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -302,24 +305,72 @@ def test_killed_merge_resumes_where_it_stopped(tmp_path, monkeypatch):
         assert (out / "model.safetensors").read_bytes() == (complete / "model.safetensors").read_bytes()
 
 
+def interrupt_publication_of(name, monkeypatch):
+    rename = Path.rename
+
+    def interrupted(self, target):
+        if target.name == name:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+
+
 def test_merge_killed_between_two_publications_publishes_the_other(paths, tmp_path, monkeypatch):
     rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
     made = plan([open_source(path) for path in paths], rows, recipes=["a", "b"])
     outs = [tmp_path / "a", tmp_path / "b"]
-    rename = Path.rename
-
-    def once(self, target):
-        if target.name == "a":
-            raise KeyboardInterrupt
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", once)
+    interrupt_publication_of("a", monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         merge(made, outs)
     monkeypatch.undo()
     assert not outs[0].exists() and outs[1].exists()
     assert merge(made, outs)[1] == 0
     assert all(verify(out) == [] for out in outs)
+
+
+@pytest.mark.parametrize("name", ["unlink", "rmdir"])
+@pytest.mark.parametrize("removals", range(4))
+@pytest.mark.parametrize("recipes", [["a"], ["a", "b"]])
+def test_merge_killed_while_it_removes_its_working_files_is_complete(
+    paths, tmp_path, monkeypatch, name, removals, recipes
+):
+    rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])[: len(recipes)]
+    made = plan([open_source(path) for path in paths], rows, recipes=recipes)
+    outs = [tmp_path / recipe for recipe in recipes]
+    remove, calls = getattr(os, name), itertools.count()
+
+    def stops(path, **options):
+        if next(calls) >= removals:
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    monkeypatch.setattr(os, name, stops)
+    with contextlib.suppress(KeyboardInterrupt):
+        merge(made, outs)
+    monkeypatch.undo()
+    assert all(verify(out, with_sources=True) == [] for out in outs)
+    if list(tmp_path.glob(".*partial*")):
+        assert merge(made, outs).read_bytes == 0
+    with pytest.raises(ValueError, match="exists already"):
+        merge(made, outs)
+    assert all(verify(out, with_sources=True) == [] for out in outs) and not list(tmp_path.glob(".*partial*"))
+
+
+def test_merge_whose_journal_was_lost_names_the_outputs_to_remove(paths, tmp_path, monkeypatch):
+    rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
+    made = plan([open_source(path) for path in paths], rows, recipes=["a", "b"])
+    outs = [tmp_path / "a", tmp_path / "b"]
+    interrupt_publication_of("a", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        merge(made, outs)
+    monkeypatch.undo()
+    next(tmp_path.glob(".a.partial-*/journal.0.jsonl")).unlink()
+    with pytest.raises(ValueError, match=f"{outs[1]}: written by an interrupted run .* remove it"):
+        merge(made, outs)
+    shutil.rmtree(outs[1])
+    merge(made, outs)
+    assert all(verify(out, with_sources=True) == [] for out in outs) and not list(tmp_path.glob(".*partial*"))
 
 
 def test_concurrent_identical_merge_is_refused(paths, tmp_path, monkeypatch):

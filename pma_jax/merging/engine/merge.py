@@ -122,7 +122,8 @@ def merge(
                 output.work_directory.mkdir(parents=True, exist_ok=True)
                 if not output.is_published:
                     plan.layout.create_files(output.checkpoint_directory)
-            read_bytes = _merge_remaining(plan, outputs, process_index, process_count, progress)
+            if not all(output.is_published for output in outputs):
+                read_bytes = _merge_remaining(plan, outputs, process_index, process_count, progress)
         with _barrier_after(barrier):
             if process_index == 0:
                 notes = _publish_outputs(plan, outputs, command)
@@ -165,13 +166,15 @@ def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list
         ValueError: An output exists that was not published by an interrupted run of this merge, two paths are equal,
             there is not one path per row of coefficients, or the disk has too little free space.
     """
-    outputs = []
+    outputs: list[Output] = []
     for out in output_paths:
         target = as_path(out).absolute()
         work = publish.working_directory(target, f"-{plan.digest[:16]}")
+        # The first output's working directory is removed last: as long as it exists, the merge was interrupted.
+        first_work = outputs[0].work_directory if outputs else work
         exists = target.exists() or target.is_symlink()
         is_published = exists and not publish.has_incomplete_upload(target, plan.digest)
-        if is_published and not (work.exists() and provenance.read_plan_digest(target) == plan.digest):
+        if is_published and not (first_work.exists() and provenance.read_plan_digest(target) == plan.digest):
             raise ValueError(_exists_message(target))
         outputs.append(Output(target, work, is_published))
     if not any(output.work_directory.exists() for output in outputs):
@@ -200,8 +203,12 @@ def _merge_remaining(
         [None if output.is_published else ranges for output, ranges in zip(outputs, output_ranges, strict=True)],
     )
     todo = [(i, unit) for i, unit in enumerate(plan.units()) if i % process_count == process_index and i not in done]
-    is_any_published = any(output.is_published for output in outputs)
-    assert not (todo and is_any_published), "an output is published but units are unfinished"
+    published = [str(output.target) for output in outputs if output.is_published]
+    if todo and published:
+        raise ValueError(
+            f"{', '.join(published)}: written by an interrupted run of this merge whose working files have been lost "
+            "since: remove it, and merge again"
+        )
     total, read = sum(_unit_read_bytes(plan, unit) for _, unit in todo), 0
     lock = threading.Lock()
     with journal.open_appender(outputs[0].work_directory, process_index) as append:
@@ -315,30 +322,39 @@ def _flush_large_files(job: MergeJob, finished: threading.Event) -> None:
 
 def _publish_outputs(plan: MergePlan, outputs: Sequence[Output], command: str) -> list[str]:
     """Write the provenance of every output, publish it, and remove the working directories; return notes."""
+    unpublished = [output for output in outputs if not output.is_published]
     records = journal.read_records(outputs[0].work_directory)
     unit_count = sum(1 for _ in plan.units())
-    if len(records) < unit_count:
+    if unpublished and len(records) < unit_count:
         raise ValueError(
             f"{outputs[0].work_directory}: {unit_count - len(records)} of {unit_count} units are missing: a process "
             "did not finish its part, or the processes do not share the disk of the output"
         )
+    if len(unpublished) > 1:  # A power failure after the first rename must not lose what the others need.
+        for output in unpublished:
+            atomic.fsync_tree(output.work_directory)
     notes = []
-    # Publish the first output last: its working directory holds the journal, which is needed to resume after a crash
-    # between two renames.
+    # The first output is the last to be published, and its working directory the last to be removed: it holds the
+    # journal, and `resolve_outputs` recognizes an interrupted merge by it.
     for output_index, output in reversed(list(enumerate(outputs))):
-        metadata = provenance.build(plan, records, output_index, command)
-        provenance.check_source_digests(plan, metadata)
+        if output.is_published:
+            metadata = provenance.read(output.target)
+        else:
+            metadata = provenance.build(plan, records, output_index, command)
+            provenance.check_source_digests(plan, metadata)
+            provenance.write(output.checkpoint_directory, metadata)
+            _publish_output(plan, output)
         warning = provenance.rounding_warning(plan, metadata, output_index)
         notes += [warning] if warning else []
-        if output.is_published:
-            continue
-        provenance.write(output.checkpoint_directory, metadata)
-        try:
-            publish.publish(output.checkpoint_directory, output.target, list(plan.layout.sizes), plan.digest)
-        except OSError as error:
-            if is_bucket(output.target) or not output.target.exists():
-                raise
-            raise ValueError(_exists_message(output.target)) from error
-    for output in outputs:
+    for output in reversed(outputs):
         shutil.rmtree(output.work_directory)
     return notes[::-1]
+
+
+def _publish_output(plan: MergePlan, output: Output) -> None:
+    try:
+        publish.publish(output.checkpoint_directory, output.target, list(plan.layout.sizes), plan.digest)
+    except OSError as error:
+        if is_bucket(output.target) or not output.target.exists():
+            raise
+        raise ValueError(_exists_message(output.target)) from error
