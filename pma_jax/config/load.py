@@ -13,23 +13,26 @@ import importlib.util
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-import ml_collections
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from pma_jax.config.rules import validate
 from pma_jax.config.schema import Config
+
+if TYPE_CHECKING:
+    import ml_collections  # imported when first used, because it takes longer than the rest of a merge's imports
 
 _TYPES = {section: get_type_hints(section_type) for section, section_type in get_type_hints(Config).items()}
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def defaults() -> ml_collections.ConfigDict:
+def defaults() -> "ml_collections.ConfigDict":
     """Return the default of every key as a locked `ConfigDict`, in which assigning an unknown key raises."""
+    import ml_collections
+
     return ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
 
 
-def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any] | Config, overrides: Iterable[str] = ()) -> Config:
+def resolve(raw: "ml_collections.ConfigDict | Mapping[str, Any] | Config", overrides: Iterable[str] = ()) -> Config:
     """Return a validated, frozen configuration. Missing keys get their defaults.
 
     Args:
@@ -41,7 +44,7 @@ def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any] | Config, overrid
     """
     if isinstance(raw, Config):
         raw = dataclasses.asdict(raw)
-    mapping = raw.to_dict() if isinstance(raw, ml_collections.ConfigDict) else raw
+    mapping: Any = raw.to_dict() if hasattr(raw, "to_dict") else raw
     _reject_unknown_keys("", mapping, _TYPES)
     values = {}
     for section, types in _TYPES.items():
@@ -55,7 +58,7 @@ def resolve(raw: ml_collections.ConfigDict | Mapping[str, Any] | Config, overrid
     return config
 
 
-def override(raw: ml_collections.ConfigDict | dict[str, dict[str, Any]], assignments: Iterable[str]) -> None:
+def override(raw: "ml_collections.ConfigDict | dict[str, dict[str, Any]]", assignments: Iterable[str]) -> None:
     """Apply `section.key=value` overrides to `raw` in place.
 
     Each value is parsed as the type of its field: `4e6` is an integer for an integer field, `3,6` a tuple for a tuple.
@@ -75,7 +78,7 @@ def override(raw: ml_collections.ConfigDict | dict[str, dict[str, Any]], assignm
         raw[section][key] = _convert(path, _parse(text, hint), hint)
 
 
-def load(name: str) -> ml_collections.ConfigDict:
+def load(name: str) -> "ml_collections.ConfigDict":
     """Load a configuration file, and return the result of its `get_config()`.
 
     Args:
@@ -84,6 +87,8 @@ def load(name: str) -> ml_collections.ConfigDict:
     Raises:
         ValueError: There is no such file, or its `get_config` is missing, fails, or does not return a ConfigDict.
     """
+    import ml_collections
+
     path = _find_file(name)
     spec = importlib.util.spec_from_file_location("pma_jax_user_config", path)
     if spec is None or spec.loader is None:

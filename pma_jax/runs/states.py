@@ -136,8 +136,7 @@ def copy_state(saved: SavedState, run_dir: epath.Path) -> None:
         _copy_tree(saved.path, target, copy_last=COMMIT_MARKER, overwrite=True)
         return
     temporary = target.parent / f".{saved.path.name}.copying"
-    if temporary.exists():
-        temporary.rmtree()
+    temporary.rmtree(missing_ok=True)
     _copy_tree(saved.path, temporary)
     if not (saved.path / COMMIT_MARKER).exists():
         temporary.rmtree()

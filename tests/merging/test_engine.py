@@ -210,6 +210,17 @@ def test_non_finite_values_are_refused(tmp_path, bits, place, coefficients):
     refused(rf"more: extra has .* at element {place}", [other, more], tmp_path, coefficients=coefficients)
 
 
+@pytest.mark.parametrize("bits", [0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF])
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_non_finite_float32_values_are_refused(tmp_path, bits, out_dtype):
+    leaf = np.ones(5000, np.float32)
+    other = make(tmp_path / "other", 9, np.float32, extra=leaf)
+    bad = leaf.copy()
+    bad.view(np.uint32)[4998] = bits
+    more = make(tmp_path / "more", 0, np.float32, extra=bad)
+    refused("more: extra has .* at element 4998", [other, more], tmp_path, dtype=out_dtype)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_overflowing_sum_is_refused(tmp_path, dtype):
     paths = [make(tmp_path / str(k), k, dtype, huge=np.full(9, 3e38, dtype)) for k in range(2)]

@@ -20,7 +20,7 @@ from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import MergePlan, plan
 from pma_jax.merging.verify import verify
 from pma_jax.storage.formats.open import open_source
-from pma_jax.storage.formats.source import ByteRange, LeafInfo
+from pma_jax.storage.formats.source import LeafInfo
 
 ROWS = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
 
@@ -117,7 +117,7 @@ import numpy as np
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import MergePlan, plan
 from pma_jax.storage.formats.open import open_source
-from pma_jax.storage.formats.source import ByteRange, LeafInfo
+from pma_jax.storage.formats.source import LeafInfo
 made = plan([open_source(path) for path in sys.argv[2:]], np.array([0.2, 0.3, 0.5]))
 def wait(done, total):
     print(done, flush=True)
@@ -135,7 +135,7 @@ def test_shared_objects_are_pickled_by_one_thread(sources, tmp_path, monkeypatch
         pickling.add(threading.get_ident())
         return dict(vars(self))
 
-    for kind in (ByteRange, LeafInfo, MergePlan):
+    for kind in (LeafInfo, MergePlan):
         monkeypatch.setattr(kind, "__getstate__", state, raising=False)
     merge(plan_with_workers(sources, ROWS[0], only=True), [tmp_path / "out"])
     assert pickling == {threading.get_ident()}

@@ -5,8 +5,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The journal entry of a finished unit.
 
     Attributes:
@@ -41,7 +40,7 @@ def open_appender(work: Path, process: int) -> Iterator[Callable[[Record], None]
     with (work / f"journal.{process}.jsonl").open("ab") as file:
 
         def append(record: Record) -> None:
-            line = json.dumps(asdict(record), separators=(",", ":")).encode() + b"\n"
+            line = json.dumps(record._asdict(), separators=(",", ":")).encode() + b"\n"
             with lock:
                 file.write(line)
                 file.flush()

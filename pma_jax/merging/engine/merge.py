@@ -222,7 +222,8 @@ def _merge_remaining(
                     progress(read, total)
 
         _check_integer_leaves_equal(plan)
-        _merge_units(MergeJob(plan, factor_rows(plan.coefficients), output_ranges), todo, finish_unit)
+        if todo:
+            _merge_units(MergeJob(plan, factor_rows(plan.coefficients), output_ranges), todo, finish_unit)
     return read
 
 
@@ -309,12 +310,8 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
 
 def _flush_large_files(job: MergeJob, finished: threading.Event) -> None:
     """Flush large outputs to the disk while they are written, so that little remains to flush at the end."""
-    sizes: dict[Path, int] = {}
-    for output_ranges in job.output_ranges:
-        for ranges in output_ranges.values():
-            for part in ranges:
-                sizes[part.path] = sizes.get(part.path, 0) + part.nbytes
-    large = [path for path, nbytes in sizes.items() if nbytes >= _MIN_FLUSHED_BYTES]
+    paths = {part.path for outputs in job.output_ranges for ranges in outputs.values() for part in ranges}
+    large = [path for path in paths if path.stat().st_size >= _MIN_FLUSHED_BYTES]  # a file is created at its full size
     while large and not finished.wait(_FLUSH_INTERVAL_SECONDS):
         for path in large:
             atomic.fsync_path(path)

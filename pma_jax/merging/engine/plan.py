@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, leaf_diff
 DTYPES = ("keep", "float32", "bfloat16")
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A unit of work: elements [start, stop) of the leaf `name`, merged by one thread or process."""
 
     name: str

@@ -6,8 +6,7 @@ conversions of ml_dtypes.
 """
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,56 +15,61 @@ from pma_jax.storage.formats.source import ITEM_BYTES, numpy_dtype
 
 _BF16_SHIFT = np.uint32(16)
 _UPPER_HALF = np.uint32(0xFFFF0000)
-_MAGNITUDE_BITS = np.uint32(0x7FFFFFFF)
-_INFINITY = 0x7F800000
-# The smallest float32 that rounds to infinity in bfloat16.
-_BF16_OVERFLOW = 0x7F7F8000
+_BF16_MAGNITUDE = np.uint16(0x7FFF)
+_BF16_INFINITY = 0x7F80
+_HUGE_PAGE_BYTES = 2**21
 # `squared_changes` measures this many elements of a unit: 1 in 512, enough to estimate a ratio of two sums.
 _SAMPLE_ELEMENTS = 2**12
 # With several rows, a strip of each source and of one row's sum fits into the second-level cache.
 _STRIP_ELEMENTS = 2**13
 
 
-@dataclass(frozen=True)
-class Scratch:
+class Scratch(NamedTuple):
     """The buffers of one thread, reused for all blocks, because page faults cost more than the arithmetic.
-
-    The last axis of each buffer has 8 * block_elements + 64 bytes.
 
     Attributes:
         raw: uint8; one source's block as stored.
         rounded: uint8; one finished block in the output dtype.
-        sums: uint8 [R, …]; the R rows' sums, viewed as float32 or float64.
         wide: uint8; temporary values.
+        totals: uint8 [R, …]; the sums of R rows, viewed as float32 or float64.
         stack: uint8 [K, …]; the blocks of all K sources in the accumulation dtype, for `combine_staged`. Empty if there
             is one row.
     """
 
     raw: np.ndarray
     rounded: np.ndarray
-    sums: np.ndarray
     wide: np.ndarray
+    totals: np.ndarray
     stack: np.ndarray
 
 
-def new_scratch(rows: int, sources: int, block_elements: int) -> Scratch:
-    """Allocate buffers for `rows` recipes, `sources` checkpoints, and blocks of up to `block_elements` elements."""
-    widest = 8 * block_elements + 64
+def new_scratch(rows: int, sources: int, block_elements: int, dtypes: set[str]) -> Scratch:
+    """Allocate one thread's buffers.
 
-    def aligned(*shape: int) -> np.ndarray:
-        flat = np.zeros(int(np.prod(shape)) + 4096, np.uint8)
-        skip = -flat.ctypes.data % 4096
-        return flat[skip : skip + int(np.prod(shape))].reshape(shape)
-
-    # The kernel allocates a zeroed page when it is first written, so unused buffers take no memory.
-    stack = aligned(sources if rows > 1 else 0, widest)
-    return Scratch(aligned(widest), aligned(widest), aligned(rows, widest), aligned(widest), stack)
+    Args:
+        rows: Number of recipes.
+        sources: Number of checkpoints.
+        block_elements: Maximum number of elements of a block.
+        dtypes: Dtypes of the leaves, of the sources and of the result.
+    """
+    stacked = sources if rows > 1 else 0
+    width = _buffer_bytes(block_elements, dtypes)
+    # In one array and from the start of a huge page, so that few pages are needed, which are contiguous in the caches.
+    flat = np.zeros((3 + rows + stacked) * width + _HUGE_PAGE_BYTES, np.uint8)
+    skip = -flat.ctypes.data % _HUGE_PAGE_BYTES
+    buffers = flat[skip : len(flat) - _HUGE_PAGE_BYTES + skip].reshape(-1, width)
+    raw, rounded, wide = buffers[:3]
+    return Scratch(raw, rounded, wide, buffers[3 : 3 + rows], buffers[3 + rows :])
 
 
 def scratch_bytes(rows: int, sources: int, block_elements: int, dtypes: set[str]) -> int:
-    """Return an upper bound of the bytes that one thread's buffers use for leaves of these dtypes."""
-    widest = 8 if "float64" in dtypes else 4
-    return (rows + (sources if rows > 1 else 0) + 4) * (widest * block_elements + 4160)
+    """Return an upper bound of the bytes that one thread's buffers use, for the arguments of `new_scratch`."""
+    return (3 + rows + (sources if rows > 1 else 0)) * _buffer_bytes(block_elements, dtypes) + _HUGE_PAGE_BYTES
+
+
+def _buffer_bytes(block_elements: int, dtypes: set[str]) -> int:
+    # 64 more bytes, so that the same element of two buffers is not in the same set of a cache.
+    return max(4, *map(ITEM_BYTES.__getitem__, dtypes)) * block_elements + 64
 
 
 def accumulation_dtype(dtype: str) -> str:
@@ -73,31 +77,23 @@ def accumulation_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def _typed_sums(scratch: Scratch, dtype: str, elements: int) -> np.ndarray:
-    width = ITEM_BYTES[accumulation_dtype(dtype)]
-    return scratch.sums[:, : width * elements].view(accumulation_dtype(dtype))
-
-
-def _widen(scratch: Scratch, dtype: str, elements: int, into: np.ndarray) -> np.ndarray:
-    """Return the raw block in the accumulation dtype; if it must be converted, the result is written to `into`.
+def _widen(raw: np.ndarray, dtype: str, into: np.ndarray) -> np.ndarray:
+    """Return a block's bytes in the accumulation dtype; if they must be converted, the result is written to `into`.
 
     Pairs of bfloat16 values are converted as 32-bit words, which takes three quarters of the time: the result holds the
     first values of all pairs, then the second ones. `_in_order` restores their order.
     """
-    raw = scratch.raw[: ITEM_BYTES[dtype] * elements].view("uint16" if dtype == "bfloat16" else numpy_dtype(dtype))
-    if dtype == accumulation_dtype(dtype):
-        return raw
-    if dtype == "bfloat16":
-        bits = into[: 4 * elements].view(np.uint32)
-        if _is_paired(dtype, elements):
-            np.left_shift(raw.view(np.uint32), _BF16_SHIFT, out=bits[: elements // 2])
-            np.bitwise_and(raw.view(np.uint32), _UPPER_HALF, out=bits[elements // 2 :])
-        else:
-            np.copyto(bits, raw)
-            np.left_shift(bits, _BF16_SHIFT, out=bits)
+    elements = len(raw) // ITEM_BYTES[dtype]
+    if _is_paired(dtype, elements):
+        words, bits = raw.view(np.uint32), into[: 4 * elements].view(np.uint32)
+        np.left_shift(words, _BF16_SHIFT, out=bits[: len(words)])
+        np.bitwise_and(words, _UPPER_HALF, out=bits[len(words) :])
         return bits.view(np.float32)
+    values = raw.view(numpy_dtype(dtype))
+    if dtype == accumulation_dtype(dtype):
+        return values
     wide = into[: 4 * elements].view(np.float32)
-    np.copyto(wide, raw, casting="unsafe")
+    np.copyto(wide, values, casting="unsafe")
     return wide
 
 
@@ -105,45 +101,50 @@ def _is_paired(dtype: str, elements: int) -> bool:
     return dtype == "bfloat16" and elements % 2 == 0
 
 
-def _in_order(sums: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the sums of blocks of `dtype`, as `_widen` arranges them, in the order of the leaf."""
-    return sums.reshape(2, -1).T.ravel() if _is_paired(dtype, len(sums)) else sums
+def _in_order(sums: np.ndarray, dtype: str, count: int) -> np.ndarray:
+    """Return the first `count` sums of blocks of `dtype`, as `_widen` arranges them, in the order of the leaf."""
+    return sums.reshape(2, -1)[:, : count // 2].T.ravel() if _is_paired(dtype, len(sums)) else sums[:count]
 
 
-# Overflow and NaN are ignored here, because `finish_block` checks the result.
-@np.errstate(over="ignore", invalid="ignore")
-def add_block(scratch: Scratch, dtype: str, elements: int, weights: RowFactors, source: int) -> None:
-    """Add the block in `scratch.raw`, which is from source number `source`, to each row's sum with its multiplier."""
-    wide = _widen(scratch, dtype, elements, scratch.wide)
-    sums = _typed_sums(scratch, dtype, elements)
-    for strip in _strips(sums, weights):
-        _add_source(scratch, sums[:, strip], wide[strip], weights, source)
+def add_block(
+    scratch: Scratch, raw: np.ndarray, dtype: str, totals: np.ndarray, weights: RowFactors, source: int
+) -> None:
+    """Add a block of source number `source` to each row's sum with its multiplier.
+
+    Args:
+        scratch: The buffers; `wide` and `rounded` are overwritten.
+        raw: uint8; the block as stored.
+        dtype: Dtype of the block.
+        totals: [R, elements]; the sums, in the accumulation dtype, arranged as `_widen` arranges the block.
+        weights: Multipliers and divisors of the R rows.
+        source: The source's number; the oldest is 0.
+    """
+    wide = _widen(raw, dtype, scratch.wide)
+    for strip in _strips(totals):
+        _add_source(scratch, totals[:, strip], wide[strip], weights, source)
 
 
-@np.errstate(over="ignore", invalid="ignore")
-def stage_block(scratch: Scratch, dtype: str, elements: int, source: int) -> None:
-    """Convert the block in `scratch.raw` and store it in `scratch.stack[source]`, for `combine_staged`."""
+def stage_block(scratch: Scratch, raw: np.ndarray, dtype: str, source: int) -> None:
+    """Convert a block and store it in `scratch.stack[source]`, for `combine_staged`."""
     into = scratch.stack[source]
-    wide = _widen(scratch, dtype, elements, into)
+    wide = _widen(raw, dtype, into)
     if dtype == accumulation_dtype(dtype):
-        into[: wide.nbytes] = scratch.raw[: wide.nbytes]
+        into[: wide.nbytes] = raw
 
 
-@np.errstate(over="ignore", invalid="ignore")
-def combine_staged(scratch: Scratch, dtype: str, elements: int, weights: RowFactors) -> None:
-    """Compute all rows' sums of the staged blocks, strip by strip so that a strip stays in cache."""
-    sums = _typed_sums(scratch, dtype, elements)
-    staged = scratch.stack[:, : sums[0].nbytes].view(sums.dtype)
-    multipliers = weights.multipliers.astype(sums.dtype)
+def combine_staged(scratch: Scratch, totals: np.ndarray, weights: RowFactors) -> None:
+    """Compute all rows' sums [R, elements] of the staged blocks, strip by strip so that a strip stays in cache."""
+    staged = scratch.stack[:, : totals[0].nbytes].view(totals.dtype)
+    multipliers = weights.multipliers.astype(totals.dtype)
     is_exact = _einsum_rounds_products()
-    for strip in _strips(sums, weights):
-        totals = sums[:, strip]
+    for strip in _strips(totals):
+        part = totals[:, strip]
         # Takes a third of the time of one NumPy call per row and source.
-        np.einsum("rk,kn->rn", multipliers, staged[:, strip], out=totals)
+        np.einsum("rk,kn->rn", multipliers, staged[:, strip], out=part)
         # einsum starts from zero, so that sums of -0.0 become +0.0. Sums with a zero are therefore computed again.
-        if not is_exact or not totals.all():
+        if not is_exact or not part.all():
             for source, wide in enumerate(staged[:, strip]):
-                _add_source(scratch, totals, wide, weights, source)
+                _add_source(scratch, part, wide, weights, source)
 
 
 @functools.cache
@@ -154,18 +155,18 @@ def _einsum_rounds_products() -> bool:
     return not np.einsum("rk,kn->rn", np.array([[1, x]], np.float32), terms).any()
 
 
-def _strips(sums: np.ndarray, weights: RowFactors) -> Iterator[slice]:
-    """Return slices that cover the last axis: one slice if there is one row, else strips that stay in cache."""
-    count = sums.shape[-1]
-    step = _STRIP_ELEMENTS if len(weights.multipliers) > 1 else max(count, 1)
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+def _strips(totals: np.ndarray) -> list[slice]:
+    """Return slices that cover the last axis of `totals` [R, elements]; of several rows, strips that stay in cache."""
+    elements = totals.shape[-1]
+    step = _STRIP_ELEMENTS if len(totals) > 1 else max(elements, 1)
+    return [slice(start, start + step) for start in range(0, elements, step)]
 
 
 def _add_source(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: RowFactors, source: int) -> None:
     """Add one source's values [elements] to the sums of all rows [R, elements], as `rounding` defines."""
     product = scratch.rounded[: wide.nbytes].view(wide.dtype)
-    for total, multipliers, first in zip(totals, weights.multipliers, weights.first, strict=True):
-        multiplier = totals.dtype.type(multipliers[source])
+    multipliers = weights.multipliers[:, source].astype(totals.dtype)
+    for total, multiplier, first in zip(totals, multipliers, weights.first, strict=True):
         if source == first:
             # The sum starts with its first term, because 0.0 + -0.0 would lose the sign.
             np.multiply(wide, multiplier, out=total)
@@ -177,30 +178,27 @@ def _add_source(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights:
 
 
 def finish_block(
-    scratch: Scratch, dtype: str, out_dtype: str, elements: int, weights: RowFactors, row: int
+    scratch: Scratch, dtype: str, out_dtype: str, totals: np.ndarray, weights: RowFactors, row: int
 ) -> np.ndarray | None:
-    """Divide a row's sum in place, and round it to the nearest values of `out_dtype`, ties to even.
+    """Divide row number `row` of `totals` in place, and round it to the nearest values of `out_dtype`, ties to even.
 
     Returns:
         The rounded bytes, a uint8 view of `scratch.rounded`; None if a value is not finite in `out_dtype`.
     """
-    sums = _typed_sums(scratch, dtype, elements)[row]
+    sums, elements = totals[row], totals.shape[1]
     if weights.divisors[row] != 1:
         np.divide(sums, sums.dtype.type(weights.divisors[row]), out=sums)
     out = scratch.rounded[: ITEM_BYTES[out_dtype] * elements]
-    if sums.dtype == np.float32 and out_dtype in {"float32", "bfloat16"}:
-        bits = np.bitwise_and(sums.view(np.uint32), _MAGNITUDE_BITS, out=scratch.wide[: sums.nbytes].view(np.uint32))
-        if bits.max(initial=0) >= (_INFINITY if out_dtype == "float32" else _BF16_OVERFLOW):
+    if sums.dtype == np.float32 and out_dtype == "bfloat16":
+        # Rounding may turn a NaN into a finite value, unless the lower half of its bits is zero, as for bfloat16.
+        if dtype != "bfloat16" and np.isnan(sums).any():
             return None
-        if out_dtype == "float32":
-            out[:] = _in_order(sums, dtype).view(np.uint8)
-        else:
-            _round_to_bf16(sums.view(np.uint32), out, scratch, _is_paired(dtype, elements))
-        return out
+        _round_to_bf16(sums.view(np.uint32), out, scratch, _is_paired(dtype, elements))
+        magnitudes = scratch.wide[: out.nbytes].view(np.uint16)
+        np.bitwise_and(out.view(np.uint16), _BF16_MAGNITUDE, out=magnitudes)
+        return out if magnitudes.max(initial=0) < _BF16_INFINITY else None
     narrow = out.view(numpy_dtype(out_dtype))
-    # Overflow is detected in the result, below.
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(narrow, _in_order(sums, dtype), casting="unsafe")
+    np.copyto(narrow, _in_order(sums, dtype, elements), casting="unsafe")
     return out if np.isfinite(narrow).all() else None
 
 
@@ -227,21 +225,23 @@ def _round_to_bf16(bits: np.ndarray, into: np.ndarray, scratch: Scratch, is_pair
         np.copyto(into.view(np.uint16), rounded, casting="unsafe")
 
 
-def squared_changes(scratch: Scratch, dtype: str, out_dtype: str, elements: int, row: int) -> tuple[float, float]:
+def squared_changes(
+    rounded: np.ndarray, out_dtype: str, newest: np.ndarray, dtype: str, sums: np.ndarray
+) -> list[float]:
     """Measure how much rounding and merging change the first 4,096 elements of a block.
 
     Args:
-        scratch: The buffers, after the last `add_block` and `finish_block` of this row.
-        dtype: Dtype of the sources.
+        rounded: uint8; the finished block, in `out_dtype`.
         out_dtype: Dtype of the result.
-        elements: Number of elements of the block.
-        row: The recipe.
+        newest: uint8; the newest source's block, in `dtype`.
+        dtype: Dtype of the sources.
+        sums: [elements]; the row of `finish_block`, divided.
 
     Returns:
-        float64 (sum of (rounded - merged)^2, sum of (newest source - merged)^2).
+        [sum of (rounded - merged)^2, sum of (newest source - merged)^2], computed in float64.
     """
-    sample = min(elements, _SAMPLE_ELEMENTS)
-    rounded = scratch.rounded[: ITEM_BYTES[out_dtype] * sample].view(numpy_dtype(out_dtype)).astype(np.float64)
-    newest = scratch.raw[: ITEM_BYTES[dtype] * sample].view(numpy_dtype(dtype)).astype(np.float64)
-    merged = _in_order(_typed_sums(scratch, dtype, elements)[row], dtype)[:sample].astype(np.float64)
-    return float(np.sum((rounded - merged) ** 2)), float(np.sum((newest - merged) ** 2))
+    sample = min(len(sums), _SAMPLE_ELEMENTS)
+    after = rounded[: ITEM_BYTES[out_dtype] * sample].view(numpy_dtype(out_dtype)).astype(np.float64)
+    before = newest[: ITEM_BYTES[dtype] * sample].view(numpy_dtype(dtype)).astype(np.float64)
+    merged = _in_order(sums, dtype, sample).astype(np.float64)
+    return [float(np.sum((after - merged) ** 2)), float(np.sum((before - merged) ** 2))]

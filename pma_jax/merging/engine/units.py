@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,7 +36,9 @@ class MergeJob:
 
     def new_scratch(self) -> sums.Scratch:
         """Allocate the buffers of one thread."""
-        return sums.new_scratch(len(self.plan.recipes), len(self.plan.sources), self.plan.schedule.block_elements)
+        dtypes = {leaf.dtype for leaf in self.plan.sources[0].leaves.values()}
+        block_elements = self.plan.schedule.block_elements
+        return sums.new_scratch(len(self.plan.recipes), len(self.plan.sources), block_elements, dtypes)
 
 
 def merge_sequential_unit(job: MergeJob, number: int, unit: Unit, scratch: sums.Scratch) -> Record:
@@ -50,7 +52,7 @@ def merge_sequential_unit(job: MergeJob, number: int, unit: Unit, scratch: sums.
             readers[source](start * width, raw)
             return raw
 
-        return _merge_unit(job, number, unit, job.plan.schedule.block_elements, read, scratch, scratch.sums)
+        return _merge_unit(job, number, unit, job.plan.schedule.block_elements, read, scratch, scratch.totals)
 
 
 def _merge_unit(
@@ -71,33 +73,41 @@ def _merge_unit(
         region_elements: How many elements of a source are read at once.
         read: (index of the source, start, stop) -> elements [start, stop) as stored, uint8.
         scratch: The buffers of this thread.
-        totals: uint8 [R, 8 * region_elements + padding]; the sums of one region.
+        totals: uint8 [R, …]; a buffer for the sums of one region.
 
     Raises:
         ValueError: A source is corrupt, or the result is not finite.
     """
-    plan, leaf = job.plan, job.plan.sources[0].leaves[unit.name]
-    width, out_width = ITEM_BYTES[leaf.dtype], ITEM_BYTES[plan.leaves[unit.name].dtype]
+    plan, leaf, out = job.plan, job.plan.sources[0].leaves[unit.name], job.plan.leaves[unit.name]
+    width, out_width = ITEM_BYTES[leaf.dtype], ITEM_BYTES[out.dtype]
     output_ranges = [ranges[unit.name] for ranges in job.output_ranges]
     read_hashers = [SegmentHasher(width) for _ in plan.sources]
     write_hashers = [SegmentHasher(out_width) for _ in plan.recipes]
     squares = [[0.0, 0.0] for _ in plan.recipes]
-    with open_files([part.path for parts in output_ranges for part in parts], os.O_WRONLY) as targets:
+    totals = totals.view(sums.accumulation_dtype(leaf.dtype))
+    output_paths = [part.path for parts in output_ranges for part in parts]
+    # Overflow and NaN give no warning, because `finish_block` checks the result.
+    with open_files(output_paths, os.O_WRONLY) as targets, np.errstate(over="ignore", invalid="ignore"):
         for start, stop in _split_range(unit.start, unit.stop, region_elements):
-            blocks = list(_split_range(start, stop, plan.schedule.block_elements))
+            # Of each block: its first element, its bytes in the region, and its sums.
+            blocks = [
+                (start + first, slice(first * width, last * width), totals[:, first:last])
+                for first, last in _split_range(0, stop - start, plan.schedule.block_elements)
+            ]
             data = np.empty(0, np.uint8)
             for k, hasher in enumerate(read_hashers):
                 data = read(k, start, stop)
-                for first, last in blocks:
-                    block = _region_block(scratch, totals, data, first - start, last - start, width)
+                for _, part, block_totals in blocks:
                     # The checksum is computed per block, so that the block is in cache when it is added.
-                    hasher.update(block.raw)
-                    _add_block(job, unit.name, block, last - first, k)
+                    hasher.update(data[part])
+                    _add_block(job, unit.name, scratch, data[part], block_totals, k)
             for row, ranges in enumerate(output_ranges):
-                for first, last in blocks:
-                    block = _region_block(scratch, totals, data, first - start, last - start, width)
-                    sample = squares[row] if first == unit.start else None
-                    merged = _finish_block(job, unit.name, first, block, last - first, row, sample)
+                for first, part, block_totals in blocks:
+                    merged = _finish_block(job, unit.name, first, scratch, data[part], block_totals, row)
+                    if first == unit.start and leaf.is_summed and out_width < 4:
+                        squares[row] = sums.squared_changes(
+                            merged, out.dtype, data[part], leaf.dtype, block_totals[row]
+                        )
                     write_hashers[row].update(merged)
                     write_range(targets, ranges, first * out_width, merged)
     read_digests = [hasher.finish() for hasher in read_hashers]
@@ -117,24 +127,25 @@ def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Call
     return lambda start, into: read_range(files, ranges, start, into)
 
 
-def _add_block(job: MergeJob, name: str, scratch: sums.Scratch, elements: int, source: int) -> None:
-    """Add the block in `scratch.raw` to the sums; do nothing if the leaf is not summed."""
+def _add_block(
+    job: MergeJob, name: str, scratch: sums.Scratch, raw: np.ndarray, totals: np.ndarray, source: int
+) -> None:
+    """Add a block to the sums; do nothing if the leaf is not summed."""
     leaf = job.plan.sources[0].leaves[name]
-    if not leaf.is_summed:
-        return
     # Staging needs the same block of all sources in turn, but a decoded region has several blocks of one source.
-    if len(job.plan.recipes) == 1 or name in job.plan.schedule.region_elements:
-        sums.add_block(scratch, leaf.dtype, elements, job.weights, source)
-        return
-    sums.stage_block(scratch, leaf.dtype, elements, source)
-    if source == len(job.plan.sources) - 1:
-        sums.combine_staged(scratch, leaf.dtype, elements, job.weights)
+    is_staged = len(job.plan.recipes) > 1 and name not in job.plan.schedule.region_elements
+    if leaf.is_summed and not is_staged:
+        sums.add_block(scratch, raw, leaf.dtype, totals, job.weights, source)
+    elif leaf.is_summed:
+        sums.stage_block(scratch, raw, leaf.dtype, source)
+        if source == len(job.plan.sources) - 1:
+            sums.combine_staged(scratch, totals, job.weights)
 
 
 def _finish_block(
-    job: MergeJob, name: str, start: int, scratch: sums.Scratch, elements: int, row: int, squares: list[float] | None
+    job: MergeJob, name: str, start: int, scratch: sums.Scratch, newest: np.ndarray, totals: np.ndarray, row: int
 ) -> np.ndarray:
-    """Return the bytes of a finished block, and write the measured rounding to `squares` if given.
+    """Return the bytes of a finished block, given the newest source's block as stored and the sums.
 
     Raises:
         ValueError: The result is not finite; the message names the leaf and the source with such a value.
@@ -142,12 +153,10 @@ def _finish_block(
     leaf, out = job.plan.sources[0].leaves[name], job.plan.leaves[name]
     if not leaf.is_summed:
         # All sources have the same bytes: `merge` compares them before it merges.
-        return scratch.raw[: elements * ITEM_BYTES[leaf.dtype]]
-    data = sums.finish_block(scratch, leaf.dtype, out.dtype, elements, job.weights, row)
+        return newest
+    data = sums.finish_block(scratch, leaf.dtype, out.dtype, totals, job.weights, row)
     if data is None:
-        raise ValueError(_not_finite_message(job.plan, name, start, start + elements))
-    if squares is not None and ITEM_BYTES[out.dtype] < 4:
-        squares[:] = sums.squared_changes(scratch, leaf.dtype, out.dtype, elements, row)
+        raise ValueError(_not_finite_message(job.plan, name, start, start + totals.shape[1]))
     return data
 
 
@@ -203,11 +212,3 @@ def _read_ahead(pool: ThreadPoolExecutor, plan: MergePlan, todo: Sequence[tuple[
 def _split_range(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     for at in range(start, stop, step):
         yield at, min(at + step, stop)
-
-
-def _region_block(
-    scratch: sums.Scratch, totals: np.ndarray, data: np.ndarray, start: int, stop: int, width: int
-) -> sums.Scratch:
-    """Return `scratch` with `raw` and `sums` replaced by views of elements [start, stop) of a region."""
-    raw = data[start * width : stop * width]
-    return replace(scratch, raw=raw, sums=totals[:, 8 * start : 8 * start + scratch.sums.shape[1]])

@@ -58,6 +58,6 @@ class OutputLayout:
     def byte_ranges_in(self, directory: Path) -> dict[str, tuple[ByteRange, ...]]:
         """Return `byte_ranges` with each path joined to `directory`."""
         return {
-            name: tuple(ByteRange(directory / part.path, part.offset, part.nbytes) for part in ranges)
+            name: tuple(part._replace(path=directory / part.path) for part in ranges)
             for name, ranges in self.byte_ranges.items()
         }

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -53,8 +53,7 @@ class LeafInfo:
         return self.dtype in SUMMED_DTYPES
 
 
-@dataclass(frozen=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """A contiguous part of one file: `nbytes` bytes, starting at `offset`."""
 
     path: Path
