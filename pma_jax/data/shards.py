@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import sys
 from collections.abc import Iterator
@@ -184,7 +183,7 @@ def _prepare_directory(
     target: Path, data: config.DataConfig, source: corpus.Corpus, console: rich.console.Console
 ) -> None:
     """Tokenise the corpus into a temporary directory and publish it as `target`."""
-    temporary = target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    temporary = target.parent / f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
     temporary.mkdir()
     try:
         columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TimeRemainingColumn())

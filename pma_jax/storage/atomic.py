@@ -6,7 +6,6 @@ because object stores write each object atomically.
 """
 
 import os
-import secrets
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ def write_bytes(path: Any, data: bytes) -> None:
         path.write_bytes(data)
         return
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.writing")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.writing")
     try:
         with temporary.open("wb") as file:
             file.write(data)
