@@ -52,7 +52,7 @@ def fit_loss_curve(tokens: ArrayLike, losses: ArrayLike, huber_delta: float = 1e
         ValueError: There are fewer than 4 measurements (3 parameters are fitted), or a value is not above 0.
     """
     d, loss = _to_arrays(4, tokens=tokens, losses=losses)
-    d0 = np.exp(np.log(d).mean())  # relative to the mean, scale and exponent are nearly independent
+    d0 = np.exp(np.log(d).mean())  # relative to this geometric mean, scale and exponent are nearly independent
 
     def model(x: np.ndarray) -> np.ndarray:
         return np.logaddexp(x[0], x[1] - np.exp(x[2]) * np.log(d / d0))
@@ -84,7 +84,7 @@ def fit_scaling_law(
     n, d, loss = _to_arrays(6, parameters=parameters, tokens=tokens, losses=losses)
     for name, values in (("parameters", n), ("tokens", d)):
         if np.ptp(values) == 0:
-            raise ValueError(f"all measurements have the same number of {name} ({values[0]:g}): measure at least 2")
+            raise ValueError(f"all measurements have the same number of {name} ({values[0]:g}): vary this number")
     n0, d0 = (np.exp(np.log(values).mean()) for values in (n, d))
 
     def model(x: np.ndarray) -> np.ndarray:

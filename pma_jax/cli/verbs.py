@@ -1,4 +1,4 @@
-"""The verbs (subcommands) of `pma VERB …`, one function each; its docstring is the help text of the verb.
+"""The subcommands (verbs) of `pma`, one function each. The function's docstring is the help text of the subcommand.
 
 Each function imports what it needs, so that `--help` does not import JAX.
 """
@@ -50,7 +50,7 @@ def merge(options: argparse.Namespace) -> None:
         pma merge runs/demo --last 10 --recipe sma --out runs/demo/merged/sma-10
     """
     from pma_jax.merging import from_storage, gather
-    from pma_jax.merging.engine import merge as engine
+    from pma_jax.merging.engine import merge as merging
 
     series = gather.select_checkpoints(
         gather.open_checkpoints(
@@ -79,12 +79,12 @@ def merge(options: argparse.Namespace) -> None:
 
         index_and_count, barrier = hosts.process_index_and_count(), hosts.raise_if_any_failed
     if options.dry_run:
-        engine.resolve_outputs(plan, outs)
+        merging.resolve_outputs(plan, outs)
     else:
         with _progress_bar(is_shown=index_and_count[0] == 0) as progress:
             command = " ".join(["pma", *options.argv])
             started = time.perf_counter()
-            result = engine.merge(
+            result = merging.merge(
                 plan, outs, command=command, progress=progress, process_index_and_count=index_and_count, barrier=barrier
             )
         description |= {"notes": [*series.notes, *result.notes], "seconds": time.perf_counter() - started}
@@ -188,7 +188,7 @@ def plan(options: argparse.Namespace) -> None:
     # Checked before the programs are compiled, which takes minutes.
     if options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir():
         raise ValueError(f"--out {options.out}: the directory {Path(options.out).parent} does not exist; create it")
-    numbers = run_plan.plan_run(
+    estimates = run_plan.plan_run(
         _load_config(options),
         aot.tpu_topology(options.topology),
         storage_bytes_per_second=options.storage_bandwidth,
@@ -196,9 +196,9 @@ def plan(options: argparse.Namespace) -> None:
         log=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.out:
-        as_path(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
-    _print_result(options, numbers, lambda: format_plan(numbers))
-    messages = run_plan.out_of_memory_messages(numbers)
+        as_path(options.out).write_text(json.dumps(estimates, indent=2) + "\n")
+    _print_result(options, estimates, lambda: format_plan(estimates))
+    messages = run_plan.out_of_memory_messages(estimates)
     if messages:
         raise ValueError(f"the run does not fit in the memory of {options.topology}: {'; '.join(messages)}")
 
@@ -246,9 +246,9 @@ def report(options: argparse.Namespace) -> None:
     from pma_jax.runs.directory import open_run
 
     run, *forks = [open_run(path) for path in options.run]
-    numbers = reporting.build_report(run, forks)
-    written = reporting.write_report(numbers, run, options.out or run.path)
-    _print_result(options, numbers, lambda: reporting.format_report(numbers))
+    contents = reporting.build_report(run, forks)
+    written = reporting.write_report(contents, run, options.out or run.path)
+    _print_result(options, contents, lambda: reporting.format_report(contents))
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
 

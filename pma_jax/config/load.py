@@ -148,7 +148,7 @@ def _sections_affecting_results(config: Config) -> dict[str, dict[str, Any]]:
 
 def _find_file(name: str) -> Path:
     path = Path(name)
-    # A directory, such as a run, may have the name of a shipped configuration; only a file takes precedence over it.
+    # A file takes precedence over a shipped name. A directory, such as a run with that name, does not.
     if path.suffix == ".py" or path.is_file():
         if path.is_file():
             return path

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from pma_jax.config.schema import POSITIVE, SNAPSHOT_KINDS, Config
 
-MAX_CONFIRM_STEPS = 30  # the detector stores one bit per step in an int32
+MAX_CONFIRM_STEPS = 30  # the detector keeps one bit per step in an int32, and one spare bit to add the next step
 MIN_SPIKE_WINDOW_STEPS = 16  # fewer steps give no meaningful median and spread
 _HINTS = {name: get_type_hints(section, include_extras=True) for name, section in get_type_hints(Config).items()}
 
@@ -108,28 +108,29 @@ def _validate_spikes(config: Config) -> None:
     spikes, checkpoint = config.spikes, config.checkpoint
     if spikes.confirm_steps > MAX_CONFIRM_STEPS:
         raise ValueError(f"spikes.confirm_steps must be at most {MAX_CONFIRM_STEPS}, not {spikes.confirm_steps}")
-    acts = spikes.attempts or spikes.skip_gradient_z
-    if acts and not spikes.detect:
+    responds_to_spikes = spikes.attempts or spikes.skip_gradient_z
+    if responds_to_spikes and not spikes.detect:
         raise ValueError("spikes.attempts and spikes.skip_gradient_z need spikes.detect=true to detect spikes")
-    if acts and config.tokens_to_steps(spikes.window_tokens) < MIN_SPIKE_WINDOW_STEPS:
+    if responds_to_spikes and config.tokens_to_steps(spikes.window_tokens) < MIN_SPIKE_WINDOW_STEPS:
         raise ValueError(
             f"spikes.window_tokens ({spikes.window_tokens}) is less than {MIN_SPIKE_WINDOW_STEPS} steps of "
             f"{config.batch_tokens} tokens: raise it"
         )
-    # A spike is declared up to `patience_tokens` after it began; retention must have kept the snapshots to merge.
-    late = spikes.patience_tokens // checkpoint.interval_tokens + 1
-    needed = late + spikes.snapshots + max(spikes.attempts - 1, 0)
+    # A spike is declared irrecoverable about `patience_tokens` after it begins. The snapshots from before it, which a
+    # rollback merges, must still exist then.
+    snapshots_during_patience = spikes.patience_tokens // checkpoint.interval_tokens + 1
+    needed = snapshots_during_patience + spikes.snapshots + max(spikes.attempts - 1, 0)
     kept = checkpoint.keep_windows * checkpoint.window
     if spikes.attempts and 0 < kept < needed:
         raise ValueError(
-            f"checkpoint.keep_windows * checkpoint.window keeps {kept} snapshots, and a rollback to before a spike "
-            f"needs {needed} (spikes.snapshots, attempts, and patience_tokens of them): raise keep_windows"
+            f"checkpoint.keep_windows * checkpoint.window keeps {kept} snapshots, but a rollback needs {needed} "
+            "(spikes.snapshots, one per retry, those saved during spikes.patience_tokens): raise keep_windows"
         )
 
 
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"config key {key!r} is one of {', '.join(choices)}, not {value!r}")
+        raise ValueError(f"config key {key!r} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _check_divides(small_key: str, small: int, large_key: str, large: int) -> None:

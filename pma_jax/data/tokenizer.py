@@ -105,7 +105,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _make_tokenizer(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
-    """Wrap `backend`, which is changed in place: truncation, padding and special tokens in texts are turned off."""
+    """Wrap `backend`; change it in place to neither truncate nor pad, and to encode special tokens as ordinary text."""
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True

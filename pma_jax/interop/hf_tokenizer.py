@@ -70,12 +70,13 @@ def find_tokenizer_files(
         source: The snapshot.
         config: Configuration of the snapshot.
         is_imported: Whether the snapshot was imported, or merged from imported snapshots.
-        tokenizer_json: Path of a tokenizer.json to use instead. If the file has this name and a tokenizer_config.json
-            beside it, the tokenizer files in its directory are returned unchecked.
+        tokenizer_json: Path of a tokenizer.json to use instead. If the file is named tokenizer.json and its directory
+            has a tokenizer_config.json, return the tokenizer files of that directory without checking them against the
+            model.
 
     Raises:
-        ValueError: The files must be generated, because there is no tokenizer_config.json, and the tokenizer cannot be
-            read, has no known end-of-document token, or has ids outside the model's vocabulary.
+        ValueError: Files must be generated (there is no tokenizer_config.json), but the tokenizer cannot be read, has
+            no known end-of-document token, or has ids outside the model's vocabulary.
     """
     if tokenizer_json is not None:
         return _existing_or_generated_files(tokenizer_json, config)
@@ -108,7 +109,8 @@ def _existing_or_generated_files(path: Path, config: Config) -> TokenizerFiles:
 
 
 def _end_of_document(path: Path) -> int | None:
-    with contextlib.suppress(ValueError):  # none is known to pma_jax: tokenizer_config.json may define one
+    # If `load_tokenizer` knows no end-of-document token of this tokenizer, tokenizer_config.json may still define one.
+    with contextlib.suppress(ValueError):
         return load_tokenizer(path).end_of_document
     return None
 

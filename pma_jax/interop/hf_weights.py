@@ -110,7 +110,8 @@ def map_leaves(model: ModelConfig) -> list[LeafMapping]:
 def _map_leaf(model: ModelConfig, leaf: str, name_pattern: str, input_dims: int = 0) -> LeafMapping:
     """Map a leaf to tensors.
 
-    The first `{}` of `name_pattern` is the layer. The second is the expert, the first dim in the name of the leaf.
+    The first `{}` of `name_pattern` stands for the layer. A second one stands for the expert; the first dim in the
+    leaf's name is then E.
     """
     hidden = model.expert_hidden if model.experts else model.hidden
     sizes = {"D": model.width, "N": model.heads, "K": model.kv_heads, "H": model.head_dim, "F": hidden}
@@ -205,6 +206,7 @@ def _is_tied(source: CheckpointSource) -> bool:
 def _matches_rope_theta(source: CheckpointSource, name: str, model: ModelConfig) -> bool:
     """Return whether a tensor holds the rotary frequencies that `model.rope_theta` implies."""
     half = model.head_dim // 2
+    # `is_summed` is true for floating-point dtypes.
     if source.leaves[name].shape != (half,) or not source.leaves[name].is_summed:
         return False
     implied = model.rope_theta ** -(np.arange(half) / half)

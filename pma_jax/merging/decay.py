@@ -32,8 +32,9 @@ def from_update_weights(weights: ArrayLike) -> np.ndarray:
 
 
 def decay(n: int, shape: str | Callable[[float], float] = "linear") -> np.ndarray:
-    """Return the coefficients that correspond to a decay over n evenly spaced checkpoints: w_i = f(i / n).
+    """Return merge coefficients that approximate a learning-rate decay over n evenly spaced checkpoints.
 
+    The weights of the updates are w_i = f(i / n) for i = 1 … n - 1 (`from_update_weights` converts them).
     "linear" gives equal coefficients (the plain mean), "cosine" a bell shape, and "minus_sqrt" (1 - sqrt(t)) the
     largest coefficient to the oldest checkpoint.
 
@@ -52,11 +53,12 @@ def decay(n: int, shape: str | Callable[[float], float] = "linear") -> np.ndarra
 
 
 def decay_at(tokens: ArrayLike, shape: str | Callable[[float], float] = "linear") -> np.ndarray:
-    """Return the coefficients that correspond to a decay over n checkpoints at the given positions: w_i = f(t_i).
+    """Return merge coefficients that approximate a learning-rate decay over n checkpoints at the given positions.
 
-    t_i is the completed fraction of the decay at checkpoint i. The decay starts at the oldest checkpoint and ends one
-    mean interval after the newest, so that evenly spaced checkpoints have t_i = i / n, as in `decay`. "linear" gives
-    each checkpoint a coefficient proportional to the interval that follows it (the newest: the mean interval).
+    The weights of the updates are w_i = f(t_i) for i = 1 … n - 1 (`from_update_weights` converts them), where t_i is
+    the completed fraction of the decay at checkpoint i (from 0). The decay starts at the oldest checkpoint and ends
+    one mean interval after the newest, so that evenly spaced checkpoints have t_i = i / n, as in `decay`. "linear"
+    gives each checkpoint a coefficient proportional to the interval that follows it (the newest: the mean interval).
 
     Args:
         tokens: Positions [n] of the checkpoints in tokens, strictly increasing.
@@ -71,7 +73,7 @@ def decay_at(tokens: ArrayLike, shape: str | Callable[[float], float] = "linear"
     f = shape if callable(shape) else DECAY_SHAPES.get(shape)
     if f is None:
         raise ValueError(
-            f"decay has no shape {shape!r}: choose one of {', '.join(DECAY_SHAPES)}, or pass a function of t"
+            f"unknown decay shape {shape!r}: choose one of {', '.join(DECAY_SHAPES)}, or pass a function of progress"
         )
     positions = np.asarray(tokens, np.float64)
     n = len(positions)

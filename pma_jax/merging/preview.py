@@ -19,7 +19,7 @@ class Window:
 
     @property
     def tokens(self) -> list[int]:
-        """Positions of the snapshots, oldest first."""
+        """Token counts of the snapshots, oldest first."""
         return [tokens for tokens, _ in self._newest]
 
     def add(self, tokens: int, params: Any) -> None:
@@ -28,7 +28,7 @@ class Window:
             self._newest.append((tokens, _to_memory_kind(params, "pinned_host")))
 
     def merges(self, recipe: str, windows: Sequence[int]) -> Iterator[tuple[str, Any]]:
-        """Yield (`RECIPE:N`, merged parameters on the devices) for each N of `windows`, smallest first.
+        """Yield (`RECIPE:N`, merge of the N newest snapshots, on the devices) for each N of `windows`, smallest first.
 
         An N that is greater than the number of snapshots in the buffer is skipped.
         """

@@ -260,7 +260,7 @@ def _convert(name: str, key: str, kind: type, text: str) -> Any:
         wanted = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}[kind]
         raise ValueError(f"{key} of {name} must be {wanted}, not {text!r}") from None
     if key == "shape" and value not in DECAY_SHAPES:
-        raise ValueError(f"decay has no shape {text!r}: {_nearest(text, DECAY_SHAPES)}")
+        raise ValueError(f"unknown decay shape {text!r}: {_nearest(text, DECAY_SHAPES)}")
     return value
 
 

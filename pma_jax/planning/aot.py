@@ -48,7 +48,7 @@ class Topology:
 
     @property
     def chip_count(self) -> int:
-        """Number of chips in all slices; on some chips there are two JAX devices."""
+        """Number of chips in all slices; each chip has `chip.devices` JAX devices, 1 or 2."""
         return len(self.devices) // self.chip.devices
 
 
@@ -61,8 +61,8 @@ class CompileReport:
         out_of_memory_message: The compiler's message if the program does not fit in memory, else None. If it is set,
             the fields below are empty.
         program: The parsed HLO text.
-        memory: Sizes in bytes, with the keys of `MEMORY_FIELDS` and `bytes`: the memory that the program needs, which
-            is the sum of arguments, outputs that are not aliased, temporaries and code.
+        memory: Sizes in bytes. The keys are those of `MEMORY_FIELDS` and, for the total memory that the program needs,
+            `bytes`: arguments, outputs that are not aliased, temporaries and code.
         costs: `flops` and `bytes_accessed` (in all memory spaces) from XLA's cost analysis, which counts the body of a
             loop once.
     """
@@ -95,7 +95,7 @@ def tpu_topology(name: str) -> Topology:
     # libtpu must not search for a TPU or lock it, so that several processes can compile at once.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
-    # Without these two libtpu prints warnings.
+    # libtpu prints warnings if these two are not set.
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-8")
     options: dict[str, Any] = {}
@@ -116,9 +116,10 @@ def tpu_topology(name: str) -> Topology:
 
 
 def program_lowerings(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], jax.stages.Lowered]]:
-    """Return a function per program of a run that lowers the program for `mesh`, with the shapes of `config`.
+    """Return a dict from the name of each program to a function that lowers it for `mesh`, with shapes from `config`.
 
-    The programs are `train_step`, `evaluation_step`, and `merge`, which adds a checkpoint to a merge in device memory.
+    The programs are `train_step`, `evaluation_step`, and `merge`, which adds one weighted checkpoint to the running
+    total of a merge in device memory.
 
     Raises:
         ValueError: A size is not divisible by the size of the mesh axis that shards it; the message names the size.

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from pma_jax.config import SNAPSHOT_KINDS
 
-PAGE_DPI, PANELS_DPI = 200, 130  # PAGE_DPI: of figures that a page shows at half their size in pixels
+PAGE_DPI, PANELS_DPI = 200, 130  # PAGE_DPI: for figures that a page shows at half their size in pixels
 TITLE_POINTS, TEXT_POINTS, SMALL_POINTS = 11, 9.5, 8.5
 CHARACTER_INCHES = 0.082  # mean width of a character of TEXT_POINTS
 DASHES, DOTS = (0, (4, 1.8)), (0, (1, 1))
@@ -31,7 +31,7 @@ class Theme:
     grid: str
     preview: str  # merges during training
     annealed: str
-    merges: tuple[str, ...]  # one per recipe, in the order of the sweep, then repeated with other markers
+    merges: tuple[str, ...]  # one per line, in the order of the sweep; when used up, repeated with other markers
 
 
 LIGHT = Theme(
@@ -57,7 +57,7 @@ def to_png(figure: Figure, dpi: int = PANELS_DPI) -> bytes:
 
 
 def label_panel(axes: Axes, title: str, x_label: str, y_label: str = "") -> None:
-    """Set the title, axis labels and tick style of one panel of a figure, in the light theme."""
+    """Set the title, axis labels and tick style of one panel, in the colours of `LIGHT`: not for dark figures."""
     axes.set_title(title, loc="left", fontsize=TEXT_POINTS, color=LIGHT.ink)
     axes.set_xlabel(x_label, fontsize=SMALL_POINTS, color=LIGHT.muted)
     axes.set_ylabel(y_label, fontsize=SMALL_POINTS, color=LIGHT.muted)

@@ -55,10 +55,10 @@ def write_sweep_figure(sweep: dict[str, Any], folder: epath.Path) -> epath.Path:
 
 
 def sweep_heat_maps(records: Sequence[dict[str, Any]]) -> list[HeatMap]:
-    """Arrange the losses of a sweep, the `rows` of sweep.json, as heat maps whose columns are window sizes.
+    """Arrange the losses of a sweep as heat maps with one column per window size.
 
-    With several intervals, return one map per recipe and kind of snapshot, with intervals as rows. With one interval,
-    return one map per kind, with recipes as rows.
+    `records` is the list `rows` of sweep.json. With several intervals, return one map per recipe and kind of snapshot,
+    with intervals as rows. With one interval, return one map per kind, with recipes as rows.
     """
     kinds = [k for k in SNAPSHOT_KINDS if any(r["kind"] == k for r in records)]
     maps = []
@@ -104,7 +104,8 @@ def draw_heat_maps(
         maps: The tables.
         title: Title of the figure.
         maps_per_row: Number of heat maps side by side.
-        max_loss: Upper limit of the colour scale; larger losses have its last colour. Default: the largest finite loss.
+        max_loss: Upper limit of the colour scale, if it is less than the largest finite loss, which is the default.
+            Losses above the limit have the colour of the limit.
     """
     maps_per_row = min(maps_per_row, len(maps))
     grid = [maps[i : i + maps_per_row] for i in range(0, len(maps), maps_per_row)]

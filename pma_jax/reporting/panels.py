@@ -20,7 +20,7 @@ from pma_jax.reporting.drawing import (
 
 COLUMN_INCHES, ROW_INCHES = 4.2, 3.6
 LEGEND_COLUMNS = 4
-MAX_TICKS = 8  # with at most this many distinct x values, each has a tick
+MAX_TICKS = 8  # if there are at most this many distinct x values, each has a tick
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,8 @@ def _draw_line_panel(axes: Axes, panel: LinePanel, names: Sequence[str]) -> None
         i = names.index(line.name)
         errors = None
         if line.low is not None and line.high is not None:
-            below = [y - low for y, low in zip(line.y, line.low, strict=True)]
-            errors = [below, [high - y for y, high in zip(line.y, line.high, strict=True)]]
+            lower = [y - low for y, low in zip(line.y, line.low, strict=True)]
+            errors = [lower, [high - y for y, high in zip(line.y, line.high, strict=True)]]
         axes.errorbar(
             line.x,
             line.y,
@@ -96,13 +96,13 @@ def _draw_line_panel(axes: Axes, panel: LinePanel, names: Sequence[str]) -> None
         )
     if panel.zero_line:
         axes.axhline(0, color=LIGHT.ink, linewidth=0.8)
-    measured = sorted({x for line in panel.lines for x in line.x})
+    x_values = sorted({x for line in panel.lines for x in line.x})
     if panel.log_x:
         axes.set_xscale("log", base=2)
-    if len(measured) <= MAX_TICKS:
-        axes.set_xticks(measured, [f"{x:.3g}" for x in measured])
+    if len(x_values) <= MAX_TICKS:
+        axes.set_xticks(x_values, [f"{x:.3g}" for x in x_values])
         axes.minorticks_off()
-    elif all(float(x).is_integer() for x in measured):
+    elif all(float(x).is_integer() for x in x_values):
         axes.xaxis.set_major_locator(MaxNLocator(MAX_TICKS, integer=True))
     if panel.percent:
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")

@@ -37,15 +37,15 @@ _loss = operator.itemgetter("loss")
 Report = dict[str, Any]
 Curve = list[list[float]]  # [tokens, loss] pairs, in order of tokens
 SWEEP_ROW_DEFAULTS = {"interval": 1, "kind": "point"}  # for rows of sweep.json without these keys
-LOSS_TOLERANCE_NATS = 1e-3  # larger than the differences by rounding between devices
+LOSS_TOLERANCE_NATS = 1e-3  # the raw losses of sweep and run may differ by this: devices round differently
 SPIKE_KEYS = ("onset_tokens", "tokens", "verdict", "loss", "peak_loss", "median_loss", "spread_nats")
 
 
 def build_report(run: Run, forks: Sequence[Run]) -> Report:
     """Compare a run and its merges at its horizon with its annealed forks.
 
-    If several forks were annealed, shares refer to the one with the lowest loss, which makes them smallest. `notes` in
-    the result states which forks and merges were omitted, and why.
+    If there are several annealed forks, the recovered shares refer to the one with the lowest loss, which gives the
+    smallest shares. `notes` in the result states which forks and merges were omitted, and why.
 
     Raises:
         ValueError: The run has no evaluations or diverged, or a fork cannot be compared with it.
@@ -79,7 +79,7 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         "best_sma": _select_fields(best_sma),
         "best_merge": _select_fields(min(merges, key=_loss, default=None)),
         "best_block_merge": _select_fields(best_block),
-        "block_points_gained": _share_difference(best_block, best_sma),
+        "block_points_gained": _share_difference(best_block, best_sma),  # a fraction; may be negative
         "recovered_shares": {m["text"]: m["recovered_share"] for m in merges},
         "fork_tokens": best["fork_tokens"] if best else None,
         "annealing": best["annealing"] if best else None,
@@ -151,11 +151,11 @@ def format_report(report: Report) -> str:
 
 
 def spike_rows(run: Run) -> list[dict[str, Any]]:
-    """Return one row per loss spike, in order of onset: its measurements, and under `went_back` the rollback or None.
+    """Return one row per loss spike, in order of onset: its measurements, and the rollback that it caused, or None.
 
-    A rollback is described by the merge that the run restarted from (recipe, number of snapshots, tokens), how the
-    optimizer state was set, whether data was skipped, the number of the attempt, and the held-out losses that it
-    discarded.
+    The key of the rollback is `went_back`. It describes the merge that the run restarted from (`recipe`, number of
+    `snapshots`, `tokens`), how the `optimizer` state was set, whether data was skipped (`passes_over_data`), the number
+    of the `attempt`, and the held-out losses that it discarded (`set_aside`).
     """
     rows = [{key: r[key] for key in SPIKE_KEYS} | {"went_back": None} for r in run.metrics if r["kind"] == "spike"]
     for event in rollback.events(run):

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS, SegmentHasher, leaf_digest
 
-_MAX_SERIAL_BYTES = 2**20  # trees up to this size are hashed without threads, which would cost more than the checksums
+_MAX_SERIAL_BYTES = 2**20  # smaller trees are hashed serially: starting threads takes longer than hashing them
 _MAX_GATHERED_BYTES = 2**24  # leaves up to this size are gathered to every process
 
 
@@ -30,7 +30,7 @@ def tree_digests(tree: Any) -> dict[str, str]:
     """Map the name of each leaf to its digest (hex). A collective operation: all processes must call it."""
     leaves = named_leaves(tree)
     small = sum(leaf.nbytes for leaf in leaves.values()) <= _MAX_SERIAL_BYTES
-    # Collectives must run in the same order in all processes: leaves that are not local are hashed in one thread.
+    # Collectives must run in the same order in all processes: if any leaf is not local, hash all in one thread.
     if small or not all(_is_local(leaf) for leaf in leaves.values()):
         return {name: _digest(leaf) for name, leaf in leaves.items()}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -44,9 +44,10 @@ def named_leaves(tree: Any, separator: str = ".") -> dict[str, Any]:
 
 
 def mismatched_leaves(tree: Any, stored: Mapping[str, str], prefix: str = "") -> list[str]:
-    """List the names of the leaves whose digest is not in `stored` under prefix + name, or differs from it.
+    """List the names of the leaves whose digest differs from `stored[prefix + name]` or is missing there.
 
-    If `stored` is empty, no digests were saved: return an empty list.
+    If `stored` is empty, no digests were saved: return an empty list. A collective operation: all processes must call
+    it.
     """
     if not stored:
         return []
@@ -54,7 +55,10 @@ def mismatched_leaves(tree: Any, stored: Mapping[str, str], prefix: str = "") ->
 
 
 def non_finite_leaves(tree: Any) -> list[str]:
-    """List the floating-point leaves that contain a NaN or an infinity. Blocks until the arrays are ready."""
+    """List the floating-point leaves that contain a NaN or an infinity. Blocks until the arrays are ready.
+
+    If the arrays are sharded over processes, all processes must call it.
+    """
     leaves = {n: leaf for n, leaf in named_leaves(tree).items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
     if not leaves:
         return []
@@ -65,7 +69,8 @@ def non_finite_leaves(tree: Any) -> list[str]:
 def check_finite(params: Any, step: int, tokens: int) -> None:
     """Raise ValueError if a leaf of `params` is not finite, so that the caller does not save the parameters.
 
-    The message gives the step, the tokens and the names of at most ten of these leaves.
+    The message gives the step, the tokens and the names of at most ten of these leaves. If the arrays are
+    sharded over processes, all processes must call this function.
     """
     bad = non_finite_leaves(params)
     if bad:

@@ -21,8 +21,9 @@ def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
     """Restore an item of the checkpoint at `path` as a pytree with the shapes, dtypes and shardings of `abstract`.
 
     Args:
-        path: Directory of a snapshot or a state.
-        item: Name of the stored pytree: `params` for a snapshot; `state` or `block` for a state.
+        path: Directory of a snapshot or a training state.
+        item: Name of the stored pytree: `params` in a snapshot; `state`, or an optional field of the train state, such
+            as `block` (the block mean), in a training state.
         abstract: Pytree of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:
@@ -31,7 +32,7 @@ def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
     """
     metadata = read_array_metadata(path).get(item)
     if not jax.tree.leaves(metadata):
-        raise ValueError(f"{path} has no arrays of {item!r}: it is corrupt, incomplete or of another kind")
+        raise ValueError(f"{path} has no arrays in item {item!r}: corrupt, incomplete or another kind of checkpoint?")
     differences = shape_differences(metadata, abstract)
     if differences:
         listed = "; ".join(differences[:10])
@@ -44,7 +45,7 @@ def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
     )
     with report_read_errors(path):
         restored = jax.block_until_ready(ocp.load_checkpointables(path, {item: as_stored})[item])
-    # Leaf names of a snapshot have no prefix; those of a state start with the name of their item.
+    # In the digests, leaf names of a snapshot have no prefix; those of a training state start with the item's name.
     changed = integrity.mismatched_leaves(restored, read_digests(path), "" if item == "params" else f"{item}.")
     if changed:
         raise ValueError(
@@ -56,7 +57,8 @@ def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
 def read_array_metadata(path: epath.Path) -> dict[str, Any]:
     """Read the shapes and dtypes of all leaves, without reading the arrays.
 
-    The keys are the items of the checkpoint: `params` for a snapshot; `state` and `block` for a state.
+    The keys are the items of the checkpoint: `params` in a snapshot; `state`, and any of the optional fields of the
+    train state that were saved (such as `block`, the block mean), in a training state.
     """
     with report_read_errors(path):
         return ocp.checkpointables_metadata(path).metadata
@@ -71,7 +73,7 @@ def read_params_metadata(path: epath.Path) -> dict[str, dict[str, Any]]:
 
 
 def read_digests(path: epath.Path) -> dict[str, str]:
-    """Read the recorded digest of each leaf of a snapshot, merge or state.
+    """Read the recorded digest of each leaf of a snapshot (trained or merged) or of a training state.
 
     Return an empty dict for checkpoints that earlier versions of pma_jax wrote without digests.
     """
@@ -90,7 +92,7 @@ def read_provenance(path: epath.Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def report_read_errors(path: epath.Path) -> Iterator[None]:
-    """Re-raise any exception of the block as a ValueError with a one-line message that names `path`.
+    """Re-raise any exception of the `with` block as a ValueError with a one-line message that names `path`.
 
     Orbax and TensorStore raise many types, often with long messages.
     """

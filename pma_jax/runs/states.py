@@ -1,4 +1,4 @@
-"""Full training states: what resuming and forking need. Save, list, copy and restore them."""
+"""Save, read, copy and restore full training states, which resuming and forking need."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -63,8 +63,8 @@ def read_state(path: epath.Path) -> SavedState:
 def state_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]:
     """Decide which states to keep: the newest `keep_states`, and those listed in `keep_states_at_tokens`.
 
-    A state saved on preemption, not at a regular save interval, is kept only while it is the newest and does not count
-    towards `keep_states`. An interrupted run therefore keeps the same states as an uninterrupted one.
+    A state saved on preemption, between the regular saves, does not count towards `keep_states` and is kept only while
+    it is the newest. An interrupted run therefore keeps the same states as an uninterrupted one.
 
     Args:
         config: The run's configuration.
@@ -86,7 +86,8 @@ def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
     run did not have.
 
     Raises:
-        ValueError: A parameter is not finite, or this or the previous, asynchronous write failed.
+        ValueError: A parameter is not finite, the previous asynchronous write failed, or this one cannot be started. If
+            it fails later, the next call or `writer.finish` raises.
     """
     integrity.check_finite(state.params, progress.step, progress.tokens)
     names = _optional_fields(state)
@@ -98,12 +99,13 @@ def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
 def restore_state(saved: SavedState, abstract: Any) -> Any:
     """Restore a training state with the shapes, dtypes and shardings of `abstract`.
 
-    Optional fields (block mean, spike detector, moving average) that are not None in `abstract` are restored. A field
-    that is not stored (the parent run did not use it) or has another shape (such as a detector with another window) is
-    initialised with zeros.
+    Optional fields (block mean, spike detector, moving average) that are not None in `abstract` are restored. Those
+    that the checkpoint lacks (the parent run did not use them) or stores with another shape (such as a detector with
+    another window) are initialised with zeros.
 
     Raises:
-        ValueError: A leaf is missing, unknown, of another shape, or corrupt, or a field that was saved is missing.
+        ValueError: The state cannot be read; a leaf outside the optional fields is missing, unexpected or of another
+            shape; a restored leaf does not match its digest; or an optional field has digests but no arrays.
     """
     names = _optional_fields(abstract)
     state = restore.restore_tree(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(names)))
@@ -129,6 +131,7 @@ def copy_state(saved: SavedState, run_dir: epath.Path) -> None:
         ValueError: The state was deleted while it was being copied.
     """
     target = run_dir / STATES / saved.path.name
+    # In a bucket the directory of an incomplete copy exists, so only the marker, which is copied last, counts.
     if (target / COMMIT_MARKER if is_bucket(target) else target).exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)

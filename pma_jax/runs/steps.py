@@ -87,7 +87,7 @@ def uncompressed_context(barrier_prefix: str | None = None) -> ocp.Context:
 
 @contextlib.contextmanager
 def report_write_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert errors raised in the block, which are long in Orbax and TensorStore, to a ValueError of one line."""
+    """Convert errors of the `with` block, which are long in Orbax and TensorStore, to a ValueError of one line."""
     try:
         yield
     except Exception as error:
@@ -106,9 +106,9 @@ class StepWriter:
 
     Args:
         folder: Folder of steps.
-        retention: Retention rule: receives the tokens of all steps in ascending order, and returns for each whether to
-            keep it. `save` and `finish` apply it to the published steps.
-        removes_steps: Whether this process removes the steps that are not kept.
+        retention: Function from the token counts of all steps, ascending, to one bool per step: whether to keep that
+            step. `save` and `finish` apply it to the published steps.
+        removes_steps: Whether this process deletes the steps that are not kept from storage; only one process may.
     """
 
     def __init__(self, folder: epath.Path, retention: Callable[[Sequence[int]], list[bool]], removes_steps: bool):
@@ -149,7 +149,7 @@ class StepWriter:
             step, tokens = self._pending
             with report_write_errors(self._folder / str(step)):
                 response.result()
-            self._tokens_by_step[step] = tokens  # only now: a failed step must not replace an older one
+            self._tokens_by_step[step] = tokens  # only now: else an older step could be removed for one that failed
         steps = sorted(self._tokens_by_step, key=lambda step: self._tokens_by_step[step])
         are_kept = self._retention([self._tokens_by_step[step] for step in steps])
         for step, is_kept in zip(steps, are_kept, strict=True):

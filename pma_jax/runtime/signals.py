@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised when a signal stops the command; its text describes what was saved."""
+    """Raised when a signal stops the command. The text, if any, says what was saved; `status` is the exit status."""
 
     def __init__(self, signal_number: int, text: str = ""):
         super().__init__(text)
@@ -23,7 +23,10 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopRequest:
-    """The first signal received, if any. The handler sets it before the main thread's next Python instruction."""
+    """A request to stop: the first signal received, if any. Poll `signal`, which is None until then.
+
+    The handler sets it in the main thread, as soon as that runs Python code again.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None  # number of the signal
@@ -38,13 +41,13 @@ class StopRequest:
 def catch_signals(raises_stopped: bool) -> Iterator[StopRequest]:
     """Record the first SIGINT or SIGTERM within the block; the second ends the process immediately, with its status.
 
-    An immediate end is like SIGKILL: published files stay intact. It works even during a compilation, which blocks
-    Python handlers in the main thread, because another thread reads the wakeup pipe. Outside the main thread this
-    context manager does nothing.
+    At the second signal no cleanup runs, as after SIGKILL, but published files stay intact. This works even while a
+    compilation blocks Python signal handlers in the main thread, because a background thread reads the wakeup pipe, to
+    which each signal is written. Outside the main thread this context manager does nothing.
 
     Args:
-        raises_stopped: Whether to raise `Stopped` in the main thread at the first signal; otherwise the block must poll
-            the request.
+        raises_stopped: Whether the first signal raises `Stopped` in the main thread. If False, the block must poll the
+            request.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

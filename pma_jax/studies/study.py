@@ -58,12 +58,13 @@ TINY = (
     "schedule.warmup_tokens=256",
     "checkpoint.block_every_steps=1",
 )
+# Defaults with `--tiny`. The keys are also the list of the fields of `Study` that the command line sets directly.
 TINY_OPTIONS = {"sizes": (SIZES[0], SIZES[-1]), "seeds": (0, 1), "units": 16, "evaluation_tokens": 512}
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """The options of an experiment, and the runs that it has used."""
+    """Train, fork, merge and evaluate the runs of an experiment, through a cache of runs; record which were used."""
 
     cache: Path  # directory of the run cache
     sizes: tuple[str, ...] = SIZES  # names of configurations; the first is measured in most detail
@@ -149,7 +150,10 @@ class Study:
         return self._get(lambda: run_cache.get_or_fork(self.cache, run, at * self.unit_tokens(run), changes, weights))
 
     def anneal(self, run: Run, at: int, end: int, shape: str = "linear", weights: Snapshot | None = None) -> Run:
-        """Fork a trunk and decay its rate from unit `at` to 0 at `end`; `shape` is linear, cosine or minus_sqrt."""
+        """Fork a trunk at unit `at`; decay the fork's learning rate to `schedule.final_rate` (0 by default) at `end`.
+
+        `shape` is linear, cosine or minus_sqrt.
+        """
         decay = [f"schedule.decay={shape}", f"schedule.decay_start_tokens={at * self.unit_tokens(run)}"]
         return self.fork(run, at, end, decay, weights)
 
@@ -158,7 +162,10 @@ class Study:
         return run_cache.get_or_merge(run, cell, at * self.unit_tokens(run))
 
     def losses(self, run: Run, cells: Iterable[Cell], ends: Sequence[int]) -> dict[tuple[Cell, int], float]:
-        """Return the held-out loss of each merge at each end (in units), without merges that lack snapshots."""
+        """Return the held-out loss of each merge at each end (in units).
+
+        Merges that need more snapshots than exist at an end are left out.
+        """
         tokens = [end * self.unit_tokens(run) for end in ends]
         losses = evaluate_along_run(run, cells, tokens, self.evaluation_config(run))
         return {(cell, at // self.unit_tokens(run)): loss for (cell, at), loss in losses.items()}
@@ -178,7 +185,8 @@ class Study:
         """Evaluate the run of every seed, and return the losses in the layout of results.json.
 
         Returns:
-            {text of the merge: {end in units: [one loss per seed]}}, without merges that lack snapshots.
+            {text of the merge: {end in units: [one loss per seed]}}. Merges that need more snapshots than the run of
+            some seed has at an end are left out there.
         """
         cells = list(cells)
         each = [self.losses(get_run(seed), cells, ends) for seed in self.seeds]

@@ -23,14 +23,14 @@ def fork(
     """Create a run in `workdir` that starts from the training state of `source` at `at_tokens`; `loop.train` trains it.
 
     The state provides the parameters, the optimizer state and the data position; `config` decides the rest. If
-    `workdir` already holds a fork of the same state with the same `weights`, open that run. It keeps its own
-    configuration, which is not compared with `config` here: `loop.train` compares them, and raises ValueError if a key
-    that affects the results differs.
+    `workdir` already holds a fork of the same state with the same `weights`, open that run with
+    its own configuration. It is not compared with `config` here: `loop.train` raises ValueError if a key that affects
+    the results differs.
 
     Args:
         source: The run to fork.
-        at_tokens: Token count of one of the training states of `source`, as listed for example in
-            `checkpoint.keep_states_at_tokens`. The state may have been saved up to one batch later.
+        at_tokens: Token count to fork at, for example one from `checkpoint.keep_states_at_tokens`. The fork starts from
+            the state of `source` that was saved at this count or less than one batch after it.
         config: Configuration of the new run.
         workdir: Directory of the new run.
         weights: Path of a snapshot, a merge (PMA-init: training starts from merged parameters) or a run, whose newest
@@ -38,7 +38,7 @@ def fork(
             the new run has saved its first training state.
 
     Raises:
-        ValueError: `source` has no training state at `at_tokens`, `config` leaves nothing to train or does not fit its
+        ValueError: `source` has no training state for `at_tokens`, `config` leaves nothing to train or does not fit its
             mesh, `weights` does not hold parameters of this model, or `workdir` holds a different run.
     """
     # The mesh comes first: listing the states initializes the JAX backend, after which the device count is fixed.

@@ -19,9 +19,9 @@ from pma_jax.runs.states import Progress
 from pma_jax.training import resume
 from pma_jax.training.state import TrainState, init_state_from_seed, replace_params
 
-# Options of the model that may differ from the snapshot's, because they do not change what each parameter means.
-_MAY_DIFFER = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
-# Options that only dense models, or only mixtures of experts, read.
+# Model options that may differ between the run and the snapshot, because they do not change the role of any parameter.
+_IGNORED_OPTIONS = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
+# Options that are used only by dense models, or only by mixtures of experts.
 _DENSE_ONLY = frozenset({"hidden"})
 _MOE_ONLY = frozenset(
     {"experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized", "router_bias"}
@@ -31,8 +31,9 @@ _MOE_ONLY = frozenset(
 def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[TrainState, Progress]:
     """Restore the newest intact state of `run`, or initialize one, on the current mesh (`jax.set_mesh`).
 
-    A fork created with `--weights` starts from its parent's state, with the parameters of its snapshot. Snapshots newer
-    than the restored state are verified; corrupt ones are moved to RUN/damaged, and training saves them again.
+    A fork created with `--weights SNAPSHOT` starts from its parent's state, with the parameters replaced by those of
+    SNAPSHOT. Also verify the snapshots newer than the restored state, and move corrupt ones to RUN/damaged, so that
+    training saves them again.
 
     Args:
         run: The run, after `resume.clean_up`.
@@ -67,7 +68,7 @@ def make_initial_state(config: Config, abstract: TrainState) -> TrainState:
 
 
 def find_compatible_snapshot(config: Config, path: epath.PathLike, option: str) -> Snapshot:
-    """Return the snapshot at `path`, or the newest one of the run at `path`, if it fits the model of `config`.
+    """Find the snapshot at `path` (for a run: its newest), and check that `config.model` can use its parameters.
 
     Args:
         config: Configuration of the run that starts from the snapshot's parameters.
@@ -80,11 +81,11 @@ def find_compatible_snapshot(config: Config, path: epath.PathLike, option: str) 
     """
     snapshot = newest_snapshot(path)
     run_model, snapshot_model = dataclasses.asdict(config.model), dataclasses.asdict(snapshot.config.model)
-    may_differ = _MAY_DIFFER | (_DENSE_ONLY if snapshot.config.model.experts else _MOE_ONLY)
+    ignored = _IGNORED_OPTIONS | (_DENSE_ONLY if snapshot.config.model.experts else _MOE_ONLY)
     if _has_router_bias(config.model) and not _has_router_bias(snapshot.config.model):
-        may_differ |= {"router_bias"}
+        ignored |= {"router_bias"}
     differing = {key: value for key, value in snapshot_model.items() if value != run_model[key]}
-    options = [f"--config.model.{key}={value}" for key, value in differing.items() if key not in may_differ]
+    options = [f"--config.model.{key}={value}" for key, value in differing.items() if key not in ignored]
     if options:
         raise ValueError(f"{option}: the model of {path} does not match the run's: pass {' '.join(options)}")
     return snapshot

@@ -17,7 +17,7 @@ from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
 
 _Event: Any = vars(event_pb2)["Event"]  # created by protobuf at import: type checkers do not see it
-_START = 1  # SessionLog.START tells TensorBoard to discard events of earlier processes from the event's step on
+_START = 1  # SessionLog.START: TensorBoard discards events of earlier processes at this event's step and later
 # One line of metrics.jsonl, with at least `kind` and `tokens`. `MetricsLog.write` accepts the kinds in `_LINE_FORMATS`
 # and `spike`. A rollback appends records of the kind `recovery` to metrics.jsonl directly, not through `write`.
 Record = dict[str, Any]
@@ -86,7 +86,8 @@ class MetricsLog:
     def sync(self) -> None:
         """Flush all records to durable storage.
 
-        Call it before saving a state: a run that resumes from the state does not write earlier records again.
+        Call this before saving a training state. A run that resumes from the state does not repeat the steps before it,
+        so the records of these steps must already be on disk.
         """
         if self._is_writer:
             with report_write_errors(self._path):

@@ -1,4 +1,4 @@
-"""AdamW, or schedule-free AdamW, with global-norm clipping; weight decay on matrices only.
+"""AdamW, or schedule-free AdamW, with global-norm clipping; no weight decay on norm scales and the router bias.
 
 The caller passes the learning rate of each step; schedule.py computes it from the token count.
 
@@ -62,8 +62,8 @@ _schedule_free_params = jax.jit(optax.contrib.schedule_free_eval_params)
 def _optimizer(config: OptimizerConfig, learning_rate: jax.Array | float) -> optax.GradientTransformation:
     """Return the gradient transformation, with clipping.
 
-    The updates of AdamW (decoupled decay, arXiv 1711.05101) are not yet multiplied by -`learning_rate`:
-    `update_params` does so. Those of schedule-free AdamW are.
+    AdamW's updates (decoupled weight decay, arXiv 1711.05101) are unscaled: `update_params` multiplies them by
+    -`learning_rate`. Schedule-free AdamW's updates are already scaled.
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
     decay = optax.add_decayed_weights(config.weight_decay, mask=decay_mask)
@@ -76,7 +76,7 @@ def _optimizer(config: OptimizerConfig, learning_rate: jax.Array | float) -> opt
 
 
 def decay_mask(params: Params) -> Params:
-    """Return a pytree of booleans: True for leaves that decay, which are all but norm scales and the router bias."""
+    """Return a pytree of booleans: True for parameters with weight decay: all but norm scales, router bias."""
 
     def has_decay(path, _) -> bool:
         name = path[-1].key

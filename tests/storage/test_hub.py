@@ -137,7 +137,7 @@ def test_pattern_that_crosses_stages_is_reported(endpoint):
     ("address", "match"),
     [
         ("hf://org/suite@pickled", "only pickles .*convert"),
-        ("hf://org/suite@gone", "cannot be downloaded"),
+        ("hf://org/suite@gone", "request to the Hugging Face hub failed"),
         ("hf://org", "is not hf://"),
         ("hf://org/../x@a", "is not hf://"),
     ],

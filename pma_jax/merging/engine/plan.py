@@ -69,8 +69,8 @@ class MergePlan:
     def units(self) -> Iterator[Unit]:
         """Yield all units in storage order: the segments of raw leaves, and complete leaves if they must be decoded."""
         for name, leaf in self.leaves.items():
-            is_sequential = name in self.schedule.region_elements or name in self.schedule.zstd_leaves
-            step = leaf.elements if is_sequential else SEGMENT_ELEMENTS
+            must_decode = name in self.schedule.region_elements or name in self.schedule.zstd_leaves
+            step = leaf.elements if must_decode else SEGMENT_ELEMENTS
             for start in range(0, leaf.elements, max(1, step)):
                 yield Unit(name, start, min(start + step, leaf.elements))
 
@@ -101,8 +101,9 @@ def plan(
         cores: Number of cores to use; if None, all that this process may use.
 
     Raises:
-        ValueError: The sources differ in their leaves, a recipe has not one finite coefficient per source or only
-            zeros, or the memory limit is too low.
+        ValueError: There are no sources or their leaves differ, `coefficients` are not one finite number per recipe and
+            source, all coefficients of a recipe are zero, the number of `recipes` is wrong, `dtype` or `format` is
+            unknown, the format cannot store the leaves, or the memory limit is too low.
     """
     if not sources:
         raise ValueError("nothing to merge: give at least one checkpoint")

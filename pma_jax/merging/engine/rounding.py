@@ -3,8 +3,8 @@
 The sum over checkpoints k of c_k theta_k is evaluated element by element in the accumulation dtype (float32; float64
 for float64 leaves):
 
-    total = m_1 * theta_1                       the oldest checkpoint with a nonzero coefficient
-    total = total + m_k * theta_k               oldest k first; the product is rounded before it is added (no FMA)
+    total = m_f * theta_f                       f is the oldest checkpoint with a nonzero coefficient
+    total = total + m_k * theta_k               k = f + 1, …; the product is rounded before it is added (no FMA)
     merged = round_to_output(total / divisor)   one division; round to nearest, ties to even
 
 with c_k = m_k / divisor in float64 from `factor_coefficients`; m_k and divisor are then rounded to the accumulation
@@ -22,7 +22,7 @@ MAX_INTEGER_MULTIPLIER = 1024  # 11 bits: the product with a bfloat16 or float16
 
 
 def validate_weights(weights_RxK: ArrayLike, count: int) -> np.ndarray:
-    """Validate the weights of R recipes for `count` checkpoints, and return them as float64 [R, K].
+    """Validate the weights (coefficients c_k) of R recipes for K = `count` checkpoints; return them as float64 [R, K].
 
     Raises:
         ValueError: The weights are not a matrix with one finite weight per recipe and checkpoint.
@@ -38,11 +38,12 @@ def validate_weights(weights_RxK: ArrayLike, count: int) -> np.ndarray:
 
 
 def factor_coefficients(coefficients: ArrayLike) -> tuple[np.ndarray, float]:
-    """Write a row of coefficients as multipliers, applied before the sum, over one divisor, applied after it.
+    """Factor a row of coefficients into multipliers and one divisor: sum(c_k * x_k) = sum(m_k * x_k) / divisor.
 
-    Coefficients in the ratio of small integers (SMA 1 : 1 : …, WMA 1 : 2 : …) get these integers as multipliers. The
-    mean of bfloat16 inputs is then rounded correctly, unlike one that multiplies each input by float32(1/K). Other
-    coefficients are their own multipliers, with divisor 1.
+    Coefficients in the ratio of small integers (the simple mean SMA 1 : 1 : …, the linearly weighted mean WMA
+    1 : 2 : …) get these integers as multipliers. As long as the float32 sum is exact, a mean of bfloat16 inputs then
+    rounds only in the division and in the cast to the output dtype; a multiplication of each input by float32(1/K)
+    could round every term. Other coefficients are their own multipliers, with divisor 1.
 
     Args:
         coefficients: float64 [K]; zeros mark checkpoints that do not take part.
@@ -68,7 +69,7 @@ class RowFactors(NamedTuple):
     Attributes:
         multipliers: float64 [R, K], one per row and checkpoint.
         divisors: float64 [R], one per row.
-        first: int [R], index of the oldest checkpoint with a nonzero coefficient, with which the sum starts.
+        first: int [R], index of the first (oldest) nonzero coefficient in each row, where the sum starts.
     """
 
     multipliers: np.ndarray

@@ -9,9 +9,11 @@ from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zstd import DECODER_BYTES
 from pma_jax.storage.paths import RangeReader, is_bucket
 
-# Small enough for one core's share of the caches, large enough that threads seldom contend for the GIL.
+# Elements per block with one recipe: small enough for one core's share of the caches, large enough that threads seldom
+# contend for the GIL.
 BLOCK_ELEMENTS = 2**18
-# With several recipes, one block per source and recipe stays in the caches together: these share this many elements.
+# With several recipes, one block of every source and one of every recipe are in use at once. Their total number of
+# elements, so that they stay in the caches together; each may be larger than `BLOCK_ELEMENTS`.
 _CACHED_ELEMENTS = 16 * BLOCK_ELEMENTS
 # Lower bound for merges with many recipes: smaller blocks cost more in Python than they save in cache misses.
 MIN_BLOCK_ELEMENTS = 2**12
@@ -37,7 +39,7 @@ class Schedule:
         threads: Threads per process that merge the leaves which can be read sequentially.
         processes: Processes that merge the leaves which can be read sequentially, including this one.
         zstd_leaves: Names of the leaves that some source stores as zstd frames, which are decoded block by block.
-        region_elements: Name of each leaf that tensorstore decodes, region by region -> elements per region.
+        region_elements: Maps the name of each leaf that tensorstore decodes to the number of elements per region.
         max_regions_in_flight: Maximum number of regions that are decoded or being decoded at once.
         memory_bytes: Upper estimate of the peak resident memory.
     """
@@ -63,7 +65,7 @@ def make_schedule(
         cores: Cores to use; None for those that this process may use.
 
     Raises:
-        ValueError: The memory limit is too low. The message states how much memory is needed.
+        ValueError: The memory limit is too low. The message states how much is needed, or how much more.
     """
     decoded, in_flight, decode_bytes = _plan_decoding(sources, recipe_count, memory_limit_bytes)
     leaves = sources[0].leaves
@@ -101,7 +103,7 @@ def _plan_parallelism(
 def _plan_decoding(
     sources: Sequence[CheckpointSource], recipe_count: int, limit_bytes: int
 ) -> tuple[dict[str, int], int, int]:
-    """Return (leaf that tensorstore decodes -> elements per region, regions in flight, bytes of memory for them)."""
+    """Return the elements per region of each leaf that tensorstore decodes, the regions in flight, and their memory."""
     leaves = sources[0].leaves
     regions: dict[str, int] = {}
     for name, leaf in leaves.items():

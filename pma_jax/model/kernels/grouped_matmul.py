@@ -1,11 +1,11 @@
-"""Grouped matrix product: each row is multiplied by the matrix of its group, as in a mixture of experts.
+"""Grouped matmul: each row is multiplied by the matrix of its group, as in a mixture of experts.
 
-Legend: R rows, E groups, D the contracted dim, F the other dim of the matrices, t rows per block, N blocks.
+Shape suffixes: R rows, E groups, D the contracted dim, F the other dim of the matrices, t rows per block, N blocks.
 
-On TPU this is Megablox (grouped matrix products in Pallas, after MegaBlocks, arXiv 2211.15841). On other platforms the
-rows are divided into blocks that each belong to one group. On NVIDIA GPUs one batched product multiplies all blocks; on
-other platforms a loop multiplies block after block. `jax.lax.ragged_dot` is not used, because on CPU and GPU it lowers
-to a dense product over all groups, which takes E times the arithmetic.
+On TPU this is Megablox (grouped matmuls in Pallas, after MegaBlocks, arXiv 2211.15841). On other platforms the rows are
+divided into blocks that each belong to one group. On NVIDIA GPUs one batched matmul multiplies all blocks; on other
+platforms a loop multiplies block after block. `jax.lax.ragged_dot` is not used, because on CPU and GPU it lowers to a
+dense matmul over all groups, which takes E times the FLOPs.
 """
 
 import functools
@@ -54,10 +54,14 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _product(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array, transposed: bool) -> jax.Array:
-    """Multiply each row by the matrix of its group, or by its transpose."""
-    ways = {"tpu": _product_by_megablox, "cuda": _product_by_batch, "default": _product_by_loop}
-    ways = {platform: functools.partial(way, transposed=transposed) for platform, way in ways.items()}
-    return jax.lax.platform_dependent(rows_RxD, matrices_ExDxF, sizes_E, **ways)
+    """Multiply each row by the matrix of its group, or by its transpose.
+
+    For the transpose, D and F change places in the names of the rows and of the result, here and in the implementations
+    below: the rows are [R, F], and the result is [R, D].
+    """
+    by_platform = {"tpu": _product_by_megablox, "cuda": _product_by_batch, "default": _product_by_loop}
+    by_platform = {name: functools.partial(product, transposed=transposed) for name, product in by_platform.items()}
+    return jax.lax.platform_dependent(rows_RxD, matrices_ExDxF, sizes_E, **by_platform)
 
 
 # --- Any platform: a loop over blocks ---------------------------------------------------------------------------------
@@ -109,7 +113,8 @@ def _loop_blocks(
 
     The position consists of the block's group, its first row, and the number of rows of the group from that row on.
     """
-    # A quarter of the mean group. Half of each group's last block is wasted on average: an eighth of the arithmetic.
+    # A quarter of the mean group size, within limits. On average half of each group's last block is wasted: if no limit
+    # applies, this adds an eighth to the FLOPs.
     t = min(max(32, -(-rows // (4 * sizes_E.shape[0]))), 512)
     blocks_E = -(-sizes_E // t)
     end_E = jnp.cumsum(blocks_E)
@@ -127,38 +132,45 @@ def _pad_rows(rows_RxD: jax.Array, extra: int) -> jax.Array:
     return jnp.pad(rows_RxD, ((0, extra), (0, 0)))
 
 
-# --- GPU: one batched product of all blocks ---------------------------------------------------------------------------
+# --- GPU: one batched matmul of all blocks ----------------------------------------------------------------------------
 
-# On a GPU each iteration of a loop would synchronise with the host, which takes as long as the product of a block, and
+# On a GPU each iteration of a loop would synchronise with the host, which takes as long as the matmul of a block, and
 # one block does not use the complete device. Batching instead costs memory, because each block has a copy of the matrix
-# of its group, and arithmetic, because up to E blocks are empty.
+# of its group, and FLOPs, because up to E blocks are empty.
 
 
 def _product_by_batch(
     rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array, transposed: bool = False
 ) -> jax.Array:
-    index_Nxt, group_N, slot_R = _batch_blocks(rows_RxD.shape[0], sizes_E)
+    index_Nxt, group_N, position_R = _batch_blocks(rows_RxD.shape[0], sizes_E)
     rows_NxtxD = rows_RxD.at[index_Nxt].get(mode="fill", fill_value=0)
     product = "ntf,ndf->ntd" if transposed else "ntd,ndf->ntf"
     y_NxtxF = jnp.einsum(product, rows_NxtxD, matrices_ExDxF[group_N], preferred_element_type=jnp.float32)
     y_NxtxF = y_NxtxF.astype(rows_RxD.dtype)
-    return y_NxtxF.reshape(-1, y_NxtxF.shape[-1])[slot_R]
+    return y_NxtxF.reshape(-1, y_NxtxF.shape[-1])[position_R]
 
 
 def _gradient_by_batch(rows_RxD: jax.Array, g_RxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     index_Nxt, group_N, _ = _batch_blocks(rows_RxD.shape[0], sizes_E)
     rows_NxtxD, g_NxtxF = (x.at[index_Nxt].get(mode="fill", fill_value=0) for x in (rows_RxD, g_RxF))
     d_NxDxF = jnp.einsum("ntd,ntf->ndf", rows_NxtxD, g_NxtxF, preferred_element_type=jnp.float32)
-    # Summed by a product, because a scatter adds atomically in a nondeterministic order. Empty blocks add zeros.
-    of_group_ExN = (jnp.arange(sizes_E.shape[0])[:, None] == group_N).astype(jnp.float32)
+    # Sum the blocks of each group by a matmul, because a scatter-add on a GPU uses atomics, whose order is not
+    # deterministic. Empty blocks add zeros.
+    one_hot_ExN = (jnp.arange(sizes_E.shape[0])[:, None] == group_N).astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if rows_RxD.dtype == jnp.float32 else None
-    return jnp.einsum("en,ndf->edf", of_group_ExN, d_NxDxF, precision=precision).astype(rows_RxD.dtype)
+    return jnp.einsum("en,ndf->edf", one_hot_ExN, d_NxDxF, precision=precision).astype(rows_RxD.dtype)
 
 
 def _batch_blocks(rows: int, sizes_E: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return each block's row indices [N, t] (R if unused) and group [N], and each row's slot [R] in [0, N t)."""
+    """Divide the rows into blocks of t rows.
+
+    Returns:
+        The indices of each block's rows, [N, t], padded with R; each block's group, [N]; and each row's position in the
+        flattened blocks, [R].
+    """
     E = sizes_E.shape[0]
-    # A quarter of the mean group, rounded up to tiles of 128: E empty blocks add a quarter of the arithmetic.
+    # A quarter of the mean group size, rounded up to a multiple of 128. The blocks have room for at least E * t more
+    # rows than there are, so padding adds a quarter to the FLOPs, or more where t was rounded up.
     t = min(-(-rows // (4 * E * 128)) * 128, rows)
     blocks_E = -(-sizes_E // t)
     end_E, end_row_E = jnp.cumsum(blocks_E), jnp.cumsum(sizes_E)

@@ -18,7 +18,7 @@ OpenFile = int | RangeReader
 
 @contextmanager
 def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, OpenFile]]:
-    """Open `paths` for the duration of the block and yield their file descriptors.
+    """Open `paths` for the duration of the `with` block and yield their file descriptors.
 
     Callers open the files of one leaf at a time, so that few are open at once even if a checkpoint has many. The value
     for an object in a bucket is a `RangeReader` instead of a descriptor.
@@ -28,7 +28,7 @@ def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, Open
         flags: Flags of `os.open`, such as `os.O_RDONLY`.
 
     Raises:
-        ValueError: A file no longer exists.
+        ValueError: A file does not exist, or the `with` block raised FileNotFoundError.
     """
     files: dict[Path, OpenFile] = {}
     try:
@@ -37,7 +37,7 @@ def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, Open
                 files[path] = RangeReader(path) if is_bucket(path) else os.open(path, flags | os.O_CLOEXEC)
         yield files
     except FileNotFoundError as error:
-        raise ValueError(f"{error.filename}: disappeared while it was needed") from None
+        raise ValueError(f"{error.filename}: no such file; was it deleted or moved while it was in use?") from None
     finally:
         for file in files.values():
             if isinstance(file, int):

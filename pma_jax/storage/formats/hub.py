@@ -86,8 +86,8 @@ def download(address: str) -> Path:
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
         if pickles:
             raise ValueError(
-                f"{address}: contains only pickles ({pickles[0]}), which can run any code when opened; convert it "
-                f"where you trust it: AutoModel.from_pretrained('{repo}', revision='{revision}').save_pretrained('OUT')"
+                f"{address}: contains only pickles ({pickles[0]}), which can run any code when loaded; if you trust "
+                f"them, convert them: AutoModel.from_pretrained('{repo}', revision='{revision}').save_pretrained('OUT')"
             )
     return folder
 
@@ -101,4 +101,4 @@ def _call_api(address: str, request: Callable[[Any], Any]) -> Any:
         return request(huggingface_hub.HfApi())
     except Exception as error:
         # The client's exceptions depend on its HTTP library; the user needs only the reason for the failure.
-        raise ValueError(f"{address}: cannot be downloaded: {error_line(error)[:200]}") from error
+        raise ValueError(f"{address}: the request to the Hugging Face hub failed: {error_line(error)[:200]}") from error

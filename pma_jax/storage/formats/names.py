@@ -7,8 +7,8 @@ import itertools
 import re
 
 _STEP = re.compile(r"(?:^|[^a-z])(?:step|iter|ckpt)[-_]?(\d+)(k?)(?![a-z0-9])", re.IGNORECASE)
-# "-1B" alone is a model size. A number with a unit is a token count only after "tokens", with a final "T" ("2BT"), or
-# right after a step.
+# A number with a unit at the end of a name is a token count after "tokens" ("tokens294B"), right after a step
+# ("step1000-4B"), or with a final T for tokens ("-2BT": 2 billion). Otherwise it is a model size ("OLMo-1B").
 _TOKENS = re.compile(
     r"(?:tokens[-_]?|[-_](?=[\d.]+[KMBT]T$)|step[-_]?\d+k?[-_])(\d+(?:\.\d+)?)([KMBT])T?$", re.IGNORECASE
 )
@@ -36,7 +36,7 @@ def stage_from_name(name: str) -> str:
 def expand_braces(pattern: str) -> list[str]:
     """Expand {first..last}, {first..last..step} and {x,y,z} in a name; braces cannot be nested.
 
-    Ranges are of ascending integers, written without leading zeros.
+    Ranges must ascend. Their numbers are expanded without leading zeros: {08..10} gives 8, 9 and 10.
 
     Raises:
         ValueError: A range is empty or has step 0, or the pattern expands to more than 10,000 names.

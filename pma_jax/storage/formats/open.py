@@ -18,11 +18,11 @@ _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSource:
-    """Open a checkpoint: read its metadata and none of its arrays.
+    """Open a checkpoint without reading its arrays into memory. An hf:// address is downloaded first.
 
     Args:
         address: A directory with one .safetensors file or with shards and their index, a .safetensors file, a
-            .safetensors.index.json, an Orbax checkpoint of a pytree, or hf://org/repo@revision, which is downloaded.
+            .safetensors.index.json, an Orbax checkpoint of a pytree, or hf://org/repo@revision.
         subtree: Path of the parameters in an Orbax tree ("params", "target/model"). If None, it is inferred and
             reported in `notes` of the result. Must be None for safetensors.
 
@@ -112,9 +112,9 @@ def _pickle_message(path: Path) -> str:
 def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str | None) -> CheckpointSource:
     if subtree is not None:
         raise ValueError(f"{path}: subtree {subtree!r} is for Orbax checkpoints only; do not set it for safetensors")
-    # Sidecar files (config, tokenizer) are those of a directory; beside a single file they may be another model's.
+    # Only a directory has sidecar files (config, tokenizer): files beside a single file may belong to another model.
     siblings = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
-    files = tuple(
+    sidecar_files = tuple(
         file
         for file in siblings
         if not file.name.endswith((".safetensors", ".safetensors.index.json", ".lock"))
@@ -129,7 +129,7 @@ def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str 
         header.byte_ranges,
         _tokens_from_provenance(path if path.is_dir() else path.parent) or tokens,
         step,
-        files,
+        sidecar_files,
         dict(header.metadata),
     )
 

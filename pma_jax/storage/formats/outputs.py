@@ -51,13 +51,14 @@ def plan_output(
     """Lay out the files of a merged checkpoint.
 
     Args:
-        sources: The merged checkpoints, oldest first. For safetensors, sidecar files are those of the newest, and the
-            metadata of the file headers is that of the oldest.
+        sources: The merged checkpoints, oldest first. Safetensors output copies the sidecar files of the newest, and
+            the header metadata of the oldest if that is safetensors. Orbax output has the tree structure of the oldest
+            if that is Orbax.
         leaves: Dtype and shape of each merged leaf, in the order to write them.
         format: "safetensors" or "orbax".
         shard_bytes: Maximum bytes of leaves per file (safetensors only).
-        config_dtype: Value of the `dtype` key in config.json, or "keep" to copy config.json unchanged (only for
-            safetensors). Does not change the dtype of any leaf.
+        config_dtype: New value of the keys `dtype` and `torch_dtype` in config.json, where present, or "keep" to copy
+            the file unchanged (safetensors only). Does not change the dtype of any leaf.
         custom_metadata: Custom metadata of the checkpoint (Orbax only).
 
     Raises:
@@ -105,7 +106,7 @@ def _plan_sidecars(
 
 
 def is_sidecar(path: Path, patterns: Sequence[str]) -> bool:
-    """Return whether a file's name matches one of `patterns` and it has at most 256 MiB."""
+    """Return whether a file's name matches one of `patterns` and the file is no larger than 256 MiB."""
     return any(path.match(pattern) for pattern in patterns) and path.stat().st_size <= _MAX_SIDECAR_BYTES
 
 

@@ -63,10 +63,10 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """The metadata of a checkpoint, from which `formats.open.read_leaf` reads single leaves.
+    """Description of a checkpoint: its leaves, and where they are stored. `formats.open.read_leaf` reads one leaf.
 
     Attributes:
-        format: "safetensors" or "orbax"; "deferred" if only the name of a hub revision is known.
+        format: "safetensors" or "orbax"; "deferred" for a hub revision that has not been opened.
         path: The directory or file that was opened.
         origin: The address that the user gave: the same path, or an hf:// address with its resolved commit.
         leaves: Name -> LeafInfo, in storage order.
@@ -101,7 +101,7 @@ class CheckpointSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Address, format, tokens and step as JSON values, which identify an input of a merge in its provenance."""
+        """What identifies an input in a merge's provenance: origin (key "source"), format ("kind"), tokens and step."""
         return {"source": self.origin, "kind": self.format, "tokens": self.tokens, "step": self.step}
 
 
@@ -116,7 +116,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def are_sizes(values: Any) -> TypeGuard[list[int]]:
     """Return whether `values`, from untrusted metadata, is a valid shape or list of offsets: integers in [0, 2^63)."""
-    # bool is a subclass of int. Each size is bounded so that the product of 64 dimensions stays cheap to compute.
+    # `type`, because bool is a subclass of int. Bounded sizes keep the product of a shape's sizes cheap to compute.
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
@@ -130,7 +130,7 @@ def leaf_differences(
     Args:
         expected: Name -> object with `shape` and `dtype`.
         actual: The leaves to compare.
-        dtype_of: Maps a leaf to the text by which dtypes are compared.
+        dtype_of: Returns the name of a leaf's dtype, for comparison; a function that returns a constant ignores dtypes.
     """
     differences = [f"{name} is missing" for name in expected if name not in actual]
     differences += [f"{name} is not expected" for name in actual if name not in expected]

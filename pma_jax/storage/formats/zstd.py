@@ -69,7 +69,7 @@ class ZstdReader:
         try:
             self._file = frame.path.open("rb", buffering=0)
         except FileNotFoundError:
-            raise ValueError(f"{frame.path}: disappeared while it was needed") from None
+            raise ValueError(f"{frame.path}: no such file; was it deleted or moved while it was in use?") from None
         self._file.seek(frame.offset)
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         self._stream = decompressor.stream_reader(self._file, read_size=2**17, closefd=False)
