@@ -50,11 +50,11 @@ def new_scratch(rows: int, sources: int, block_elements: int, dtypes: set[str]) 
         rows: Number of recipes.
         sources: Number of checkpoints.
         block_elements: Maximum number of elements of a block.
-        dtypes: Dtypes of the leaves, of the sources and of the result.
+        dtypes: Dtypes of the sources' leaves. A result has one of them, or at most 4 bytes per element.
     """
     stacked = sources if rows > 1 else 0
     width = _buffer_bytes(block_elements, dtypes)
-    # In one array and from the start of a huge page, so that few pages are needed, which are contiguous in the caches.
+    # All buffers are in one array that starts at a multiple of the size of a huge page, so that they take few pages.
     flat = np.zeros((3 + rows + stacked) * width + _HUGE_PAGE_BYTES, np.uint8)
     skip = -flat.ctypes.data % _HUGE_PAGE_BYTES
     buffers = flat[skip : len(flat) - _HUGE_PAGE_BYTES + skip].reshape(-1, width)
