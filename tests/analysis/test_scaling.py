@@ -49,7 +49,7 @@ def test_paired_difference_is_the_paired_t_interval():
     actual = comparison.paired_difference(a, b)
     low, high = scipy.stats.ttest_rel(a, b).confidence_interval(0.95)
     assert (actual.mean, actual.low, actual.high) == pytest.approx((np.mean(a - b), low, high))
-    with pytest.raises(ValueError, match="other seeds"):
+    with pytest.raises(ValueError, match="run more seeds"):
         comparison.paired_difference([1.0], [2.0])
 
 
@@ -58,7 +58,7 @@ def test_interval_of_a_mean_is_the_t_interval():
     actual = comparison.mean_interval(values)
     low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert (actual.mean, actual.low, actual.high) == pytest.approx((values.mean(), low, high))
-    with pytest.raises(ValueError, match="other seeds"):
+    with pytest.raises(ValueError, match="run more seeds"):
         comparison.mean_interval([1.0])
 
 
