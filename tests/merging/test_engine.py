@@ -316,26 +316,28 @@ def test_killed_merge_resumes_where_it_stopped(tmp_path, monkeypatch):
         assert (out / "model.safetensors").read_bytes() == (complete / "model.safetensors").read_bytes()
 
 
-def interrupt_publication_of(name, monkeypatch):
+def interrupt_between_publications(paths, tmp_path, monkeypatch):
+    """Interrupt a merge with two recipes when the second of its outputs is published, and the first is not."""
+    rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
+    made = plan([open_source(path) for path in paths], rows, recipes=["a", "b"])
+    outs = [tmp_path / "a", tmp_path / "b"]
     rename = Path.rename
 
     def interrupted(self, target):
-        if target.name == name:
+        if target.name == "a":
             raise KeyboardInterrupt
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", interrupted)
-
-
-def test_merge_killed_between_two_publications_publishes_the_other(paths, tmp_path, monkeypatch):
-    rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
-    made = plan([open_source(path) for path in paths], rows, recipes=["a", "b"])
-    outs = [tmp_path / "a", tmp_path / "b"]
-    interrupt_publication_of("a", monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         merge(made, outs)
     monkeypatch.undo()
     assert not outs[0].exists() and outs[1].exists()
+    return made, outs
+
+
+def test_merge_killed_between_two_publications_publishes_the_other(paths, tmp_path, monkeypatch):
+    made, outs = interrupt_between_publications(paths, tmp_path, monkeypatch)
     assert merge(made, outs)[1] == 0
     assert all(verify(out) == [] for out in outs)
 
@@ -369,13 +371,7 @@ def test_merge_killed_while_it_removes_its_working_files_is_complete(
 
 
 def test_merge_whose_journal_was_lost_names_the_outputs_to_remove(paths, tmp_path, monkeypatch):
-    rows = np.array([[0.2, 0.3, 0.5], [0.0, 0.5, 0.5]])
-    made = plan([open_source(path) for path in paths], rows, recipes=["a", "b"])
-    outs = [tmp_path / "a", tmp_path / "b"]
-    interrupt_publication_of("a", monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        merge(made, outs)
-    monkeypatch.undo()
+    made, outs = interrupt_between_publications(paths, tmp_path, monkeypatch)
     next(tmp_path.glob(".a.partial-*/journal.0.jsonl")).unlink()
     with pytest.raises(ValueError, match=f"{outs[1]}: written by an interrupted run .* remove it"):
         merge(made, outs)
