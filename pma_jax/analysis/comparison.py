@@ -6,6 +6,8 @@ import numpy as np
 import scipy.stats
 from numpy.typing import ArrayLike
 
+from pma_jax.config.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class MeanInterval:
@@ -21,13 +23,13 @@ def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = 0
     """Estimate the mean of first - second over pairs, such as seeds, with Student's t confidence interval.
 
     Raises:
-        ValueError: There are fewer than 2 pairs, or the arguments are not 1-D or differ in length.
+        UserError: There are fewer than 2 pairs, or the arguments are not 1-D or differ in length.
     """
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if a.shape != b.shape or a.ndim != 1:
-        raise ValueError(f"expected 1-D values of equal length, not the shapes {a.shape} and {b.shape}")
+        raise UserError(f"expected 1-D values of equal length, not the shapes {a.shape} and {b.shape}")
     if len(a) < 2:
-        raise ValueError(f"a confidence interval needs at least 2 samples, not {len(a)}: run more seeds")
+        raise UserError(f"a confidence interval needs at least 2 samples, not {len(a)}: run more seeds")
     difference = a - b
     mean, error = difference.mean(), difference.std(ddof=1) / np.sqrt(len(difference))
     half_width = error * scipy.stats.t.ppf((1 + confidence) / 2, len(difference) - 1)
@@ -38,7 +40,7 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95) -> MeanInterval:
     """Estimate the mean of values, such as one per seed, with Student's t confidence interval.
 
     Raises:
-        ValueError: There are fewer than 2 values, or they are not 1-D.
+        UserError: There are fewer than 2 values, or they are not 1-D.
     """
     return paired_difference(values, np.zeros(np.shape(values)), confidence)
 
@@ -73,9 +75,9 @@ def roughness(values: ArrayLike) -> float:
     `pma_init` uses it for gradient norms.
 
     Raises:
-        ValueError: There are fewer than 2 values, or one is not above 0.
+        UserError: There are fewer than 2 values, or one is not above 0.
     """
     series = np.asarray(values, np.float64)
     if len(series) < 2 or not (series > 0).all():
-        raise ValueError("roughness needs 2 or more values above 0")
+        raise UserError("roughness needs 2 or more values above 0")
     return float(np.sqrt(np.mean(np.diff(np.log(series)) ** 2)))

@@ -13,6 +13,7 @@ import optax
 from numpy.typing import ArrayLike
 
 from pma_jax.analysis.curvature import inner_product
+from pma_jax.config.errors import UserError
 from pma_jax.merging.averager import weighted_sum
 
 
@@ -45,16 +46,16 @@ def principal_plane(params_K: Sequence[Any]) -> Plane:
         params_K: K >= 3 parameter trees, all in memory, as are their differences from the mean.
 
     Raises:
-        ValueError: There are fewer than 3 models, or they are on one line.
+        UserError: There are fewer than 3 models, or they are on one line.
     """
     if len(params_K) < 3:
-        raise ValueError(f"{len(params_K)} models do not span a plane: give 3 or more")
+        raise UserError(f"{len(params_K)} models do not span a plane: give 3 or more")
     mean = weighted_sum(params_K, np.full(len(params_K), 1 / len(params_K)))
     deltas_K = [optax.tree.sub(params, mean) for params in params_K]
     gram_KxK = np.array([[float(inner_product(a, b)) for b in deltas_K] for a in deltas_K])
     eigenvalues_K, eigenvectors_KxK = np.linalg.eigh(gram_KxK)
     if not eigenvalues_K[-2] > 1e-6 * eigenvalues_K[-1]:
-        raise ValueError("the models are on one line, so they define no plane: give other models")
+        raise UserError("the models are on one line, so they define no plane: give other models")
     axes = [weighted_sum(deltas_K, eigenvectors_KxK[:, i] / np.sqrt(eigenvalues_K[i])) for i in (-1, -2)]
     return Plane(mean, *axes)
 

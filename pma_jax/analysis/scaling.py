@@ -7,6 +7,8 @@ import numpy as np
 import scipy.optimize
 from numpy.typing import ArrayLike
 
+from pma_jax.config.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class LossCurve:
@@ -49,7 +51,7 @@ def fit_loss_curve(tokens: ArrayLike, losses: ArrayLike, huber_delta: float = 1e
         huber_delta: Residual of log L above which the Huber loss is linear.
 
     Raises:
-        ValueError: There are fewer than 4 measurements (3 parameters are fitted), or a value is not above 0.
+        UserError: There are fewer than 4 measurements (3 parameters are fitted), or a value is not above 0.
     """
     d, loss = _to_arrays(4, tokens=tokens, losses=losses)
     d0 = np.exp(np.log(d).mean())  # relative to this geometric mean, scale and exponent are nearly independent
@@ -78,13 +80,13 @@ def fit_scaling_law(
         huber_delta: Residual of log L above which the Huber loss is linear.
 
     Raises:
-        ValueError: There are fewer than 6 measurements (5 parameters are fitted), a value is not above 0, or all
+        UserError: There are fewer than 6 measurements (5 parameters are fitted), a value is not above 0, or all
             measurements have the same number of parameters or tokens, so that the exponent cannot be determined.
     """
     n, d, loss = _to_arrays(6, parameters=parameters, tokens=tokens, losses=losses)
     for name, values in (("parameters", n), ("tokens", d)):
         if np.ptp(values) == 0:
-            raise ValueError(f"all measurements have the same number of {name} ({values[0]:g}): vary this number")
+            raise UserError(f"all measurements have the same number of {name} ({values[0]:g}): vary this number")
     n0, d0 = (np.exp(np.log(values).mean()) for values in (n, d))
 
     def model(x: np.ndarray) -> np.ndarray:
@@ -111,10 +113,10 @@ def _to_arrays(minimum: int, **measurements: ArrayLike) -> list[np.ndarray]:
     arrays = {name: np.asarray(values, np.float64) for name, values in measurements.items()}
     sizes = {values.shape for values in arrays.values()}
     if len(sizes) > 1 or len(next(iter(sizes))) != 1:
-        raise ValueError(f"expected 1-D arrays of equal length, not the shapes {[v.shape for v in arrays.values()]}")
+        raise UserError(f"expected 1-D arrays of equal length, not the shapes {[v.shape for v in arrays.values()]}")
     for name, values in arrays.items():
         if len(values) < minimum:
-            raise ValueError(f"the fit needs at least {minimum} measurements, not {len(values)}")
+            raise UserError(f"the fit needs at least {minimum} measurements, not {len(values)}")
         if not (np.isfinite(values).all() and (values > 0).all()):
-            raise ValueError(f"{name} must be finite and above 0")
+            raise UserError(f"{name} must be finite and above 0")
     return list(arrays.values())

@@ -59,7 +59,7 @@ class Workbench:
         """Restore the parameters of each snapshot onto the mesh. All of them are in device memory at the same time.
 
         Raises:
-            ValueError: A snapshot is corrupt, or does not fit the model.
+            UserError: A snapshot is corrupt, or does not fit the model.
         """
         abstract = abstract_params(self.config.model, self.mesh)
         return [restore_params(snapshot, abstract) for snapshot in snapshots]
@@ -75,7 +75,7 @@ def open_workbench(config: Config, tokens: int = 0) -> Workbench:
         tokens: Number of predicted tokens; 0 means `config.evaluation.tokens`.
 
     Raises:
-        ValueError: The held-out text cannot be read, or has too few tokens.
+        UserError: The held-out text cannot be read, or has too few tokens.
     """
     wanted = tokens or config.evaluation.tokens
     mesh = make_mesh(config.mesh)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.cli.arguments import parser
+from pma_jax.config.errors import error_line
 from pma_jax.runtime import signals
-from pma_jax.runtime.errors import error_line
 
 CONFIG_PREFIX = "--config."
 # What to print if a signal stops a verb. Verbs that are not listed write nothing before they finish.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pma_jax.config.errors import UserError
 from pma_jax.storage.paths import as_path, is_bucket
 
 
@@ -169,7 +170,7 @@ def inspect(options: argparse.Namespace) -> None:
     if options.verify or options.with_sources:
         problems = verify.verify(options.target, options.with_sources)
         if problems:
-            raise ValueError(f"{options.target} is corrupt: {'; '.join(problems[:10])} ({len(problems)} in total)")
+            raise UserError(f"{options.target} is corrupt: {'; '.join(problems[:10])} ({len(problems)} in total)")
         print(f"{options.target}: all data matches its digests")
         return
     description = inspection.inspect(options.target, options.subtree)
@@ -187,7 +188,7 @@ def plan(options: argparse.Namespace) -> None:
 
     # Checked before the programs are compiled, which takes minutes.
     if options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir():
-        raise ValueError(f"--out {options.out}: the directory {Path(options.out).parent} does not exist; create it")
+        raise UserError(f"--out {options.out}: the directory {Path(options.out).parent} does not exist; create it")
     estimates = run_plan.plan_run(
         _load_config(options),
         aot.tpu_topology(options.topology),
@@ -200,7 +201,7 @@ def plan(options: argparse.Namespace) -> None:
     _print_result(options, estimates, lambda: format_plan(estimates))
     messages = run_plan.out_of_memory_messages(estimates)
     if messages:
-        raise ValueError(f"the run does not fit in the memory of {options.topology}: {'; '.join(messages)}")
+        raise UserError(f"the run does not fit in the memory of {options.topology}: {'; '.join(messages)}")
 
 
 def import_(options: argparse.Namespace) -> None:

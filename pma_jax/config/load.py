@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from pma_jax.config.errors import UserError
 from pma_jax.config.rules import validate
 from pma_jax.config.schema import Config
 
@@ -40,7 +41,7 @@ def resolve(raw: "ml_collections.ConfigDict | Mapping[str, Any] | Config", overr
         overrides: `section.key=value` texts, which take precedence over `raw`.
 
     Raises:
-        ValueError: A key is unknown or has an invalid value; the message names the key and what it accepts.
+        UserError: A key is unknown or has an invalid value; the message names the key and what it accepts.
     """
     if isinstance(raw, Config):
         raw = dataclasses.asdict(raw)
@@ -64,16 +65,16 @@ def override(raw: "ml_collections.ConfigDict | dict[str, dict[str, Any]]", assig
     Each value is parsed as the type of its field: `4e6` is an integer for an integer field, `3,6` a tuple for a tuple.
 
     Raises:
-        ValueError: A key is unknown (the message names the nearest one), or a value has the wrong type.
+        UserError: A key is unknown (the message names the nearest one), or a value has the wrong type.
     """
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         section, _, key = path.partition(".")
         if not equals:
-            raise ValueError(f"override {assignment!r} has no value: write --config.{path}=VALUE")
+            raise UserError(f"override {assignment!r} has no value: write --config.{path}=VALUE")
         if key not in _TYPES.get(section, ()):
             valid = [f"{section}.{key}" for section in _TYPES for key in _TYPES[section]]
-            raise ValueError(f"unknown config key {path!r}{_nearest(path, valid)}")
+            raise UserError(f"unknown config key {path!r}{_nearest(path, valid)}")
         hint = _TYPES[section][key]
         raw[section][key] = _convert(path, _parse(text, hint), hint)
 
@@ -85,27 +86,27 @@ def load(name: str) -> "ml_collections.ConfigDict":
         name: Path of the file, or name of a shipped one.
 
     Raises:
-        ValueError: There is no such file, or its `get_config` is missing, fails, or does not return a ConfigDict.
+        UserError: There is no such file, or its `get_config` is missing, fails, or does not return a ConfigDict.
     """
     import ml_collections
 
     path = _find_file(name)
     spec = importlib.util.spec_from_file_location("pma_jax_user_config", path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file: a configuration is a .py with get_config()")
+        raise UserError(f"{path} is not a Python file: a configuration is a .py with get_config()")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"{path} does not run: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error
     if not hasattr(module, "get_config"):
-        raise ValueError(f"{path} has no get_config(): define one that returns a ConfigDict")
+        raise UserError(f"{path} has no get_config(): define one that returns a ConfigDict")
     try:
         raw = module.get_config()
     except Exception as error:
-        raise ValueError(f"get_config() of {path} failed: {type(error).__name__}: {error}") from error
+        raise UserError(f"get_config() of {path} failed: {type(error).__name__}: {error}") from error
     if not isinstance(raw, ml_collections.ConfigDict):
-        raise ValueError(f"get_config() of {path} returned {type(raw).__name__}, not a ConfigDict")
+        raise UserError(f"get_config() of {path} returned {type(raw).__name__}, not a ConfigDict")
     return raw
 
 
@@ -152,13 +153,13 @@ def _find_file(name: str) -> Path:
     if path.suffix == ".py" or path.is_file():
         if path.is_file():
             return path
-        raise ValueError(f"no configuration file {name}: check the path, or give the name of a shipped one")
+        raise UserError(f"no configuration file {name}: check the path, or give the name of a shipped one")
     package = Path(__file__).parents[1]
     # A wheel contains configs/ inside the package; a clone has it beside the package.
     folders = [package / "shipped_configs", package.parent / "configs"]
     shipped = {file.stem: file for folder in folders for file in folder.glob("[a-z]*.py")}
     if name not in shipped:
-        raise ValueError(f"no configuration {name!r}: give a .py file or one of {sorted(shipped)}")
+        raise UserError(f"no configuration {name!r}: give a .py file or one of {sorted(shipped)}")
     return shipped[name]
 
 
@@ -169,7 +170,7 @@ def _nearest(key: str, valid: Iterable[str]) -> str:
 def _reject_unknown_keys(prefix: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
     for key in given:
         if key not in valid:
-            raise ValueError(f"unknown config key {prefix + key!r}{_nearest(key, valid)}")
+            raise UserError(f"unknown config key {prefix + key!r}{_nearest(key, valid)}")
 
 
 def _parse(text: str, hint: Any) -> Any:
@@ -199,4 +200,4 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
         return int(value)
     if hint in _TYPE_NAMES and isinstance(value, hint) and is_bool == (hint is bool):
         return value
-    raise ValueError(f"config key {key!r} takes {_TYPE_NAMES.get(hint, 'a list such as 3,6,10')}, not {value!r}")
+    raise UserError(f"config key {key!r} takes {_TYPE_NAMES.get(hint, 'a list such as 3,6,10')}, not {value!r}")

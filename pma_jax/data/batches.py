@@ -17,6 +17,7 @@ import grain
 import numpy as np
 
 from pma_jax import config
+from pma_jax.config.errors import UserError
 from pma_jax.data import shards
 
 _READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # elements are batches
@@ -26,11 +27,11 @@ def train_windows_per_epoch(corpus: shards.TokenSet, sequence_length_tokens: int
     """Return the number of training windows in one epoch.
 
     Raises:
-        ValueError: The train split is shorter than one window.
+        UserError: The train split is shorter than one window.
     """
     window_count = (corpus.train.tokens - 1) // sequence_length_tokens
     if window_count < 1:
-        raise ValueError(
+        raise UserError(
             f"the train split has {corpus.train.tokens} tokens, fewer than one window of {sequence_length_tokens} + 1: "
             "add more text or lower training.sequence_length_tokens"
         )
@@ -57,7 +58,7 @@ def train_batches(
         An iterator over int32 arrays [b, L+1].
 
     Raises:
-        ValueError: The train split is shorter than one window.
+        UserError: The train split is shorter than one window.
     """
     assert consumed_sequences >= 0, consumed_sequences
     length = training.sequence_length_tokens

@@ -23,8 +23,8 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pma_jax import config
+from pma_jax.config.errors import UserError, first_line
 from pma_jax.data.pairs import extract_function_pairs
-from pma_jax.runtime.errors import first_line
 from pma_jax.storage.paths import as_path, is_bucket, list_objects
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def open_corpus(data_config: config.DataConfig) -> Corpus:
     extracted from a document becomes a document that keeps the name of the original.
 
     Raises:
-        ValueError: The corpus is missing or cannot be read. An invalid row raises ValueError when `read` reaches it.
+        UserError: The corpus is missing or cannot be read. An invalid row raises ValueError when `read` reaches it.
     """
     if data_config.source == "hub":
         table = _load_hub(data_config)
@@ -164,7 +164,7 @@ def _convert_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {first_line(error)}") from error
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error
 
 
 # --- Packaged: the .py files of Python's standard library or of an installed package ----------------------------------
@@ -178,7 +178,7 @@ def _list_package_files(package: str) -> list[_File]:
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
         files += [_File(path.relative_to(root).as_posix(), path) for path in paths]
     if not files:
-        raise ValueError(f"no .py files in {root}: choose another data.package or set data.source=files")
+        raise UserError(f"no .py files in {root}: choose another data.package or set data.source=files")
     return sorted(files, key=lambda file: file.name)
 
 
@@ -186,9 +186,7 @@ def _package_folder(package: str) -> Path:
     # Dotted names are refused: find_spec would import their parent package.
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(
-            f"data.package: no package {package!r} is installed in this Python: install it or name another"
-        )
+        raise UserError(f"data.package: no package {package!r} is installed in this Python: install it or name another")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -208,13 +206,13 @@ def _read_package_files(files: list[_File]) -> Iterator[Document]:
 def _match_files(patterns: tuple[str, ...]) -> list[_File]:
     """Return the files of all globs without duplicates, ordered by glob and then by name."""
     if not patterns:
-        raise ValueError("data.source=files needs data.files: set it to globs of .txt, .jsonl or .parquet files")
+        raise UserError("data.source=files needs data.files: set it to globs of .txt, .jsonl or .parquet files")
     matches: dict[Path, _File] = {}
     for pattern in patterns:
         files = _match_glob(pattern)
         for file in files:
             if file.path.suffix not in SUFFIXES:
-                raise ValueError(f"{file.path} is not a .txt, .jsonl or .parquet file: narrow data.files or convert it")
+                raise UserError(f"{file.path} is not a .txt, .jsonl or .parquet file: narrow data.files or convert it")
             matches.setdefault(file.path.resolve(), file)
     return list(matches.values())
 
@@ -222,11 +220,11 @@ def _match_files(patterns: tuple[str, ...]) -> list[_File]:
 def _match_glob(pattern: str) -> list[_File]:
     expanded = as_path(pattern) if is_bucket(pattern) else Path(pattern).expanduser()
     if expanded.is_dir():
-        raise ValueError(f"data.files: {pattern} is a folder: write a glob such as {expanded / '**' / '*.txt'}")
+        raise UserError(f"data.files: {pattern} is a folder: write a glob such as {expanded / '**' / '*.txt'}")
     if expanded.exists():
         return [_File(expanded.name, expanded)]
     if not glob.has_magic(pattern):
-        raise ValueError(f"data.files: no file {pattern}: check the path")
+        raise UserError(f"data.files: no file {pattern}: check the path")
     wildcard_index = next(index for index, part in enumerate(expanded.parts) if glob.has_magic(part))
     root = type(expanded)(*expanded.parts[:wildcard_index])
     # Path.glob would also match hidden files, such as an editor's backup copies.
@@ -236,7 +234,7 @@ def _match_glob(pattern: str) -> list[_File]:
         paths = [Path(path) for path in glob.glob(str(expanded), recursive=True)]  # noqa: PTH207
     files = [_File(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     if not files:
-        raise ValueError(f"data.files: {pattern} matches no file: check the glob")
+        raise UserError(f"data.files: {pattern} matches no file: check the glob")
     return sorted(files, key=lambda file: file.name)
 
 
@@ -256,7 +254,7 @@ def _read_text(file: _File, field: str) -> Iterator[Document]:
     try:
         yield Document(file.name, file.path.read_bytes().decode())
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file.path} is not UTF-8 (byte {error.start}): convert it first") from error
+        raise UserError(f"{file.path} is not UTF-8 (byte {error.start}): convert it first") from error
 
 
 def _read_jsonl(file: _File, field: str) -> Iterator[Document]:
@@ -268,11 +266,11 @@ def _read_jsonl(file: _File, field: str) -> Iterator[Document]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{where} is not JSON: {first_line(error)}") from error
+                raise UserError(f"{where} is not JSON: {first_line(error)}") from error
             if not isinstance(record, dict):
-                raise ValueError(f"{where} is not a JSON object: each line must be one, with the field {field!r}")
+                raise UserError(f"{where} is not a JSON object: each line must be one, with the field {field!r}")
             if field not in record:
-                raise ValueError(_missing_field_message(where, field, list(record)))
+                raise UserError(_missing_field_message(where, field, list(record)))
             yield Document(f"{file.name}:{row}", _parse_text(record[field], where, field))
 
 
@@ -280,11 +278,11 @@ def _parse_text(value: Any, where: str, field: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"{where}: the field {field!r} is {type(value).__name__}, not text: set data.text_field")
+        raise UserError(f"{where}: the field {field!r} is {type(value).__name__}, not text: set data.text_field")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: the field {field!r} has a lone surrogate, which UTF-8 cannot encode") from error
+        raise UserError(f"{where}: the field {field!r} has a lone surrogate, which UTF-8 cannot encode") from error
     return value
 
 
@@ -297,7 +295,7 @@ def _read_parquet(file: _File, field: str) -> Iterator[Document]:
             _check_column(table.schema_arrow, str(file.path), field)
             yield from _read_rows(file.name, table.iter_batches(batch_size=_BATCH_ROWS, columns=[field]))
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {file.path}: {first_line(error)}") from error
+        raise UserError(f"cannot read {file.path}: {first_line(error)}") from error
 
 
 def _read_rows(name: str, batches: Iterable[Any]) -> Iterator[Document]:
@@ -311,13 +309,13 @@ def _check_column(schema: "pa.Schema", where: str, field: str) -> None:
     import pyarrow as pa
 
     if field not in schema.names:
-        raise ValueError(_missing_field_message(where, field, schema.names))
+        raise UserError(_missing_field_message(where, field, schema.names))
     arrow_type = schema.field(field).type
     if pa.types.is_dictionary(arrow_type):
         arrow_type = arrow_type.value_type
     text_checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     if not any(is_text(arrow_type) for is_text in text_checks):
-        raise ValueError(f"{where}: the column {field!r} is {arrow_type}, not text: set data.text_field")
+        raise UserError(f"{where}: the column {field!r} is {arrow_type}, not text: set data.text_field")
 
 
 def _missing_field_message(where: str, field: str, present: list[str]) -> str:
@@ -333,16 +331,16 @@ def _load_hub(data_config: config.DataConfig) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError("data.source=hub needs the package datasets: run pip install 'pma-jax[hub]'") from error
+        raise UserError("data.source=hub needs the package datasets: run pip install 'pma-jax[hub]'") from error
     if not data_config.hub_name:
-        raise ValueError("data.source=hub needs data.hub_name: set it to the name of a dataset or a local path")
+        raise UserError("data.source=hub needs data.hub_name: set it to the name of a dataset or a local path")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     where = f"dataset {data_config.hub_name!r}"
     try:
         table = datasets.load_dataset(data_config.hub_name, data_config.hub_subset or None, split=data_config.hub_split)
     except Exception as error:  # the network, the dataset builder and the files raise many types
-        raise ValueError(f"cannot load {where}, split {data_config.hub_split!r}: {first_line(error)}") from error
+        raise UserError(f"cannot load {where}, split {data_config.hub_split!r}: {first_line(error)}") from error
     _check_column(table.features.arrow_schema, where, data_config.text_field)
     return table.select_columns([data_config.text_field]).with_format("arrow")
 

@@ -28,6 +28,7 @@ import rich.console
 from rich import progress as bars
 
 from pma_jax import config
+from pma_jax.config.errors import UserError
 from pma_jax.data import corpus
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.storage import atomic, locks
@@ -80,10 +81,10 @@ def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSe
         progress: Whether to report on stderr: a progress bar if it is a terminal, and one line at the end.
 
     Raises:
-        ValueError: The corpus or the tokenizer cannot be read, a split has no document, or the cache cannot be written.
+        UserError: The corpus or the tokenizer cannot be read, a split has no document, or the cache cannot be written.
     """
     if is_bucket(data.cache_dir):
-        raise ValueError(f"data.cache_dir: {data.cache_dir}: tokens are memory-mapped: set it to a local directory")
+        raise UserError(f"data.cache_dir: {data.cache_dir}: tokens are memory-mapped: set it to a local directory")
     source = corpus.open_corpus(data)
     key = _cache_key(data, source.digest)
     cache = Path(data.cache_dir).expanduser()
@@ -96,7 +97,7 @@ def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSe
                 if not target.exists():
                     _prepare_directory(target, data, source, console)
         except OSError as error:
-            raise ValueError(f"cannot write tokens to data.cache_dir {cache}: {error}") from error
+            raise UserError(f"cannot write tokens to data.cache_dir {cache}: {error}") from error
     return open_tokens(target)
 
 
@@ -104,7 +105,7 @@ def open_tokens(directory: str | Path) -> TokenSet:
     """Memory-map the tokens that `prepare_tokens` wrote to `directory`.
 
     Raises:
-        ValueError: The tokens are missing or corrupt.
+        UserError: The tokens are missing or corrupt.
     """
     directory = Path(directory)
     try:
@@ -116,7 +117,7 @@ def open_tokens(directory: str | Path) -> TokenSet:
             validation=_open_split(directory, corpus.VALIDATION, meta),
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"the tokens in {directory} are corrupt ({error}): delete it and run again") from error
+        raise UserError(f"the tokens in {directory} are corrupt ({error}): delete it and run again") from error
 
 
 def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
@@ -132,16 +133,16 @@ def check_tokens_match_model(tokens: TokenSet, model: config.ModelConfig) -> Non
     """Check that the model can use the ids of the tokens.
 
     Raises:
-        ValueError: The tokenizer has ids outside the model's vocabulary, or `model.separator_token` is set and is not
+        UserError: The tokenizer has ids outside the model's vocabulary, or `model.separator_token` is set and is not
             the tokenizer's end-of-document id.
     """
     if tokens.vocabulary_size > model.vocabulary_size:
-        raise ValueError(
+        raise UserError(
             f"the {tokens.tokenizer} tokenizer has ids up to {tokens.vocabulary_size - 1} but model.vocabulary_size is "
             f"{model.vocabulary_size}: set it to {tokens.vocabulary_size} or more"
         )
     if model.separator_token not in (-1, tokens.end_of_document):
-        raise ValueError(
+        raise UserError(
             f"model.separator_token is {model.separator_token}, but the {tokens.tokenizer} tokenizer ends documents "
             f"with {tokens.end_of_document}: set it to that, or to -1 to let packed documents attend to each other"
         )
@@ -191,7 +192,7 @@ def _prepare_directory(
         with bars.Progress(named, *columns, console=console, transient=True, disable=is_hidden) as bar:
             meta = _write_tokens(temporary, data, source, bar)
         if corpus.open_corpus(data).digest != source.digest:
-            raise ValueError("the corpus changed while it was being tokenised: run again")
+            raise UserError("the corpus changed while it was being tokenised: run again")
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n")
         try:
             atomic.publish_directory(temporary, target)
@@ -210,7 +211,7 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
     read_task = bar.add_task("reading", total=None)
     scan = corpus.scan_corpus(source, data.held_out_percent, lambda size: bar.advance(read_task, size))
     if not scan.document_count:
-        raise ValueError(f"the {data.source} corpus has no text: every document is empty")
+        raise UserError(f"the {data.source} corpus has no text: every document is empty")
     bar.remove_task(read_task)
     tokenizer = _select_tokenizer(data, source, scan, bar)
     tokenizer.save(folder / "tokenizer.json")
@@ -236,7 +237,7 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
                 bar.advance(encode_task, size)
     for name, split in splits.items():
         if not split["documents"]:
-            raise ValueError(
+            raise UserError(
                 f"no document is in the {name} split ({scan.document_count} documents, "
                 f"data.held_out_percent={data.held_out_percent}): change the percentage or add more documents"
             )
@@ -295,7 +296,7 @@ def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:
         path = _token_path(folder, name, index)
         dtype = np.dtype(meta["dtype"])
         if path.stat().st_size != tokens * dtype.itemsize:
-            raise ValueError(f"{path.name} has {path.stat().st_size} bytes instead of {tokens * dtype.itemsize}")
+            raise UserError(f"{path.name} has {path.stat().st_size} bytes instead of {tokens * dtype.itemsize}")
         # np.asarray: slicing a np.memmap takes several times longer than slicing a plain array over it.
         shards.append(np.asarray(np.memmap(path, dtype, mode="r")))
     return TokenStream(counts["documents"], counts["tokens"], counts["utf8_bytes"], tuple(shards))

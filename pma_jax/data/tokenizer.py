@@ -17,6 +17,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
+from pma_jax.config.errors import UserError
 from pma_jax.storage.paths import as_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -69,11 +70,11 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     Texts are streamed: memory holds only the counts of distinct words.
 
     Raises:
-        ValueError: `vocabulary_size` is too small for the 256 bytes and the end-of-document token.
+        UserError: `vocabulary_size` is too small for the 256 bytes and the end-of-document token.
     """
     minimum_size = _NUM_BYTE_VALUES + 1
     if vocabulary_size < minimum_size:
-        raise ValueError(f"data.bpe_vocabulary_size must be {minimum_size} or more (256 bytes and {END_OF_DOCUMENT})")
+        raise UserError(f"data.bpe_vocabulary_size must be {minimum_size} or more (256 bytes and {END_OF_DOCUMENT})")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -91,15 +92,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read a Hugging Face tokenizer.json, written by `Tokenizer.save` or by another library.
 
     Raises:
-        ValueError: The file does not exist, is not a tokenizer, or has none of `END_OF_DOCUMENT_NAMES`.
+        UserError: The file does not exist, is not a tokenizer, or has none of `END_OF_DOCUMENT_NAMES`.
     """
     path = as_path(path).expanduser()
     if not path.is_file():
-        raise ValueError(f"no tokenizer file {path}: data.tokenizer is bytes, bpe, or a path to a tokenizer.json")
+        raise UserError(f"no tokenizer file {path}: data.tokenizer is bytes, bpe, or a path to a tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path} is not a Hugging Face tokenizer.json: {str(error).splitlines()[0]}") from error
     loaded = _make_tokenizer(path.name, backend)
     return byte_tokenizer() if loaded.digest == byte_tokenizer().digest else loaded
 
@@ -112,7 +113,7 @@ def _make_tokenizer(name: str, backend: tokenizers.Tokenizer) -> Tokenizer:
     vocabulary = backend.get_vocab(with_added_tokens=True)
     end_ids = [vocabulary[token] for token in END_OF_DOCUMENT_NAMES if token in vocabulary]
     if not end_ids:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {name} has no end-of-document token: add one of {', '.join(END_OF_DOCUMENT_NAMES)} to it"
         )
     digest = hashlib.sha256(backend.to_str().encode()).hexdigest()

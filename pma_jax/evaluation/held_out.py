@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from pma_jax.config import Config
+from pma_jax.config.errors import UserError
 from pma_jax.data import batches, shards
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import PADDING_ID, evaluate
@@ -43,7 +44,7 @@ def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], f
     `shards.prepare_tokens`. It is exact for the bytes tokenizer; for others, the divisor is an average over the split.
 
     Raises:
-        ValueError: The corpus cannot be read, or has tokens outside the model's vocabulary.
+        UserError: The corpus cannot be read, or has tokens outside the model's vocabulary.
     """
     tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
     shards.check_tokens_match_model(tokens, config.model)
@@ -74,13 +75,13 @@ def read_held_out_windows(
         int32 [b, M].
 
     Raises:
-        ValueError: The held-out split has too few targets.
+        UserError: The held-out split has too few targets.
     """
     L, B = config.training.sequence_length_tokens, config.evaluation.batch_size_sequences
     wanted = config.evaluation.tokens
     available = tokens.validation.tokens - 1
     if not 0 < wanted <= available:
-        raise ValueError(
+        raise UserError(
             f"evaluation.tokens is {wanted} but the held-out split has only {available} targets: lower it, or raise "
             "data.held_out_percent"
         )

@@ -50,7 +50,7 @@ def evaluate_merges(config: Config, snapshots: Sequence[Snapshot], weights_RxK: 
         weights_RxK: float64 [R, K], one row per merge.
 
     Raises:
-        ValueError: A snapshot is corrupt or does not fit the model.
+        UserError: A snapshot is corrupt or does not fit the model.
     """
     rows_RxK = np.asarray(weights_RxK, np.float64)
     mesh = make_mesh(config.mesh)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.config.errors import UserError
 from pma_jax.evaluation.merges import EvaluatedMerges, evaluate_merges
 from pma_jax.merging import recipes
 from pma_jax.runs.directory import Run
@@ -52,11 +53,11 @@ class Cell:
             float64 [K], sums to 1; 0 for snapshots that are not merged.
 
         Raises:
-            ValueError: There are too few snapshots, or the recipe rejects them.
+            UserError: There are too few snapshots, or the recipe rejects them.
         """
         coefficients_K = np.zeros(len(tokens_K))
         if len(tokens_K) < self.span:
-            raise ValueError(f"there are {len(tokens_K)} snapshots, and the merge needs {self.span}")
+            raise UserError(f"there are {len(tokens_K)} snapshots, and the merge needs {self.span}")
         used = slice(len(tokens_K) - self.span, None, self.interval)
         coefficients_K[used] = recipes.coefficients(self.recipe, tokens_K[used])
         return coefficients_K
@@ -93,14 +94,14 @@ def sweep(
         `seconds`: the time of that call: read (reading and adding snapshots), evaluate, and all.
 
     Raises:
-        ValueError: A recipe is invalid, no merge of the grid can be made, or sweep.json is corrupt.
+        UserError: A recipe is invalid, no merge of the grid can be made, or sweep.json is corrupt.
     """
     began = time.perf_counter()
     for text in recipe_texts:
         recipes.parse(text)
     snapshots = run.of_kind(kind)
     if not snapshots:
-        raise ValueError(
+        raise UserError(
             f"{run.path} has no snapshots of kind {kind}: it saves {', '.join(run.config.checkpoint.kinds)}"
         )
     tokens_K = np.array([s.tokens for s in snapshots])
@@ -112,7 +113,7 @@ def sweep(
         except ValueError as error:
             left_out[cell.text] = str(error)
     if len(left_out) == len(grid):
-        raise ValueError(
+        raise UserError(
             f"no merge of the grid is possible in {run.path}: {'; '.join(f'{t}: {why}' for t, why in left_out.items())}"
         )
     stored = _read_stored(run, snapshots[-1].tokens)
@@ -139,7 +140,7 @@ def evaluate_cells(
             `snapshots_through`). The token count of that snapshot is also accepted.
 
     Raises:
-        ValueError: No snapshot was scheduled at a token count, too few precede it, or a recipe rejects them.
+        UserError: No snapshot was scheduled at a token count, too few precede it, or a recipe rejects them.
     """
     all_snapshots = [s for kind_snapshots in snapshots.values() for s in kind_snapshots]
     coefficients_RxK = np.zeros((len(cells_and_tokens), len(all_snapshots)))
@@ -157,13 +158,13 @@ def snapshots_through(snapshots: Sequence[Snapshot], scheduled_tokens: int, batc
     scheduled one by less than one batch.
 
     Raises:
-        ValueError: No snapshot was scheduled at these tokens.
+        UserError: No snapshot was scheduled at these tokens.
     """
     for i, snapshot in enumerate(snapshots):
         if 0 <= snapshot.tokens - scheduled_tokens < batch_tokens:
             return snapshots[: i + 1]
     have = ", ".join(f"{s.tokens:,}" for s in snapshots) or "none"
-    raise ValueError(f"there is no snapshot at {scheduled_tokens:,} tokens (there are: {have})")
+    raise UserError(f"there is no snapshot at {scheduled_tokens:,} tokens (there are: {have})")
 
 
 def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str, Any]:

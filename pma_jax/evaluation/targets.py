@@ -26,7 +26,7 @@ def evaluate_targets(paths: Sequence[epath.PathLike], overrides: Sequence[str]) 
         One dict per path: target (the path), tokens, loss (nats per token), perplexity, bits_per_byte.
 
     Raises:
-        ValueError: A path is neither a run nor a snapshot, or a key is unknown.
+        UserError: A path is neither a run nor a snapshot, or a key is unknown.
     """
     rows = []
     for path in paths:

@@ -48,7 +48,7 @@ def evaluate_along_run(
         The loss in nats per token for each (cell, end_tokens). Pairs with too few snapshots are omitted.
 
     Raises:
-        ValueError: The run has no snapshot at one of `end_tokens`, the recipe of a cell is invalid, or losses.json is
+        UserError: The run has no snapshot at one of `end_tokens`, the recipe of a cell is invalid, or losses.json is
             corrupt.
     """
     config = dataclasses.replace(run.config, evaluation=evaluation or run.config.evaluation)

@@ -16,6 +16,7 @@ import numpy as np
 from etils import epath
 
 from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.config.errors import UserError
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.merging import recipes
@@ -55,7 +56,7 @@ def watch(
         once: Return after the snapshots that exist now.
 
     Raises:
-        ValueError: The recipe is invalid or rejects a window, or the held-out text cannot be read.
+        UserError: The recipe is invalid or rejects a window, or the held-out text cannot be read.
     """
     config = run.config
     recipe, kind = recipe or config.preview.recipe, kind or config.checkpoint.kinds[0]
@@ -181,7 +182,7 @@ def _restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     """Restore the parameters.
 
     Raises:
-        ValueError: In all processes, if one of them cannot restore, or if the snapshot was removed meanwhile.
+        UserError: In all processes, if one of them cannot restore, or if the snapshot was removed meanwhile.
     """
     params, problem = None, None
     try:
@@ -189,7 +190,7 @@ def _restore_params(snapshot: Snapshot, abstract: Any) -> Any:
         # For snapshots of earlier versions, which have no digests: removed arrays may read as zeros. Retention removes
         # the commit marker before the arrays.
         if not is_snapshot(snapshot.path):
-            raise ValueError(f"{snapshot.path} was removed while it was being read")
+            raise UserError(f"{snapshot.path} was removed while it was being read")
     except ValueError as error:
         problem = error
     hosts.raise_if_any_failed(problem)

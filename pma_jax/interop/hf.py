@@ -18,6 +18,7 @@ import numpy as np
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
+from pma_jax.config.errors import UserError
 from pma_jax.interop import hf_config, hf_tokenizer
 from pma_jax.interop.hf_weights import (
     LeafMapping,
@@ -77,20 +78,20 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
         A JSON-serialisable summary; "notes" lists one-line messages for the user.
 
     Raises:
-        ValueError: The architecture or a field of config.json is not supported; a tensor is missing, unexpected or of
+        UserError: The architecture or a field of config.json is not supported; a tensor is missing, unexpected or of
             another shape; or `out` exists. The message is one line, and nothing is written.
     """
     source = open_source(address)
     fields = _read_json(source, "config.json")
     if source.format != "safetensors" or fields is None:
-        raise ValueError(
+        raise UserError(
             f"{address}: has no config.json, or no safetensors files: specify the directory of a Hugging Face model"
         )
     with _prefix_errors(f"{source.origin}: config.json"):
         model, notes = hf_config.parse_hf_config(fields)
     if model.layers * max(model.experts, 1) > len(source.leaves):
         experts = f" of {model.experts} experts" if model.experts else ""
-        raise ValueError(
+        raise UserError(
             f"{address}: config.json specifies {model.layers} layers{experts}, but there are only "
             f"{len(source.leaves)} tensors"
         )
@@ -144,7 +145,7 @@ def export_snapshot(
         A JSON-serialisable summary; "notes" lists one-line messages for the user.
 
     Raises:
-        ValueError: `snapshot` is not a snapshot of pma_jax; transformers has no such model; a leaf is missing,
+        UserError: `snapshot` is not a snapshot of pma_jax; transformers has no such model; a leaf is missing,
             unexpected or of another shape; or `out` exists. The message is one line, and nothing is written.
     """
     source, metadata = _open_snapshot(snapshot)
@@ -186,7 +187,7 @@ def _open_snapshot(address: str | Path) -> tuple[CheckpointSource, dict[str, Any
     source = open_checkpoints([address]).sources[-1]
     metadata = snapshot_metadata(source)
     if metadata is None:
-        raise ValueError(f"{address} is not a snapshot of pma_jax: pass a run, one of its snapshots, or a merge")
+        raise UserError(f"{address} is not a snapshot of pma_jax: pass a run, one of its snapshots, or a merge")
     return source, metadata
 
 
@@ -229,7 +230,7 @@ def _read_slices(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.
 def _tensor_infos(source: CheckpointSource, mappings: list[LeafMapping], dtype: str) -> dict[str, LeafInfo]:
     """Return the shape and dtype of each tensor to export; `dtype` is "keep" or the dtype of all of them."""
     if dtype not in ("keep", "float32", "bfloat16"):
-        raise ValueError(f"the dtype {dtype!r} is not one of keep, float32, bfloat16")
+        raise UserError(f"the dtype {dtype!r} is not one of keep, float32, bfloat16")
     tensors = {}
     for mapping in mappings:
         stored = source.leaves[mapping.leaf_name].dtype
@@ -326,11 +327,11 @@ def _read_json(source: CheckpointSource, name: str) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _prefix_errors(prefix: str) -> Iterator[None]:
-    """Prefix the message of a ValueError that the block raises."""
+    """Prefix the message of a UserError that the block raises."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{prefix}: {error}") from error
+        raise UserError(f"{prefix}: {error}") from error
 
 
 def _write_directory(
@@ -360,4 +361,4 @@ def _write_directory(
 
 def _check_not_existing(target: Path) -> None:
     if (target.exists() or target.is_symlink()) and not publish.has_incomplete_upload(target, _UPLOAD_ID):
-        raise ValueError(f"{target}: exists already: remove it or choose another output path")
+        raise UserError(f"{target}: exists already: remove it or choose another output path")

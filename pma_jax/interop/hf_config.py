@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pma_jax import config as configuration
 from pma_jax.config import ModelConfig
+from pma_jax.config.errors import UserError
 
 T = TypeVar("T", bool, int, float, list)
 
@@ -97,15 +98,15 @@ def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, 
         The model's configuration, and one-line notes for the user.
 
     Raises:
-        ValueError: The architecture or a field is not supported, or a value is invalid; the message names it.
+        UserError: The architecture or a field is not supported, or a value is invalid; the message names it.
     """
     architecture = _parse_architecture(fields)
     for name, neutral in (_ONLY_VALUES | {"use_qk_norm": architecture != LLAMA}).items():
         if name in fields and fields[name] not in (neutral, None):
-            raise ValueError(f"{name} is {_short(fields[name])}, which the decoder does not have")
+            raise UserError(f"{name} is {_short(fields[name])}, which the decoder does not have")
     layers = _read(fields, "num_hidden_layers", int)
     if layers > MAX_LAYERS:
-        raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+        raise UserError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
     shared = _fields_of(architecture)
     defaults = {name: default for name, (_, default) in shared.items()} | _class_defaults(fields, architecture)
     sizes: dict[str, Any] = {
@@ -119,9 +120,7 @@ def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, 
     known = {*_ONLY_VALUES, *shared, *_SPECIAL_FIELDS.split(), *_IGNORED_FIELDS.split()}
     if architecture == QWEN3_MOE:
         if _read(fields, "num_local_experts", int, sizes["experts"]) != sizes["experts"]:
-            raise ValueError(
-                f"num_experts is {sizes['experts']} but num_local_experts is {fields['num_local_experts']}"
-            )
+            raise UserError(f"num_experts is {sizes['experts']} but num_local_experts is {fields['num_local_experts']}")
         sizes |= {"router_bias": False} | _QWEN3_MOE_VALUES
         known |= {*_OTHER_MIXTURE_FIELDS.split()}
     model = configuration.resolve({"model": sizes}).model
@@ -142,7 +141,7 @@ def make_hf_config(
         others: Further fields to add, which do not affect the logits, such as `TOKEN_IDS`.
 
     Raises:
-        ValueError: No class of transformers computes the same function (see `check_exportable`).
+        UserError: No class of transformers computes the same function (see `check_exportable`).
     """
     check_exportable(model)
     architecture = architecture_of(model)
@@ -175,16 +174,16 @@ def check_exportable(model: ModelConfig) -> None:
     """Check that transformers has a class that computes the same function as the model.
 
     Raises:
-        ValueError: There is no such class, or it rejects the shape; the message names the keys and values.
+        UserError: There is no such class, or it rejects the shape; the message names the keys and values.
     """
     architecture = architecture_of(model)
     if architecture == LLAMA and model.width % model.heads:
-        raise ValueError(
+        raise UserError(
             f"model.width ({model.width}) is not divisible by model.heads ({model.heads}), as {LLAMA} of "
             "transformers requires"
         )
     if architecture == LLAMA and model.attention_window_tokens:
-        raise ValueError(
+        raise UserError(
             f"model.attention_window_tokens is {model.attention_window_tokens}, but {LLAMA} has no window: train with "
             f"model.qk_norm=True to export as {QWEN3}"
         )
@@ -194,20 +193,20 @@ def check_exportable(model: ModelConfig) -> None:
         if architecture == QWEN3_MOE and getattr(model, key) != value
     ]
     if different:
-        raise ValueError(f"a mixture of experts is exported as {QWEN3_MOE}, which differs: {', '.join(different)}")
+        raise UserError(f"a mixture of experts is exported as {QWEN3_MOE}, which differs: {', '.join(different)}")
 
 
 def _parse_architecture(fields: Mapping[str, Any]) -> str:
     names = _read(fields, "architectures", list, [])
     if len(names) != 1 or not isinstance(names[0], str):
-        raise ValueError(f"architectures is {_short(names)}, not one class such as {LLAMA}")
+        raise UserError(f"architectures is {_short(names)}, not one class such as {LLAMA}")
     name = names[0]
     if name not in MODEL_TYPES:
-        raise ValueError(f"the architecture {_short(name)} is not supported: use one of {', '.join(MODEL_TYPES)}")
+        raise UserError(f"the architecture {_short(name)} is not supported: use one of {', '.join(MODEL_TYPES)}")
     # transformers selects the class by model_type only.
     model_type = fields.get("model_type", MODEL_TYPES[name])
     if model_type != MODEL_TYPES[name]:
-        raise ValueError(f"model_type is {_short(model_type)}, but architectures is {name}: they must agree")
+        raise UserError(f"model_type is {_short(model_type)}, but architectures is {name}: they must agree")
     return name
 
 
@@ -236,26 +235,24 @@ def _parse_window(fields: Mapping[str, Any], architecture: str, layers: int) -> 
     is_used = window is not None and _read(fields, "use_sliding_window", bool, not is_qwen)
     first = fields.get("max_window_layers", 0 if is_mixture else 28) if is_used else layers
     if type(first) is not int:
-        raise ValueError(f"max_window_layers is {_short(first)}, not an integer")
+        raise UserError(f"max_window_layers is {_short(first)}, not an integer")
     default_kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
     kinds = _read(fields, "layer_types", list, []) or default_kinds
     unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown or len(kinds) != layers:
-        raise ValueError(
+        raise UserError(
             f"layer_types has {_short(unknown[0] if unknown else len(kinds))}, which the decoder does not have"
         )
     if is_used and not is_qwen:
-        raise ValueError(f"sliding_window is {_short(window)}, which {architecture} does not have")
+        raise UserError(f"sliding_window is {_short(window)}, which {architecture} does not have")
     if is_used and is_mixture and first:
-        raise ValueError(
+        raise UserError(
             f"max_window_layers is {first}: versions of transformers interpret it differently in {architecture}"
         )
     if "sliding_attention" not in kinds and not (is_used and is_mixture):
         return 0
     if "full_attention" in kinds or not is_used:
-        raise ValueError(
-            "layer_types and sliding_window set a window for some layers only: the decoder has one for all"
-        )
+        raise UserError("layer_types and sliding_window set a window for some layers only: the decoder has one for all")
     return _read(fields, "sliding_window", int, window)
 
 
@@ -265,18 +262,18 @@ def _parse_rope_theta(fields: Mapping[str, Any]) -> float:
     for location in ("rope_parameters", "rope_scaling"):
         rope = fields.get(location) or {}
         if not isinstance(rope, Mapping):
-            raise ValueError(f"{location} is {_short(rope)}, not an object")
+            raise UserError(f"{location} is {_short(rope)}, not an object")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
-            raise ValueError(f"{location} has the type {_short(kind)}: the decoder does not scale rotary positions")
+            raise UserError(f"{location} has the type {_short(kind)}: the decoder does not scale rotary positions")
         unknown = sorted(map(str, rope.keys() - _ROPE_KEYS))
         if unknown:
-            raise ValueError(f"{location} has {_short(unknown[0])}, which the decoder does not have")
+            raise UserError(f"{location} has {_short(unknown[0])}, which the decoder does not have")
         if rope.get("partial_rotary_factor") not in (None, 1.0):
-            raise ValueError(f"{location} has partial_rotary_factor {_short(rope['partial_rotary_factor'])}, not 1")
+            raise UserError(f"{location} has partial_rotary_factor {_short(rope['partial_rotary_factor'])}, not 1")
         theta = _read(rope, "rope_theta", float, theta)
     if theta <= 0:
-        raise ValueError(f"rope_theta is {theta}, not above 0")
+        raise UserError(f"rope_theta is {theta}, not above 0")
     return theta
 
 
@@ -286,7 +283,7 @@ def _read(fields: Mapping[str, Any], name: str, kind: type[T], default: T | None
     value = default if value is None else value
     description, is_valid = _FIELD_TYPES[kind]
     if not is_valid(value):
-        raise ValueError(f"{name} is {_short(value)}, not {description}")
+        raise UserError(f"{name} is {_short(value)}, not {description}")
     return kind(value)
 
 

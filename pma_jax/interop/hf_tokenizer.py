@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.config import Config
+from pma_jax.config.errors import UserError
 from pma_jax.data.shards import find_cached_tokenizer
 from pma_jax.data.tokenizer import byte_tokenizer, load_tokenizer
 from pma_jax.merging.engine import provenance
@@ -75,7 +76,7 @@ def find_tokenizer_files(
             model.
 
     Raises:
-        ValueError: Files must be generated (there is no tokenizer_config.json), but the tokenizer cannot be read, has
+        UserError: Files must be generated (there is no tokenizer_config.json), but the tokenizer cannot be read, has
             no known end-of-document token, or has ids outside the model's vocabulary.
     """
     if tokenizer_json is not None:
@@ -121,7 +122,7 @@ def _generate_files(tokenizer: Any, config: Config) -> TokenizerFiles:
     transformers parses special tokens that occur in a text; pma_jax does not.
     """
     if tokenizer.vocabulary_size > config.model.vocabulary_size:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer {tokenizer.name} has ids up to {tokenizer.vocabulary_size - 1}, but the model's vocabulary "
             f"size is {config.model.vocabulary_size}: choose another tokenizer"
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pma_jax.config import ModelConfig
+from pma_jax.config.errors import UserError
 from pma_jax.interop.hf_config import QWEN3_MOE
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo
@@ -133,7 +134,7 @@ def check_leaves(
         model_name: Name of the model that expects them, for messages.
 
     Raises:
-        ValueError: Leaves are missing, unexpected, or have another shape or dtype; the first of each kind are listed.
+        UserError: Leaves are missing, unexpected, or have another shape or dtype; the first of each kind are listed.
     """
     both = [(name, leaf) for name, leaf in leaves.items() if name in expected]
     differences = [
@@ -145,7 +146,7 @@ def check_leaves(
     count = sum(map(len, differences))
     listed = [text for kind in differences for text in kind[:_MAX_LISTED]]
     if count:
-        raise ValueError(f"{origin} does not match {model_name} (number of mismatches: {count}): {'; '.join(listed)}")
+        raise UserError(f"{origin} does not match {model_name} (number of mismatches: {count}): {'; '.join(listed)}")
 
 
 def drop_zero_router_bias(source: CheckpointSource, model: ModelConfig) -> tuple[dict[str, LeafInfo], Messages]:
@@ -155,14 +156,14 @@ def drop_zero_router_bias(source: CheckpointSource, model: ModelConfig) -> tuple
         The other leaves, and messages for the user about what was dropped.
 
     Raises:
-        ValueError: The bias is not zero, so without it the router would select other experts.
+        UserError: The bias is not zero, so without it the router would select other experts.
     """
     leaves = dict(source.leaves)
     if not (model.experts and model.router_bias) or ROUTER_BIAS_LEAF not in leaves:
         return leaves, []
     largest = np.abs(read_leaf(source, ROUTER_BIAS_LEAF).astype("float32")).max()
     if largest != 0:  # also true for NaN
-        raise ValueError(
+        raise UserError(
             f"{ROUTER_BIAS_LEAF} has values up to {largest:.2g}, but {QWEN3_MOE} has no router bias and would "
             "select other experts: train models for export with --config.model.router_bias=False"
         )

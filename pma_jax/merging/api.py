@@ -33,7 +33,7 @@ def average(snapshots: Sequence[Snapshot], weights: ArrayLike, mesh: jax.shardin
         The parameters, sharded on the mesh.
 
     Raises:
-        ValueError: The number of weights and snapshots differs, a weight is not finite, or a snapshot is corrupt, does
+        UserError: The number of weights and snapshots differs, a weight is not finite, or a snapshot is corrupt, does
             not fit the model of the first one, or is of another kind.
     """
     weights_1xK = validate_weights(np.atleast_2d(weights), len(snapshots))
@@ -59,7 +59,7 @@ def merge(snapshots: Sequence[Snapshot], weights: ArrayLike, out: epath.PathLike
         The merged snapshot, with the tokens and step of the newest input.
 
     Raises:
-        ValueError: `out` exists, the snapshots do not fit together, or a weight or a parameter is not finite.
+        UserError: `out` exists, the snapshots do not fit together, or a weight or a parameter is not finite.
     """
     target = absolute_path(out)
     from_storage.merge([str(s.path) for s in snapshots], weights, str(target), recipe)

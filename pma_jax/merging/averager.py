@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging.compatibility import check_equal_integers, check_same_structure, device_put_like, is_float
 from pma_jax.merging.engine.rounding import factor_coefficients, factor_rows, validate_weights
 
@@ -48,7 +49,7 @@ def weighted_sum(params_K: Sequence[Any], weights_K: ArrayLike, *, out: Any | No
         Tree with the dtypes and shardings of the first input; float64 becomes float32 unless `jax_enable_x64` is set.
 
     Raises:
-        ValueError: The trees differ in structure, shape or dtype (the leaves are named), integer leaves differ, the
+        UserError: The trees differ in structure, shape or dtype (the leaves are named), integer leaves differ, the
             number of weights is not K, or a weight is not finite.
     """
     c = validate_weights(np.asarray(weights_K)[None], len(params_K))[0]
@@ -87,7 +88,7 @@ def weighted_sums_of_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tup
             set.
 
     Raises:
-        ValueError: See `weighted_sum`; also if there are fewer than K trees. Invalid trees are reported when they are
+        UserError: See `weighted_sum`; also if there are fewer than K trees. Invalid trees are reported when they are
             loaded. Exceptions of `trees` propagate.
     """
     C = validate_weights(weights_RxK, np.shape(weights_RxK)[-1])
@@ -246,7 +247,7 @@ def _load_ahead(trees: Iterator[Any], count: int) -> Iterator[Any]:
             try:
                 return next(trees)
             except StopIteration:
-                raise ValueError(f"{count} weights but only {k} trees: pass one weight per tree") from None
+                raise UserError(f"{count} weights but only {k} trees: pass one weight per tree") from None
 
     with concurrent.futures.ThreadPoolExecutor(1, "load") as pool:
         ahead = pool.submit(load, 0)

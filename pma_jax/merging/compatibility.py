@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
+from pma_jax.config.errors import UserError
 from pma_jax.runs.integrity import named_leaves
 from pma_jax.storage.formats.source import leaf_differences
 
@@ -20,13 +21,13 @@ def check_same_structure(first: Any, other: Any, name: str) -> None:
         name: Name of `other` in the message, for example "checkpoint 3".
 
     Raises:
-        ValueError: The trees differ; the message names up to 10 leaves and counts the others.
+        UserError: The trees differ; the message names up to 10 leaves and counts the others.
     """
     problems = leaf_differences(named_leaves(first, "/"), named_leaves(other, "/"))
     if problems:
-        raise ValueError(f"{name} differs from the first in {_format(problems)}")
+        raise UserError(f"{name} differs from the first in {_format(problems)}")
     if jax.tree.structure(first) != jax.tree.structure(other):
-        raise ValueError(f"{name} differs from the first in container types (dict, list, class); the leaves match")
+        raise UserError(f"{name} differs from the first in container types (dict, list, class); the leaves match")
 
 
 def check_equal_integers(first: Any, other: Any, name: str) -> None:
@@ -35,7 +36,7 @@ def check_equal_integers(first: Any, other: Any, name: str) -> None:
     The trees must have the same structure and shardings. Each process compares only its addressable shards.
 
     Raises:
-        ValueError: The trees differ; the message names up to 10 leaves and counts the others.
+        UserError: The trees differ; the message names up to 10 leaves and counts the others.
     """
     unequal = [
         path
@@ -44,7 +45,7 @@ def check_equal_integers(first: Any, other: Any, name: str) -> None:
         and not all(np.array_equal(x, y) for x, y in zip(_local_shards(a), _local_shards(b), strict=True))
     ]
     if unequal:
-        raise ValueError(f"integer leaves are not averaged and must be equal; {name} differs in {_format(unequal)}")
+        raise UserError(f"integer leaves are not averaged and must be equal; {name} differs in {_format(unequal)}")
 
 
 def device_put_like(params: Any, like: Any) -> Any:
@@ -56,14 +57,14 @@ def is_float(dtype: DTypeLike) -> bool:
     """Return True for floating-point dtypes, which are averaged, and False for integer and boolean dtypes.
 
     Raises:
-        ValueError: The dtype is not floating point, integer or boolean, for example complex.
+        UserError: The dtype is not floating point, integer or boolean, for example complex.
     """
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return True
     if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
         return False
-    raise ValueError(f"leaves of dtype {dtype} cannot be averaged: remove them from the tree")
+    raise UserError(f"leaves of dtype {dtype} cannot be averaged: remove them from the tree")
 
 
 def _local_shards(x: Any) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pma_jax.config import DECAY_SHAPES
+from pma_jax.config.errors import UserError
 
 
 def from_update_weights(weights: ArrayLike) -> np.ndarray:
@@ -47,7 +48,7 @@ def decay(n: int, shape: str | Callable[[float], float] = "linear") -> np.ndarra
         float64 [n], sums to 1, oldest first.
 
     Raises:
-        ValueError: `shape` is unknown, or `n` is less than 1.
+        UserError: `shape` is unknown, or `n` is less than 1.
     """
     return decay_at(np.arange(n), shape)
 
@@ -68,17 +69,17 @@ def decay_at(tokens: ArrayLike, shape: str | Callable[[float], float] = "linear"
         float64 [n], sums to 1, oldest first.
 
     Raises:
-        ValueError: `shape` is unknown, or there are no checkpoints.
+        UserError: `shape` is unknown, or there are no checkpoints.
     """
     f = shape if callable(shape) else DECAY_SHAPES.get(shape)
     if f is None:
-        raise ValueError(
+        raise UserError(
             f"unknown decay shape {shape!r}: choose one of {', '.join(DECAY_SHAPES)}, or pass a function of progress"
         )
     positions = np.asarray(tokens, np.float64)
     n = len(positions)
     if n < 1:
-        raise ValueError("decay needs at least one checkpoint")
+        raise UserError("decay needs at least one checkpoint")
     if n == 1:
         return np.ones(1)
     t = (positions[1:] - positions[0]) * ((n - 1) / n) / (positions[-1] - positions[0])

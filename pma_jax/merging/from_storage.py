@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging import recipes
 from pma_jax.merging.engine import merge as engine
 from pma_jax.merging.engine.plan import MergePlan, plan
@@ -33,10 +34,10 @@ def plan_merge(
         The plan, and the checkpoints that have a nonzero coefficient.
 
     Raises:
-        ValueError: A recipe is invalid or does not fit the checkpoints, or they cannot be merged.
+        UserError: A recipe is invalid or does not fit the checkpoints, or they cannot be merged.
     """
     if len(set(recipe_texts)) < len(recipe_texts):
-        raise ValueError("two recipes are the same: leave one out")
+        raise UserError("two recipes are the same: leave one out")
     positions = series.positions
     if (np.diff(positions) <= 0).any():  # for example, checkpoints of parallel runs at the same step
         note = "several checkpoints have the same position: they are merged in order"
@@ -44,7 +45,7 @@ def plan_merge(
         positions = np.arange(len(positions))
     by_tokens = [text for text in recipe_texts if recipes.parse(text).name in ("power", "decay")]
     if series.unit == "order" and by_tokens and len(positions) > 1:
-        raise ValueError(
+        raise UserError(
             f"{by_tokens[0]} computes weights from tokens, which are not known or not increasing here: "
             "give --tokens-per-step, or another recipe"
         )
@@ -58,7 +59,7 @@ def merge(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, 
     """Write the merge sum_k weights[k] * checkpoint_k to `out`, and record `recipe` in its provenance.
 
     Raises:
-        ValueError: As `plan_merge` and `engine.merge`; nothing is published then.
+        UserError: As `plan_merge` and `engine.merge`; nothing is published then.
     """
     sources = [open_source(address) for address in addresses]
     check_same_snapshot_kind(sources)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.config.errors import UserError, error_line
 from pma_jax.merging import selection
-from pma_jax.runtime.errors import error_line
 from pma_jax.storage.formats import hub
 from pma_jax.storage.formats.open import describe_hub_revision, open_if_deferred, open_source
 from pma_jax.storage.formats.orbax_read import has_file
@@ -70,7 +70,7 @@ def open_checkpoints(
         tokens_per_step: Tokens per training step, to compute the tokens of checkpoints that record only their step.
 
     Raises:
-        ValueError: There is no checkpoint at an address, or different kinds of snapshots are mixed.
+        UserError: There is no checkpoint at an address, or different kinds of snapshots are mixed.
     """
     notes: list[str] = []
     sources: list[CheckpointSource] = []
@@ -116,10 +116,10 @@ def select_checkpoints(
         across_stages: Allow checkpoints of several stages.
 
     Raises:
-        ValueError: Nothing is selected, a stage boundary would be crossed, or tokens are needed and not known.
+        UserError: Nothing is selected, a stage boundary would be crossed, or tokens are needed and not known.
     """
     if (between_tokens is not None or every_tokens is not None) and series.unit != "tokens":
-        raise ValueError(
+        raise UserError(
             "cannot select by tokens, because the tokens of some checkpoints are unknown: "
             "give --tokens-per-step, or the addresses of the checkpoints to merge"
         )
@@ -149,7 +149,7 @@ def load_used(series: CheckpointSeries, coefficients: np.ndarray) -> tuple[Check
         The remaining checkpoints and their coefficients.
 
     Raises:
-        ValueError: A revision cannot be downloaded.
+        UserError: A revision cannot be downloaded.
     """
     columns = np.flatnonzero(coefficients.any(axis=0)).tolist()
     series = series.take(columns)
@@ -166,14 +166,14 @@ def check_same_snapshot_kind(sources: Sequence[CheckpointSource]) -> None:
     """Check that the sources are all point snapshots, all block-mean snapshots, or all not snapshots of pma_jax.
 
     Raises:
-        ValueError: They are mixed.
+        UserError: They are mixed.
     """
     metadata = [snapshot_metadata(source) for source in sources]
     path_to_kind = {source.origin: entry["kind"] for entry, source in zip(metadata, sources, strict=True) if entry}
     selection.check_one_snapshot_kind(path_to_kind)
     if path_to_kind and None in metadata:
         odd = sources[metadata.index(None)].origin
-        raise ValueError(
+        raise UserError(
             f"{odd} has no metadata of pma_jax, but other inputs have: merge them apart, unless it is corrupt"
         )
 
@@ -187,7 +187,7 @@ def _expand(address: str, snapshot_kind: str | None) -> tuple[list[str], Callabl
     if (path / "run.json").is_file() and (path / "config.json").is_file():
         return _list_snapshots(path, snapshot_kind), lambda _: str(path), []
     if snapshot_kind is not None:
-        raise ValueError(f"{address} is not a run, so it has no {snapshot_kind} snapshots: leave --kind out")
+        raise UserError(f"{address} is not a run, so it has no {snapshot_kind} snapshots: leave --kind out")
     children = _list_checkpoints(path)
     if not children:
         return [address], lambda _: None, []
@@ -204,11 +204,11 @@ def _list_snapshots(run: Path, snapshot_kind: str | None) -> list[str]:
     try:
         kind = snapshot_kind or configuration.from_json(path.read_text()).checkpoint.kinds[0]
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read: {error_line(error)}") from error
+        raise UserError(f"{path} cannot be read: {error_line(error)}") from error
     steps = [step for step in (run / configuration.SNAPSHOT_KINDS[kind].folder).glob("*") if step.name.isdigit()]
     published = [str(step) for step in steps if (step / "commit_success.txt").is_file()]
     if not published:
-        raise ValueError(f"{run} has no {kind} snapshot: train until the first one is saved, or choose another --kind")
+        raise UserError(f"{run} has no {kind} snapshot: train until the first one is saved, or choose another --kind")
     return published
 
 

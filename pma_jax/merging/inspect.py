@@ -18,7 +18,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
         subtree: The part of another trainer's Orbax tree that holds the parameters, such as "params"; guessed if None.
 
     Raises:
-        ValueError: `path` holds no readable run or checkpoint.
+        UserError: `path` holds no readable run or checkpoint.
     """
     if is_run(path):
         run = open_run(path)

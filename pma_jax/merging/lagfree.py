@@ -8,6 +8,8 @@ snapshot and the middle of the window trades lag for noise reduction.
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pma_jax.config.errors import UserError
+
 
 def mean_age(coefficients: ArrayLike, tokens: ArrayLike) -> float:
     """Return the mean age of a merge relative to the newest snapshot: sum_k c_k (t_K - t_k), in tokens.
@@ -41,18 +43,18 @@ def lagfree(tokens: ArrayLike | int, lag_fraction: float = 0.0, order: int = 1) 
         gets 1.
 
     Raises:
-        ValueError: lag_fraction or order is out of range, or there are 2 or more snapshots but not more than `order`.
+        UserError: lag_fraction or order is out of range, or there are 2 or more snapshots but not more than `order`.
     """
     t = np.arange(float(tokens)) if isinstance(tokens, int) else np.asarray(tokens, np.float64)
     if order not in (1, 2):
-        raise ValueError(f"order = {order}: choose 1 (a straight line) or 2 (a parabola)")
+        raise UserError(f"order = {order}: choose 1 (a straight line) or 2 (a parabola)")
     if not 0 <= lag_fraction <= 2:
-        raise ValueError(f"lag = {lag_fraction}: choose 0 (no lag) to 2 (1: the lag of the plain mean)")
+        raise UserError(f"lag = {lag_fraction}: choose 0 (no lag) to 2 (1: the lag of the plain mean)")
     n = len(t)
     if n == 1:
         return np.ones(1)
     if n <= order:
-        raise ValueError(f"lagfree of order {order} needs at least {order + 1} checkpoints, not {n}: widen the window")
+        raise UserError(f"lagfree of order {order} needs at least {order + 1} checkpoints, not {n}: widen the window")
     evaluation_point = t[-1] - lag_fraction * (t[-1] - t.mean())
     # Positions in units of the window keep the system well conditioned; the constraints do not change.
     x = (t - evaluation_point) / (t[-1] - t[0])

@@ -7,6 +7,8 @@ fraction of the training so far; the width of an exponential average is a fixed 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pma_jax.config.errors import UserError
+
 
 def gamma_from_sigma_rel(sigma_rel: float) -> float:
     """Return the exponent γ of the profile t^γ whose standard deviation is `sigma_rel` · T.
@@ -18,10 +20,10 @@ def gamma_from_sigma_rel(sigma_rel: float) -> float:
         sigma_rel: Relative width, in (0, 0.2887]. From 1/sqrt(12) = 0.28867… on, γ is 0: the plain mean.
 
     Raises:
-        ValueError: sigma_rel is out of range.
+        UserError: sigma_rel is out of range.
     """
     if not 0 < sigma_rel <= 0.2887:  # 1/sqrt(12), rounded up
-        raise ValueError(f"sigma_rel = {sigma_rel}: it must be above 0 and at most 0.2887 (the plain mean)")
+        raise UserError(f"sigma_rel = {sigma_rel}: it must be above 0 and at most 0.2887 (the plain mean)")
     inverse = float(sigma_rel) ** -2
     roots = np.roots([1.0, 7.0, 16.0 - inverse, 12.0 - inverse])
     return max(0.0, float(roots.real.max()))
@@ -48,13 +50,13 @@ def power(tokens: ArrayLike | int, sigma_rel: float, start_tokens: float = 0.0) 
         float64 [K], sums to 1, oldest first.
 
     Raises:
-        ValueError: sigma_rel or start_tokens is out of range, or a position is not positive.
+        UserError: sigma_rel or start_tokens is out of range, or a position is not positive.
     """
     gamma = gamma_from_sigma_rel(sigma_rel)
     t = np.arange(1.0, tokens + 1) if isinstance(tokens, int) else np.asarray(tokens, np.float64)
     if len(t) == 0 or t[0] <= 0:
-        raise ValueError("power needs at least one snapshot, all after token 0: leave out the snapshot at token 0")
+        raise UserError("power needs at least one snapshot, all after token 0: leave out the snapshot at token 0")
     if not 0 <= start_tokens < t[0]:
-        raise ValueError(f"start_tokens = {start_tokens:g}: it must be at least 0 and before the oldest ({t[0]:g})")
+        raise UserError(f"start_tokens = {start_tokens:g}: it must be at least 0 and before the oldest ({t[0]:g})")
     cumulative = (np.concatenate(([start_tokens], t)) / t[-1]) ** (gamma + 1)
     return np.diff(cumulative) / (1.0 - cumulative[0])

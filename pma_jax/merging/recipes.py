@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pma_jax.config import DECAY_SHAPES
+from pma_jax.config.errors import UserError
 from pma_jax.merging.decay import decay, decay_at, from_update_weights
 from pma_jax.merging.lagfree import lagfree, mean_age
 from pma_jax.merging.power import gamma_from_sigma_rel, power
@@ -105,16 +106,16 @@ def weights(values: ArrayLike, normalize: bool = False) -> np.ndarray:
         float64 [n], sums to 1.
 
     Raises:
-        ValueError: A weight is not finite, or the sum is not 1 (with `normalize`: is 0).
+        UserError: A weight is not finite, or the sum is not 1 (with `normalize`: is 0).
     """
     w = np.asarray(values, np.float64)
     if w.ndim != 1 or len(w) == 0 or not np.isfinite(w).all():
-        raise ValueError("weights must be a list of finite numbers, one per checkpoint")
+        raise UserError("weights must be a list of finite numbers, one per checkpoint")
     total = math.fsum(w)
     if normalize and abs(total) < SUM_TOLERANCE * np.abs(w).sum():
-        raise ValueError("weights that sum to 0 cannot be normalised")
+        raise UserError("weights that sum to 0 cannot be normalised")
     if not normalize and abs(total - 1.0) > SUM_TOLERANCE:
-        raise ValueError(f"weights sum to {total:.7g}, not 1: correct them or ask to normalise (normalize=true)")
+        raise UserError(f"weights sum to {total:.7g}, not 1: correct them or ask to normalise (normalize=true)")
     return w / total
 
 
@@ -132,7 +133,7 @@ def parse(text: str) -> Recipe:
     """Parse a recipe's text; the module's docstring has the grammar.
 
     Raises:
-        ValueError: The name, a parameter or a value is invalid; the message suggests the nearest valid one.
+        UserError: The name, a parameter or a value is invalid; the message suggests the nearest valid one.
     """
     name, *parts = [part.strip() for part in text.strip().split(":")]
     method = _method(name)
@@ -142,9 +143,9 @@ def parse(text: str) -> Recipe:
     if parts and _is_integer(parts[-1]) and not (lists_values and len(parts) == 1):
         window = int(parts.pop())
         if window < 1:
-            raise ValueError(f"the window in {text!r} must be at least 1 checkpoint")
+            raise UserError(f"the window in {text!r} must be at least 1 checkpoint")
     if len(parts) > 1:
-        raise ValueError(f"{text!r} has too many parts: write {method.example}, then a window such as :10")
+        raise UserError(f"{text!r} has too many parts: write {method.example}, then a window such as :10")
     recipe = Recipe(text, name, _parse_params(name, parts[0] if parts else ""), window)
     # Evaluate it once, so that values out of range are reported now and not after checkpoints were read.
     trial = dict(recipe.params)
@@ -164,17 +165,17 @@ def coefficients(text: str, tokens: ArrayLike) -> np.ndarray:
         float64 [K], sums to 1; 0 for checkpoints older than the window.
 
     Raises:
-        ValueError: The recipe is invalid, positions do not increase, or there are fewer checkpoints than the window.
+        UserError: The recipe is invalid, positions do not increase, or there are fewer checkpoints than the window.
     """
     recipe = parse(text)
     t = np.asarray(tokens)
     if t.ndim != 1 or len(t) == 0:
-        raise ValueError(f"{text} needs at least one checkpoint")
+        raise UserError(f"{text} needs at least one checkpoint")
     if (np.diff(t) <= 0).any():
-        raise ValueError("checkpoints must be in order of tokens, oldest first, each position once")
+        raise UserError("checkpoints must be in order of tokens, oldest first, each position once")
     window = len(t) if recipe.window is None else recipe.window
     if window > len(t):
-        raise ValueError(f"{text} asks for {window} checkpoints and there are {len(t)}: choose a smaller window")
+        raise UserError(f"{text} asks for {window} checkpoints and there are {len(t)}: choose a smaller window")
     row = np.zeros(len(t))
     row[len(t) - window :] = _method(recipe.name).row(t[len(t) - window :], **dict(recipe.params))
     return row
@@ -192,7 +193,7 @@ class _Method:
 
 def _explicit(tokens: np.ndarray, values: tuple[float, ...], normalize: bool = False) -> np.ndarray:
     if len(values) != len(tokens):
-        raise ValueError(f"{len(values)} weights for {len(tokens)} checkpoints: give one each, oldest first")
+        raise UserError(f"{len(values)} weights for {len(tokens)} checkpoints: give one each, oldest first")
     return weights(values, normalize)
 
 
@@ -217,7 +218,7 @@ _METHODS = {
 
 def _method(name: str) -> _Method:
     if name not in _METHODS:
-        raise ValueError(f"no recipe is called {name!r}: {_nearest(name, _METHODS)}")
+        raise UserError(f"no recipe is called {name!r}: {_nearest(name, _METHODS)}")
     return _METHODS[name]
 
 
@@ -234,17 +235,17 @@ def _parse_params(name: str, text: str) -> tuple:
         if key not in method.params or not equals:
             takes = ", ".join(method.params)
             hint = _nearest(key, method.params) if method.params else f"{name} takes no parameters"
-            raise ValueError(
+            raise UserError(
                 f"{name} has no parameter {key!r}: {hint}"
                 if equals or not takes
                 else f"cannot read {item!r} in {name}: write {method.example}"
             )
         if key in given:
-            raise ValueError(f"{name} is given {key} twice: keep one")
+            raise UserError(f"{name} is given {key} twice: keep one")
         given[key] = _convert(name, key, method.params[key], value)
     missing = [key for key in method.required if key not in given]
     if missing or (name == "weights" and not values):
-        raise ValueError(f"{name} needs {' and '.join(missing) or 'its weights'}: for example {method.example}")
+        raise UserError(f"{name} needs {' and '.join(missing) or 'its weights'}: for example {method.example}")
     listed = (("values", tuple(values)),) if name == "weights" else ()
     return listed + tuple((key, given[key]) for key in method.params if key in given)
 
@@ -258,9 +259,9 @@ def _convert(name: str, key: str, kind: type, text: str) -> Any:
             raise ValueError
     except (ValueError, KeyError):
         wanted = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}[kind]
-        raise ValueError(f"{key} of {name} must be {wanted}, not {text!r}") from None
+        raise UserError(f"{key} of {name} must be {wanted}, not {text!r}") from None
     if key == "shape" and value not in DECAY_SHAPES:
-        raise ValueError(f"unknown decay shape {text!r}: {_nearest(text, DECAY_SHAPES)}")
+        raise UserError(f"unknown decay shape {text!r}: {_nearest(text, DECAY_SHAPES)}")
     return value
 
 
@@ -275,9 +276,9 @@ def _nearest(word: str, choices) -> str:
 
 def _check_count(name: str, n: int) -> None:
     if n < 1:
-        raise ValueError(f"{name} needs at least one checkpoint, not {n}")
+        raise UserError(f"{name} needs at least one checkpoint, not {n}")
 
 
 def _check_alpha(alpha: float) -> None:
     if not 0 < alpha <= 1:
-        raise ValueError(f"alpha = {alpha}: it must be above 0 and at most 1 (the weight of the new model)")
+        raise UserError(f"alpha = {alpha}: it must be above 0 and at most 1 (the weight of the new model)")

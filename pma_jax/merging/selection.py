@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pma_jax.config.errors import UserError
+
 # Default tolerance, as a fraction of the interval. Also the largest deviation from the usual interval without a note.
 GRID_TOLERANCE = 0.1
 
@@ -51,19 +53,19 @@ def select(
         The selection. Its notes report the interval, off-grid and missing checkpoints, and boundaries between stages.
 
     Raises:
-        ValueError: No checkpoint satisfies the conditions, fewer than `last` do, token counts are out of order, or the
+        UserError: No checkpoint satisfies the conditions, fewer than `last` do, token counts are out of order, or the
             selection crosses a boundary between stages without `across_stages`; the message names that boundary.
     """
     t = np.asarray(tokens)
     labels = list(stages) if stages is not None else [None] * len(t)
     if len(labels) != len(t):
-        raise ValueError(f"{len(labels)} stages for {len(t)} checkpoints: give one per checkpoint")
+        raise UserError(f"{len(labels)} stages for {len(t)} checkpoints: give one per checkpoint")
     if last is not None and last < 1:
-        raise ValueError(f"last = {last}: select at least 1 checkpoint")
+        raise UserError(f"last = {last}: select at least 1 checkpoint")
     if every_tokens is not None and every_tokens <= 0:
-        raise ValueError(f"every_tokens = {every_tokens}: the interval must be positive")
+        raise UserError(f"every_tokens = {every_tokens}: the interval must be positive")
     if tolerance_tokens is not None and (every_tokens is None or tolerance_tokens < 0):
-        raise ValueError("tolerance_tokens must be 0 or more, and requires every_tokens")
+        raise UserError("tolerance_tokens must be 0 or more, and requires every_tokens")
     _check_order(t, labels)
     chosen = _in_range(t, between_tokens)
     notes: list[str] = []
@@ -72,7 +74,7 @@ def select(
         chosen = _on_grid(t, chosen, every_tokens, tolerance, last, notes)
     if last is not None:
         if len(chosen) < last:
-            raise ValueError(
+            raise UserError(
                 f"{last} checkpoints are requested and there are {len(chosen)}: request fewer, or widen the range"
             )
         chosen = chosen[-last:]
@@ -86,17 +88,17 @@ def check_one_snapshot_kind(path_to_kind: Mapping[str, str]) -> None:
     """Check that all snapshots have the same kind, "point" or "block_mean".
 
     Raises:
-        ValueError: They have different kinds; the message names one snapshot of each kind.
+        UserError: They have different kinds; the message names one snapshot of each kind.
     """
     kind_to_path = {kind: path for path, kind in path_to_kind.items()}
     if len(kind_to_path) > 1:
         (kind_a, path_a), (kind_b, path_b) = kind_to_path.items()
-        raise ValueError(f"cannot merge {path_a} ({kind_a}) with {path_b} ({kind_b}): select snapshots of one kind")
+        raise UserError(f"cannot merge {path_a} ({kind_a}) with {path_b} ({kind_b}): select snapshots of one kind")
 
 
 def _in_range(t: np.ndarray, between: tuple[int | None, int | None] | None) -> np.ndarray:
     if not len(t):
-        raise ValueError("there are no checkpoints to select from")
+        raise UserError("there are no checkpoints to select from")
     low, high = between or (None, None)
     inside = np.ones(len(t), bool)
     if low is not None:
@@ -106,7 +108,7 @@ def _in_range(t: np.ndarray, between: tuple[int | None, int | None] | None) -> n
     chosen = np.flatnonzero(inside)
     if not len(chosen):
         low_text, high_text = ("" if end is None else f"{end:,}" for end in (low, high))
-        raise ValueError(
+        raise UserError(
             f"no checkpoint is in {low_text}:{high_text} tokens: there are {len(t)}, from {t.min():,} to {t.max():,}"
         )
     return chosen
@@ -143,17 +145,17 @@ def _on_grid(
 
 def _check_order(t: np.ndarray, labels: list[str | None]) -> None:
     if t.ndim != 1 or (np.diff(t) < 0).any():
-        raise ValueError("checkpoints must be in order of tokens, oldest first")
+        raise UserError("checkpoints must be in order of tokens, oldest first")
     newest: dict[str | None, int] = {}
     for label, tokens in zip(labels, t.tolist(), strict=True):
         if newest.get(label) == tokens:
             where = f" of {label}" if label is not None else ""
-            raise ValueError(f"two checkpoints{where} are at {tokens:,} tokens: remove one, or set their stages")
+            raise UserError(f"two checkpoints{where} are at {tokens:,} tokens: remove one, or set their stages")
         newest[label] = tokens
 
 
 def _stage_notes(t: np.ndarray, chosen: np.ndarray, labels: list[str | None], across_stages: bool) -> list[str]:
-    """Return a note for each stage boundary in the selection; raise ValueError for the first unless `across_stages`."""
+    """Return a note for each stage boundary in the selection; raise UserError for the first unless `across_stages`."""
     lines = []
     for a, b in itertools.pairwise(chosen):
         if labels[a] != labels[b]:
@@ -162,7 +164,7 @@ def _stage_notes(t: np.ndarray, chosen: np.ndarray, labels: list[str | None], ac
             if line not in lines:
                 lines.append(line)
     if lines and not across_stages:
-        raise ValueError(
+        raise UserError(
             f"the selection crosses a boundary between {lines[0]}: select checkpoints of one stage, or set "
             "across_stages (--across-stages)"
         )

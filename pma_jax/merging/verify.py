@@ -6,6 +6,7 @@ from typing import Any
 
 from etils import epath
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import provenance
 from pma_jax.runs import steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, is_run, open_run
@@ -24,7 +25,7 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
         with_sources: Whether to also verify the sources of a merge, at the addresses in its provenance.
 
     Raises:
-        ValueError: No digests are recorded, or a merge or one of its sources cannot be opened as a checkpoint.
+        UserError: No digests are recorded, or a merge or one of its sources cannot be opened as a checkpoint.
     """
     folder = absolute_path(path)
     if is_run(folder):
@@ -51,7 +52,7 @@ def _verify_run(run: Run) -> Iterator[str]:
 def _verify_step(path: epath.Path) -> Iterator[str]:
     metadata = steps.read_metadata(path, ())
     if METADATA_DIGEST_KEY not in metadata:
-        raise ValueError(f"{path} has no digests: it was imported, or written by an earlier version")
+        raise UserError(f"{path} has no digests: it was imported, or written by an earlier version")
     # A snapshot has one item, "params". In a state, a leaf's name starts with its item and a part of that item.
     is_state = "position" in metadata
     digests_of: dict[str, dict[str, str]] = {}

@@ -93,7 +93,7 @@ class Decoder(nnx.Module):
     """The language model: token ids to logits.
 
     Raises:
-        ValueError: A dim is not divisible by the size of the mesh axis over which it is sharded.
+        UserError: A dim is not divisible by the size of the mesh axis over which it is sharded.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):

@@ -17,12 +17,12 @@ import numpy as np
 from jax.experimental import topologies
 
 from pma_jax.config import Config
+from pma_jax.config.errors import UserError, first_line
 from pma_jax.merging.averager import abstract_totals, add_weighted
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import evaluation_step
 from pma_jax.planning import hlo
 from pma_jax.planning.cost import CHIPS, Chip, format_known_topologies
-from pma_jax.runtime.errors import first_line
 from pma_jax.runtime.mesh import RULES, check_mesh
 from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
@@ -80,18 +80,18 @@ def tpu_topology(name: str) -> Topology:
     Sets environment variables of libtpu in this process, unless they are set.
 
     Raises:
-        ValueError: The package libtpu is not installed, or the name is not that of a topology.
+        UserError: The package libtpu is not installed, or the name is not that of a topology.
     """
     parts = re.fullmatch(r"(?:([1-9]\d*)\*)?([^:*]+):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
     chip = CHIPS.get(parts[2]) if parts else None
     if parts is None or chip is None:
-        raise ValueError(
+        raise UserError(
             f"unknown topology {name!r}: give a chip and a shape, one of {format_known_topologies()}; prefix the "
             "number of slices if there are several, such as 2*v5e:4x4"
         )
     slice_count, one_slice = int(parts[1] or 1), f"{parts[2]}:{parts[3]}"
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise ValueError("compiling for TPU needs its compiler, which is not installed: pip install 'pma-jax[plan]'")
+        raise UserError("compiling for TPU needs its compiler, which is not installed: pip install 'pma-jax[plan]'")
     # libtpu must not search for a TPU or lock it, so that several processes can compile at once.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
@@ -109,7 +109,7 @@ def tpu_topology(name: str) -> Topology:
         description = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **options)
     except Exception as error:
         known = format_known_topologies(parts[2])
-        raise ValueError(
+        raise UserError(
             f"libtpu does not support the topology {name!r} ({first_line(error)}): give one of {known}"
         ) from error
     return Topology(name, chip, tuple(description.devices), slice_count)
@@ -122,7 +122,7 @@ def program_lowerings(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Call
     total of a merge in device memory.
 
     Raises:
-        ValueError: A size is not divisible by the size of the mesh axis that shards it; the message names the size.
+        UserError: A size is not divisible by the size of the mesh axis that shards it; the message names the size.
     """
     check_mesh(config, mesh)
     state = abstract_state(config, mesh)

@@ -44,7 +44,7 @@ def plan_run(
         only if the train step compiled.
 
     Raises:
-        ValueError: A dimension is not divisible by its mesh axis, or the mesh and the topology have different numbers
+        UserError: A dimension is not divisible by its mesh axis, or the mesh and the topology have different numbers
             of devices.
     """
     mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))

@@ -19,6 +19,7 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.analysis.comparison import recovered_share
 from pma_jax.config import SNAPSHOT_KINDS
+from pma_jax.config.errors import UserError
 from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting import html
@@ -48,14 +49,14 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
     smallest shares. `notes` in the result states which forks and merges were omitted, and why.
 
     Raises:
-        ValueError: The run has no evaluations or diverged, or a fork cannot be compared with it.
+        UserError: The run has no evaluations or diverged, or a fork cannot be compared with it.
     """
     raw = _curve(run, "evaluation")
     if not raw:
-        raise ValueError(f"{run.path} has no held-out evaluations: train it to its first snapshot, then report again")
+        raise UserError(f"{run.path} has no held-out evaluations: train it to its first snapshot, then report again")
     tokens, raw_loss = int(raw[-1][0]), raw[-1][1]
     if not math.isfinite(raw_loss):
-        raise ValueError(f"{run.path} diverged: its held-out loss at {tokens:,} tokens is {raw_loss}")
+        raise UserError(f"{run.path} diverged: its held-out loss at {tokens:,} tokens is {raw_loss}")
     _check_comparable(run, forks)
     notes: list[str] = []
     annealed = _describe_annealed_forks(forks, tokens, notes)
@@ -199,17 +200,17 @@ def _parse_recipe_and_window(text: str) -> tuple[str, int]:
 
 def _check_comparable(run: Run, forks: Sequence[Run]) -> None:
     if forks and run.config.schedule.decay != "none":
-        raise ValueError(
+        raise UserError(
             f"the learning rate of {run.path} decays ({run.config.schedule.decay}): give the constant-rate run first, "
             "then the runs forked from it"
         )
     for fork in forks:
         if fork.metadata.get("forked_from") is None:
-            raise ValueError(f"{fork.path} is not a fork: after the run, give runs made by `pma fork {run.path}`")
+            raise UserError(f"{fork.path} is not a fork: after the run, give runs made by `pma fork {run.path}`")
         for key, name in (("corpus", "corpus"), ("evaluation", "held-out tokens")):
             expected, actual = run.metadata.get(key), fork.metadata.get(key)
             if expected != actual:
-                raise ValueError(
+                raise UserError(
                     f"{fork.path} and {run.path} cannot be compared: their {name} differ ({actual} and {expected})"
                 )
 

@@ -25,6 +25,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.config.errors import UserError
 from pma_jax.runs import steps
 from pma_jax.runs.snapshots import Snapshot, read_snapshot, snapshot_retention_mask
 from pma_jax.runs.states import STATES, SavedState, read_state, state_retention_mask
@@ -114,7 +115,7 @@ class Run:
         """List the published steps in one of STEP_FOLDERS, sorted by tokens.
 
         Raises:
-            ValueError: The metadata of a step are corrupt, and `skip_corrupt` is False.
+            UserError: The metadata of a step are corrupt, and `skip_corrupt` is False.
         """
         read, _ = STEP_FOLDERS[folder]
         entries = []
@@ -150,18 +151,18 @@ def open_run(path: epath.PathLike) -> Run:
     """Open a run directory.
 
     Raises:
-        ValueError: `path` is not a run directory, or its configuration cannot be read.
+        UserError: `path` is not a run directory, or its configuration cannot be read.
     """
     folder = absolute_path(path)
     if not is_run(folder):
-        raise ValueError(
+        raise UserError(
             f"{path} is not a run directory (run.json and config.json): specify the --workdir of a `pma train`"
         )
     raw = read_json_object(as_path(folder / "config.json"))
     try:
         return Run(folder, configuration.resolve(raw))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from error
+        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
 
 
 def create_run(path: epath.PathLike, config: Config, metadata: dict[str, Any]) -> Run:
@@ -180,13 +181,13 @@ def newest_snapshot(path: epath.PathLike) -> Snapshot:
     """Return the snapshot at `path`, or the last of `Run.snapshots` if `path` is a run.
 
     Raises:
-        ValueError: `path` is neither a run nor a snapshot, or the run has no snapshot.
+        UserError: `path` is neither a run nor a snapshot, or the run has no snapshot.
     """
     if not is_run(path):
         return read_snapshot(path)
     snapshots = open_run(path).snapshots
     if not snapshots:
-        raise ValueError(f"no snapshot in {path}: train until the first multiple of checkpoint.interval_tokens")
+        raise UserError(f"no snapshot in {path}: train until the first multiple of checkpoint.interval_tokens")
     return snapshots[-1]
 
 
@@ -196,7 +197,7 @@ def read_metric_records(path: epath.Path) -> list[dict[str, Any]]:
     The result is empty if the file does not exist. An unfinished last line is ignored.
 
     Raises:
-        ValueError: A line is corrupt, or lacks `kind` or `tokens`; the message gives its number.
+        UserError: A line is corrupt, or lacks `kind` or `tokens`; the message gives its number.
     """
     if not path.exists():
         return []
@@ -207,7 +208,7 @@ def read_metric_records(path: epath.Path) -> list[dict[str, Any]]:
             if type(record["tokens"]) is not int or not isinstance(record["kind"], str):
                 raise TypeError("a record has kind and tokens")
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: line {number} is corrupt: remove that line ({error})") from error
+            raise UserError(f"{path}: line {number} is corrupt: remove that line ({error})") from error
         records.append(record)
     return records
 

@@ -19,6 +19,7 @@ from typing import IO
 
 from etils import epath
 
+from pma_jax.config.errors import UserError
 from pma_jax.storage import locks
 
 FILE_NAME = "lock"
@@ -36,7 +37,7 @@ def hold(run_dir: epath.Path, wait: bool = False) -> Iterator[str | None]:
         A warning for the user (the file system has no locks, or the last holder did not release the lock), or None.
 
     Raises:
-        ValueError: Another process holds the lock (the message names it), and `wait` is False.
+        UserError: Another process holds the lock (the message names it), and `wait` is False.
     """
     if "://" in str(run_dir):
         yield None
@@ -45,7 +46,7 @@ def hold(run_dir: epath.Path, wait: bool = False) -> Iterator[str | None]:
     def on_contention(file: IO[str]) -> None:
         if not wait:
             holder = _holder(file) or "another process"
-            raise ValueError(
+            raise UserError(
                 f"{run_dir} is in use by {holder}: wait until that process ends, stop it, or choose another --workdir"
             ) from None
 

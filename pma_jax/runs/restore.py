@@ -9,8 +9,8 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from pma_jax.config.errors import UserError, error_line
 from pma_jax.runs import integrity, steps
-from pma_jax.runtime.errors import error_line
 from pma_jax.storage.digests import CHECKSUM
 from pma_jax.storage.formats.source import leaf_differences
 from pma_jax.storage.json_files import read_json_object
@@ -27,16 +27,16 @@ def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
         abstract: Pytree of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:
-        ValueError: The checkpoint cannot be read or lacks the item, or leaves are missing, unexpected, of another
+        UserError: The checkpoint cannot be read or lacks the item, or leaves are missing, unexpected, of another
             shape, or do not match their digests. The message gives the number of such leaves and names the first ten.
     """
     metadata = read_array_metadata(path).get(item)
     if not jax.tree.leaves(metadata):
-        raise ValueError(f"{path} has no arrays in item {item!r}: corrupt, incomplete or another kind of checkpoint?")
+        raise UserError(f"{path} has no arrays in item {item!r}: corrupt, incomplete or another kind of checkpoint?")
     differences = shape_differences(metadata, abstract)
     if differences:
         listed = "; ".join(differences[:10])
-        raise ValueError(f"{path} does not match the expected shapes: {len(differences)} leaves differ: {listed}")
+        raise UserError(f"{path} does not match the expected shapes: {len(differences)} leaves differ: {listed}")
     # Restore in the stored dtypes, because the digests cover those, and cast afterwards.
     dtypes = {key: leaf.dtype for key, leaf in integrity.named_leaves(metadata).items()}
     as_stored = jax.tree.structure(abstract).unflatten(
@@ -48,7 +48,7 @@ def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
     # In the digests, leaf names of a snapshot have no prefix; those of a training state start with the item's name.
     changed = integrity.mismatched_leaves(restored, read_digests(path), "" if item == "params" else f"{item}.")
     if changed:
-        raise ValueError(
+        raise UserError(
             f"{path} is corrupt: {len(changed)} leaves do not match their digests: {', '.join(changed[:10])}"
         )
     return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), restored, abstract)
@@ -101,7 +101,7 @@ def report_read_errors(path: epath.Path) -> Iterator[None]:
     except Exception as error:
         reason = error_line(error)
         reason = reason if len(reason) <= 300 else f"{reason[:300]} ..."
-        raise ValueError(f"cannot read {path} (corrupt or incomplete?): {type(error).__name__}: {reason}") from error
+        raise UserError(f"cannot read {path} (corrupt or incomplete?): {type(error).__name__}: {reason}") from error
 
 
 def shape_differences(metadata: Any, abstract: Any) -> list[str]:

@@ -9,6 +9,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
+from pma_jax.config.errors import UserError
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
 from pma_jax.storage.paths import absolute_path
@@ -37,11 +38,11 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     """Read the metadata of a snapshot, without its arrays.
 
     Raises:
-        ValueError: `path` is not a snapshot, or its metadata file is corrupt.
+        UserError: `path` is not a snapshot, or its metadata file is corrupt.
     """
     folder = absolute_path(path)
     if not is_snapshot(folder):
-        raise ValueError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
+        raise UserError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
     metadata = steps.read_metadata(folder, ("step", "tokens", "loss", "config", "kind"))
     config = configuration.resolve(metadata["config"])
     merge = _read_merge(folder)
@@ -70,7 +71,7 @@ def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
     `params` can be donated after this function returns.
 
     Raises:
-        ValueError: A leaf is not finite (the message names it), or this or the previous, asynchronous write failed.
+        UserError: A leaf is not finite (the message names it), or this or the previous, asynchronous write failed.
     """
     writer.save(snapshot.step, {"params": params}, _metadata(snapshot, params))
 
@@ -79,13 +80,13 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     """Restore a snapshot's parameters with the shapes, dtypes and shardings of `abstract`.
 
     Raises:
-        ValueError: Leaves are missing, unknown, of another shape, corrupt (by their digest) or not finite. The message
+        UserError: Leaves are missing, unknown, of another shape, corrupt (by their digest) or not finite. The message
             names the first ten of them.
     """
     params = restore.restore_tree(snapshot.path, "params", abstract)
     bad = integrity.non_finite_leaves(params)
     if bad:
-        raise ValueError(f"{snapshot.path} has parameters that are not finite, do not use it: {', '.join(bad[:10])}")
+        raise UserError(f"{snapshot.path} has parameters that are not finite, do not use it: {', '.join(bad[:10])}")
     return params
 
 

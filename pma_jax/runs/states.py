@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from pma_jax.config import Config
+from pma_jax.config.errors import UserError
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
 from pma_jax.storage import atomic
@@ -53,7 +54,7 @@ def read_state(path: epath.Path) -> SavedState:
     """Read the metadata of a saved state, without its arrays.
 
     Raises:
-        ValueError: The metadata file is missing or corrupt.
+        UserError: The metadata file is missing or corrupt.
     """
     keys = ("step", "tokens", "position")
     metadata = steps.read_metadata(path, keys)
@@ -86,7 +87,7 @@ def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
     run did not have.
 
     Raises:
-        ValueError: A parameter is not finite, the previous asynchronous write failed, or this one cannot be started. If
+        UserError: A parameter is not finite, the previous asynchronous write failed, or this one cannot be started. If
             it fails later, the next call or `writer.finish` raises.
     """
     integrity.check_finite(state.params, progress.step, progress.tokens)
@@ -104,7 +105,7 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
     another window) are initialised with zeros.
 
     Raises:
-        ValueError: The state cannot be read; a leaf outside the optional fields is missing, unexpected or of another
+        UserError: The state cannot be read; a leaf outside the optional fields is missing, unexpected or of another
             shape; a restored leaf does not match its digest; or an optional field has digests but no arrays.
     """
     names = _optional_fields(abstract)
@@ -115,7 +116,7 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
         if part is None:
             continue
         if stored.get(name) is None and any(leaf.startswith(f"{name}.") for leaf in digests):
-            raise ValueError(f"{saved.path} is corrupt or incomplete: {name} is missing")
+            raise UserError(f"{saved.path} is corrupt or incomplete: {name} is missing")
         if stored.get(name) is not None and not restore.shape_differences(stored[name], part):
             part = restore.restore_tree(saved.path, name, part)
         else:
@@ -128,7 +129,7 @@ def copy_state(saved: SavedState, run_dir: epath.Path) -> None:
     """Copy a state's files into the run directory `run_dir`, and publish the copy atomically. Keep an existing copy.
 
     Raises:
-        ValueError: The state was deleted while it was being copied.
+        UserError: The state was deleted while it was being copied.
     """
     target = run_dir / STATES / saved.path.name
     # In a bucket the directory of an incomplete copy exists, so only the marker, which is copied last, counts.
@@ -143,7 +144,7 @@ def copy_state(saved: SavedState, run_dir: epath.Path) -> None:
     _copy_tree(saved.path, temporary)
     if not (saved.path / COMMIT_MARKER).exists():
         temporary.rmtree()
-        raise ValueError(f"{saved.path} was deleted while it was being copied: use another state")
+        raise UserError(f"{saved.path} was deleted while it was being copied: use another state")
     atomic.publish_directory(temporary, target)
 
 

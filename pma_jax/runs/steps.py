@@ -21,7 +21,7 @@ from typing import Any
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from pma_jax.runtime.errors import error_line
+from pma_jax.config.errors import UserError, error_line
 from pma_jax.storage.digests import add_metadata_digest, check_metadata_digest
 
 COMMIT_MARKER = "commit_success.txt"
@@ -48,18 +48,18 @@ def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
     """Read the metadata of a step, or of a snapshot outside a run, and verify their digest.
 
     Raises:
-        ValueError: The metadata file is missing or corrupt, or lacks one of `keys`.
+        UserError: The metadata file is missing or corrupt, or lacks one of `keys`.
     """
     file = path / METADATA_FILE
     try:
         metadata = json.loads(file.read_text())["custom_metadata"]
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing") from error
+        raise UserError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is corrupt: {type(error).__name__}: {error}") from error
+        raise UserError(f"{file} is corrupt: {type(error).__name__}: {error}") from error
     missing = [key for key in keys if key not in metadata] if isinstance(metadata, dict) else ["custom_metadata"]
     if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}: it is corrupt, or not from this version of pma_jax")
+        raise UserError(f"{file} lacks {', '.join(missing)}: it is corrupt, or not from this version of pma_jax")
     check_metadata_digest(metadata, file)
     return metadata
 
@@ -98,7 +98,7 @@ def report_write_errors(path: epath.PathLike) -> Iterator[None]:
             reason = "the file system is read-only or permission is denied: make the path writable"
         else:
             reason = f"{type(error).__name__}: {reason[:300]}"
-        raise ValueError(f"cannot write {path}: {reason} (checkpoints that exist are not affected)") from error
+        raise UserError(f"cannot write {path}: {reason} (checkpoints that exist are not affected)") from error
 
 
 class StepWriter:
@@ -126,7 +126,7 @@ class StepWriter:
         When this method returns, the arrays have been copied and may be donated.
 
         Raises:
-            ValueError: This or the previous step could not be written.
+            UserError: This or the previous step could not be written.
         """
         self.finish()
         if step in self._tokens_by_step:
@@ -142,7 +142,7 @@ class StepWriter:
         """Wait until the step that is being saved is published, then apply the retention rule.
 
         Raises:
-            ValueError: The step could not be written.
+            UserError: The step could not be written.
         """
         response, self._response = self._response, None
         if response is not None:

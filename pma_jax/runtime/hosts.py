@@ -20,7 +20,7 @@ import numpy as np
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
-from pma_jax.runtime.errors import error_line
+from pma_jax.config.errors import UserError, error_line
 from pma_jax.runtime.signals import StopRequest, catch_signals
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ _EXIT_DELAY_SECONDS = 2.0
 
 
 def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SECONDS) -> None:
-    """Join a multi-process job. Call it only in such a job, before any use of a device: it raises ValueError otherwise.
+    """Join a multi-process job. Call it only in such a job, before any use of a device: it raises UserError otherwise.
 
     Calls `jax.distributed.initialize`, which waits for all processes of the job. The job is described by the three
     environment variables `ENVIRONMENT_VARIABLES`. If the last two are not set, JAX detects the cluster: Cloud TPU,
@@ -44,12 +44,12 @@ def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SE
             stop.
 
     Raises:
-        ValueError: There is no multi-process job (the variables are not set and JAX detects no cluster), some of the
+        UserError: There is no multi-process job (the variables are not set and JAX detects no cluster), some of the
             variables are missing, or JAX cannot connect the processes.
     """
     address, count, index = (os.environ.get(name) for name in ENVIRONMENT_VARIABLES)
     if (count is None) != (index is None) or (count is not None and address is None):
-        raise ValueError(f"set all of {', '.join(ENVIRONMENT_VARIABLES)}, or none to let JAX detect the cluster")
+        raise UserError(f"set all of {', '.join(ENVIRONMENT_VARIABLES)}, or none to let JAX detect the cluster")
     try:
         jax.distributed.initialize(
             address,
@@ -59,7 +59,7 @@ def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SE
         )
     except (ValueError, RuntimeError) as error:
         reason = error_line(error)[:300]
-        raise ValueError(
+        raise UserError(
             f"cannot initialise jax.distributed ({reason}): it needs Cloud TPU, SLURM, Open MPI, Kubernetes with "
             f"jax[k8s], or the variables {', '.join(ENVIRONMENT_VARIABLES)}"
         ) from error
@@ -94,7 +94,7 @@ def broadcast_from_first(read: Callable[[], str]) -> str:
     """Call `read` in process 0 only, and return its result in all processes.
 
     Raises:
-        ValueError: With several processes, `read` raised ValueError or OSError in process 0; all processes raise. In a
+        UserError: With several processes, `read` raised UserError or OSError in process 0; all processes raise. In a
             single process, every error of `read` propagates unchanged.
     """
     if global_state.num_processes == 1:
@@ -107,7 +107,7 @@ def broadcast_from_first(read: Callable[[], str]) -> str:
             error = error_line(raised)
     text, error = all_gather_text(text)[0], all_gather_text(error)[0]
     if error:
-        raise ValueError(error)
+        raise UserError(error)
     return text
 
 
@@ -117,7 +117,7 @@ def run_on_first_then_rest(work: Callable[[], T]) -> T:
     The other processes see the side effects of process 0, such as a filled cache.
 
     Raises:
-        ValueError: `work` failed in process 0; see `broadcast_from_first`. An error in another process propagates only
+        UserError: `work` failed in process 0; see `broadcast_from_first`. An error in another process propagates only
             there.
     """
     results: list[T] = []
@@ -141,14 +141,14 @@ def raise_if_any_failed(error: Exception | None) -> None:
 
     Raises:
         Exception: This process's own error.
-        ValueError: Another process failed; the message names the failed process with the lowest index.
+        UserError: Another process failed; the message names the failed process with the lowest index.
     """
     errors = all_gather_text("" if error is None else error_line(error))
     if error is not None:
         raise error
     for process, line in enumerate(errors):
         if line:
-            raise ValueError(f"process {process} failed: {line}")
+            raise UserError(f"process {process} failed: {line}")
 
 
 @contextlib.contextmanager

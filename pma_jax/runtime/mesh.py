@@ -17,6 +17,7 @@ from jax import P
 from jax.experimental import mesh_utils
 
 from pma_jax.config import Config, MeshConfig, ModelConfig
+from pma_jax.config.errors import UserError
 
 AXES = ("data", "fsdp", "tensor", "expert")
 
@@ -43,7 +44,7 @@ class Rules:
         Inside `jax.shard_map` the manual axes are omitted, because arrays are already per-device shards there.
 
         Raises:
-            ValueError: One mesh axis would split two dims.
+            UserError: One mesh axis would split two dims.
         """
         manual = jax.sharding.get_abstract_mesh().manual_axes
         named = [getattr(self, dim) if dim else None for dim in dims]
@@ -51,7 +52,7 @@ class Rules:
         flat = [a for axes in split for a in axes]
         for axis in flat:
             if flat.count(axis) > 1:
-                raise ValueError(f"dims {dims} are both split by mesh axis {axis!r}: change one of the sharding rules")
+                raise UserError(f"dims {dims} are both split by mesh axis {axis!r}: change one of the sharding rules")
         return P(*split)
 
 
@@ -64,7 +65,7 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
     Initialises the backend, on CPU with `cpu_devices` devices. If it is already initialised, it keeps its devices.
 
     Raises:
-        ValueError: As for `mesh_from_devices`.
+        UserError: As for `mesh_from_devices`.
     """
     if sizes.cpu_devices:
         with contextlib.suppress(RuntimeError):  # the backend is initialised, which fixes the device count
@@ -79,26 +80,26 @@ def mesh_from_devices(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.s
     communicate much more.
 
     Raises:
-        ValueError: A size is invalid, the product of the sizes is not the number of devices, or a replica would have to
+        UserError: A size is invalid, the product of the sizes is not the number of devices, or a replica would have to
             cross slices.
     """
     shape = [sizes.data, sizes.fsdp, sizes.tensor, sizes.expert]
     count = len(devices)
     if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
-        raise ValueError(f"mesh sizes {dict(zip(AXES, shape, strict=True))}: each is 1 or more, and at most one is -1")
+        raise UserError(f"mesh sizes {dict(zip(AXES, shape, strict=True))}: each is 1 or more, and at most one is -1")
     if -1 in shape:
         rest = -math.prod(shape)
         shape[shape.index(-1)] = max(count // rest, 1)
     if math.prod(shape) != count:
-        raise ValueError(
+        raise UserError(
             f"mesh {dict(zip(AXES, shape, strict=True))} needs {math.prod(shape)} devices, and {count} are available"
         )
     # Devices of a single slice have no slice_index; on GPUs the attribute means the host.
     slices = collections.Counter(getattr(d, "slice_index", 0) if d.platform == "tpu" else 0 for d in devices)
     if len(set(slices.values())) > 1:
-        raise ValueError(f"slices of {sorted(slices.values())} devices: all slices must have equally many")
+        raise UserError(f"slices of {sorted(slices.values())} devices: all slices must have equally many")
     if shape[0] % len(slices):
-        raise ValueError(
+        raise UserError(
             f"mesh.data is {shape[0]}, and {len(slices)} slices of {count // len(slices)} devices share the replicas: "
             f"make mesh.data a multiple of {len(slices)}, and make the other axes fit into one slice"
         )
@@ -120,12 +121,12 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Check that `config` can be trained on `mesh`.
 
     Raises:
-        ValueError: A size is not divisible by the mesh axes that split it, or the CPU backend was initialised with
+        UserError: A size is not divisible by the mesh axes that split it, or the CPU backend was initialised with
             another number of devices than `mesh.cpu_devices`.
     """
     wanted, here = config.mesh.cpu_devices, jax.local_device_count()
     if wanted and wanted != here and platform_of(mesh) == "cpu":
-        raise ValueError(
+        raise UserError(
             f"mesh.cpu_devices is {wanted}, and JAX already runs with {here} in this process: start a new process, or "
             f"set it to {here}"
         )
@@ -143,7 +144,7 @@ def check_model_on_mesh(model: ModelConfig, axis_sizes: Mapping[str, int]) -> No
     """Check that each size of the model divides by the mesh axes (name -> devices) that split it.
 
     Raises:
-        ValueError: A size is not divisible; the message names it and the axes.
+        UserError: A size is not divisible; the message names it and the axes.
     """
     sizes = {
         "model.width": ("width", model.width),
@@ -163,7 +164,7 @@ def _check_divides(sizes: Mapping[str, tuple[str, int]], axis_sizes: Mapping[str
         axes = axes_of(getattr(RULES, dim))
         parts = math.prod(axis_sizes.get(axis, 1) for axis in axes)
         if size % parts:
-            raise ValueError(f"{key} is {size}, and {' x '.join(axes)} splits it in {parts}: change it or the mesh")
+            raise UserError(f"{key} is {size}, and {' x '.join(axes)} splits it in {parts}: change it or the mesh")
 
 
 def local_rows(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pma_jax.config.errors import UserError
+
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a bucket address, such as gs://bucket/name; hf:// (Hugging Face hub) is not."""
@@ -24,7 +26,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     """Return a `pathlib.Path` for a local path, or an object with the same interface for a bucket address.
 
     Raises:
-        ValueError: See `check_supported`.
+        UserError: See `check_supported`.
     """
     if not is_bucket(path):
         return Path(path)
@@ -36,7 +38,7 @@ def absolute_path(path: str | os.PathLike[str]) -> Any:
     """Return an absolute `etils.epath.Path`, as Orbax requires, with `~` expanded; bucket addresses are not changed.
 
     Raises:
-        ValueError: See `check_supported`.
+        UserError: See `check_supported`.
     """
     from etils import epath
 
@@ -45,7 +47,7 @@ def absolute_path(path: str | os.PathLike[str]) -> Any:
 
 
 def check_supported(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError if the path is a bucket address of an unsupported scheme, or its libraries are not installed.
+    """Raise UserError if the path is a bucket address of an unsupported scheme, or its libraries are not installed.
 
     The bucket is not accessed.
     """
@@ -54,12 +56,12 @@ def check_supported(path: str | os.PathLike[str]) -> None:
     text = str(path)
     scheme = text.partition("://")[0]
     if scheme != "gs":
-        raise ValueError(f"{text}: {scheme}:// is not supported; paths are local or begin with gs://")
+        raise UserError(f"{text}: {scheme}:// is not supported; paths are local or begin with gs://")
     try:
         file_system(text)
         from google.cloud import storage  # noqa: F401  # pyrefly: ignore[missing-import]
     except ImportError as error:
-        raise ValueError(f"{text}: buckets need additional libraries: pip install 'pma-jax[gcs]' ({error})") from None
+        raise UserError(f"{text}: buckets need additional libraries: pip install 'pma-jax[gcs]' ({error})") from None
 
 
 def file_system(address: str) -> tuple[Any, str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pma_jax.analysis.comparison import MeanInterval, mean_interval, paired_difference
+from pma_jax.config.errors import UserError
 
 RESULTS_BEGIN, RESULTS_END = "<!-- results: made by the script, not by hand -->", "<!-- end of results -->"
 INDEX_HEADER = ("question", "claim", "what we found", "effect (95% interval)")
@@ -57,7 +58,7 @@ def replace_results(page: str, results: str) -> str:
     """Return `page` with `results` as its generated section.
 
     Raises:
-        ValueError: The page does not contain RESULTS_BEGIN and RESULTS_END exactly once each.
+        UserError: The page does not contain RESULTS_BEGIN and RESULTS_END exactly once each.
     """
     before, _, after = _split(page)
     return f"{before}{RESULTS_BEGIN}\n\n{results.strip()}\n\n{RESULTS_END}{after}"
@@ -67,14 +68,14 @@ def extract_results(page: str) -> str:
     """Return the generated section of `page`.
 
     Raises:
-        ValueError: The page does not contain RESULTS_BEGIN and RESULTS_END exactly once each.
+        UserError: The page does not contain RESULTS_BEGIN and RESULTS_END exactly once each.
     """
     return _split(page)[1].strip()
 
 
 def _split(page: str) -> tuple[str, str, str]:
     if page.count(RESULTS_BEGIN) != 1 or page.count(RESULTS_END) != 1:
-        raise ValueError(
+        raise UserError(
             f"the page must contain {RESULTS_BEGIN!r} and {RESULTS_END!r} once each: add the missing line, or "
             "remove the extra one"
         )

@@ -59,7 +59,7 @@ def get_or_fork(
             The optimizer state and the data position are still those of the training state.
 
     Raises:
-        ValueError: As for `fork` and `train`.
+        UserError: As for `fork` and `train`.
     """
     config = configuration.resolve(source.config, changes)
     make_mesh(config.mesh)  # initialise the backend before states are listed; see _train_entry
@@ -83,7 +83,7 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
     The merge is stored in merged/ next to the run directory.
 
     Raises:
-        ValueError: `run` has too few snapshots, or none at `at_tokens`.
+        UserError: `run` has too few snapshots, or none at `at_tokens`.
     """
     used = snapshots_through(run.of_kind(cell.kind), at_tokens, run.config.batch_tokens)
     row_K = cell.coefficients(np.array([s.tokens for s in used]))

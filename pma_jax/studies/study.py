@@ -28,13 +28,13 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config, EvaluationConfig
+from pma_jax.config.errors import error_line
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.evaluation.trajectory import evaluate_along_run
 from pma_jax.model.decoder import abstract_params, activated_parameter_count, parameter_count
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.allocator import keep_freed_memory
-from pma_jax.runtime.errors import error_line
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import atomic
 from pma_jax.studies import pages, run_cache

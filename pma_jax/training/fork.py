@@ -6,6 +6,7 @@ from typing import Any
 from etils import epath
 
 from pma_jax.config import Config
+from pma_jax.config.errors import UserError
 from pma_jax.data import shards
 from pma_jax.runs import lock, states
 from pma_jax.runs.directory import Run, create_run, is_run, open_run
@@ -24,7 +25,7 @@ def fork(
 
     The state provides the parameters, the optimizer state and the data position; `config` decides the rest. If
     `workdir` already holds a fork of the same state with the same `weights`, open that run with
-    its own configuration. It is not compared with `config` here: `loop.train` raises ValueError if a key that affects
+    its own configuration. It is not compared with `config` here: `loop.train` raises UserError if a key that affects
     the results differs.
 
     Args:
@@ -38,7 +39,7 @@ def fork(
             the new run has saved its first training state.
 
     Raises:
-        ValueError: `source` has no training state for `at_tokens`, `config` leaves nothing to train or does not fit its
+        UserError: `source` has no training state for `at_tokens`, `config` leaves nothing to train or does not fit its
             mesh, `weights` does not hold parameters of this model, or `workdir` holds a different run.
     """
     # The mesh comes first: listing the states initializes the JAX backend, after which the device count is fixed.
@@ -49,7 +50,7 @@ def fork(
         find_compatible_snapshot(config, weights, "weights")  # raises if there is none
         origin["weights"] = str(absolute_path(weights))
     if config.is_run_complete(saved.tokens) and not is_run(folder):
-        raise ValueError(
+        raise UserError(
             f"nothing is left to train at {saved.tokens:,} of {config.training.total_tokens:,} tokens: fork from an "
             "earlier state, or raise training.total_tokens"
         )
@@ -62,7 +63,7 @@ def fork(
                 return create_run(folder, config, metadata | {"forked_from": origin})
             run = open_run(folder)
             if run.metadata.get("forked_from") != origin:
-                raise ValueError(f"{folder} already holds a different run: choose a new --workdir")
+                raise UserError(f"{folder} already holds a different run: choose a new --workdir")
             return run
 
     return hosts.run_on_first_then_rest(create)
@@ -72,14 +73,14 @@ def state_at(source: Run, at_tokens: int) -> SavedState:
     """Return the training state that `source` saved after the first step that reached `at_tokens`.
 
     Raises:
-        ValueError: `source` has no such state. The message lists the token counts of its states.
+        UserError: `source` has no such state. The message lists the token counts of its states.
     """
     # The step that reached `at_tokens` ended less than one batch past it.
     for saved in source.states:
         if 0 <= saved.tokens - at_tokens < source.config.batch_tokens:
             return saved
     available = ", ".join(f"{s.tokens:,}" for s in source.states) or "none"
-    raise ValueError(
+    raise UserError(
         f"{source.path} has no training state at {at_tokens:,} tokens (it has: {available}): name one of these, or "
         f"train with --config.checkpoint.keep_states_at_tokens={at_tokens}"
     )

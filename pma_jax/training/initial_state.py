@@ -11,6 +11,7 @@ import dataclasses
 from etils import epath
 
 from pma_jax.config import Config, ModelConfig
+from pma_jax.config.errors import UserError
 from pma_jax.model.moe import ROUTER_BIAS
 from pma_jax.runs import snapshots
 from pma_jax.runs.directory import Run, newest_snapshot
@@ -41,7 +42,7 @@ def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> 
         warn: Called with a one-line message for each corrupt state or snapshot.
 
     Raises:
-        ValueError: All states are corrupt, or the snapshot to start from is missing or does not match the run's model.
+        UserError: All states are corrupt, or the snapshot to start from is missing or does not match the run's model.
     """
     saved, state = resume.restore_newest_intact_state(run, abstract, warn)
     progress = saved.progress if saved else Progress()
@@ -76,7 +77,7 @@ def find_compatible_snapshot(config: Config, path: epath.PathLike, option: str) 
         option: Name of the option that gave `path`, for error messages.
 
     Raises:
-        ValueError: There is no snapshot at `path`, or its model does not match `config` (the message lists the options
+        UserError: There is no snapshot at `path`, or its model does not match `config` (the message lists the options
             to change).
     """
     snapshot = newest_snapshot(path)
@@ -87,7 +88,7 @@ def find_compatible_snapshot(config: Config, path: epath.PathLike, option: str) 
     differing = {key: value for key, value in snapshot_model.items() if value != run_model[key]}
     options = [f"--config.model.{key}={value}" for key, value in differing.items() if key not in ignored]
     if options:
-        raise ValueError(f"{option}: the model of {path} does not match the run's: pass {' '.join(options)}")
+        raise UserError(f"{option}: the model of {path} does not match the run's: pass {' '.join(options)}")
     return snapshot
 
 

@@ -41,7 +41,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         workdir: The run directory; it is created if it does not exist.
 
     Raises:
-        ValueError: `workdir` contains a run with another configuration (the message names the keys that differ), the
+        UserError: `workdir` contains a run with another configuration (the message names the keys that differ), the
             data cannot be read, or a spike recurs after `spikes.attempts` rollbacks.
         Stopped: SIGTERM or SIGINT was received. If a step was done, a state was saved.
     """

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from pma_jax.config import SNAPSHOT_KINDS
+from pma_jax.config.errors import UserError
 from pma_jax.merging import preview
 from pma_jax.model.decoder import Params
 from pma_jax.model.loss import evaluate
@@ -115,9 +116,9 @@ class PeriodicActions:
 
 
 def check_loss_is_finite(loss: float, snapshot_kind: str, progress: Progress) -> None:
-    """Raise ValueError if the held-out loss of a snapshot is not finite: merges with that snapshot would be useless."""
+    """Raise UserError if the held-out loss of a snapshot is not finite: merges with that snapshot would be useless."""
     if not math.isfinite(loss):
-        raise ValueError(
+        raise UserError(
             f"step {progress.step:,} ({progress.tokens:,} tokens): the held-out loss of the {snapshot_kind} snapshot "
             f"is {loss}; the snapshot was not saved"
         )

@@ -20,6 +20,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
+from pma_jax.config.errors import UserError
 from pma_jax.data.shards import TokenSet
 from pma_jax.evaluation.held_out import held_out_digest
 from pma_jax.runs import snapshots, states, steps
@@ -45,7 +46,7 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
     """Open the run in `workdir`, or create it.
 
     Raises:
-        ValueError: `workdir` contains a run with another configuration (the message names the keys that differ) or
+        UserError: `workdir` contains a run with another configuration (the message names the keys that differ) or
             another corpus.
     """
     if not is_run(workdir):
@@ -53,12 +54,12 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
     run = open_run(workdir)
     changed = configuration.differences_affecting_results(run.config, config)
     if changed:
-        raise ValueError(
+        raise UserError(
             f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "
             "use its configuration to resume it, choose another --workdir, or change keys with `pma fork`"
         )
     if run.metadata["corpus"] != metadata["corpus"]:
-        raise ValueError(
+        raise UserError(
             f"the corpus has changed since {workdir} was started ({run.metadata['corpus']} -> {metadata['corpus']}): "
             "restore the old text to resume, or choose another --workdir"
         )
@@ -106,7 +107,7 @@ def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tu
         The state's metadata and its arrays; (None, None) if the run has no state yet.
 
     Raises:
-        ValueError: No state is intact, although the run had states: all are corrupt or were set aside earlier, or the
+        UserError: No state is intact, although the run had states: all are corrupt or were set aside earlier, or the
             run is a fork, which is created with a state. The user must decide whether to start over.
     """
     corrupt: list[tuple[SavedState, str]] = []  # with error messages
@@ -122,7 +123,7 @@ def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tu
     had_states = damaged.exists() and any(path.name.startswith(STATES) for path in damaged.iterdir())
     if corrupt or had_states or "forked_from" in run.metadata:
         reason = f" ({corrupt[0][1]})" if corrupt else ""
-        raise ValueError(
+        raise UserError(
             f"no state of {run.path} is intact{reason}: copy one from a backup to {run.path / STATES}, or remove "
             "the run to start over"
         )
@@ -138,7 +139,7 @@ def restore_or_set_aside(run: Run, snapshot: Snapshot, abstract_params: Any, war
 
 
 def _restore_in_all_processes(restore: Callable[[], T]) -> tuple[T | None, str]:
-    """Return (result of `restore`, ""), or (None, the first error message) if it raises ValueError in any process."""
+    """Return (result of `restore`, ""), or (None, the first error message) if it raises UserError in any process."""
     restored, error = None, ""
     try:
         restored = restore()

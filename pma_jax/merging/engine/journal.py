@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.storage import locks
 from pma_jax.storage.digests import SegmentHasher
@@ -110,13 +111,13 @@ def lock_work_directory(work: Path, process: int) -> Iterator[None]:
     locks.
 
     Raises:
-        ValueError: Another process holds the lock, or the file system has no locks.
+        UserError: Another process holds the lock, or the file system has no locks.
     """
 
     def refuse(_: object) -> None:
-        raise ValueError(f"{work}: another process is writing this; wait for it") from None
+        raise UserError(f"{work}: another process is writing this; wait for it") from None
 
     with locks.locked(work / f"lock.{process}", refuse) as (_, is_locked):
         if not is_locked:
-            raise ValueError(f"{work}: this file system has no locks; write to another one")
+            raise UserError(f"{work}: this file system has no locks; write to another one")
         yield

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import journal, provenance, workers
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit, check_outputs
@@ -96,18 +97,18 @@ def merge(
             if any failed (`hosts.raise_if_any_failed`). Required with several processes.
 
     Raises:
-        ValueError: An argument is invalid, an output exists, a value is not finite, integer leaves differ, a source is
+        UserError: An argument is invalid, an output exists, a value is not finite, integer leaves differ, a source is
             corrupt, or a process did not merge its part. If units were merged already, the working directories are
             removed, so that the merge cannot be resumed.
     """
     process_index, process_count = process_index_and_count
     if not 0 <= process_index < process_count or (process_count > 1 and barrier is None):
-        raise ValueError(
+        raise UserError(
             f"the process index {process_index} must be in [0, {process_count}), and several processes need a barrier"
         )
     outputs = resolve_outputs(plan, output_paths)
     if process_count > 1 and any(is_bucket(output.target) for output in outputs):
-        raise ValueError(
+        raise UserError(
             f"{outputs[0].target}: only one process can merge to a bucket; several processes need an output on a "
             "disk that all of them share"
         )
@@ -146,7 +147,7 @@ def _barrier_after(barrier: Barrier | None) -> Iterator[None]:
 
 @contextmanager
 def _remove_on_value_error(work_directories: Sequence[Path], process_index: int) -> Iterator[None]:
-    """Remove the working directories if a merge raises a ValueError, because a resumed merge would raise it again.
+    """Remove the working directories if a merge raises a UserError, because a resumed merge would raise it again.
 
     Only process 0 removes them, after the barrier, no matter which process failed.
     """
@@ -163,7 +164,7 @@ def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list
     """Check the output paths as `merge` does before it writes, and return one `Output` per path.
 
     Raises:
-        ValueError: An output exists that was not published by an interrupted run of this merge, two paths are equal,
+        UserError: An output exists that was not published by an interrupted run of this merge, two paths are equal,
             there is not one path per row of coefficients, or the disk has too little free space.
     """
     outputs: list[Output] = []
@@ -175,7 +176,7 @@ def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list
         exists = target.exists() or target.is_symlink()
         is_published = exists and not publish.has_incomplete_upload(target, plan.digest)
         if is_published and not (first_work.exists() and provenance.read_plan_digest(target) == plan.digest):
-            raise ValueError(_exists_message(target))
+            raise UserError(_exists_message(target))
         outputs.append(Output(target, work, is_published))
     if not any(output.work_directory.exists() for output in outputs):
         # An upload needs local disk space for the finished checkpoint.
@@ -205,7 +206,7 @@ def _merge_remaining(
     todo = [(i, unit) for i, unit in enumerate(plan.units()) if i % process_count == process_index and i not in done]
     published = [str(output.target) for output in outputs if output.is_published]
     if todo and published:
-        raise ValueError(
+        raise UserError(
             f"{', '.join(published)}: written by an interrupted run of this merge whose working files have been lost "
             "since: remove it, and merge again"
         )
@@ -253,7 +254,7 @@ def _check_integer_leaves_equal(plan: MergePlan) -> None:
                 unequal.append(f"{name} ({leaf.dtype}) in {plan.sources[different].origin}")
                 break
     if unequal:
-        raise ValueError(
+        raise UserError(
             f"{len(unequal)} integer or boolean leaves are not equal in all checkpoints and cannot be averaged: "
             f"{'; '.join(unequal[:10])}"
         )
@@ -323,7 +324,7 @@ def _publish_outputs(plan: MergePlan, outputs: Sequence[Output], command: str) -
     records = journal.read_records(outputs[0].work_directory)
     unit_count = sum(1 for _ in plan.units())
     if unpublished and len(records) < unit_count:
-        raise ValueError(
+        raise UserError(
             f"{outputs[0].work_directory}: {unit_count - len(records)} of {unit_count} units are missing: a process "
             "did not finish its part, or the processes do not share the disk of the output"
         )
@@ -354,4 +355,4 @@ def _publish_output(plan: MergePlan, output: Output) -> None:
     except OSError as error:
         if is_bucket(output.target) or not output.target.exists():
             raise
-        raise ValueError(_exists_message(output.target)) from error
+        raise UserError(_exists_message(output.target)) from error

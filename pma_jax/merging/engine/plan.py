@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging.engine.rounding import validate_weights
 from pma_jax.merging.engine.schedule import Schedule, make_schedule
 from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS
@@ -101,17 +102,17 @@ def plan(
         cores: Number of cores to use; if None, all that this process may use.
 
     Raises:
-        ValueError: There are no sources or their leaves differ, `coefficients` are not one finite number per recipe and
+        UserError: There are no sources or their leaves differ, `coefficients` are not one finite number per recipe and
             source, all coefficients of a recipe are zero, the number of `recipes` is wrong, `dtype` or `format` is
             unknown, the format cannot store the leaves, or the memory limit is too low.
     """
     if not sources:
-        raise ValueError("nothing to merge: give at least one checkpoint")
+        raise UserError("nothing to merge: give at least one checkpoint")
     rows = validate_weights(np.atleast_2d(coefficients), len(sources))
     names = tuple(recipes) if recipes is not None else ("weights",) * len(rows)
     _check_recipes(rows, names)
     if dtype not in DTYPES:
-        raise ValueError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise UserError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     _check_leaves(sources)
     output_format = sources[0].format if format == "keep" else format
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
@@ -130,21 +131,21 @@ def plan(
 
 def _check_recipes(rows: np.ndarray, names: Sequence[str]) -> None:
     if len(names) != len(rows):
-        raise ValueError(f"{len(rows)} rows of coefficients need as many recipe names, not {len(names)}")
+        raise UserError(f"{len(rows)} rows of coefficients need as many recipe names, not {len(names)}")
     for name, row in zip(names, rows, strict=True):
         if not row.any():
-            raise ValueError(f"every coefficient of {name} is zero")
+            raise UserError(f"every coefficient of {name} is zero")
 
 
 def _check_leaves(sources: Sequence[CheckpointSource]) -> None:
     first = sources[0]
     if not first.leaves:
-        raise ValueError(f"{first.origin}: holds no arrays")
+        raise UserError(f"{first.origin}: holds no arrays")
     differences = [
         f"{line} in {other.origin}" for other in sources[1:] for line in leaf_differences(first.leaves, other.leaves)
     ]
     if differences:
-        raise ValueError(
+        raise UserError(
             f"the checkpoints differ from {first.origin} in {len(differences)} places: {'; '.join(differences[:10])}"
         )
 
@@ -179,17 +180,17 @@ def check_outputs(merge_plan: MergePlan, outs: Sequence[Path]) -> None:
     """Check that there is one distinct output directory per recipe, and enough free disk space.
 
     Raises:
-        ValueError: The number of directories is wrong, two are the same, or too little space is free.
+        UserError: The number of directories is wrong, two are the same, or too little space is free.
     """
     if len(outs) != len(merge_plan.recipes):
-        raise ValueError(f"{len(merge_plan.recipes)} recipes need as many output directories, not {len(outs)}")
+        raise UserError(f"{len(merge_plan.recipes)} recipes need as many output directories, not {len(outs)}")
     if len({out.absolute() for out in outs}) != len(outs):
-        raise ValueError("two recipes have the same output directory")
+        raise UserError("two recipes have the same output directory")
     parent = outs[0].absolute().parent
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
     if free < merge_plan.write_bytes:
-        raise ValueError(
+        raise UserError(
             f"{parent}: {free} bytes are free and the merge writes {merge_plan.write_bytes}; free some space"
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record, compute_segment_digests
 from pma_jax.merging.engine.plan import MergePlan, Unit
@@ -100,13 +101,13 @@ def check_source_digests(plan: MergePlan, provenance: Mapping[str, Any]) -> None
     """Compare the digests of leaves as the merge read them with those recorded in the sources, where recorded.
 
     Raises:
-        ValueError: A source is corrupt; the message names the source, the leaves and the files that hold them.
+        UserError: A source is corrupt; the message names the source, the leaves and the files that hold them.
     """
     for source, entry in zip(plan.sources, provenance["sources"], strict=True):
         recorded = recorded_digests(source)
         changed = [name for name, digest in entry["leaves"].items() if recorded.get(name, digest) != digest]
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"{source.origin} is corrupt: {len(changed)} leaves do not match their digests: "
                 f"{', '.join(f'{name} ({format_leaf_files(source, name)})' for name in changed[:5])}"
             )
@@ -155,17 +156,17 @@ def read(directory: Path) -> dict[str, Any]:
     """Read the provenance of a merged checkpoint.
 
     Raises:
-        ValueError: There is none, or it is invalid.
+        UserError: There is none, or it is invalid.
     """
     path = directory / FILE_NAME
     if not path.is_file():
-        raise ValueError(f"{directory}: has no {FILE_NAME}; it was not made by pma merge")
+        raise UserError(f"{directory}: has no {FILE_NAME}; it was not made by pma merge")
     provenance = read_json_object(path)
     expected = {"leaves": dict, "files": dict, "sources": list, "digest": str, "plan": str}
     if not all(isinstance(provenance.get(key), kind) for key, kind in expected.items()):
-        raise ValueError(f"{path}: is not a provenance that this version wrote")
+        raise UserError(f"{path}: is not a provenance that this version wrote")
     if provenance.get("checksum") != CHECKSUM:
-        raise ValueError(f"{path}: has checksums that this version does not know; it knows {CHECKSUM}")
+        raise UserError(f"{path}: has checksums that this version does not know; it knows {CHECKSUM}")
     return provenance
 
 

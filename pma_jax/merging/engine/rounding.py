@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pma_jax.config.errors import UserError
+
 MAX_INTEGER_MULTIPLIER = 1024  # 11 bits: the product with a bfloat16 or float16 value is exact in float32
 
 
@@ -25,15 +27,15 @@ def validate_weights(weights_RxK: ArrayLike, count: int) -> np.ndarray:
     """Validate the weights (coefficients c_k) of R recipes for K = `count` checkpoints; return them as float64 [R, K].
 
     Raises:
-        ValueError: The weights are not a matrix with one finite weight per recipe and checkpoint.
+        UserError: The weights are not a matrix with one finite weight per recipe and checkpoint.
     """
     rows = np.asarray(weights_RxK, np.float64)
     if rows.ndim != 2 or not len(rows):
-        raise ValueError(f"weights must be a matrix with one row per recipe, not of shape {rows.shape}")
+        raise UserError(f"weights must be a matrix with one row per recipe, not of shape {rows.shape}")
     if not count or rows.shape[1] != count:
-        raise ValueError(f"{rows.shape[1]} weights for {count} checkpoints: give one weight per checkpoint")
+        raise UserError(f"{rows.shape[1]} weights for {count} checkpoints: give one weight per checkpoint")
     if not np.isfinite(rows).all():
-        raise ValueError("weights must be finite")
+        raise UserError("weights must be finite")
     return rows
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import sums
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zstd import DECODER_BYTES
@@ -65,7 +66,7 @@ def make_schedule(
         cores: Cores to use; None for those that this process may use.
 
     Raises:
-        ValueError: The memory limit is too low. The message states how much is needed, or how much more.
+        UserError: The memory limit is too low. The message states how much is needed, or how much more.
     """
     decoded, in_flight, decode_bytes = _plan_decoding(sources, recipe_count, memory_limit_bytes)
     leaves = sources[0].leaves
@@ -92,7 +93,7 @@ def _plan_parallelism(
     cores = cores or len(os.sched_getaffinity(0))
     if budget_bytes < thread_bytes:
         missing = (thread_bytes - budget_bytes) // 2**20 + 1
-        raise ValueError(f"{missing} MiB more memory is needed; raise the limit or merge fewer recipes at once")
+        raise UserError(f"{missing} MiB more memory is needed; raise the limit or merge fewer recipes at once")
     affordable = (budget_bytes + _BASE_BYTES) // (thread_bytes + _BASE_BYTES)
     processes = min(cores, sequential_bytes // MIN_READ_BYTES_PER_PROCESS, affordable)
     if processes > 1:
@@ -123,7 +124,7 @@ def _plan_decoding(
         total = _TENSORSTORE_BYTES + sum_bytes + in_flight * _DECODE_FACTOR * region_bytes
         if total + _BASE_BYTES <= limit_bytes:
             return regions, in_flight, total
-    raise ValueError(
+    raise UserError(
         f"{largest} is decoded in regions of {region_bytes // 2**20} MiB, and merging it needs "
         f"{(total + _BASE_BYTES) // 2**20 + 1} MiB of memory; raise the memory limit"
     )

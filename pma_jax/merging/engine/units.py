@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit
@@ -76,7 +77,7 @@ def _merge_unit(
         totals: uint8 [R, …]; a buffer for the sums of one region.
 
     Raises:
-        ValueError: A source is corrupt, or the result is not finite.
+        UserError: A source is corrupt, or the result is not finite.
     """
     plan, leaf, out = job.plan, job.plan.sources[0].leaves[unit.name], job.plan.leaves[unit.name]
     width, out_width = ITEM_BYTES[leaf.dtype], ITEM_BYTES[out.dtype]
@@ -148,7 +149,7 @@ def _finish_block(
     """Return the bytes of a finished block, given the newest source's block as stored and the sums.
 
     Raises:
-        ValueError: The result is not finite; the message names the leaf and the source with such a value.
+        UserError: The result is not finite; the message names the leaf and the source with such a value.
     """
     leaf, out = job.plan.sources[0].leaves[name], job.plan.leaves[name]
     if not leaf.is_summed:
@@ -156,7 +157,7 @@ def _finish_block(
         return newest
     data = sums.finish_block(scratch, leaf.dtype, out.dtype, totals, job.weights, row)
     if data is None:
-        raise ValueError(_not_finite_message(job.plan, name, start, start + totals.shape[1]))
+        raise UserError(_not_finite_message(job.plan, name, start, start + totals.shape[1]))
     return data
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pma_jax.runtime.errors import error_line
+from pma_jax.config.errors import UserError, error_line
 from pma_jax.storage.formats.names import expand_braces, progress_from_name, stage_from_name
 
 PREFIX = "hf://"
@@ -23,11 +23,11 @@ def parse_address(address: str) -> tuple[str, str]:
     """Split hf://org/repo@revision into (org/repo, revision); the revision defaults to "main".
 
     Raises:
-        ValueError: The address has another form.
+        UserError: The address has another form.
     """
     parts = _ADDRESS.fullmatch(address)
     if parts is None:
-        raise ValueError(f"{address}: is not hf://org/repo or hf://org/repo@revision")
+        raise UserError(f"{address}: is not hf://org/repo or hf://org/repo@revision")
     return parts[1], parts[2] or "main"
 
 
@@ -38,7 +38,7 @@ def expand_revisions(address: str) -> tuple[list[str], list[str]]:
         The addresses, oldest first, and notes about missing revisions and mixed stages.
 
     Raises:
-        ValueError: The address is malformed, the hub cannot be reached, or no revision matches.
+        UserError: The address is malformed, the hub cannot be reached, or no revision matches.
     """
     repo, pattern = parse_address(address)
     names = expand_braces(pattern)
@@ -54,7 +54,7 @@ def expand_revisions(address: str) -> tuple[list[str], list[str]]:
     revisions = list(dict.fromkeys(match for group in matches.values() for match in group))
     missing = [name for name, group in matches.items() if not group]
     if not revisions:
-        raise ValueError(f"{address}: no revision matches; {repo} has {', '.join(sorted(existing)[:5])} …")
+        raise UserError(f"{address}: no revision matches; {repo} has {', '.join(sorted(existing)[:5])} …")
     notes = [f"{repo} has no {', '.join(missing[:5])} ({len(missing)} missing)"] if missing else []
     stages = sorted(set(map(stage_from_name, revisions)))
     if len(stages) > 1:
@@ -73,7 +73,7 @@ def download(address: str) -> Path:
     """Download one revision into the hub's cache unless it is cached, and return its directory, named by the commit.
 
     Raises:
-        ValueError: The revision cannot be downloaded, or contains only pickles.
+        UserError: The revision cannot be downloaded, or contains only pickles.
     """
     repo, revision = parse_address(address)
 
@@ -85,7 +85,7 @@ def download(address: str) -> Path:
         names = _call_api(address, lambda api: api.list_repo_files(repo, revision=revision))
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
         if pickles:
-            raise ValueError(
+            raise UserError(
                 f"{address}: contains only pickles ({pickles[0]}), which can run any code when loaded; if you trust "
                 f"them, convert them: AutoModel.from_pretrained('{repo}', revision='{revision}').save_pretrained('OUT')"
             )
@@ -96,9 +96,9 @@ def _call_api(address: str, request: Callable[[Any], Any]) -> Any:
     try:
         import huggingface_hub
     except ImportError:
-        raise ValueError(f"{address}: needs huggingface_hub; pip install 'pma-jax[hub]'") from None
+        raise UserError(f"{address}: needs huggingface_hub; pip install 'pma-jax[hub]'") from None
     try:
         return request(huggingface_hub.HfApi())
     except Exception as error:
         # The client's exceptions depend on its HTTP library; the user needs only the reason for the failure.
-        raise ValueError(f"{address}: the request to the Hugging Face hub failed: {error_line(error)[:200]}") from error
+        raise UserError(f"{address}: the request to the Hugging Face hub failed: {error_line(error)[:200]}") from error

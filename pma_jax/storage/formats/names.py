@@ -6,6 +6,8 @@ Public suites write training progress into directory and branch names, for examp
 import itertools
 import re
 
+from pma_jax.config.errors import UserError
+
 _STEP = re.compile(r"(?:^|[^a-z])(?:step|iter|ckpt)[-_]?(\d+)(k?)(?![a-z0-9])", re.IGNORECASE)
 # A number with a unit at the end of a name is a token count after "tokens" ("tokens294B"), right after a step
 # ("step1000-4B"), or with a final T for tokens ("-2BT": 2 billion). Otherwise it is a model size ("OLMo-1B").
@@ -39,7 +41,7 @@ def expand_braces(pattern: str) -> list[str]:
     Ranges must ascend. Their numbers are expanded without leading zeros: {08..10} gives 8, 9 and 10.
 
     Raises:
-        ValueError: A range is empty or has step 0, or the pattern expands to more than 10,000 names.
+        UserError: A range is empty or has step 0, or the pattern expands to more than 10,000 names.
     """
     parts: list[list[str]] = []
     total = 1
@@ -48,7 +50,7 @@ def expand_braces(pattern: str) -> list[str]:
         parts.append(_expand_group(part) if is_inside_braces else [part])
         total *= len(parts[-1])
     if total > _MAX_EXPANSIONS:
-        raise ValueError(f"{pattern[:80]} expands to more than {_MAX_EXPANSIONS} names; narrow it")
+        raise UserError(f"{pattern[:80]} expands to more than {_MAX_EXPANSIONS} names; narrow it")
     return ["".join(choice) for choice in itertools.product(*parts)]
 
 
@@ -58,5 +60,5 @@ def _expand_group(group: str) -> list[str]:
         return group.split(",")
     first, last, step = int(bounds[1]), int(bounds[2]), int(bounds[3] or 1)
     if last < first or step < 1 or (last - first) // step >= _MAX_EXPANSIONS:
-        raise ValueError(f"{{{group}}} expands to no names or to more than {_MAX_EXPANSIONS}; correct the range")
+        raise UserError(f"{{{group}}} expands to no names or to more than {_MAX_EXPANSIONS}; correct the range")
     return [str(number) for number in range(first, last + 1, step)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pma_jax.config.errors import UserError
 from pma_jax.storage.formats import hub, orbax_read
 from pma_jax.storage.formats import safetensors as safetensors_file
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
@@ -27,7 +28,7 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
             reported in `notes` of the result. Must be None for safetensors.
 
     Raises:
-        ValueError: There is no readable checkpoint, or it is corrupt.
+        UserError: There is no readable checkpoint, or it is corrupt.
     """
     text = str(address)
     if text.startswith(hub.PREFIX):
@@ -40,13 +41,13 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
         )
     path = as_path(address)
     if not path.exists():
-        raise ValueError(f"{path}: no such file or directory")
+        raise UserError(f"{path}: no such file or directory")
     # Make the path absolute, so that it names the same files in processes with another working directory.
     path = path.absolute()
     try:
         return _open_file(path, subtree) if path.is_file() else _open_directory(path, subtree)
     except OSError as error:
-        raise ValueError(f"{error.filename or path}: {error.strerror or error}") from None
+        raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
 
 
 def describe_hub_revision(address: str, subtree: str | None = None) -> CheckpointSource:
@@ -64,7 +65,7 @@ def open_if_deferred(source: CheckpointSource) -> CheckpointSource:
     The step and the tokens of `source` are kept.
 
     Raises:
-        ValueError: The same as `open_source`.
+        UserError: The same as `open_source`.
     """
     if source.format != "deferred":
         return source
@@ -77,15 +78,15 @@ def _open_file(path: Path, subtree: str | None) -> CheckpointSource:
     if path.suffix == ".safetensors":
         return _open_safetensors(path, safetensors_file.read_header(path), subtree)
     if any(path.match(pattern) for pattern in _PICKLE_PATTERNS):
-        raise ValueError(_pickle_message(path))
-    raise ValueError(f"{path}: not a checkpoint; give a directory, a .safetensors file or hf://org/repo@revision")
+        raise UserError(_pickle_message(path))
+    raise UserError(f"{path}: not a checkpoint; give a directory, a .safetensors file or hf://org/repo@revision")
 
 
 def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
     indexes = sorted(path.glob("*.safetensors.index.json"))
     files = sorted(path.glob("*.safetensors"))
     if len(indexes) > 1:
-        raise ValueError(
+        raise UserError(
             f"{path}: has {len(indexes)} indexes; give the path of one: {', '.join(index.name for index in indexes)}"
         )
     if indexes:
@@ -93,13 +94,13 @@ def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
     if len(files) == 1:
         return _open_safetensors(path, safetensors_file.read_header(files[0]), subtree)
     if files:
-        raise ValueError(f"{path}: has {len(files)} safetensors files and no index; name one of them, or add the index")
+        raise UserError(f"{path}: has {len(files)} safetensors files and no index; name one of them, or add the index")
     if orbax_read.is_orbax(path):
         return orbax_read.open_orbax(path, subtree)
     pickles = [file for pattern in _PICKLE_PATTERNS for file in sorted(path.glob(pattern))]
     if pickles:
-        raise ValueError(_pickle_message(pickles[0]))
-    raise ValueError(f"{path}: holds neither safetensors nor an Orbax checkpoint")
+        raise UserError(_pickle_message(pickles[0]))
+    raise UserError(f"{path}: holds neither safetensors nor an Orbax checkpoint")
 
 
 def _pickle_message(path: Path) -> str:
@@ -111,7 +112,7 @@ def _pickle_message(path: Path) -> str:
 
 def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str | None) -> CheckpointSource:
     if subtree is not None:
-        raise ValueError(f"{path}: subtree {subtree!r} is for Orbax checkpoints only; do not set it for safetensors")
+        raise UserError(f"{path}: subtree {subtree!r} is for Orbax checkpoints only; do not set it for safetensors")
     # Only a directory has sidecar files (config, tokenizer): files beside a single file may belong to another model.
     siblings = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
     sidecar_files = tuple(
@@ -147,7 +148,7 @@ def read_leaf(
 
     Raises:
         KeyError: `source` has no leaf `name`.
-        ValueError: The stored bytes are missing or corrupt.
+        UserError: The stored bytes are missing or corrupt.
     """
     leaf = source.leaves[name]
     stop = leaf.elements if stop_element is None else stop_element
@@ -163,7 +164,7 @@ def read_leaf_bytes(source: CheckpointSource, name: str, start_element: int, sto
 
     Raises:
         KeyError: `source` has no leaf `name`.
-        ValueError: The stored bytes are missing or corrupt.
+        UserError: The stored bytes are missing or corrupt.
     """
     if name not in source.byte_ranges:
         return orbax_read.read_with_tensorstore(source, name, start_element, stop_element)

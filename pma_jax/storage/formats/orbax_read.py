@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.runtime.errors import error_line
+from pma_jax.config.errors import UserError, error_line
 from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
 from pma_jax.storage.formats.names import progress_from_name
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
@@ -54,10 +54,10 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
             result reports the guess.
 
     Raises:
-        ValueError: The checkpoint is incomplete or corrupt, or the parameters cannot be located.
+        UserError: The checkpoint is incomplete or corrupt, or the parameters cannot be located.
     """
     if ".orbax-checkpoint-tmp" in path.name:
-        raise ValueError(f"{path}: is still being written, or its writing was interrupted; take a finished one")
+        raise UserError(f"{path}: is still being written, or its writing was interrupted; take a finished one")
     keys = [part for part in (subtree or "").split("/") if part]
     directory, item, notes = _find_item(path, keys)
     tree = _read_optional(directory / _TREE_FILE)
@@ -67,7 +67,7 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
     else:
         key_paths = {name: [{"key": key, "key_type": 2} for key in name.split(".")] for name in store.array_names()}
     if not key_paths:
-        raise ValueError(f"{directory}: holds no arrays; it is empty, or parts of it are missing")
+        raise UserError(f"{directory}: holds no arrays; it is empty, or parts of it are missing")
     prefix, note = _find_subtree(directory, key_paths, keys)
     arrays = {
         name: read_array_layout(store, name)
@@ -78,7 +78,7 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
     custom = custom if isinstance(custom, dict) else {}
     check_metadata_digest(custom, path / _CHECKPOINT_FILE)
     if METADATA_DIGEST_KEY in custom and not tree:
-        raise ValueError(f"{directory / _TREE_FILE}: is missing; the checkpoint is corrupt")
+        raise UserError(f"{directory / _TREE_FILE}: is missing; the checkpoint is corrupt")
     # A JSON object keyed by the arrays' names in base64, which Orbax uses if the caller of restore gives no shardings.
     sharding = _read_optional(directory / "_sharding")
     encoded_names = {base64.b64encode(name.encode()).decode() for name in arrays}
@@ -126,15 +126,15 @@ def _find_item(path: Path, keys: list[str]) -> tuple[Path, str, list[str]]:
         return items[keys[0]], keys.pop(0), []
     steps = [child.name for child in children if (child / _CHECKPOINT_FILE).exists() and child.name not in items]
     if steps and not items:
-        raise ValueError(f"{path}: holds {len(steps)} checkpoints; name them: {path / steps[0]} …")
+        raise UserError(f"{path}: holds {len(steps)} checkpoints; name them: {path / steps[0]} …")
     if not items:
-        raise ValueError(f"{path}: holds no tree of arrays; parts of the checkpoint are missing")
+        raise UserError(f"{path}: holds no tree of arrays; parts of the checkpoint are missing")
     if len(items) == 1:
         name = next(iter(items))
         return items[name], name, []
     name = next((name for name in _PARAMETER_ITEMS if name in items), None)
     if name is None:
-        raise ValueError(f"{path}: which of {', '.join(items)} holds the parameters? name it as the subtree")
+        raise UserError(f"{path}: which of {', '.join(items)} holds the parameters? name it as the subtree")
     return items[name], name, [f"the parameters are taken from {name!r} (of {', '.join(items)})"]
 
 
@@ -149,14 +149,14 @@ def _parse_tree(directory: Path, tree: Mapping[str, Any]) -> dict[str, list[dict
         kind = value.get("value_type", "jax.Array") if isinstance(value, dict) else None
         has_keys = isinstance(keys, list) and all(isinstance(key, dict) and "key" in key for key in keys)
         if not has_keys or not isinstance(kind, str):
-            raise ValueError(f"{what}: is corrupt: {str(fields)[:80]}")
+            raise UserError(f"{what}: is corrupt: {str(fields)[:80]}")
         if not ("Array" in kind or "ndarray" in kind or kind == "scalar"):
             continue
         name = ".".join(_key_names(keys))
         if not name.isprintable() or not name or ".." in name.split("/") or name.startswith("/"):
-            raise ValueError(f"{what}: names an array {name[:80]!r}, which is not a valid name")
+            raise UserError(f"{what}: names an array {name[:80]!r}, which is not a valid name")
         if name in key_paths:
-            raise ValueError(f"{what}: two leaves are both named {name[:80]!r}")
+            raise UserError(f"{what}: two leaves are both named {name[:80]!r}")
         key_paths[name] = keys
     return key_paths
 
@@ -172,14 +172,14 @@ def _find_subtree(
     top = list(dict.fromkeys(_key_names(path)[0] for path in key_paths.values()))
     if keys:
         if not any(_key_names(path)[: len(keys)] == keys for path in key_paths.values()):
-            raise ValueError(f"{directory}: has no subtree {'/'.join(keys)!r}; it has {', '.join(top[:10])}")
+            raise UserError(f"{directory}: has no subtree {'/'.join(keys)!r}; it has {', '.join(top[:10])}")
         return keys, None
     parameters = next((key for key in PARAMETER_KEYS if key in top), None)
     if parameters is not None and len(top) > 1:
         return [parameters], f"the parameters are taken from the subtree {parameters!r} (of {', '.join(top[:10])})"
     state = [key for key in top if key in STATE_KEYS]
     if parameters is None and state:
-        raise ValueError(
+        raise UserError(
             f"{directory}: holds {', '.join(state[:5])} and it is not clear where the parameters are; "
             f"name the subtree, one of {', '.join(top[:10])}"
         )
@@ -201,7 +201,7 @@ def read_with_tensorstore(source: CheckpointSource, name: str, start: int, stop:
         The little-endian bytes in C order, uint8.
 
     Raises:
-        ValueError: The stored array is missing or corrupt.
+        UserError: The stored array is missing or corrupt.
     """
     import tensorstore as ts
 
@@ -215,8 +215,8 @@ def read_with_tensorstore(source: CheckpointSource, name: str, start: int, stop:
         data = np.ascontiguousarray(rows.read().result())
     except (ValueError, RuntimeError, MemoryError, OverflowError) as error:
         reason = error_line(error).split(" [")[0][:200]
-        raise ValueError(f"{source.origin}: {name} cannot be read: {reason}") from None
+        raise UserError(f"{source.origin}: {name} cannot be read: {reason}") from None
     if data.dtype.itemsize != width:
-        raise ValueError(f"{source.origin}: {name} is stored as {data.dtype}, not as {leaf.dtype}")
+        raise UserError(f"{source.origin}: {name} is stored as {data.dtype}, not as {leaf.dtype}")
     skip = start - first * row
     return data.reshape(-1).view(np.uint8)[skip * width : (skip + stop - start) * width]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ByteRange, CheckpointSource, LeafInfo
 
@@ -30,7 +31,7 @@ def orbax_layout(
         custom_metadata: The checkpoint's custom metadata.
 
     Raises:
-        ValueError: A leaf's name cannot be a directory name.
+        UserError: A leaf's name cannot be a directory name.
     """
     texts: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
@@ -41,7 +42,7 @@ def orbax_layout(
     folder = f"{item}/" if item else ""
     for name, leaf in leaves.items():
         if "/" in name or "\0" in name or name in {"", ".", ".."} or len(name.encode()) > 255:
-            raise ValueError(
+            raise UserError(
                 f"{name[:80]!r} cannot be the name of a directory; write it as safetensors (--format safetensors)"
             )
         entry = _leaf_metadata(name, leaf, template)

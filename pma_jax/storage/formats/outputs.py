@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.orbax_write import orbax_layout
 from pma_jax.storage.formats.safetensors import safetensors_layout
@@ -62,14 +63,14 @@ def plan_output(
         custom_metadata: Custom metadata of the checkpoint (Orbax only).
 
     Raises:
-        ValueError: The format is unknown, or cannot store these leaves.
+        UserError: The format is unknown, or cannot store these leaves.
     """
     if format == "orbax":
         return orbax_layout(leaves, sources[0], custom_metadata)
     if format != "safetensors":
-        raise ValueError(f"the output format {format!r} is not safetensors or orbax")
+        raise UserError(f"the output format {format!r} is not safetensors or orbax")
     if "__metadata__" in leaves:
-        raise ValueError("a leaf is named __metadata__, which safetensors reserves; write it as Orbax (--format orbax)")
+        raise UserError("a leaf is named __metadata__, which safetensors reserves; write it as Orbax (--format orbax)")
     metadata = sources[0].metadata if sources[0].format == "safetensors" else {"format": "pt"}
     layout = safetensors_layout(leaves, shard_bytes, metadata)
     copies, texts, notes = _plan_sidecars(sources, config_dtype)

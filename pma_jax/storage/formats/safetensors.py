@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.json_files import MAX_JSON_BYTES, parse_untrusted_json, read_json_object, serialize_json
@@ -45,41 +46,41 @@ def read_header(path: Path) -> Header:
     """Read and validate the header of one file; the data is not read.
 
     Raises:
-        ValueError: The file violates the safetensors specification.
+        UserError: The file violates the safetensors specification.
     """
     with path.open("rb") as file:
         file_bytes = path.stat().st_size
         prefix = file.read(8)
         if len(prefix) < 8:
-            raise ValueError(f"{path}: {file_bytes} bytes is too short for a safetensors file; fetch it again")
+            raise UserError(f"{path}: {file_bytes} bytes is too short for a safetensors file; fetch it again")
         header_bytes = int.from_bytes(prefix, "little")
         if header_bytes > min(MAX_JSON_BYTES, file_bytes - 8):
-            raise ValueError(
+            raise UserError(
                 f"{path}: the header claims {header_bytes} bytes and the file has {file_bytes}; "
                 "it is cut short or not a safetensors file"
             )
         entries = parse_untrusted_json(file.read(header_bytes), f"{path}: header")
     if not isinstance(entries, dict):
-        raise ValueError(f"{path}: the header is not a JSON object; it is not a safetensors file")
+        raise UserError(f"{path}: the header is not a JSON object; it is not a safetensors file")
     return _validate_header(entries, path, data_start=8 + header_bytes, data_bytes=file_bytes - 8 - header_bytes)
 
 
 def _validate_header(entries: dict[str, Any], path: Path, data_start: int, data_bytes: int) -> Header:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{path}: __metadata__ must map strings to strings")
+        raise UserError(f"{path}: __metadata__ must map strings to strings")
     parsed = [(*_parse_entry(name, entry, path), name) for name, entry in entries.items()]
     parsed.sort(key=lambda entry: entry[:2])
     previous_end, leaves, byte_ranges = 0, {}, {}
     for start, end, leaf, name in parsed:
         if start != previous_end:
             how = "overlaps the one before it" if start < previous_end else "leaves a hole before it"
-            raise ValueError(f"{path}: {name[:80]!r} at bytes {start}:{end} {how}; safetensors allows neither")
+            raise UserError(f"{path}: {name[:80]!r} at bytes {start}:{end} {how}; safetensors allows neither")
         leaves[name] = leaf
         byte_ranges[name] = (ByteRange(path, data_start + start, end - start),)
         previous_end = end
     if previous_end != data_bytes:
-        raise ValueError(f"{path}: the header describes {previous_end} bytes of data and the file has {data_bytes}")
+        raise UserError(f"{path}: the header describes {previous_end} bytes of data and the file has {data_bytes}")
     return Header(leaves, byte_ranges, metadata)
 
 
@@ -88,20 +89,20 @@ def _parse_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]
     what = f"{path}: {name[:80]!r}"
     # Names appear in messages and become file names, so line breaks and lone surrogates are refused.
     if not name.isprintable():
-        raise ValueError(f"{what} is not a printable Unicode name")
+        raise UserError(f"{what} is not a printable Unicode name")
     if not isinstance(entry, dict):
-        raise ValueError(f"{what} is not described by a JSON object")
+        raise UserError(f"{what} is not described by a JSON object")
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
-        raise ValueError(f"{what} has the dtype {str(code)[:40]!r}; known are {', '.join(DTYPE_OF_CODE)}")
+        raise UserError(f"{what} has the dtype {str(code)[:40]!r}; known are {', '.join(DTYPE_OF_CODE)}")
     if not are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"{what} has no valid shape: {str(shape)[:80]}")
+        raise UserError(f"{what} has no valid shape: {str(shape)[:80]}")
     if not are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"{what} has no valid data_offsets: {str(offsets)[:80]}")
+        raise UserError(f"{what} has no valid data_offsets: {str(offsets)[:80]}")
     leaf = LeafInfo(tuple(shape), DTYPE_OF_CODE[code])
     start, end = offsets
     if end - start != leaf.nbytes:
-        raise ValueError(f"{what} has {end - start} bytes, and its shape and dtype need {str(leaf.nbytes)[:40]}")
+        raise UserError(f"{what} has {end - start} bytes, and its shape and dtype need {str(leaf.nbytes)[:40]}")
     return start, end, leaf
 
 
@@ -109,17 +110,17 @@ def read_index(path: Path) -> dict[str, list[str]]:
     """Read a shard index (`model.safetensors.index.json`) as {shard file name: names of its leaves}.
 
     Raises:
-        ValueError: The file is not an index, or refers to a file outside its own directory.
+        UserError: The file is not an index, or refers to a file outside its own directory.
     """
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{path}: has no weight_map; it is not an index of safetensors shards")
+        raise UserError(f"{path}: has no weight_map; it is not an index of safetensors shards")
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or "\0" in shard or PurePosixPath(shard).name != shard or shard in {"", ".."}:
-            raise ValueError(f"{path}: {name[:80]!r} points to {str(shard)[:80]!r}; a shard must be next to its index")
+            raise UserError(f"{path}: {name[:80]!r} points to {str(shard)[:80]!r}; a shard must be next to its index")
         if not shard.endswith(".safetensors"):
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name[:80]!r} is in {shard[:80]!r}, which is not a safetensors file; convert it first"
             )
         shards.setdefault(shard, []).append(name)
@@ -130,7 +131,7 @@ def read_sharded_header(index_path: Path) -> Header:
     """Read the headers of all shards that an index lists, validate them against the index, and join them.
 
     Raises:
-        ValueError: A shard is missing, or its leaves are not those that the index lists for it.
+        UserError: A shard is missing, or its leaves are not those that the index lists for it.
     """
     leaves: dict[str, LeafInfo] = {}
     byte_ranges: dict[str, tuple[ByteRange, ...]] = {}
@@ -138,11 +139,11 @@ def read_sharded_header(index_path: Path) -> Header:
     for shard, names in sorted(read_index(index_path).items()):
         path = index_path.parent / shard
         if not path.is_file():
-            raise ValueError(f"{index_path}: the shard {shard} is missing; fetch it")
+            raise UserError(f"{index_path}: the shard {shard} is missing; fetch it")
         header = read_header(path)
         wrong = sorted(header.leaves.keys() ^ set(names))
         if wrong:
-            raise ValueError(f"{path}: index and shard disagree about {wrong[0][:80]!r} ({len(wrong)} names in all)")
+            raise UserError(f"{path}: index and shard disagree about {wrong[0][:80]!r} ({len(wrong)} names in all)")
         leaves |= header.leaves
         byte_ranges |= header.byte_ranges
         metadata |= header.metadata

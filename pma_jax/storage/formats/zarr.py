@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.runtime.errors import error_line
+from pma_jax.config.errors import UserError, error_line
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.formats.zstd import ZstdFrames
 from pma_jax.storage.json_files import parse_untrusted_json
@@ -112,23 +112,23 @@ def read_array_layout(store: Store, name: str) -> ArrayLayout:
     """Read the zarr metadata of an array and locate its chunks; its values are not read.
 
     Raises:
-        ValueError: The array is missing, or its metadata is invalid.
+        UserError: The array is missing, or its metadata is invalid.
     """
     what = f"{store.directory}: {name[:80]!r}"
     driver, parse, text = "zarr", _parse_v2, store.read_metadata(f"{name}/.zarray")
     if text is None:
         driver, parse, text = "zarr3", _parse_v3, store.read_metadata(f"{name}/zarr.json")
     if text is None:
-        raise ValueError(f"{what}: its array is missing; the checkpoint is not complete, fetch or save it again")
+        raise UserError(f"{what}: its array is missing; the checkpoint is not complete, fetch or save it again")
     metadata = parse_untrusted_json(text, what)
     try:
         encoding = parse(metadata)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise ValueError(f"{what}: its zarr metadata is corrupt or unsupported: {error_line(error)[:120]}") from None
+        raise UserError(f"{what}: its zarr metadata is corrupt or unsupported: {error_line(error)[:120]}") from None
     shape, chunk, dtype = encoding.shape, encoding.chunk, encoding.dtype
     leaf = LeafInfo(shape, dtype, max(1, chunk[0] * math.prod(shape[1:])) if shape else 1)
     if leaf.nbytes > _MAX_ARRAY_BYTES:
-        raise ValueError(f"{what}: claims the shape {str(list(shape))[:80]}; no array is that large, it is corrupt")
+        raise UserError(f"{what}: claims the shape {str(list(shape))[:80]}; no array is that large, it is corrupt")
     spec = {
         "driver": driver,
         "kvstore": {"driver": "ocdbt", "base": _url(store.directory), "path": f"{name}/"}
@@ -183,9 +183,9 @@ def _parse_v3(metadata: Any) -> _Encoding:
 
 def _check_array(shape: Any, chunk: Any, dtype: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"its dtype {str(dtype)[:40]!r} is not supported")
+        raise UserError(f"its dtype {str(dtype)[:40]!r} is not supported")
     if not are_sizes(shape) or not are_sizes(chunk) or len(shape) != len(chunk) or 0 in chunk or len(shape) > 32:
-        raise ValueError(
+        raise UserError(
             f"the shape {str(shape)[:40]} and the chunk shape {str(chunk)[:40]} are invalid or differ in rank"
         )
     return tuple(shape), tuple(chunk)
@@ -246,7 +246,7 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
         fills_missing: Whether an absent chunk is read as zeros.
 
     Raises:
-        ValueError: The database is corrupt, or refers to a file outside its directory.
+        UserError: The database is corrupt, or refers to a file outside its directory.
     """
     sizes = file_sizes(directory)
     values: dict[str, ByteRange | bytes] = {}
@@ -268,7 +268,7 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
                     if isinstance(value, bytes) or value.offset + value.nbytes <= sizes.get(value.path, 0):
                         values[key.decode() if isinstance(key, bytes) else str(key)] = value
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{directory}: its database cannot be read: {error_line(error)[:120]}; fetch it again"
         ) from None
     return Store(directory, True, values, fills_missing)
@@ -281,5 +281,5 @@ def _parse_value(directory: Path, entry: Mapping[str, Any]) -> ByteRange | bytes
     _, subdirectory, file, offset, length = str(entry["indirect_value"]).replace("value::", "value:/:").split(":")
     path = directory / subdirectory.lstrip("/") / file
     if ".." in Path(subdirectory, file).parts or file.startswith("/"):
-        raise ValueError(f"a value is stored outside the checkpoint, in {str(path)[:80]}")
+        raise UserError(f"a value is stored outside the checkpoint, in {str(path)[:80]}")
     return ByteRange(path, int(offset), int(length))

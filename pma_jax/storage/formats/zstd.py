@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.source import ByteRange
 
 # A frame may request a window of any size; zstd's levels up to 19 use at most 8 MiB.
@@ -44,7 +45,7 @@ class ZstdReader:
         """Fill a uint8 array with the leaf's next bytes.
 
         Raises:
-            ValueError: A frame is corrupt or too short.
+            UserError: A frame is corrupt or too short.
         """
         import zstandard  # pyrefly: ignore
 
@@ -56,9 +57,9 @@ class ZstdReader:
             try:
                 count = self._stream.readinto(target)
             except zstandard.ZstdError as error:
-                raise ValueError(f"{self._file.name}: a compressed chunk is corrupt: {str(error)[:100]}") from None
+                raise UserError(f"{self._file.name}: a compressed chunk is corrupt: {str(error)[:100]}") from None
             if not count:
-                raise ValueError(f"{self._file.name}: a compressed chunk is too short; the file is corrupt")
+                raise UserError(f"{self._file.name}: a compressed chunk is too short; the file is corrupt")
             filled, self._remaining_bytes = filled + count, self._remaining_bytes - count
 
     def _open_next(self) -> None:
@@ -69,7 +70,7 @@ class ZstdReader:
         try:
             self._file = frame.path.open("rb", buffering=0)
         except FileNotFoundError:
-            raise ValueError(f"{frame.path}: no such file; was it deleted or moved while it was in use?") from None
+            raise UserError(f"{frame.path}: no such file; was it deleted or moved while it was in use?") from None
         self._file.seek(frame.offset)
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         self._stream = decompressor.stream_reader(self._file, read_size=2**17, closefd=False)
