@@ -16,6 +16,20 @@ from pma_jax.config import DECAY_SHAPES
 from pma_jax.config.errors import UserError
 
 
+def increasing_positions(tokens: ArrayLike) -> np.ndarray:
+    """Return the positions [n] of checkpoints as float64.
+
+    Raises:
+        UserError: There are none, one is not finite, or they do not increase strictly.
+    """
+    positions = np.asarray(tokens, np.float64)
+    if positions.ndim != 1 or len(positions) == 0:
+        raise UserError("a merge needs at least one checkpoint")
+    if not np.isfinite(positions).all() or (np.diff(positions) <= 0).any():
+        raise UserError("checkpoints must be in order of tokens, oldest first, each position once")
+    return positions
+
+
 def from_update_weights(weights: ArrayLike) -> np.ndarray:
     """Convert weights of updates to coefficients of checkpoints, by Theorem 3.1 solved for c.
 
@@ -69,17 +83,15 @@ def decay_at(tokens: ArrayLike, shape: str | Callable[[float], float] = "linear"
         float64 [n], sums to 1, oldest first.
 
     Raises:
-        UserError: `shape` is unknown, or there are no checkpoints.
+        UserError: `shape` is unknown, there are no checkpoints, or positions do not increase.
     """
     f = shape if callable(shape) else DECAY_SHAPES.get(shape)
     if f is None:
         raise UserError(
             f"unknown decay shape {shape!r}: choose one of {', '.join(DECAY_SHAPES)}, or pass a function of progress"
         )
-    positions = np.asarray(tokens, np.float64)
+    positions = increasing_positions(tokens)
     n = len(positions)
-    if n < 1:
-        raise UserError("decay needs at least one checkpoint")
     if n == 1:
         return np.ones(1)
     t = (positions[1:] - positions[0]) * ((n - 1) / n) / (positions[-1] - positions[0])

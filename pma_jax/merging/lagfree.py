@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pma_jax.config.errors import UserError
+from pma_jax.merging.decay import increasing_positions
 
 
 def mean_age(coefficients: ArrayLike, tokens: ArrayLike) -> float:
@@ -33,7 +34,7 @@ def lagfree(tokens: ArrayLike | int, lag_fraction: float = 0.0, order: int = 1) 
     newest one alone.
 
     Args:
-        tokens: [K], positions in tokens, increasing, any spacing; or the number n of evenly spaced snapshots.
+        tokens: [K], positions in tokens, strictly increasing, any spacing; or the number n of evenly spaced snapshots.
         lag_fraction: Mean age of the merge as a fraction of the plain mean's, in [0, 2]: 0 has no lag, 1 that of the
             plain mean. In the text of a recipe it is called `lag`.
         order: Degree of the polynomial, 1 or 2.
@@ -43,9 +44,10 @@ def lagfree(tokens: ArrayLike | int, lag_fraction: float = 0.0, order: int = 1) 
         gets 1.
 
     Raises:
-        UserError: lag_fraction or order is out of range, or there are 2 or more snapshots but not more than `order`.
+        UserError: lag_fraction or order is out of range, positions do not increase, or there are 2 or more snapshots
+            but not more than `order`.
     """
-    t = np.arange(float(tokens)) if isinstance(tokens, int) else np.asarray(tokens, np.float64)
+    t = increasing_positions(np.arange(float(tokens)) if isinstance(tokens, int) else tokens)
     if order not in (1, 2):
         raise UserError(f"order = {order}: choose 1 (a straight line) or 2 (a parabola)")
     if not 0 <= lag_fraction <= 2:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pma_jax.config.errors import UserError
+from pma_jax.merging.decay import increasing_positions
 
 
 def gamma_from_sigma_rel(sigma_rel: float) -> float:
@@ -41,8 +42,8 @@ def power(tokens: ArrayLike | int, sigma_rel: float, start_tokens: float = 0.0) 
     `start_tokens` to the position of the newest of these.
 
     Args:
-        tokens: [K], positions in tokens, positive; they must be increasing (not checked). Or the number of snapshots n,
-            for evenly spaced positions 1 … n.
+        tokens: [K], positions in tokens, positive and strictly increasing. Or the number of snapshots n, for evenly
+            spaced positions 1 … n.
         sigma_rel: Width of the profile as a fraction of t_K.
         start_tokens: Position at which the profile begins, at or after 0 and before the oldest snapshot.
 
@@ -50,12 +51,12 @@ def power(tokens: ArrayLike | int, sigma_rel: float, start_tokens: float = 0.0) 
         float64 [K], sums to 1, oldest first.
 
     Raises:
-        UserError: sigma_rel or start_tokens is out of range, or a position is not positive.
+        UserError: sigma_rel or start_tokens is out of range, or positions are not positive or do not increase.
     """
     gamma = gamma_from_sigma_rel(sigma_rel)
-    t = np.arange(1.0, tokens + 1) if isinstance(tokens, int) else np.asarray(tokens, np.float64)
-    if len(t) == 0 or t[0] <= 0:
-        raise UserError("power needs at least one snapshot, all after token 0: leave out the snapshot at token 0")
+    t = increasing_positions(np.arange(1.0, tokens + 1) if isinstance(tokens, int) else tokens)
+    if t[0] <= 0:
+        raise UserError("power needs positions after token 0: leave out the snapshot at token 0")
     if not 0 <= start_tokens < t[0]:
         raise UserError(f"start_tokens = {start_tokens:g}: it must be at least 0 and before the oldest ({t[0]:g})")
     cumulative = (np.concatenate(([start_tokens], t)) / t[-1]) ** (gamma + 1)

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from pma_jax.config import DECAY_SHAPES
 from pma_jax.config.errors import UserError
-from pma_jax.merging.decay import decay, decay_at, from_update_weights
+from pma_jax.merging.decay import decay, decay_at, from_update_weights, increasing_positions
 from pma_jax.merging.lagfree import lagfree, mean_age
 from pma_jax.merging.power import gamma_from_sigma_rel, power
 
@@ -168,11 +168,7 @@ def coefficients(text: str, tokens: ArrayLike) -> np.ndarray:
         UserError: The recipe is invalid, positions do not increase, or there are fewer checkpoints than the window.
     """
     recipe = parse(text)
-    t = np.asarray(tokens)
-    if t.ndim != 1 or len(t) == 0:
-        raise UserError(f"{text} needs at least one checkpoint")
-    if (np.diff(t) <= 0).any():
-        raise UserError("checkpoints must be in order of tokens, oldest first, each position once")
+    t = increasing_positions(tokens)
     window = len(t) if recipe.window is None else recipe.window
     if window > len(t):
         raise UserError(f"{text} asks for {window} checkpoints and there are {len(t)}: choose a smaller window")

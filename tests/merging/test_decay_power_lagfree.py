@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pma_jax.config import DECAY_SHAPES
+from pma_jax.config.errors import UserError
 from pma_jax.merging import recipes
 
 # WSM, Figure 2, n = 10, to three decimals.
@@ -54,8 +55,8 @@ def test_decay_at_uneven_positions():
     # The horizon is one mean interval (2) after the newest: the update that ends at token 1 of 8 keeps 7/8.
     np.testing.assert_allclose(update_weights(recipes.decay_at([0, 1, 5, 6], "linear")), [7 / 8, 3 / 8, 2 / 8])
     np.testing.assert_array_equal(recipes.decay_at([7], "cosine"), [1])
-    for n, shape in ((3, "square"), (0, "linear")):
-        with pytest.raises(ValueError, match="decay"):
+    for n, shape, message in ((3, "square", "decay shape"), (0, "linear", "at least one checkpoint")):
+        with pytest.raises(ValueError, match=message):
             recipes.decay(n, shape)
 
 
@@ -155,3 +156,13 @@ def test_lagfree_weights_of_three_points():
     half = recipes.lagfree(10, lag_fraction=0.5)
     assert recipes.mean_age(half, np.arange(10)) == pytest.approx(2.25)
     np.testing.assert_allclose(half, (recipes.lagfree(10) + recipes.sma(10)) / 2, atol=1e-12)
+
+
+@pytest.mark.parametrize("positions", [[3, 2, 1], [1, 1, 2], [1, 2, float("nan")], [1, 2, float("inf")], []])
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.decay_at, lambda t: recipes.power(t, 0.1), recipes.lagfree, lambda t: recipes.coefficients("sma", t)],
+)
+def test_positions_out_of_order_are_refused(recipe, positions):
+    with pytest.raises(UserError, match=r"in order of tokens|at least one checkpoint"):
+        recipe(positions)
