@@ -92,7 +92,14 @@ def _add_merge_verb(subparsers: Any) -> None:
     verb.add_argument("--tokens-per-step", type=_tokens, metavar="T", help="tokens per step, for names with steps only")
     verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots to merge, if a run is given")
     verb.add_argument("--subtree", help="path of the parameters in an Orbax tree, such as params or target/model")
-    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="dtype of the output")
+    dtypes = ("keep", "float32", "bfloat16", "float16")
+    verb.add_argument("--dtype", default="keep", choices=dtypes, help="dtype of the output's floating-point leaves")
+    verb.add_argument(
+        "--integers",
+        default="equal",
+        choices=("equal", "newest"),
+        help="refuse integer leaves that differ (default), or take those of the newest checkpoint",
+    )
     verb.add_argument("--format", default="keep", choices=("keep", "orbax", "safetensors"), help="format of the output")
     verb.add_argument("--memory-limit", default="1GiB", type=_size, metavar="SIZE", help="memory limit (default 1GiB)")
     verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="largest file (default 5GB)")

@@ -68,6 +68,7 @@ def merge(options: argparse.Namespace) -> None:
         series,
         recipes,
         dtype=options.dtype,
+        integers=options.integers,
         format=options.format,
         memory_limit_bytes=options.memory_limit,
         shard_bytes=options.shard_size,

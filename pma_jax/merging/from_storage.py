@@ -28,7 +28,7 @@ def plan_merge(
     Args:
         series: The checkpoints, oldest first.
         recipe_texts: Recipes, as `recipes.parse` reads them.
-        **options: `dtype`, `format`, `memory_limit_bytes` and `shard_bytes` of `engine.plan.plan`.
+        **options: `dtype`, `integers`, `format`, `memory_limit_bytes` and `shard_bytes` of `engine.plan.plan`.
 
     Returns:
         The plan, and the checkpoints that have a nonzero coefficient.

@@ -185,7 +185,7 @@ def test_every_verb_accepts_an_imported_model(tmp_path, workspace, capsys, kind)
 def test_hub_revision_is_imported_with_its_step_and_tokens(tmp_path, monkeypatch):
     tensors = write_random_hf_model(tmp_path / "blobs", QWEN3)
     tokenizing.byte_tokenizer().save(tmp_path / "blobs" / "tokenizer.json")
-    cached = tmp_path / "cache" / "c0ffee"  # The hub's client stores links to its blobs.
+    cached = tmp_path / "snapshots" / "c0ffee"  # The hub's client stores links to its blobs.
     cached.mkdir(parents=True)
     for file in (tmp_path / "blobs").iterdir():
         (cached / file.name).symlink_to(file)

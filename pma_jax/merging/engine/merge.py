@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import journal, provenance, workers
 from pma_jax.merging.engine.journal import Record
@@ -31,7 +33,7 @@ from pma_jax.merging.engine.units import MergeJob, merge_decoded_units, merge_se
 from pma_jax.storage import atomic
 from pma_jax.storage.formats import publish
 from pma_jax.storage.formats.open import read_leaf_bytes
-from pma_jax.storage.formats.source import ITEM_BYTES
+from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.paths import as_path, is_bucket
 
 ProgressCallback = Callable[[int, int], None]  # takes (bytes read so far, bytes to read)
@@ -112,8 +114,8 @@ def merge(
             f"{outputs[0].target}: only one process can merge to a bucket; several processes need an output on a "
             "disk that all of them share"
         )
+    merged = MergeResult([], 0)
     notes: list[str] = []
-    read_bytes = 0
     directories = [output.work_directory for output in outputs]
     with journal.lock_work_directory(directories[0], process_index), _remove_on_value_error(directories, process_index):
         with _barrier_after(barrier):
@@ -124,11 +126,11 @@ def merge(
                 if not output.is_published:
                     plan.layout.create_files(output.checkpoint_directory)
             if not all(output.is_published for output in outputs):
-                read_bytes = _merge_remaining(plan, outputs, process_index, process_count, progress)
+                merged = _merge_remaining(plan, outputs, process_index, process_count, progress)
         with _barrier_after(barrier):
             if process_index == 0:
                 notes = _publish_outputs(plan, outputs, command)
-    return MergeResult([*plan.notes, *notes], read_bytes)
+    return MergeResult([*plan.notes, *merged.notes, *notes], merged.read_bytes)
 
 
 @contextmanager
@@ -195,8 +197,8 @@ def _merge_remaining(
     process_index: int,
     process_count: int,
     progress: ProgressCallback | None,
-) -> int:
-    """Merge the unfinished units that this process is responsible for; return the bytes read."""
+) -> MergeResult:
+    """Merge the unfinished units that this process is responsible for; return the bytes read, and notes."""
     output_ranges = [plan.layout.byte_ranges_in(output.checkpoint_directory) for output in outputs]
     done = journal.find_intact_records(
         plan,
@@ -222,10 +224,10 @@ def _merge_remaining(
                 if progress is not None:
                     progress(read, total)
 
-        _check_integer_leaves_equal(plan)
+        notes = _check_unsummed_leaves_equal(plan)
         if todo:
             _merge_units(MergeJob(plan, factor_rows(plan.coefficients), output_ranges), todo, finish_unit)
-    return read
+    return MergeResult(notes, read)
 
 
 def _unit_read_bytes(plan: MergePlan, unit: Unit) -> int:
@@ -233,31 +235,47 @@ def _unit_read_bytes(plan: MergePlan, unit: Unit) -> int:
     return len(plan.sources) * (unit.stop - unit.start) * ITEM_BYTES[dtype]
 
 
-def _check_integer_leaves_equal(plan: MergePlan) -> None:
-    """Check that integer and boolean leaves, which cannot be averaged, are equal in all sources.
+def _check_unsummed_leaves_equal(plan: MergePlan) -> list[str]:
+    """Check that leaves which cannot be averaged (integers, for example) are equal in all sources.
 
-    Called before any unit is merged.
+    Called before any unit is merged. Integer and boolean leaves may differ if the plan takes those of the newest
+    source; in that case return a note that names them.
     """
-    unequal = []
+    unequal: dict[bool, list[str]] = {True: [], False: []}  # by whether the dtype is integer or boolean
     for name, leaf in plan.sources[0].leaves.items():
-        if leaf.is_summed:
-            continue
-        # Read complete regions (what TensorStore decodes at once), or the complete leaf if it is stored as zstd frames,
-        # so that nothing is decoded twice.
-        default_elements = leaf.elements if name in plan.schedule.zstd_leaves else BLOCK_ELEMENTS
-        elements_per_read = plan.schedule.region_elements.get(name, default_elements)
-        for start in range(0, leaf.elements, elements_per_read):
-            stop = min(start + elements_per_read, leaf.elements)
-            blocks = [read_leaf_bytes(source, name, start, stop).tobytes() for source in plan.sources]
-            different = next((k for k, block in enumerate(blocks) if block != blocks[0]), None)
-            if different is not None:
-                unequal.append(f"{name} ({leaf.dtype}) in {plan.sources[different].origin}")
-                break
-    if unequal:
+        different = None if leaf.is_summed else _find_different_source(plan, name)
+        if different is not None:
+            unequal[leaf.is_integer].append(f"{name} ({leaf.dtype}) in {different.origin}")
+    integers, others = unequal[True], unequal[False]
+    if others:
         raise UserError(
-            f"{len(unequal)} integer or boolean leaves are not equal in all checkpoints and cannot be averaged: "
-            f"{'; '.join(unequal[:10])}"
+            f"{len(others)} leaves are not equal in all checkpoints, and their dtypes cannot be averaged: "
+            f"{'; '.join(others[:10])}; remove them, or convert them to another dtype"
         )
+    if integers and plan.integers == "equal":
+        raise UserError(
+            f"{len(integers)} integer or boolean leaves are not equal in all checkpoints and cannot be averaged: "
+            f"{'; '.join(integers[:10])}; to take those of the newest checkpoint, give --integers newest"
+        )
+    newest = plan.sources[-1].origin
+    names = ", ".join(name.partition(" (")[0] for name in integers[:10])
+    return [f"{len(integers)} integer leaves differ, and are those of {newest}: {names}"] if integers else []
+
+
+def _find_different_source(plan: MergePlan, name: str) -> CheckpointSource | None:
+    """Return a source whose leaf `name` differs from the first source's; None if the leaf is equal in all sources."""
+    leaf = plan.sources[0].leaves[name]
+    # Read complete regions (what TensorStore decodes at once), or the complete leaf if it is stored as zstd frames, so
+    # that nothing is decoded twice.
+    default_elements = leaf.elements if name in plan.schedule.zstd_leaves else BLOCK_ELEMENTS
+    elements_per_read = plan.schedule.region_elements.get(name, default_elements)
+    for start in range(0, leaf.elements, elements_per_read):
+        stop = min(start + elements_per_read, leaf.elements)
+        first = read_leaf_bytes(plan.sources[0], name, start, stop)
+        for source in plan.sources[1:]:
+            if not np.array_equal(first, read_leaf_bytes(source, name, start, stop)):
+                return source
+    return None
 
 
 def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None]) -> None:

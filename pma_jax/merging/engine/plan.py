@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pma_jax.config.errors import UserError
+from pma_jax.merging.engine.refusals import check_leaves_are_parameters
 from pma_jax.merging.engine.rounding import validate_weights
 from pma_jax.merging.engine.schedule import Schedule, make_schedule
 from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS
@@ -18,7 +19,8 @@ from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.outputs import plan_output
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, leaf_differences
 
-DTYPES = ("keep", "float32", "bfloat16")
+DTYPES = ("keep", "float32", "bfloat16", "float16")
+INTEGERS = ("equal", "newest")
 
 
 class Unit(NamedTuple):
@@ -37,7 +39,8 @@ class MergePlan:
         sources: The inputs, oldest first.
         coefficients: float64 [R, K].
         recipes: The R recipes as text, for the provenance and messages.
-        dtype: "keep", "float32" or "bfloat16".
+        dtype: One of `DTYPES`.
+        integers: One of `INTEGERS`: integer and boolean leaves must be equal, or are those of the newest source.
         leaves: Name -> shape and output dtype of each merged leaf.
         layout: The files of a merged checkpoint, the same for each recipe.
         format: "safetensors" or "orbax".
@@ -50,6 +53,7 @@ class MergePlan:
     coefficients: np.ndarray
     recipes: tuple[str, ...]
     dtype: str
+    integers: str
     leaves: Mapping[str, LeafInfo]
     layout: OutputLayout
     format: str
@@ -82,6 +86,7 @@ def plan(
     *,
     recipes: Sequence[str] | None = None,
     dtype: str = "keep",
+    integers: str = "equal",
     format: str = "keep",
     memory_limit_bytes: int = 2**30,
     shard_bytes: int = 5 * 10**9,
@@ -95,6 +100,8 @@ def plan(
         coefficients: float64 [K] or [R, K]; row r gives merged checkpoint r.
         recipes: The R recipes as text, for the provenance; "weights" if None.
         dtype: Storage dtype of the merged floating-point leaves, one of `DTYPES`.
+        integers: "equal" if integer and boolean leaves must be equal in all sources (checked when they are read),
+            "newest" to take those of the newest source.
         format: "keep" (the first source's), "safetensors" or "orbax".
         memory_limit_bytes: Maximum resident memory of the merge.
         shard_bytes: Maximum bytes of leaves per safetensors file.
@@ -103,8 +110,9 @@ def plan(
 
     Raises:
         UserError: There are no sources or their leaves differ, `coefficients` are not one finite number per recipe and
-            source, all coefficients of a recipe are zero, the number of `recipes` is wrong, `dtype` or `format` is
-            unknown, the format cannot store the leaves, or the memory limit is too low.
+            source, all coefficients of a recipe are zero, the number of `recipes` is wrong, `dtype`, `integers` or
+            `format` is unknown, a source is quantised or an adapter, the format cannot store the leaves, or the memory
+            limit is too low.
     """
     if not sources:
         raise UserError("nothing to merge: give at least one checkpoint")
@@ -113,6 +121,8 @@ def plan(
     _check_recipes(rows, names)
     if dtype not in DTYPES:
         raise UserError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if integers not in INTEGERS:
+        raise UserError(f"integers={integers!r} is not one of {', '.join(INTEGERS)}")
     _check_leaves(sources)
     output_format = sources[0].format if format == "keep" else format
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
@@ -125,7 +135,9 @@ def plan(
     if len({source.format for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")
     notes = (*dict.fromkeys(notes), *layout.notes)
-    merge_plan = MergePlan(tuple(sources), rows, names, dtype, leaves, layout, output_format, schedule, "", notes)
+    merge_plan = MergePlan(
+        tuple(sources), rows, names, dtype, integers, leaves, layout, output_format, schedule, "", notes
+    )
     return replace(merge_plan, digest=_compute_digest(merge_plan))
 
 
@@ -141,6 +153,8 @@ def _check_leaves(sources: Sequence[CheckpointSource]) -> None:
     first = sources[0]
     if not first.leaves:
         raise UserError(f"{first.origin}: holds no arrays")
+    for source in sources:
+        check_leaves_are_parameters(source)
     differences = [
         f"{line} in {other.origin}" for other in sources[1:] for line in leaf_differences(first.leaves, other.leaves)
     ]
@@ -167,6 +181,7 @@ def _compute_digest(merge_plan: MergePlan) -> str:
         merge_plan.coefficients.tolist(),
         merge_plan.recipes,
         merge_plan.dtype,
+        merge_plan.integers,
         CHECKSUM,
         merge_plan.format,
         sorted(merge_plan.layout.sizes.items()),

@@ -68,6 +68,7 @@ def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str
         "coefficients": plan.coefficients[row].tolist(),
         "tokens": plan.sources[-1].tokens,
         "dtype": plan.dtype,
+        "integers": plan.integers,
         "accumulation_dtypes": sorted({sums.accumulation_dtype(x.dtype) for x in inputs.values() if x.is_summed}),
         "copied_leaves": [name for name, leaf in inputs.items() if not leaf.is_summed],
         "rounding_over_moved": math.sqrt(squares[0] / squares[1]) if squares[1] else None,

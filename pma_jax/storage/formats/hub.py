@@ -87,7 +87,8 @@ def download(address: str) -> Path:
         if pickles:
             raise UserError(
                 f"{address}: contains only pickles ({pickles[0]}), which can run any code when loaded; if you trust "
-                f"them, convert them: AutoModel.from_pretrained('{repo}', revision='{revision}').save_pretrained('OUT')"
+                f"them, convert them: AutoModelForCausalLM.from_pretrained('{repo}', revision='{revision}')"
+                ".save_pretrained('OUT')"
             )
     return folder
 

@@ -1,6 +1,7 @@
 """Open a checkpoint of any supported format, and read its leaves. The format is detected here and nowhere else."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from pma_jax.storage.formats import hub, orbax_read
 from pma_jax.storage.formats import safetensors as safetensors_file
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.names import progress_from_name
-from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, numpy_dtype
+from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, CheckpointSource, numpy_dtype
+from pma_jax.storage.formats.unread import describe_unread
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.paths import as_path
 
-_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# One of several shards, as in model-00001-of-00002.safetensors.
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
 
 def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSource:
@@ -76,10 +79,12 @@ def _open_file(path: Path, subtree: str | None) -> CheckpointSource:
     if path.name.endswith(".safetensors.index.json"):
         return _open_safetensors(path.parent, safetensors_file.read_sharded_header(path), subtree)
     if path.suffix == ".safetensors":
+        _check_not_one_of_several(path)
         return _open_safetensors(path, safetensors_file.read_header(path), subtree)
-    if any(path.match(pattern) for pattern in _PICKLE_PATTERNS):
-        raise UserError(_pickle_message(path))
-    raise UserError(f"{path}: not a checkpoint; give a directory, a .safetensors file or hf://org/repo@revision")
+    raise UserError(
+        describe_unread(path)
+        or f"{path}: not a checkpoint; give a directory, a .safetensors file or hf://org/repo@revision"
+    )
 
 
 def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
@@ -90,24 +95,45 @@ def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
             f"{path}: has {len(indexes)} indexes; give the path of one: {', '.join(index.name for index in indexes)}"
         )
     if indexes:
-        return _open_safetensors(path, safetensors_file.read_sharded_header(indexes[0]), subtree)
+        return _open_by_index(indexes[0], files, subtree)
     if len(files) == 1:
+        _check_not_one_of_several(files[0])
         return _open_safetensors(path, safetensors_file.read_header(files[0]), subtree)
     if files:
-        raise UserError(f"{path}: has {len(files)} safetensors files and no index; name one of them, or add the index")
+        raise UserError(
+            f"{path}: has {len(files)} safetensors files and no index ({', '.join(file.name for file in files[:4])}); "
+            "add the index of the shards, or name the one file that is a complete checkpoint"
+        )
     if orbax_read.is_orbax(path):
         return orbax_read.open_orbax(path, subtree)
-    pickles = [file for pattern in _PICKLE_PATTERNS for file in sorted(path.glob(pattern))]
-    if pickles:
-        raise UserError(_pickle_message(pickles[0]))
-    raise UserError(f"{path}: holds neither safetensors nor an Orbax checkpoint")
+    raise UserError(describe_unread(path) or f"{path}: holds neither safetensors nor an Orbax checkpoint")
 
 
-def _pickle_message(path: Path) -> str:
-    return (
-        f"{path}: is a pickle, which can run any code when opened, so it is refused; convert it where you trust it: "
-        "python -c \"from transformers import AutoModel; AutoModel.from_pretrained('DIR').save_pretrained('OUT')\""
-    )
+def _check_not_one_of_several(path: Path) -> None:
+    """Raise UserError if a file's name says that it is one of several shards."""
+    shard = _SHARD.search(path.name)
+    if shard is not None and int(shard[2]) > 1:
+        raise UserError(
+            f"{path}: is shard {int(shard[1])} of {int(shard[2])}, not a complete checkpoint; fetch the other shards "
+            "and their index (model.safetensors.index.json), and give the directory"
+        )
+
+
+def _open_by_index(index: Path, files: list[Path], subtree: str | None) -> CheckpointSource:
+    """Open the shards that an index lists; refuse other files that might be meant, and note the rest."""
+    header = safetensors_file.read_sharded_header(index)
+    shards = {part.path for ranges in header.byte_ranges.values() for part in ranges}
+    others = [file.name for file in files if file not in shards]
+    # transformers would load model.safetensors instead of the shards, and a shard that is not listed was forgotten.
+    ambiguous = [name for name in others if name == index.name.removesuffix(".index.json") or _SHARD.search(name)]
+    if ambiguous:
+        raise UserError(
+            f"{index}: does not list {ambiguous[0]}, which is beside it ({len(ambiguous)} such files): remove what "
+            "does not belong to the checkpoint, or give the path of the index or of the file that is meant"
+        )
+    source = _open_safetensors(index.parent, header, subtree)
+    note = f"{index.parent}: read by its index, without {', '.join(others[:5])}"
+    return replace(source, notes=(*source.notes, note)) if others else source
 
 
 def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str | None) -> CheckpointSource:
@@ -115,12 +141,13 @@ def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str 
         raise UserError(f"{path}: subtree {subtree!r} is for Orbax checkpoints only; do not set it for safetensors")
     # Only a directory has sidecar files (config, tokenizer): files beside a single file may belong to another model.
     siblings = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
-    sidecar_files = tuple(
+    sidecar_files = [
         file
         for file in siblings
         if not file.name.endswith((".safetensors", ".safetensors.index.json", ".lock"))
         and file.name not in {"provenance.json", ".gitattributes"}
-    )
+    ]
+    outside = [file for file in sidecar_files if _leaves_checkpoint(file)]
     step, tokens = progress_from_name(path.stem if path.is_file() else path.name)
     return CheckpointSource(
         "safetensors",
@@ -130,9 +157,23 @@ def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str 
         header.byte_ranges,
         _tokens_from_provenance(path if path.is_dir() else path.parent) or tokens,
         step,
-        sidecar_files,
+        tuple(file for file in sidecar_files if file not in outside),
         dict(header.metadata),
+        tuple(f"{file}: is a symbolic link to a file outside the checkpoint, and is left out" for file in outside),
     )
+
+
+def _leaves_checkpoint(file: Path) -> bool:
+    """Return whether a file is a symbolic link out of its directory, which a checkpoint from others may abuse.
+
+    The links of the Hugging Face hub's cache, from snapshots/REVISION to the directory blobs, do not count.
+    """
+    if not file.is_symlink():
+        return False
+    directory, target = file.parent.resolve(), file.resolve()
+    snapshots = next((parent for parent in directory.parents if parent.name == "snapshots"), None)
+    inside = [directory] if snapshots is None else [directory, snapshots.parent.resolve() / "blobs"]
+    return not any(target.is_relative_to(folder) for folder in inside)
 
 
 def _tokens_from_provenance(directory: Path) -> int | None:
@@ -146,6 +187,8 @@ def read_leaf(
 ) -> np.ndarray:
     """Read a complete leaf in its shape, or elements [start_element, stop_element) in C order as a flat array.
 
+    A leaf of a dtype in `PACKED_BITS` is returned as flat bytes, which are its elements.
+
     Raises:
         KeyError: `source` has no leaf `name`.
         UserError: The stored bytes are missing or corrupt.
@@ -153,7 +196,8 @@ def read_leaf(
     leaf = source.leaves[name]
     stop = leaf.elements if stop_element is None else stop_element
     data = read_leaf_bytes(source, name, start_element, stop).view(numpy_dtype(leaf.dtype))
-    return data.reshape(leaf.shape) if start_element == 0 and stop_element is None else data
+    is_whole = start_element == 0 and stop_element is None and leaf.dtype not in PACKED_BITS
+    return data.reshape(leaf.shape) if is_whole else data
 
 
 def read_leaf_bytes(source: CheckpointSource, name: str, start_element: int, stop_element: int) -> np.ndarray:

@@ -11,8 +11,8 @@ from typing import Any
 from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.orbax_write import orbax_layout
-from pma_jax.storage.formats.safetensors import safetensors_layout
-from pma_jax.storage.formats.source import CheckpointSource, LeafInfo
+from pma_jax.storage.formats.safetensors import CODE_OF_DTYPE, safetensors_layout
+from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, CheckpointSource, LeafInfo
 from pma_jax.storage.json_files import read_json_object, serialize_json
 
 # Files of a Hugging Face tokenizer.
@@ -65,6 +65,10 @@ def plan_output(
     Raises:
         UserError: The format is unknown, or cannot store these leaves.
     """
+    storable = CODE_OF_DTYPE if format == "safetensors" else ITEM_BYTES.keys() - PACKED_BITS.keys()
+    unsupported = next((f"{name} ({leaf.dtype})" for name, leaf in leaves.items() if leaf.dtype not in storable), None)
+    if unsupported is not None:
+        raise UserError(f"{unsupported} cannot be stored as {format}; keep the format of the inputs (--format keep)")
     if format == "orbax":
         return orbax_layout(leaves, sources[0], custom_metadata)
     if format != "safetensors":

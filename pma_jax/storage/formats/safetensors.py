@@ -6,6 +6,7 @@ the data. This module imports no third-party package except NumPy, so that a mer
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,16 +15,17 @@ from typing import Any
 
 from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.layout import OutputLayout
-from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
+from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.json_files import MAX_JSON_BYTES, parse_untrusted_json, read_json_object, serialize_json
 
-_ABBREVIATIONS = {"FLOAT": "F", "UINT": "U", "INT": "I"}
-# bfloat16 -> BF16, float8_e4m3fn -> F8_E4M3, uint8 -> U8, bool -> BOOL.
+_ABBREVIATIONS = {"FLOAT4_E2M1FN": "F4", "FLOAT": "F", "UINT": "U", "INT": "I", "COMPLEX": "C"}
+# bfloat16 -> BF16, float8_e4m3fn -> F8_E4M3, uint8 -> U8, bool -> BOOL, complex64 -> C64, float4_e2m1fn -> F4.
 CODE_OF_DTYPE = {
-    dtype: re.sub("FNU?$", "", re.sub("FLOAT|UINT|INT", lambda word: _ABBREVIATIONS[word[0]], dtype.upper()))
+    dtype: re.sub("FNU?$", "", re.sub("|".join(_ABBREVIATIONS), lambda word: _ABBREVIATIONS[word[0]], dtype.upper()))
     for dtype in ITEM_BYTES
 }
 DTYPE_OF_CODE = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
+_PACKED_CODES = {CODE_OF_DTYPE[dtype]: bits for dtype, bits in PACKED_BITS.items()}
 _MAX_DIMENSIONS = 64
 
 
@@ -100,6 +102,8 @@ def _parse_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]
     if not are_sizes(offsets) or len(offsets) != 2:
         raise UserError(f"{what} has no valid data_offsets: {str(offsets)[:80]}")
     leaf = LeafInfo(tuple(shape), DTYPE_OF_CODE[code])
+    if code in _PACKED_CODES and math.prod(shape) * _PACKED_CODES[code] % 8:
+        raise UserError(f"{what} has the shape {str(shape)[:80]}, which does not fill whole bytes of {code}")
     start, end = offsets
     if end - start != leaf.nbytes:
         raise UserError(f"{what} has {end - start} bytes, and its shape and dtype need {str(leaf.nbytes)[:40]}")

@@ -11,15 +11,22 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-# Size in bytes of every supported storage dtype, by its numpy (or ml_dtypes) name.
+# Bits per element of the dtypes that are stored without padding between elements.
+PACKED_BITS = {"float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
+# Size in bytes of one stored item of every supported storage dtype, by its numpy (or ml_dtypes) name. An item is an
+# element, or a byte of a dtype in `PACKED_BITS`.
 ITEM_BYTES = (
-    dict.fromkeys(("float64", "int64", "uint64"), 8)
+    dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8)
     | dict.fromkeys(("float32", "int32", "uint32"), 4)
     | dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2)
-    | dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8", "bool"), 1)
+    | dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1)
+    | dict.fromkeys(("int8", "uint8", "bool", *PACKED_BITS), 1)
 )
-# Not float8_e8m0fnu: it holds exponents that scale other values, and a sum of exponents is meaningless.
-SUMMED_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
+# The other dtypes must be equal in all sources. Not float8_e8m0fnu: it holds exponents that scale other values, and a
+# sum of exponents is meaningless.
+SUMMED_DTYPES = frozenset(
+    ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,9 @@ class LeafInfo:
 
     @property
     def elements(self) -> int:
-        """The number of elements; 1 for a scalar."""
-        return math.prod(self.shape)
+        """The number of stored items: of elements (1 for a scalar), or of bytes if the dtype is in `PACKED_BITS`."""
+        count = math.prod(self.shape)
+        return count * PACKED_BITS[self.dtype] // 8 if self.dtype in PACKED_BITS else count
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +57,13 @@ class LeafInfo:
 
     @property
     def is_summed(self) -> bool:
-        """Whether merging averages the leaf (floating point) instead of requiring equal values in every source."""
+        """Whether merging averages the leaf (floating point) instead of taking its values from one source."""
         return self.dtype in SUMMED_DTYPES
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the dtype is integer or boolean."""
+        return self.dtype.startswith(("int", "uint", "bool"))
 
 
 class ByteRange(NamedTuple):
@@ -106,7 +119,12 @@ class CheckpointSource:
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """Return the NumPy dtype for a key of `ITEM_BYTES`; import ml_dtypes only for dtypes that NumPy lacks."""
+    """Return the NumPy dtype for a key of `ITEM_BYTES`; import ml_dtypes only for dtypes that NumPy lacks.
+
+    It is uint8 for a dtype in `PACKED_BITS`, which NumPy cannot index.
+    """
+    if name in PACKED_BITS:
+        return np.dtype(np.uint8)
     if name == "bfloat16" or name.startswith("float8"):
         import ml_dtypes
 
