@@ -7,6 +7,7 @@ from pma_jax.config.load import from_json as from_json
 from pma_jax.config.load import load as load
 from pma_jax.config.load import override as override
 from pma_jax.config.load import resolve as resolve
+from pma_jax.config.load import resolve_stored as resolve_stored
 from pma_jax.config.load import to_json as to_json
 from pma_jax.config.schema import DECAY_SHAPES as DECAY_SHAPES
 from pma_jax.config.schema import SNAPSHOT_KINDS as SNAPSHOT_KINDS

@@ -5,17 +5,18 @@ A configuration file is a Python file that defines `get_config() -> ml_collectio
 `checkpoint.interval_tokens=4e6` and returns the frozen, validated `Config` that the rest of the package reads.
 """
 
-import ast
+import contextlib
 import dataclasses
 import difflib
 import hashlib
-import importlib.util
 import json
+import re
+import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import UserError, error_line
 from pma_jax.config.rules import validate
 from pma_jax.config.schema import Config
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     import ml_collections  # imported when first used, because it takes longer than the rest of a merge's imports
 
 _TYPES = {section: get_type_hints(section_type) for section, section_type in get_type_hints(Config).items()}
+MAX_CONFIG_BYTES = 2**20  # of a configuration file
+_SHOWN_CHARACTERS = 100
+_NOT_DECIMAL = re.compile(r"[^\s\d_+-]")
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -46,17 +50,33 @@ def resolve(raw: "ml_collections.ConfigDict | Mapping[str, Any] | Config", overr
     if isinstance(raw, Config):
         raw = dataclasses.asdict(raw)
     mapping: Any = raw.to_dict() if hasattr(raw, "to_dict") else raw
+    if not isinstance(mapping, Mapping):
+        raise UserError(f"a configuration is a mapping of sections, not {type(mapping).__name__}")
     _reject_unknown_keys("", mapping, _TYPES)
     values = {}
-    for section, types in _TYPES.items():
+    for section, hints in _TYPES.items():
         given = mapping.get(section, {})
-        _reject_unknown_keys(f"{section}.", given, types)
-        values[section] = {key: _convert(f"{section}.{key}", value, types[key]) for key, value in given.items()}
+        if not isinstance(given, Mapping):
+            raise UserError(f"config section {section!r} takes its keys and their values, not {_shown(given)}")
+        _reject_unknown_keys(f"{section}.", given, hints)
+        values[section] = {key: _convert(f"{section}.{key}", value, hints[key]) for key, value in given.items()}
     override(values, overrides)
     default = Config()
     config = Config(**{name: dataclasses.replace(getattr(default, name), **keys) for name, keys in values.items()})
     validate(config)
     return config
+
+
+def resolve_stored(raw: Mapping[str, Any], file: object) -> Config:
+    """Return the configuration that a run or a snapshot stores; see `resolve`.
+
+    Raises:
+        UserError: It is not valid; the message begins with `file`.
+    """
+    try:
+        return resolve(raw)
+    except UserError as error:
+        raise UserError(f"{file}: its configuration cannot be read: {error}") from None
 
 
 def override(raw: "ml_collections.ConfigDict | dict[str, dict[str, Any]]", assignments: Iterable[str]) -> None:
@@ -71,10 +91,12 @@ def override(raw: "ml_collections.ConfigDict | dict[str, dict[str, Any]]", assig
         path, equals, text = assignment.partition("=")
         section, _, key = path.partition(".")
         if not equals:
-            raise UserError(f"override {assignment!r} has no value: write --config.{path}=VALUE")
+            raise UserError(
+                f"override {_shown(assignment)} has no value: write --config.{path[:_SHOWN_CHARACTERS]}=VALUE"
+            )
         if key not in _TYPES.get(section, ()):
             valid = [f"{section}.{key}" for section in _TYPES for key in _TYPES[section]]
-            raise UserError(f"unknown config key {path!r}{_nearest(path, valid)}")
+            raise UserError(f"unknown config key {_shown(path)}{_nearest(path[:_SHOWN_CHARACTERS], valid)}")
         hint = _TYPES[section][key]
         raw[section][key] = _convert(path, _parse(text, hint), hint)
 
@@ -91,20 +113,21 @@ def load(name: str) -> "ml_collections.ConfigDict":
     import ml_collections
 
     path = _find_file(name)
-    spec = importlib.util.spec_from_file_location("pma_jax_user_config", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path} is not a Python file: a configuration is a .py with get_config()")
-    module = importlib.util.module_from_spec(spec)
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise UserError(f"{path} has more than {MAX_CONFIG_BYTES:,} bytes: a configuration is a .py with get_config()")
+    module = types.ModuleType("pma_jax_user_config")
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error
+        # Not importlib, which would write a __pycache__ beside the user's file.
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{path} does not run: {type(error).__name__}: {error_line(error)}") from error
     if not hasattr(module, "get_config"):
         raise UserError(f"{path} has no get_config(): define one that returns a ConfigDict")
     try:
         raw = module.get_config()
-    except Exception as error:
-        raise UserError(f"get_config() of {path} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"get_config() of {path} failed: {type(error).__name__}: {error_line(error)}") from error
     if not isinstance(raw, ml_collections.ConfigDict):
         raise UserError(f"get_config() of {path} returned {type(raw).__name__}, not a ConfigDict")
     return raw
@@ -168,9 +191,9 @@ def _nearest(key: str, valid: Iterable[str]) -> str:
 
 
 def _reject_unknown_keys(prefix: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
-    for key in given:
+    for key in map(str, given):
         if key not in valid:
-            raise UserError(f"unknown config key {prefix + key!r}{_nearest(key, valid)}")
+            raise UserError(f"unknown config key {_shown(prefix + key)}{_nearest(key[:_SHOWN_CHARACTERS], valid)}")
 
 
 def _parse(text: str, hint: Any) -> Any:
@@ -183,8 +206,8 @@ def _parse(text: str, hint: Any) -> Any:
         items = text.strip().strip("()[]").strip(",")
         return tuple(_parse(item.strip(), get_args(hint)[0]) for item in items.split(",")) if items else ()
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        return float(text) if hint is float or _NOT_DECIMAL.search(text) else int(text)
+    except ValueError:
         return text
 
 
@@ -195,9 +218,18 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     hint = str if get_origin(hint) is Literal else hint
     is_bool = isinstance(value, bool)
     if hint is float and isinstance(value, int | float) and not is_bool:
-        return float(value)
+        with contextlib.suppress(OverflowError):
+            return float(value) + 0.0  # -0.0 becomes 0.0, so that equal configurations have equal digests
     if hint is int and not is_bool and isinstance(value, float) and value.is_integer():
         return int(value)
     if hint in _TYPE_NAMES and isinstance(value, hint) and is_bool == (hint is bool):
         return value
-    raise UserError(f"config key {key!r} takes {_TYPE_NAMES.get(hint, 'a list such as 3,6,10')}, not {value!r}")
+    raise UserError(f"config key {key!r} takes {_TYPE_NAMES.get(hint, 'a list such as 3,6,10')}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """Format a value for a message; an integer of thousands of digits has no text."""
+    if isinstance(value, int) and value.bit_length() > 2 * _SHOWN_CHARACTERS:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -1,12 +1,24 @@
-"""Validation of configuration values: choices, signs, and rules that involve several keys."""
+"""Validation of configuration values: choices, ranges, and rules that involve several keys.
 
+Everything is checked before anything is read or allocated, so that a mistyped number is a message that names its key.
+"""
+
+import math
 from collections.abc import Sequence
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from pma_jax.config.bounds import NON_EMPTY, Range
 from pma_jax.config.errors import UserError
-from pma_jax.config.schema import POSITIVE, SNAPSHOT_KINDS, Config
+from pma_jax.config.schema import SNAPSHOT_KINDS, Config
 
-MAX_CONFIRM_STEPS = 30  # the detector keeps one bit per step in an int32, and one spare bit to add the next step
+MAX_STEPS = 2**31 - 1  # steps are counted in an int32
+MAX_BATCH_TOKENS = 2**30  # 4 GiB of token ids
+MAX_PARAMETERS = 2**45
+MAX_PADDED_SEQUENCES = 4096  # an evaluation batch may hold this many although fewer are evaluated
+MAX_SPIKE_WINDOW_STEPS = 2**19  # each step sorts the window
+MAX_DEVICES = 2**20
+MAX_LIST_ITEMS = 10_000
+MAX_TEXT_CHARACTERS = 4096
 MIN_SPIKE_WINDOW_STEPS = 16  # fewer steps give no meaningful median and spread
 _HINTS = {name: get_type_hints(section, include_extras=True) for name, section in get_type_hints(Config).items()}
 
@@ -19,13 +31,10 @@ def validate(config: Config) -> None:
     """
     _validate_each_key(config)
     _validate_sizes(config)
+    _validate_limits(config)
     _validate_checkpoint(config)
     _validate_optimizer(config)
     _validate_spikes(config)
-    if not 0 < config.data.held_out_percent < 100:
-        raise UserError("data.held_out_percent must lie between 0 and 100")
-    if any(w < 1 for w in config.preview.windows):
-        raise UserError(f"preview.windows must be 1 or more, not {config.preview.windows}")
     schedule, total_tokens = config.schedule, config.training.total_tokens
     if schedule.decay != "none" and not schedule.warmup_tokens <= schedule.decay_start_tokens < total_tokens:
         raise UserError(
@@ -35,16 +44,36 @@ def validate(config: Config) -> None:
 
 
 def _validate_each_key(config: Config) -> None:
-    """Check the choices (Literal) and signs (Annotated) in the types of the schema's fields."""
+    """Check each value against the type of its field: choices (Literal), ranges (Annotated), texts and lists."""
     for section, hints in _HINTS.items():
         for key, hint in hints.items():
-            value = getattr(getattr(config, section), key)
-            if get_origin(hint) is Literal:
-                _check_choice(f"{section}.{key}", value, get_args(hint))
-            elif get_origin(hint) is Annotated:
-                (sign,) = hint.__metadata__
-                if value < 0 or (value == 0 and sign == POSITIVE):
-                    raise UserError(f"config key '{section}.{key}' must be {sign}, not {value}")
+            _check_value(f"{section}.{key}", getattr(getattr(config, section), key), hint)
+
+
+def _check_value(key: str, value: Any, hint: Any) -> None:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        _check_choice(key, value, arguments)
+    elif origin is tuple:
+        if len(value) > MAX_LIST_ITEMS:
+            raise UserError(f"config key {key!r} must have at most {MAX_LIST_ITEMS:,} items, not {len(value):,}")
+        for item in value:
+            _check_value(key, item, arguments[0])
+    elif isinstance(value, str):
+        _check_text(key, value, may_be_empty=NON_EMPTY not in getattr(hint, "__metadata__", ()))
+    elif origin is Annotated and isinstance(hint.__metadata__[0], Range) and value not in hint.__metadata__[0]:
+        raise UserError(f"config key {key!r} must be {hint.__metadata__[0]}, not {value}")
+
+
+def _check_text(key: str, text: str, may_be_empty: bool) -> None:
+    if not text and not may_be_empty:
+        raise UserError(f"config key {key!r} must not be empty")
+    if len(text) > MAX_TEXT_CHARACTERS:
+        raise UserError(f"config key {key!r} must have at most {MAX_TEXT_CHARACTERS:,} characters, not {len(text):,}")
+    if not text.isprintable():
+        raise UserError(
+            f"config key {key!r} must be printable text, without line breaks or NUL, not {ascii(text)[:80]}"
+        )
 
 
 def _validate_sizes(config: Config) -> None:
@@ -64,6 +93,51 @@ def _validate_sizes(config: Config) -> None:
         raise UserError(
             f"mesh.expert is {config.mesh.expert}, and the model has no experts: use mesh.fsdp or mesh.data"
         )
+
+
+def _validate_limits(config: Config) -> None:
+    """Check products of keys against limits that no real run reaches."""
+    training, evaluation, batch_tokens = config.training, config.evaluation, config.batch_tokens
+    length = training.sequence_length_tokens
+    products = {
+        "training.batch_size_sequences * training.sequence_length_tokens": (batch_tokens, MAX_BATCH_TOKENS),
+        "evaluation.batch_size_sequences * training.sequence_length_tokens": (
+            evaluation.batch_size_sequences * length,
+            MAX_BATCH_TOKENS,
+        ),
+        "training.total_tokens in steps": (training.total_tokens // batch_tokens, MAX_STEPS),
+        "spikes.patience_tokens in steps": (config.spikes.patience_tokens // batch_tokens, MAX_STEPS),
+        "the devices of the axes of mesh": (_count_devices(config), MAX_DEVICES),
+        "the parameters of model": (_count_parameters(config), MAX_PARAMETERS),
+    }
+    for name, (product, limit) in products.items():
+        if product > limit:
+            raise UserError(f"{name}: {product:,} is more than the limit of {limit:,}: check these keys")
+    for name in ("data", "fsdp", "tensor", "expert"):
+        if getattr(config.mesh, name) == 0:
+            raise UserError(f"mesh.{name} must be 1 or more, or -1 for all remaining devices, not 0")
+    evaluated = -(-evaluation.tokens // length)
+    most = max(evaluated, MAX_PADDED_SEQUENCES, _count_devices(config))
+    if evaluation.batch_size_sequences > most:
+        raise UserError(
+            f"evaluation.batch_size_sequences ({evaluation.batch_size_sequences:,}) must be at most {most:,}: "
+            f"evaluation.tokens is {evaluated:,} sequences"
+        )
+
+
+def _count_devices(config: Config) -> int:
+    """Return the number of devices that the axes of the mesh need; an axis of -1 counts as one."""
+    mesh = config.mesh
+    return math.prod(max(size, 1) for size in (mesh.data, mesh.fsdp, mesh.tensor, mesh.expert))
+
+
+def _count_parameters(config: Config) -> int:
+    """Return the number of parameters in matrices, which are nearly all."""
+    model = config.model
+    attention = 2 * (model.heads + model.kv_heads) * model.head_dim
+    experts = model.experts * model.expert_hidden + model.unrouted_hidden
+    embeddings = model.vocabulary_size * (1 if model.tie_embeddings else 2)
+    return model.width * (model.layers * (attention + 3 * experts + model.experts) + embeddings)
 
 
 def _validate_checkpoint(config: Config) -> None:
@@ -107,12 +181,16 @@ def _validate_optimizer(config: Config) -> None:
 
 def _validate_spikes(config: Config) -> None:
     spikes, checkpoint = config.spikes, config.checkpoint
-    if spikes.confirm_steps > MAX_CONFIRM_STEPS:
-        raise UserError(f"spikes.confirm_steps must be at most {MAX_CONFIRM_STEPS}, not {spikes.confirm_steps}")
+    window_steps = config.tokens_to_steps(spikes.window_tokens)
+    if spikes.detect and window_steps > MAX_SPIKE_WINDOW_STEPS:
+        raise UserError(
+            f"spikes.window_tokens ({spikes.window_tokens:,}) is {window_steps:,} steps of {config.batch_tokens:,} "
+            f"tokens, more than the limit of {MAX_SPIKE_WINDOW_STEPS:,}: lower it"
+        )
     responds_to_spikes = spikes.attempts or spikes.skip_gradient_z
     if responds_to_spikes and not spikes.detect:
         raise UserError("spikes.attempts and spikes.skip_gradient_z need spikes.detect=true to detect spikes")
-    if responds_to_spikes and config.tokens_to_steps(spikes.window_tokens) < MIN_SPIKE_WINDOW_STEPS:
+    if responds_to_spikes and window_steps < MIN_SPIKE_WINDOW_STEPS:
         raise UserError(
             f"spikes.window_tokens ({spikes.window_tokens}) is less than {MIN_SPIKE_WINDOW_STEPS} steps of "
             f"{config.batch_tokens} tokens: raise it"

@@ -10,11 +10,23 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-POSITIVE, NON_NEGATIVE = "above 0", "0 or more"  # metadata of annotations, which config.rules validates
-PositiveInt = Annotated[int, POSITIVE]
-PositiveFloat = Annotated[float, POSITIVE]
-NonNegativeInt = Annotated[int, NON_NEGATIVE]
-NonNegativeFloat = Annotated[float, NON_NEGATIVE]
+from pma_jax.config.bounds import MAX_INTEGER, NON_EMPTY, Range
+
+# Annotated types of keys; `config.rules` checks their ranges. The upper ends lie far beyond any real run: they turn a
+# mistyped exponent into a message instead of an allocation that the machine cannot make.
+MAX_TOKENS = 10**16
+MAX_FLOAT32 = 3e38  # larger numbers are infinite in float32
+TokenCount = Annotated[int, Range(0, MAX_TOKENS)]
+PositiveTokens = Annotated[int, Range(1, MAX_TOKENS)]
+Width = Annotated[int, Range(1, 2**24)]  # of a layer, a table or a head
+Number = Annotated[int, Range(1, 10**6)]  # of layers, heads, snapshots, states
+NumberOrNone = Annotated[int, Range(0, 10**6)]
+Sequences = Annotated[int, Range(1, 2**30)]
+PositiveFloat = Annotated[float, Range(0, MAX_FLOAT32, excludes_low=True)]
+NonNegativeFloat = Annotated[float, Range(0, MAX_FLOAT32)]
+DecayRate = Annotated[float, Range(0, 1, excludes_high=True)]
+AxisSize = Annotated[int, Range(-1, 2**20)]
+Text = Annotated[str, NON_EMPTY]
 
 # Decay shapes: rate(t) = final + shape(t) * (peak - final), where t in [0, 1] is the elapsed fraction of the decay. All
 # shapes end at 0. All start at 1, except `exponential`, which starts at 0.9.
@@ -54,7 +66,7 @@ class DataConfig:
     # `hub`: a Hugging Face dataset.
     source: Literal["packaged", "files", "hub"] = "packaged"
     package: str = ""  # for `packaged`: name of an installed package, such as scipy; empty: Python's standard library
-    files: tuple[str, ...] = ()  # for `files`: globs of .txt, .jsonl or .parquet files
+    files: tuple[Text, ...] = ()  # for `files`: globs of .txt, .jsonl or .parquet files
     text_field: str = "text"  # for `files` and `hub`: field (JSONL) or column (Parquet, dataset) that holds the text
     hub_name: str = ""  # for `hub`: name of a dataset, or local path of one
     hub_subset: str = ""  # for `hub`: name of the dataset's configuration (subset); empty: its default one
@@ -62,31 +74,32 @@ class DataConfig:
     # Training task. `text`: predict every token of a document; `functions`: documents are single Python functions, and
     # only the body is predicted, from the signature and the docstring.
     task: Literal["text", "functions"] = "text"
-    pair_bytes: PositiveInt = 1024  # for `functions`: maximum size of a function in bytes; longer functions are dropped
+    # For `functions`: maximum size of a function in bytes; longer functions are dropped.
+    pair_bytes: Annotated[int, Range(1, 2**30)] = 1024
     # `bytes`: one token per byte of UTF-8; `bpe`: a byte-level BPE trained on the corpus; any other value: path of a
     # Hugging Face tokenizer.json.
-    tokenizer: str = "bytes"
-    bpe_vocabulary_size: int = 4096  # for `bpe`: number of tokens
+    tokenizer: Text = "bytes"
+    bpe_vocabulary_size: Annotated[int, Range(257, 2**24)] = 4096  # for `bpe`: number of tokens
     # Percentage of documents that are held out for evaluation, between 0 and 100, chosen by a hash of their names.
-    held_out_percent: float = 2.0
-    cache_dir: str = "~/.cache/pma_jax"  # local directory of prepared tokens, which runs on the same data share
+    held_out_percent: Annotated[float, Range(0, 100, True, True)] = 2.0
+    cache_dir: Text = "~/.cache/pma_jax"  # local directory of prepared tokens, which runs on the same data share
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer."""
 
-    vocabulary_size: PositiveInt = 256  # V: rows of the embedding table; at least the tokenizer's vocabulary size
-    width: PositiveInt = 128  # D: width of the residual stream
-    layers: PositiveInt = 4  # number of transformer blocks
-    heads: PositiveInt = 4  # N: number of query heads
-    kv_heads: PositiveInt = 4  # K: number of key and value heads; must divide `heads`
-    head_dim: PositiveInt = 32  # H: width of one attention head; must be even, for rotary positions
-    hidden: PositiveInt = 384  # F: inner width of the gated MLP; unused by a mixture of experts
-    experts: NonNegativeInt = 0  # E: routed experts per block, which replace the MLP; 0: a dense model
-    experts_per_token: PositiveInt = 2  # number of routed experts that process each token; at most `experts`
-    expert_hidden: PositiveInt = 128  # inner width of one expert's gated MLP
-    shared_experts: NonNegativeInt = 0  # number of additional experts per block that process every token
+    vocabulary_size: Width = 256  # V: rows of the embedding table; at least the tokenizer's vocabulary size
+    width: Width = 128  # D: width of the residual stream
+    layers: Number = 4  # number of transformer blocks
+    heads: Number = 4  # N: number of query heads
+    kv_heads: Number = 4  # K: number of key and value heads; must divide `heads`
+    head_dim: Annotated[int, Range(2, 2**16)] = 32  # H: width of one attention head; must be even, for rotary positions
+    hidden: Width = 384  # F: inner width of the gated MLP; unused by a mixture of experts
+    experts: NumberOrNone = 0  # E: routed experts per block, which replace the MLP; 0: a dense model
+    experts_per_token: Number = 2  # number of routed experts that process each token; at most `experts`
+    expert_hidden: Width = 128  # inner width of one expert's gated MLP
+    shared_experts: NumberOrNone = 0  # number of additional experts per block that process every token
     router_scores: Literal["softmax", "sigmoid"] = "softmax"  # function that maps the router's logits to scores
     # true: normalise the scores of a token's chosen experts to sum to 1 before weighting; false: use them unchanged.
     router_normalized: bool = True
@@ -96,18 +109,18 @@ class ModelConfig:
     qk_norm: bool = False  # normalise queries and keys by RMSNorm, with a learned scale per dim of the head
     tie_embeddings: bool = False  # use the transposed embedding as output projection
     # Sliding window: number of positions that a token attends to, including its own; 0: full causal attention.
-    attention_window_tokens: NonNegativeInt = 0
+    attention_window_tokens: TokenCount = 0
     # Id of the token that ends a document, so that tokens attend only to tokens of their own document; -1: attend
     # across document boundaries.
-    separator_token: int = -1
-    rope_theta: float = 10_000.0  # base of the wavelengths of the rotary position embedding
-    norm_epsilon: float = 1e-6  # constant that RMSNorm adds to the mean square
+    separator_token: Annotated[int, Range(-1, 2**24)] = -1
+    rope_theta: PositiveFloat = 10_000.0  # base of the wavelengths of the rotary position embedding
+    norm_epsilon: Annotated[float, Range(0, 1)] = 1e-6  # constant that RMSNorm adds to the mean square
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of activations; parameters stay float32
     # Activations that the backward pass recomputes to save memory. `none`: none; `full`: all inside a block;
     # `dots`: all inside a block except the results of matrix products.
     remat: Literal["none", "full", "dots"] = "none"
     # Chunk size of the loss: number of positions per device whose float32 logits are in memory at the same time.
-    logits_chunk_tokens: PositiveInt = 2048
+    logits_chunk_tokens: Annotated[int, Range(1, 2**31 - 1)] = 2048
     scan_layers: bool = True  # true: lax.scan over the stacked blocks; false: unroll them, which compiles more slowly
 
     @property
@@ -131,12 +144,14 @@ class OptimizerConfig:
     name: Literal["adamw", "schedule_free_adamw"] = "adamw"
     # Decay rate of AdamW's first moment. For schedule_free_adamw: interpolation between the iterate (0) and the average
     # (1) at which gradients are evaluated.
-    b1: float = 0.9
-    b2: float = 0.95  # decay rate of the second moment
-    epsilon: float = 1e-8  # constant that is added to the root of the second moment
-    weight_decay: float = 0.1  # decoupled decay, multiplied by the learning rate; norm scales and biases do not decay
-    clip_norm: float = 1.0  # maximum global gradient norm; larger gradients are scaled down to it; 0: no clipping
-    ema_half_life_tokens: NonNegativeInt = 0  # half-life of an exponential moving average of parameters; 0: no average
+    b1: DecayRate = 0.9
+    b2: DecayRate = 0.95  # decay rate of the second moment
+    epsilon: Annotated[float, Range(0, 1)] = 1e-8  # constant that is added to the root of the second moment
+    # Decoupled decay, multiplied by the learning rate; norm scales and biases do not decay.
+    weight_decay: NonNegativeFloat = 0.1
+    # Maximum global gradient norm; larger gradients are scaled down to it; 0: no clipping.
+    clip_norm: NonNegativeFloat = 1.0
+    ema_half_life_tokens: TokenCount = 0  # half-life of an exponential moving average of parameters; 0: no average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,23 +159,23 @@ class ScheduleConfig:
     """Learning rate as a function of tokens: linear warm-up, constant, decay."""
 
     peak_rate: PositiveFloat = 3e-3  # learning rate between warm-up and decay
-    warmup_tokens: int = 200_000  # length of the linear warm-up from 0 to the peak rate
+    warmup_tokens: TokenCount = 200_000  # length of the linear warm-up from 0 to the peak rate
     decay: Literal["none", "cosine", "linear", "minus_sqrt"] = "none"  # shape of the decay; none: constant to the end
-    decay_start_tokens: int = 0  # tokens trained at which the decay starts; it ends at `training.total_tokens`
-    final_rate: float = 0.0  # learning rate at the end of the decay
+    decay_start_tokens: TokenCount = 0  # tokens trained at which the decay starts; it ends at `training.total_tokens`
+    final_rate: NonNegativeFloat = 0.0  # learning rate at the end of the decay
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingConfig:
     """Length of a run, size of its steps, auxiliary losses and initial parameters."""
 
-    total_tokens: PositiveInt = 6_000_000  # length of the run; it ends with the first step that reaches it
-    sequence_length_tokens: PositiveInt = 128  # L: tokens per sequence
-    batch_size_sequences: PositiveInt = 16  # B: sequences per optimizer step, over all devices
-    accumulation_steps: PositiveInt = 1  # microbatches per optimizer step; must divide `batch_size_sequences`
+    total_tokens: PositiveTokens = 6_000_000  # length of the run; it ends with the first step that reaches it
+    sequence_length_tokens: Annotated[int, Range(1, 2**27)] = 128  # L: tokens per sequence
+    batch_size_sequences: Sequences = 16  # B: sequences per optimizer step, over all devices
+    accumulation_steps: Sequences = 1  # microbatches per optimizer step; must divide `batch_size_sequences`
     # Weight of the z-loss in the objective. The z-loss is the mean over tokens of the squared log-sum-exp of the output
     # logits.
-    z_loss_weight: float = 0.0
+    z_loss_weight: NonNegativeFloat = 0.0
     # Change per step of an expert's bias (`model.router_bias`): up if its load is below the mean, down if above.
     router_bias_rate: NonNegativeFloat = 1e-3
     # Weight of the experts' load-balancing loss in the objective. The loss is summed over layers; a layer contributes 1
@@ -169,8 +184,8 @@ class TrainingConfig:
     # Weight of the routers' z-loss in the objective. This z-loss is the mean over tokens of the squared log-sum-exp of
     # the router logits, summed over layers.
     router_z_loss_weight: NonNegativeFloat = 0.0
-    log_interval_tokens: PositiveInt = 100_000  # tokens between training records in metrics.jsonl
-    seed: int = 0  # seed of the initial parameters and of the order of the data
+    log_interval_tokens: PositiveTokens = 100_000  # tokens between training records in metrics.jsonl
+    seed: Annotated[int, Range(-MAX_INTEGER - 1)] = 0  # seed of the initial parameters and of the order of the data
     start_from: str = ""  # path of a snapshot, such as an imported model, with the initial weights; empty: random ones
 
 
@@ -182,44 +197,44 @@ class CheckpointConfig:
     the run, or to fork it: to start a new run from that state.
     """
 
-    interval_tokens: PositiveInt = 100_000  # tokens between snapshots
+    interval_tokens: PositiveTokens = 100_000  # tokens between snapshots
     # What snapshots contain. `point`: the parameters at that step; `block_mean`: their mean over the interval
     # since the previous snapshot; or both: `point,block_mean`.
     kinds: tuple[str, ...] = ("point",)
     # j: a block mean averages the parameters after every j-th step. The running mean takes as much memory as the
     # parameters in float32.
-    block_every_steps: PositiveInt = 4
+    block_every_steps: Annotated[int, Range(1, 10**12)] = 4
     # Snapshots per merge: the unit of `keep_windows`, the merge in the output of `pma plan`, and the window of
     # `pma watch` if `preview.windows` is empty.
-    window: PositiveInt = 10
-    keep_windows: int = 0  # keep the newest `keep_windows` * `window` snapshots; 0: keep all
+    window: Number = 10
+    keep_windows: NumberOrNone = 0  # keep the newest `keep_windows` * `window` snapshots; 0: keep all
     # Also keep snapshots at multiples of this number of tokens permanently; 0: none.
-    archive_interval_tokens: int = 0
-    state_interval_tokens: PositiveInt = 1_000_000  # tokens between training states
-    keep_states: PositiveInt = 2  # number of newest training states to keep
+    archive_interval_tokens: TokenCount = 0
+    state_interval_tokens: PositiveTokens = 1_000_000  # tokens between training states
+    keep_states: Number = 2  # number of newest training states to keep
     # Token counts at which an additional training state is saved and kept permanently, for example to fork from.
-    keep_states_at_tokens: tuple[int, ...] = ()
+    keep_states_at_tokens: tuple[TokenCount, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
     """Validation loss on held-out text, computed at every snapshot."""
 
-    tokens: PositiveInt = 65_536  # held-out tokens per evaluation; every evaluation uses the same ones
-    batch_size_sequences: PositiveInt = 64  # sequences per evaluation batch, over all devices
+    tokens: PositiveTokens = 65_536  # held-out tokens per evaluation; every evaluation uses the same ones
+    batch_size_sequences: Sequences = 64  # sequences per evaluation batch, over all devices
 
 
 @dataclasses.dataclass(frozen=True)
 class PreviewConfig:
     """Merges of the newest snapshots, evaluated during the run."""
 
-    recipe: str = "sma"  # recipe of the merges, such as sma or ema:alpha=0.2
+    recipe: Text = "sma"  # recipe of the merges, such as sma or ema:alpha=0.2
     # Exclude snapshots taken before this number of trained tokens: early in training the parameters change too fast
     # for averaging to help.
-    start_tokens: int = 0
+    start_tokens: TokenCount = 0
     # Window sizes in snapshots; each gives one preview per snapshot. Host memory holds as many models as the largest
     # window.
-    windows: tuple[int, ...] = (10,)
+    windows: tuple[Number, ...] = (10,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,28 +248,29 @@ class SpikesConfig:
     """
 
     detect: bool = True  # monitor loss and gradient norm of every step; log spikes; see also `attempts`
-    window_tokens: PositiveInt = 400_000  # length of the window; nothing is detected before it is full
+    window_tokens: PositiveTokens = 400_000  # length of the window; nothing is detected before it is full
     loss_z: PositiveFloat = 6.0  # threshold of the loss, in robust standard deviations above the median
     # Threshold of the log gradient norm (before clipping), in robust standard deviations above its median.
     gradient_z: PositiveFloat = 8.0
     # A step is an outlier by its loss only if the loss is also at least this far above the median, in nats per token.
     minimum_rise_nats: NonNegativeFloat = 0.1
-    # A spike starts when more than half of the last `confirm_steps` steps are outliers; at most 30.
-    confirm_steps: PositiveInt = 5
+    # A spike starts when more than half of the last `confirm_steps` steps are outliers; at most 30: the detector keeps
+    # one bit per step in an int32.
+    confirm_steps: Annotated[int, Range(1, 30)] = 5
     # A spike is declared irrecoverable if its loss has not recovered after this number of tokens.
-    patience_tokens: PositiveInt = 200_000
+    patience_tokens: PositiveTokens = 200_000
     # Skip the update of a step if its gradient norm is not finite, or its log gradient norm exceeds this threshold, in
     # robust standard deviations above the median; 0: never.
     skip_gradient_z: NonNegativeFloat = 0.0
     # Maximum number of rollbacks per irrecoverable spike; the run then stops with an error. 0: only log spikes.
-    attempts: NonNegativeInt = 0
-    snapshots: PositiveInt = 3  # snapshots before the spike that a rollback merges; each retry drops the newest one
-    recipe: str = "sma"  # recipe of the merge that a rollback starts from
+    attempts: NumberOrNone = 0
+    snapshots: Number = 3  # snapshots before the spike that a rollback merges; each retry drops the newest one
+    recipe: Text = "sma"  # recipe of the merge that a rollback starts from
     # Optimizer moments after a rollback. `reset`: initialised; `keep`: unchanged; `restore`: read from the training
     # state closest to the merge, among those before the spike.
     optimizer: Literal["reset", "keep", "restore"] = "reset"
     # Length of the linear warm-up from 0 to the scheduled learning rate after a rollback; 0: none.
-    warmup_tokens: NonNegativeInt = 0
+    warmup_tokens: TokenCount = 0
     # Data after a rollback. false: the same batches again; true: continue after the batch at which the spike was
     # declared irrecoverable.
     skip_data: bool = False
@@ -264,12 +280,12 @@ class SpikesConfig:
 class MeshConfig:
     """Number of devices along each axis of the mesh. One axis may be -1: all remaining devices."""
 
-    data: int = -1  # shards the batch, replicates the parameters; the only axis that may span several TPU slices
-    fsdp: int = 1  # shards the batch and the parameters (fully sharded data parallelism)
-    tensor: int = 1  # shards attention heads, the MLP's inner width and the vocabulary (tensor parallelism)
-    expert: int = 1  # shards the batch and the experts; its devices exchange tokens (all-to-all)
+    data: AxisSize = -1  # shards the batch, replicates the parameters; the only axis that may span several TPU slices
+    fsdp: AxisSize = 1  # shards the batch and the parameters (fully sharded data parallelism)
+    tensor: AxisSize = 1  # shards attention heads, the MLP's inner width and the vocabulary (tensor parallelism)
+    expert: AxisSize = 1  # shards the batch and the experts; its devices exchange tokens (all-to-all)
     # Devices to simulate on a CPU backend; fastest with one per core. 0: leave JAX's setting unchanged.
-    cpu_devices: NonNegativeInt = 0
+    cpu_devices: Annotated[int, Range(0, 1024)] = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,12 @@ import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
 from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.config.bounds import Range
 from pma_jax.config.errors import UserError
 from pma_jax.evaluation.merges import EvaluatedMerges, evaluate_merges
 from pma_jax.merging import recipes
@@ -20,7 +21,31 @@ from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
-from pma_jax.storage.json_files import parse_untrusted_json
+from pma_jax.storage.json_files import read_json
+from pma_jax.storage.json_schema import Count, Loss
+from pma_jax.storage.paths import as_path
+
+
+class SweepRow(TypedDict):
+    """One merge in sweep.json; rows of early versions lack the interval and the kind."""
+
+    text: str
+    recipe: str
+    window: Annotated[int, Range(1)]
+    interval: NotRequired[Annotated[int, Range(1)]]
+    kind: NotRequired[Literal["point", "block_mean"]]
+    loss: Loss
+
+
+class SweepResult(TypedDict):
+    """Contents of sweep.json."""
+
+    tokens: Count
+    raw_loss: Loss | None
+    rows: list[SweepRow]
+    left_out: NotRequired[dict[str, str]]
+    passes: NotRequired[Count]
+    seconds: NotRequired[dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +192,16 @@ def snapshots_through(snapshots: Sequence[Snapshot], scheduled_tokens: int, batc
     raise UserError(f"there is no snapshot at {scheduled_tokens:,} tokens (there are: {have})")
 
 
+def read_sweep(run: Run) -> dict[str, Any] | None:
+    """Return the content of RUN/sweep.json; None if the run has none.
+
+    Raises:
+        UserError: The file is corrupt.
+    """
+    path = as_path(run.path / "sweep.json")
+    return read_json(path, SweepResult, allow_nan=True) if path.exists() else None
+
+
 def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str, Any]:
     """Evaluate `new` and return the keys of sweep.json that change: raw_loss, rows, passes and seconds."""
     tokens, raw_loss = stored["tokens"], stored["raw_loss"]
@@ -188,6 +223,5 @@ def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str
 def _read_stored(run: Run, tokens: int) -> dict[str, Any]:
     """Return the content of sweep.json if its newest snapshot has `tokens`, or an empty sweep otherwise."""
     empty = {"tokens": tokens, "raw_loss": None, "rows": [], "left_out": {}, "passes": 1, "seconds": {}}
-    path = run.path / "sweep.json"
-    stored = empty | parse_untrusted_json(path.read_bytes(), str(path), allow_nan=True) if path.exists() else empty
+    stored = empty | (read_sweep(run) or {})
     return stored if stored["tokens"] == tokens else empty

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from etils import epath
+
 from pma_jax.config import EvaluationConfig
 from pma_jax.data import shards
 from pma_jax.evaluation.held_out import held_out_digest
@@ -18,12 +20,14 @@ from pma_jax.evaluation.sweep import Cell, evaluate_cells, snapshots_through
 from pma_jax.runs.directory import Run
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
-from pma_jax.storage.json_files import parse_untrusted_json
+from pma_jax.storage.json_files import read_json
+from pma_jax.storage.json_schema import Loss
 from pma_jax.storage.locks import locked
-from pma_jax.storage.paths import is_bucket
+from pma_jax.storage.paths import as_path, is_bucket
 
 LOSSES_FILE_NAME = "losses.json"
 LOSSES_LOCK_NAME = ".losses.lock"
+LossesByDigest = dict[str, dict[str, Loss | None]]  # schema of losses.json
 
 
 def evaluate_along_run(
@@ -55,8 +59,8 @@ def evaluate_along_run(
     digest = held_out_digest(shards.prepare_tokens(config.data, progress=False), config)
     path = run.path / LOSSES_FILE_NAME
     # Read on the first process and broadcast, so that all processes evaluate the same cells.
-    stored = hosts.broadcast_from_first(lambda: path.read_text() if path.exists() else "{}")
-    cached = parse_untrusted_json(stored.encode(), str(path), allow_nan=True).get(digest, {})
+    stored = hosts.broadcast_from_first(lambda: json.dumps(_read_losses(path)))
+    cached = json.loads(stored).get(digest, {})
     pairs = {_cache_key(cell, end): (cell, end) for end, cell in itertools.product(end_tokens, cells)}
     missing = {cache_key: pair for cache_key, pair in pairs.items() if cache_key not in cached}
     if missing:
@@ -83,9 +87,13 @@ def _store_losses(run: Run, digest: str, losses: dict[str, float | None]) -> Non
     """
     path = run.path / LOSSES_FILE_NAME
     with contextlib.nullcontext() if is_bucket(path) else locked(Path(run.path / LOSSES_LOCK_NAME)):
-        losses_by_digest = parse_untrusted_json(path.read_bytes(), str(path), allow_nan=True) if path.exists() else {}
+        losses_by_digest = _read_losses(path)
         losses_by_digest[digest] = losses_by_digest.get(digest, {}) | losses
         atomic.write_text(path, json.dumps(losses_by_digest, indent=1) + "\n")
+
+
+def _read_losses(path: epath.Path) -> dict[str, dict[str, float | None]]:
+    return read_json(as_path(path), LossesByDigest, allow_nan=True) if path.exists() else {}
 
 
 def _cache_key(cell: Cell, end_tokens: int) -> str:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.config.errors import UserError, error_line
+from pma_jax.config.errors import UserError
 from pma_jax.merging import selection
 from pma_jax.storage.formats import hub
 from pma_jax.storage.formats.open import describe_hub_revision, open_if_deferred, open_source
 from pma_jax.storage.formats.orbax_read import has_file
 from pma_jax.storage.formats.source import CheckpointSource
+from pma_jax.storage.json_files import read_json
 from pma_jax.storage.paths import as_path
 
 _NUMBERS = re.compile(r"\d+")
@@ -201,10 +202,8 @@ def _list_snapshots(run: Path, snapshot_kind: str | None) -> list[str]:
     from pma_jax import config as configuration  # its imports take longer than a small merge
 
     path = run / "config.json"
-    try:
-        kind = snapshot_kind or configuration.from_json(path.read_text()).checkpoint.kinds[0]
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read: {error_line(error)}") from error
+    config = configuration.resolve_stored(read_json(path, dict[str, dict[str, Any]]), path)
+    kind = snapshot_kind or config.checkpoint.kinds[0]
     steps = [step for step in (run / configuration.SNAPSHOT_KINDS[kind].folder).glob("*") if step.name.isdigit()]
     published = [str(step) for step in steps if (step / "commit_success.txt").is_file()]
     if not published:

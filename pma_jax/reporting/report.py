@@ -20,6 +20,7 @@ from pma_jax import config as configuration
 from pma_jax.analysis.comparison import recovered_share
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.config.errors import UserError
+from pma_jax.evaluation.sweep import read_sweep
 from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting import html
@@ -249,9 +250,8 @@ def _merge_rows(
     run: Run, tokens: int, raw_loss: float, annealed_loss: float | None, notes: list[str]
 ) -> list[dict[str, Any]]:
     """Return one row per merge at the horizon: from sweep.json, or from the last previews if it cannot be used."""
-    path, rows = run.path / "sweep.json", None
-    if path.exists():
-        sweep = json.loads(path.read_text())
+    sweep, rows = read_sweep(run), None
+    if sweep is not None:
         if sweep["tokens"] != tokens:
             notes.append(
                 f"sweep.json is from {sweep['tokens']:,} tokens, the run has {tokens:,}: run `pma sweep` again"

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from etils import epath
 
@@ -32,13 +32,71 @@ from pma_jax.runs.states import STATES, SavedState, read_state, state_retention_
 from pma_jax.runs.steps import StepWriter
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
-from pma_jax.storage.json_files import read_json_object
+from pma_jax.storage.json_files import read_json, read_json_lines
+from pma_jax.storage.json_schema import Count, Loss, check_schema
 from pma_jax.storage.paths import absolute_path, as_path
 
 # Folder of steps -> (function that reads the metadata of a step, retention rule: `StepWriter` describes it).
 STEP_FOLDERS: dict[str, tuple[Callable[[epath.Path], Any], Callable[[Config, Sequence[int]], list[bool]]]] = {
     **{kind.folder: (read_snapshot, snapshot_retention_mask) for kind in SNAPSHOT_KINDS.values()},
     STATES: (read_state, state_retention_mask),
+}
+
+
+class ForkOrigin(TypedDict):
+    """The training state that a fork starts from."""
+
+    path: str
+    tokens: Count
+    step: Count
+    weights: NotRequired[str]
+
+
+class RunMetadata(TypedDict):
+    """Contents of run.json."""
+
+    corpus: NotRequired[str]
+    evaluation: NotRequired[Any]
+    versions: NotRequired[dict[str, str]]
+    forked_from: NotRequired[ForkOrigin | None]
+
+
+class MetricRecord(TypedDict):
+    """One line of metrics.jsonl or watch.jsonl: the fields of every kind of record."""
+
+    kind: str
+    tokens: Count
+    step: NotRequired[Count]
+
+
+class _LossRecord(MetricRecord):
+    loss: Loss
+
+
+class _PreviewRecord(_LossRecord):
+    recipe: str
+
+
+class _SpikeRecord(MetricRecord):
+    onset_tokens: Count
+    verdict: str
+    loss: Loss | None
+    peak_loss: Loss | None
+    median_loss: Loss | None
+    spread_nats: Loss | None
+
+
+class _RecoveryRecord(MetricRecord):
+    number: Count
+
+
+# Kinds that are not listed are accepted with the fields of `MetricRecord`.
+_RECORD_TYPES = {
+    **{kind.record_kind: _LossRecord for kind in SNAPSHOT_KINDS.values()},
+    "train": _LossRecord,
+    "preview": _PreviewRecord,
+    "spike": _SpikeRecord,
+    "recovery": _RecoveryRecord,
 }
 
 
@@ -80,7 +138,7 @@ class Run:
         resuming from it would lose these snapshots. If no state has all its snapshots, the user has removed snapshots,
         and all states are returned.
         """
-        fork_tokens = self.metadata.get("forked_from", {"tokens": 0})["tokens"]
+        fork_tokens = (self.metadata.get("forked_from") or {"tokens": 0})["tokens"]
         newest_complete_tokens = min(self._newest_tokens(kind) for kind in self.config.checkpoint.kinds)
 
         def has_its_snapshots(state: SavedState) -> bool:
@@ -93,7 +151,7 @@ class Run:
     @property
     def metadata(self) -> dict[str, Any]:
         """Contents of run.json: the corpus digest, versions, and the origin of a fork."""
-        return read_json_object(as_path(self.path / "run.json"))
+        return read_json(as_path(self.path / "run.json"), RunMetadata)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -158,11 +216,8 @@ def open_run(path: epath.PathLike) -> Run:
         raise UserError(
             f"{path} is not a run directory (run.json and config.json): specify the --workdir of a `pma train`"
         )
-    raw = read_json_object(as_path(folder / "config.json"))
-    try:
-        return Run(folder, configuration.resolve(raw))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    raw = read_json(as_path(folder / "config.json"), dict[str, dict[str, Any]])
+    return Run(folder, configuration.resolve_stored(raw, folder / "config.json"))
 
 
 def create_run(path: epath.PathLike, config: Config, metadata: dict[str, Any]) -> Run:
@@ -201,16 +256,12 @@ def read_metric_records(path: epath.Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line)
-            if type(record["tokens"]) is not int or not isinstance(record["kind"], str):
-                raise TypeError("a record has kind and tokens")
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: line {number} is corrupt: remove that line ({error})") from error
-        records.append(record)
-    return records
+    return list(read_json_lines(as_path(path), _check_record))
+
+
+def _check_record(record: Any) -> None:
+    kind = record.get("kind") if isinstance(record, dict) else None
+    check_schema(record, _RECORD_TYPES.get(kind, MetricRecord) if isinstance(kind, str) else MetricRecord, "record")
 
 
 def record_lines(records: Iterable[dict[str, Any]]) -> str:

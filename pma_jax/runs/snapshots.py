@@ -44,7 +44,7 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     if not is_snapshot(folder):
         raise UserError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
     metadata = steps.read_metadata(folder, ("step", "tokens", "loss", "config", "kind"))
-    config = configuration.resolve(metadata["config"])
+    config = configuration.resolve_stored(metadata["config"], folder / steps.METADATA_FILE)
     merge = _read_merge(folder)
     return Snapshot(folder, metadata["step"], metadata["tokens"], metadata["loss"], config, merge, metadata["kind"])
 

@@ -14,18 +14,37 @@ incomplete step that still has its marker.
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax.config.errors import UserError, error_line
 from pma_jax.storage.digests import add_metadata_digest, check_metadata_digest
+from pma_jax.storage.json_files import read_json
+from pma_jax.storage.json_schema import Count, Loss
+from pma_jax.storage.paths import as_path
 
 COMMIT_MARKER = "commit_success.txt"
 METADATA_FILE = "_CHECKPOINT_METADATA"
+
+
+class _Metadata(TypedDict):
+    """Metadata of a snapshot or of a state; `read_metadata` requires the fields that its caller names."""
+
+    step: NotRequired[Count]
+    tokens: NotRequired[Count]
+    position: NotRequired[Count]
+    loss: NotRequired[Loss | None]
+    kind: NotRequired[Literal["point", "block_mean"]]
+    config: NotRequired[dict[str, dict[str, Any]]]
+    checksum: NotRequired[str]
+    leaves: NotRequired[dict[str, str]]
+
+
+class _MetadataFile(TypedDict):
+    custom_metadata: _Metadata
 
 
 def numbered(folder: epath.Path) -> list[epath.Path]:
@@ -52,12 +71,12 @@ def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
     """
     file = path / METADATA_FILE
     try:
-        metadata = json.loads(file.read_text())["custom_metadata"]
+        metadata = read_json(as_path(file), _MetadataFile, allow_nan=True)["custom_metadata"]
     except FileNotFoundError as error:
         raise UserError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is corrupt: {type(error).__name__}: {error}") from error
-    missing = [key for key in keys if key not in metadata] if isinstance(metadata, dict) else ["custom_metadata"]
+    except UserError as error:
+        raise UserError(f"{path} is corrupt: {error}") from error
+    missing = [key for key in keys if key not in metadata]
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}: it is corrupt, or not from this version of pma_jax")
     check_metadata_digest(metadata, file)

@@ -5,13 +5,15 @@ so that a merge starts quickly. Objects are written atomically and cannot be cha
 prefixes of names.
 """
 
+import errno
 import functools
 import glob
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 from pma_jax.config.errors import UserError
 
@@ -62,6 +64,76 @@ def check_supported(path: str | os.PathLike[str]) -> None:
         from google.cloud import storage  # noqa: F401  # pyrefly: ignore[missing-import]
     except ImportError as error:
         raise UserError(f"{text}: buckets need additional libraries: pip install 'pma-jax[gcs]' ({error})") from None
+
+
+def open_regular_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
+    """Open a regular file, or an object in a bucket, for reading.
+
+    A named pipe, a device or a socket is refused, because reading it could wait or go on forever.
+
+    Args:
+        path: The file.
+        max_bytes: Its largest size; None: any.
+
+    Raises:
+        OSError: The file cannot be opened, such as FileNotFoundError.
+        UserError: `path` is not a regular file, or larger than `max_bytes`.
+    """
+    if is_bucket(path):
+        _check_size(path, path.stat().st_size, max_bytes)
+        return path.open("rb")
+    descriptor = open_descriptor(path, os.O_RDONLY)
+    try:
+        _check_size(path, os.fstat(descriptor).st_size, max_bytes)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular local file with `os.open`, and return its descriptor; otherwise as `open_regular_file`."""
+    try:
+        # Without O_NONBLOCK, opening a named pipe waits for its other end. It has no effect on regular files.
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV):
+            raise UserError(f"{path}: is {_kind(Path(path).stat().st_mode)}, not a regular file") from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise UserError(f"{path}: is {_kind(mode)}, not a regular file")
+    return descriptor
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Read a regular file, or an object in a bucket, of at most `max_bytes`.
+
+    Raises:
+        OSError: The file cannot be opened or read, such as FileNotFoundError.
+        UserError: `path` is not a regular file, or larger than `max_bytes`.
+    """
+    with open_regular_file(path, max_bytes) as file:
+        data = file.read(max_bytes + 1)
+    _check_size(path, len(data), max_bytes)  # files of /proc have the size 0, and a file may grow
+    return data
+
+
+def _check_size(path: Path, size: int, max_bytes: int | None) -> None:
+    if max_bytes is not None and size > max_bytes:
+        raise UserError(f"{path}: {size:,} bytes is more than the limit of {max_bytes:,} for such a file")
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a special file")
 
 
 def file_system(address: str) -> tuple[Any, str]:

@@ -17,7 +17,7 @@ spike was declared irrecoverable.
 import dataclasses
 import functools
 import json
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,9 @@ from pma_jax.runs.snapshots import Snapshot, read_snapshot
 from pma_jax.runs.states import STATES, Progress
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
+from pma_jax.storage.json_files import read_json
+from pma_jax.storage.json_schema import Count, Loss
+from pma_jax.storage.paths import as_path
 from pma_jax.training import spikes
 from pma_jax.training.fork import state_at
 from pma_jax.training.metrics import Record
@@ -40,7 +43,43 @@ from pma_jax.training.optimizer import init_opt_state
 from pma_jax.training.state import TrainState, abstract_state, replace_params
 
 FOLDER, EVENT, HELD = "spikes", "event.json", "held"
-Event = dict[str, Any]  # the contents of an event.json
+Event = dict[str, Any]  # the contents of an event.json, as EventSchema describes them
+
+
+class _SpikeSchema(TypedDict):
+    tokens: Count
+    step: Count
+    onset_tokens: Count
+    verdict: str
+    loss: Loss | None
+    peak_loss: Loss | None
+    median_loss: Loss | None
+    spread_nats: Loss | None
+
+
+class _MergedSchema(TypedDict):
+    path: str
+    step: Count
+    tokens: Count
+
+
+class EventSchema(TypedDict):
+    """Contents of event.json."""
+
+    number: Count
+    attempt: Count
+    spike: _SpikeSchema
+    recipe: str
+    merged: list[_MergedSchema]
+    coefficients: list[float]
+    tokens: Count
+    step: Count
+    position_there: Count
+    position: Count
+    optimizer: Literal["reset", "keep", "restore"]
+    optimizer_step: NotRequired[Count | None]
+    aside: dict[str, list[Count]]
+    done: bool
 
 
 def check_recipe(config: Config) -> None:
@@ -52,7 +91,7 @@ def check_recipe(config: Config) -> None:
 def events(run: Run) -> list[Event]:
     """Read the events of the run's rollbacks, oldest first; the newest may be unfinished."""
     paths = [folder / EVENT for folder in steps.numbered(run.path / FOLDER)]
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+    return [read_json(as_path(path), EventSchema) for path in paths if path.exists()]
 
 
 def is_pending(run: Run) -> bool:

@@ -133,7 +133,7 @@ def test_invalid_call_exits_with_status_2(pma, arguments):
         ("data.source=web", "packaged, files, hub"),
         ("data.files=nowhere/*.txt", "nowhere/*.txt"),
         ("mesh.data=3", "needs 3 devices"),
-        ("mesh.cpu_devices=-1", "0 or more"),
+        ("mesh.cpu_devices=-1", "from 0 to 1,024"),
         ("training.accumulation_steps=2", "data x fsdp x expert splits it in 8"),
     ],
 )

@@ -19,7 +19,8 @@ def spike(onset, tokens, verdict, loss=3.0):
 def event(number, lost, tokens, **changes):
     keys = {"number": number, "attempt": number, "spike": lost, "recipe": "sma", "tokens": tokens, "optimizer": "reset"}
     merged = [{"path": f"snapshots/{i}", "step": i, "tokens": tokens - i} for i in (3, 2, 1)]
-    return keys | {"merged": merged, "position": 100, "position_there": 80, "done": True} | changes
+    keys |= {"merged": merged, "coefficients": [1 / 3] * 3, "step": 3, "aside": {}, "done": True}
+    return keys | {"position": 100, "position_there": 80} | changes
 
 
 @pytest.fixture

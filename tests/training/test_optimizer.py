@@ -211,7 +211,7 @@ def test_rollback_cannot_keep_the_iterates_of_schedule_free(workspace):
     ("keys", "why"),
     [
         ({"optimizer__name": "sgd"}, "adamw, schedule_free_adamw"),
-        ({"optimizer__ema_half_life_tokens": -1}, "0 or more"),
+        ({"optimizer__ema_half_life_tokens": -1}, "from 0 to"),
         (SCHEDULE_FREE | EMA, "choose one"),
         (SCHEDULE_FREE | {"optimizer__b1": 0.0}, "between 0 and 1"),
         (SCHEDULE_FREE | {"model__experts": 4}, "router_bias=false"),

@@ -1,0 +1,47 @@
+"""Ranges of numbers, as metadata of type annotations: `Annotated[int, Range(1)]`.
+
+Both the keys of a configuration and the fields of the JSON files of a run are annotated with them.
+"""
+
+import dataclasses
+import math
+
+NON_EMPTY = "not empty"  # metadata of a text that must not be empty
+MAX_INTEGER = 2**63 - 1  # the largest int64; larger counts of tokens, steps or bytes do not exist
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers from `low` to `high`. A NaN is in no range, an infinity only in one with an infinite end.
+
+    Attributes:
+        low: Smallest number.
+        high: Largest number.
+        excludes_low: Whether `low` itself is excluded.
+        excludes_high: Whether `high` itself is excluded.
+    """
+
+    low: float = -math.inf
+    high: float = MAX_INTEGER
+    excludes_low: bool = False
+    excludes_high: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        above = number > self.low if self.excludes_low else number >= self.low
+        return above and (number < self.high if self.excludes_high else number <= self.high)
+
+    def __str__(self) -> str:
+        """Format the range for a message: "above 0 and below 1", "from 1 to 4,096"."""
+        if not self.excludes_low and not self.excludes_high:
+            return f"from {_format(self.low)} to {_format(self.high)}"
+        low = f"above {_format(self.low)}" if self.excludes_low else f"{_format(self.low)} or more"
+        high = f"below {_format(self.high)}" if self.excludes_high else f"at most {_format(self.high)}"
+        return f"{low} and {high}"
+
+
+def _format(number: float) -> str:
+    if isinstance(number, int) and abs(number) < 10**7:
+        return f"{number:,}"
+    if number == MAX_INTEGER:
+        return "2^63 - 1"
+    return f"{number:g}".replace("e+", "e")
