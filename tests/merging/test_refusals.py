@@ -100,6 +100,7 @@ def test_adapter_configuration_is_refused(tmp_path):
     "leaves",
     [
         CODES["fp8"],  # plain float8 numbers
+        {"norm.scale": F32.astype(np.float64), "norm.kernel": F32.astype(np.float64), "k_scale": F32},
         {"norm.scale": F32, "norm.count": np.array(3, np.int32), "logit_scale": F32},
         {"attn.relative_position_index": F32.astype(np.int64), "attn.logit_scale": F32},
         {"attn.bias": F32.astype(np.uint8), "attn.masked_bias": F32},

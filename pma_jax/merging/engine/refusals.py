@@ -15,7 +15,7 @@ from pma_jax.storage.json_files import read_json_object
 # Keys of config.json (or of the configuration of a part of the model in it) that describe how weights are stored.
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-_CODE_DTYPES = ("float8", "float6", "float4", "int8", "uint8")
+_CODE_DTYPES = ("float8_", "float6_", "float4_", "int8", "uint8")
 # Also used for codes, several of which are packed into one number, but only as matrices.
 _PACKED_CODE_DTYPES = frozenset({"int32", "uint32", "int16"})
 # Words in the name of a leaf that scales codes.
