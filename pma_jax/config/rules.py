@@ -195,12 +195,9 @@ def _validate_spikes(config: Config) -> None:
             f"spikes.window_tokens ({spikes.window_tokens}) is less than {MIN_SPIKE_WINDOW_STEPS} steps of "
             f"{config.batch_tokens} tokens: raise it"
         )
-    # A spike is declared irrecoverable about `patience_tokens` after it begins. The snapshots from before it, which a
-    # rollback merges, must still exist then.
-    snapshots_during_patience = spikes.patience_tokens // checkpoint.interval_tokens + 1
-    needed = snapshots_during_patience + spikes.snapshots + max(spikes.attempts - 1, 0)
+    needed = config.snapshots_to_roll_back
     kept = checkpoint.keep_windows * checkpoint.window
-    if spikes.attempts and 0 < kept < needed:
+    if 0 < kept < needed:
         raise UserError(
             f"checkpoint.keep_windows * checkpoint.window keeps {kept} snapshots, but a rollback needs {needed} "
             "(spikes.snapshots, one per retry, those saved during spikes.patience_tokens): raise keep_windows"

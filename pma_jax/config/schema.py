@@ -207,7 +207,9 @@ class CheckpointConfig:
     # Snapshots per merge: the unit of `keep_windows`, the merge in the output of `pma plan`, and the window of
     # `pma watch` if `preview.windows` is empty.
     window: Number = 10
-    keep_windows: NumberOrNone = 0  # keep the newest `keep_windows` * `window` snapshots; 0: keep all
+    # Keep the newest `keep_windows` * `window` snapshots, and until the end of the run those that the previews of a
+    # resumed run need; 0: keep all.
+    keep_windows: NumberOrNone = 0
     # Also keep snapshots at multiples of this number of tokens permanently; 0: none.
     archive_interval_tokens: TokenCount = 0
     state_interval_tokens: PositiveTokens = 1_000_000  # tokens between training states
@@ -329,6 +331,34 @@ class Config:
         Snapshots are saved at the marks of `checkpoint.interval_tokens` and at the end of the run.
         """
         return self.is_mark(tokens, self.checkpoint.interval_tokens) or self.is_run_complete(tokens)
+
+    def snapshot_number(self, tokens: int) -> int:
+        """Return the number of the snapshot saved at `tokens`: the first mark has 1, and each later snapshot one more.
+
+        Snapshots of a run whose numbers are not consecutive have another one between them, which is missing.
+        """
+        marks = tokens // self.checkpoint.interval_tokens
+        return marks + (not self.is_mark(tokens, self.checkpoint.interval_tokens))  # the horizon may lie between marks
+
+    @property
+    def snapshots_to_resume(self) -> int:
+        """Number of snapshots up to a training state that a run needs in order to resume from that state exactly.
+
+        Previews merge the newest ones, and a rollback those from before the spike.
+        """
+        return max([self.snapshots_to_roll_back, *self.preview.windows])
+
+    @property
+    def snapshots_to_roll_back(self) -> int:
+        """Number of newest snapshots that a rollback may need; 0 without rollbacks.
+
+        A spike is declared irrecoverable about `spikes.patience_tokens` after it begins. The snapshots from before it
+        must exist then: `spikes.snapshots`, and one more for each retry.
+        """
+        if not self.spikes.attempts:
+            return 0
+        during_patience = self.spikes.patience_tokens // self.checkpoint.interval_tokens + 1
+        return during_patience + self.spikes.snapshots + self.spikes.attempts - 1
 
     def is_block_mean_step(self, tokens: int) -> bool:
         """Return whether the parameters after the step that ends at `tokens` are added to the block mean.

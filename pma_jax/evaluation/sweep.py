@@ -63,29 +63,46 @@ class Cell:
         suffix = f"@{self.interval}" if self.interval > 1 else ""
         return f"{SNAPSHOT_KINDS[self.kind].label_prefix}{self.recipe}:{self.window}{suffix}"
 
-    @property
-    def span(self) -> int:
-        """Number of snapshots from the oldest to the newest that is merged, including those that the interval skips."""
-        return (self.window - 1) * self.interval + 1
+    def describe_missing(self, config: Config, tokens_K: Sequence[int]) -> str:
+        """Return which snapshot the merge needs and does not find, as one line; empty if it finds all.
 
-    def coefficients(self, tokens_K: np.ndarray) -> np.ndarray:
+        Args:
+            config: The run's configuration.
+            tokens_K: [K], token count of each snapshot, oldest first.
+        """
+        numbers = [config.snapshot_number(tokens) for tokens in tokens_K]
+        missing = self._snapshot_numbers(numbers[-1]) - set(numbers) if numbers else {0}
+        if not missing:
+            return ""
+        before = [tokens for tokens, number in zip(tokens_K, numbers, strict=True) if number < max(missing)]
+        if not before:
+            return f"there are {len(tokens_K)} snapshots, and the merge needs {(self.window - 1) * self.interval + 1}"
+        return f"the merge needs a snapshot that is missing after {before[-1]:,} tokens"
+
+    def coefficients(self, config: Config, tokens_K: Sequence[int]) -> np.ndarray:
         """Return the coefficient of each snapshot in the merge.
 
         Args:
+            config: The run's configuration, which determines when snapshots are saved.
             tokens_K: [K], token count of each snapshot, oldest first.
 
         Returns:
             float64 [K], sums to 1; 0 for snapshots that are not merged.
 
         Raises:
-            UserError: There are too few snapshots, or the recipe rejects them.
+            UserError: A snapshot that the merge needs is missing, or the recipe rejects the snapshots.
         """
+        if problem := self.describe_missing(config, tokens_K):
+            raise UserError(problem)
+        numbers = [config.snapshot_number(tokens) for tokens in tokens_K]
+        is_used_K = np.isin(numbers, list(self._snapshot_numbers(numbers[-1])))
         coefficients_K = np.zeros(len(tokens_K))
-        if len(tokens_K) < self.span:
-            raise UserError(f"there are {len(tokens_K)} snapshots, and the merge needs {self.span}")
-        used = slice(len(tokens_K) - self.span, None, self.interval)
-        coefficients_K[used] = recipes.coefficients(self.recipe, tokens_K[used])
+        coefficients_K[is_used_K] = recipes.coefficients(self.recipe, np.asarray(tokens_K)[is_used_K])
         return coefficients_K
+
+    def _snapshot_numbers(self, newest: int) -> set[int]:
+        """Return the numbers (`Config.snapshot_number`) of the merged snapshots, of which `newest` is the last."""
+        return {newest - i * self.interval for i in range(self.window)}
 
 
 RAW = Cell("sma", 1)  # the newest point snapshot (the parameters after one step) without merging: the baseline
@@ -129,12 +146,12 @@ def sweep(
         raise UserError(
             f"{run.path} has no snapshots of kind {kind}: it saves {', '.join(run.config.checkpoint.kinds)}"
         )
-    tokens_K = np.array([s.tokens for s in snapshots])
+    tokens_K = [s.tokens for s in snapshots]
     grid = dict.fromkeys(Cell(r, n, i, kind) for r, n, i in itertools.product(recipe_texts, windows, intervals))
     left_out: dict[str, str] = {}
     for cell in grid:
         try:
-            cell.coefficients(tokens_K)
+            cell.coefficients(run.config, tokens_K)
         except ValueError as error:
             left_out[cell.text] = str(error)
     if len(left_out) == len(grid):
@@ -172,7 +189,7 @@ def evaluate_cells(
     for row_K, (cell, scheduled_tokens) in zip(coefficients_RxK, cells_and_tokens, strict=True):
         used = snapshots_through(snapshots[cell.kind], scheduled_tokens, config.batch_tokens)
         start = all_snapshots.index(used[0])
-        row_K[start : start + len(used)] = cell.coefficients(np.array([s.tokens for s in used]))
+        row_K[start : start + len(used)] = cell.coefficients(config, [s.tokens for s in used])
     return evaluate_merges(config, all_snapshots, coefficients_RxK)
 
 

@@ -66,13 +66,13 @@ def evaluate_along_run(
     if missing:
         kinds = dict.fromkeys(cell.kind for cell, _ in missing.values())
         snapshots = {kind: run.of_kind(kind) for kind in kinds}
-        evaluable = {
-            cache_key: (cell, end)
-            for cache_key, (cell, end) in missing.items()
-            if len(snapshots_through(snapshots[cell.kind], end, config.batch_tokens)) >= cell.span
-        }
+        evaluable = {}
+        for cache_key, (cell, end) in missing.items():
+            used = snapshots_through(snapshots[cell.kind], end, config.batch_tokens)
+            if not cell.describe_missing(config, [s.tokens for s in used]):
+                evaluable[cache_key] = cell, end
         losses = evaluate_cells(config, snapshots, list(evaluable.values())).losses if evaluable else []
-        # None (null in the file) for the pairs that have too few snapshots.
+        # None (null in the file) for the pairs that lack snapshots.
         computed = dict.fromkeys(missing) | dict(zip(evaluable, losses, strict=True))
         cached = cached | computed
         if hosts.is_first_process():

@@ -5,6 +5,7 @@ the file when it resumes). The records of both files have the same format, and `
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import time
@@ -148,7 +149,8 @@ class _SnapshotBuffer:
     """The parameters of the newest snapshots, in host memory."""
 
     def __init__(self, config: Config, size: int):
-        self.window, self.mesh = Window(size), make_mesh(config.mesh)
+        self.window = Window(size, functools.partial(snapshots.are_consecutive, config))
+        self.mesh = make_mesh(config.mesh)
         self._config = config
         self._abstract = abstract_params(config.model, self.mesh)
 
@@ -158,13 +160,9 @@ class _SnapshotBuffer:
         Counts snapshots in the buffer (whose files may be gone) and candidates, up to the size of the buffer.
         """
         tokens = sorted({*self.window.tokens, *(s.tokens for s in candidates)})[-self.window.size :]
-        count = 1
-        for newer, older in itertools.pairwise(reversed(tokens)):
-            step_ends_between = range(newer - self._config.batch_tokens, older, -self._config.batch_tokens)
-            if any(map(self._config.is_snapshot_due, step_ends_between)):
-                break
-            count += 1
-        return count
+        pairs = zip(tokens[-2::-1], tokens[:0:-1], strict=True)  # (older, newer), from the newest pair
+        is_next = (snapshots.are_consecutive(self._config, older, newer) for older, newer in pairs)
+        return 1 + sum(1 for _ in itertools.takewhile(bool, is_next))
 
     def load_newer(self, snapshots: Sequence[Snapshot]) -> tuple[Snapshot, ValueError] | None:
         """Restore the snapshots newer than those in the buffer; return the first that fails, with its error."""

@@ -1,7 +1,7 @@
 """Previews: merges of a run's newest snapshots, from copies of them in host memory."""
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +11,15 @@ from pma_jax.merging.recipes import coefficients
 
 
 class Window:
-    """A buffer of the newest `size` snapshots: their parameters in host memory, with their shardings."""
+    """A buffer of the newest `size` consecutive snapshots: their parameters in host memory, with their shardings.
 
-    def __init__(self, size: int):
-        self.size = size
+    Args:
+        size: Number of snapshots.
+        are_consecutive: Function of the tokens of two snapshots, the older first: whether the run saves none between.
+    """
+
+    def __init__(self, size: int, are_consecutive: Callable[[int, int], bool]):
+        self.size, self._are_consecutive = size, are_consecutive
         self._newest: collections.deque[tuple[int, Any]] = collections.deque(maxlen=size)
 
     @property
@@ -23,7 +28,13 @@ class Window:
         return [tokens for tokens, _ in self._newest]
 
     def add(self, tokens: int, params: Any) -> None:
-        """Copy `params` (arrays on devices) to host memory; they may be donated afterwards."""
+        """Copy `params` (arrays on devices) to host memory; they may be donated afterwards.
+
+        If a snapshot is missing between the newest one and this one, the window starts again with this one, because a
+        merge with a gap would be another merge than its name says.
+        """
+        if self._newest and not self._are_consecutive(self._newest[-1][0], tokens):
+            self._newest.clear()
         if self.size:
             self._newest.append((tokens, _to_memory_kind(params, "pinned_host")))
 

@@ -4,9 +4,9 @@ import math
 
 import jax
 
-from pma_jax.config import Config
-from pma_jax.runs.snapshots import snapshot_retention_mask
-from pma_jax.runs.states import state_retention_mask
+from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.runs import retention
+from pma_jax.runs.states import STATES
 from pma_jax.training.state import TrainState
 
 
@@ -37,13 +37,17 @@ def estimate_storage_bytes(config: Config, state: TrainState) -> dict[str, objec
     end_tokens = range(config.batch_tokens, config.training.total_tokens + config.batch_tokens, config.batch_tokens)
     snapshot_tokens = [tokens for tokens in end_tokens if config.is_snapshot_due(tokens)]
     state_tokens = [tokens for tokens in end_tokens if config.is_state_due(tokens)]
-    snapshots_kept = sum(snapshot_retention_mask(config, snapshot_tokens))
-    states_kept = sum(state_retention_mask(config, state_tokens))
-    snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)
+    kept = [
+        len(retention.tokens_to_keep(config, folder, published, end_tokens[-1], []))
+        for folder, published in ((SNAPSHOT_KINDS[checkpoint.kinds[0]].folder, snapshot_tokens), (STATES, state_tokens))
+    ]
     # A snapshot or state is removed only after the next one is complete, so the peak has one more of each.
-    save_bytes = len(checkpoint.kinds) * snapshot_bytes
-    peak_extra = save_bytes * (snapshots_kept < len(snapshot_tokens)) + state_bytes * (states_kept < len(state_tokens))
-    at_end = save_bytes * snapshots_kept + state_bytes * states_kept
+    most = [
+        min(retention.peak_snapshots(config, snapshot_tokens, state_tokens) + 1, len(snapshot_tokens)),
+        min(kept[1] + 1, len(state_tokens)),
+    ]
+    snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)
+    sizes = [len(checkpoint.kinds) * snapshot_bytes, state_bytes]
     return {
         "snapshot_bytes": snapshot_bytes,
         "state_bytes": state_bytes,
@@ -52,11 +56,11 @@ def estimate_storage_bytes(config: Config, state: TrainState) -> dict[str, objec
         "window": checkpoint.window,
         "window_bytes": checkpoint.window * snapshot_bytes,
         "snapshots_saved_of_each_kind": len(snapshot_tokens),
-        "snapshots_kept_of_each_kind": snapshots_kept,
+        "snapshots_kept_of_each_kind": kept[0],
         "states_saved": len(state_tokens),
-        "states_kept": states_kept,
-        "bytes_at_the_end": at_end,
-        "bytes_at_most": at_end + peak_extra,
+        "states_kept": kept[1],
+        "bytes_at_the_end": sum(n * size for n, size in zip(kept, sizes, strict=True)),
+        "bytes_at_most": sum(n * size for n, size in zip(most, sizes, strict=True)),
         # Memory of a device, not disk: the running mean of the parameters over the current block.
         "block_mean_bytes_per_device": 0 if state.block is None else bytes_per_device(state.block),
     }

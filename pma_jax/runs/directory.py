@@ -16,9 +16,8 @@ snapshot and state contains the digests of its arrays, which are checked on ever
 """
 
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NotRequired, TypedDict
 
 from etils import epath
@@ -27,19 +26,18 @@ from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.config.errors import UserError
 from pma_jax.runs import steps
-from pma_jax.runs.snapshots import Snapshot, read_snapshot, snapshot_retention_mask
-from pma_jax.runs.states import STATES, SavedState, read_state, state_retention_mask
+from pma_jax.runs.snapshots import Snapshot, read_snapshot
+from pma_jax.runs.states import STATES, SavedState, read_state
 from pma_jax.runs.steps import StepWriter
-from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json, read_json_lines
 from pma_jax.storage.json_schema import Count, Loss, check_schema
 from pma_jax.storage.paths import absolute_path, as_path
 
-# Folder of steps -> (function that reads the metadata of a step, retention rule: `StepWriter` describes it).
-STEP_FOLDERS: dict[str, tuple[Callable[[epath.Path], Any], Callable[[Config, Sequence[int]], list[bool]]]] = {
-    **{kind.folder: (read_snapshot, snapshot_retention_mask) for kind in SNAPSHOT_KINDS.values()},
-    STATES: (read_state, state_retention_mask),
+# Folder of steps -> function that reads the metadata of a step.
+STEP_FOLDERS: dict[str, Callable[[epath.Path], Any]] = {
+    **{kind.folder: read_snapshot for kind in SNAPSHOT_KINDS.values()},
+    STATES: read_state,
 }
 
 
@@ -163,11 +161,8 @@ class Run:
         return [*read_metric_records(self.path / "metrics.jsonl"), *read_metric_records(self.path / "watch.jsonl")]
 
     def writer(self, folder: str) -> StepWriter:
-        """Open one of STEP_FOLDERS for writing, with the configured retention."""
-        _, retention = STEP_FOLDERS[folder]
-        return StepWriter(
-            self.path / folder, functools.partial(retention, self.config), removes_steps=hosts.is_first_process()
-        )
+        """Open one of STEP_FOLDERS for writing."""
+        return StepWriter(self.path / folder)
 
     def read_steps(self, folder: str, skip_corrupt: bool = False) -> list[Any]:
         """List the published steps in one of STEP_FOLDERS, sorted by tokens.
@@ -175,11 +170,10 @@ class Run:
         Raises:
             UserError: The metadata of a step are corrupt, and `skip_corrupt` is False.
         """
-        read, _ = STEP_FOLDERS[folder]
         entries = []
         for path in steps.published_steps(self.path / folder):
             try:
-                entries.append(self._read_cached(path, read))
+                entries.append(self._read_cached(path, STEP_FOLDERS[folder]))
             except ValueError:
                 if not skip_corrupt:
                     raise

@@ -49,24 +49,26 @@ def read_snapshot(path: epath.PathLike) -> Snapshot:
     return Snapshot(folder, metadata["step"], metadata["tokens"], metadata["loss"], config, merge, metadata["kind"])
 
 
-def snapshot_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]:
-    """Decide which snapshots to keep: the newest `keep_windows` windows, and one per `archive_interval_tokens`.
+def newest_consecutive(config: Config, snapshots: Sequence[Snapshot], count: int) -> list[Snapshot]:
+    """Return up to `count` of the newest of a run's snapshots, oldest first, up to the first gap.
 
-    Args:
-        config: The run's configuration.
-        tokens: Token count of each snapshot, ascending.
-
-    Returns:
-        Whether each snapshot is kept.
+    There is a gap where a snapshot that the run saved is missing, because it was removed or set aside.
     """
-    checkpoint = config.checkpoint
-    newest = checkpoint.keep_windows * checkpoint.window if checkpoint.keep_windows else len(tokens)
-    archive = checkpoint.archive_interval_tokens
-    return [i >= len(tokens) - newest or bool(archive and config.is_mark(at, archive)) for i, at in enumerate(tokens)]
+    newest = list(snapshots[-1:])
+    for snapshot in snapshots[-2::-1]:
+        if len(newest) == count or not are_consecutive(config, snapshot.tokens, newest[0].tokens):
+            break
+        newest.insert(0, snapshot)
+    return newest
+
+
+def are_consecutive(config: Config, older_tokens: int, newer_tokens: int) -> bool:
+    """Return whether the run saves no snapshot between these two, given by their tokens."""
+    return config.snapshot_number(newer_tokens) == config.snapshot_number(older_tokens) + 1
 
 
 def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
-    """Save `params` with the metadata of `snapshot` asynchronously. Do nothing if the step is already saved.
+    """Save `params` with the metadata of `snapshot` asynchronously. Do nothing if an equal one is already saved.
 
     `params` can be donated after this function returns.
 

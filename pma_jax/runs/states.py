@@ -1,7 +1,6 @@
 """Save, read, copy and restore full training states, which resuming and forking need."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -61,26 +60,8 @@ def read_state(path: epath.Path) -> SavedState:
     return SavedState(path, Progress(*(metadata[key] for key in keys)))
 
 
-def state_retention_mask(config: Config, tokens: Sequence[int]) -> list[bool]:
-    """Decide which states to keep: the newest `keep_states`, and those listed in `keep_states_at_tokens`.
-
-    A state saved on preemption, between the regular saves, does not count towards `keep_states` and is kept only while
-    it is the newest. An interrupted run therefore keeps the same states as an uninterrupted one.
-
-    Args:
-        config: The run's configuration.
-        tokens: Token count of each state, ascending.
-
-    Returns:
-        Whether each state is kept.
-    """
-    regular = [count for count in tokens if config.is_state_due(count)]
-    newest = {*regular[-config.checkpoint.keep_states :], *tokens[-1:]}
-    return [count in newest or config.is_permanent_state(count) for count in tokens]
-
-
 def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
-    """Save a training state asynchronously. Do nothing if the step is already saved.
+    """Save a training state asynchronously. Do nothing if an equal state of the step is already saved.
 
     The arrays may be donated when this function returns. Fields of `state` (a dataclass with `params`) whose default is
     None are optional. Each is stored as a separate item, so that a fork can leave it out, or add one that the parent

@@ -9,22 +9,32 @@ writes to the final folder and adds the marker last. `remove` deletes the marker
 therefore incomplete: it was left by a process that was killed while it saved or removed the step. Such folders are
 ignored by readers and removed when a run starts. A step with the marker is published.
 
+Orbax does not flush all that it writes to the disk. A power failure could therefore leave a step with its marker but
+without some of its contents, which fails its digests. `StepWriter` flushes a step before it counts it as published:
+only then are older steps removed, and states saved that rely on it.
+
 Orbax's own deletion (its preservation policies) removes files in any order. If interrupted, it could leave an
 incomplete step that still has its marker.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from pma_jax.config.errors import UserError, error_line
+from pma_jax.runtime import hosts
+from pma_jax.storage import atomic
 from pma_jax.storage.digests import add_metadata_digest, check_metadata_digest
 from pma_jax.storage.json_files import read_json
 from pma_jax.storage.json_schema import Count, Loss
-from pma_jax.storage.paths import as_path
+from pma_jax.storage.paths import as_path, is_bucket
 
 COMMIT_MARKER = "commit_success.txt"
 METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -84,8 +94,10 @@ def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def remove(path: epath.Path) -> None:
-    """Remove a step, its marker first, so that a partially removed step never counts as a step."""
+    """Remove a step, its marker first and durably, so that a partially removed step never counts as a step."""
     (path / COMMIT_MARKER).unlink(missing_ok=True)
+    if not is_bucket(path):
+        atomic.fsync_path(path)
     path.rmtree()
 
 
@@ -120,27 +132,43 @@ def report_write_errors(path: epath.PathLike) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {reason} (checkpoints that exist are not affected)") from error
 
 
+@dataclasses.dataclass(frozen=True)
+class PendingStep:
+    """A step that is being written in the background."""
+
+    step: int
+    tokens: int
+    thread: threading.Thread  # ends when the step is published, and on a disk durable, or could not be written
+    errors: list[Exception]  # the thread adds the error if the step could not be written
+
+
 class StepWriter:
     """A context manager that writes steps into a folder, one at a time, in the background.
 
-    Args:
-        folder: Folder of steps.
-        retention: Function from the token counts of all steps, ascending, to one bool per step: whether to keep that
-            step. `save` and `finish` apply it to the published steps.
-        removes_steps: Whether this process deletes the steps that are not kept from storage; only one process may.
+    With several processes, all must call the same methods in the same order. Process 0 removes steps.
+
+    Attributes:
+        published: Maps each published step to its tokens.
+        pending: The step that is being written, or None.
     """
 
-    def __init__(self, folder: epath.Path, retention: Callable[[Sequence[int]], list[bool]], removes_steps: bool):
-        self._folder, self._retention, self._removes_steps = folder, retention, removes_steps
+    def __init__(self, folder: epath.Path):
+        self._folder = folder
         paths = published_steps(folder)
-        self._tokens_by_step = {int(path.name): read_metadata(path, ("tokens",))["tokens"] for path in paths}
-        self._response: Any = None
-        self._pending = (0, 0)  # step and tokens of the save that is in progress
+        self.published = {int(path.name): read_metadata(path, ("tokens",))["tokens"] for path in paths}
+        self.pending: PendingStep | None = None
+        self._is_listing_stale = False  # whether steps were removed that Orbax has listed
         with uncompressed_context(folder.name), report_write_errors(folder):
             self._checkpointer = ocp.training.Checkpointer(folder, cleanup_tmp_directories=True)
+            if hosts.is_first_process() and not is_bucket(folder):
+                atomic.fsync_path(folder.parent)
 
     def save(self, step: int, items: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
-        """Wait for the previous save, then start to save a step in the background. Do nothing if the step exists.
+        """Wait for the previous save, then start to save a step in the background.
+
+        Do nothing if the step is published with the same metadata, which contain digests of the arrays: a resumed run
+        reaches the steps that were published after its state again. If they differ (the run was resumed on other
+        devices), the step is replaced, because its newer steps continue from the new arrays.
 
         When this method returns, the arrays have been copied and may be donated.
 
@@ -148,34 +176,53 @@ class StepWriter:
             UserError: This or the previous step could not be written.
         """
         self.finish()
-        if step in self._tokens_by_step:
-            return
-        with uncompressed_context(self._folder.name), report_write_errors(self._folder / str(step)):
+        path = self._folder / str(step)
+        if step in self.published:
+            if self._has_metadata(path, metadata):
+                return
+            self.remove([step])
+        with uncompressed_context(self._folder.name), report_write_errors(path):
+            if self._is_listing_stale:
+                hosts.barrier(f"steps.removed.{self._folder.name}")
+                self._checkpointer.reload()
+                self._is_listing_stale = False
             # Without `force`, Orbax silently skips steps below the newest, such as a corrupt one that is written again.
-            self._response = self._checkpointer.save_checkpointables_async(
+            response = self._checkpointer.save_checkpointables_async(
                 step, dict(items), custom_metadata=add_metadata_digest(metadata), force=True
             )
-        self._pending = (step, metadata["tokens"])
+        errors: list[Exception] = []
+        thread = threading.Thread(target=_publish, args=(response, path, errors), name="publish", daemon=True)
+        self.pending = PendingStep(step, metadata["tokens"], thread, errors)
+        thread.start()
 
     def finish(self) -> None:
-        """Wait until the step that is being saved is published, then apply the retention rule.
+        """Wait until the step that is being saved is published and, on a disk, durable.
 
         Raises:
             UserError: The step could not be written.
         """
-        response, self._response = self._response, None
-        if response is not None:
-            step, tokens = self._pending
-            with report_write_errors(self._folder / str(step)):
-                response.result()
-            self._tokens_by_step[step] = tokens  # only now: else an older step could be removed for one that failed
-        steps = sorted(self._tokens_by_step, key=lambda step: self._tokens_by_step[step])
-        are_kept = self._retention([self._tokens_by_step[step] for step in steps])
-        for step, is_kept in zip(steps, are_kept, strict=True):
-            if not is_kept:
-                del self._tokens_by_step[step]
-                if self._removes_steps:
-                    remove(self._folder / str(step))
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        pending.thread.join()
+        with report_write_errors(self._folder / str(pending.step)):
+            for error in pending.errors:
+                raise error
+        self.published[pending.step] = pending.tokens  # only now: no other step is removed for one that failed
+
+    def finish_if_published(self) -> None:
+        """Do as `finish` does if that need not wait. Process 0 decides for all processes."""
+        pending = self.pending
+        if pending and hosts.broadcast_from_first(lambda: "" if pending.thread.is_alive() else "published"):
+            self.finish()
+
+    def remove(self, published: Sequence[int]) -> None:
+        """Remove these published steps."""
+        for step in published:
+            del self.published[step]
+            self._is_listing_stale = True
+            if hosts.is_first_process():
+                remove(self._folder / str(step))
 
     def __enter__(self) -> "StepWriter":
         return self
@@ -189,3 +236,23 @@ class StepWriter:
             # After a failed save, close() raises the same error again, in its long form.
             with contextlib.suppress(Exception) if has_failed else contextlib.nullcontext():
                 self._checkpointer.close()
+
+    def _has_metadata(self, path: epath.Path, metadata: Mapping[str, Any]) -> bool:
+        """Return whether a published step has this metadata, apart from the configuration, which versions extend."""
+
+        def is_equal() -> str:
+            stored = read_metadata(path, ())
+            wanted = json.loads(json.dumps({key: value for key, value in metadata.items() if key != "config"}))
+            return "equal" if all(stored.get(key) == value for key, value in wanted.items()) else ""
+
+        return bool(hosts.broadcast_from_first(is_equal))
+
+
+def _publish(response: Any, path: epath.Path, errors: list[Exception]) -> None:
+    """Wait until Orbax has published the step at `path`, then flush it to the disk."""
+    try:
+        response.result()
+        if hosts.is_first_process() and not is_bucket(path):
+            atomic.fsync_tree(Path(path))
+    except Exception as error:
+        errors.append(error)

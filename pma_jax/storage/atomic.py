@@ -56,7 +56,7 @@ def fsync_tree(directory: Path) -> None:
     fsync_path(directory.parent)
 
 
-def fsync_path(path: Path) -> None:
+def fsync_path(path: os.PathLike[str]) -> None:
     """Flush the file or directory at `path` itself (a file's bytes, or the names in a directory) to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

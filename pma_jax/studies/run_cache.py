@@ -86,7 +86,7 @@ def get_or_merge(run: Run, cell: Cell, at_tokens: int) -> Snapshot:
         UserError: `run` has too few snapshots, or none at `at_tokens`.
     """
     used = snapshots_through(run.of_kind(cell.kind), at_tokens, run.config.batch_tokens)
-    row_K = cell.coefficients(np.array([s.tokens for s in used]))
+    row_K = cell.coefficients(run.config, [s.tokens for s in used])
     folder = run.path.parent / "merged"
     target = folder / f"{cell.text.replace('/', '-').replace(':', '-')}-{used[-1].tokens}"
 

@@ -5,6 +5,8 @@ A mark is a multiple of an interval in tokens. It is reached by the first step t
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
 from typing import Any
 
@@ -18,6 +20,7 @@ from pma_jax.model.decoder import Params
 from pma_jax.model.loss import evaluate
 from pma_jax.runs import snapshots, states
 from pma_jax.runs.directory import Run
+from pma_jax.runs.retention import Retention
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import STATES, Progress
 from pma_jax.training import averages, resume
@@ -41,35 +44,58 @@ class PeriodicActions:
     ):
         """Open the writers of snapshots and training states, and register them with `exit_stack`, which closes them."""
         self._run, self._config, self._log = run, run.config, log
-        # Snapshots are closed first: the state before is removed only when the newest state's snapshots are published.
         self._states = exit_stack.enter_context(run.writer(STATES))
         kinds = run.config.checkpoint.kinds
         self._snapshots = {kind: exit_stack.enter_context(run.writer(SNAPSHOT_KINDS[kind].folder)) for kind in kinds}
+        folders = {SNAPSHOT_KINDS[kind].folder: writer for kind, writer in self._snapshots.items()}
+        self._retention = Retention(run.config, folders | {STATES: self._states})
         self._graph, self._held_out_batches = graph, held_out_batches
-        self._window = preview.Window(max(run.config.preview.windows, default=0))
+        size = max(run.config.preview.windows, default=0)
+        self._window = preview.Window(size, functools.partial(snapshots.are_consecutive, run.config))
 
     def load_preview_window(self, tokens: int, abstract_params: Params) -> None:
-        """Restore the newest snapshots up to `tokens` into host memory.
+        """Restore the newest consecutive snapshots up to `tokens` into host memory.
 
-        Stop at a corrupt snapshot: with an older one, the window of a preview would have a gap.
+        Stop at a missing or corrupt snapshot: with an older one, the window of a preview would have a gap. A line is
+        printed if previews are left out until the window is full again.
         """
-        start_tokens = self._config.preview.start_tokens
-        candidates = [s for s in self._run.snapshots if start_tokens <= s.tokens <= tokens]
+        config = self._config
+        candidates = [s for s in self._run.snapshots if config.preview.start_tokens <= s.tokens <= tokens]
         restored: list[tuple[int, Params]] = []
-        for snapshot in candidates[::-1][: self._window.size]:
+        for snapshot in snapshots.newest_consecutive(config, candidates, self._window.size)[::-1]:
             params = resume.restore_or_set_aside(self._run, snapshot, abstract_params, self._log.print)
             if params is None:
                 break
             restored.append((snapshot.tokens, params))
         for snapshot_tokens, params in restored[::-1]:
             self._window.add(snapshot_tokens, params)
+        self._report_gap(tokens)
+
+    def _report_gap(self, tokens: int) -> None:
+        """Print a line if snapshots are missing that the previews after `tokens` would merge."""
+        config, start = self._config, self._run.metadata.get("forked_from", {"tokens": 0})["tokens"]
+        step_ends = range(tokens, max(start, config.preview.start_tokens - 1), -config.batch_tokens)
+        due = itertools.islice(filter(config.is_snapshot_due, step_ends), self._window.size)
+        missing = sorted(set(due) - set(self._window.tokens))
+        if missing and not config.is_run_complete(tokens):
+            self._log.print(
+                f"previews are left out until their windows are full again: the snapshot at {missing[-1]:,} tokens is "
+                "missing"
+            )
 
     def save_if_due(self, state: TrainState, progress: Progress, stopping: bool) -> TrainState:
-        """Take a snapshot and save the training state, each if it is due; if `stopping`, save the state in any case."""
+        """Take a snapshot and save the training state, each if it is due, and remove what is no longer kept.
+
+        If `stopping`, save the state in any case. Then, and at the horizon, wait until everything is published.
+        """
         if self._config.is_snapshot_due(progress.tokens):
             state = self.take_snapshot(state, progress)
         if stopping or self._config.is_state_due(progress.tokens):
             self.save_state(state, progress)
+        if stopping or self._config.is_run_complete(progress.tokens):
+            for writer in (*self._snapshots.values(), self._states):
+                writer.finish()
+        self._retention.apply(progress.tokens)
         return state
 
     def take_snapshot(self, state: TrainState, progress: Progress) -> TrainState:
@@ -89,11 +115,14 @@ class PeriodicActions:
         return state
 
     def save_state(self, state: TrainState, progress: Progress) -> None:
-        """Flush the metrics, then save the training state.
+        """Flush the metrics and the snapshots, then save the training state.
 
-        In this order, because a run that resumes from the state does not write the records from before it again.
+        In this order, because a run that resumes from the state does not write the records and snapshots from before it
+        again.
         """
         self._log.sync()
+        for writer in self._snapshots.values():
+            writer.finish()
         states.save_state(self._states, state, progress)
 
     def _evaluate_and_save(self, kind: str, params: Params, progress: Progress) -> None:

@@ -25,6 +25,7 @@ from pma_jax.data.shards import TokenSet
 from pma_jax.evaluation.held_out import held_out_digest
 from pma_jax.runs import snapshots, states, steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, create_run, is_run, open_run
+from pma_jax.runs.retention import tokens_to_keep
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import STATES, SavedState
 from pma_jax.runtime import hosts
@@ -69,7 +70,7 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
 def clean_up(run: Run, warn: Warn) -> None:
     """In process 0, remove unpublished steps and set aside saved steps with corrupt metadata."""
     if hosts.is_first_process():
-        for name, (read, _) in STEP_FOLDERS.items():
+        for name, read in STEP_FOLDERS.items():
             _remove_unpublished(run.path / name)
             for path in steps.published_steps(run.path / name):
                 try:
@@ -86,10 +87,12 @@ def apply_retention(run: Run) -> None:
     corrupt metadata are kept.
     """
     if hosts.is_first_process():
-        for name, (_, retention) in STEP_FOLDERS.items():
+        horizon_tokens = run.config.training.total_tokens + run.config.batch_tokens
+        for name in STEP_FOLDERS:
             saved = run.read_steps(name, skip_corrupt=True)
-            for step, is_kept in zip(saved, retention(run.config, [s.tokens for s in saved]), strict=True):
-                if not is_kept:
+            kept = tokens_to_keep(run.config, name, [s.tokens for s in saved], horizon_tokens, [])
+            for step in saved:
+                if step.tokens not in kept:
                     steps.remove(step.path)
             _remove_unpublished(run.path / name)
     hosts.barrier("resume.apply_retention")

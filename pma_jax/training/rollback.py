@@ -29,7 +29,7 @@ from pma_jax.merging.api import average
 from pma_jax.merging.recipes import coefficients
 from pma_jax.runs import integrity, states, steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, read_metric_records, record_lines
-from pma_jax.runs.snapshots import Snapshot, read_snapshot
+from pma_jax.runs.snapshots import Snapshot, newest_consecutive, read_snapshot
 from pma_jax.runs.states import STATES, Progress
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
@@ -188,7 +188,7 @@ def _choose_snapshots(run: Run, spike: Record, previous: list[Event]) -> tuple[i
         )
     before = [s for s in run.snapshots if s.tokens < spike["onset_tokens"]]
     # A retry from the same snapshots would repeat the run bit for bit, so each attempt omits one more snapshot.
-    merged = before[: len(before) - (attempt - 1)][-keys.snapshots :]
+    merged = newest_consecutive(run.config, before[: len(before) - (attempt - 1)], keys.snapshots)
     if not merged:
         raise UserError(f"{problem}, and there is no snapshot from before it to roll back to: `pma fork` from a state")
     return attempt, merged

@@ -40,7 +40,7 @@ def on_mesh(params, run, mesh):
 def test_window_holds_the_newest_snapshots_and_survives_donation(workspace):
     config = tiny.config(workspace, mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     mesh = make_mesh(config.mesh)
-    window = preview.Window(3)
+    window = preview.Window(3, lambda older, newer: newer == older + 1)
     with jax.set_mesh(mesh):
         params = {
             "w": jax.device_put(np.ones((4, 4), np.float32), jax.NamedSharding(mesh, RULES.spec("width", "hidden")))
@@ -65,7 +65,7 @@ def test_window_holds_the_newest_snapshots_and_survives_donation(workspace):
 def test_merges_keep_the_sharding(workspace):
     config = tiny.config(workspace)
     mesh = make_mesh(tiny.config(workspace, mesh__data=2, mesh__fsdp=4).mesh)
-    window = preview.Window(2)
+    window = preview.Window(2, lambda older, newer: newer == older + 1)
     with jax.set_mesh(mesh):
         params = jax.jit(lambda key: init_params(config.model, key))(jax.random.key(0))
         window.add(1, params)
@@ -78,6 +78,6 @@ def test_merges_keep_the_sharding(workspace):
 
 
 def test_without_windows_no_snapshots_are_held():
-    window = preview.Window(0)
+    window = preview.Window(0, lambda older, newer: newer == older + 1)
     window.add(1, {"w": jax.numpy.ones(3)})
     assert list(window.merges("sma", ())) == []

@@ -113,7 +113,7 @@ def test_more_checkpoints_than_one_pass_sums(tmp_path):
 def test_merges_previews_and_sweeps_of_a_run_have_the_same_bits(finished, tmp_path, monkeypatch):
     chosen = finished.snapshots
     tokens = [s.tokens for s in chosen]
-    window = Window(len(chosen))
+    window = Window(len(chosen), lambda older, newer: True)
     abstract = abstract_params(finished.config.model, data_parallel_mesh())
     for snapshot in chosen:
         window.add(snapshot.tokens, restore_params(snapshot, abstract))

@@ -19,8 +19,8 @@ def write_step(folder, step, loss=1.0):
 
 def test_metadata_are_read_once_and_again_after_a_change(tmp_path, monkeypatch):
     read = []
-    read_snapshot, kept = directory.STEP_FOLDERS["snapshots"]
-    counting = (lambda path: read.append(path.name) or read_snapshot(path), kept)
+    read_snapshot = directory.STEP_FOLDERS["snapshots"]
+    counting = lambda path: read.append(path.name) or read_snapshot(path)  # noqa: E731
     monkeypatch.setitem(directory.STEP_FOLDERS, "snapshots", counting)
     create_run(tmp_path / "run", Config(), {"corpus": "digest"})
     run = open_run(tmp_path / "run")

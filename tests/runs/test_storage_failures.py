@@ -60,22 +60,20 @@ def test_full_disk_during_training_is_one_line_and_the_run_resumes_elsewhere(fin
 
 
 def test_step_that_does_not_fit_replaces_no_older_step(tmp_path):
-    def keep_newest(tokens):
-        return [t == tokens[-1] for t in tokens]
-
     with mounted(tmp_path / "disk", "size=1m"):
         folder = epath.Path(tmp_path / "disk" / "states")
         with (
             pytest.raises(ValueError, match="no space is left on the device"),
-            steps.StepWriter(folder, keep_newest, removes_steps=True) as writer,
+            steps.StepWriter(folder) as writer,
         ):
             writer.save(1, {"params": {"x": np.ones(2**10, np.float32)}}, {"tokens": 10})
             writer.save(2, {"params": {"x": np.ones(2**20, np.float32)}}, {"tokens": 20})
             writer.finish()
-        assert [path.name for path in steps.published_steps(folder)] == ["1"]
-        with steps.StepWriter(folder, keep_newest, removes_steps=True) as writer:
+            raise AssertionError("the step does not fit")
+        assert [path.name for path in steps.published_steps(folder)] == ["1"] and list(writer.published) == [1]
+        with steps.StepWriter(folder) as writer:
             writer.save(2, {"params": {"x": np.ones(2**10, np.float32)}}, {"tokens": 20})
-        assert [path.name for path in steps.published_steps(folder)] == ["2"]
+        assert [path.name for path in steps.published_steps(folder)] == ["1", "2"]
 
 
 def test_full_disk_before_a_merge_publishes_nothing(finished, tmp_path, capsys):

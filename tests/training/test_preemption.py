@@ -12,7 +12,8 @@ from pma_jax import cli
 from pma_jax.config import resolve
 from pma_jax.merging.engine import merge as engine
 from pma_jax.runs.directory import open_run
-from pma_jax.runs.states import state_retention_mask
+from pma_jax.runs.retention import tokens_to_keep
+from pma_jax.runs.states import STATES
 from pma_jax.runtime import signals
 from pma_jax.training import loop
 from pma_jax.training.fork import fork
@@ -124,15 +125,11 @@ def test_states_between_marks_do_not_count_for_retention():
             "checkpoint": {"state_interval_tokens": 2560, "keep_states": 2, "keep_states_at_tokens": (2560,)},
         }
     )
-    assert state_retention_mask(config, [2560, 2816, 5120, 7680, 7936]) == [True, False, True, True, True]
-    assert state_retention_mask(config, [2560, 2816, 5120, 7680, 7936, 10240]) == [
-        True,
-        False,
-        False,
-        True,
-        False,
-        True,
-    ]
+    published = [2560, 2816, 5120, 7680, 7936]
+    assert tokens_to_keep(config, STATES, published, 7936, []) == {2560, 5120, 7680, 7936}
+    assert tokens_to_keep(config, STATES, [*published, 10240], 10240, []) == {2560, 7680, 10240}
+    # After resuming, states that are not reached again yet replace none.
+    assert tokens_to_keep(config, STATES, [2560, 5120, 7680, 10240], 7936, []) == {2560, 5120, 7680, 10240}
 
 
 @pytest.mark.slow
