@@ -5,14 +5,17 @@ then the directory is flushed, so that the rename survives a power failure. An o
 because object stores write each object atomically.
 """
 
+import fcntl
+import glob
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pma_jax.storage.paths import is_bucket
 
 _FSYNC_THREADS = 16
+_TEMPORARY_SUFFIX = ".writing"
 
 
 def write_text(path: Any, text: str) -> None:
@@ -21,22 +24,51 @@ def write_text(path: Any, text: str) -> None:
 
 
 def write_bytes(path: Any, data: bytes) -> None:
-    """Write a small file (pathlib or epath). Concurrent writers do not disturb each other: the last one wins."""
+    """Write a small file (pathlib or epath). Concurrent writers do not disturb each other: the last one wins.
+
+    The temporary files of writers of this file that were killed are removed.
+    """
     if is_bucket(path):
         path.write_bytes(data)
         return
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.writing")
+    for other in target.parent.glob(f".{glob.escape(target.name)}.*{_TEMPORARY_SUFFIX}"):
+        if _is_abandoned(other):
+            other.unlink(missing_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}{_TEMPORARY_SUFFIX}")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        # The lock tells other writers that this one is alive. Another one may remove the file before it is locked.
+        while not temporary.exists():
+            with temporary.open("wb") as file:
+                _lock(file, fcntl.LOCK_EX)
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                if temporary.exists():
+                    temporary.replace(target)
+                    break
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(target.parent)
+
+
+def _lock(file: IO[bytes], operation: int) -> bool:
+    """Lock a file; return False if another process holds the lock, or on a file system without locks."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError:
+        return False
+    return True
+
+
+def _is_abandoned(temporary: Path) -> bool:
+    """Return whether the writer of a temporary file has ended, so that nobody holds its lock."""
+    try:
+        with temporary.open("rb") as file:
+            return _lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
 
 
 def publish_directory(temporary: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

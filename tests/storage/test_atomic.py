@@ -1,3 +1,4 @@
+import fcntl
 import threading
 from pathlib import Path
 
@@ -15,6 +16,18 @@ def test_concurrent_writers_leave_one_complete_file(tmp_path):
         thread.join()
     assert path.read_text() in texts
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_next_write_removes_what_a_killed_writer_left_and_nothing_else(tmp_path):
+    kept = [tmp_path / name for name in (".other.1-0.writing", ".file.text", "file.writing", ".file.2-0.writing")]
+    for path in (*kept, tmp_path / ".file.1-0.writing"):
+        path.touch()
+    with kept[-1].open("wb") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        atomic.write_text(tmp_path / "file", "new")
+    assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "file"])
+    atomic.write_text(tmp_path / "file", "newer")
+    assert sorted(tmp_path.iterdir()) == sorted([*kept[:-1], tmp_path / "file"])
 
 
 def test_failed_write_keeps_the_old_file_and_leaves_no_temporary(tmp_path, monkeypatch):
