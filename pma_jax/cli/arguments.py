@@ -4,16 +4,52 @@ The help of a verb is the docstring of its function in `verbs`.
 """
 
 import argparse
+import difflib
 import inspect
 import math
+import re
 import string
 from collections.abc import Callable
-from typing import Any
+from decimal import Decimal
+from typing import Any, NoReturn
 
 from pma_jax.cli import verbs
 from pma_jax.config import SNAPSHOT_KINDS
 
+_TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 CONFIG_HELP = "a .py file with get_config(), or the name of a shipped configuration such as demo"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that takes options by their full names, single-valued ones once, and reports an error as one line."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, allow_abbrev=False)
+        self.register("action", None, _StoreOnce)
+        self.register("action", "store", _StoreOnce)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, and refuse unknown ones in the parser of the verb, which knows the nearest option."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = re.findall(r"--[\w-]+", self.format_usage())
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
+            self.error(f"unknown {' '.join(unknown)}" + (f" (did you mean {near[0]}?)" if near else ""))
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {' '.join(message.split())}; see `{self.prog} --help`\n")
+
+
+class _StoreOnce(argparse.Action):
+    """Store the value of an option, and refuse a second one instead of replacing the first."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given = vars(namespace).setdefault("_given", set())
+        if option_string is not None and self.dest in given:
+            raise argparse.ArgumentError(self, "is given twice; keep one")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     The parsed options hold the name of the verb as `verb`, its function as `function`, and `takes_config`: whether
     `--config.SECTION.KEY=VALUE` applies to it.
     """
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="pma",
         description="Train language models on a token schedule, merge their checkpoints, and preview annealing.",
         epilog="Each verb has --help with an example. An error is one line, with exit status 1; 2 for a usage error.",
@@ -85,11 +121,21 @@ def _add_merge_verb(subparsers: Any) -> None:
         "--recipe", action="append", help="sma (default), ema:alpha=0.2, wma, lagfree:lag=0.5, ...; may be repeated"
     )
     verb.add_argument("--last", type=_positive, metavar="N", help="merge only the newest N checkpoints")
-    verb.add_argument("--tokens", type=_token_range, metavar="A:B", help="merge only from A to B tokens, both included")
-    verb.add_argument("--every", type=_tokens, metavar="V", help="merge only every V tokens, counted from the newest")
+    verb.add_argument(
+        "--tokens", type=_token_range, metavar="A:B", help="merge only from A to B tokens, such as 20B:40B or 2e10:"
+    )
+    verb.add_argument(
+        "--every", type=_positive_tokens, metavar="V", help="merge only every V tokens, counted from the newest"
+    )
     verb.add_argument("--tolerance", type=_tokens, metavar="T", help="largest distance from --every's positions (V/10)")
     verb.add_argument("--across-stages", action="store_true", help="allow a merge of several runs or stages")
-    verb.add_argument("--tokens-per-step", type=_tokens, metavar="T", help="tokens per step, for names with steps only")
+    verb.add_argument(
+        "--order",
+        default="position",
+        choices=("position", "given"),
+        help="oldest first by tokens or steps (default position), or given: as the command names the sources",
+    )
+    verb.add_argument("--tokens-per-step", type=_positive_tokens, metavar="T", help="to compute tokens from steps")
     verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots to merge, if a run is given")
     verb.add_argument("--subtree", help="path of the parameters in an Orbax tree, such as params or target/model")
     dtypes = ("keep", "float32", "bfloat16", "float16")
@@ -133,7 +179,7 @@ def _add_evaluation_verbs(subparsers: Any) -> None:
     verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
 
     verb = _add_verb(subparsers, verbs.inspect, json=True)
-    verb.add_argument("target", help="a run, a snapshot, or a checkpoint in any format that `pma merge` reads")
+    verb.add_argument("target", help="a run, a snapshot, or a checkpoint or directory of them that `pma merge` reads")
     verb.add_argument("--subtree", help="path of the parameters in an Orbax tree")
     verb.add_argument("--verify", action="store_true", help="read all data again and compare it with its digests")
     verb.add_argument("--with-sources", action="store_true", help="with --verify: also verify the sources of a merge")
@@ -200,7 +246,24 @@ def _number(text: str, description: str, is_valid: Callable[[float], bool]) -> f
 
 
 def _tokens(text: str) -> int:
-    return int(_number(text, "a whole number of tokens, such as 4.9e6", lambda n: n >= 0 and n.is_integer()))
+    number, unit = text, 1
+    if text[-1:].upper() in _TOKEN_UNITS:
+        number, unit = text[:-1], _TOKEN_UNITS[text[-1].upper()]
+    try:
+        count = Decimal(number) * unit
+    except ArithmeticError:
+        count = Decimal("NaN")
+    # The bound comes first: making an integer of 1e999999999 would not end.
+    if not (count.is_finite() and 0 <= count < 2**63 and count == int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of tokens, such as 4.9e6, 300M or 20B")
+    return int(count)
+
+
+def _positive_tokens(text: str) -> int:
+    count = _tokens(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 tokens")
+    return count
 
 
 def _share(text: str) -> float:
@@ -211,11 +274,14 @@ def _seconds(text: str) -> float:
     return _number(text, "a number of seconds above 0", lambda seconds: 0 < seconds < math.inf)
 
 
-def _token_range(text: str) -> tuple[int, int]:
+def _token_range(text: str) -> tuple[int | None, int | None]:
     first, colon, last = text.partition(":")
-    if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of tokens, such as 2e6:6e6")
-    return _tokens(first), _tokens(last)
+    if not colon or not (first or last):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of tokens, such as 2e6:6e6, 20B:40B, 20B: or :40B")
+    start, end = (_tokens(number) if number else None for number in (first, last))
+    if start is not None and end is not None and start > end:
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty range: it ends before it starts")
+    return start, end
 
 
 def _size(text: str) -> int:

@@ -36,6 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if overrides and not options.takes_config:
         print(f"error: `pma {options.verb}` does not accept --config.SECTION.KEY=VALUE", file=sys.stderr)
         return 2
+    keys = [assignment.partition("=")[0] for assignment in overrides]
+    repeated = next((key for key in keys if keys.count(key) > 1), None)
+    if repeated is not None:
+        print(f"error: {CONFIG_PREFIX}{repeated} is given twice; keep one", file=sys.stderr)
+        return 2
     options.overrides, options.argv = overrides, argv
     _silence_libraries()
     try:

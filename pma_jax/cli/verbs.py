@@ -55,7 +55,11 @@ def merge(options: argparse.Namespace) -> None:
 
     series = gather.select_checkpoints(
         gather.open_checkpoints(
-            options.source, subtree=options.subtree, snapshot_kind=options.kind, tokens_per_step=options.tokens_per_step
+            options.source,
+            subtree=options.subtree,
+            snapshot_kind=options.kind,
+            tokens_per_step=options.tokens_per_step,
+            order=options.order,
         ),
         last=options.last,
         between_tokens=options.tokens,

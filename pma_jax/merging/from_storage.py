@@ -1,7 +1,7 @@
 """Merge stored checkpoints into stored checkpoints, as `pma merge` does. Imports neither JAX nor Orbax."""
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,23 @@ from pma_jax.config.errors import UserError
 from pma_jax.merging import recipes
 from pma_jax.merging.engine import merge as engine
 from pma_jax.merging.engine.plan import MergePlan, plan
-from pma_jax.merging.gather import CheckpointSeries, check_same_snapshot_kind, load_used, snapshot_metadata
+from pma_jax.merging.engine.rounding import validate_weights
+from pma_jax.merging.gather import (
+    CheckpointSeries,
+    check_same_snapshot_kind,
+    load_used,
+    open_each,
+    order_advice,
+    snapshot_metadata,
+)
+from pma_jax.merging.ordering import order_checkpoints
 from pma_jax.runtime.formatting import format_memory_bytes
 from pma_jax.storage.digests import drop_digests
-from pma_jax.storage.formats.open import open_source
 from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.paths import as_path
+
+# Recipes that compute weights from token positions, not only from the order.
+_BY_POSITION = ("decay", "lagfree", "power")
 
 
 def plan_merge(
@@ -38,32 +49,59 @@ def plan_merge(
     """
     if len(set(recipe_texts)) < len(recipe_texts):
         raise UserError("two recipes are the same: leave one out")
-    positions = series.positions
-    if (np.diff(positions) <= 0).any():  # for example, checkpoints of parallel runs at the same step
-        note = "several checkpoints have the same position: they are merged in order"
-        series = replace(series, unit="order", notes=(*series.notes, note))
-        positions = np.arange(len(positions))
-    by_tokens = [text for text in recipe_texts if recipes.parse(text).name in ("power", "decay")]
-    if series.unit == "order" and by_tokens and len(positions) > 1:
-        raise UserError(
-            f"{by_tokens[0]} computes weights from tokens, which are not known or not increasing here: "
-            "give --tokens-per-step, or another recipe"
-        )
-    rows = np.stack([recipes.coefficients(text, positions) for text in recipe_texts])
+    rows = np.stack([_coefficients(text, series) for text in recipe_texts])
     series, rows = load_used(series, rows)
     merge_plan = plan(series.sources, rows, recipes=recipe_texts, metadata=_merged_metadata(series.sources), **options)
     return merge_plan, series
 
 
-def merge(addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, recipe: str = "weights") -> None:
-    """Write the merge sum_k weights[k] * checkpoint_k to `out`, and record `recipe` in its provenance.
+def merge(
+    addresses: Sequence[str | Path], weights: ArrayLike, out: str | Path, recipe: str = "weights"
+) -> list[CheckpointSource]:
+    """Write the merge sum_k weights[k] * checkpoint_k to `out`, record `recipe` in its provenance, return the sources.
+
+    Each weight belongs to the address at its index, in any order. The newest checkpoint is added last, and gives the
+    output its step, tokens and configuration; if the newest is not known, it is the last address.
 
     Raises:
-        UserError: As `plan_merge` and `engine.merge`; nothing is published then.
+        UserError: An address stands for several checkpoints, one is given twice, or as `plan_merge` and `engine.merge`;
+            nothing is published then.
     """
-    sources = [open_source(address) for address in addresses]
+    row = validate_weights(np.atleast_2d(weights), len(addresses))[0]
+    sources, stages = zip(*open_each(addresses), strict=True)
     check_same_snapshot_kind(sources)
-    engine.merge(plan(sources, np.asarray(weights), recipes=[recipe], metadata=_merged_metadata(sources)), [out])
+    newest = order_checkpoints(sources, stages).indices[-1]
+    indices = [*(i for i in range(len(sources)) if i != newest), newest]
+    sources = [sources[i] for i in indices]
+    engine.merge(plan(sources, row[indices], recipes=[recipe], metadata=_merged_metadata(sources)), [out])
+    return sources
+
+
+def _coefficients(text: str, series: CheckpointSeries) -> np.ndarray:
+    """Return the coefficients of a recipe, float64 [K].
+
+    Raises:
+        UserError: They depend on the order or the positions of the checkpoints, which are not known.
+    """
+    recipe = recipes.parse(text)
+    positions, unit = series.positions, series.unit
+    has_ties = (np.diff(positions) == 0).any()
+    if recipe.name in _BY_POSITION and len(positions) > 1 and (has_ties or unit not in ("tokens", "steps")):
+        raise UserError(
+            f"{text} computes weights from tokens, which are not known or not increasing here: "
+            "give --tokens-per-step, or another recipe"
+        )
+    row = recipes.coefficients(text, np.arange(len(positions)) if has_ties else positions)
+    for a, b in itertools.pairwise(range(len(positions))):
+        if positions[a] == positions[b] and row[a] != row[b]:
+            doubt = series.doubt or f"{series.sources[a].origin} and {series.sources[b].origin} have the same position"
+            raise UserError(f"{text} gives unequal weights: {order_advice(doubt)}")
+    if recipe.name == "weights" and series.is_reordered and len(set(row.tolist())) > 1:
+        raise UserError(
+            f"{text}: the weights are for the checkpoints oldest first, and the command names them in another order: "
+            "name them oldest first, or give --order given"
+        )
+    return row
 
 
 def output_paths(out: str | Path, recipe_texts: Sequence[str]) -> list[Path]:

@@ -1,11 +1,10 @@
-"""Resolve addresses to the checkpoints of a merge, sorted by their position in training.
+"""Open the checkpoints of a merge, order them by their position in training, and select among them.
 
-An address is a run directory, a checkpoint of any format, a directory of checkpoints, or a pattern of hub revisions.
-Error messages are one line. Neither JAX nor Orbax is imported, so that a merge starts without delay.
+`listing` finds the checkpoints at an address, `ordering` orders them. Error messages are one line. Neither JAX nor
+Orbax is imported, so that a merge starts without delay.
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,31 @@ import numpy as np
 
 from pma_jax.config.errors import UserError
 from pma_jax.merging import selection
+from pma_jax.merging.listing import list_checkpoints, resolve_address
+from pma_jax.merging.ordering import Ordering, keep_given_order, order_checkpoints
 from pma_jax.storage.formats import hub
+from pma_jax.storage.formats.names import MAX_POSITION
 from pma_jax.storage.formats.open import describe_hub_revision, open_if_deferred, open_source
-from pma_jax.storage.formats.orbax_read import has_file
 from pma_jax.storage.formats.source import CheckpointSource
-from pma_jax.storage.json_files import read_json
-from pma_jax.storage.paths import as_path
 
-_NUMBERS = re.compile(r"\d+")
+ORDERS = ("position", "given")
 
 
 @dataclass(frozen=True)
 class CheckpointSeries:
-    """Checkpoints, sorted by position.
+    """Checkpoints, oldest first.
 
     Attributes:
         sources: K checkpoints.
-        positions: int64 [K], sorted: tokens if all are known, else steps, else 0 … K-1.
-        unit: What the positions count: "tokens", "steps" or "order".
-        stages: For each checkpoint, the run, stage or directory that contains it; None if its own address was given.
+        positions: int64 [K], not decreasing: tokens if all are known, else steps, else epochs, else 1 … K. The order of
+            checkpoints with equal positions is not known; all are 0 if no order is known.
+        unit: What the positions count: "tokens", "steps", "epochs" or "order".
+        stages: For each checkpoint, the run or directory that contains it, with the stage in its name; None if the
+            address of a checkpoint states neither.
         notes: Inferred settings and warnings for the user, one line each.
+        doubt: Why the order is not known; None if it is.
+        is_reordered: Whether the command named the checkpoints in another order.
+        is_expanded: Whether an address stood for several checkpoints: a run, a directory or a pattern.
     """
 
     sources: tuple[CheckpointSource, ...]
@@ -41,6 +45,9 @@ class CheckpointSeries:
     unit: str
     stages: tuple[str | None, ...]
     notes: tuple[str, ...] = ()
+    doubt: str | None = None
+    is_reordered: bool = False
+    is_expanded: bool = False
 
     def take(self, indexes: Sequence[int]) -> "CheckpointSeries":
         """Return the series of the checkpoints at `indexes`, with the same notes."""
@@ -58,8 +65,9 @@ def open_checkpoints(
     subtree: str | None = None,
     snapshot_kind: str | None = None,
     tokens_per_step: int | None = None,
+    order: str = "position",
 ) -> CheckpointSeries:
-    """Open the checkpoints at `addresses`, sorted by position.
+    """Open the checkpoints at `addresses`, ordered by their position in training.
 
     Only metadata are read. Hub revisions are listed but not downloaded.
 
@@ -69,29 +77,52 @@ def open_checkpoints(
         snapshot_kind: Which snapshots of a run to open, "point" or "block_mean"; if None, the first kind that the run
             saves.
         tokens_per_step: Tokens per training step, to compute the tokens of checkpoints that record only their step.
+        order: "position", or "given": keep the order of `addresses`; the checkpoints of one address that stands for
+            several are still ordered by position.
 
     Raises:
-        UserError: There is no checkpoint at an address, or different kinds of snapshots are mixed.
+        UserError: There is no checkpoint at an address, an address has several meanings, a checkpoint is given twice,
+            or different kinds of snapshots are mixed.
     """
-    notes: list[str] = []
-    sources: list[CheckpointSource] = []
-    stages: list[str | None] = []
-    for address in addresses:
-        paths, get_stage, path_notes = _expand(str(address), snapshot_kind)
-        notes += path_notes
-        for path in paths:
-            open_checkpoint = describe_hub_revision if path.startswith(hub.PREFIX) else open_source
-            sources.append(open_checkpoint(path, subtree))
-            stages.append(get_stage(path))
-    if tokens_per_step is not None:
-        sources = [_fill_tokens(source, tokens_per_step) for source in sources]
-    unit, positions = _compute_positions(sources)
-    if unit == "order" and len(sources) > 1:
-        notes.append("neither tokens nor steps are known for every checkpoint: they keep the order of the arguments")
-    series = CheckpointSeries(tuple(sources), positions, unit, tuple(stages), tuple(notes))
-    series = series.take(np.argsort(positions, kind="stable").tolist())
+    listings = [list_checkpoints(str(address), snapshot_kind) for address in addresses]
+    check_distinct([path for listing in listings for path in listing.paths])
+    notes = [note for listing in listings for note in listing.notes]
+    members: list[tuple[int, CheckpointSource, str | None]] = []  # number of the address, checkpoint, stage
+    for number, listing in enumerate(listings):
+        opened = [_open(path, subtree, tokens_per_step, notes) for path in listing.paths]
+        indices = _order_within(addresses[number], opened, listing.stages) if order == "given" else range(len(opened))
+        members += [(number, opened[i], listing.stages[i]) for i in indices]
+    ordering = (keep_given_order if order == "given" else order_checkpoints)(
+        [source for _, source, _ in members], [stage for _, _, stage in members]
+    )
+    members = [members[i] for i in ordering.indices]
+    numbers = [number for number, _, _ in members]
+    series = CheckpointSeries(
+        sources=tuple(source for _, source, _ in members),
+        positions=ordering.positions,
+        unit=ordering.unit,
+        stages=tuple(stage for _, _, stage in members),
+        notes=(*notes, *_order_notes(ordering, numbers != sorted(numbers))),
+        doubt=ordering.doubt,
+        is_reordered=numbers != sorted(numbers),
+        is_expanded=any(listing.is_expanded for listing in listings),
+    )
     check_same_snapshot_kind(series.sources)
     return series
+
+
+def open_each(addresses: Sequence[str | Path]) -> list[tuple[CheckpointSource, str | None]]:
+    """Open one checkpoint per address, in the order of the addresses, and return each with its stage.
+
+    Raises:
+        UserError: An address stands for several checkpoints, or one is given twice.
+    """
+    listings = [list_checkpoints(str(address)) for address in addresses]
+    for address, listing in zip(addresses, listings, strict=True):
+        if listing.is_expanded:
+            raise UserError(f"{address} holds {len(listing.paths)} checkpoints: name those that you mean, one by one")
+    check_distinct([str(address) for address in addresses])
+    return [(open_source(address), listing.stages[0]) for address, listing in zip(addresses, listings, strict=True)]
 
 
 def select_checkpoints(
@@ -103,10 +134,7 @@ def select_checkpoints(
     tolerance_tokens: int | None = None,
     across_stages: bool = False,
 ) -> CheckpointSeries:
-    """Select checkpoints for a merge, and check that they are of one stage.
-
-    Return `series` unchanged if no selection is requested and every checkpoint was given by its own address. Stage
-    boundaries are not checked in that case.
+    """Select checkpoints for a merge, and check that they are of one stage of one run.
 
     Args:
         series: The checkpoints to select from.
@@ -117,15 +145,16 @@ def select_checkpoints(
         across_stages: Allow checkpoints of several stages.
 
     Raises:
-        UserError: Nothing is selected, a stage boundary would be crossed, or tokens are needed and not known.
+        UserError: Nothing is selected, a stage boundary would be crossed, the order is needed and not known, or tokens
+            are needed and not known.
     """
+    if last is not None and series.doubt is not None and last != len(series.sources):
+        raise UserError(f"cannot select the last {last}: {order_advice(series.doubt)}")
     if (between_tokens is not None or every_tokens is not None) and series.unit != "tokens":
         raise UserError(
-            "cannot select by tokens, because the tokens of some checkpoints are unknown: "
+            f"cannot select by tokens, because {_why_no_tokens(series)}: "
             "give --tokens-per-step, or the addresses of the checkpoints to merge"
         )
-    if set(series.stages) == {None} and last is None and between_tokens is None and every_tokens is None:
-        return series
     selected = selection.select(
         series.positions,
         last=last,
@@ -134,9 +163,15 @@ def select_checkpoints(
         tolerance_tokens=tolerance_tokens,
         stages=series.stages,
         across_stages=across_stages,
+        unit=series.unit,
+        is_series=series.is_expanded,
     )
-    notes = [note if series.unit == "tokens" else note.replace("tokens", series.unit) for note in selected.notes]
-    return replace(series.take(selected.indices), notes=(*series.notes, *notes))
+    return replace(series.take(selected.indices), notes=(*series.notes, *selected.notes))
+
+
+def order_advice(doubt: str) -> str:
+    """Return why the order of checkpoints is not known, and what to do, for an error message."""
+    return f"{doubt}, so their order is not known; name the checkpoints oldest first, with --order given"
 
 
 def load_used(series: CheckpointSeries, coefficients: np.ndarray) -> tuple[CheckpointSeries, np.ndarray]:
@@ -154,7 +189,9 @@ def load_used(series: CheckpointSeries, coefficients: np.ndarray) -> tuple[Check
     """
     columns = np.flatnonzero(coefficients.any(axis=0)).tolist()
     series = series.take(columns)
-    return replace(series, sources=tuple(map(open_if_deferred, series.sources))), coefficients[:, columns]
+    series = replace(series, sources=tuple(map(open_if_deferred, series.sources)))
+    check_distinct([source.origin for source in series.sources])  # two revisions of a hub can be one commit
+    return series, coefficients[:, columns]
 
 
 def snapshot_metadata(source: CheckpointSource) -> dict[str, Any] | None:
@@ -179,64 +216,60 @@ def check_same_snapshot_kind(sources: Sequence[CheckpointSource]) -> None:
         )
 
 
-def _expand(address: str, snapshot_kind: str | None) -> tuple[list[str], Callable[[str], str | None], list[str]]:
-    """Return the addresses of the checkpoints at `address`, a function from such an address to its stage, and notes."""
-    if address.startswith(hub.PREFIX):
-        revisions, notes = hub.expand_revisions(address)
-        return revisions, hub.repo_and_stage if len(revisions) > 1 else lambda _: None, notes
-    path = as_path(address)
-    if (path / "run.json").is_file() and (path / "config.json").is_file():
-        return _list_snapshots(path, snapshot_kind), lambda _: str(path), []
-    if snapshot_kind is not None:
-        raise UserError(f"{address} is not a run, so it has no {snapshot_kind} snapshots: leave --kind out")
-    children = _list_checkpoints(path)
-    if not children:
-        return [address], lambda _: None, []
-    children.sort(key=lambda child: [int(number) for number in _NUMBERS.findall(child.name)] or [0])
-    note = f"{address} is read as a directory of {len(children)} checkpoints"
-    return [str(child) for child in children], lambda _: str(path), [note]
-
-
-def _list_snapshots(run: Path, snapshot_kind: str | None) -> list[str]:
-    """List the published snapshots of a run: those with a commit marker."""
-    from pma_jax import config as configuration  # its imports take longer than a small merge
-
-    path = run / "config.json"
-    config = configuration.resolve_stored(read_json(path, dict[str, dict[str, Any]]), path)
-    kind = snapshot_kind or config.checkpoint.kinds[0]
-    steps = [step for step in (run / configuration.SNAPSHOT_KINDS[kind].folder).glob("*") if step.name.isdigit()]
-    published = [str(step) for step in steps if (step / "commit_success.txt").is_file()]
-    if not published:
-        raise UserError(f"{run} has no {kind} snapshot: train until the first one is saved, or choose another --kind")
-    return published
-
-
-def _list_checkpoints(path: Path) -> list[Path]:
-    """List the checkpoints in a directory; empty if the directory is itself a checkpoint."""
-    files = ("*.safetensors", "*.safetensors.index.json", "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
-    if not path.is_dir() or has_file(path, *files):
-        return []
-    return [child for child in path.iterdir() if child.is_dir() and _is_complete_checkpoint(child)]
-
-
-def _is_complete_checkpoint(path: Path) -> bool:
-    if ".orbax-checkpoint-tmp" in path.name or path.name.startswith("."):
-        return False
-    # The items of an Orbax checkpoint (params, state) also contain _METADATA; only steps have a number in their name.
-    is_step = _NUMBERS.search(path.name) is not None
-    orbax_files = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "*/_METADATA")
-    return has_file(path, "*.safetensors") or (is_step and has_file(path, *orbax_files))
-
-
-def _fill_tokens(source: CheckpointSource, tokens_per_step: int) -> CheckpointSource:
-    if source.tokens is not None or source.step is None:
+def _open(path: str, subtree: str | None, tokens_per_step: int | None, notes: list[str]) -> CheckpointSource:
+    """Open a checkpoint, or describe a hub revision; compute its tokens from its step if they are not known."""
+    source = (describe_hub_revision if path.startswith(hub.PREFIX) else open_source)(path, subtree)
+    if tokens_per_step is None or source.step is None:
         return source
-    return replace(source, tokens=source.step * tokens_per_step)
+    tokens = source.step * tokens_per_step
+    if source.tokens is None:
+        if tokens > MAX_POSITION:
+            raise UserError(f"{path}: {tokens_per_step:,} tokens per step at step {source.step:,} are too many")
+        return replace(source, tokens=tokens)
+    if source.tokens != tokens:
+        notes.append(
+            f"{source.origin} has {source.tokens:,} tokens, not {tokens:,} as --tokens-per-step says; its own are used"
+        )
+    return source
 
 
-def _compute_positions(sources: Sequence[CheckpointSource]) -> tuple[str, np.ndarray]:
-    known = {"tokens": [source.tokens for source in sources], "steps": [source.step for source in sources]}
-    for unit, positions in known.items():
-        if None not in positions:
-            return unit, np.array(positions)
-    return "order", np.arange(len(sources))
+def _order_within(
+    address: str | Path, sources: Sequence[CheckpointSource], stages: Sequence[str | None]
+) -> tuple[int, ...]:
+    """Return the indices of the checkpoints at one address, oldest first; raise UserError if their order is unknown."""
+    within = order_checkpoints(sources, stages)
+    if len(set(within.positions.tolist())) < len(sources):
+        raise UserError(
+            f"{address} stands for {len(sources)} checkpoints whose order is not known: name them one by one, in order"
+        )
+    return within.indices
+
+
+def check_distinct(paths: Sequence[str]) -> None:
+    """Raise UserError if two addresses are of the same checkpoint."""
+    first_of: dict[str, str] = {}
+    for path in paths:
+        key = resolve_address(path)
+        if key in first_of:
+            also = "" if first_of[key] == path else f", also as {path}"
+            raise UserError(f"{first_of[key]} is given twice{also}: name each checkpoint once")
+        first_of[key] = path
+
+
+def _order_notes(ordering: Ordering, is_reordered: bool) -> list[str]:
+    notes = list(ordering.notes)
+    if ordering.doubt is not None:
+        notes.append(
+            f"{ordering.doubt}: their order is not known, and the configuration and tokenizer are those of the last one"
+        )
+    elif (np.diff(ordering.positions) == 0).any():
+        notes.append("several checkpoints have the same position: their order is not known")
+    elif is_reordered:
+        notes.append(f"the checkpoints are ordered by {ordering.unit}, not as the command names them")
+    return notes
+
+
+def _why_no_tokens(series: CheckpointSeries) -> str:
+    if series.doubt is None and series.unit == "order":
+        return "tokens do not increase in their order"
+    return "the tokens of some checkpoints are unknown"

@@ -1,9 +1,11 @@
-"""Describe what a path holds (`pma inspect`): a run, a snapshot, or any checkpoint that can be merged."""
+"""Describe what a path holds (`pma inspect`): a run, a snapshot, or all that can be merged."""
 
 from typing import Any
 
 from etils import epath
 
+from pma_jax.merging import gather
+from pma_jax.merging.listing import list_checkpoints
 from pma_jax.runs import restore
 from pma_jax.runs.directory import Run, is_run, open_run
 from pma_jax.runs.snapshots import is_snapshot, read_snapshot
@@ -11,14 +13,15 @@ from pma_jax.storage.formats.open import open_source
 
 
 def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
-    """Return the contents of a run, a snapshot or any checkpoint that can be merged as JSON values; read no array.
+    """Return the contents of a run, a snapshot or all that can be merged as JSON values; read no array.
 
     Args:
-        path: A directory, a file, or hf://org/repo@revision.
+        path: A run, a checkpoint (a directory or file, or hf://org/repo@revision), a directory of checkpoints, or a
+            pattern of revisions.
         subtree: The part of another trainer's Orbax tree that holds the parameters, such as "params"; guessed if None.
 
     Raises:
-        UserError: `path` holds no readable run or checkpoint.
+        UserError: `path` holds no readable run or checkpoint, or several that cannot be told apart.
     """
     if is_run(path):
         run = open_run(path)
@@ -30,6 +33,8 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
             "states": [{"step": s.step, "tokens": s.tokens} for s in run.states],
             "facts": run.metadata,
         }
+    if not is_snapshot(path) and list_checkpoints(str(path)).is_expanded:
+        return _describe_series(str(path), subtree)
     if not is_snapshot(path):
         source = open_source(str(path), subtree)
         return {
@@ -37,6 +42,7 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
             "path": source.origin,
             "tokens": source.tokens,
             "step": source.step,
+            "epoch": source.epoch,
             "nbytes": source.nbytes,
             "leaves": {name: {"shape": list(leaf.shape), "dtype": leaf.dtype} for name, leaf in source.leaves.items()},
             "notes": list(source.notes),
@@ -61,8 +67,11 @@ def format_description(description: dict[str, Any]) -> str:
     lines = [f"{description['path']}: {description['kind']}"]
     if description["kind"] == "run":
         return "\n".join(lines + _run_lines(description))
+    if "checkpoints" in description:
+        return "\n".join(lines + _series_lines(description))
     if "merge" not in description:
-        known = [f"{description[key]:,} {key}" for key in ("step", "tokens") if description[key] is not None]
+        known = [f"{unit} {description[unit]:,}" for unit in ("step", "epoch") if description[unit] is not None]
+        known += [f"{description['tokens']:,} tokens"] if description["tokens"] is not None else []
         size = f"{description['parameters']:,} parameters, {description['nbytes']:,} bytes"
         lines.append(", ".join([*known, size]))
         lines += [f"note: {note}" for note in description["notes"]]
@@ -77,6 +86,44 @@ def format_description(description: dict[str, Any]) -> str:
     for name, leaf in description["leaves"].items():
         lines.append(f"  {name}  {leaf['dtype']} {tuple(leaf['shape'])}")
     return "\n".join(lines)
+
+
+def _describe_series(address: str, subtree: str | None) -> dict[str, Any]:
+    """Describe a directory of checkpoints or a pattern of revisions: its checkpoints, oldest first."""
+    series = gather.open_checkpoints([address], subtree=subtree)
+    checkpoints = [
+        {
+            "path": source.origin,
+            "step": source.step,
+            "tokens": source.tokens,
+            "epoch": source.epoch,
+            "stage": stage,
+            "nbytes": source.nbytes if source.leaves else None,
+        }
+        for source, stage in zip(series.sources, series.stages, strict=True)
+    ]
+    return {
+        "kind": f"{len(checkpoints)} checkpoints",
+        "path": address,
+        "ordered_by": None if series.doubt else series.unit,
+        "checkpoints": checkpoints,
+        "left_out": list_checkpoints(address).left_out,
+        "notes": [*series.notes, *(note for source in series.sources for note in source.notes)],
+    }
+
+
+def _series_lines(description: dict[str, Any]) -> list[str]:
+    order = description["ordered_by"]
+    lines = [f"oldest first, by {order}:" if order else "in an order that is not known:"]
+    has_stages = len({checkpoint["stage"] for checkpoint in description["checkpoints"]}) > 1
+    for checkpoint in description["checkpoints"]:
+        known = [f"{unit} {checkpoint[unit]:,}" for unit in ("step", "epoch") if checkpoint[unit] is not None]
+        known += [f"{checkpoint['tokens']:,} tokens"] if checkpoint["tokens"] is not None else []
+        known += [f"{checkpoint['nbytes']:,} bytes"] if checkpoint["nbytes"] is not None else []
+        known += [f"stage {checkpoint['stage']}"] if has_stages else []
+        lines.append(f"  {checkpoint['path']}  {', '.join(known)}")
+    lines += [f"left out: {name} ({reason})" for name, reason in description["left_out"].items()]
+    return lines + [f"note: {note}" for note in dict.fromkeys(description["notes"]) if "left out of" not in note]
 
 
 def _run_lines(description: dict[str, Any]) -> list[str]:

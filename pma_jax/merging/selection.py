@@ -36,37 +36,36 @@ def select(
     tolerance_tokens: int | None = None,
     stages: Sequence[str | None] | None = None,
     across_stages: bool = False,
+    unit: str = "tokens",
+    is_series: bool = True,
 ) -> Selection:
-    """Select checkpoints by token count.
+    """Select checkpoints by token count, or by another position.
 
     Args:
-        tokens: Token counts [K] in ascending order. Checkpoints may have equal counts only if their stages differ.
+        tokens: Token counts [K] in ascending order. The order of checkpoints with equal counts is not known.
         last: Number of checkpoints to select: the newest of those that satisfy the other conditions.
         between_tokens: (A, B), both inclusive; None leaves that end open.
         every_tokens: Interval V: select the newest checkpoint, and the one nearest to each of V, 2 V, ... tokens before
             it, if one is within the tolerance.
         tolerance_tokens: Largest distance from these token counts; by default a tenth of V.
-        stages: [K], the stage or run of each checkpoint. Checkpoints with None form a stage of their own.
+        stages: [K], the stage or run of each checkpoint; None for one that fits any. By default all are of one.
         across_stages: Allow checkpoints of several stages in the selection.
+        unit: What `tokens` are, for messages: "tokens", "steps", "epochs", or "order" (numbers without a meaning).
+        is_series: Whether the checkpoints were saved as one series per stage: notes then report missing and off-grid
+            ones, and equal counts in one stage are an error. Otherwise the user chose them one by one.
 
     Returns:
         The selection. Its notes report the interval, off-grid and missing checkpoints, and boundaries between stages.
 
     Raises:
-        UserError: No checkpoint satisfies the conditions, fewer than `last` do, token counts are out of order, or the
-            selection crosses a boundary between stages without `across_stages`; the message names that boundary.
+        UserError: No checkpoint satisfies the conditions, fewer than `last` do, token counts are out of order or do not
+            tell which are the last, or the selection crosses a boundary between stages without `across_stages`; the
+            message names that boundary.
     """
     t = np.asarray(tokens)
-    labels = list(stages) if stages is not None else [None] * len(t)
-    if len(labels) != len(t):
-        raise UserError(f"{len(labels)} stages for {len(t)} checkpoints: give one per checkpoint")
-    if last is not None and last < 1:
-        raise UserError(f"last = {last}: select at least 1 checkpoint")
-    if every_tokens is not None and every_tokens <= 0:
-        raise UserError(f"every_tokens = {every_tokens}: the interval must be positive")
-    if tolerance_tokens is not None and (every_tokens is None or tolerance_tokens < 0):
-        raise UserError("tolerance_tokens must be 0 or more, and requires every_tokens")
-    _check_order(t, labels)
+    labels = list(stages) if stages is not None else [""] * len(t)
+    _check_options(len(t), len(labels), last, every_tokens, tolerance_tokens)
+    _check_order(t, labels if is_series and unit != "order" else [None] * len(t), unit)
     chosen = _in_range(t, between_tokens)
     notes: list[str] = []
     if every_tokens is not None:
@@ -77,10 +76,15 @@ def select(
             raise UserError(
                 f"{last} checkpoints are requested and there are {len(chosen)}: request fewer, or widen the range"
             )
+        if len(chosen) > last and t[chosen[-last]] == t[chosen[-last - 1]]:
+            raise UserError(
+                f"cannot select the last {last}: the order of the checkpoints {_at(t[chosen[-last]], unit)} is not "
+                "known; name those that you mean"
+            )
         chosen = chosen[-last:]
-    notes += _stage_notes(t, chosen, labels, across_stages)
-    if every_tokens is None and len({labels[i] for i in chosen}) == 1:
-        notes += _gap_notes(t[chosen])
+    notes += _stage_notes(t, chosen, labels, across_stages, unit)
+    if every_tokens is None and is_series and unit != "order" and len({labels[i] for i in chosen}) == 1:
+        notes += _gap_notes(t[chosen], unit)
     return Selection(tuple(int(i) for i in chosen), tuple(notes))
 
 
@@ -143,24 +147,39 @@ def _on_grid(
     return np.array([nearest[intervals_back][1] for intervals_back in points[::-1]])
 
 
-def _check_order(t: np.ndarray, labels: list[str | None]) -> None:
+def _check_options(
+    checkpoints: int, stages: int, last: int | None, every_tokens: int | None, tolerance_tokens: int | None
+) -> None:
+    if stages != checkpoints:
+        raise UserError(f"{stages} stages for {checkpoints} checkpoints: give one per checkpoint")
+    if last is not None and last < 1:
+        raise UserError(f"last = {last}: select at least 1 checkpoint")
+    if every_tokens is not None and every_tokens <= 0:
+        raise UserError(f"every_tokens = {every_tokens}: the interval must be positive")
+    if tolerance_tokens is not None and (every_tokens is None or tolerance_tokens < 0):
+        raise UserError("tolerance_tokens must be 0 or more, and requires every_tokens")
+
+
+def _check_order(t: np.ndarray, labels: list[str | None], unit: str) -> None:
     if t.ndim != 1 or (np.diff(t) < 0).any():
-        raise UserError("checkpoints must be in order of tokens, oldest first")
+        raise UserError(f"checkpoints must be in order of {unit}, oldest first")
     newest: dict[str | None, int] = {}
-    for label, tokens in zip(labels, t.tolist(), strict=True):
-        if newest.get(label) == tokens:
-            where = f" of {label}" if label is not None else ""
-            raise UserError(f"two checkpoints{where} are at {tokens:,} tokens: remove one, or set their stages")
-        newest[label] = tokens
+    for label, position in zip(labels, t.tolist(), strict=True):
+        if label is not None and newest.get(label) == position:
+            where = f" of {label}" if label else ""
+            raise UserError(f"two checkpoints{where} are {_at(position, unit)}: remove one, or set their stages")
+        newest[label] = position
 
 
-def _stage_notes(t: np.ndarray, chosen: np.ndarray, labels: list[str | None], across_stages: bool) -> list[str]:
+def _stage_notes(
+    t: np.ndarray, chosen: np.ndarray, labels: list[str | None], across_stages: bool, unit: str
+) -> list[str]:
     """Return a note for each stage boundary in the selection; raise UserError for the first unless `across_stages`."""
     lines = []
-    for a, b in itertools.pairwise(chosen):
+    for a, b in itertools.pairwise(i for i in chosen if labels[i] is not None):
         if labels[a] != labels[b]:
-            first, second = (labels[i] or "(no stage)" for i in (a, b))
-            line = f"{first} at {t[a]:,} and {second} at {t[b]:,} tokens"
+            at = ("", "") if unit == "order" else (f" at {t[a]:,}", f" at {t[b]:,} {unit}")
+            line = f"{labels[a]}{at[0]} and {labels[b]}{at[1]}"
             if line not in lines:
                 lines.append(line)
     if lines and not across_stages:
@@ -171,7 +190,7 @@ def _stage_notes(t: np.ndarray, chosen: np.ndarray, labels: list[str | None], ac
     return [f"crosses a boundary between {line}" for line in lines]
 
 
-def _gap_notes(t: np.ndarray) -> list[str]:
+def _gap_notes(t: np.ndarray, unit: str) -> list[str]:
     """Return notes about missing and off-grid checkpoints, for a selection without a requested grid."""
     intervals = np.diff(t)
     if len(intervals) < 2:
@@ -179,11 +198,15 @@ def _gap_notes(t: np.ndarray) -> list[str]:
     usual = float(np.median(intervals))
     notes = []
     for before, after, interval in zip(t[:-1], t[1:], intervals, strict=True):
-        missing = round(interval / usual) - 1
+        missing = round(interval / usual) - 1 if usual else 0
         if missing >= 1:
             notes.append(
-                f"missing: about {missing} between {before:,} and {after:,} tokens (usual interval {usual:,.0f})"
+                f"missing: about {missing} between {before:,} and {after:,} {unit} (usual interval {usual:,.0f})"
             )
         elif abs(interval - usual) > GRID_TOLERANCE * usual:
-            notes.append(f"off grid: {after:,} tokens is {interval:,} after {before:,} (usual interval {usual:,.0f})")
+            notes.append(f"off grid: {after:,} {unit} is {interval:,} after {before:,} (usual interval {usual:,.0f})")
     return notes
+
+
+def _at(position: int, unit: str) -> str:
+    return "of equal position" if unit == "order" else f"at {position:,} {unit}"

@@ -168,24 +168,33 @@ def test_too_small_memory_limit_is_reported(fails, suite, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_parallel_runs_are_merged_only_when_named_or_allowed(pma, fails, suite, tmp_path):
+def test_parallel_runs_are_merged_only_when_allowed(pma, fails, suite, tmp_path):
     write(tmp_path / "other" / "step600", 600)
     write(tmp_path / "other" / "step700", 700)
     arguments = ["merge", suite, tmp_path / "other", "--out", tmp_path / "out", "--last", 3]
     assert "crosses a boundary" in fails(*arguments)
     status, _, err = pma(*arguments, "--across-stages")
     assert status == 0 and "crosses a boundary" in err
-    named = [suite / "step500", tmp_path / "other" / "step600"]
-    assert pma("merge", *named, "--out", tmp_path / "soup")[0] == 0
+    named = ["merge", suite / "step500", tmp_path / "other" / "step600", "--out", tmp_path / "soup"]
+    assert "crosses a boundary" in fails(*named)
+    assert pma(*named, "--across-stages")[0] == 0
 
 
-def test_duplicates_at_one_position_are_merged_only_when_named(pma, fails, suite, tmp_path):
+def test_duplicates_at_one_position_are_merged_only_with_equal_weights(pma, fails, suite, tmp_path):
     write(tmp_path / "twin" / "step500", 501)
-    arguments = ["merge", suite / "step500", tmp_path / "twin" / "step500", "--out", tmp_path / "out"]
+    arguments = [
+        "merge",
+        suite / "step500",
+        tmp_path / "twin" / "step500",
+        "--across-stages",
+        "--out",
+        tmp_path / "out",
+    ]
     status, _, err = pma(*arguments)
-    assert status == 0 and "merged in order" in err
+    assert status == 0 and "the same position" in err
     np.testing.assert_allclose(merged(tmp_path / "out"), mean((500, 501), (0.5, 0.5)), rtol=1e-6)
     assert "computes weights from tokens" in fails(*arguments[:-1], tmp_path / "no", "--recipe", "power:sigma_rel=0.1")
+    assert "the same position" in fails(*arguments[:-1], tmp_path / "no", "--recipe", "wma")
 
 
 def test_run_cannot_be_mixed_with_other_sources(fails, finished, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError, error_line
-from pma_jax.storage.formats.names import expand_braces, progress_from_name, stage_from_name
+from pma_jax.storage.formats.names import NameProgress, expand_braces, parse_name, stage_words
 
 PREFIX = "hf://"
 _ADDRESS = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?")
@@ -56,17 +56,42 @@ def expand_revisions(address: str) -> tuple[list[str], list[str]]:
     if not revisions:
         raise UserError(f"{address}: no revision matches; {repo} has {', '.join(sorted(existing)[:5])} …")
     notes = [f"{repo} has no {', '.join(missing[:5])} ({len(missing)} missing)"] if missing else []
-    stages = sorted(set(map(stage_from_name, revisions)))
+    progress = {name: parse_name(name) for name in revisions}
+    left_out = [name for name in revisions if not progress[name].is_known]
+    if len(left_out) < len(revisions):
+        revisions = [name for name in revisions if name not in left_out]
+        if left_out:
+            notes.append(f"left out of {address}, no step in the name: {', '.join(left_out[:5])}")
+    stages = sorted({progress[name].stage for name in revisions})
     if len(stages) > 1:
         notes.append(f"the revisions are of several stages or runs ({', '.join(stages[:5])}); merge within one")
-    revisions.sort(key=lambda name: (stage_from_name(name), progress_from_name(name)[0] or 0, name))
+    revisions.sort(key=lambda name: (progress[name].stage, progress[name].step or 0, name))
     return [f"{PREFIX}{repo}@{name}" for name in revisions], notes
 
 
-def repo_and_stage(address: str) -> str:
-    """Return the repository, and the training stage or parallel run in the revision's name: "org/repo stage1"."""
+def parse_progress(address: str) -> NameProgress:
+    """Parse the progress from the revision's name, or from the repository's if the revision's states none."""
     repo, revision = parse_address(address)
-    return f"{repo} {stage_from_name(revision)}".strip()
+    progress = parse_name(revision)
+    return progress if progress.is_known else parse_name(repo.partition("/")[2])
+
+
+def repo_and_stage(address: str) -> str | None:
+    """Return what contains a revision: the repository and the stage or parallel run, such as "org/repo stage1".
+
+    Return None if neither the revision nor the repository states progress or a stage: such a checkpoint may be merged
+    with any other.
+    """
+    repo, revision = parse_address(address)
+    progress = parse_name(revision)
+    if progress.is_known:
+        return f"{repo} {progress.stage}".strip()
+    organization, _, name = repo.partition("/")
+    of_repo = parse_name(name)
+    if of_repo.is_known:
+        return f"{organization} {of_repo.stage}".strip()
+    words = stage_words(f"{name} {revision}")
+    return f"{repo} {words}" if words else None
 
 
 def download(address: str) -> Path:

@@ -11,7 +11,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.storage.formats import hub, orbax_read
 from pma_jax.storage.formats import safetensors as safetensors_file
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
-from pma_jax.storage.formats.names import progress_from_name
+from pma_jax.storage.formats.progress import read_progress
 from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, CheckpointSource, numpy_dtype
 from pma_jax.storage.formats.unread import describe_unread
 from pma_jax.storage.json_files import read_json_object
@@ -36,11 +36,20 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
     text = str(address)
     if text.startswith(hub.PREFIX):
         folder = hub.download(text)
-        repo, revision = hub.parse_address(text)
-        step, tokens = progress_from_name(revision)
+        repo, _ = hub.parse_address(text)
+        name = hub.parse_progress(text)
+        opened = open_source(folder, subtree)
+        notes = opened.notes
+        if None not in (name.step, opened.step) and name.step != opened.step:
+            notes += (f"{text}: its name says step {name.step:,} and its files {opened.step:,}; {name.step:,} is used",)
         # The download folder is named after the commit, so `origin` identifies the exact revision.
         return replace(
-            open_source(folder, subtree), origin=f"{hub.PREFIX}{repo}@{folder.name}", step=step, tokens=tokens
+            opened,
+            origin=f"{hub.PREFIX}{repo}@{folder.name}",
+            step=opened.step if name.step is None else name.step,
+            tokens=name.tokens,
+            epoch=name.epoch,
+            notes=notes,
         )
     path = as_path(address)
     if not path.exists():
@@ -58,21 +67,24 @@ def describe_hub_revision(address: str, subtree: str | None = None) -> Checkpoin
 
     Use it to select among many revisions by step and tokens. `leaves` of the result is empty.
     """
-    step, tokens = progress_from_name(hub.parse_address(address)[1])
-    return CheckpointSource("deferred", Path(), address, {}, {}, tokens, step, metadata={"subtree": subtree})
+    name = hub.parse_progress(address)
+    return CheckpointSource(
+        "deferred", Path(), address, {}, {}, name.tokens, name.step, name.epoch, metadata={"subtree": subtree}
+    )
 
 
 def open_if_deferred(source: CheckpointSource) -> CheckpointSource:
     """Download and open a source that `describe_hub_revision` returned; return any other source unchanged.
 
-    The step and the tokens of `source` are kept.
+    The step, the tokens and the epoch of `source` are kept.
 
     Raises:
         UserError: The same as `open_source`.
     """
     if source.format != "deferred":
         return source
-    return replace(open_source(source.origin, source.metadata["subtree"]), tokens=source.tokens, step=source.step)
+    opened = open_source(source.origin, source.metadata["subtree"])
+    return replace(opened, tokens=source.tokens, step=source.step, epoch=source.epoch)
 
 
 def _open_file(path: Path, subtree: str | None) -> CheckpointSource:
@@ -148,18 +160,22 @@ def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str 
         and file.name not in {"provenance.json", ".gitattributes"}
     ]
     outside = [file for file in sidecar_files if _leaves_checkpoint(file)]
-    step, tokens = progress_from_name(path.stem if path.is_file() else path.name)
+    outside_notes = [
+        f"{file}: is a symbolic link to a file outside the checkpoint, and is left out" for file in outside
+    ]
+    progress = read_progress(path, tokens=_tokens_from_provenance(path if path.is_dir() else path.parent))
     return CheckpointSource(
-        "safetensors",
-        path,
-        str(path),
-        header.leaves,
-        header.byte_ranges,
-        _tokens_from_provenance(path if path.is_dir() else path.parent) or tokens,
-        step,
-        tuple(file for file in sidecar_files if file not in outside),
-        dict(header.metadata),
-        tuple(f"{file}: is a symbolic link to a file outside the checkpoint, and is left out" for file in outside),
+        format="safetensors",
+        path=path,
+        origin=str(path),
+        leaves=header.leaves,
+        byte_ranges=header.byte_ranges,
+        tokens=progress.tokens,
+        step=progress.step,
+        epoch=progress.epoch,
+        other_files=tuple(file for file in sidecar_files if file not in outside),
+        metadata=dict(header.metadata),
+        notes=(*progress.notes, *outside_notes),
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from pma_jax.config.errors import UserError, error_line
 from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
-from pma_jax.storage.formats.names import progress_from_name
+from pma_jax.storage.formats.progress import read_progress
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zarr import ArrayLayout, open_store, read_array_layout
 from pma_jax.storage.json_files import read_json_object
@@ -95,18 +95,18 @@ def _make_source(
     path: Path, arrays: Mapping[str, ArrayLayout], metadata: dict[str, Any], notes: list[str]
 ) -> CheckpointSource:
     custom = metadata["custom"]
-    step, tokens = progress_from_name(path.name)
-    step = int(path.name) if path.name.isdecimal() and len(path.name) < 19 else step
+    progress = read_progress(path, step=custom.get("step"), tokens=custom.get("tokens"))
     return CheckpointSource(
         format="orbax",
         path=path,
         origin=str(path),
         leaves={name: array.leaf for name, array in arrays.items()},
         byte_ranges={name: array.byte_ranges for name, array in arrays.items() if array.byte_ranges is not None},
-        tokens=custom["tokens"] if type(custom.get("tokens")) is int else tokens,
-        step=custom["step"] if type(custom.get("step")) is int else step,
+        tokens=progress.tokens,
+        step=progress.step,
+        epoch=progress.epoch,
         metadata=metadata,
-        notes=tuple(notes),
+        notes=(*notes, *progress.notes),
         zstd_frames={name: array.zstd_frames for name, array in arrays.items() if array.zstd_frames is not None},
         tensorstore_specs={name: array.spec for name, array in arrays.items()},
     )

@@ -87,6 +87,7 @@ class CheckpointSource:
             here must be decoded: see `zstd_frames` and `tensorstore_specs`.
         tokens: Tokens seen when the checkpoint was saved, if known.
         step: The optimizer step, if known.
+        epoch: The epoch, if the name states it.
         other_files: Files in the same directory that hold no leaves (config, tokenizer).
         metadata: Metadata that the format itself stores: safetensors' `__metadata__`, Orbax's tree metadata.
         notes: Messages for the user about inferred settings, one line each.
@@ -101,6 +102,7 @@ class CheckpointSource:
     byte_ranges: Mapping[str, tuple[ByteRange, ...]]
     tokens: int | None = None
     step: int | None = None
+    epoch: int | None = None
     other_files: tuple[Path, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

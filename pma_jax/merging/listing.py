@@ -1,0 +1,274 @@
+"""List the checkpoints at an address: of a run, a directory of checkpoints, or a pattern of hub revisions.
+
+In a directory of checkpoints, a child takes part if its name states its step, tokens or epoch and it is complete. What
+does not take part is left out with a reason, so that nothing is merged or skipped silently. A directory that could
+also be read in another way is refused.
+"""
+
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pma_jax.config.errors import UserError
+from pma_jax.merging.engine.provenance import FILE_NAME as PROVENANCE_FILE
+from pma_jax.storage.formats import hub
+from pma_jax.storage.formats.names import owner_of_item, parse_name, stage_words
+from pma_jax.storage.formats.orbax_read import has_file, is_orbax
+from pma_jax.storage.formats.publish import IN_PROGRESS_FILE
+from pma_jax.storage.formats.unread import describe_unread
+from pma_jax.storage.json_files import read_json, read_json_object
+from pma_jax.storage.paths import as_path, is_bucket
+
+_COMMIT_MARKER = "commit_success.txt"
+_SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
+_ORBAX = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
+_TEMPORARY = re.compile(
+    r"(?:tmp|temp)[-_.].*|.*[-_.](?:tmp|temp|partial|incomplete|part)\d*|.*\.orbax-checkpoint-tmp.*", re.IGNORECASE
+)
+# Reasons to leave out an entry of a directory.
+_NOT_CHECKPOINT, _HIDDEN, _RUN, _NO_STEP = "not a checkpoint", "hidden", "a run", "no step in the name"
+_UNFINISHED = "temporary: its writing was interrupted or goes on"
+_EARLIER_MERGE = f"an earlier merge, it has {PROVENANCE_FILE}"
+_INCOMPLETE, _UNREAD = "incomplete: {}", "its format is not read"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The checkpoints at one address.
+
+    Attributes:
+        paths: Addresses of the checkpoints; those of a directory in the order of their names' progress.
+        stages: For each checkpoint, the run, stage or directory that it belongs to; None if that is not known.
+        is_expanded: Whether the address stands for its contents, and is not itself the checkpoint.
+        left_out: Name of each entry of a directory that does not take part -> the reason.
+        notes: Messages for the user, one line each.
+    """
+
+    paths: tuple[str, ...]
+    stages: tuple[str | None, ...]
+    is_expanded: bool
+    left_out: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def list_checkpoints(address: str, snapshot_kind: str | None = None) -> Listing:
+    """List the checkpoints at an address, which may itself be one. Arrays are not read, and revisions not downloaded.
+
+    Args:
+        address: A run, a checkpoint, a directory of checkpoints, hf://org/repo@revision (or a pattern of revisions).
+        snapshot_kind: Which snapshots of a run to list; None is the first kind that the run saves.
+
+    Raises:
+        UserError: The address has several meanings, or is a directory in which no checkpoint can be merged.
+    """
+    if address.startswith(hub.PREFIX):
+        revisions, notes = hub.expand_revisions(address)
+        is_pattern = revisions != [address]
+        return Listing(tuple(revisions), tuple(map(hub.repo_and_stage, revisions)), is_pattern, {}, tuple(notes))
+    path = as_path(address)
+    if is_run_directory(path):
+        snapshots = _list_snapshots(path, snapshot_kind)
+        series = str(path if is_bucket(path) else path.absolute())
+        return Listing(tuple(snapshots), (series,) * len(snapshots), True, {}, ())
+    if snapshot_kind is not None:
+        raise UserError(f"{address} is not a run, so it has no {snapshot_kind} snapshots: leave --kind out")
+    return _list_directory(path) or Listing((address,), (_stage_of_named(path),), False, {}, ())
+
+
+def is_run_directory(path: Path) -> bool:
+    """Return whether a directory is a run of pma_jax."""
+    return (path / "run.json").is_file() and (path / "config.json").is_file()
+
+
+def resolve_address(address: str) -> str:
+    """Return an address that is equal for all names of one checkpoint: without symbolic links and relative parts."""
+    if address.startswith(hub.PREFIX):
+        return "{}{}@{}".format(hub.PREFIX, *hub.parse_address(address))
+    return str(address).rstrip("/") if is_bucket(address) else str(Path(address).resolve())
+
+
+def format_left_out(address: str, left_out: dict[str, str]) -> str:
+    """Format what was left out of a directory as one line, grouped by reason."""
+    names_of: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names_of.setdefault(reason, []).append(name)
+    groups = []
+    for reason, names in names_of.items():
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        groups.append(f"{', '.join(names[:4])}{more} ({reason})")
+    return f"left out of {address}: {'; '.join(groups)}"
+
+
+def _list_snapshots(run: Path, snapshot_kind: str | None) -> list[str]:
+    """List the published snapshots of a run, those with a commit marker, oldest first."""
+    from pma_jax import config as configuration  # its imports take longer than a small merge
+
+    path = run / "config.json"
+    config = configuration.resolve_stored(read_json(path, dict[str, dict[str, Any]]), path)
+    kind = snapshot_kind or config.checkpoint.kinds[0]
+    steps = [step for step in (run / configuration.SNAPSHOT_KINDS[kind].folder).glob("*") if step.name.isdigit()]
+    published = [step for step in steps if (step / _COMMIT_MARKER).is_file()]
+    if not published:
+        raise UserError(f"{run} has no {kind} snapshot: train until the first one is saved, or choose another --kind")
+    return [str(step) for step in sorted(published, key=lambda step: int(step.name))]
+
+
+def _list_directory(path: Path) -> Listing | None:
+    """List the checkpoints in a directory; None if it is itself a checkpoint or holds none.
+
+    Raises:
+        UserError: It is both, or its checkpoints cannot be ordered.
+    """
+    if not path.is_dir():
+        return None
+    children, left_out = _classify_children(path)
+    children.sort(key=_name_order)
+    is_checkpoint = has_file(path, *_SAFETENSORS, *_ORBAX)
+    if is_checkpoint and children:
+        own = next((file.name for pattern in _SAFETENSORS[::-1] for file in sorted(path.glob(pattern))), None)
+        ways = [f"{path / own} for its own"] if own else []
+        ways.append(f"the directories for the others, such as {path / children[-1].name}")
+        raise UserError(
+            f"{path} holds a checkpoint of its own ({own or 'Orbax'}) and {len(children)} in directories: "
+            f"name those that you mean: {', '.join(ways)}"
+        )
+    if is_checkpoint:
+        return None
+    if children:
+        series = _series_of(path)
+        stages = tuple(_stage_in(series, child.name) for child in children)
+        notes = [f"{path} is read as a directory of {len(children)} checkpoints"]
+        notes += [format_left_out(str(path), left_out)] if left_out else []
+        paths = tuple(str(_checkpoint_in(child)) for child in children)
+        return Listing(paths, stages, True, left_out, tuple(notes))
+    # The items of one Orbax checkpoint have no steps in their names.
+    if is_orbax(path) and _EARLIER_MERGE not in left_out.values():
+        return None
+    unusable = {name: reason for name, reason in left_out.items() if reason not in (_NOT_CHECKPOINT, _HIDDEN)}
+    unread = [path, *(path / name for name, reason in unusable.items() if reason == _UNREAD)]
+    message = next(filter(None, map(describe_unread, unread)), None)
+    if message is not None:
+        raise UserError(message)
+    if unusable:
+        raise UserError(
+            f"{path} holds no checkpoint whose name states its step: {format_left_out(str(path), unusable)}; "
+            "name each checkpoint that you mean"
+        )
+    return None
+
+
+def _classify_children(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the children of a directory that are checkpoints of a series, and the others with the reason."""
+    reasons = {entry: _reason_to_leave_out(entry) for entry in sorted(path.iterdir(), key=lambda entry: entry.name)}
+    left_out = {entry.name: reason for entry, reason in reasons.items() if reason is not None}
+    children = [entry for entry, reason in reasons.items() if reason is None]
+    marked = [child for child in children if (child / _COMMIT_MARKER).is_file()]
+    if marked:  # checkpoints of pma_jax, and of Orbax in a bucket, get this file when they are complete
+        left_out |= {x.name: _INCOMPLETE.format(f"it has no {_COMMIT_MARKER}") for x in children if x not in marked}
+        children = marked
+    first_of: dict[str, Path] = {}
+    for child in sorted(children, key=lambda child: child.is_symlink()):
+        first = first_of.setdefault(resolve_address(str(child)), child)
+        if first != child:
+            left_out[child.name] = f"the same directory as {first.name}"
+    return list(first_of.values()), left_out
+
+
+def _reason_to_leave_out(entry: Path) -> str | None:
+    """Return why an entry of a directory is not one of its checkpoints, or None if it is one."""
+    if entry.name.startswith("."):
+        return _HIDDEN
+    step = parse_name(entry.name).step
+    if entry.is_symlink():
+        target = Path(entry).resolve()
+        if not target.exists():
+            return "a link to nothing"
+        if target.parent == entry.parent.resolve() or parse_name(target.name).step not in (step, None):
+            return f"a link to {target.name}"
+    if not entry.is_dir():
+        return _NOT_CHECKPOINT
+    if _TEMPORARY.fullmatch(entry.name):
+        return _UNFINISHED
+    if (entry / PROVENANCE_FILE).is_file():
+        return _EARLIER_MERGE
+    if is_run_directory(entry):
+        return _RUN
+    problem = _incompleteness(_checkpoint_in(entry))
+    if parse_name(entry.name).is_known:
+        return problem and (problem if problem == _UNREAD else _INCOMPLETE.format(problem))
+    return _NOT_CHECKPOINT if problem else _NO_STEP
+
+
+def _checkpoint_in(directory: Path) -> Path:
+    """Return the checkpoint of a directory named by its step: the directory, or the only part of it that holds one.
+
+    `1000/items` of Orbax is found by its reader; `checkpoint-500/model` with safetensors is found here.
+    """
+    if has_file(directory, *_SAFETENSORS, *_ORBAX) or is_orbax(directory):
+        return directory
+    parts = [
+        part
+        for part in sorted(directory.iterdir())
+        if part.is_dir() and owner_of_item(part) == directory and has_file(part, *_SAFETENSORS)
+    ]
+    return parts[0] if len(parts) == 1 else directory
+
+
+def _incompleteness(path: Path) -> str | None:
+    """Return why a directory is not a complete checkpoint, from the presence of its files; None if it is complete."""
+    if (path / IN_PROGRESS_FILE).is_file():
+        return f"it has {IN_PROGRESS_FILE}"
+    index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
+    if index is not None:
+        missing = [name for name in _shards_in(index) if not (path / name).is_file()]
+        return f"{len(missing)} files of its index are missing" if missing else None
+    files = sorted(path.glob("*.safetensors"))
+    if files:
+        shard = re.fullmatch(r".*-\d+-of-(\d+)\.safetensors", files[0].name)
+        return f"{len(files)} of {int(shard[1])} files, and no index" if shard and int(shard[1]) != 1 else None
+    if is_orbax(path):
+        return None
+    if next(path.iterdir(), None) is None:
+        return "it is empty"
+    return _UNREAD if describe_unread(path) else "no weights are in it"
+
+
+def _shards_in(index: Path) -> list[str]:
+    """Return the file names in an index; empty if it is corrupt, which opening the checkpoint reports."""
+    weight_map = None
+    with contextlib.suppress(UserError):
+        weight_map = read_json_object(index).get("weight_map")
+    return (
+        sorted({name for name in weight_map.values() if isinstance(name, str)}) if isinstance(weight_map, dict) else []
+    )
+
+
+def _name_order(path: Path) -> tuple[int, int, int]:
+    progress = parse_name(path.name)
+    return progress.tokens or 0, progress.step or 0, progress.epoch or 0
+
+
+def _series_of(directory: Path) -> str:
+    """Return what identifies the series that the checkpoints in a directory belong to: the run, or the directory."""
+    directory = directory if is_bucket(directory) else directory.absolute()
+    return str(directory.parent if is_run_directory(as_path(directory.parent)) else directory)
+
+
+def _stage_in(series: str, name: str) -> str:
+    """Return the series and the stage in a checkpoint's name, such as "/data/run stage2"."""
+    return f"{series} {parse_name(name).stage}".strip()
+
+
+def _stage_of_named(path: Path) -> str | None:
+    """Return the series and stage of a checkpoint that the user named; None if its name states neither step nor stage.
+
+    Such a checkpoint may be merged with any other.
+    """
+    owner = owner_of_item(path if is_bucket(path) else path.absolute())
+    name = owner.name.removesuffix(".safetensors")
+    if parse_name(name).is_known:
+        return _stage_in(_series_of(as_path(owner.parent)), name)
+    words = stage_words(name)
+    return f"{_series_of(as_path(owner.parent))} {words}" if words else None
