@@ -11,6 +11,7 @@ from typing import Any
 from pma_jax.cli.arguments import parser
 from pma_jax.config.errors import error_line
 from pma_jax.runtime import signals
+from pma_jax.runtime.failures import exit_status
 
 CONFIG_PREFIX = "--config."
 # What to print if a signal stops a verb. Verbs that are not listed write nothing before they finish.
@@ -27,7 +28,8 @@ STOPPED_MESSAGES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status.
 
-    0: done. 1: failed, with one line on standard error. 2: called wrongly. 130 and 143: stopped by SIGINT (Ctrl-C) or
+    0: done. 1: failed, with one line on standard error. 75: the same, for a reason that may pass, such as a lost
+    connection: try again. 2: called wrongly. 130 and 143: stopped by SIGINT (Ctrl-C) or
     SIGTERM, with one line about what was kept.
     """
     argv = list(sys.argv[1:] if arguments is None else arguments)
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.function(options)
     except (ValueError, OSError) as error:
         print(f"error: {error_line(error)}", file=sys.stderr)
-        return 1
+        return exit_status(error)
     except KeyboardInterrupt as interrupt:
         print(
             str(interrupt) or f"stopped: {STOPPED_MESSAGES.get(options.verb, 'nothing was written')}", file=sys.stderr

@@ -3,11 +3,32 @@
 A `UserError` is something that the user can mend: bad input, a missing file, a damaged checkpoint. Any other exception
 is a bug of pma_jax and keeps its traceback. Library calls that raise ValueError for bad input are wrapped where they
 are made, so that the message can say which input was wrong and what to do.
+
+Stored data that cannot be read are one of two things. `DamageError` says that the data themselves are wrong: absent,
+unparsable, or different from their digest; resuming sets such data aside. `StorageError` says that reading or writing
+failed, which tells nothing about the data: nothing is moved or removed. `runtime/failures.py` tells the two apart.
 """
 
 
 class UserError(ValueError):
     """A problem that the user can solve. The message is one line: what is wrong, then what to do."""
+
+
+class DamageError(UserError):
+    """Stored data are absent, cannot be parsed, or differ from their digest."""
+
+
+class StorageError(OSError):
+    """Reading or writing failed for a reason that says nothing about the stored data, such as too many open files.
+
+    Args:
+        message: One line.
+        is_temporary: Whether the same command may succeed later.
+    """
+
+    def __init__(self, message: str, is_temporary: bool = False):
+        super().__init__(message)
+        self.is_temporary = is_temporary
 
 
 def error_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ import rich.console
 from rich import progress as bars
 
 from pma_jax import config
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DamageError, UserError
 from pma_jax.data import corpus
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.storage import atomic, locks
@@ -105,7 +105,8 @@ def open_tokens(directory: str | Path) -> TokenSet:
     """Memory-map the tokens that `prepare_tokens` wrote to `directory`.
 
     Raises:
-        UserError: The tokens are missing or corrupt.
+        DamageError: The tokens are missing or corrupt.
+        OSError: They cannot be read.
     """
     directory = Path(directory)
     try:
@@ -116,8 +117,8 @@ def open_tokens(directory: str | Path) -> TokenSet:
             train=_open_split(directory, corpus.TRAIN, meta),
             validation=_open_split(directory, corpus.VALIDATION, meta),
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"the tokens in {directory} are corrupt ({error}): delete it and run again") from error
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
+        raise DamageError(f"the tokens in {directory} are corrupt ({error}): delete it and run again") from error
 
 
 def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:

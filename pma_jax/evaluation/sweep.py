@@ -23,7 +23,7 @@ from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json
 from pma_jax.storage.json_schema import Count, Loss
-from pma_jax.storage.paths import as_path
+from pma_jax.storage.paths import as_path, exists
 
 
 class SweepRow(TypedDict):
@@ -216,7 +216,7 @@ def read_sweep(run: Run) -> dict[str, Any] | None:
         UserError: The file is corrupt.
     """
     path = as_path(run.path / "sweep.json")
-    return read_json(path, SweepResult, allow_nan=True) if path.exists() else None
+    return read_json(path, SweepResult, allow_nan=True) if exists(path) else None
 
 
 def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str, Any]:

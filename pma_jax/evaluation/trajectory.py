@@ -23,7 +23,7 @@ from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json
 from pma_jax.storage.json_schema import Loss
 from pma_jax.storage.locks import locked
-from pma_jax.storage.paths import as_path, is_bucket
+from pma_jax.storage.paths import as_path, exists, is_bucket
 
 LOSSES_FILE_NAME = "losses.json"
 LOSSES_LOCK_NAME = ".losses.lock"
@@ -93,7 +93,7 @@ def _store_losses(run: Run, digest: str, losses: dict[str, float | None]) -> Non
 
 
 def _read_losses(path: epath.Path) -> dict[str, dict[str, float | None]]:
-    return read_json(as_path(path), LossesByDigest, allow_nan=True) if path.exists() else {}
+    return read_json(as_path(path), LossesByDigest, allow_nan=True) if exists(path) else {}
 
 
 def _cache_key(cell: Cell, end_tokens: int) -> str:

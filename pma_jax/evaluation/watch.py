@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from pma_jax.config import SNAPSHOT_KINDS, Config
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DamageError
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.merging import recipes
@@ -30,6 +30,7 @@ from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
+from pma_jax.storage.paths import exists
 
 
 def watch(
@@ -134,12 +135,12 @@ class _PublishedSnapshots:
             try:
                 snapshot = read_snapshot(paths[name])
                 self._metadata[name] = (name, snapshot.step, snapshot.tokens, snapshot.loss)
-            except ValueError as error:
+            except DamageError as error:
                 lines.append(f"skipped: {error}")
         readable = [m for m in self._metadata.values() if m and m[2] >= self._config.preview.start_tokens]
         return json.dumps([sorted(readable, key=lambda metadata: metadata[2]), lines])
 
-    def exclude(self, snapshot: Snapshot, error: ValueError) -> str:
+    def exclude(self, snapshot: Snapshot, error: DamageError) -> str:
         """Omit a snapshot from all later refreshes; return the line of text that reports it."""
         self._metadata[snapshot.path.name] = None
         return f"skipped: {error}"
@@ -164,13 +165,13 @@ class _SnapshotBuffer:
         is_next = (snapshots.are_consecutive(self._config, older, newer) for older, newer in pairs)
         return 1 + sum(1 for _ in itertools.takewhile(bool, is_next))
 
-    def load_newer(self, snapshots: Sequence[Snapshot]) -> tuple[Snapshot, ValueError] | None:
+    def load_newer(self, snapshots: Sequence[Snapshot]) -> tuple[Snapshot, DamageError] | None:
         """Restore the snapshots newer than those in the buffer; return the first that fails, with its error."""
         for snapshot in snapshots:
             if snapshot.tokens > max(self.window.tokens, default=-1):
                 try:
                     params = _restore_params(snapshot, self._abstract)
-                except ValueError as error:
+                except DamageError as error:
                     return snapshot, error
                 self.window.add(snapshot.tokens, params)
         return None
@@ -180,25 +181,25 @@ def _restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     """Restore the parameters.
 
     Raises:
-        UserError: In all processes, if one of them cannot restore, or if the snapshot was removed meanwhile.
+        DamageError: In all processes, if it is corrupt or was removed meanwhile.
+        StorageError: In all processes, if one of them cannot read it.
     """
-    params, problem = None, None
-    try:
-        params = jax.block_until_ready(snapshots.restore_params(snapshot, abstract))
+    params = jax.block_until_ready(snapshots.restore_params(snapshot, abstract))
+
+    def check_present() -> None:
         # For snapshots of earlier versions, which have no digests: removed arrays may read as zeros. Retention removes
         # the commit marker before the arrays.
         if not is_snapshot(snapshot.path):
-            raise UserError(f"{snapshot.path} was removed while it was being read")
-    except ValueError as error:
-        problem = error
-    hosts.raise_if_any_failed(problem)
+            raise DamageError(f"{snapshot.path} was removed while it was being read")
+
+    hosts.run_in_all(check_present)
     return params
 
 
 def _read_recorded_previews(log: epath.Path) -> set[tuple[str, int]]:
     """Read the (recipe, tokens) of the previews in watch.jsonl, after removing an incomplete last line."""
     # A killed process may have written part of a line; the next record would be appended to it.
-    text = log.read_text() if log.exists() else ""
+    text = log.read_text() if exists(log) else ""
     if not text.endswith("\n") and text:
         atomic.write_text(log, text[: text.rfind("\n") + 1])
     return {(record["recipe"], record["tokens"]) for record in read_metric_records(log)}

@@ -14,7 +14,7 @@ from pma_jax.storage.digests import METADATA_DIGEST_KEY, checkpoint_digest, file
 from pma_jax.storage.formats import orbax_read
 from pma_jax.storage.formats.open import open_source
 from pma_jax.storage.formats.source import CheckpointSource
-from pma_jax.storage.paths import absolute_path, as_path
+from pma_jax.storage.paths import absolute_path, as_path, exists
 
 
 def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
@@ -25,12 +25,13 @@ def verify(path: epath.PathLike, with_sources: bool = False) -> list[str]:
         with_sources: Whether to also verify the sources of a merge, at the addresses in its provenance.
 
     Raises:
+        OSError: A file cannot be read, which says nothing about its content.
         UserError: No digests are recorded, or a merge or one of its sources cannot be opened as a checkpoint.
     """
     folder = absolute_path(path)
     if is_run(folder):
         return list(_verify_run(open_run(folder)))
-    if (folder / provenance.FILE_NAME).exists() or not (folder / steps.METADATA_FILE).exists():
+    if exists(folder / provenance.FILE_NAME) or not exists(folder / steps.METADATA_FILE):
         return list(_verify_merge(as_path(folder), with_sources))
     return list(_verify_step(folder))
 
@@ -39,13 +40,13 @@ def _verify_run(run: Run) -> Iterator[str]:
     for read in (lambda: run.metadata, lambda: run.metrics):
         try:
             read()
-        except ValueError as error:
+        except UserError as error:
             yield str(error)
     for name in STEP_FOLDERS:
         for path in steps.published_steps(run.path / name):
             try:
                 yield from _verify_step(path)
-            except ValueError as error:
+            except UserError as error:
                 yield str(error)
 
 
@@ -62,7 +63,7 @@ def _verify_step(path: epath.Path) -> Iterator[str]:
     for part, digests in sorted(digests_of.items()):
         try:
             source = orbax_read.open_orbax(Path(path), part)
-        except (ValueError, OSError) as error:
+        except (UserError, FileNotFoundError, NotADirectoryError) as error:
             yield f"{path}: {part} cannot be read: {error}"
             continue
         yield from _verify_leaves(str(path), source, digests)
@@ -95,7 +96,7 @@ def _verify_leaves(what: str, source: CheckpointSource, digests: Mapping[str, st
     for name in source.leaves:
         try:
             digest = provenance.compute_leaf_digest(source, name)
-        except (ValueError, OSError) as error:
+        except UserError as error:
             yield f"{what}: {name} cannot be read: {error}"
             continue
         if digests.get(name) != digest:

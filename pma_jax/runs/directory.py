@@ -24,7 +24,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DamageError, UserError
 from pma_jax.runs import steps
 from pma_jax.runs.snapshots import Snapshot, read_snapshot
 from pma_jax.runs.states import STATES, SavedState, read_state
@@ -32,7 +32,7 @@ from pma_jax.runs.steps import StepWriter
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json, read_json_lines
 from pma_jax.storage.json_schema import Count, Loss, check_schema
-from pma_jax.storage.paths import absolute_path, as_path
+from pma_jax.storage.paths import absolute_path, as_path, exists
 
 # Folder of steps -> function that reads the metadata of a step.
 STEP_FOLDERS: dict[str, Callable[[epath.Path], Any]] = {
@@ -168,13 +168,13 @@ class Run:
         """List the published steps in one of STEP_FOLDERS, sorted by tokens.
 
         Raises:
-            UserError: The metadata of a step are corrupt, and `skip_corrupt` is False.
+            DamageError: The metadata of a step are corrupt, and `skip_corrupt` is False.
         """
         entries = []
         for path in steps.published_steps(self.path / folder):
             try:
                 entries.append(self._read_cached(path, STEP_FOLDERS[folder]))
-            except ValueError:
+            except DamageError:
                 if not skip_corrupt:
                     raise
         return sorted(entries, key=lambda entry: entry.tokens)
@@ -196,7 +196,7 @@ class Run:
 
 def is_run(path: epath.PathLike) -> bool:
     """Return whether `path` has run.json and config.json (a Hugging Face model has only the second)."""
-    return all((absolute_path(path) / name).exists() for name in ("run.json", "config.json"))
+    return all(exists(absolute_path(path) / name) for name in ("run.json", "config.json"))
 
 
 def open_run(path: epath.PathLike) -> Run:
@@ -248,7 +248,7 @@ def read_metric_records(path: epath.Path) -> list[dict[str, Any]]:
     Raises:
         UserError: A line is corrupt, or lacks `kind` or `tokens`; the message gives its number.
     """
-    if not path.exists():
+    if not exists(path):
         return []
     return list(read_json_lines(as_path(path), _check_record))
 

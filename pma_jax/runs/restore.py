@@ -2,56 +2,110 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from pma_jax.config.errors import UserError, error_line
+from pma_jax.config.errors import DamageError, error_line
 from pma_jax.runs import integrity, steps
+from pma_jax.runtime import hosts
+from pma_jax.runtime.failures import as_read_error, deciding_cause, is_damage
 from pma_jax.storage.digests import CHECKSUM
 from pma_jax.storage.formats.source import leaf_differences
 from pma_jax.storage.json_files import read_json_object
-from pma_jax.storage.paths import as_path
+from pma_jax.storage.paths import as_path, check_readable, exists
+
+T = TypeVar("T")
 
 
 def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
-    """Restore an item of the checkpoint at `path` as a pytree with the shapes, dtypes and shardings of `abstract`.
+    """Restore one item of the checkpoint at `path`; see `restore_trees`."""
+    return restore_trees(path, {item: abstract})[item]
+
+
+def restore_trees(path: epath.Path, items: Mapping[str, Any]) -> dict[str, Any]:
+    """Restore items of the checkpoint at `path` as pytrees. If it fails in one process, it fails in all.
 
     Args:
         path: Directory of a snapshot or a training state.
-        item: Name of the stored pytree: `params` in a snapshot; `state`, or an optional field of the train state, such
-            as `block` (the block mean), in a training state.
-        abstract: Pytree of `jax.ShapeDtypeStruct` with shardings.
+        items: Names of stored pytrees -> pytree of `jax.ShapeDtypeStruct` with shardings, whose shapes, dtypes and
+            shardings the result has. The names are `params` in a snapshot; `state`, or an optional field of the train
+            state, such as `block` (the block mean), in a training state.
 
     Raises:
-        UserError: The checkpoint cannot be read or lacks the item, or leaves are missing, unexpected, of another
+        DamageError: An item or a file is missing or cannot be parsed, or leaves are missing, unexpected, of another
             shape, or do not match their digests. The message gives the number of such leaves and names the first ten.
+        StorageError: Reading failed in this or another process, which says nothing about the checkpoint.
     """
-    metadata = read_array_metadata(path).get(item)
-    if not jax.tree.leaves(metadata):
-        raise UserError(f"{path} has no arrays in item {item!r}: corrupt, incomplete or another kind of checkpoint?")
-    differences = shape_differences(metadata, abstract)
-    if differences:
-        listed = "; ".join(differences[:10])
-        raise UserError(f"{path} does not match the expected shapes: {len(differences)} leaves differ: {listed}")
-    # Restore in the stored dtypes, because the digests cover those, and cast afterwards.
-    dtypes = {key: leaf.dtype for key, leaf in integrity.named_leaves(metadata).items()}
-    as_stored = jax.tree.structure(abstract).unflatten(
-        jax.ShapeDtypeStruct(leaf.shape, dtypes[key], sharding=leaf.sharding)
-        for key, leaf in integrity.named_leaves(abstract).items()
-    )
-    with report_read_errors(path):
-        restored = jax.block_until_ready(ocp.load_checkpointables(path, {item: as_stored})[item])
-    # In the digests, leaf names of a snapshot have no prefix; those of a training state start with the item's name.
-    changed = integrity.mismatched_leaves(restored, read_digests(path), "" if item == "params" else f"{item}.")
-    if changed:
-        raise UserError(
-            f"{path} is corrupt: {len(changed)} leaves do not match their digests: {', '.join(changed[:10])}"
+    as_stored, digests = hosts.run_in_all(lambda: confirm_damage(path, lambda: _as_stored(path, items)))
+    try:
+        restored = hosts.run_in_all(lambda: _load(path, as_stored))
+    except DamageError:
+        # As in `confirm_damage`, but in all processes: each call of Orbax takes a number that they must share.
+        hosts.run_in_all(lambda: check_readable(path))
+        restored = hosts.run_in_all(lambda: _load(path, as_stored))
+    problem = None
+    for item, tree in restored.items():
+        # In the digests, leaf names of a snapshot have no prefix; those of a training state start with the item's name.
+        changed = integrity.mismatched_leaves(tree, digests, "" if item == "params" else f"{item}.")
+        if changed:
+            listed = ", ".join(changed[:10])
+            problem = DamageError(f"{path} is corrupt: {len(changed)} leaves do not match their digests: {listed}")
+    hosts.raise_if_any_failed(problem)  # each process reads replicated leaves itself
+    return {
+        item: jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), tree, items[item])
+        for item, tree in restored.items()
+    }
+
+
+def _as_stored(path: epath.Path, items: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return `items` with their stored dtypes, which the digests cover, and the digests."""
+    stored, as_stored = _read_array_metadata(path), {}
+    for item, abstract in items.items():
+        if not jax.tree.leaves(stored.get(item)):
+            raise DamageError(
+                f"{path} has no arrays in item {item!r}: corrupt, incomplete or another kind of checkpoint?"
+            )
+        differences = shape_differences(stored[item], abstract)
+        if differences:
+            listed = "; ".join(differences[:10])
+            raise DamageError(f"{path} does not match the expected shapes: {len(differences)} leaves differ: {listed}")
+        dtypes = {key: leaf.dtype for key, leaf in integrity.named_leaves(stored[item]).items()}
+        as_stored[item] = jax.tree.structure(abstract).unflatten(
+            jax.ShapeDtypeStruct(leaf.shape, dtypes[key], sharding=leaf.sharding)
+            for key, leaf in integrity.named_leaves(abstract).items()
         )
-    return jax.tree.map(lambda leaf, wanted: leaf.astype(wanted.dtype), restored, abstract)
+    return as_stored, read_digests(path)
+
+
+def _load(path: epath.Path, items: Mapping[str, Any]) -> dict[str, Any]:
+    """Read this process's shards of `items`."""
+    context = ocp.Context()
+    # Without Orbax's barriers: a process that cannot read would leave the others waiting in them.
+    context.multiprocessing.primary_host = jax.process_index()
+    context.multiprocessing.active_processes = {jax.process_index()}
+    with report_read_errors(path), context:
+        return jax.block_until_ready(ocp.load_checkpointables(path, dict(items)))
+
+
+def confirm_damage(path: epath.Path, read: Callable[[], T]) -> T:
+    """Call `read`; if it raises `DamageError`, check that every file below `path` can be read, and call it again.
+
+    Orbax continues without a file that it cannot read, and then reports that something is missing. Nothing counts as
+    damage that a second attempt can read.
+
+    Raises:
+        DamageError: `read` raised it twice.
+        OSError: A file cannot be read.
+    """
+    try:
+        return read()
+    except DamageError:
+        check_readable(path)
+        return read()
 
 
 def read_array_metadata(path: epath.Path) -> dict[str, Any]:
@@ -59,9 +113,24 @@ def read_array_metadata(path: epath.Path) -> dict[str, Any]:
 
     The keys are the items of the checkpoint: `params` in a snapshot; `state`, and any of the optional fields of the
     train state that were saved (such as `block`, the block mean), in a training state.
+
+    Raises:
+        DamageError: The metadata of an item are missing or cannot be parsed.
+        StorageError: The metadata cannot be read.
     """
+    return confirm_damage(path, lambda: _read_array_metadata(path))
+
+
+def _read_array_metadata(path: epath.Path) -> dict[str, Any]:
     with report_read_errors(path):
-        return ocp.checkpointables_metadata(path).metadata
+        stored = ocp.checkpointables_metadata(path).metadata
+        leaves = read_digests(path)
+    is_state = "position" in steps.read_metadata(path, ())
+    items = {name.partition(".")[0] if is_state else "params" for name in leaves} | stored.keys()
+    missing = sorted(name for name in items if stored.get(name) is None)  # Orbax returns None if it cannot read an item
+    if missing:
+        raise DamageError(f"cannot read {path}: corrupt or incomplete: {', '.join(missing)} is missing")
+    return stored
 
 
 def read_params_metadata(path: epath.Path) -> dict[str, dict[str, Any]]:
@@ -87,21 +156,26 @@ def read_digests(path: epath.Path) -> dict[str, str]:
 def read_provenance(path: epath.Path) -> dict[str, Any]:
     """Read the provenance of a merged snapshot; return an empty dict if the snapshot was not made by a merge."""
     file = path / "provenance.json"
-    return read_json_object(as_path(file)) if file.exists() else {}
+    return read_json_object(as_path(file)) if exists(file) else {}
 
 
 @contextlib.contextmanager
 def report_read_errors(path: epath.Path) -> Iterator[None]:
-    """Re-raise any exception of the `with` block as a ValueError with a one-line message that names `path`.
+    """Re-raise any exception of the `with` block as a `DamageError` or `StorageError` of one line that names `path`.
 
     Orbax and TensorStore raise many types, often with long messages.
     """
     try:
         yield
     except Exception as error:
-        reason = error_line(error)
-        reason = reason if len(reason) <= 300 else f"{reason[:300]} ..."
-        raise UserError(f"cannot read {path} (corrupt or incomplete?): {type(error).__name__}: {reason}") from error
+        cause = deciding_cause(error)
+        reason = error_line(cause).split(" [source locations")[0]
+        reason = f"{type(cause).__name__}: {reason if len(reason) <= 300 else f'{reason[:300]} ...'}"
+        hint = " (corrupt or incomplete?)" if is_damage(error) else ""
+        raised = as_read_error(error, f"cannot read {path}{hint}: {reason}")
+        if raised is error:
+            raise
+        raise raised from error
 
 
 def shape_differences(metadata: Any, abstract: Any) -> list[str]:

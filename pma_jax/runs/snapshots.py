@@ -9,10 +9,10 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DamageError, UserError
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
-from pma_jax.storage.paths import absolute_path
+from pma_jax.storage.paths import absolute_path, exists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,18 +31,19 @@ class Snapshot:
 def is_snapshot(path: epath.PathLike) -> bool:
     """Return whether `path` is a published snapshot: it has a commit marker and parameters."""
     folder = absolute_path(path)
-    return (folder / COMMIT_MARKER).exists() and (folder / "params").exists()
+    return exists(folder / COMMIT_MARKER) and exists(folder / "params")
 
 
 def read_snapshot(path: epath.PathLike) -> Snapshot:
     """Read the metadata of a snapshot, without its arrays.
 
     Raises:
-        UserError: `path` is not a snapshot, or its metadata file is corrupt.
+        DamageError: `path` is not a snapshot, or its metadata file is corrupt.
+        UserError: This version does not know its configuration.
     """
     folder = absolute_path(path)
     if not is_snapshot(folder):
-        raise UserError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
+        raise DamageError(f"{path} is neither a run nor a snapshot: give RUN, RUN/snapshots/STEP or a merge's --out")
     metadata = steps.read_metadata(folder, ("step", "tokens", "loss", "config", "kind"))
     config = configuration.resolve_stored(metadata["config"], folder / steps.METADATA_FILE)
     merge = _read_merge(folder)

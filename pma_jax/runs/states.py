@@ -11,8 +11,9 @@ from pma_jax.config import Config
 from pma_jax.config.errors import UserError
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
+from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
-from pma_jax.storage.paths import is_bucket
+from pma_jax.storage.paths import exists, is_bucket
 
 STATES = "states"  # subdirectory of a run directory
 
@@ -53,7 +54,7 @@ def read_state(path: epath.Path) -> SavedState:
     """Read the metadata of a saved state, without its arrays.
 
     Raises:
-        UserError: The metadata file is missing or corrupt.
+        DamageError: The metadata file is missing or corrupt.
     """
     keys = ("step", "tokens", "position")
     metadata = steps.read_metadata(path, keys)
@@ -86,24 +87,22 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
     another window) are initialised with zeros.
 
     Raises:
-        UserError: The state cannot be read; a leaf outside the optional fields is missing, unexpected or of another
-            shape; a restored leaf does not match its digest; or an optional field has digests but no arrays.
+        DamageError: A leaf outside the optional fields is missing, unexpected or of another shape; a restored leaf does
+            not match its digest; an optional field has digests but no arrays; or a file cannot be parsed.
+        StorageError: The state cannot be read.
     """
     names = _optional_fields(abstract)
-    state = restore.restore_tree(saved.path, "state", dataclasses.replace(abstract, **dict.fromkeys(names)))
-    stored, digests = restore.read_array_metadata(saved.path), restore.read_digests(saved.path)
-    for name in names:
-        part = getattr(abstract, name)
-        if part is None:
-            continue
-        if stored.get(name) is None and any(leaf.startswith(f"{name}.") for leaf in digests):
-            raise UserError(f"{saved.path} is corrupt or incomplete: {name} is missing")
-        if stored.get(name) is not None and not restore.shape_differences(stored[name], part):
-            part = restore.restore_tree(saved.path, name, part)
-        else:
-            part = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), part)
-        state = dataclasses.replace(state, **{name: part})
-    return state
+    parts = {name: part for name in names if (part := getattr(abstract, name)) is not None}
+    stored = hosts.run_in_all(lambda: restore.read_array_metadata(saved.path))
+    restorable = {
+        name for name in parts if stored.get(name) and not restore.shape_differences(stored[name], parts[name])
+    }
+    items = {name: parts[name] for name in sorted(restorable)}
+    items["state"] = dataclasses.replace(abstract, **dict.fromkeys(names))
+    restored = restore.restore_trees(saved.path, items)
+    for name in parts.keys() - restorable:
+        restored[name] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), parts[name])
+    return dataclasses.replace(restored["state"], **{name: restored[name] for name in parts})
 
 
 def copy_state(saved: SavedState, run_dir: epath.Path) -> None:
@@ -114,7 +113,7 @@ def copy_state(saved: SavedState, run_dir: epath.Path) -> None:
     """
     target = run_dir / STATES / saved.path.name
     # In a bucket the directory of an incomplete copy exists, so only the marker, which is copied last, counts.
-    if (target / COMMIT_MARKER if is_bucket(target) else target).exists():
+    if exists(target / COMMIT_MARKER if is_bucket(target) else target):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_bucket(target):
@@ -123,7 +122,7 @@ def copy_state(saved: SavedState, run_dir: epath.Path) -> None:
     temporary = target.parent / f".{saved.path.name}.copying"
     temporary.rmtree(missing_ok=True)
     _copy_tree(saved.path, temporary)
-    if not (saved.path / COMMIT_MARKER).exists():
+    if not exists(saved.path / COMMIT_MARKER):
         temporary.rmtree()
         raise UserError(f"{saved.path} was deleted while it was being copied: use another state")
     atomic.publish_directory(temporary, target)

@@ -28,13 +28,13 @@ from typing import Any, Literal, NotRequired, TypedDict
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from pma_jax.config.errors import UserError, error_line
+from pma_jax.config.errors import DamageError, UserError, error_line
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
 from pma_jax.storage.digests import add_metadata_digest, check_metadata_digest
 from pma_jax.storage.json_files import read_json
 from pma_jax.storage.json_schema import Count, Loss
-from pma_jax.storage.paths import as_path, is_bucket
+from pma_jax.storage.paths import as_path, exists, is_bucket
 
 COMMIT_MARKER = "commit_success.txt"
 METADATA_FILE = "_CHECKPOINT_METADATA"
@@ -59,36 +59,36 @@ class _MetadataFile(TypedDict):
 
 def numbered(folder: epath.Path) -> list[epath.Path]:
     """List the entries of `folder` whose names are numbers, in ascending order; empty if the folder does not exist."""
-    paths = [path for path in folder.iterdir() if path.name.isdigit()] if folder.exists() else []
+    paths = [path for path in folder.iterdir() if path.name.isdigit()] if exists(folder) else []
     return sorted(paths, key=lambda path: int(path.name))
 
 
 def published_steps(folder: epath.Path) -> list[epath.Path]:
     """List the published steps in `folder`, in ascending order."""
-    return [path for path in numbered(folder) if (path / COMMIT_MARKER).exists()]
+    return [path for path in numbered(folder) if exists(path / COMMIT_MARKER)]
 
 
 def unpublished_steps(folder: epath.Path) -> list[epath.Path]:
     """List the step folders without a commit marker, which are incomplete and can be removed."""
-    return [path for path in numbered(folder) if not (path / COMMIT_MARKER).exists()]
+    return [path for path in numbered(folder) if not exists(path / COMMIT_MARKER)]
 
 
 def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
     """Read the metadata of a step, or of a snapshot outside a run, and verify their digest.
 
     Raises:
-        UserError: The metadata file is missing or corrupt, or lacks one of `keys`.
+        DamageError: The metadata file is missing or corrupt, or lacks one of `keys`.
     """
     file = path / METADATA_FILE
     try:
         metadata = read_json(as_path(file), _MetadataFile, allow_nan=True)["custom_metadata"]
     except FileNotFoundError as error:
-        raise UserError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing") from error
+        raise DamageError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing") from error
     except UserError as error:
-        raise UserError(f"{path} is corrupt: {error}") from error
+        raise DamageError(f"{path} is corrupt: {error}") from error
     missing = [key for key in keys if key not in metadata]
     if missing:
-        raise UserError(f"{file} lacks {', '.join(missing)}: it is corrupt, or not from this version of pma_jax")
+        raise DamageError(f"{file} lacks {', '.join(missing)}: it is corrupt, or not from this version of pma_jax")
     check_metadata_digest(metadata, file)
     return metadata
 

@@ -20,7 +20,8 @@ import numpy as np
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
-from pma_jax.config.errors import UserError, error_line
+from pma_jax.config.errors import DamageError, StorageError, UserError, error_line
+from pma_jax.runtime.failures import EXIT_TRY_AGAIN, exit_status, is_temporary
 from pma_jax.runtime.signals import StopRequest, catch_signals
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ ENVIRONMENT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PR
 # Process 0 hosts the coordination service, and its exit ends the other processes. This delay lets them report their own
 # errors first.
 _EXIT_DELAY_SECONDS = 2.0
+# Statuses of XLA's errors that are not about other processes.
+_ERRORS_OF_THIS_PROCESS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 
 
 def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SECONDS) -> None:
@@ -94,21 +97,32 @@ def broadcast_from_first(read: Callable[[], str]) -> str:
     """Call `read` in process 0 only, and return its result in all processes.
 
     Raises:
-        UserError: With several processes, `read` raised UserError or OSError in process 0; all processes raise. In a
-            single process, every error of `read` propagates unchanged.
+        Exception: The error of `read` in process 0; in the others, a `UserError` or `StorageError` with its message.
     """
     if global_state.num_processes == 1:
         return read()
-    text, error = "", ""
+    text, error = "", None
     if is_first_process():
         try:
             text = read()
-        except (ValueError, OSError) as raised:
-            error = error_line(raised)
-    text, error = all_gather_text(text)[0], all_gather_text(error)[0]
-    if error:
-        raise UserError(error)
-    return text
+        except Exception as raised:
+            error = raised
+    failures = all_gather_text(_describe(error))
+    if error is not None:
+        raise error
+    if failures[0]:
+        raise _from_description(failures[0])
+    return all_gather_text(text)[0]
+
+
+def run_on_first(work: Callable[[], object]) -> None:
+    """Run `work` in process 0 while the others wait; if it fails, raise in all processes as `broadcast_from_first`."""
+
+    def run() -> str:
+        work()
+        return ""
+
+    broadcast_from_first(run)
 
 
 def run_on_first_then_rest(work: Callable[[], T]) -> T:
@@ -136,19 +150,62 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(f"pma_jax.{name}")
 
 
+def run_in_all(work: Callable[[], T]) -> T:
+    """Run `work` in all processes; if it fails in one, raise in all. `work` must not communicate.
+
+    Raises:
+        Exception: See `raise_if_any_failed`.
+    """
+    try:
+        result = work()
+    except Exception as error:
+        raise_if_any_failed(error)
+        raise
+    raise_if_any_failed(None)
+    return result
+
+
 def raise_if_any_failed(error: Exception | None) -> None:
     """Wait for all processes, then raise if any of them has an error.
 
+    All processes raise an error of the same meaning: `DamageError` only if every process that failed raised it. If one
+    found damage and another could not read, no process takes the data for damaged.
+
     Raises:
         Exception: This process's own error.
-        UserError: Another process failed; the message names the failed process with the lowest index.
+        UserError: Another process failed; the message names the failed process with the lowest index. It is a
+            `DamageError` or `StorageError` if that process raised one, or a failure that may pass.
     """
-    errors = all_gather_text("" if error is None else error_line(error))
-    if error is not None:
+    failures = all_gather_text(_describe(error))
+    decisive = [f for f in failures if f and not f.startswith(_DAMAGE)] or [f for f in failures if f]
+    if not decisive:
+        return
+    if error is not None and _describe(error) in decisive:
         raise error
-    for process, line in enumerate(errors):
-        if line:
-            raise UserError(f"process {process} failed: {line}")
+    raise _from_description(decisive[0], f"process {failures.index(decisive[0])} failed: ") from error
+
+
+# What `raise_if_any_failed` and `broadcast_from_first` tell the other processes about an error, before its message.
+_DAMAGE, _TEMPORARY, _STORAGE, _OTHER = "damage:", "temporary:", "storage:", "other:"
+
+
+def _describe(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    kind = _STORAGE if isinstance(error, OSError) else _DAMAGE if isinstance(error, DamageError) else _OTHER
+    return (_TEMPORARY if is_temporary(error) else kind) + error_line(error)
+
+
+def _from_description(text: str, prefix: str = "") -> Exception:
+    kind, _, line = text.partition(":")
+    message = prefix + line
+    match f"{kind}:":
+        case "damage:":
+            return DamageError(message)
+        case "other:":
+            return UserError(message)
+        case _:
+            return StorageError(message, is_temporary=f"{kind}:" == _TEMPORARY)
 
 
 @contextlib.contextmanager
@@ -192,18 +249,21 @@ def exit_on_error() -> Iterator[None]:
 def exit_with_error(error: BaseException) -> None:
     """Print an error in one line with this process's index, and exit immediately.
 
-    The exit status is 1; for a KeyboardInterrupt, its `status` attribute if it has one, otherwise 130.
+    The exit status is 75 if another process was lost or the failure may pass, and otherwise 1; for a KeyboardInterrupt,
+    its `status` attribute if it has one, otherwise 130.
     """
     index, count = process_index_and_count()
-    line = error_line(error)
+    line, status = error_line(error), exit_status(error)
     if isinstance(error, KeyboardInterrupt):
         line = "stopped; the other processes stop too: run the same command in all of them to resume"
-    elif isinstance(error, jax.errors.JaxRuntimeError):
+        status = getattr(error, "status", 130)
+    elif isinstance(error, jax.errors.JaxRuntimeError) and not line.startswith(_ERRORS_OF_THIS_PROCESS):
         line = f"another process or a device failed: run the same command in all processes again ({line[:300]})"
+        status = EXIT_TRY_AGAIN
     elif not isinstance(error, (ValueError, OSError)):
         sys.excepthook(type(error), error, error.__traceback__)
     print(f"error: process {index} of {count}: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if index == 0:
         time.sleep(_EXIT_DELAY_SECONDS)
-    os._exit(getattr(error, "status", 130) if isinstance(error, KeyboardInterrupt) else 1)
+    os._exit(status)

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DamageError
 
 CHECKSUM = "xxh3_128"  # the name of the checksum in metadata
 # A segment is also the unit of work of threads and processes; a resumed merge skips finished segments.
@@ -108,12 +108,12 @@ def check_metadata_digest(metadata: Mapping[str, Any], file: object) -> None:
     and other libraries wrote none.
 
     Raises:
-        UserError: The digest does not match, or it is missing although the metadata contains leaf digests.
+        DamageError: The digest does not match, or it is missing although the metadata contains leaf digests.
     """
     content = {key: value for key, value in metadata.items() if key != METADATA_DIGEST_KEY}
     is_covered = METADATA_DIGEST_KEY in metadata or {"checksum", "leaves"} <= metadata.keys()
     if is_covered and metadata.get(METADATA_DIGEST_KEY) != _metadata_digest(content):
-        raise UserError(f"{file} is corrupt: its {METADATA_DIGEST_KEY} is missing or does not match its contents")
+        raise DamageError(f"{file} is corrupt: its {METADATA_DIGEST_KEY} is missing or does not match its contents")
 
 
 def drop_digests(metadata: Mapping[str, Any]) -> dict[str, Any]:

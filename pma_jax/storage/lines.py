@@ -5,7 +5,7 @@ import time
 
 from etils import epath
 
-from pma_jax.storage.paths import is_bucket
+from pma_jax.storage.paths import exists, is_bucket
 
 MIN_REWRITE_INTERVAL_SECONDS = 30.0  # minimum time between rewrites of an object in a bucket
 
@@ -24,7 +24,7 @@ class LineFile:
     def __init__(self, path: epath.Path):
         self._path = path
         self._file = None if is_bucket(path) else path.open("a")
-        self._chunks = [path.read_text()] if self._file is None and path.exists() else []
+        self._chunks = [path.read_text()] if self._file is None and exists(path) else []
         self._is_dirty, self._last_write_time = False, time.monotonic()
 
     def write_lines(self, text: str) -> None:

@@ -17,6 +17,8 @@ from typing import IO, Any
 
 from pma_jax.config.errors import UserError
 
+_READ_BYTES = 2**22
+
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a bucket address, such as gs://bucket/name; hf:// (Hugging Face hub) is not."""
@@ -136,6 +138,34 @@ def _kind(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a special file")
 
 
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a file, directory or object at `path`.
+
+    Raises OSError, or an exception of the bucket's library, if that cannot be found out. `exists` of `os.path`, of
+    epath and of fsspec return False then, after which a caller would remove or write again what is there.
+    """
+    try:
+        if is_bucket(path):
+            system, key = file_system(str(path))
+            system.info(key)
+        else:
+            Path(path).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def check_readable(directory: str | os.PathLike[str]) -> None:
+    """Read every file below a directory, or every object below a prefix, and raise the first error except absence."""
+    for path in file_sizes(as_path(directory)):
+        try:
+            with path.open("rb") as file:
+                while file.read(_READ_BYTES):
+                    pass
+        except FileNotFoundError:  # removed meanwhile
+            continue
+
+
 def file_system(address: str) -> tuple[Any, str]:
     """Return the fsspec file system of an address, and the path within it."""
     import fsspec
@@ -156,9 +186,16 @@ def list_objects(address: str) -> list[Path]:
 def file_sizes(directory: Path) -> dict[Path, int]:
     """Map every file below a directory, or every object below a prefix, to its size in bytes."""
     if not is_bucket(directory):
-        return {path: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
+        found = os.walk(directory, onerror=_raise_unless_absent)  # pathlib's rglob omits what it may not read
+        paths = [Path(root, name) for root, _, names in found for name in names]
+        return {path: path.stat().st_size for path in paths if path.is_file()}
     system, key = file_system(str(directory))
     return {as_path(f"gs://{name}"): status["size"] for name, status in system.find(key, detail=True).items()}
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
 
 
 class RangeReader:

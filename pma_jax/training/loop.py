@@ -78,7 +78,7 @@ def _train_to_horizon_or_spike(
     run: Run, tokens: shards.TokenSet, mesh: jax.sharding.Mesh, request: StopRequest, messages: list[str]
 ) -> bool:
     """Train; return True at the horizon, or False after an irrecoverable spike, from which the next call rolls back."""
-    config, newest, spike = run.config, run.newest_resumable_state, None
+    config, newest, spike = run.config, next(iter(resume.agree_on_states(run)), None), None
     if newest and config.is_run_complete(newest.tokens) and not rollback.is_pending(run):
         resume.apply_retention(run)
         return True

@@ -60,9 +60,13 @@ class PeriodicActions:
         printed if previews are left out until the window is full again.
         """
         config = self._config
-        candidates = [s for s in self._run.snapshots if config.preview.start_tokens <= s.tokens <= tokens]
+
+        def choose() -> list[Snapshot]:
+            candidates = [s for s in self._run.snapshots if config.preview.start_tokens <= s.tokens <= tokens]
+            return snapshots.newest_consecutive(config, candidates, self._window.size)
+
         restored: list[tuple[int, Params]] = []
-        for snapshot in snapshots.newest_consecutive(config, candidates, self._window.size)[::-1]:
+        for snapshot in resume.agree_on_snapshots(choose)[::-1]:
             params = resume.restore_or_set_aside(self._run, snapshot, abstract_params, self._log.print)
             if params is None:
                 break

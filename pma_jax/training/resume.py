@@ -10,27 +10,28 @@ An unpublished step has no commit marker, because the process was killed while i
 removed.
 """
 
+import dataclasses
 import importlib.metadata
 import itertools
+import json
 import platform
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DamageError, UserError
 from pma_jax.data.shards import TokenSet
 from pma_jax.evaluation.held_out import held_out_digest
 from pma_jax.runs import snapshots, states, steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, create_run, is_run, open_run
 from pma_jax.runs.retention import tokens_to_keep
 from pma_jax.runs.snapshots import Snapshot
-from pma_jax.runs.states import STATES, SavedState
+from pma_jax.runs.states import STATES, Progress, SavedState
 from pma_jax.runtime import hosts
-
-T = TypeVar("T")
+from pma_jax.storage.paths import exists
 
 DAMAGED = "damaged"
 Warn = Callable[[str], None]  # reports one line to the user
@@ -69,15 +70,17 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
 
 def clean_up(run: Run, warn: Warn) -> None:
     """In process 0, remove unpublished steps and set aside saved steps with corrupt metadata."""
-    if hosts.is_first_process():
+
+    def remove_and_set_aside() -> None:
         for name, read in STEP_FOLDERS.items():
             _remove_unpublished(run.path / name)
             for path in steps.published_steps(run.path / name):
                 try:
                     read(path)
-                except ValueError as error:
+                except DamageError as error:
                     _set_aside(run, path, str(error), warn)
-    hosts.barrier("resume.clean_up")
+
+    hosts.run_on_first(remove_and_set_aside)
 
 
 def apply_retention(run: Run) -> None:
@@ -86,7 +89,8 @@ def apply_retention(run: Run) -> None:
     A complete run needs this if it was killed after its last step but before these were removed. Saved steps with
     corrupt metadata are kept.
     """
-    if hosts.is_first_process():
+
+    def remove() -> None:
         horizon_tokens = run.config.training.total_tokens + run.config.batch_tokens
         for name in STEP_FOLDERS:
             saved = run.read_steps(name, skip_corrupt=True)
@@ -95,7 +99,26 @@ def apply_retention(run: Run) -> None:
                 if step.tokens not in kept:
                     steps.remove(step.path)
             _remove_unpublished(run.path / name)
-    hosts.barrier("resume.apply_retention")
+
+    hosts.run_on_first(remove)
+
+
+def agree_on_states(run: Run) -> list[SavedState]:
+    """Return `Run.resumable_states` as process 0 sees them: file systems may show other processes other directories."""
+
+    def describe() -> str:
+        return json.dumps([[s.path.name, *dataclasses.astuple(s.progress)] for s in run.resumable_states])
+
+    return [
+        SavedState(run.path / STATES / name, Progress(*progress))
+        for name, *progress in json.loads(hosts.broadcast_from_first(describe))
+    ]
+
+
+def agree_on_snapshots(choose: Callable[[], list[Snapshot]]) -> list[Snapshot]:
+    """Call `choose` in process 0, and return in all processes the snapshots that it returned."""
+    paths = hosts.broadcast_from_first(lambda: json.dumps([str(snapshot.path) for snapshot in choose()]))
+    return hosts.run_in_all(lambda: [snapshots.read_snapshot(path) for path in json.loads(paths)])
 
 
 def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tuple[SavedState | None, Any]:
@@ -114,16 +137,16 @@ def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tu
             run is a fork, which is created with a state. The user must decide whether to start over.
     """
     corrupt: list[tuple[SavedState, str]] = []  # with error messages
-    for saved in run.resumable_states:
-        state, error = _restore_in_all_processes(lambda saved=saved: states.restore_state(saved, abstract_state))
-        if error:
-            corrupt.append((saved, error))
+    for saved in agree_on_states(run):
+        try:
+            state = states.restore_state(saved, abstract_state)
+        except DamageError as error:  # in all processes
+            corrupt.append((saved, str(error)))
             continue
         for other, message in corrupt:
             _set_aside(run, other.path, message, warn)
         return saved, state
-    damaged = run.path / DAMAGED
-    had_states = damaged.exists() and any(path.name.startswith(STATES) for path in damaged.iterdir())
+    had_states = hosts.broadcast_from_first(lambda: ",".join(steps_set_aside(run, STATES)))
     if corrupt or had_states or "forked_from" in run.metadata:
         reason = f" ({corrupt[0][1]})" if corrupt else ""
         raise UserError(
@@ -135,22 +158,17 @@ def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tu
 
 def restore_or_set_aside(run: Run, snapshot: Snapshot, abstract_params: Any, warn: Warn) -> Any:
     """Restore a snapshot's parameters. If it is corrupt, set it aside and return None in all processes."""
-    params, error = _restore_in_all_processes(lambda: snapshots.restore_params(snapshot, abstract_params))
-    if error:
-        _set_aside(run, snapshot.path, error, warn)
-    return params
-
-
-def _restore_in_all_processes(restore: Callable[[], T]) -> tuple[T | None, str]:
-    """Return (result of `restore`, ""), or (None, the first error message) if it raises UserError in any process."""
-    restored, error = None, ""
     try:
-        restored = restore()
-    except ValueError as raised:
-        error = str(raised)
-    # After this gather no process is still reading, so the caller may move the files.
-    errors = [line for line in hosts.all_gather_text(error) if line]
-    return (None, errors[0]) if errors else (restored, "")
+        return snapshots.restore_params(snapshot, abstract_params)
+    except DamageError as error:  # in all processes, none of which is still reading
+        _set_aside(run, snapshot.path, str(error), warn)
+        return None
+
+
+def steps_set_aside(run: Run, folder: str) -> list[str]:
+    """List the entries of RUN/damaged that came from `folder`."""
+    damaged = run.path / DAMAGED
+    return [path.name for path in damaged.iterdir() if path.name.startswith(folder)] if exists(damaged) else []
 
 
 def _remove_unpublished(folder: epath.Path) -> None:
@@ -165,4 +183,4 @@ def _set_aside(run: Run, path: epath.Path, error: str, warn: Warn) -> None:
         return
     (run.path / DAMAGED).mkdir(exist_ok=True)
     targets = (run.path / DAMAGED / f"{path.parent.name}-{path.name}.{n}" for n in itertools.count())
-    path.rename(next(target for target in targets if not target.exists()))
+    path.rename(next(target for target in targets if not exists(target)))

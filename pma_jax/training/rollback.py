@@ -35,7 +35,7 @@ from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json
 from pma_jax.storage.json_schema import Count, Loss
-from pma_jax.storage.paths import as_path
+from pma_jax.storage.paths import as_path, exists
 from pma_jax.training import spikes
 from pma_jax.training.fork import state_at
 from pma_jax.training.metrics import Record
@@ -91,7 +91,7 @@ def check_recipe(config: Config) -> None:
 def events(run: Run) -> list[Event]:
     """Read the events of the run's rollbacks, oldest first; the newest may be unfinished."""
     paths = [folder / EVENT for folder in steps.numbered(run.path / FOLDER)]
-    return [read_json(as_path(path), EventSchema) for path in paths if path.exists()]
+    return [read_json(as_path(path), EventSchema) for path in paths if exists(path)]
 
 
 def is_pending(run: Run) -> bool:
@@ -214,7 +214,7 @@ def _set_aside_steps(run: Run, event: Event) -> None:
     for name, listed in event["aside"].items():
         for step in _steps_after(run, name, event["step"]):
             path, target = run.path / name / str(step), _folder(run, event) / name / str(step)
-            if step in listed and not target.exists():
+            if step in listed and not exists(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.rename(target)
             else:
@@ -228,7 +228,7 @@ def _set_aside_records(run: Run, event: Event) -> None:
         records = read_metric_records(path)
         later = [r for r in records if r["tokens"] > event["tokens"]]
         kept = [r for r in records if r["tokens"] <= event["tokens"] and r.get("number") != event["number"]]
-        if later and not target.exists():
+        if later and not exists(target):
             atomic.write_text(target, record_lines(later))
         if name == "metrics.jsonl":
             kept.append({"kind": "recovery"} | event)

@@ -93,7 +93,7 @@ def test_processes_share_results_and_errors():
     job = processes.script(COMMUNICATE, [], 2).check()
     refusals = ["refused by 0", "refused by 0"]
     lines = [[line for line in job.out(p).splitlines() if "Gloo" not in line] for p in (0, 1)]
-    assert lines == [[*refusals, "UserError process 1 failed: no room"], [*refusals, "OSError no room"]]
+    assert lines == [[*refusals, "StorageError process 1 failed: no room"], [*refusals, "OSError no room"]]
 
 
 EVERY_VERB = """

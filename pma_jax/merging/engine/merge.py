@@ -30,6 +30,7 @@ from pma_jax.merging.engine.plan import MergePlan, Unit, check_outputs
 from pma_jax.merging.engine.rounding import factor_rows
 from pma_jax.merging.engine.schedule import BLOCK_ELEMENTS
 from pma_jax.merging.engine.units import MergeJob, merge_decoded_units, merge_sequential_unit
+from pma_jax.runtime.failures import is_temporary
 from pma_jax.storage import atomic
 from pma_jax.storage.formats import publish
 from pma_jax.storage.formats.open import read_leaf_bytes
@@ -151,12 +152,13 @@ def _barrier_after(barrier: Barrier | None) -> Iterator[None]:
 def _remove_on_value_error(work_directories: Sequence[Path], process_index: int) -> Iterator[None]:
     """Remove the working directories if a merge raises a UserError, because a resumed merge would raise it again.
 
-    Only process 0 removes them, after the barrier, no matter which process failed.
+    An OSError and a failure that may pass keep them: the same command resumes the merge. Only process 0 removes them,
+    after the barrier, no matter which process failed.
     """
     try:
         yield
-    except ValueError:
-        if process_index == 0:
+    except ValueError as error:
+        if process_index == 0 and not is_temporary(error):
             for directory in work_directories:
                 shutil.rmtree(directory, ignore_errors=True)
         raise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DamageError
 from pma_jax.storage.formats.source import ByteRange
 from pma_jax.storage.paths import RangeReader, is_bucket
 
@@ -29,7 +29,7 @@ def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, Open
         flags: Flags of `os.open`, such as `os.O_RDONLY`.
 
     Raises:
-        UserError: A file does not exist, or the `with` block raised FileNotFoundError.
+        DamageError: A file does not exist, or the `with` block raised FileNotFoundError.
     """
     files: dict[Path, OpenFile] = {}
     try:
@@ -38,7 +38,7 @@ def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, Open
                 files[path] = RangeReader(path) if is_bucket(path) else os.open(path, flags | os.O_CLOEXEC)
         yield files
     except FileNotFoundError as error:
-        raise UserError(f"{error.filename}: no such file; was it deleted or moved while it was in use?") from None
+        raise DamageError(f"{error.filename}: no such file; was it deleted or moved while it was in use?") from None
     finally:
         for file in files.values():
             if isinstance(file, int):
@@ -60,7 +60,7 @@ def read_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], star
     """Read bytes [start, start + len(into)) of the concatenated `ranges` into a uint8 array.
 
     Raises:
-        UserError: A file is shorter than its header states.
+        DamageError: A file is shorter than its header states.
     """
     filled = 0
     for part in slice_ranges(ranges, start, start + len(into)):
@@ -69,7 +69,7 @@ def read_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], star
             target = into[filled : filled + remaining].data
             count = os.preadv(file, [target], offset) if isinstance(file, int) else file.read_into(target, offset)
             if not count:
-                raise UserError(
+                raise DamageError(
                     f"{part.path}: ends at byte {offset}, {remaining} bytes early; it changed or is cut short"
                 )
             filled, offset, remaining = filled + count, offset + count, remaining - count

@@ -32,6 +32,7 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
 
     Raises:
         UserError: There is no readable checkpoint, or it is corrupt.
+        OSError: It cannot be read.
     """
     text = str(address)
     if text.startswith(hub.PREFIX):
@@ -58,8 +59,8 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
     path = path.absolute()
     try:
         return _open_file(path, subtree) if path.is_file() else _open_directory(path, subtree)
-    except OSError as error:
-        raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise UserError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
 def describe_hub_revision(address: str, subtree: str | None = None) -> CheckpointSource:

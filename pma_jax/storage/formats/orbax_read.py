@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax.config.errors import UserError, error_line
+from pma_jax.runtime.failures import as_read_error
 from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
 from pma_jax.storage.formats.progress import read_progress
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
@@ -201,7 +202,8 @@ def read_with_tensorstore(source: CheckpointSource, name: str, start: int, stop:
         The little-endian bytes in C order, uint8.
 
     Raises:
-        UserError: The stored array is missing or corrupt.
+        DamageError: The stored array is missing or corrupt.
+        StorageError: It cannot be read.
     """
     import tensorstore as ts
 
@@ -215,7 +217,7 @@ def read_with_tensorstore(source: CheckpointSource, name: str, start: int, stop:
         data = np.ascontiguousarray(rows.read().result())
     except (ValueError, RuntimeError, MemoryError, OverflowError) as error:
         reason = error_line(error).split(" [")[0][:200]
-        raise UserError(f"{source.origin}: {name} cannot be read: {reason}") from None
+        raise as_read_error(error, f"{source.origin}: {name} cannot be read: {reason}") from error
     if data.dtype.itemsize != width:
         raise UserError(f"{source.origin}: {name} is stored as {data.dtype}, not as {leaf.dtype}")
     skip = start - first * row

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json_object
-from pma_jax.storage.paths import is_bucket
+from pma_jax.storage.paths import exists, is_bucket
 
 IN_PROGRESS_FILE = "publishing.json"
 _UPLOADED_LAST = ("provenance.json", "commit_success.txt")
@@ -48,7 +48,7 @@ def publish(directory: Path, target: Path, array_files: Sequence[str], digest: s
 def has_incomplete_upload(target: Path, digest: str) -> bool:
     """Return whether `target` is an interrupted upload with this digest, which `publish` may overwrite."""
     marker = target / IN_PROGRESS_FILE
-    return is_bucket(target) and marker.exists() and read_json_object(marker).get("digest") == digest
+    return is_bucket(target) and exists(marker) and read_json_object(marker).get("digest") == digest
 
 
 def _upload(directory: Path, target: Path, array_files: Sequence[str], digest: str) -> None:

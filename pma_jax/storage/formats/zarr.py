@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax.config.errors import UserError, error_line
+from pma_jax.runtime.failures import as_read_error, is_damage
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.formats.zstd import ZstdFrames
 from pma_jax.storage.json_files import parse_untrusted_json
@@ -246,7 +247,9 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
         fills_missing: Whether an absent chunk is read as zeros.
 
     Raises:
-        UserError: The database is corrupt, or refers to a file outside its directory.
+        DamageError: The database is corrupt.
+        StorageError: It cannot be read.
+        UserError: It refers to a file outside its directory.
     """
     sizes = file_sizes(directory)
     values: dict[str, ByteRange | bytes] = {}
@@ -268,9 +271,9 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
                     if isinstance(value, bytes) or value.offset + value.nbytes <= sizes.get(value.path, 0):
                         values[key.decode() if isinstance(key, bytes) else str(key)] = value
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise UserError(
-            f"{directory}: its database cannot be read: {error_line(error)[:120]}; fetch it again"
-        ) from None
+        hint = "; fetch it again" if is_damage(error) else ""
+        message = f"{directory}: its database cannot be read: {error_line(error)[:120]}{hint}"
+        raise as_read_error(error, message) from error
     return Store(directory, True, values, fills_missing)
 
 
