@@ -115,7 +115,7 @@ def make_programs(n, dtype, sharding):
     inputs_K = [filled(k, dtype=dtype) for k in range(K)]
     ones_K, C = np.ones(K, np.float32), np.random.default_rng(0).random((R, K), np.float32)
     fused = fused_sum if jnp.dtype(dtype).itemsize == 4 else fused_sum_16bit  # as `weighted_sum` chooses
-    divisor, f32 = np.float32(K), ("float32",)
+    divisor, f32 = np.float32(K), (("float32", jnp.dtype(dtype).itemsize == 4),)
     m = stream_elements(n, jnp.dtype(dtype).itemsize)
     a, b = filled(1, m), filled(2, m)
     stream_add = jax.jit(lambda c, a, b: a + b, donate_argnums=0, keep_unused=True)

@@ -6,7 +6,8 @@
 
 Weights are not normalised. All functions are jitted and element-wise: each device adds its own shards, and no
 collective runs. `engine.rounding` defines the arithmetic. Weights and divisors are traced, so that one compilation
-serves all recipes. Integer and boolean leaves are not added: they must be equal in all trees and are passed through.
+serves all recipes. Leaves that are not floating point are not added: they must be equal in all trees and are passed
+through. JAX would round float64 leaves to float32 unless `jax_enable_x64` is set, so they are refused without it.
 
 On CPU, page faults in a newly allocated result take longer than the sum itself (bfloat16 inputs: 7 GB/s, against
 30 GB/s with reused memory): for repeated merges, pass an earlier result as `out`.
@@ -26,8 +27,14 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from pma_jax.config.errors import UserError
-from pma_jax.merging.compatibility import check_equal_integers, check_same_structure, device_put_like, is_float
-from pma_jax.merging.engine.rounding import factor_coefficients, factor_rows, validate_weights
+from pma_jax.merging.compatibility import (
+    check_64_bit_leaves,
+    check_equal_integers,
+    check_same_structure,
+    device_put_like,
+    is_float,
+)
+from pma_jax.merging.engine.rounding import factor_coefficients, factor_rows, ulps_of_copies, validate_weights
 
 __all__ = ["abstract_totals", "add_weighted", "weighted_sum", "weighted_sums_of_stream"]
 
@@ -46,15 +53,17 @@ def weighted_sum(params_K: Sequence[Any], weights_K: ArrayLike, *, out: Any | No
             most `TREES_PER_PASS` weights are nonzero; otherwise it is ignored.
 
     Returns:
-        Tree with the dtypes and shardings of the first input; float64 becomes float32 unless `jax_enable_x64` is set.
+        Tree with the dtypes and shardings of the first input.
 
     Raises:
         UserError: The trees differ in structure, shape or dtype (the leaves are named), integer leaves differ, the
-            number of weights is not K, or a weight is not finite.
+            number of weights is not K, a weight is not finite, or a leaf is float64 and `jax_enable_x64` is not set.
     """
     c = validate_weights(np.asarray(weights_K)[None], len(params_K))[0]
     for k, params in enumerate(params_K[1:], start=2):
         check_same_structure(params_K[0], params, f"checkpoint {k}")
+    for params in params_K:
+        check_64_bit_leaves(params)
     params_K = [device_put_like(params, params_K[0]) for params in params_K]
     for k, params in enumerate(params_K[1:], start=2):
         check_equal_integers(params_K[0], params, f"checkpoint {k}")
@@ -63,16 +72,16 @@ def weighted_sum(params_K: Sequence[Any], weights_K: ArrayLike, *, out: Any | No
     params_K = [params_K[k] for k in used]
     multipliers_K, divisor = factor_coefficients(c[used])
     multipliers_K = multipliers_K.astype(_weight_dtype())
-    dtypes = _output_dtypes(params_K[0])
+    outputs = _outputs(params_K[0], c[used])
     if len(used) <= TREES_PER_PASS:
         is_16bit = any(x.dtype.itemsize < 4 for x in jax.tree.leaves(params_K[0]))
         fused = fused_sum_16bit if is_16bit and jax.default_backend() == "cpu" else fused_sum
-        return fused(out, params_K, multipliers_K, divisor, dtypes)
+        return fused(out, params_K, multipliers_K, divisor, outputs)
     total = None
     for start in range(0, len(used), TREES_PER_PASS):
         trees = slice(start, start + TREES_PER_PASS)
         total = add_weighted(total, params_K[trees], multipliers_K[trees])
-    return _divide(total, divisor, dtypes)
+    return _divide(total, divisor, outputs, params_K[-1], multipliers_K)
 
 
 def weighted_sums_of_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tuple[Any, ...]:
@@ -84,15 +93,14 @@ def weighted_sums_of_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tup
         weights_RxK: Finite weights, one row per sum, not normalised.
 
     Returns:
-        R trees with the dtypes and shardings of the first input; float64 becomes float32 unless `jax_enable_x64` is
-            set.
+        R trees with the dtypes and shardings of the first input.
 
     Raises:
         UserError: See `weighted_sum`; also if there are fewer than K trees. Invalid trees are reported when they are
             loaded. Exceptions of `trees` propagate.
     """
     C = validate_weights(weights_RxK, np.shape(weights_RxK)[-1])
-    multipliers_RxK, divisors_R, first_used_R = factor_rows(C)
+    multipliers_RxK, divisors_R, first_used_R, last_used_R = factor_rows(C)
     abstract, first_non_float, totals_R = None, None, [None] * len(C)
     for k, params in enumerate(_load_ahead(iter(trees), C.shape[1])):
         name = f"checkpoint {k + 1}"
@@ -102,17 +110,18 @@ def weighted_sums_of_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tup
             )
             first_non_float = _non_float_leaves(params)
         check_same_structure(abstract, params, name)
+        check_64_bit_leaves(params)
         params = device_put_like(params, abstract)
         check_equal_integers(first_non_float, _non_float_leaves(params), name)
         for r, multipliers_K in enumerate(multipliers_RxK):
             if multipliers_K[k] or k == first_used_R[r]:  # the latter if all weights of the row are 0
                 totals_R[r] = add_weighted(totals_R[r], [params], multipliers_K[k : k + 1].astype(_weight_dtype()))
+            if k == last_used_R[r]:
+                used = multipliers_K[multipliers_K != 0].astype(_weight_dtype())
+                totals_R[r] = _divide(totals_R[r], divisors_R[r], _outputs(abstract, C[r]), params, used)
         # Dispatch is asynchronous: without waiting, more than two trees would be in memory.
         jax.block_until_ready(totals_R)
         del params
-    dtypes = _output_dtypes(abstract)
-    for r, divisor in enumerate(divisors_R):
-        totals_R[r] = _divide(totals_R[r], divisor, dtypes)
     return tuple(totals_R)
 
 
@@ -142,7 +151,11 @@ def add_weighted(total: Any | None, params_K: Sequence[Any], multipliers_K: jax.
 
 
 def _fused_sum(
-    out: Any | None, params_K: Sequence[Any], multipliers_K: jax.Array, divisor: ArrayLike, dtypes: tuple[str, ...]
+    out: Any | None,
+    params_K: Sequence[Any],
+    multipliers_K: jax.Array,
+    divisor: ArrayLike,
+    outputs: tuple[tuple[str, bool], ...],
 ) -> Any:
     """Compute (sum_k multipliers_k · params_k) / divisor in one pass, for validated inputs of equal shardings.
 
@@ -151,18 +164,18 @@ def _fused_sum(
         params_K: K trees of one structure, shapes and shardings.
         multipliers_K: Factor of each tree.
         divisor: Number by which the sum is divided.
-        dtypes: Dtype of each leaf of the result.
+        outputs: The result of `_outputs`.
     """
     del out
     leaves_K = [jax.tree.leaves(params) for params in params_K]
     leaves = [
-        _divide_leaf(_add_terms(None, x_K, multipliers_K), divisor, dtype)
-        for *x_K, dtype in zip(*leaves_K, dtypes, strict=True)
+        _divide_leaf(_add_terms(None, x_K, multipliers_K), divisor, output, x_K[-1], multipliers_K)
+        for *x_K, output in zip(*leaves_K, outputs, strict=True)
     ]
     return jax.tree.structure(params_K[0]).unflatten(leaves)
 
 
-_jit_fused = functools.partial(jax.jit, _fused_sum, donate_argnums=0, keep_unused=True, static_argnames="dtypes")
+_jit_fused = functools.partial(jax.jit, _fused_sum, donate_argnums=0, keep_unused=True, static_argnames="outputs")
 fused_sum = _jit_fused()
 # On CPU, for inputs of 16 bits or fewer: 512-bit vectors are a fifth faster than XLA's default of 256 bits, which loads
 # only 16 bytes of bfloat16 at a time. For float32 the default is faster. This function cannot be called inside another
@@ -191,32 +204,76 @@ def _rounded_product(multiplier: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(multiplier * x, bits) ^ zero, x.dtype)
 
 
-def _divide(total: Any, divisor: float, dtypes: tuple[str, ...]) -> Any:
-    """Divide each leaf of `total` and cast it to its dtype in `dtypes`; donate the leaves that keep their dtype."""
+def _divide(
+    total: Any, divisor: float, outputs: tuple[tuple[str, bool], ...], newest: Any, multipliers_K: np.ndarray
+) -> Any:
+    """Divide each leaf of `total` and cast it to its output dtype; donate the leaves that keep their dtype.
+
+    Args:
+        total: The complete sum.
+        divisor: Number by which it is divided.
+        outputs: The result of `_outputs`.
+        newest: The newest tree in the sum.
+        multipliers_K: Factor of each tree in the sum.
+    """
     leaves, treedef = jax.tree.flatten(total)
-    for i, dtype in enumerate(dtypes):
+    for i, (output, x) in enumerate(zip(outputs, jax.tree.leaves(newest), strict=True)):
         if is_float(leaves[i].dtype):
-            leaves[i] = (_divide_in_place if leaves[i].dtype == dtype else _divide_and_cast)(leaves[i], divisor, dtype)
+            divide = _divide_in_place if leaves[i].dtype == output[0] else _divide_and_cast
+            leaves[i] = divide(leaves[i], divisor, output, x, multipliers_K)
     return treedef.unflatten(leaves)
 
 
-def _divide_leaf(total: jax.Array, divisor: ArrayLike, dtype: str) -> jax.Array:
+def _divide_leaf(
+    total: jax.Array, divisor: ArrayLike, output: tuple[str, bool], newest: jax.Array, multipliers_K: jax.Array
+) -> jax.Array:
+    """Divide a sum and cast it; where it is the mean of copies of the newest value, return that value."""
     if not is_float(total.dtype):
         return total
+    dtype, is_compared = output
+    mean = _rounded_quotient(total, divisor)
+    if not is_compared:
+        return mean.astype(dtype)
+    copies = _rounded_quotient(_add_copies(newest, multipliers_K), divisor)
+    bits = jnp.uint64 if mean.dtype == jnp.float64 else jnp.uint32
+    is_equal = jax.lax.bitcast_convert_type(mean, bits) == jax.lax.bitcast_convert_type(copies, bits)
+    return jnp.where(is_equal & jnp.isfinite(mean), newest.astype(dtype), mean.astype(dtype))
+
+
+def _add_copies(x: jax.Array, multipliers_K: jax.Array) -> jax.Array:
+    """Compute sum_k multipliers_k · x as `_add_terms` adds different trees.
+
+    At most `TREES_PER_PASS` terms are written out, so that the time of compilation does not grow with K.
+    """
+    chunks, rest = divmod(len(multipliers_K), TREES_PER_PASS)
+    if not chunks or (chunks, rest) == (1, 0):
+        return _add_terms(None, [x] * len(multipliers_K), multipliers_K)
+
+    def add_chunk(i: jax.Array, total: jax.Array) -> jax.Array:
+        factors = jax.lax.dynamic_slice_in_dim(multipliers_K, i * TREES_PER_PASS, TREES_PER_PASS)
+        return _add_terms(total, [x] * TREES_PER_PASS, factors)
+
+    multipliers_K = jnp.asarray(multipliers_K)
+    total = _add_terms(None, [x] * TREES_PER_PASS, multipliers_K[:TREES_PER_PASS])
+    total = jax.lax.fori_loop(1, chunks, add_chunk, total)
+    return _add_terms(total, [x] * rest, multipliers_K[chunks * TREES_PER_PASS :]) if rest else total
+
+
+def _rounded_quotient(total: jax.Array, divisor: ArrayLike) -> jax.Array:
     # XLA turns division by one scalar into multiplication by its rounded reciprocal, which differs in the last bit for
     # a third of all values. Dividing by an array prevents this: the divisor is 1 where
     # the total is NaN, so that XLA cannot treat it as one scalar.
-    return (total / jnp.where(jnp.isnan(total), 1, jnp.asarray(divisor, total.dtype))).astype(dtype)
+    return total / jnp.where(jnp.isnan(total), 1, jnp.asarray(divisor, total.dtype))
 
 
-_divide_in_place = jax.jit(_divide_leaf, donate_argnums=0, static_argnames="dtype")
-_divide_and_cast = jax.jit(_divide_leaf, static_argnames="dtype")
+_divide_in_place = jax.jit(_divide_leaf, donate_argnums=0, static_argnames="output")
+_divide_and_cast = jax.jit(_divide_leaf, static_argnames="output")
 
 
 def _total_dtype(dtype: DTypeLike) -> np.dtype:
     """Return the accumulation dtype of leaves of `dtype`.
 
-    It is float64 for float64 if `jax_enable_x64` is set, float32 for other floating-point dtypes, else `dtype`.
+    It is float64 for float64, float32 for other floating-point dtypes, else `dtype`.
     """
     dtype = jnp.dtype(dtype)
     if not is_float(dtype):
@@ -228,9 +285,11 @@ def _weight_dtype() -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
 
 
-def _output_dtypes(tree: Any) -> tuple[str, ...]:
-    """Return the result's dtype for each leaf: the input's, but float32 for float64 unless `jax_enable_x64` is set."""
-    return tuple(jax.dtypes.canonicalize_dtype(x.dtype).name for x in jax.tree.leaves(tree))
+def _outputs(tree: Any, weights_K: np.ndarray) -> tuple[tuple[str, bool], ...]:
+    """Return for each leaf its output dtype, and whether its mean is compared with that of copies (see `rounding`)."""
+    dtypes = [jax.dtypes.canonicalize_dtype(x.dtype).name for x in jax.tree.leaves(tree)]
+    is_compared = {dtype: ulps_of_copies(weights_K, dtype, dtype) > 0 for dtype in dtypes}
+    return tuple((dtype, is_compared[dtype]) for dtype in dtypes)
 
 
 def _non_float_leaves(tree: Any) -> Any:

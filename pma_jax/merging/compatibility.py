@@ -11,6 +11,8 @@ from pma_jax.config.errors import UserError
 from pma_jax.runs.integrity import named_leaves
 from pma_jax.storage.formats.source import leaf_differences
 
+_CODES = ("float4_", "float6_", "float8_e8m0")
+
 
 def check_same_structure(first: Any, other: Any, name: str) -> None:
     """Raise an error if two trees differ in leaf names, shapes, dtypes or container types.
@@ -45,7 +47,10 @@ def check_equal_integers(first: Any, other: Any, name: str) -> None:
         and not all(np.array_equal(x, y) for x, y in zip(_local_shards(a), _local_shards(b), strict=True))
     ]
     if unequal:
-        raise UserError(f"integer leaves are not averaged and must be equal; {name} differs in {_format(unequal)}")
+        raise UserError(
+            "leaves that are not floating point are not averaged and must be equal; "
+            f"{name} differs in {_format(unequal)}"
+        )
 
 
 def device_put_like(params: Any, like: Any) -> Any:
@@ -53,18 +58,30 @@ def device_put_like(params: Any, like: Any) -> Any:
     return jax.tree.map(lambda x, target: jax.device_put(x, getattr(target, "sharding", None)), params, like)
 
 
-def is_float(dtype: DTypeLike) -> bool:
-    """Return True for floating-point dtypes, which are averaged, and False for integer and boolean dtypes.
+def check_64_bit_leaves(params: Any) -> None:
+    """Raise an error if JAX would change leaves by converting them to 32 bits, as it does without `jax_enable_x64`.
 
     Raises:
-        UserError: The dtype is not floating point, integer or boolean, for example complex.
+        UserError: A leaf is float64 or complex128, or has integers that need 64 bits.
+    """
+    for name, x in named_leaves(params, "/").items():
+        dtype, narrow = np.dtype(x.dtype), jax.dtypes.canonicalize_dtype(x.dtype)
+        if dtype == narrow:
+            continue
+        if jnp.issubdtype(dtype, jnp.inexact) or not np.array_equal(np.asarray(x).astype(narrow), x):
+            raise UserError(
+                f"{name} is {dtype}, which JAX would convert to {narrow}: set JAX_ENABLE_X64=1, or merge in storage "
+                "(pma merge)"
+            )
+
+
+def is_float(dtype: DTypeLike) -> bool:
+    """Return whether leaves of a dtype are averaged: floating-point numbers, which also have negative values.
+
+    Leaves of other dtypes (integers, booleans, complex numbers, codes of quantised weights) must be equal.
     """
     dtype = jnp.dtype(dtype)
-    if jnp.issubdtype(dtype, jnp.floating):
-        return True
-    if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
-        return False
-    raise UserError(f"leaves of dtype {dtype} cannot be averaged: remove them from the tree")
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and not dtype.name.startswith(_CODES)
 
 
 def _local_shards(x: Any) -> list[np.ndarray]:

@@ -1,5 +1,7 @@
 """One definition of a weighted sum: every way to merge returns the same bits."""
 
+import json
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -18,7 +20,8 @@ from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import restore_params
 from pma_jax.runtime.mesh import data_parallel_mesh
-from pma_jax.storage.formats.open import open_source
+from pma_jax.storage.formats.open import open_source, read_leaf
+from pma_jax.storage.formats.safetensors import CODE_OF_DTYPE
 
 TOKENS = [100, 200, 300, 450, 500, 600]
 RECIPES = [
@@ -96,6 +99,98 @@ def test_storage_and_arrays_merge_to_the_same_bits(tmp_path, dtype):
         assert_same_bits(streamed_on_mesh_R[r], expected)
 
 
+def random_values(dtype, count=4001, is_moderate=False):
+    """Return finite values of all magnitudes, and extremes unless `is_moderate` (no product is subnormal)."""
+    width = np.dtype(dtype).itemsize
+    x = np.random.default_rng(1).integers(0, 256, (count, width), np.uint8).view(dtype)[:, 0]
+    x[:4] = np.array([0.0, -0.0, ml_dtypes.finfo(dtype).max, ml_dtypes.finfo(dtype).tiny]).astype(dtype)
+    with np.errstate(all="ignore"):
+        magnitudes = np.abs(x.astype(np.float64))
+        keep = np.isfinite(magnitudes) & (x.astype(np.float32) == x if width < 8 else True)
+        if is_moderate:
+            keep &= (magnitudes == 0) | ((magnitudes > 2.0**-100) & (magnitudes < 2.0**115))
+        return x[keep]
+
+
+EQUAL_ROWS = [
+    *(row[row != 0] for row in C),
+    [1 / 3] * 3,
+    recipes.sma(40),
+    recipes.ema(40, 0.07),
+    [-7.5, 8.5],
+    [900, -899],
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn])
+def test_merges_of_equal_inputs_in_storage_return_them(tmp_path, dtype):
+    x = random_values(dtype)
+    if dtype == np.float32:
+        x = x[np.isfinite(x.astype(ml_dtypes.bfloat16))]
+    (tmp_path / "in").mkdir()
+    header = {"w": {"dtype": CODE_OF_DTYPE[x.dtype.name], "shape": [len(x)], "data_offsets": [0, x.nbytes]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "in" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + x.tobytes())
+    source = open_source(tmp_path / "in")
+    for number, row in enumerate(map(np.asarray, EQUAL_ROWS)):
+        rows = np.stack([row, np.roll(row, 1)])  # several recipes are summed by other functions
+        for name, weights in (("one", rows[:1]), ("two", rows)):
+            outs = [tmp_path / f"{name}-{number}-{r}" for r in range(len(weights))]
+            merge(plan([source] * len(row), weights), outs)
+            for out in outs:
+                assert read_leaf(open_source(out), "w").tobytes() == x.tobytes(), row
+        if dtype == np.float32:
+            merge(plan([source] * len(row), rows[:1], dtype="bfloat16"), [tmp_path / f"bf16-{number}"])
+            merged = read_leaf(open_source(tmp_path / f"bf16-{number}"), "w")
+            assert merged.tobytes() == x.astype(ml_dtypes.bfloat16).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn])
+def test_merges_of_equal_arrays_return_them(dtype):
+    x = random_values(dtype, is_moderate=True)
+    with jax.enable_x64(np.dtype(dtype) == np.float64):
+        for row in map(np.asarray, EQUAL_ROWS):
+            trees = [{"w": x}] * len(row)
+            assert np.asarray(averager.weighted_sum(trees, row)["w"]).tobytes() == x.tobytes(), row
+            for streamed in averager.weighted_sums_of_stream(iter(trees), np.stack([row, np.roll(row, 1)])):
+                assert np.asarray(streamed["w"]).tobytes() == x.tobytes(), row
+
+
+def test_nearly_equal_inputs_merge_to_the_same_bits_and_as_exactly_as_others(tmp_path):
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal(5001).astype(np.float32)
+    ulps = rng.integers(-3, 4, (len(TOKENS), 5001)).astype(np.uint32)
+    leaves_K = [{"w": (base.view(np.uint32) + row).view(np.float32)} for row in ulps]
+    for k, leaves in enumerate(leaves_K):
+        (tmp_path / str(k)).mkdir()
+        save_file(leaves, tmp_path / str(k) / "model.safetensors")
+    sources = [open_source(tmp_path / str(k)) for k in range(len(TOKENS))]
+    merge(plan(sources, C, recipes=RECIPES), [tmp_path / f"out{r}" for r in range(len(C))])
+    for r, row in enumerate(C):
+        merged = load_file(tmp_path / f"out{r}" / "model.safetensors")
+        assert_same_bits(averager.weighted_sum(leaves_K, row), merged)
+        assert_same_bits(averager.weighted_sums_of_stream(iter(leaves_K), row[None])[0], merged)
+        exact = sum(c * leaves["w"].astype(np.float64) for c, leaves in zip(row, leaves_K, strict=True))
+        error = np.abs(merged["w"] - exact) / np.spacing(np.abs(base))
+        assert error.max() < 2 + 2 * np.abs(row).sum(), RECIPES[r]
+
+
+def test_sums_that_overflow_are_added_in_a_wider_dtype(tmp_path):
+    largest = np.finfo(np.float32).max
+    for k, x in enumerate([largest, largest / 2, largest]):
+        (tmp_path / str(k)).mkdir()
+        save_file({"w": np.array([x, 1, k], np.float32)}, tmp_path / str(k) / "model.safetensors")
+    merge(plan([open_source(tmp_path / str(k)) for k in range(3)], recipes.sma(3)), [tmp_path / "out"])
+    merged = load_file(tmp_path / "out" / "model.safetensors")["w"]
+    np.testing.assert_array_equal(merged, np.array([float(largest) * 2.5 / 3, 1, 1], np.float32))
+
+
+def test_weights_that_do_not_sum_to_one_scale_equal_inputs(tmp_path):
+    x = np.arange(1, 9, dtype=np.float32)
+    assert averager.weighted_sum([{"w": x}] * 2, [0.5, 0.25])["w"].tolist() == (0.75 * x).tolist()
+    assert averager.weighted_sum([{"w": x}] * 2, [1, -1])["w"].tolist() == [0] * 8
+
+
 def test_more_checkpoints_than_one_pass_sums(tmp_path):
     count = averager.TREES_PER_PASS * 2 + 3
     rng = np.random.default_rng(0)
@@ -146,6 +241,6 @@ def test_weights_with_integer_ratios_are_summed_as_integers():
         multipliers, got_divisor = factor_coefficients(c)
         np.testing.assert_array_equal(multipliers, ratio)
         assert got_divisor == divisor
-    multipliers, divisors, _ = factor_rows(np.stack([recipes.ema(5, 0.1), recipes.sma(5)]))
+    multipliers, divisors, *_ = factor_rows(np.stack([recipes.ema(5, 0.1), recipes.sma(5)]))
     np.testing.assert_array_equal(multipliers, [recipes.ema(5, 0.1), np.ones(5)])
     np.testing.assert_array_equal(divisors, [1, 5])

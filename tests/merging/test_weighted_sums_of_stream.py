@@ -140,5 +140,5 @@ def test_errors_of_the_loader_are_raised():
 def test_integers_must_be_equal():
     params_K = [{"w": np.ones(2, np.float32), "n": np.array(k)} for k in (1, 1, 2)]
     assert averager.weighted_sums_of_stream(params_K[:2], [[0.5, 0.5]])[0]["n"] == 1
-    with pytest.raises(ValueError, match=r"integer leaves .*; checkpoint 3 differs in 1 leaf: n$"):
+    with pytest.raises(ValueError, match=r"not averaged .*; checkpoint 3 differs in 1 leaf: n$"):
         averager.weighted_sums_of_stream(params_K, recipes.sma(3)[None])

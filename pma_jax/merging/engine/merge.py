@@ -27,9 +27,8 @@ from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import journal, provenance, workers
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit, check_outputs
-from pma_jax.merging.engine.rounding import factor_rows
 from pma_jax.merging.engine.schedule import BLOCK_ELEMENTS
-from pma_jax.merging.engine.units import MergeJob, merge_decoded_units, merge_sequential_unit
+from pma_jax.merging.engine.units import MergeJob, merge_decoded_units, merge_sequential_unit, new_job
 from pma_jax.runtime.failures import is_temporary
 from pma_jax.storage import atomic
 from pma_jax.storage.formats import publish
@@ -228,7 +227,7 @@ def _merge_remaining(
 
         notes = _check_unsummed_leaves_equal(plan)
         if todo:
-            _merge_units(MergeJob(plan, factor_rows(plan.coefficients), output_ranges), todo, finish_unit)
+            _merge_units(new_job(plan, output_ranges), todo, finish_unit)
     return MergeResult(notes, read)
 
 

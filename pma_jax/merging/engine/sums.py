@@ -6,6 +6,7 @@ conversions of ml_dtypes.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +82,7 @@ def _widen(raw: np.ndarray, dtype: str, into: np.ndarray) -> np.ndarray:
     """Return a block's bytes in the accumulation dtype; if they must be converted, the result is written to `into`.
 
     Pairs of bfloat16 values are converted as 32-bit words, which takes three quarters of the time: the result holds the
-    first values of all pairs, then the second ones. `_in_order` restores their order.
+    first values of all pairs, then the second ones. `in_order` restores their order.
     """
     elements = len(raw) // ITEM_BYTES[dtype]
     if _is_paired(dtype, elements):
@@ -101,15 +102,21 @@ def _is_paired(dtype: str, elements: int) -> bool:
     return dtype == "bfloat16" and elements % 2 == 0
 
 
-def _in_order(sums: np.ndarray, dtype: str, count: int) -> np.ndarray:
+def in_order(sums: np.ndarray, dtype: str, count: int) -> np.ndarray:
     """Return the first `count` sums of blocks of `dtype`, as `_widen` arranges them, in the order of the leaf."""
     return sums.reshape(2, -1)[:, : count // 2].T.ravel() if _is_paired(dtype, len(sums)) else sums[:count]
 
 
 def add_block(
-    scratch: Scratch, raw: np.ndarray, dtype: str, totals: np.ndarray, weights: RowFactors, source: int
+    scratch: Scratch,
+    raw: np.ndarray,
+    dtype: str,
+    totals: np.ndarray,
+    weights: RowFactors,
+    source: int,
+    ulps: Sequence[int],
 ) -> None:
-    """Add a block of source number `source` to each row's sum with its multiplier.
+    """Add a block of source number `source` to each row's sum with its multiplier; divide the sums that are complete.
 
     Args:
         scratch: The buffers; `wide` and `rounded` are overwritten.
@@ -118,10 +125,15 @@ def add_block(
         totals: [R, elements]; the sums, in the accumulation dtype, arranged as `_widen` arranges the block.
         weights: Multipliers and divisors of the R rows.
         source: The source's number; the oldest is 0.
+        ulps: For each row, the result of `rounding.ulps_of_copies` for the leaf.
     """
     wide = _widen(raw, dtype, scratch.wide)
     for strip in _strips(totals):
         _add_source(scratch, totals[:, strip], wide[strip], weights, source)
+    for row, last in enumerate(weights.last):
+        if last == source:
+            _divide(totals[row], weights, row)
+            _take_copied_values(scratch, totals[row], wide, weights, row, ulps[row])
 
 
 def stage_block(scratch: Scratch, raw: np.ndarray, dtype: str, source: int) -> None:
@@ -132,8 +144,8 @@ def stage_block(scratch: Scratch, raw: np.ndarray, dtype: str, source: int) -> N
         into[: wide.nbytes] = raw
 
 
-def combine_staged(scratch: Scratch, totals: np.ndarray, weights: RowFactors) -> None:
-    """Compute all rows' sums [R, elements] of the staged blocks, strip by strip so that a strip stays in cache."""
+def combine_staged(scratch: Scratch, totals: np.ndarray, weights: RowFactors, ulps: Sequence[int]) -> None:
+    """Compute all rows' means [R, elements] of the staged blocks, strip by strip so that a strip stays in cache."""
     staged = scratch.stack[:, : totals[0].nbytes].view(totals.dtype)
     multipliers = weights.multipliers.astype(totals.dtype)
     is_exact = _einsum_rounds_products()
@@ -145,6 +157,10 @@ def combine_staged(scratch: Scratch, totals: np.ndarray, weights: RowFactors) ->
         if not is_exact or not part.all():
             for source, wide in enumerate(staged[:, strip]):
                 _add_source(scratch, part, wide, weights, source)
+        for row, total in enumerate(part):
+            _divide(total, weights, row)
+    for row, last in enumerate(weights.last):
+        _take_copied_values(scratch, totals[row], staged[last], weights, row, ulps[row])
 
 
 @functools.cache
@@ -177,17 +193,62 @@ def _add_source(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights:
             np.add(total, product, out=total)
 
 
-def finish_block(
-    scratch: Scratch, dtype: str, out_dtype: str, totals: np.ndarray, weights: RowFactors, row: int
-) -> np.ndarray | None:
-    """Divide row number `row` of `totals` in place, and round it to the nearest values of `out_dtype`, ties to even.
+def _divide(total: np.ndarray, weights: RowFactors, row: int) -> None:
+    """Divide a complete sum of row number `row` in place."""
+    if weights.divisors[row] != 1:
+        np.divide(total, total.dtype.type(weights.divisors[row]), out=total)
+
+
+def _take_copied_values(
+    scratch: Scratch, means: np.ndarray, newest: np.ndarray, weights: RowFactors, row: int, ulps: int
+) -> None:
+    """Where a mean is the mean of copies of the newest value, replace it by that value (see `rounding`).
+
+    Args:
+        scratch: The buffers; `rounded` is overwritten.
+        means: [elements]; the means of row number `row`.
+        newest: [elements]; the values of its newest source, in the accumulation dtype.
+        weights: Multipliers and divisors of the rows.
+        row: The row's number.
+        ulps: The result of `rounding.ulps_of_copies` for the row and the leaf. Only means this close to the newest
+            value are compared.
+    """
+    if not ulps:
+        return
+    multipliers = weights.multipliers[row][weights.multipliers[row] != 0].astype(means.dtype)
+    unsigned = np.dtype(f"u{means.itemsize}")
+    mean_bits, newest_bits = means.view(unsigned), newest.view(unsigned)
+    limit, twice = unsigned.type(ulps), unsigned.type(2 * ulps)
+    step = min(_STRIP_ELEMENTS * 4, max(1, len(means) // 4))
+    buffer = scratch.rounded[: step * means.itemsize].view(unsigned)
+    is_near = scratch.rounded[step * means.itemsize :][: len(means)].view(bool)
+    for start in range(0, len(means), step):
+        strip = slice(start, min(start + step, len(means)))
+        # Numbers of one sign are ordered as their bits are, so the difference of the bits counts ulps.
+        distance = np.subtract(mean_bits[strip], newest_bits[strip], out=buffer[: strip.stop - start])
+        np.add(distance, limit, out=distance)
+        np.less_equal(distance, twice, out=is_near[strip])
+    if multipliers.min() < 0:  # the mean of copies of a tiny value may have another sign
+        is_near |= np.abs(newest) <= ulps * np.finfo(means.dtype).smallest_subnormal
+    near = np.flatnonzero(is_near)
+    near = near[mean_bits[near] != newest_bits[near]]
+    if near.size:
+        copied = newest[near]
+        mean = copied * multipliers[0]
+        for multiplier in multipliers[1:]:
+            mean += copied * multiplier
+        mean /= means.dtype.type(weights.divisors[row])
+        equal = (mean.view(unsigned) == mean_bits[near]) & np.isfinite(mean)
+        means[near[equal]] = copied[equal]
+
+
+def finish_block(scratch: Scratch, dtype: str, out_dtype: str, totals: np.ndarray, row: int) -> np.ndarray | None:
+    """Round the means in row number `row` of `totals` to the nearest values of `out_dtype`, ties to even.
 
     Returns:
         The rounded bytes, a uint8 view of `scratch.rounded`; None if a value is not finite in `out_dtype`.
     """
     sums, elements = totals[row], totals.shape[1]
-    if weights.divisors[row] != 1:
-        np.divide(sums, sums.dtype.type(weights.divisors[row]), out=sums)
     out = scratch.rounded[: ITEM_BYTES[out_dtype] * elements]
     if sums.dtype == np.float32 and out_dtype == "bfloat16":
         # Rounding may turn a NaN into a finite value, unless the lower half of its bits is zero, as for bfloat16.
@@ -198,7 +259,7 @@ def finish_block(
         np.bitwise_and(out.view(np.uint16), _BF16_MAGNITUDE, out=magnitudes)
         return out if magnitudes.max(initial=0) < _BF16_INFINITY else None
     narrow = out.view(numpy_dtype(out_dtype))
-    np.copyto(narrow, _in_order(sums, dtype, elements), casting="unsafe")
+    np.copyto(narrow, in_order(sums, dtype, elements), casting="unsafe")
     return out if np.isfinite(narrow).all() else None
 
 
@@ -243,5 +304,6 @@ def squared_changes(
     sample = min(len(sums), _SAMPLE_ELEMENTS)
     after = rounded[: ITEM_BYTES[out_dtype] * sample].view(numpy_dtype(out_dtype)).astype(np.float64)
     before = newest[: ITEM_BYTES[dtype] * sample].view(numpy_dtype(dtype)).astype(np.float64)
-    merged = _in_order(sums, dtype, sample).astype(np.float64)
+    merged = in_order(sums, dtype, sample).astype(np.float64)
+    merged = np.where(np.isfinite(merged), merged, after)  # a sum that overflowed
     return [float(np.sum((after - merged) ** 2)), float(np.sum((before - merged) ** 2))]

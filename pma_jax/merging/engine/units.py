@@ -13,11 +13,11 @@ from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit
-from pma_jax.merging.engine.rounding import RowFactors
+from pma_jax.merging.engine.rounding import RowFactors, factor_rows, is_average, ulps_of_copies
 from pma_jax.storage.digests import SegmentHasher
 from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, slice_ranges, write_range
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
-from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
+from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource, numpy_dtype
 from pma_jax.storage.formats.zstd import ZstdReader
 
 
@@ -29,17 +29,26 @@ class MergeJob:
         plan: The merge.
         weights: The plan's coefficients as multipliers and divisors.
         output_ranges: For each recipe, where its leaves are written.
+        ulps_of_copies: (dtype of a leaf, its output dtype) -> for each recipe, the result of `rounding.ulps_of_copies`.
     """
 
     plan: MergePlan
     weights: RowFactors
     output_ranges: Sequence[Mapping[str, Sequence[ByteRange]]]
+    ulps_of_copies: Mapping[tuple[str, str], Sequence[int]]
 
     def new_scratch(self) -> sums.Scratch:
         """Allocate the buffers of one thread."""
         dtypes = {leaf.dtype for leaf in self.plan.sources[0].leaves.values()}
         block_elements = self.plan.schedule.block_elements
         return sums.new_scratch(len(self.plan.recipes), len(self.plan.sources), block_elements, dtypes)
+
+
+def new_job(plan: MergePlan, output_ranges: Sequence[Mapping[str, Sequence[ByteRange]]]) -> MergeJob:
+    """Return the job of a plan whose recipes are written to `output_ranges`."""
+    dtypes = {(leaf.dtype, plan.leaves[name].dtype) for name, leaf in plan.sources[0].leaves.items() if leaf.is_summed}
+    ulps = {pair: [ulps_of_copies(row, *pair) for row in plan.coefficients] for pair in dtypes}
+    return MergeJob(plan, factor_rows(plan.coefficients), output_ranges, ulps)
 
 
 def merge_sequential_unit(job: MergeJob, number: int, unit: Unit, scratch: sums.Scratch) -> Record:
@@ -133,14 +142,17 @@ def _add_block(
 ) -> None:
     """Add a block to the sums; do nothing if the leaf is not summed."""
     leaf = job.plan.sources[0].leaves[name]
+    if not leaf.is_summed:
+        return
+    ulps = job.ulps_of_copies[leaf.dtype, job.plan.leaves[name].dtype]
     # Staging needs the same block of all sources in turn, but a decoded region has several blocks of one source.
     is_staged = len(job.plan.recipes) > 1 and name not in job.plan.schedule.region_elements
-    if leaf.is_summed and not is_staged:
-        sums.add_block(scratch, raw, leaf.dtype, totals, job.weights, source)
-    elif leaf.is_summed:
+    if not is_staged:
+        sums.add_block(scratch, raw, leaf.dtype, totals, job.weights, source, ulps)
+    else:
         sums.stage_block(scratch, raw, leaf.dtype, source)
         if source == len(job.plan.sources) - 1:
-            sums.combine_staged(scratch, totals, job.weights)
+            sums.combine_staged(scratch, totals, job.weights, ulps)
 
 
 def _finish_block(
@@ -155,10 +167,39 @@ def _finish_block(
     if not leaf.is_summed:
         # All sources have the same bytes: `merge` compares them before it merges.
         return newest
-    data = sums.finish_block(scratch, leaf.dtype, out.dtype, totals, job.weights, row)
+    data = sums.finish_block(scratch, leaf.dtype, out.dtype, totals, row)
     if data is None:
-        raise UserError(_not_finite_message(job.plan, name, start, start + totals.shape[1]))
+        means = sums.in_order(totals[row], leaf.dtype, totals.shape[1])
+        return _finish_without_overflow(job.plan, name, start, means, row)
     return data
+
+
+def _finish_without_overflow(plan: MergePlan, name: str, start: int, means: np.ndarray, row: int) -> np.ndarray:
+    """Return the bytes of a block, of which the sums that overflowed are added again in a wider dtype.
+
+    Args:
+        plan: The merge.
+        name: Name of the leaf.
+        start: The block's first element.
+        means: [elements]; the means in the accumulation dtype, of which some are not finite.
+        row: Number of the recipe.
+
+    Raises:
+        UserError: A result is not finite, or a source has a value that is not.
+    """
+    stop, leaf, out = start + len(means), plan.sources[0].leaves[name], plan.leaves[name]
+    used = [(source, c) for source, c in zip(plan.sources, plan.coefficients[row], strict=True) if c]
+    wide = np.longdouble if leaf.dtype == "float64" else np.float64
+    means, bad = means.copy(), np.flatnonzero(~np.isfinite(means))
+    with np.errstate(all="ignore"):
+        values = [read_leaf(source, name, start, stop)[bad].astype(wide) for source, _ in used]
+        wide_means = sum(value * wide(c) for value, (_, c) in zip(values, used, strict=True))
+        is_copied = np.logical_and.reduce([value == values[-1] for value in values])
+        means[bad] = np.where(is_copied & is_average(plan.coefficients[row], leaf.dtype), values[-1], wide_means)
+        merged = means.astype(numpy_dtype(out.dtype))
+    if not (np.isfinite(merged).all() and all(np.isfinite(value).all() for value in values)):
+        raise UserError(_not_finite_message(plan, name, start, stop))
+    return merged.view(np.uint8)
 
 
 def _not_finite_message(plan: MergePlan, name: str, start: int, stop: int) -> str:
