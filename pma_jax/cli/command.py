@@ -12,6 +12,7 @@ from pma_jax.cli.arguments import parser
 from pma_jax.config.errors import error_line
 from pma_jax.runtime import signals
 from pma_jax.runtime.failures import exit_status
+from pma_jax.runtime.watchdog import end_process_soon
 
 CONFIG_PREFIX = "--config."
 # What to print if a signal stops a verb. Verbs that are not listed write nothing before they finish.
@@ -26,13 +27,27 @@ STOPPED_MESSAGES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit status; see `_run_verb`. Without arguments, run that of the process.
+
+    After an error, the process then ends within seconds, even if threads of libraries wait forever.
+    """
+    status = 1
+    try:
+        status = _run_verb(list(sys.argv[1:] if arguments is None else arguments))
+    finally:
+        if arguments is None and status:
+            sys.stdout.flush()
+            end_process_soon(status)
+    return status
+
+
+def _run_verb(argv: list[str]) -> int:
     """Run one verb and return the exit status.
 
     0: done. 1: failed, with one line on standard error. 75: the same, for a reason that may pass, such as a lost
     connection: try again. 2: called wrongly. 130 and 143: stopped by SIGINT (Ctrl-C) or
     SIGTERM, with one line about what was kept.
     """
-    argv = list(sys.argv[1:] if arguments is None else arguments)
     overrides = [word.removeprefix(CONFIG_PREFIX) for word in argv if word.startswith(CONFIG_PREFIX)]
     options = parser().parse_args([word for word in argv if not word.startswith(CONFIG_PREFIX)])
     if overrides and not options.takes_config:

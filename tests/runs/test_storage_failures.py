@@ -59,6 +59,22 @@ def test_full_disk_during_training_is_one_line_and_the_run_resumes_elsewhere(fin
         tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("inodes", [30, 45, 60])
+def test_disk_without_inodes_ends_the_process(workspace, tmp_path, inodes):
+    file = tiny.write_config(tmp_path / "config.py", workspace)
+    with mounted(tmp_path / "disk", f"size=32m,nr_inodes={inodes}"):
+        done = subprocess.run(
+            tiny.command("train", "--config", file, "--workdir", tmp_path / "disk" / "run"),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=tiny.environment(1),
+            check=False,
+        )
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: "), done.stderr
+
+
 def test_step_that_does_not_fit_replaces_no_older_step(tmp_path):
     with mounted(tmp_path / "disk", "size=1m"):
         folder = epath.Path(tmp_path / "disk" / "states")
