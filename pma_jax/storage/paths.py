@@ -116,10 +116,13 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         OSError: The file cannot be opened or read, such as FileNotFoundError.
         UserError: `path` is not a regular file, or larger than `max_bytes`.
     """
+    data = bytearray()
     with open_regular_file(path, max_bytes) as file:
-        data = file.read(max_bytes + 1)
+        # In parts, because a buffer of the size that is asked for is allocated.
+        while len(data) <= max_bytes and (part := file.read(min(2**20, max_bytes + 1 - len(data)))):
+            data += part
     _check_size(path, len(data), max_bytes)  # files of /proc have the size 0, and a file may grow
-    return data
+    return bytes(data)
 
 
 def _check_size(path: Path, size: int, max_bytes: int | None) -> None:

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax.cli import main
+from pma_jax.cli import main, parser
 from pma_jax.runs import steps
 from pma_jax.runs.directory import open_run
 from pma_jax.runs.snapshots import read_snapshot
@@ -112,13 +113,57 @@ def test_every_verb_has_help_with_an_example(pma, verb):
         ["export", "snapshot"],
         ["export", "snapshot", "--out", "x", "--dtype", "float16"],
         ["export", "snapshot", "--out", "x", "--shard-size", "large"],
+        ["merge", "run", "--out", "x", "--config.training.seed=1", "--config.training.seed=2"],
+        ["train", "--config", "demo", "--workdir", "x", "--config.training.seed=1", "--config.training.seed=2"],
+        ["train", "--confi", "demo", "--workdir", "x"],
+        ["fork", "run", "--workdir", "x", "--at-tokens", "1e999999999"],
     ],
     ids=" ".join,
 )
-def test_invalid_call_exits_with_status_2(pma, arguments):
+def test_invalid_call_exits_with_status_2_and_one_line(pma, arguments):
     status, out, err = pma(*arguments)
-    assert status == 2
-    assert out == "" and "error: " in err and "Traceback" not in err
+    assert (status, out) == (2, "") and err.startswith("error: ") and len(err.splitlines()) == 1, err
+
+
+# Valid values of the options that not every text is valid for.
+VALUES = {
+    **{"--at-tokens": "4.9M", "--tokens": "1:2", "--every": "20B", "--tolerance": "0", "--tokens-per-step": "1"},
+    **{"--memory-limit": "1GiB", "--shard-size": "1GB", "--storage-bandwidth": "1GB/s", "--annealing-share": "0.2"},
+    **{"--kind": "point", "--dtype": "float32", "--format": "keep", "--order": "given", "--integers": "equal"},
+    **{"--recipes": "sma"},
+}
+
+
+def options_of(pma, verb):
+    """Return the options of a verb that have a value and are not documented as repeatable."""
+    text = pma(verb, "--help")[1].partition("options:")[2]
+    entries = re.split(r"\n(?=  --)", text)
+    found = [re.match(r"\s*(--[a-z-]+) (?:[A-Z]|\{)", entry) for entry in entries if "repeated" not in entry]
+    return [match[1] for match in found if match]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_second_value_of_an_option_is_refused(pma, verb):
+    options = options_of(pma, verb)
+    assert options or verb in ("evaluate", "inspect"), "this test finds the options of the verb"
+    for option in options:
+        value = VALUES.get(option, "7")
+        status, _, err = pma(verb, option, value, f"{option}={value}")
+        assert status == 2 and f"argument {option}: is given twice" in err and len(err.splitlines()) == 1, err
+
+
+def test_recipes_may_be_repeated(pma, finished, tmp_path):
+    recipes = ["--recipe", "sma", "--recipe", "wma"]
+    assert pma("merge", finished.path, *recipes, "--out", tmp_path / "out", "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("4096", 4096), ("4.096e3", 4096), ("4.096k", 4096), ("1.1B", 1_100_000_000), ("2M", 2 * 10**6), ("1T", 10**12)],
+)
+def test_tokens_take_units(text, tokens):
+    parsed = parser().parse_args(["fork", "run", "--workdir", "x", "--at-tokens", text])
+    assert parsed.at_tokens == tokens
 
 
 # --- Mistakes: one line, status 1 -------------------------------------------------------------------------------------

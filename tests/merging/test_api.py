@@ -1,10 +1,12 @@
 import json
+import pathlib
 import shutil
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from safetensors.numpy import load_file, save_file
 
 import pma_jax as pma
 from pma_jax.config import MeshConfig
@@ -104,3 +106,59 @@ def test_sources_are_unchanged(finished, tmp_path):
     pma.merge(finished.snapshots, pma.recipes.sma(6), tmp_path / "out")
     assert tiny.contents(finished.path / "snapshots") == before
     assert json.loads(json.dumps(pma.read_snapshot(tmp_path / "out").merge))["coefficients"] == [1 / 6] * 6
+
+
+def test_paths_do_as_well_as_snapshots(finished, tmp_path):
+    chosen, weights = finished.snapshots[1:4], [0.2, 0.3, 0.5]
+    made = pma.merge(chosen, weights, tmp_path / "a")
+    for k, convert in enumerate((str, lambda path: path, lambda path: pathlib.Path(str(path)))):
+        from_paths = pma.merge([convert(s.path) for s in chosen], weights, tmp_path / f"b{k}")
+        tiny.assert_equal(tiny.read(from_paths), tiny.read(made))
+        tiny.assert_equal(pma.average([convert(s.path) for s in chosen], weights), pma.average(chosen, weights))
+
+
+def test_weights_stay_with_their_paths_in_any_order(finished, tmp_path):
+    chosen, weights = [finished.snapshots[k] for k in (4, 0, 2)], [0.5, 0.2, 0.3]
+    merged = pma.merge([s.path for s in chosen], weights, tmp_path / "out")
+    tiny.assert_close(tiny.read(merged), by_numpy(chosen, weights), rtol=1e-5, atol=1e-6)
+    assert (merged.step, merged.tokens) == (20, 5120), "those of the newest, which is not the last of the list"
+    recorded = zip(merged.merge["sources"], merged.merge["coefficients"], strict=True)
+    assert {source["tokens"]: weight for source, weight in recorded} == {5120: 0.5, 1024: 0.2, 3072: 0.3}
+    tiny.assert_equal(pma.average(chosen, weights), tiny.read(merged))
+
+
+def test_foreign_checkpoints_are_merged_by_path(tmp_path):
+    values = {100: 1.0, 500: 2.0, 300: 4.0}
+    for step, value in values.items():
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"w": np.full(3, value, np.float32)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        (tmp_path / f"checkpoint-{step}" / "config.json").write_text(json.dumps({"step": step}))
+    made = pma.merge([tmp_path / f"checkpoint-{step}" for step in values], [0.5, 0.25, 0.25], tmp_path / "out")
+    assert str(made) == str(tmp_path / "out")
+    np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["w"], np.full(3, 2.0, np.float32))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["step"] == 500, "the newest one's"
+
+
+def test_ambiguous_inputs_are_refused(finished, tmp_path):
+    path, out = finished.snapshots[0].path, tmp_path / "out"
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "a").mkdir()
+    save_file({"w": np.zeros(3, np.float32)}, tmp_path / "a" / "model.safetensors")
+    refused = [
+        (str(path), [1.0], "is one checkpoint: give a list"),
+        (finished.snapshots[0], [1.0], "is one checkpoint: give a list"),
+        ([], [], "nothing to merge"),
+        ([3], [1.0], "neither a snapshot nor a path"),
+        ([path, path], [0.5, 0.5], "is given twice"),
+        ([path, tmp_path / "link"], [0.5, 0.5], "is given twice"),
+        ([finished.path], [1.0], "is a run with many|holds 6 checkpoints"),
+        ([finished.path / "snapshots"], [1.0], "is not a snapshot|holds 6 checkpoints"),
+        ([tmp_path / "gone"], [1.0], "gone"),
+    ]
+    for inputs, weights, message in refused:
+        for merge in (pma.average, lambda *arguments: pma.merge(*arguments, out)):
+            with pytest.raises(ValueError, match=message):
+                merge(inputs, weights)
+    with pytest.raises(ValueError, match=r"use pma_jax\.merge"):
+        pma.average([tmp_path / "a"], [1.0])
+    assert not out.exists()

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 import tiny
+from safetensors.numpy import save_file
 
 import pma_jax as pma
 from pma_jax.merging.inspect import format_description, inspect
@@ -36,6 +37,29 @@ def test_inspect_shows_the_sources_and_coefficients_of_a_merge(finished, tmp_pat
     text = format_description(facts)
     assert "wma of 3 snapshots" in text and "+0.333333  5,120 tokens" in text
     assert np.isclose(sum(facts["merge"]["coefficients"]), 1)
+    json.dumps(facts)
+
+
+def test_inspect_lists_a_directory_of_checkpoints(tmp_path):
+    for name in ("checkpoint-1500", "checkpoint-500", "stage2-step100", "final", "tmp-checkpoint-2000"):
+        (tmp_path / name).mkdir()
+        save_file({"w": np.zeros(3, np.float32)}, tmp_path / name / "model.safetensors")
+    facts = inspect(tmp_path)
+    assert facts["kind"] == "3 checkpoints" and facts["ordered_by"] is None, "stage 2 and no stage"
+    (tmp_path / "stage2-step100").rename(tmp_path / "v2")
+    facts = inspect(tmp_path)
+    assert [(c["path"], c["step"], c["nbytes"]) for c in facts["checkpoints"]] == [
+        (str(tmp_path / f"checkpoint-{step}"), step, 12) for step in (500, 1500)
+    ]
+    assert facts["ordered_by"] == "steps"
+    assert {name: reason[:9] for name, reason in facts["left_out"].items()} == {
+        "final": "no step i",
+        "tmp-checkpoint-2000": "temporary",
+        "v2": "no step i",
+    }
+    text = format_description(facts)
+    assert "oldest first, by steps" in text and text.index("step 500") < text.index("step 1,500")
+    assert "left out: final (no step in the name)" in text
     json.dumps(facts)
 
 

@@ -133,6 +133,27 @@ def test_pattern_that_crosses_stages_is_reported(endpoint):
     assert "several stages" in notes[0]
 
 
+def test_revisions_without_a_step_are_left_out_and_stages_apart(endpoint):
+    gathered = gather.open_checkpoints(["hf://org/suite@*"])
+    assert [source.step for source in gathered.sources[:3]] == [100, 200, 400]
+    assert any("left out of hf://org/suite@*" in note and "pickled" in note for note in gathered.notes)
+    with pytest.raises(ValueError, match=r"boundary between org/suite stage1 .* and org/suite stage2"):
+        gather.select_checkpoints(gathered)
+    named = ["hf://org/suite@stage2-step-500", "hf://org/suite@stage1-step-400"]
+    with pytest.raises(ValueError, match="boundary between org/suite stage1"):
+        gather.select_checkpoints(gather.open_checkpoints(named))
+    series = gather.select_checkpoints(gather.open_checkpoints(named), across_stages=True)
+    assert [source.step for source in series.sources] == [400, 500]
+    assert endpoint == [], "names alone decide"
+
+
+def test_one_commit_under_two_names_is_refused(endpoint):
+    commit_of_100 = f"hf://org/suite@{commit('stage1-step-100')}"
+    gathered = gather.open_checkpoints(["hf://org/suite@stage1-step-100", commit_of_100])
+    with pytest.raises(ValueError, match="is given twice"):
+        from_storage.plan_merge(gathered, ["sma"])
+
+
 @pytest.mark.parametrize(
     ("address", "match"),
     [
