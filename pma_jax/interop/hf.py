@@ -33,6 +33,7 @@ from pma_jax.storage.formats import publish
 from pma_jax.storage.formats.byte_ranges import open_files, write_range
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.open import open_source, read_leaf, read_leaf_bytes
+from pma_jax.storage.formats.orbax_tree import NUMPY_ARRAY, OrbaxItem, nested_tree
 from pma_jax.storage.formats.orbax_write import orbax_layout
 from pma_jax.storage.formats.safetensors import safetensors_layout
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInfo, numpy_dtype
@@ -108,7 +109,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     metadata = _imported_metadata(source, fields, config)
     leaf_infos = {mapping.leaf_name: LeafInfo(mapping.leaf_shape, "float32") for mapping in mappings}
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in tokenizer_files.values()}
-    layout = orbax_layout(leaf_infos, _as_snapshot_source(source, leaf_infos), metadata)
+    layout = orbax_layout(leaf_infos, OrbaxItem("params", nested_tree(leaf_infos, NUMPY_ARRAY)), metadata)
     total_bytes = sum(leaf.nbytes for leaf in leaves.values())
     _write_directory(replace(layout, copies=copies), target, _leaf_writes(source, mappings), total_bytes, progress)
     return {
@@ -312,12 +313,6 @@ def _config_texts(
         ids = extra_fields if imported else extra_fields | {"pad_token_id": extra_fields["eos_token_id"]}
         generation = {name: ids[name] for name in hf_config.TOKEN_IDS if ids.get(name) is not None}
     return {"config.json": serialize_json(hf_fields), "generation_config.json": serialize_json(generation)}
-
-
-def _as_snapshot_source(source: CheckpointSource, leaves: Mapping[str, LeafInfo]) -> CheckpointSource:
-    """Return `source` with `leaves` and the Orbax tree metadata that `orbax_layout` needs."""
-    keys = {name: [{"key": part, "key_type": 2} for part in name.split(".")] for name in leaves}
-    return replace(source, format="orbax", leaves=leaves, metadata={"item": "params", "keys": keys, "sharding": {}})
 
 
 def _read_json(source: CheckpointSource, name: str) -> dict[str, Any] | None:

@@ -165,7 +165,8 @@ def _check_leaves(sources: Sequence[CheckpointSource]) -> None:
 
 
 def _merged_leaf(leaf: LeafInfo, dtype: str) -> LeafInfo:
-    return LeafInfo(leaf.shape, dtype if dtype != "keep" and leaf.is_summed else leaf.dtype)
+    is_converted = dtype != "keep" and leaf.is_summed and not leaf.is_python_number
+    return LeafInfo(leaf.shape, dtype if is_converted else leaf.dtype)
 
 
 def _compute_digest(merge_plan: MergePlan) -> str:

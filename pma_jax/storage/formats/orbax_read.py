@@ -11,6 +11,7 @@ Orbax itself is not imported, because it restores complete trees and needs their
 
 import base64
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,25 +21,39 @@ import numpy as np
 from pma_jax.config.errors import UserError, error_line
 from pma_jax.runtime.failures import as_read_error
 from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
+from pma_jax.storage.formats.orbax_tree import (
+    NUMPY_ARRAY,
+    SCALAR,
+    TREE_FILE,
+    OrbaxItem,
+    TreeStructure,
+    nested_tree,
+    read_tree,
+)
 from pma_jax.storage.formats.progress import read_progress
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zarr import ArrayLayout, open_store, read_array_layout
 from pma_jax.storage.json_files import read_json_object
 
-_TREE_FILE, _CHECKPOINT_FILE = "_METADATA", "_CHECKPOINT_METADATA"
+_CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
+# Orbax v1 identifies its checkpoints by this empty file.
+INDICATOR_FILE = "orbax.checkpoint"
 # A directory that holds a tree of arrays has at least one of these.
-_TREE_PATTERNS = (_TREE_FILE, "manifest.ocdbt", "*/.zarray", "*/zarr.json")
+_TREE_PATTERNS = (TREE_FILE, "manifest.ocdbt", "*/.zarray", "*/zarr.json")
 # Top-level keys of the subtree that holds the parameters, in order of preference.
 PARAMETER_KEYS = ("params", "target", "model", "weights")
 # Top-level keys of trees that hold more than the parameters.
-STATE_KEYS = frozenset({"opt_state", "opt", "optimizer", "state", "step", "param_states", "rng", "tx", "ema"})
+STATE_KEYS = frozenset(
+    {"opt_state", "opt", "optim", "optimizer", "optimizer_state", "param_states", "state", "tx"}
+    | {"step", "global_step", "rng", "rngs", "ema", "ema_params", "iterator", "data_iter"}
+)
 # Items that may hold the parameters, in order of preference.
 _PARAMETER_ITEMS = ("params", "model", "default", "state", "train_state", "items")
 
 
 def is_orbax(path: Path) -> bool:
     """Return whether a directory has the files of an Orbax checkpoint, or has subdirectories that do."""
-    return has_file(path, *_TREE_PATTERNS, _CHECKPOINT_FILE, f"*/{_TREE_FILE}", f"*/{_CHECKPOINT_FILE}")
+    return has_file(path, *_TREE_PATTERNS, _CHECKPOINT_FILE, f"*/{TREE_FILE}", f"*/{_CHECKPOINT_FILE}")
 
 
 def has_file(path: Path, *patterns: str) -> bool:
@@ -61,41 +76,60 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
         raise UserError(f"{path}: is still being written, or its writing was interrupted; take a finished one")
     keys = [part for part in (subtree or "").split("/") if part]
     directory, item, notes = _find_item(path, keys)
-    tree = _read_optional(directory / _TREE_FILE)
-    store = open_store(directory, fills_missing=tree.get("store_array_data_equal_to_fill_value") is not True)
-    if "tree_metadata" in tree:
-        key_paths = _parse_tree(directory, tree)
-    else:
-        key_paths = {name: [{"key": key, "key_type": 2} for key in name.split(".")] for name in store.array_names()}
-    if not key_paths:
+    tree = _read_optional(directory / TREE_FILE)
+    store = open_store(directory, stores_all_chunks=_stores_all_chunks(tree))
+    structure = read_tree(directory, tree) if "tree_metadata" in tree else nested_tree(store.array_names(), NUMPY_ARRAY)
+    if not any(leaf.is_array for leaf in structure.leaves):
         raise UserError(f"{directory}: holds no arrays; it is empty, or parts of it are missing")
-    prefix, note = _find_subtree(directory, key_paths, keys)
-    arrays = {
-        name: read_array_layout(store, name)
-        for name, path in key_paths.items()
-        if _key_names(path)[: len(prefix)] == prefix
-    }
-    custom = _read_optional(path / _CHECKPOINT_FILE).get("custom_metadata")
+    prefix, note = _find_subtree(directory, structure, keys)
+    notes += [note] if note else []
+    structure = structure.below(prefix)
+    arrays = {leaf.name: read_array_layout(store, leaf.name) for leaf in structure.leaves if leaf.is_array}
+    notes += _absent_chunks_note(directory, arrays)
+    for leaf in structure.leaves:
+        if leaf.value_type == SCALAR:
+            arrays[leaf.name] = replace(arrays[leaf.name], leaf=replace(arrays[leaf.name].leaf, is_python_number=True))
+    checkpoint = _read_optional(path / _CHECKPOINT_FILE)
+    custom = checkpoint.get("custom_metadata")
     custom = custom if isinstance(custom, dict) else {}
     check_metadata_digest(custom, path / _CHECKPOINT_FILE)
     if METADATA_DIGEST_KEY in custom and not tree:
-        raise UserError(f"{directory / _TREE_FILE}: is missing; the checkpoint is corrupt")
+        raise UserError(f"{directory / TREE_FILE}: is missing; the checkpoint is corrupt")
+    handlers = checkpoint.get("item_handlers")
+    handler = handlers.get(item) if item and isinstance(handlers, dict) else handlers
     # A JSON object keyed by the arrays' names in base64, which Orbax uses if the caller of restore gives no shardings.
     sharding = _read_optional(directory / "_sharding")
     encoded_names = {base64.b64encode(name.encode()).decode() for name in arrays}
-    metadata = {
-        "item": item,
-        "keys": {name: key_paths[name] for name in arrays},
-        "custom": custom,
-        "sharding": {key: value for key, value in sharding.items() if key in encoded_names},
-    }
-    return _make_source(path, arrays, metadata, [*notes, note] if note else notes)
+    orbax_item = OrbaxItem(
+        item,
+        structure,
+        handler if isinstance(handler, str) and len(handler) < 1000 else None,
+        (path / INDICATOR_FILE).exists(),
+        {key: value for key, value in sharding.items() if key in encoded_names},
+    )
+    return _make_source(path, arrays, orbax_item, custom, notes)
+
+
+def _stores_all_chunks(tree: Mapping[str, Any]) -> bool | None:
+    """Return whether the tree's writer stores chunks of zeros too; None if `_METADATA` does not say, as until 2024."""
+    stores_all = tree.get("store_array_data_equal_to_fill_value")
+    return stores_all if isinstance(stores_all, bool) else None
+
+
+def _absent_chunks_note(directory: Path, arrays: Mapping[str, ArrayLayout]) -> list[str]:
+    absent = {name: array.absent_chunks for name, array in arrays.items() if array.absent_chunks}
+    if not absent:
+        return []
+    names = ", ".join(list(absent)[:5]) + (", …" if len(absent) > 5 else "")
+    return [
+        f"{directory}: {sum(absent.values())} chunks of {names} are not stored; they are read as the fill value, which "
+        "this checkpoint's writer leaves out"
+    ]
 
 
 def _make_source(
-    path: Path, arrays: Mapping[str, ArrayLayout], metadata: dict[str, Any], notes: list[str]
+    path: Path, arrays: Mapping[str, ArrayLayout], item: OrbaxItem, custom: dict[str, Any], notes: list[str]
 ) -> CheckpointSource:
-    custom = metadata["custom"]
     progress = read_progress(path, step=custom.get("step"), tokens=custom.get("tokens"))
     return CheckpointSource(
         format="orbax",
@@ -106,7 +140,7 @@ def _make_source(
         tokens=progress.tokens,
         step=progress.step,
         epoch=progress.epoch,
-        metadata=metadata,
+        metadata={"item": item, "custom": custom},
         notes=(*notes, *progress.notes),
         zstd_frames={name: array.zstd_frames for name, array in arrays.items() if array.zstd_frames is not None},
         tensorstore_specs={name: array.spec for name, array in arrays.items()},
@@ -139,52 +173,24 @@ def _find_item(path: Path, keys: list[str]) -> tuple[Path, str, list[str]]:
     return items[name], name, [f"the parameters are taken from {name!r} (of {', '.join(items)})"]
 
 
-def _parse_tree(directory: Path, tree: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return array name -> key path from the content of `_METADATA`; omit other leaves (None, empty nodes, text)."""
-    what = directory / _TREE_FILE
-    key_paths: dict[str, list[dict[str, Any]]] = {}
-    entries = tree["tree_metadata"]
-    for entry in entries.values() if isinstance(entries, dict) else [None]:
-        fields = entry if isinstance(entry, dict) else {}
-        keys, value = fields.get("key_metadata"), fields.get("value_metadata")
-        kind = value.get("value_type", "jax.Array") if isinstance(value, dict) else None
-        has_keys = isinstance(keys, list) and all(isinstance(key, dict) and "key" in key for key in keys)
-        if not has_keys or not isinstance(kind, str):
-            raise UserError(f"{what}: is corrupt: {str(fields)[:80]}")
-        if not ("Array" in kind or "ndarray" in kind or kind == "scalar"):
-            continue
-        name = ".".join(_key_names(keys))
-        if not name.isprintable() or not name or ".." in name.split("/") or name.startswith("/"):
-            raise UserError(f"{what}: names an array {name[:80]!r}, which is not a valid name")
-        if name in key_paths:
-            raise UserError(f"{what}: two leaves are both named {name[:80]!r}")
-        key_paths[name] = keys
-    return key_paths
-
-
-def _key_names(key_path: list[dict[str, Any]]) -> list[str]:
-    return [str(key["key"]) for key in key_path]
-
-
-def _find_subtree(
-    directory: Path, key_paths: Mapping[str, list[dict[str, Any]]], keys: list[str]
-) -> tuple[list[str], str | None]:
+def _find_subtree(directory: Path, structure: TreeStructure, keys: list[str]) -> tuple[list[str], str | None]:
     """Return (the keys of the subtree that holds the parameters, a note if it was guessed)."""
-    top = list(dict.fromkeys(_key_names(path)[0] for path in key_paths.values()))
+    paths = [leaf.key_names for leaf in structure.leaves if leaf.is_array]
+    top = list(dict.fromkeys(path[0] for path in paths))
     if keys:
-        if not any(_key_names(path)[: len(keys)] == keys for path in key_paths.values()):
+        if not any(path[: len(keys)] == keys for path in paths):
             raise UserError(f"{directory}: has no subtree {'/'.join(keys)!r}; it has {', '.join(top[:10])}")
         return keys, None
-    parameters = next((key for key in PARAMETER_KEYS if key in top), None)
-    if parameters is not None and len(top) > 1:
-        return [parameters], f"the parameters are taken from the subtree {parameters!r} (of {', '.join(top[:10])})"
     state = [key for key in top if key in STATE_KEYS]
-    if parameters is None and state:
+    if not state:
+        return [], None
+    parameters = next((key for key in PARAMETER_KEYS if key in top), None)
+    if parameters is None:
         raise UserError(
             f"{directory}: holds {', '.join(state[:5])} and it is not clear where the parameters are; "
             f"name the subtree, one of {', '.join(top[:10])}"
         )
-    return [], None
+    return [parameters], f"the parameters are taken from the subtree {parameters!r} (of {', '.join(top[:10])})"
 
 
 @cache

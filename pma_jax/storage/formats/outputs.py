@@ -10,7 +10,7 @@ from typing import Any
 
 from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.layout import OutputLayout
-from pma_jax.storage.formats.orbax_write import orbax_layout
+from pma_jax.storage.formats.orbax_write import merged_item, orbax_layout
 from pma_jax.storage.formats.safetensors import CODE_OF_DTYPE, safetensors_layout
 from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, CheckpointSource, LeafInfo
 from pma_jax.storage.json_files import read_json_object, serialize_json
@@ -54,7 +54,7 @@ def plan_output(
     Args:
         sources: The merged checkpoints, oldest first. Safetensors output copies the sidecar files of the newest, and
             the header metadata of the oldest if that is safetensors. Orbax output has the tree structure of the oldest
-            if that is Orbax.
+            Orbax checkpoint.
         leaves: Dtype and shape of each merged leaf, in the order to write them.
         format: "safetensors" or "orbax".
         shard_bytes: Maximum bytes of leaves per file (safetensors only).
@@ -70,7 +70,7 @@ def plan_output(
     if unsupported is not None:
         raise UserError(f"{unsupported} cannot be stored as {format}; keep the format of the inputs (--format keep)")
     if format == "orbax":
-        return orbax_layout(leaves, sources[0], custom_metadata)
+        return orbax_layout(leaves, merged_item(sources), custom_metadata)
     if format != "safetensors":
         raise UserError(f"the output format {format!r} is not safetensors or orbax")
     if "__metadata__" in leaves:
@@ -78,7 +78,19 @@ def plan_output(
     metadata = sources[0].metadata if sources[0].format == "safetensors" else {"format": "pt"}
     layout = safetensors_layout(leaves, shard_bytes, metadata)
     copies, texts, notes = _plan_sidecars(sources, config_dtype)
+    notes = (*left_out_notes(sources), *notes)
     return replace(layout, texts={**texts, **layout.texts}, copies=copies, notes=notes)
+
+
+def left_out_notes(sources: Sequence[CheckpointSource]) -> list[str]:
+    """Return messages about what safetensors cannot hold of the trees of the Orbax sources."""
+    item = merged_item(sources)
+    if item is None:
+        return []
+    leaves = [f"{leaf.name} ({leaf.value_type})" for leaf in item.tree.leaves if not leaf.is_array]
+    keys = list(item.tree.random_keys)
+    notes = [f"not written, because safetensors holds only arrays: {', '.join(leaves[:10])}"] if leaves else []
+    return notes + ([f"written as numbers instead of random keys: {', '.join(keys[:10])}"] if keys else [])
 
 
 def _plan_sidecars(

@@ -15,7 +15,7 @@ from typing import Any
 
 from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.layout import OutputLayout
-from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, ByteRange, LeafInfo, are_sizes
+from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, ZARR_DTYPES, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.json_files import MAX_JSON_BYTES, parse_untrusted_json, read_json_object, serialize_json
 
 _ABBREVIATIONS = {"FLOAT4_E2M1FN": "F4", "FLOAT": "F", "UINT": "U", "INT": "I", "COMPLEX": "C"}
@@ -23,6 +23,7 @@ _ABBREVIATIONS = {"FLOAT4_E2M1FN": "F4", "FLOAT": "F", "UINT": "U", "INT": "I", 
 CODE_OF_DTYPE = {
     dtype: re.sub("FNU?$", "", re.sub("|".join(_ABBREVIATIONS), lambda word: _ABBREVIATIONS[word[0]], dtype.upper()))
     for dtype in ITEM_BYTES
+    if dtype not in ZARR_DTYPES
 }
 DTYPE_OF_CODE = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
 _PACKED_CODES = {CODE_OF_DTYPE[dtype]: bits for dtype, bits in PACKED_BITS.items()}

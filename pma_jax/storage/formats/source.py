@@ -27,6 +27,11 @@ ITEM_BYTES = (
 SUMMED_DTYPES = frozenset(
     ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 )
+# Dtypes that are read from zarr arrays only. Numbers of less than a byte take a whole byte there.
+ZARR_DTYPES = {"complex128": 16, "float8_e3m4": 1, "float8_e4m3b11fnuz": 1, "int4": 1, "int2": 1}
+ITEM_BYTES |= ZARR_DTYPES
+# Dtypes of the package ml_dtypes, which NumPy lacks.
+ML_DTYPES = frozenset(name for name in ITEM_BYTES if name.startswith(("bfloat", "float8", "int4", "int2")))
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,13 @@ class LeafInfo:
         dtype: A key of `ITEM_BYTES`.
         chunk_elements: Number of consecutive elements (C order) that are decoded together; 1 if any range can be read
             without decoding others.
+        is_python_number: Whether the leaf is a Python number instead of an array: it keeps its dtype in every output.
     """
 
     shape: tuple[int, ...]
     dtype: str
     chunk_elements: int = 1
+    is_python_number: bool = False
 
     @property
     def elements(self) -> int:
@@ -127,7 +134,7 @@ def numpy_dtype(name: str) -> np.dtype:
     """
     if name in PACKED_BITS:
         return np.dtype(np.uint8)
-    if name == "bfloat16" or name.startswith("float8"):
+    if name in ML_DTYPES:
         import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, name))

@@ -4,19 +4,19 @@ In all four layouts, an uncompressed chunk of complete rows is a contiguous part
 range of a file. If such chunks are zstd frames, they can also be decoded sequentially. tensorstore reads all others.
 """
 
+import itertools
 import math
-import re
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from pma_jax.config.errors import UserError, error_line
+from pma_jax.config.errors import DamageError, UserError, error_line
 from pma_jax.runtime.failures import as_read_error, is_damage
-from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo, are_sizes
+from pma_jax.storage.formats import zarr_metadata
+from pma_jax.storage.formats.source import ByteRange, LeafInfo
+from pma_jax.storage.formats.zarr_metadata import Encoding
 from pma_jax.storage.formats.zstd import ZstdFrames
 from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.storage.paths import file_sizes, is_bucket
@@ -39,13 +39,24 @@ class Store:
         is_ocdbt: Whether an OCDBT database holds the arrays, instead of one directory per array.
         values: Key (a relative path, or a key of the database) -> byte range or inline value. Values whose file is
             missing or too short are absent.
-        fills_missing: Whether an absent chunk is read as zeros; otherwise it means that the checkpoint is corrupt.
+        damaged: Keys of the database whose file is missing or too short.
+        stores_all_chunks: Whether the writer stores chunks that equal the fill value; None if it is not known.
     """
 
     directory: Path
     is_ocdbt: bool
     values: Mapping[str, ByteRange | bytes]
-    fills_missing: bool
+    damaged: frozenset[str]
+    stores_all_chunks: bool | None
+
+    @property
+    def fills_absent(self) -> bool:
+        """Whether an absent chunk is read as the fill value; otherwise the checkpoint is not complete.
+
+        A database is committed as a whole, so that its writer left out what it does not have. A directory from which a
+        file is missing may be an incomplete copy.
+        """
+        return self.is_ocdbt and not self.stores_all_chunks
 
     def array_names(self) -> list[str]:
         """List the names of the arrays: each directory or key prefix that has zarr metadata."""
@@ -73,63 +84,41 @@ class ArrayLayout:
         byte_ranges: Where the array's bytes are, in order, if it is stored as uncompressed rows; else None.
         zstd_frames: Where the array's zstd frames are, in order, if it is stored as compressed rows; else None.
         spec: tensorstore spec of the array.
+        absent_chunks: Number of chunks that are read as the fill value, because the writer leaves such chunks out.
     """
 
     leaf: LeafInfo
     byte_ranges: tuple[ByteRange, ...] | None
     zstd_frames: ZstdFrames | None
     spec: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _Encoding:
-    """How an array is divided into chunks, and how a chunk is stored.
-
-    Attributes:
-        shape: The array's shape.
-        chunk: The shape of one chunk.
-        dtype: A key of `ITEM_BYTES`.
-        codec: "raw", "zstd" or "other".
-        is_shard: Whether each chunk is stored in a shard of its own, followed by the shard's index.
-        prefix: First part of a chunk's key; "" for none.
-        separator: Text between the parts of a chunk's key.
-    """
-
-    shape: tuple[int, ...]
-    chunk: tuple[int, ...]
-    dtype: str
-    codec: str
-    is_shard: bool
-    prefix: str
-    separator: str
-
-    def chunk_key(self, row: int) -> str:
-        """Return the key of chunk number `row` along the first axis, and 0 along the others."""
-        indexes = [str(row), *["0"] * (len(self.shape) - 1)] if self.shape else []
-        return self.separator.join([self.prefix, *indexes] if self.prefix else indexes) or "0"
+    absent_chunks: int
 
 
 def read_array_layout(store: Store, name: str) -> ArrayLayout:
     """Read the zarr metadata of an array and locate its chunks; its values are not read.
 
     Raises:
-        UserError: The array is missing, or its metadata is invalid.
+        DamageError: The array or one of its chunks is missing, or its metadata is corrupt.
+        UserError: Its metadata is not supported.
     """
     what = f"{store.directory}: {name[:80]!r}"
-    driver, parse, text = "zarr", _parse_v2, store.read_metadata(f"{name}/.zarray")
+    driver, parse, text = "zarr", zarr_metadata.parse_v2, store.read_metadata(f"{name}/.zarray")
     if text is None:
-        driver, parse, text = "zarr3", _parse_v3, store.read_metadata(f"{name}/zarr.json")
+        driver, parse, text = "zarr3", zarr_metadata.parse_v3, store.read_metadata(f"{name}/zarr.json")
     if text is None:
-        raise UserError(f"{what}: its array is missing; the checkpoint is not complete, fetch or save it again")
+        raise DamageError(f"{what}: its array is missing; the checkpoint is not complete, fetch or save it again")
     metadata = parse_untrusted_json(text, what)
     try:
         encoding = parse(metadata)
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise UserError(f"{what}: its zarr metadata is corrupt or unsupported: {error_line(error)[:120]}") from None
+        raise DamageError(f"{what}: its zarr metadata is corrupt: {error_line(error)[:120]}") from None
     shape, chunk, dtype = encoding.shape, encoding.chunk, encoding.dtype
     leaf = LeafInfo(shape, dtype, max(1, chunk[0] * math.prod(shape[1:])) if shape else 1)
     if leaf.nbytes > _MAX_ARRAY_BYTES:
         raise UserError(f"{what}: claims the shape {str(list(shape))[:80]}; no array is that large, it is corrupt")
+    absent_chunks = _check_chunks(store, what, name, encoding)
     spec = {
         "driver": driver,
         "kvstore": {"driver": "ocdbt", "base": _url(store.directory), "path": f"{name}/"}
@@ -138,61 +127,62 @@ def read_array_layout(store: Store, name: str) -> ArrayLayout:
         "metadata": metadata,
         "assume_metadata": True,
         # Otherwise a missing chunk is an error: tensorstore would return the fill value for it.
-        "fill_missing_data_reads": store.fills_missing,
+        "fill_missing_data_reads": store.fills_absent,
     }
-    chunks = _chunk_ranges(store, name, leaf, encoding)
+    chunks = _chunk_ranges(store, what, name, leaf, encoding)
     if chunks is None:
-        return ArrayLayout(leaf, None, None, spec)
+        return ArrayLayout(leaf, None, None, spec, absent_chunks)
     if encoding.codec == "raw":
-        return ArrayLayout(LeafInfo(shape, dtype), chunks, None, spec)
-    frames = ZstdFrames(chunks, LeafInfo(chunk, dtype).nbytes) if leaf.elements else None
-    return ArrayLayout(leaf, None, frames, spec)
+        return ArrayLayout(LeafInfo(shape, dtype), chunks, None, spec, absent_chunks)
+    frames = ZstdFrames(chunks, LeafInfo(chunk, dtype).nbytes, leaf.nbytes) if leaf.elements else None
+    return ArrayLayout(leaf, None, frames, spec, absent_chunks)
 
 
-def _parse_v2(metadata: Any) -> _Encoding:
-    """Parse the content of a .zarray file (zarr 2)."""
-    code = metadata["dtype"]
-    dtype = np.dtype(code).name if re.fullmatch(r"[<|][a-z]\d", code) else code
-    compressor = metadata.get("compressor")
-    codec = "raw" if compressor is None else "zstd" if compressor.get("id") == "zstd" else "other"
-    if metadata.get("filters") or metadata.get("order") != "C":
-        codec = "other"
-    shape, chunk = _check_array(metadata["shape"], metadata["chunks"], dtype)
-    return _Encoding(shape, chunk, dtype, codec, False, "", metadata.get("dimension_separator", "."))
+def _check_chunks(store: Store, what: str, name: str, encoding: Encoding) -> int:
+    """Check that the chunks of an array are stored, and return the number of those that are not but need not be.
 
-
-def _parse_v3(metadata: Any) -> _Encoding:
-    """Parse the content of a zarr.json file (zarr 3)."""
-    dtype = metadata["data_type"]
-    shape, chunk = _check_array(metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"], dtype)
-    codecs = metadata["codecs"]
-    # Orbax stores each chunk in a shard of its own: the chunk's bytes, then the index of the shard.
-    is_shard = [codec["name"] for codec in codecs] == ["sharding_indexed"]
-    if is_shard:
-        inner = codecs[0]["configuration"]
-        is_single = inner["chunk_shape"] == list(chunk) and inner.get("index_location", "end") == "end"
-        has_checksum = [codec["name"] for codec in inner["index_codecs"]] == ["bytes", "crc32c"]
-        codecs = inner["codecs"] if is_single and has_checksum else []
-    codec = {("bytes",): "raw", ("bytes", "zstd"): "zstd"}.get(tuple(codec["name"] for codec in codecs), "other")
-    if codec != "other" and ITEM_BYTES[dtype] > 1 and codecs[0].get("configuration", {}).get("endian") != "little":
-        codec = "other"
-    keys = metadata["chunk_key_encoding"]
-    is_default = keys["name"] == "default"
-    separator = keys.get("configuration", {}).get("separator", "/" if is_default else ".")
-    return _Encoding(shape, chunk, dtype, codec, is_shard, "c" if is_default else "", separator)
-
-
-def _check_array(shape: Any, chunk: Any, dtype: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if dtype not in ITEM_BYTES:
-        raise UserError(f"its dtype {str(dtype)[:40]!r} is not supported")
-    if not are_sizes(shape) or not are_sizes(chunk) or len(shape) != len(chunk) or 0 in chunk or len(shape) > 32:
-        raise UserError(
-            f"the shape {str(shape)[:40]} and the chunk shape {str(chunk)[:40]} are invalid or differ in rank"
+    Raises:
+        DamageError: A chunk is missing or has the wrong size.
+    """
+    counts = [-(-size // step) for size, step in zip(encoding.shape, encoding.chunk, strict=True)]
+    count, absent, first_absent = math.prod(counts), 0, ""
+    if count > _MAX_CHUNKS:
+        return 0  # tensorstore refuses an absent chunk when it reads it
+    chunk_nbytes = LeafInfo(encoding.chunk, encoding.dtype).nbytes
+    is_fixed_size = encoding.codec == "raw" and not encoding.is_shard
+    for indexes in itertools.product(*map(range, counts)):
+        key = f"{name}/{encoding.chunk_key(indexes)}"
+        value = store.values.get(key)
+        if value is None:
+            absent, first_absent = absent + 1, first_absent or key
+        elif is_fixed_size:
+            nbytes = value.nbytes if isinstance(value, ByteRange) else len(value)
+            if nbytes != chunk_nbytes:
+                raise DamageError(
+                    f"{what}: its chunk {key} has {nbytes} bytes instead of {chunk_nbytes}; it is corrupt, fetch or "
+                    "save it again"
+                )
+        if value is None and key in store.damaged:
+            raise DamageError(
+                f"{what}: the file that holds its chunk {key} is missing or cut short; fetch or save it again"
+            )
+    if absent and not store.fills_absent:
+        hint = (
+            ""
+            if store.stores_all_chunks
+            else "; or if its writer leaves out chunks that hold only the fill value, restore and save it with a "
+            "current Orbax, which stores them"
         )
-    return tuple(shape), tuple(chunk)
+        raise DamageError(
+            f"{what}: {absent} of its {count} chunks are missing, the first is {first_absent}; the checkpoint is not "
+            f"complete, fetch or save it again{hint}"
+        )
+    return absent
 
 
-def _chunk_ranges(store: Store, name: str, leaf: LeafInfo, encoding: _Encoding) -> tuple[ByteRange, ...] | None:
+def _chunk_ranges(
+    store: Store, what: str, name: str, leaf: LeafInfo, encoding: Encoding
+) -> tuple[ByteRange, ...] | None:
     """Return the byte range of each chunk, in order; None if tensorstore must read the array.
 
     The range of an uncompressed chunk excludes the padding after the end of the leaf.
@@ -208,7 +198,8 @@ def _chunk_ranges(store: Store, name: str, leaf: LeafInfo, encoding: _Encoding) 
     chunk_nbytes = LeafInfo(chunk, leaf.dtype).nbytes
     ranges = []
     for row in range(count):
-        stored = store.values.get(f"{name}/{encoding.chunk_key(row)}")
+        key = f"{name}/{encoding.chunk_key((row, *[0] * (len(chunk) - 1)) if chunk else ())}"
+        stored = store.values.get(key)
         if not isinstance(stored, ByteRange):
             return None
         length = _length_in_shard(stored) if encoding.is_shard else stored.nbytes
@@ -216,7 +207,10 @@ def _chunk_ranges(store: Store, name: str, leaf: LeafInfo, encoding: _Encoding) 
             return None
         if encoding.codec == "raw":
             if length != chunk_nbytes:
-                return None
+                raise DamageError(
+                    f"{what}: its chunk {key} has {length} bytes instead of {chunk_nbytes}; it is corrupt, fetch or "
+                    "save it again"
+                )
             length = min(chunk_nbytes, leaf.nbytes - row * chunk_nbytes)
         ranges.append(ByteRange(stored.path, stored.offset, length))
     return tuple(ranges)
@@ -239,12 +233,12 @@ def _url(directory: Path) -> str:
     return f"{scheme}://{urllib.parse.quote(name)}/"
 
 
-def open_store(directory: Path, fills_missing: bool) -> Store:
+def open_store(directory: Path, stores_all_chunks: bool | None) -> Store:
     """List the files of a tree's directory, or the values of its OCDBT database if there is one.
 
     Args:
         directory: The tree's directory.
-        fills_missing: Whether an absent chunk is read as zeros.
+        stores_all_chunks: Whether the writer stores chunks that equal the fill value; None if it is not known.
 
     Raises:
         DamageError: The database is corrupt.
@@ -253,9 +247,10 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
     """
     sizes = file_sizes(directory)
     values: dict[str, ByteRange | bytes] = {}
+    damaged: set[str] = set()
     if directory / "manifest.ocdbt" not in sizes:
         values |= {path.relative_to(directory).as_posix(): ByteRange(path, 0, size) for path, size in sizes.items()}
-        return Store(directory, False, values, fills_missing)
+        return Store(directory, False, values, frozenset(), stores_all_chunks)
     import tensorstore as ts
 
     try:
@@ -267,14 +262,17 @@ def open_store(directory: Path, fills_missing: bool) -> Store:
                 if "location" in entry:
                     nodes.append(entry["location"])
                 else:
-                    key, value = entry["key"], _parse_value(directory, entry)
+                    key = entry["key"].decode() if isinstance(entry["key"], bytes) else str(entry["key"])
+                    value = _parse_value(directory, entry)
                     if isinstance(value, bytes) or value.offset + value.nbytes <= sizes.get(value.path, 0):
-                        values[key.decode() if isinstance(key, bytes) else str(key)] = value
+                        values[key] = value
+                    else:
+                        damaged.add(key)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         hint = "; fetch it again" if is_damage(error) else ""
         message = f"{directory}: its database cannot be read: {error_line(error)[:120]}{hint}"
         raise as_read_error(error, message) from error
-    return Store(directory, True, values, fills_missing)
+    return Store(directory, True, values, frozenset(damaged), stores_all_chunks)
 
 
 def _parse_value(directory: Path, entry: Mapping[str, Any]) -> ByteRange | bytes:

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DamageError
 from pma_jax.storage.formats.source import ByteRange
 
 # A frame may request a window of any size; zstd's levels up to 19 use at most 8 MiB.
 _MAX_WINDOW_BYTES = 2**25
+# The last bytes of a frame are decoded together with its end.
+_TAIL_BYTES = 2**12
 # Memory of one decoder for frames as Orbax writes them (levels 1 and 3).
 DECODER_BYTES = 5 * 2**19
 
@@ -23,12 +25,27 @@ class ZstdFrames:
     """A leaf's bytes as consecutive zstd frames.
 
     Attributes:
-        byte_ranges: For each frame, a range that starts with it; other bytes may follow the frame in the range.
+        byte_ranges: For each frame, its range.
         chunk_nbytes: Decoded size of each frame in bytes; the last frame may be padded beyond the end of the leaf.
+        nbytes: Decoded size of the leaf in bytes.
     """
 
     byte_ranges: tuple[ByteRange, ...]
     chunk_nbytes: int
+    nbytes: int
+
+
+class _BoundedReader:
+    """Reads at most `nbytes` bytes of a file."""
+
+    def __init__(self, file: Any, nbytes: int):
+        self._file = file
+        self._remaining_bytes = nbytes
+
+    def read(self, nbytes: int) -> bytes:
+        data = self._file.read(min(nbytes, self._remaining_bytes))
+        self._remaining_bytes -= len(data)
+        return data
 
 
 class ZstdReader:
@@ -38,6 +55,7 @@ class ZstdReader:
         self._frames = frames
         self._next_frame = 0
         self._remaining_bytes = 0  # of the current frame
+        self._unread_bytes = frames.nbytes  # of the leaf
         self._file: Any = None
         self._stream: Any = None
 
@@ -45,22 +63,58 @@ class ZstdReader:
         """Fill a uint8 array with the leaf's next bytes.
 
         Raises:
-            UserError: A frame is corrupt or too short.
+            DamageError: A frame is corrupt, too short or too long.
         """
-        import zstandard  # pyrefly: ignore
-
         filled = 0
         while filled < len(into):
             if not self._remaining_bytes:
                 self._open_next()
-            target = into[filled : filled + self._remaining_bytes].data
-            try:
-                count = self._stream.readinto(target)
-            except zstandard.ZstdError as error:
-                raise UserError(f"{self._file.name}: a compressed chunk is corrupt: {str(error)[:100]}") from None
-            if not count:
-                raise UserError(f"{self._file.name}: a compressed chunk is too short; the file is corrupt")
-            filled, self._remaining_bytes = filled + count, self._remaining_bytes - count
+            part = into[filled : filled + self._remaining_bytes]
+            self._read_in_frame(part)
+            filled, self._unread_bytes = filled + len(part), self._unread_bytes - len(part)
+        if not self._unread_bytes:
+            padding = np.empty(min(self._remaining_bytes, 2**16), np.uint8)
+            while self._remaining_bytes:
+                self._read_in_frame(padding[: self._remaining_bytes])
+
+    def _read_in_frame(self, into: np.ndarray) -> None:
+        """Fill `into` from the current frame; if it is the frame's last part, check that the frame ends there.
+
+        The end of a frame also verifies its checksum, if it has one.
+        """
+        is_last = len(into) == self._remaining_bytes
+        tail_bytes = min(len(into), _TAIL_BYTES) if is_last else 0
+        body = into[: len(into) - tail_bytes]
+        if self._decode(body) < len(body):
+            raise DamageError(f"{self._file.name}: a compressed chunk is too short; the file is corrupt")
+        if is_last:
+            # With space for one more byte, the decoder goes on to the end of the frame, and beyond its expected length.
+            tail = np.empty(tail_bytes + 1, np.uint8)
+            count = self._decode(tail)
+            if count != tail_bytes or self._has_more():
+                problem = "short" if count < tail_bytes else "long"
+                raise DamageError(f"{self._file.name}: a compressed chunk is too {problem}; the file is corrupt")
+            into[len(body) :] = tail[:-1]
+        self._remaining_bytes -= len(into)
+
+    def _decode(self, into: np.ndarray) -> int:
+        """Decode bytes until `into` is full or the frame ends, and return their number."""
+        import zstandard  # pyrefly: ignore
+
+        try:
+            # Decodes to the end of the frame only; another call would go on behind it.
+            return self._stream.readinto(into.data) if len(into) else 0
+        except zstandard.ZstdError as error:
+            raise DamageError(f"{self._file.name}: a compressed chunk is corrupt: {str(error)[:100]}") from None
+
+    def _has_more(self) -> bool:
+        """Return whether the range goes on behind the frame, which has been decoded completely."""
+        import zstandard  # pyrefly: ignore
+
+        try:
+            return self._stream.readinto(bytearray(1)) > 0
+        except zstandard.ZstdError:
+            return True
 
     def _open_next(self) -> None:
         import zstandard  # pyrefly: ignore
@@ -70,10 +124,11 @@ class ZstdReader:
         try:
             self._file = frame.path.open("rb", buffering=0)
         except FileNotFoundError:
-            raise UserError(f"{frame.path}: no such file; was it deleted or moved while it was in use?") from None
+            raise DamageError(f"{frame.path}: no such file; was it deleted or moved while it was in use?") from None
         self._file.seek(frame.offset)
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-        self._stream = decompressor.stream_reader(self._file, read_size=2**17, closefd=False)
+        source: Any = _BoundedReader(self._file, frame.nbytes)
+        self._stream = decompressor.stream_reader(source, read_size=2**17, closefd=False)
         self._next_frame, self._remaining_bytes = self._next_frame + 1, self._frames.chunk_nbytes
 
     def close(self) -> None:
