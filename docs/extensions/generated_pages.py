@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from sphinx.application import Sphinx
 
-from pma_jax import cli
+from pma_jax.cli.arguments import parser
 from pma_jax.config import Config, schema
 
 ROOT = Path(__file__).parents[2]
@@ -111,10 +111,10 @@ def field_comments(source: str) -> dict[tuple[str, str], str]:
 
 def commands_page() -> str:
     """Format the help of `pma` and of each verb."""
-    parser = cli.parser()
+    top = parser()
     lines = ["# The command line\n", "Generated from the parser: what `pma --help` and `pma VERB --help` print.\n"]
-    lines.append(f"```text\n{_help(parser)}```\n")
-    verbs = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    lines.append(f"```text\n{_help(top)}```\n")
+    verbs = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     for name, verb in verbs.choices.items():
         lines += [f"## pma {name}\n", f"```text\n{_help(verb)}```\n"]
     return "\n".join(lines)

@@ -60,7 +60,8 @@ def _time_steps(config: Config, rounds: int) -> None:
     steps_per_state = keep.state_interval_tokens / batch_tokens
     record = {"step": 1, "tokens": batch_tokens}
     numbers = {"loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1.0}
-    with jax.set_mesh(mesh), signals.catch_signals(raises_stopped=False) as notice:
+    with jax.set_mesh(mesh), signals.record_signals() as notice:
+        notice.start()
         state, step = init_state_from_seed(config), make_train_step(config, graph_definition(config.model))
         batch = put_batch(mesh, tokens_BxM)
         parts: dict[str, tuple[float, Callable[[], Any]]] = {  # name -> steps per call, function

@@ -1,6 +1,5 @@
-"""The command line `pma VERB …`: `main` runs it, `parser` describes it."""
+"""The command line `pma VERB …`: `main` runs it, `pma_jax.cli.arguments.parser` describes it."""
 
-from pma_jax.cli.arguments import parser
 from pma_jax.cli.command import main
 
-__all__ = ["main", "parser"]
+__all__ = ["main"]

@@ -214,6 +214,7 @@ def _add_verb(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.set_defaults(function=function, takes_config=config)
+    verb.add_argument("--debug", action="store_true", help="show the traceback of an error (or set PMA_DEBUG=1)")
     if config:
         group = verb.add_argument_group("configuration")
         group.add_argument("--config.SECTION.KEY=VALUE", action="store_true", help="change any key; may be repeated")

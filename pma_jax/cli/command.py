@@ -1,18 +1,20 @@
-"""The `pma` command: run one verb, and report errors and signals as one line and an exit status."""
+"""The `pma` command: run one verb, and report errors and signals as one line and an exit status.
 
-import argparse
+Whatever takes long to import is imported in functions, so that `main` soon handles signals.
+"""
+
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pma_jax.cli.arguments import parser
-from pma_jax.config.errors import error_line
 from pma_jax.runtime import signals
-from pma_jax.runtime.failures import exit_status
 from pma_jax.runtime.watchdog import end_process_soon
+
+if TYPE_CHECKING:
+    import argparse
 
 CONFIG_PREFIX = "--config."
 # What to print if a signal stops a verb. Verbs that are not listed write nothing before they finish.
@@ -24,58 +26,137 @@ STOPPED_MESSAGES = {
     "watch": "the same command continues after the last preview",
     "report": "each file that was written is complete; the same command writes the rest",
 }
+_OUTPUT_CLOSED = 128 + 13  # a shell's status of a command that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit status; see `_run_verb`. Without arguments, run that of the process.
-
-    After an error, the process then ends within seconds, even if threads of libraries wait forever.
-    """
-    status = 1
-    try:
-        status = _run_verb(list(sys.argv[1:] if arguments is None else arguments))
-    finally:
-        if arguments is None and status:
-            sys.stdout.flush()
-            end_process_soon(status)
-    return status
-
-
-def _run_verb(argv: list[str]) -> int:
     """Run one verb and return the exit status.
 
     0: done. 1: failed, with one line on standard error. 75: the same, for a reason that may pass, such as a lost
-    connection: try again. 2: called wrongly. 130 and 143: stopped by SIGINT (Ctrl-C) or
-    SIGTERM, with one line about what was kept.
+    connection: try again. 2: called wrongly. 130 and 143: stopped by SIGINT (Ctrl-C) or SIGTERM, with one line about
+    what was kept. 141: the reader of the output has closed it. A bug raises its exception.
+
+    If the arguments are those of the process, SIGINT and SIGTERM end the process, from the first line on, and after an
+    error it ends within seconds, even if threads of libraries wait forever. If they are other ones, as in a notebook,
+    the caller's handlers of signals stay.
+
+    Args:
+        arguments: The words after `pma`; by default those of the process.
     """
+    is_process = arguments is None or list(arguments) == sys.argv[1:]
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if is_process:
+        signals.end_process_on_signals(lambda: f"stopped: {_stopped_message(argv)}")
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # a path may not be text in the terminal's encoding
+    status = 1
+    try:
+        status = _run_and_report(argv)
+    finally:
+        if is_process and status:
+            end_process_soon(status)
+    if is_process:
+        signals.finish(status)
+    return status
+
+
+def _stopped_message(argv: Sequence[str]) -> str:
+    if "--distributed" in argv:
+        return "the other processes stop too; the same command in all of them continues"
+    return STOPPED_MESSAGES.get(argv[0] if argv else "", "nothing was written")
+
+
+def _parse(argv: Sequence[str]) -> "argparse.Namespace | int":
+    """Return the parsed options, or the exit status of `--help` or of a wrong call, which is reported."""
+    from pma_jax.cli.arguments import parser
+
     overrides = [word.removeprefix(CONFIG_PREFIX) for word in argv if word.startswith(CONFIG_PREFIX)]
-    options = parser().parse_args([word for word in argv if not word.startswith(CONFIG_PREFIX)])
+    if any("\0" in word for word in argv):
+        _print_error("an argument contains a NUL character: remove it")
+        return 2
+    try:
+        options = parser().parse_args([word for word in argv if not word.startswith(CONFIG_PREFIX)])
+    except SystemExit as usage:  # argparse has printed the help or the error
+        return usage.code if isinstance(usage.code, int) else 0
     if overrides and not options.takes_config:
-        print(f"error: `pma {options.verb}` does not accept --config.SECTION.KEY=VALUE", file=sys.stderr)
+        _print_error(f"`pma {options.verb}` does not accept --config.SECTION.KEY=VALUE")
         return 2
     keys = [assignment.partition("=")[0] for assignment in overrides]
     repeated = next((key for key in keys if keys.count(key) > 1), None)
     if repeated is not None:
-        print(f"error: {CONFIG_PREFIX}{repeated} is given twice; keep one", file=sys.stderr)
+        _print_error(f"{CONFIG_PREFIX}{repeated} is given twice; keep one")
         return 2
-    options.overrides, options.argv = overrides, argv
-    _silence_libraries()
-    try:
-        with signals.catch_signals(raises_stopped=True), _process_setup(options):
+    options.overrides, options.argv = overrides, list(argv)
+    return options
+
+
+def _run(argv: Sequence[str]) -> int:
+    """Parse the arguments, run the verb and flush the output; return the exit status."""
+    options = _parse(argv)
+    if not isinstance(options, int):
+        _silence_libraries()
+        with _process_setup(options):
             options.function(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error_line(error)}", file=sys.stderr)
-        return exit_status(error)
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    return options if isinstance(options, int) else 0
+
+
+def _run_and_report(argv: Sequence[str]) -> int:
+    """Return the exit status; print an error that the user can mend, and raise any other."""
+    try:
+        return _run(argv)
     except KeyboardInterrupt as interrupt:
-        print(
-            str(interrupt) or f"stopped: {STOPPED_MESSAGES.get(options.verb, 'nothing was written')}", file=sys.stderr
-        )
+        _print_line(str(interrupt) or f"stopped: {_stopped_message(argv)}")
         return getattr(interrupt, "status", 130)
-    return 0
+    except Exception as error:
+        from pma_jax.config.errors import mendable_line
+        from pma_jax.runtime.failures import exit_status
+
+        signals.wait_if_ending()
+        if isinstance(error, BrokenPipeError) and _discard_closed_outputs():
+            return _OUTPUT_CLOSED
+        line = mendable_line(error)
+        if line is None:
+            raise
+        if "--debug" in argv or os.environ.get("PMA_DEBUG", "0") not in ("", "0"):
+            import traceback
+
+            traceback.print_exception(error)
+        _print_error(line)
+        return exit_status(error)
+
+
+def _print_error(line: str) -> None:
+    _print_line(f"error: {line}")
+
+
+def _print_line(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _discard_closed_outputs() -> bool:
+    """Return whether the reader of standard output or standard error has closed it, and discard what is written to it.
+
+    Otherwise the interpreter would report an error at exit.
+    """
+    import select
+
+    closed = []
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        if any(events & select.POLLERR for _, events in poll.poll(0)):
+            closed.append(stream)
+    for stream in closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return bool(closed)
 
 
 @contextlib.contextmanager
-def _process_setup(options: argparse.Namespace) -> Iterator[None]:
+def _process_setup(options: "argparse.Namespace") -> Iterator[None]:
     """Set up the allocator and, with --distributed, `jax.distributed`, for the block in which the verb runs.
 
     The allocator is set up for `train` and `fork` only, before JAX starts threads. With --distributed, an error in the
@@ -94,9 +175,10 @@ def _process_setup(options: argparse.Namespace) -> Iterator[None]:
         # JAX's collectives on CPU (gloo) log to file descriptor 1. Discard what is written to it, and print tables and
         # JSON through a copy.
         sys.stdout = os.fdopen(os.dup(1), "w")
-        with Path(os.devnull).open("w") as devnull:
-            os.dup2(devnull.fileno(), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         hosts.initialize_distributed(options.heartbeat_seconds)
+        if options.verb not in ("train", "fork"):
+            signals.install_again()  # of SIGTERM, for which JAX installs its own, and which only training polls
         yield
 
 

@@ -9,6 +9,8 @@ unparsable, or different from their digest; resuming sets such data aside. `Stor
 failed, which tells nothing about the data: nothing is moved or removed. `runtime/failures.py` tells the two apart.
 """
 
+_MAX_LINE = 2000  # characters
+
 
 class UserError(ValueError):
     """A problem that the user can solve. The message is one line: what is wrong, then what to do."""
@@ -31,9 +33,28 @@ class StorageError(OSError):
         self.is_temporary = is_temporary
 
 
+def mendable_line(error: BaseException) -> str | None:
+    """Return the one line that `pma` prints for an error that the user can mend, or None if the error is a bug.
+
+    Besides `UserError`, these are errors of the operating system, which name the user's paths, and a lack of memory on
+    the host or on a device.
+    """
+    if isinstance(error, UserError | OSError):
+        return error_line(error)
+    if isinstance(error, MemoryError):
+        return f"out of memory ({error_line(error)}): use smaller batches or limits, or a machine with more memory"
+    if isinstance(error, RecursionError):
+        return f"a file of the input is nested too deeply ({error_line(error)}): replace it"
+    if type(error).__name__ == "JaxRuntimeError" and str(error).startswith("RESOURCE_EXHAUSTED"):
+        return f"out of memory on a device ({first_line(error)[:300]}): use smaller batches, or shard over more devices"
+    return None
+
+
 def error_line(error: BaseException) -> str:
-    """Format an exception as one line: its message with whitespace collapsed, or its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Format an exception as one printable line: its message with whitespace collapsed, or its type if it has none."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    line = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def first_line(error: BaseException) -> str:

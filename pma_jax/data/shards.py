@@ -190,7 +190,8 @@ def _prepare_directory(
     try:
         columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TimeRemainingColumn())
         named, is_hidden = bars.TextColumn("{task.description}"), console.quiet or not sys.stderr.isatty()
-        with bars.Progress(named, *columns, console=console, transient=True, disable=is_hidden) as bar:
+        progress = bars.Progress(named, *columns, console=console, transient=True, disable=is_hidden)
+        with atomic.remove_if_stopped(temporary), progress as bar:
             meta = _write_tokens(temporary, data, source, bar)
         if corpus.open_corpus(data).digest != source.digest:
             raise UserError("the corpus changed while it was being tokenised: run again")

@@ -29,6 +29,7 @@ from pma_jax.interop.hf_weights import (
 )
 from pma_jax.merging.engine import journal
 from pma_jax.merging.gather import open_checkpoints, snapshot_metadata
+from pma_jax.storage import atomic
 from pma_jax.storage.formats import publish
 from pma_jax.storage.formats.byte_ranges import open_files, write_range
 from pma_jax.storage.formats.layout import OutputLayout
@@ -336,7 +337,7 @@ def _write_directory(
     work = publish.working_directory(target, suffix="")
     directory = work / "checkpoint"
     _check_not_existing(target)
-    with journal.lock_work_directory(work, process=0):
+    with journal.lock_work_directory(work, process=0), atomic.remove_if_stopped(work):
         try:
             if directory.exists():  # left by a killed process
                 shutil.rmtree(directory)

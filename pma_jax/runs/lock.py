@@ -20,6 +20,7 @@ from typing import IO
 from etils import epath
 
 from pma_jax.config.errors import UserError
+from pma_jax.runtime import signals
 from pma_jax.storage import locks
 
 FILE_NAME = "lock"
@@ -61,7 +62,8 @@ def hold(run_dir: epath.Path, wait: bool = False) -> Iterator[str | None]:
         file.write(json.dumps(_this_process()))
         file.flush()
         try:
-            yield note
+            with signals.before_end(lambda: os.ftruncate(file.fileno(), 0)):
+                yield note
         finally:
             file.seek(0)
             file.truncate()

@@ -20,9 +20,9 @@ import numpy as np
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
-from pma_jax.config.errors import DamageError, StorageError, UserError, error_line
+from pma_jax.config.errors import DamageError, StorageError, UserError, error_line, mendable_line
 from pma_jax.runtime.failures import EXIT_TRY_AGAIN, exit_status, is_temporary
-from pma_jax.runtime.signals import StopRequest, catch_signals
+from pma_jax.runtime.signals import StopRequest, record_signals
 
 T = TypeVar("T")
 
@@ -210,15 +210,15 @@ def _from_description(text: str, prefix: str = "") -> Exception:
 
 @contextlib.contextmanager
 def record_stop_signals() -> Iterator[StopRequest]:
-    """Record SIGTERM and SIGINT inside the `with` block instead of stopping; `is_stop_requested` reads the record.
+    """Record SIGTERM and SIGINT from `StopRequest.start` to the end of the block; `is_stop_requested` reads the record.
 
-    With several processes, install no handlers: JAX's coordination service catches SIGTERM and chooses the step at
-    which all processes stop.
+    With several processes, record nothing: JAX's coordination service catches SIGTERM and chooses the step at which all
+    processes stop.
     """
     if global_state.num_processes > 1:
         yield StopRequest()
         return
-    with catch_signals(raises_stopped=False) as request:
+    with record_signals() as request:
         yield request
 
 
@@ -253,14 +253,14 @@ def exit_with_error(error: BaseException) -> None:
     its `status` attribute if it has one, otherwise 130.
     """
     index, count = process_index_and_count()
-    line, status = error_line(error), exit_status(error)
+    line, status = mendable_line(error) or error_line(error), exit_status(error)
     if isinstance(error, KeyboardInterrupt):
         line = "stopped; the other processes stop too: run the same command in all of them to resume"
         status = getattr(error, "status", 130)
     elif isinstance(error, jax.errors.JaxRuntimeError) and not line.startswith(_ERRORS_OF_THIS_PROCESS):
         line = f"another process or a device failed: run the same command in all processes again ({line[:300]})"
         status = EXIT_TRY_AGAIN
-    elif not isinstance(error, (ValueError, OSError)):
+    elif mendable_line(error) is None:
         sys.excepthook(type(error), error, error.__traceback__)
     print(f"error: process {index} of {count}: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -5,13 +5,17 @@ then the directory is flushed, so that the rename survives a power failure. An o
 because object stores write each object atomically.
 """
 
+import contextlib
 import fcntl
 import glob
 import os
+import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+from pma_jax.runtime import signals
 from pma_jax.storage.paths import is_bucket
 
 _FSYNC_THREADS = 16
@@ -76,6 +80,20 @@ def publish_directory(temporary: str | os.PathLike[str], target: str | os.PathLi
     fsync_tree(Path(temporary))
     Path(temporary).rename(target)
     fsync_path(Path(target).parent)
+
+
+@contextlib.contextmanager
+def remove_if_stopped(directory: Path) -> Iterator[None]:
+    """Remove a working directory if a signal ends the process within the block (see `signals.before_end`)."""
+
+    def remove() -> None:
+        # Another name first: from then on, the main thread, which goes on, cannot publish it.
+        renamed = directory.with_name(f"{directory.stem}.{os.urandom(4).hex()}{directory.suffix}")
+        directory.rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
+
+    with signals.before_end(remove):
+        yield
 
 
 def fsync_tree(directory: Path) -> None:

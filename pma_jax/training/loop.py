@@ -43,7 +43,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     Raises:
         UserError: `workdir` contains a run with another configuration (the message names the keys that differ), the
             data cannot be read, or a spike recurs after `spikes.attempts` rollbacks.
-        Stopped: SIGTERM or SIGINT was received. If a step was done, a state was saved.
+        Stopped: SIGTERM or SIGINT was received after the first step had started, and a state was saved.
     """
     check_supported(workdir)  # now, because preparing the data may take hours
     rollback.check_recipe(config)
@@ -92,6 +92,7 @@ def _train_to_horizon_or_spike(
             progress = progress.after_step(config)
             rate = session.learning_rate(progress.tokens)
             state, metrics = session.train_step(state, put_batch(mesh, next(session.batches)), rate)
+            request.start()  # only now, when the step is compiled and there is something to save
             state = update_block_mean(config, state, progress.tokens)
             spike = session.records.add(progress, rate, metrics, state.params)
             stopping = not config.is_run_complete(progress.tokens) and hosts.is_stop_requested(request, progress.step)

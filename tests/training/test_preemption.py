@@ -1,4 +1,3 @@
-import os
 import re
 import signal
 import subprocess
@@ -8,9 +7,7 @@ import pytest
 import tiny
 from test_loop import assert_same_run
 
-from pma_jax import cli
 from pma_jax.config import resolve
-from pma_jax.merging.engine import merge as engine
 from pma_jax.runs.directory import open_run
 from pma_jax.runs.retention import tokens_to_keep
 from pma_jax.runs.states import STATES
@@ -21,15 +18,22 @@ from pma_jax.training.loop import train
 
 
 def send_signal_at(monkeypatch, number, step):
-    """Send this process a signal while the batch of `step` is placed."""
-    place, calls = loop.put_batch, iter(range(10**6))
+    """Send this process a signal while the batch of `step` is placed, and wait until it is recorded."""
+    place, calls, started = loop.put_batch, iter(range(10**6)), []
+    start = signals.StopRequest.start
+
+    def start_and_keep(request):
+        started.append(request)
+        start(request)
 
     def place_and_signal(mesh, batch):
         if next(calls) == step:
             signal.raise_signal(number)
+            wait_until(lambda: started[0].signal == number)
         return place(mesh, batch)
 
     monkeypatch.setattr(loop, "put_batch", place_and_signal)
+    monkeypatch.setattr(signals.StopRequest, "start", start_and_keep)
 
 
 @pytest.mark.parametrize(
@@ -77,45 +81,24 @@ def test_fork_may_start_where_a_run_was_preempted(finished, workspace, tmp_path,
     tiny.assert_equal(tiny.read(train(forked.config, forked.path).snapshots[-1]), tiny.read(finished.snapshots[-1]))
 
 
-def test_nothing_is_saved_before_the_first_step(finished, tmp_path, monkeypatch):
-    run_of = loop.open_or_create
-
-    def signal_and_open(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-        return run_of(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(signals.Stopped, match="no step was done"):
-        patch.setattr(loop, "open_or_create", signal_and_open)
-        train(finished.config, tmp_path / "run")
-    assert open_run(tmp_path / "run").states == []
-
-
 def test_signal_handlers_are_restored(finished, tmp_path):
     before = [signal.getsignal(number) for number in signals.SIGNALS]
-    with signals.catch_signals(raises_stopped=True), signals.catch_signals(raises_stopped=False) as inner:
-        assert inner.signal is None and inner.name == ""
+    with signals.record_signals() as request:
+        assert [signal.getsignal(number) for number in signals.SIGNALS] == before, "nothing is recorded before start"
+        request.start()
+        request.start()
+        assert request.signal is None and request.name == ""
+        signal.raise_signal(signal.SIGTERM)
+        wait_until(lambda: request.name == "SIGTERM")
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
 
 
-TWICE = """
-import sys, time
-from pma_jax import cli
-from pma_jax.runtime import signals
-with signals.catch_signals(raises_stopped=False):
-    print("ready", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_second_signal_ends_the_process_at_once():
-    process = subprocess.Popen(tiny.python(TWICE), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.5)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (130, "stopped at once: published checkpoints are intact\n")
+def wait_until(condition):
+    """Wait until the thread that reads signals has recorded one."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def test_states_between_marks_do_not_count_for_retention():
@@ -147,17 +130,3 @@ def test_command_reports_preemption_in_one_line_and_exits_with_its_status(finish
         last = process.stderr.read().splitlines()[-1]
         assert process.wait(60) == status
         assert last.startswith(f"stopped by {signal.Signals(number).name}: the state at step ")
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_other_verbs_stop_at_once_with_one_line(finished, tmp_path, monkeypatch, capsys, number, status):
-    def interrupted(*arguments, **options):
-        os.kill(os.getpid(), number)
-        time.sleep(5)
-
-    monkeypatch.setattr(engine, "merge", interrupted)
-    command_line = ["merge", str(finished.path), "--last", "2", "--out", str(tmp_path / "merged")]
-    assert cli.main(command_line) == status
-    assert capsys.readouterr().err == ("stopped: nothing was published; the same command resumes the merge\n")
-    monkeypatch.undo()
-    assert cli.main(command_line) == 0

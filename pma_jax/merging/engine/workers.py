@@ -9,6 +9,7 @@ pipe, and exits when the pipe is closed, because the merge has finished or was k
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import Unit
 from pma_jax.merging.engine.units import merge_sequential_unit
+from pma_jax.runtime import signals
 
 _CODE = "import sys; from pma_jax.merging.engine.workers import serve; serve(int(sys.argv[1]))"
 
@@ -65,7 +67,8 @@ def start_worker(pickled_job: bytes) -> Iterator[Callable[[int, Unit], Record]]:
         with contextlib.suppress(BrokenPipeError):  # the worker has exited: `merge_unit` reports it
             requests.write(pickled_job)
             requests.flush()
-        yield merge_unit
+        with signals.before_end(process.kill):
+            yield merge_unit
     finally:
         process.kill()
         process.communicate()
@@ -74,6 +77,8 @@ def start_worker(pickled_job: bytes) -> Iterator[Callable[[int, Unit], Record]]:
 
 def serve(descriptor: int) -> None:
     """Run a worker: read the job and units from standard input, and write records to the pipe `descriptor`."""
+    for number in signals.SIGNALS:  # of a whole group of processes: the merging process ends this one
+        signal.signal(number, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, os.fdopen(descriptor, "wb")
     with contextlib.suppress(EOFError, BrokenPipeError):
         job = pickle.load(requests)
@@ -82,7 +87,7 @@ def serve(descriptor: int) -> None:
             number, unit = pickle.load(requests)
             try:
                 answer = merge_sequential_unit(job, number, unit, scratch)
-            except (ValueError, OSError) as error:
+            except Exception as error:  # the merging process raises it
                 answer = error
             pickle.dump(answer, answers)
             answers.flush()
