@@ -40,8 +40,8 @@ class Range:
 
 
 def _format(number: float) -> str:
-    if isinstance(number, int) and abs(number) < 10**7:
-        return f"{number:,}"
     if number == MAX_INTEGER:
         return "2^63 - 1"
-    return f"{number:g}".replace("e+", "e")
+    if isinstance(number, int) and number >= 2**20 and number.bit_count() == 1:
+        return f"2^{number.bit_length() - 1}"
+    return f"{number:,}" if isinstance(number, int) and abs(number) < 10**10 else f"{number:g}".replace("e+", "e")

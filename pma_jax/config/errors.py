@@ -10,6 +10,7 @@ failed, which tells nothing about the data: nothing is moved or removed. `runtim
 """
 
 _MAX_LINE = 2000  # characters
+_SHOWN_CHARACTERS = 100
 
 
 class UserError(ValueError):
@@ -48,6 +49,15 @@ def mendable_line(error: BaseException) -> str | None:
     if type(error).__name__ == "JaxRuntimeError" and str(error).startswith("RESOURCE_EXHAUSTED"):
         return f"out of memory on a device ({first_line(error)[:300]}): use smaller batches, or shard over more devices"
     return None
+
+
+def shorten(value: object) -> str:
+    """Format a value of a user for a message, in about 100 characters."""
+    # An integer of thousands of digits cannot be formatted.
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length():,} bits"
+    text = ascii(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def error_line(error: BaseException) -> str:

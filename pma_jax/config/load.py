@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from pma_jax.config.errors import UserError, error_line
+from pma_jax.config.errors import UserError, error_line, shorten
 from pma_jax.config.rules import validate
 from pma_jax.config.schema import Config
 
@@ -57,7 +57,7 @@ def resolve(raw: "ml_collections.ConfigDict | Mapping[str, Any] | Config", overr
     for section, hints in _TYPES.items():
         given = mapping.get(section, {})
         if not isinstance(given, Mapping):
-            raise UserError(f"config section {section!r} takes its keys and their values, not {_shown(given)}")
+            raise UserError(f"config section {section!r} takes its keys and their values, not {shorten(given)}")
         _reject_unknown_keys(f"{section}.", given, hints)
         values[section] = {key: _convert(f"{section}.{key}", value, hints[key]) for key, value in given.items()}
     override(values, overrides)
@@ -92,11 +92,11 @@ def override(raw: "ml_collections.ConfigDict | dict[str, dict[str, Any]]", assig
         section, _, key = path.partition(".")
         if not equals:
             raise UserError(
-                f"override {_shown(assignment)} has no value: write --config.{path[:_SHOWN_CHARACTERS]}=VALUE"
+                f"override {shorten(assignment)} has no value: write --config.{path[:_SHOWN_CHARACTERS]}=VALUE"
             )
         if key not in _TYPES.get(section, ()):
             valid = [f"{section}.{key}" for section in _TYPES for key in _TYPES[section]]
-            raise UserError(f"unknown config key {_shown(path)}{_nearest(path[:_SHOWN_CHARACTERS], valid)}")
+            raise UserError(f"unknown config key {shorten(path)}{_nearest(path[:_SHOWN_CHARACTERS], valid)}")
         hint = _TYPES[section][key]
         raw[section][key] = _convert(path, _parse(text, hint), hint)
 
@@ -193,7 +193,7 @@ def _nearest(key: str, valid: Iterable[str]) -> str:
 def _reject_unknown_keys(prefix: str, given: Mapping[str, Any], valid: Mapping[str, Any]) -> None:
     for key in map(str, given):
         if key not in valid:
-            raise UserError(f"unknown config key {_shown(prefix + key)}{_nearest(key[:_SHOWN_CHARACTERS], valid)}")
+            raise UserError(f"unknown config key {shorten(prefix + key)}{_nearest(key[:_SHOWN_CHARACTERS], valid)}")
 
 
 def _parse(text: str, hint: Any) -> Any:
@@ -224,12 +224,4 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
         return int(value)
     if hint in _TYPE_NAMES and isinstance(value, hint) and is_bool == (hint is bool):
         return value
-    raise UserError(f"config key {key!r} takes {_TYPE_NAMES.get(hint, 'a list such as 3,6,10')}, not {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    """Format a value for a message; an integer of thousands of digits has no text."""
-    if isinstance(value, int) and value.bit_length() > 2 * _SHOWN_CHARACTERS:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    raise UserError(f"config key {key!r} takes {_TYPE_NAMES.get(hint, 'a list such as 3,6,10')}, not {shorten(value)}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pma_jax.config.bounds import NON_EMPTY, Range
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import UserError, shorten
 from pma_jax.config.schema import SNAPSHOT_KINDS, Config
 
 MAX_STEPS = 2**31 - 1  # steps are counted in an int32
@@ -62,7 +62,7 @@ def _check_value(key: str, value: Any, hint: Any) -> None:
     elif isinstance(value, str):
         _check_text(key, value, may_be_empty=NON_EMPTY not in getattr(hint, "__metadata__", ()))
     elif origin is Annotated and isinstance(hint.__metadata__[0], Range) and value not in hint.__metadata__[0]:
-        raise UserError(f"config key {key!r} must be {hint.__metadata__[0]}, not {value}")
+        raise UserError(f"config key {key!r} must be {hint.__metadata__[0]}, not {shorten(value)}")
 
 
 def _check_text(key: str, text: str, may_be_empty: bool) -> None:
@@ -71,9 +71,7 @@ def _check_text(key: str, text: str, may_be_empty: bool) -> None:
     if len(text) > MAX_TEXT_CHARACTERS:
         raise UserError(f"config key {key!r} must have at most {MAX_TEXT_CHARACTERS:,} characters, not {len(text):,}")
     if not text.isprintable():
-        raise UserError(
-            f"config key {key!r} must be printable text, without line breaks or NUL, not {ascii(text)[:80]}"
-        )
+        raise UserError(f"config key {key!r} must be printable text, without line breaks or NUL, not {shorten(text)}")
 
 
 def _validate_sizes(config: Config) -> None:
@@ -206,7 +204,7 @@ def _validate_spikes(config: Config) -> None:
 
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise UserError(f"config key {key!r} must be one of {', '.join(choices)}, not {value!r}")
+        raise UserError(f"config key {key!r} must be one of {', '.join(choices)}, not {shorten(value)}")
 
 
 def _check_divides(small_key: str, small: int, large_key: str, large: int) -> None:

@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 from pma_jax import config
 from pma_jax.config.errors import UserError, first_line
 from pma_jax.data.pairs import extract_function_pairs
-from pma_jax.storage.paths import as_path, is_bucket, list_objects
+from pma_jax.storage.paths import as_path, is_bucket, list_objects, open_regular_file, read_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 TRAIN, VALIDATION = "train", "validation"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+MAX_DOCUMENT_BYTES = 2**30  # of a .txt file or a line of a .jsonl file; a document is held in memory
 _BATCH_ROWS = 1024  # rows of a Parquet file or a hub dataset in memory at a time
 
 
@@ -150,7 +151,7 @@ def _make_function_documents(documents: Iterator[Document], limit_bytes: int) ->
 def _digest_files(files: list[_File]) -> str:
     hasher = hashlib.sha256()
     for file in files:
-        with _convert_os_errors(file.path), file.path.open("rb") as stream:
+        with _convert_os_errors(file.path), open_regular_file(file.path) as stream:
             content = hashlib.file_digest(stream, "sha256").digest()
         # The length of the name distinguishes (ab, c) from (a, bc); the digest of the content has a fixed length.
         name = os.fsencode(file.name)
@@ -193,7 +194,7 @@ def _package_folder(package: str) -> Path:
 def _read_package_files(files: list[_File]) -> Iterator[Document]:
     for file in files:
         with _convert_os_errors(file.path):
-            content = file.path.read_bytes()
+            content = read_file(file.path, MAX_DOCUMENT_BYTES)
         # The standard library's tests contain files in other encodings. Skipping depends only on the content, so every
         # machine with this Python version skips the same files.
         with contextlib.suppress(UnicodeDecodeError):
@@ -213,8 +214,22 @@ def _match_files(patterns: tuple[str, ...]) -> list[_File]:
         for file in files:
             if file.path.suffix not in SUFFIXES:
                 raise UserError(f"{file.path} is not a .txt, .jsonl or .parquet file: narrow data.files or convert it")
+            with _convert_os_errors(file.path):
+                _check_start(file.path)
             matches.setdefault(file.path.resolve(), file)
     return list(matches.values())
+
+
+def _check_start(path: Path) -> None:
+    """Refuse what is no document before all files are read for the digest: a special file, or one without an end."""
+    with open_regular_file(path, MAX_DOCUMENT_BYTES if path.suffix == ".txt" else None) as stream:
+        start = stream.read(2**16)
+        if path.suffix == ".parquet":
+            stream.seek(-min(4, len(start)), os.SEEK_END)
+            if not start.startswith(b"PAR1") or stream.read() != b"PAR1":
+                raise UserError(f"cannot read {path}: a complete Parquet file begins and ends with PAR1")
+        if path.suffix == ".jsonl" and start and not start.strip(b"\0"):
+            raise UserError(f"{path} is not JSON: it starts with NUL bytes")
 
 
 def _match_glob(pattern: str) -> list[_File]:
@@ -252,20 +267,22 @@ def _read_files(files: list[_File], field: str) -> Iterator[Document]:
 def _read_text(file: _File, field: str) -> Iterator[Document]:
     del field
     try:
-        yield Document(file.name, file.path.read_bytes().decode())
+        yield Document(file.name, read_file(file.path, MAX_DOCUMENT_BYTES).decode())
     except UnicodeDecodeError as error:
         raise UserError(f"{file.path} is not UTF-8 (byte {error.start}): convert it first") from error
 
 
 def _read_jsonl(file: _File, field: str) -> Iterator[Document]:
-    with file.path.open("rb") as lines:
-        for row, line in enumerate(lines, start=1):
+    with open_regular_file(file.path) as stream:
+        for row, line in enumerate(iter(lambda: stream.readline(MAX_DOCUMENT_BYTES + 1), b""), start=1):
+            where = f"{file.path} line {row}"
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise UserError(f"{where} has more than {MAX_DOCUMENT_BYTES:,} bytes: split it into documents")
             if not line.strip():
                 continue
-            where = f"{file.path} line {row}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where} is not JSON: {first_line(error)}") from error
             if not isinstance(record, dict):
                 raise UserError(f"{where} is not a JSON object: each line must be one, with the field {field!r}")
@@ -291,7 +308,7 @@ def _read_parquet(file: _File, field: str) -> Iterator[Document]:
     import pyarrow.parquet as pq
 
     try:
-        with file.path.open("rb") as stream, pq.ParquetFile(stream) as table:
+        with open_regular_file(file.path) as stream, pq.ParquetFile(stream) as table:
             _check_column(table.schema_arrow, str(file.path), field)
             yield from _read_rows(file.name, table.iter_batches(batch_size=_BATCH_ROWS, columns=[field]))
     except (pa.ArrowException, UnicodeDecodeError) as error:

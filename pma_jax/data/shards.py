@@ -32,6 +32,7 @@ from pma_jax.config.errors import DamageError, UserError
 from pma_jax.data import corpus
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.storage import atomic, locks
+from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.paths import is_bucket
 
 FORMAT = 1
@@ -110,7 +111,7 @@ def open_tokens(directory: str | Path) -> TokenSet:
     """
     directory = Path(directory)
     try:
-        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        meta = read_json_object(directory / "meta.json")
         return TokenSet(
             directory=directory,
             **{field: meta[field] for field in _STORED_FIELDS},
@@ -125,7 +126,7 @@ def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
     """Return the path of the tokenizer.json of the cached tokens with this digest, or None if they are not cached."""
     for meta in sorted(Path(data.cache_dir).expanduser().glob("*/meta.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(meta.read_text(encoding="utf-8"))["digest"] == digest:
+            if read_json_object(meta)["digest"] == digest:
                 return meta.parent / "tokenizer.json"
     return None
 

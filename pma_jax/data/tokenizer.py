@@ -18,12 +18,13 @@ import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
 from pma_jax.config.errors import UserError
-from pma_jax.storage.paths import as_path
+from pma_jax.storage.paths import as_path, read_file
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # The first of these that a tokenizer.json has is its end-of-document token.
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>")
 _NUM_BYTE_VALUES = 256
+_MAX_FILE_BYTES = 2**28  # the largest known tokenizer.json has about 40 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not path.is_file():
         raise UserError(f"no tokenizer file {path}: data.tokenizer is bytes, bpe, or a path to a tokenizer.json")
     try:
-        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        backend = tokenizers.Tokenizer.from_buffer(read_file(path, _MAX_FILE_BYTES))
+    except (OSError, UserError):
+        raise
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"{path} is not a Hugging Face tokenizer.json: {str(error).splitlines()[0]}") from error
     loaded = _make_tokenizer(path.name, backend)

@@ -1,7 +1,9 @@
 """Evaluate merges of a run's newest snapshots ("previews") while another process trains the run.
 
 Preview records are appended to RUN/watch.jsonl, because only the training process writes RUN/metrics.jsonl (it rewrites
-the file when it resumes). The records of both files have the same format, and `Run.metrics` reads both.
+the file when it resumes). The records of both files have the same format, and `Run.metrics` reads both. Several
+watchers may write at once: each holds a lock while it reads what the others wrote and appends its row. In a bucket,
+which has no locks, only one may.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots, steps
-from pma_jax.runs.directory import Run, read_metric_records, record_lines
+from pma_jax.runs.directory import Run, lock_watch_records, read_metric_records, record_lines
 from pma_jax.runs.snapshots import Snapshot, is_snapshot, read_snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
@@ -68,11 +70,11 @@ def watch(
     names = {n: Cell(recipe, n, kind=kind).text for n in windows}
     log = run.path / "watch.jsonl"
     buffer = _SnapshotBuffer(config, windows[-1])  # makes the mesh, before a collective can initialise the backend
-    recorded = hosts.run_on_first_then_rest(lambda: _read_recorded_previews(log))
     published, evaluate, handled_tokens = _PublishedSnapshots(run, kind), None, -1
     while True:
         yield from published.refresh()
         new = [s for s in published.snapshots if s.tokens > handled_tokens]
+        recorded = _broadcast_recorded_previews(log) if new else set()
         for snapshot in new:
             candidates = [s for s in published.snapshots if s.tokens <= snapshot.tokens]
             available = buffer.count_without_gap(candidates)
@@ -87,7 +89,7 @@ def watch(
             evaluate = evaluate or (make_evaluator(config, buffer.mesh) if missing else None)
             for n, (_, merged) in zip(missing, buffer.window.merges(recipe, missing), strict=True):
                 assert evaluate is not None
-                yield _record_preview(log, snapshot, names[n], evaluate(merged))
+                yield from _record_preview(log, snapshot, names[n], evaluate(merged))
             handled_tokens = snapshot.tokens
         else:
             if once or config.is_run_complete(handled_tokens):
@@ -95,13 +97,16 @@ def watch(
             time.sleep(poll_seconds)
 
 
-def _record_preview(log: epath.Path, snapshot: Snapshot, name: str, loss: float) -> str:
-    """Append a preview to watch.jsonl and return the line of text that reports it."""
+def _record_preview(log: epath.Path, snapshot: Snapshot, name: str, loss: float) -> list[str]:
+    """Append a preview to watch.jsonl, and return the line that reports it; none if another wrote it."""
     record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
     if hosts.is_first_process():
-        with contextlib.closing(LineFile(log)) as file:
-            file.write_lines(record_lines([record | {"recipe": name, "loss": loss}]))
-    return f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {name} {loss:.4f}"
+        with lock_watch_records(log.parent):
+            if (name, snapshot.tokens) in _read_recorded_previews(log):
+                return []
+            with contextlib.closing(LineFile(log)) as file:
+                file.write_lines(record_lines([record | {"recipe": name, "loss": loss}]))
+    return [f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {name} {loss:.4f}"]
 
 
 class _PublishedSnapshots:
@@ -196,10 +201,21 @@ def _restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     return params
 
 
+def _broadcast_recorded_previews(log: epath.Path) -> set[tuple[str, int]]:
+    """Return the (recipe, tokens) of the previews in watch.jsonl, the same in all processes of a command."""
+
+    def read() -> str:
+        with lock_watch_records(log.parent):
+            return json.dumps(sorted(_read_recorded_previews(log)))
+
+    return {(recipe, tokens) for recipe, tokens in json.loads(hosts.broadcast_from_first(read))}
+
+
 def _read_recorded_previews(log: epath.Path) -> set[tuple[str, int]]:
     """Read the (recipe, tokens) of the previews in watch.jsonl, after removing an incomplete last line."""
+    recorded = {(r["recipe"], r["tokens"]) for r in read_metric_records(log) if r["kind"] == "preview"}
     # A killed process may have written part of a line; the next record would be appended to it.
-    text = log.read_text() if exists(log) else ""
-    if not text.endswith("\n") and text:
-        atomic.write_text(log, text[: text.rfind("\n") + 1])
-    return {(record["recipe"], record["tokens"]) for record in read_metric_records(log)}
+    data = log.read_bytes() if exists(log) else b""
+    if data and not data.endswith(b"\n"):
+        atomic.write_bytes(log, data[: data.rfind(b"\n") + 1])
+    return recorded

@@ -6,7 +6,6 @@ tokenizer.json of a run of pma_jax is in the token cache, or is the file at the 
 """
 
 import contextlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +16,10 @@ from pma_jax.config.errors import UserError
 from pma_jax.data.shards import find_cached_tokenizer
 from pma_jax.data.tokenizer import byte_tokenizer, load_tokenizer
 from pma_jax.merging.engine import provenance
+from pma_jax.runs.directory import RunMetadata
 from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_sidecar
 from pma_jax.storage.formats.source import CheckpointSource
-from pma_jax.storage.json_files import serialize_json
+from pma_jax.storage.json_files import read_json, serialize_json
 
 FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
 
@@ -149,8 +149,8 @@ def _find_trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
         snapshots += [Path(entry["source"]) for entry in provenance.read(source.path)["sources"]]
     for snapshot in snapshots:
         run = snapshot.parent.parent / "run.json"  # a snapshot is at RUN/snapshots/STEP
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            path = find_cached_tokenizer(config.data, json.loads(run.read_text())["corpus"])
+        with contextlib.suppress(OSError, UserError, KeyError):
+            path = find_cached_tokenizer(config.data, read_json(run, RunMetadata)["corpus"])
             if path is not None:
                 return path
     return None

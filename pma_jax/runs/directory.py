@@ -15,9 +15,11 @@ exist (runs/steps.py). Each snapshot contains its configuration, so a copied or 
 snapshot and state contains the digests of its arrays, which are checked on every read.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from etils import epath
@@ -29,10 +31,10 @@ from pma_jax.runs import steps
 from pma_jax.runs.snapshots import Snapshot, read_snapshot
 from pma_jax.runs.states import STATES, SavedState, read_state
 from pma_jax.runs.steps import StepWriter
-from pma_jax.storage import atomic
+from pma_jax.storage import atomic, locks
 from pma_jax.storage.json_files import read_json, read_json_lines
 from pma_jax.storage.json_schema import Count, Loss, check_schema
-from pma_jax.storage.paths import absolute_path, as_path, exists
+from pma_jax.storage.paths import absolute_path, as_path, exists, is_bucket
 
 # Folder of steps -> function that reads the metadata of a step.
 STEP_FOLDERS: dict[str, Callable[[epath.Path], Any]] = {
@@ -256,6 +258,11 @@ def read_metric_records(path: epath.Path) -> list[dict[str, Any]]:
 def _check_record(record: Any) -> None:
     kind = record.get("kind") if isinstance(record, dict) else None
     check_schema(record, _RECORD_TYPES.get(kind, MetricRecord) if isinstance(kind, str) else MetricRecord, "record")
+
+
+def lock_watch_records(run_dir: epath.Path) -> contextlib.AbstractContextManager[Any]:
+    """Hold the lock of RUN/watch.jsonl, for each change of that file. A bucket is not locked."""
+    return contextlib.nullcontext() if is_bucket(run_dir) else locks.locked(Path(run_dir / ".watch.lock"))
 
 
 def record_lines(records: Iterable[dict[str, Any]]) -> str:

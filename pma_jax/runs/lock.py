@@ -15,15 +15,24 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TypedDict
 
 from etils import epath
 
 from pma_jax.config.errors import UserError
 from pma_jax.runtime import signals
 from pma_jax.storage import locks
+from pma_jax.storage.json_files import parse_json
 
 FILE_NAME = "lock"
+
+
+class _Holder(TypedDict):
+    """Contents of the lock file."""
+
+    host: str
+    process: int
+    since: str
 
 
 @contextlib.contextmanager
@@ -82,7 +91,7 @@ def _this_process() -> dict[str, object]:
 def _holder(file: IO[str]) -> str | None:
     file.seek(0)
     try:
-        holder = json.loads(file.read(10_000))
-        return f"process {holder['process']} on {holder['host']} (since {holder['since']})"
-    except (ValueError, KeyError, TypeError):
+        holder = parse_json(file.read(10_000).encode(), FILE_NAME, _Holder)
+    except (UserError, UnicodeEncodeError):
         return None
+    return f"process {holder['process']} on {holder['host']} (since {holder['since']})"

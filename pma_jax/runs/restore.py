@@ -16,7 +16,7 @@ from pma_jax.runtime.failures import as_read_error, deciding_cause, is_damage
 from pma_jax.storage.digests import CHECKSUM
 from pma_jax.storage.formats.source import leaf_differences
 from pma_jax.storage.json_files import read_json_object
-from pma_jax.storage.paths import as_path, check_readable, exists
+from pma_jax.storage.paths import as_path, check_readable, exists, file_sizes, is_bucket
 
 T = TypeVar("T")
 
@@ -122,6 +122,8 @@ def read_array_metadata(path: epath.Path) -> dict[str, Any]:
 
 
 def _read_array_metadata(path: epath.Path) -> dict[str, Any]:
+    if not is_bucket(path):
+        file_sizes(as_path(path))  # raises if TensorStore would wait for a named pipe
     with report_read_errors(path):
         stored = ocp.checkpointables_metadata(path).metadata
         leaves = read_digests(path)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from pma_jax.storage.paths import open_descriptor
+
 _UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -29,7 +31,7 @@ def locked(path: Path, when_held: Callable[[IO[str]], None] = lambda _: None) ->
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            file = path.open("a+", errors="replace")
+            file = os.fdopen(open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", errors="replace")
         except FileNotFoundError:
             continue  # another process removed the directory after the mkdir
         with file:

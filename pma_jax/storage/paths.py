@@ -8,16 +8,20 @@ prefixes of names.
 import errno
 import functools
 import glob
+import io
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 from pma_jax.config.errors import UserError
 
 _READ_BYTES = 2**22
+# Files of a checkpoint that libraries read whole into memory.
+WHOLE_FILES = frozenset({"manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", ".zarray", "zarr.json"})
+MAX_WHOLE_FILE_BYTES = 2**28
 
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
@@ -68,7 +72,7 @@ def check_supported(path: str | os.PathLike[str]) -> None:
         raise UserError(f"{text}: buckets need additional libraries: pip install 'pma-jax[gcs]' ({error})") from None
 
 
-def open_regular_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
+def open_regular_file(path: Path, max_bytes: int | None = None) -> io.BufferedReader:
     """Open a regular file, or an object in a bucket, for reading.
 
     A named pipe, a device or a socket is refused, because reading it could wait or go on forever.
@@ -94,10 +98,13 @@ def open_regular_file(path: Path, max_bytes: int | None = None) -> IO[bytes]:
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular local file with `os.open`, and return its descriptor; otherwise as `open_regular_file`."""
+    """Open a regular local file with `os.open`, and return its descriptor; the errors are those of `open_regular_file`.
+
+    With `os.O_CREAT`, a new file can be read and written by all that the umask allows.
+    """
     try:
         # Without O_NONBLOCK, opening a named pipe waits for its other end. It has no effect on regular files.
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV):
             raise UserError(f"{path}: is {_kind(Path(path).stat().st_mode)}, not a regular file") from None
@@ -187,11 +194,27 @@ def list_objects(address: str) -> list[Path]:
 
 
 def file_sizes(directory: Path) -> dict[Path, int]:
-    """Map every file below a directory, or every object below a prefix, to its size in bytes."""
+    """Map every file below a directory, or every object below a prefix, to its size in bytes.
+
+    Raises:
+        UserError: The directory holds a named pipe, a device or a socket, which libraries would wait for, or a file of
+            `WHOLE_FILES` is larger than `MAX_WHOLE_FILE_BYTES`.
+    """
     if not is_bucket(directory):
-        found = os.walk(directory, onerror=_raise_unless_absent)  # pathlib's rglob omits what it may not read
+        # Not rglob, which omits what it may not read.
+        found = os.walk(directory, onerror=_raise_unless_absent)
         paths = [Path(root, name) for root, _, names in found for name in names]
-        return {path: path.stat().st_size for path in paths if path.is_file()}
+        sizes = {}
+        for path in paths:
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # a link to nothing, or a file that was removed meanwhile
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError(f"{path}: is {_kind(status.st_mode)}, not a regular file")
+            _check_size(path, status.st_size, MAX_WHOLE_FILE_BYTES if path.name in WHOLE_FILES else None)
+            sizes[path] = status.st_size
+        return sizes
     system, key = file_system(str(directory))
     return {as_path(f"gs://{name}"): status["size"] for name, status in system.find(key, detail=True).items()}
 

@@ -32,7 +32,8 @@ from pma_jax.runs.snapshots import Snapshot, is_snapshot, read_snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import atomic
-from pma_jax.storage.paths import absolute_path
+from pma_jax.storage.json_files import read_json
+from pma_jax.storage.paths import absolute_path, as_path
 from pma_jax.training import fork
 from pma_jax.training.loop import train
 
@@ -110,7 +111,7 @@ def entry_key(cache: epath.PathLike, run: Run) -> str:
 def training_cost(run: Run) -> dict[str, float]:
     """Return the wall `seconds` and the `tokens` of a run's training; of a fork, the tokens since the fork."""
     path = run.path.parent / "seconds.json"
-    seconds = json.loads(path.read_text())["seconds"] if path.exists() else 0.0
+    seconds = read_json(as_path(path), dict[str, float])["seconds"] if path.exists() else 0.0
     origin = run.metadata.get("forked_from", {"tokens": 0})["tokens"]
     return {"seconds": seconds, "tokens": run.config.training.total_tokens - origin}
 

@@ -7,7 +7,6 @@ from etils import epath
 
 from pma_jax.config import Config
 from pma_jax.config.errors import UserError
-from pma_jax.data import shards
 from pma_jax.runs import lock, states
 from pma_jax.runs.directory import Run, create_run, is_run, open_run
 from pma_jax.runs.states import SavedState
@@ -15,7 +14,7 @@ from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import check_mesh, make_mesh
 from pma_jax.storage.paths import absolute_path
 from pma_jax.training.initial_state import find_compatible_snapshot
-from pma_jax.training.resume import run_metadata
+from pma_jax.training.resume import prepare_inputs
 
 
 def fork(
@@ -55,10 +54,11 @@ def fork(
             "earlier state, or raise training.total_tokens"
         )
 
+    metadata = {} if is_run(folder) else prepare_inputs(config)[1]
+
     def create() -> Run:
         with lock.hold(folder) if hosts.is_first_process() else contextlib.nullcontext():
             if not is_run(folder):
-                metadata = run_metadata(shards.prepare_tokens(config.data), config)
                 states.copy_state(saved, folder)
                 return create_run(folder, config, metadata | {"forked_from": origin})
             run = open_run(folder)

@@ -46,9 +46,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         Stopped: SIGTERM or SIGINT was received after the first step had started, and a state was saved.
     """
     check_supported(workdir)  # now, because preparing the data may take hours
-    rollback.check_recipe(config)
-    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
-    shards.check_tokens_match_model(tokens, config.model)
+    tokens, metadata = resume.prepare_inputs(config)
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     if config.training.start_from and not is_run(workdir):
@@ -56,7 +54,6 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
     with contextlib.ExitStack() as stack:
         request = stack.enter_context(hosts.record_stop_signals())
         lock_message = hosts.broadcast_from_first(lambda: stack.enter_context(lock.hold(absolute_path(workdir))) or "")
-        metadata = resume.run_metadata(tokens, config)
         run = hosts.run_on_first_then_rest(lambda: open_or_create(config, workdir, metadata))
         messages = [lock_message] if lock_message else []
         while not _train_to_horizon_or_spike(run, tokens, mesh, request, messages):

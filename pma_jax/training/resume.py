@@ -23,8 +23,10 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.config.errors import DamageError, UserError
+from pma_jax.data import batches, shards
 from pma_jax.data.shards import TokenSet
 from pma_jax.evaluation.held_out import held_out_digest
+from pma_jax.merging.recipes import coefficients
 from pma_jax.runs import snapshots, states, steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, create_run, is_run, open_run
 from pma_jax.runs.retention import tokens_to_keep
@@ -35,6 +37,25 @@ from pma_jax.storage.paths import exists
 
 DAMAGED = "damaged"
 Warn = Callable[[str], None]  # reports one line to the user
+
+
+def prepare_inputs(config: Config) -> tuple[TokenSet, dict[str, Any]]:
+    """Prepare the tokens of a run, and check what needs them, before its directory is created.
+
+    Returns:
+        The tokens, and the contents of run.json (see `run_metadata`).
+
+    Raises:
+        UserError: A recipe is invalid, the data cannot be read, do not fit the model, or are too few.
+    """
+    for window in config.preview.windows:
+        coefficients(config.preview.recipe, range(1, window + 1))
+    if config.spikes.attempts:
+        coefficients(config.spikes.recipe, range(1, config.spikes.snapshots + 1))
+    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
+    shards.check_tokens_match_model(tokens, config.model)
+    batches.train_windows_per_epoch(tokens, config.training.sequence_length_tokens)
+    return tokens, run_metadata(tokens, config)
 
 
 def run_metadata(tokens: TokenSet, config: Config) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.merging.api import average
 from pma_jax.merging.recipes import coefficients
 from pma_jax.runs import integrity, states, steps
-from pma_jax.runs.directory import STEP_FOLDERS, Run, read_metric_records, record_lines
+from pma_jax.runs.directory import STEP_FOLDERS, Run, lock_watch_records, read_metric_records, record_lines
 from pma_jax.runs.snapshots import Snapshot, newest_consecutive, read_snapshot
 from pma_jax.runs.states import STATES, Progress
 from pma_jax.runtime import hosts
@@ -80,12 +80,6 @@ class EventSchema(TypedDict):
     optimizer_step: NotRequired[Count | None]
     aside: dict[str, list[Count]]
     done: bool
-
-
-def check_recipe(config: Config) -> None:
-    """Raise UserError if `spikes.recipe` cannot merge `spikes.snapshots` snapshots."""
-    if config.spikes.attempts:
-        coefficients(config.spikes.recipe, range(1, config.spikes.snapshots + 1))
 
 
 def events(run: Run) -> list[Event]:
@@ -223,6 +217,11 @@ def _set_aside_steps(run: Run, event: Event) -> None:
 
 def _set_aside_records(run: Run, event: Event) -> None:
     """Move the records after the rollback point to the event's folder, and add the rollback to metrics.jsonl."""
+    with lock_watch_records(run.path):
+        _split_records(run, event)
+
+
+def _split_records(run: Run, event: Event) -> None:
     for name in ("metrics.jsonl", "watch.jsonl"):
         path, target = run.path / name, _folder(run, event) / name
         records = read_metric_records(path)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pma_jax import config
 from pma_jax.config import Config
+from pma_jax.config.errors import UserError
 
 
 def with_keys(**sections):
@@ -309,3 +310,117 @@ def test_snapshots_states_and_named_states_are_at_their_marks():
 
 def test_json_contains_every_key():
     assert json.loads(config.to_json(Config())).keys() == dataclasses.asdict(Config()).keys()
+
+
+# --- Bounds -----------------------------------------------------------------------------------------------------------
+
+
+def keys_of(*types):
+    """List (section, key, default) of the keys whose defaults have one of these types."""
+    return [
+        (section, key, default)
+        for section, values in dataclasses.asdict(Config()).items()
+        for key, default in values.items()
+        if type(default) in types
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["nan", "inf", "-inf", "1e400", "-1e400", "-1e30", "1e39", "9" * 5000, "true", "", "x"]
+)
+def test_every_float_is_bounded(text):
+    for section, key, _ in keys_of(float):
+        with pytest.raises(UserError, match=rf"{section}\.{key}") as refused:
+            config.resolve({}, [f"{section}.{key}={text}"])
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "text", ["nan", "inf", "1e400", "-1e30", "1e30", "1" * 400, "9" * 5000, "1.5", "true", "", "x"]
+)
+def test_every_whole_number_is_bounded(text):
+    for section, key, _ in keys_of(int):
+        with pytest.raises(UserError, match=rf"{section}\.{key}") as refused:
+            config.resolve({}, [f"{section}.{key}={text}"])
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\nb", "\ud800", "\x1b[2J", "x" * 5000], ids=range(5))
+def test_every_text_is_printable(text):
+    for section, key, _ in keys_of(str):
+        with pytest.raises(UserError, match=rf"{section}\.{key}") as refused:
+            config.resolve({section: {key: text}})
+        str(refused.value).encode()
+
+
+@pytest.mark.parametrize("value", [None, [], {}, object(), 10**5000, "x" * 10**6], ids=range(6))
+def test_every_key_refuses_other_types_in_one_short_line(value):
+    for section, key, _ in keys_of(int, float, bool):
+        with pytest.raises(UserError, match=rf"{section}\.{key}") as refused:
+            config.resolve({section: {key: value}})
+        assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"training": {"batch_size_sequences": 10**8}, "checkpoint": {"interval_tokens": 10**12}},
+            "limit of 1,073,741",
+        ),
+        ({"evaluation": {"batch_size_sequences": 10**9}}, "evaluation.batch_size_sequences"),
+        ({"evaluation": {"batch_size_sequences": 5000}}, "must be at most 4,096"),
+        ({"training": {"total_tokens": 10**16}}, "training.total_tokens in steps"),
+        ({"spikes": {"window_tokens": 11 * 10**9}}, "spikes.window_tokens"),
+        ({"spikes": {"patience_tokens": 10**16}}, "spikes.patience_tokens in steps"),
+        ({"model": {"width": 2**24, "layers": 10**6}}, "the parameters of model"),
+        ({"mesh": {"data": 2**20, "fsdp": 2}}, "the devices of the axes of mesh"),
+        ({"mesh": {"data": 0}}, "mesh.data must be 1 or more"),
+        ({"mesh": {"cpu_devices": 100_000}}, "from 0 to 1,024"),
+        ({"data": {"files": ("",)}}, "must not be empty"),
+        ({"preview": {"windows": (1,) * 20_000}}, "at most 10,000 items"),
+        ([], "mapping of sections"),
+        ({"training": 3}, "config section 'training'"),
+    ],
+)
+def test_impossible_sizes_are_refused_before_anything_is_allocated(sections, message):
+    with pytest.raises(UserError) as refused:
+        config.resolve(sections)
+    assert message in str(refused.value)
+
+
+def test_real_large_runs_are_within_the_bounds():
+    config.resolve(
+        {
+            "model": {
+                "vocabulary_size": 2**18,
+                "width": 2**15,
+                "layers": 200,
+                "heads": 256,
+                "kv_heads": 16,
+                "head_dim": 256,
+            }
+            | {"experts": 128, "experts_per_token": 16, "expert_hidden": 2**13},
+            "training": {"total_tokens": 10**14, "sequence_length_tokens": 2**20, "batch_size_sequences": 1024},
+            "checkpoint": {"interval_tokens": 10**11, "state_interval_tokens": 10**12},
+            "evaluation": {"tokens": 10**9, "batch_size_sequences": 512},
+            "spikes": {"window_tokens": 10**13},
+            "mesh": {"data": 64, "fsdp": 2048},
+        }
+    )
+
+
+def test_negative_zero_is_zero():
+    assert config.to_json(with_keys(optimizer={"clip_norm": -0.0})) == config.to_json(
+        with_keys(optimizer={"clip_norm": 0})
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["import sys\nsys.exit(0)", "def get_config():\n    raise SystemExit", "\0", "x = '\xe9'"]
+)
+def test_file_that_exits_or_is_no_text_is_refused(tmp_path, text):
+    (tmp_path / "mine.py").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=r"mine\.py"):
+        config.load(str(tmp_path / "mine.py"))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"], "no __pycache__"

@@ -217,3 +217,14 @@ def test_recipe_that_refuses_a_window_is_refused_before_reading(copy):
     with pytest.raises(ValueError, match="at least 3 checkpoints"):
         list(watch(copy, "lagfree:order=2", [2, 3]))
     assert not (copy.path / "watch.jsonl").exists()
+
+
+def test_three_watchers_write_each_preview_once(copy, finished):
+    watchers = [watch(copy, once=True) for _ in range(3)]
+    lines = []
+    while watchers:  # take turns: each evaluates what the others have not written when it lists the snapshots
+        for watcher in list(watchers):
+            line = next(watcher, None)
+            watchers.remove(watcher) if line is None else lines.append(line)
+    assert previews(copy).keys() == trainer_previews(finished).keys()
+    assert len(lines) == len(previews(copy)), "each preview is reported by the watcher that wrote it"

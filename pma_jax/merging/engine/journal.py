@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from pma_jax.storage import locks
 from pma_jax.storage.digests import SegmentHasher
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo
+from pma_jax.storage.json_files import parse_json
+from pma_jax.storage.json_schema import Count
+from pma_jax.storage.paths import open_regular_file
 
 
 class Record(NamedTuple):
@@ -29,6 +32,13 @@ class Record(NamedTuple):
     """
 
     unit: int
+    read: list[list[str]]
+    written: list[list[str]]
+    squares: list[list[float]]
+
+
+class _RecordSchema(TypedDict):
+    unit: Count
     read: list[list[str]]
     written: list[list[str]]
     squares: list[list[float]]
@@ -56,13 +66,15 @@ def read_records(work: Path) -> dict[int, Record]:
     """Read the records of all processes, by unit number; ignore incomplete lines, which a crash can leave."""
     records: dict[int, Record] = {}
     for path in sorted(work.glob("journal.*.jsonl")):
-        for line in path.read_bytes().splitlines():
+        with open_regular_file(path) as file:
+            lines = file.read().splitlines()
+        for line in lines:
             try:
-                record = Record(**json.loads(line)) if line else None
-            except (ValueError, TypeError):
+                value = parse_json(line, str(path), _RecordSchema)
+            except UserError:
                 continue
-            if record is not None:
-                records[record.unit] = record
+            record = Record(*(value[field] for field in Record._fields))
+            records[record.unit] = record
     return records
 
 

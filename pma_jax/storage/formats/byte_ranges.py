@@ -12,7 +12,7 @@ import numpy as np
 
 from pma_jax.config.errors import DamageError
 from pma_jax.storage.formats.source import ByteRange
-from pma_jax.storage.paths import RangeReader, is_bucket
+from pma_jax.storage.paths import RangeReader, is_bucket, open_descriptor
 
 OpenFile = int | RangeReader
 
@@ -30,12 +30,13 @@ def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, Open
 
     Raises:
         DamageError: A file does not exist, or the `with` block raised FileNotFoundError.
+        UserError: A file is not a regular file.
     """
     files: dict[Path, OpenFile] = {}
     try:
         for path in paths:
             if path not in files:
-                files[path] = RangeReader(path) if is_bucket(path) else os.open(path, flags | os.O_CLOEXEC)
+                files[path] = RangeReader(path) if is_bucket(path) else open_descriptor(path, flags)
         yield files
     except FileNotFoundError as error:
         raise DamageError(f"{error.filename}: no such file; was it deleted or moved while it was in use?") from None
