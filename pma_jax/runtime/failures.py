@@ -37,6 +37,9 @@ _STATUS = re.compile(f"({'|'.join(sorted(_DAMAGE_STATUSES | _TEMPORARY_STATUSES 
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")
 _HTTP_STATUS = re.compile(r"http_response_code='(\d+)'")
 
+_ERROR_OF_THIS_PROCESS = re.compile("RESOURCE_EXHAUSTED|INVALID_ARGUMENT|UNIMPLEMENTED")
+_LOST_PROCESS = re.compile("[A-Z_]+: .*(Gloo|coordination service|CoordinationService|[Bb]arrier|heartbeat)", re.DOTALL)
+
 # Exceptions of aiohttp, httpx, requests and google-auth for a connection that failed.
 _CONNECTION_CLASSES = {"ClientConnectionError", "ClientPayloadError", "ConnectionError", "NetworkError"}
 _CONNECTION_CLASSES |= {"Timeout", "TimeoutError", "TimeoutException", "TransportError"}
@@ -78,6 +81,19 @@ def deciding_cause(error: BaseException) -> BaseException:
     """Return the exception in the chain of causes that says that data could not be accessed, or else the last."""
     chain = list(_chain(error))
     return next(filter(_is_failed_access, chain), chain[-1])
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Return whether an exception of JAX says that another process of the job was lost, or a device failed.
+
+    Collectives raise JaxRuntimeError or, on CPU, ValueError.
+    """
+    return any(
+        type(cause).__name__ in ("JaxRuntimeError", "ValueError")
+        and not _ERROR_OF_THIS_PROCESS.match(str(cause))
+        and (type(cause).__name__ == "JaxRuntimeError" or bool(_LOST_PROCESS.match(str(cause))))
+        for cause in _chain(error)
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

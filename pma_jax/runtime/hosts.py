@@ -7,7 +7,9 @@ it. In a single process, the functions that communicate (gather, broadcast, barr
 """
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
 from pma_jax.config.errors import DamageError, StorageError, UserError, error_line, mendable_line
-from pma_jax.runtime.failures import EXIT_TRY_AGAIN, exit_status, is_temporary
+from pma_jax.runtime.failures import EXIT_TRY_AGAIN, exit_status, is_lost_process, is_temporary
 from pma_jax.runtime.signals import StopRequest, record_signals
 
 T = TypeVar("T")
@@ -31,8 +33,8 @@ ENVIRONMENT_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PR
 # Process 0 hosts the coordination service, and its exit ends the other processes. This delay lets them report their own
 # errors first.
 _EXIT_DELAY_SECONDS = 2.0
-# Statuses of XLA's errors that are not about other processes.
-_ERRORS_OF_THIS_PROCESS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+_LOST_PROCESS = "another process was lost or a device failed: run the same command in all processes again"
+_abort_handlers: list[object] = []  # keeps the function that C calls
 
 
 def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SECONDS) -> None:
@@ -51,6 +53,7 @@ def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SE
             variables are missing, or JAX cannot connect the processes.
     """
     address, count, index = (os.environ.get(name) for name in ENVIRONMENT_VARIABLES)
+    _exit_on_abort()
     if (count is None) != (index is None) or (count is not None and address is None):
         raise UserError(f"set all of {', '.join(ENVIRONMENT_VARIABLES)}, or none to let JAX detect the cluster")
     try:
@@ -66,6 +69,26 @@ def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SE
             f"cannot initialise jax.distributed ({reason}): it needs Cloud TPU, SLURM, Open MPI, Kubernetes with "
             f"jax[k8s], or the variables {', '.join(ENVIRONMENT_VARIABLES)}"
         ) from error
+
+
+def _exit_on_abort() -> None:
+    """Let `abort` end the process with one line and `EXIT_TRY_AGAIN`, instead of a signal.
+
+    JAX's coordination service calls `abort`, in a thread of its own, when it learns that another process was lost.
+    Handlers of the module `signal` run in the main thread, and so too late: this one is called by C.
+    """
+    if _abort_handlers:
+        return
+
+    def end(_: int) -> None:
+        os.write(2, f"error: process {global_state.process_id}: {_LOST_PROCESS}\n".encode())
+        os._exit(EXIT_TRY_AGAIN)
+
+    function = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    _abort_handlers.append(function(end))
+    library = ctypes.CDLL(None)
+    library.signal.restype, library.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, function]
+    library.signal(signal.SIGABRT, _abort_handlers[0])
 
 
 def process_index_and_count() -> tuple[int, int]:
@@ -257,8 +280,8 @@ def exit_with_error(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         line = "stopped; the other processes stop too: run the same command in all of them to resume"
         status = getattr(error, "status", 130)
-    elif isinstance(error, jax.errors.JaxRuntimeError) and not line.startswith(_ERRORS_OF_THIS_PROCESS):
-        line = f"another process or a device failed: run the same command in all processes again ({line[:300]})"
+    elif is_lost_process(error):
+        line = f"{_LOST_PROCESS} ({line[:300]})"
         status = EXIT_TRY_AGAIN
     elif mendable_line(error) is None:
         sys.excepthook(type(error), error, error.__traceback__)

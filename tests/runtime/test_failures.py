@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pma_jax.config.errors import DamageError, StorageError, UserError
-from pma_jax.runtime.failures import as_read_error, exit_status, is_damage, is_temporary
+from pma_jax.runtime.failures import as_read_error, exit_status, is_damage, is_lost_process, is_temporary
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -80,7 +80,7 @@ DAMAGE = [
     caused(KeyError("no handler"), ValueError("OUT_OF_RANGE: Requested byte range [0, 5) is not valid")),
     http("HttpError", code=404),
 ]
-named = {"ids": lambda error: f"{type(error).__name__} {error}"[:60]}
+named = {"ids": lambda value: f"{type(value).__name__} {value}"[:60]}
 
 
 @pytest.mark.parametrize("error", TEMPORARY, **named)
@@ -117,3 +117,19 @@ def test_storage_error_survives_a_pipe_between_processes():
     error = pickle.loads(pickle.dumps(StorageError("one line", is_temporary=True)))
     assert str(error) == "one line" and error.is_temporary
     assert not np.any([is_temporary(OSError("text")), is_damage(OSError("text"))])
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: something of the device"), True),
+        (caused(UserError("cannot write"), jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (ValueError("the barrier of Gloo"), False),
+        (UserError("UNKNOWN: Gloo"), False),
+    ],
+    **named,
+)
+def test_lost_process(error, expected):
+    assert is_lost_process(error) == expected
