@@ -17,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots, steps
@@ -142,7 +143,13 @@ def write_block_means(run: Run) -> None:
         write_snapshot(mean, dataclasses.replace(point, path=path, kind="block_mean", loss=None))
 
 
-def loss_of_sum(run: Run, stored: list[dict[str, np.ndarray]], weights) -> float:
+def losses(config: Config, models, part: str = SELECT) -> list[float]:
+    """Return the held-out loss of each model."""
+    evaluate = make_evaluator(config, make_mesh(config.mesh), part)
+    return [evaluate(params).loss for params in models]
+
+
+def loss_of_sum(run: Run, stored: list[dict[str, np.ndarray]], weights, part: str = SELECT) -> float:
     """Evaluate the float64 weighted sum of trees (as `named` returns them) on held-out text."""
     mesh = make_mesh(run.config.mesh)
 
@@ -152,7 +159,7 @@ def loss_of_sum(run: Run, stored: list[dict[str, np.ndarray]], weights) -> float
         return jax.device_put(total.astype(np.float32), like.sharding)
 
     params = jax.tree_util.tree_map_with_path(merged, abstract_params(run.config.model, mesh))
-    return make_evaluator(run.config, mesh)(params)
+    return make_evaluator(run.config, mesh, part)(params).loss
 
 
 def named(tree) -> dict[str, np.ndarray]:

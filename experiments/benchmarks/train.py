@@ -220,7 +220,7 @@ def jax_step(_name, model, weights, tokens_BxM, axis="data"):
     params = jax.tree.map(lambda leaf, value: jax.device_put(value, leaf.sharding), state.params, weights)
     tokens_BxM = put_batch(mesh, tokens_BxM)
     report = {
-        "loss": evaluate(graph, params, [tokens_BxM]),
+        "loss": float(evaluate(graph, params, [tokens_BxM]).mean(dtype=np.float64)),
         "flops_per_second": matrix_product_rate(
             tokens_BxM.size // (LENGTH + 1) * LENGTH,
             model.width,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax.analysis.comparison import roughness
+from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
@@ -88,7 +89,8 @@ def measure_run(study: Study, run: Run, start: Snapshot) -> dict[str, Any]:
     evaluation = dataclasses.replace(run.config.evaluation, tokens=min(study.evaluation_tokens, TEXT_TOKENS))
     config = dataclasses.replace(run.config, evaluation=evaluation)
     snapshots = [start, *run.snapshots]
-    losses = evaluate_merges(config, snapshots, np.eye(len(snapshots))).losses
+    evaluated = evaluate_merges(config, snapshots, np.eye(len(snapshots)), REPORT).losses
+    losses = [x.loss for x in evaluated]
     norms = [r["gradient_norm"] for r in run.metrics if r["kind"] == "train"]
     early = norms[:EARLY]
     return {

@@ -3,7 +3,8 @@
 Command:   python experiments/weights/script.py --runs runs/science
 
 At the end of each trunk: every recipe over every window, of points and of block means, compared with linear annealing
-over the last quarter of the tokens; weights learned on other held-out text; and short anneals that start from a merge.
+over the last quarter of the tokens; weights learned on other held-out documents; and short anneals that start from a
+merge.
 """
 
 import dataclasses
@@ -15,11 +16,11 @@ from learned_weights import learn_weights
 from pma_jax.analysis.comparison import paired_difference
 from pma_jax.analysis.workbench import text_loss
 from pma_jax.config import SNAPSHOT_KINDS
-from pma_jax.data import shards
-from pma_jax.evaluation.held_out import held_out_batches
+from pma_jax.data.sampling import FIT, REPORT
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import RAW, Cell
-from pma_jax.model.decoder import abstract_params, graph_definition
+from pma_jax.model.decoder import abstract_params
 from pma_jax.reporting.drawing import display_name, to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
@@ -114,24 +115,19 @@ def measure_rates(study: Study) -> dict[str, Any]:
 
 
 def fit_weights(study: Study, trunks: list[Run], kind: str, window: int) -> dict[str, Any]:
-    """Fit the weights of the newest `window` snapshots to held-out text, and evaluate them on the study's, per seed."""
+    """Fit the weights of the newest `window` snapshots to the part `fit`, and evaluate them on `report`, per seed."""
     rows, losses, fit_losses = [], [], []
     for trunk in trunks:
         config = dataclasses.replace(trunk.config, evaluation=study.evaluation_config(trunk))
-        # The study's held-out text comes first; weights are fitted to the batches after the one with its last token.
-        batch_tokens = config.evaluation.batch_size_sequences * config.training.sequence_length_tokens
-        evaluation_batches = -(-study.evaluation_tokens // batch_tokens)
-        tokens = evaluation_batches * batch_tokens + fit_tokens(study)
-        longer = dataclasses.replace(config.evaluation, tokens=tokens)
+        shorter = dataclasses.replace(config.evaluation, tokens=fit_tokens(study))
         mesh, snapshots = make_mesh(config.mesh), trunk.of_kind(kind)[-window:]
         abstract = abstract_params(config.model, mesh)
         with jax.set_mesh(mesh):
-            text = shards.prepare_tokens(config.data, progress=False)
-            batches = held_out_batches(text, dataclasses.replace(config, evaluation=longer), mesh)
-            objective = text_loss(graph_definition(config.model), batches[evaluation_batches:])
+            text = make_evaluator(dataclasses.replace(config, evaluation=shorter), mesh, FIT)
+            objective = text_loss(text.graph, text.batches)
             fit = learn_weights(objective, [restore_params(s, abstract) for s in snapshots], iterations=FIT_STEPS)
         rows.append(fit.weights.tolist())
-        losses += evaluate_merges(config, snapshots, [fit.weights]).losses
+        losses += [evaluated.loss for evaluated in evaluate_merges(config, snapshots, [fit.weights], REPORT).losses]
         fit_losses.append([fit.start_loss, fit.loss])
     return {"kind": kind, "window": window, "losses": losses, "weights": rows, "fitted_from_to": fit_losses}
 
@@ -199,7 +195,7 @@ def report(results: dict[str, Any]) -> str:
         "Shares are relative to the gain of linear annealing over the last quarter of the tokens: mean over seeds and "
         "95% interval. Last column: nats; positive: better. A recipe's window is the best of "
         f"{', '.join(map(str, WINDOWS))} on the text on which it is reported (power: all snapshots). Learned weights "
-        "are K numbers that sum to 1, fitted to other held-out text."
+        "are K numbers that sum to 1, fitted to other held-out documents."
     )
     parts += [lengths_table(results), short_table(results)]
     return "\n\n".join(part for part in parts if part)

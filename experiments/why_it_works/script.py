@@ -27,6 +27,7 @@ from replicas import fit_replica_noise, subset_mean_weights
 from pma_jax.analysis import curvature, landscape, spectrum
 from pma_jax.analysis.comparison import mean_interval
 from pma_jax.analysis.workbench import Workbench, open_workbench
+from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.merging import recipes
 from pma_jax.merging.averager import weighted_sum
@@ -181,7 +182,7 @@ def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     }
     config = dataclasses.replace(run.config, evaluation=study.evaluation_config(run))
     rows = [merge.ravel() for merges in groups.values() for merge in merges]
-    losses = iter(evaluate_merges(config, snapshots, rows).losses)
+    losses = iter([evaluated.loss for evaluated in evaluate_merges(config, snapshots, rows, REPORT).losses])
     group_losses = {name: [next(losses) for _ in merges] for name, merges in groups.items()}
     by_count = {m: float(np.mean(group_losses[f"mean of {m}"])) for m in subsets}
     fit = fit_replica_noise(list(by_count), list(by_count.values()))

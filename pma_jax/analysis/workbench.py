@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pma_jax.config import Config
-from pma_jax.data import shards
-from pma_jax.evaluation.held_out import held_out_batches
+from pma_jax.data.sampling import REPORT
+from pma_jax.evaluation.held_out import prepare_tokens, put_sample, read_sample
 from pma_jax.model.decoder import Params, abstract_params, apply, graph_definition
 from pma_jax.model.loss import decode_masked_ids
 from pma_jax.runs.snapshots import Snapshot, restore_params
@@ -65,7 +65,7 @@ class Workbench:
         return [restore_params(snapshot, abstract) for snapshot in snapshots]
 
 
-def open_workbench(config: Config, tokens: int = 0) -> Workbench:
+def open_workbench(config: Config, tokens: int = 0, part: str = REPORT) -> Workbench:
     """Load held-out text as a single batch onto the mesh of `config`.
 
     Differentiating the loss keeps the logits and activations of the complete batch in memory.
@@ -73,6 +73,7 @@ def open_workbench(config: Config, tokens: int = 0) -> Workbench:
     Args:
         config: Run configuration: the model, the data and the mesh.
         tokens: Number of predicted tokens; 0 means `config.evaluation.tokens`.
+        part: The part of the held-out text (`data.sampling.PARTS`).
 
     Raises:
         UserError: The held-out text cannot be read, or has too few tokens.
@@ -80,21 +81,20 @@ def open_workbench(config: Config, tokens: int = 0) -> Workbench:
     wanted = tokens or config.evaluation.tokens
     mesh = make_mesh(config.mesh)
     data_shards = math.prod(mesh.shape[axis] for axis in RULES.batch)
-    batch_size = -(-wanted // (config.training.sequence_length_tokens * data_shards)) * data_shards
-    evaluation = dataclasses.replace(config.evaluation, tokens=wanted, batch_size_sequences=batch_size)
-    prepared = shards.prepare_tokens(config.data)
-    shards.check_tokens_match_model(prepared, config.model)
+    evaluation = dataclasses.replace(config.evaluation, tokens=wanted)
+    sample = read_sample(prepare_tokens(config), dataclasses.replace(config, evaluation=evaluation), part)
+    batch_size = -(-len(sample.windows) // data_shards) * data_shards
     with jax.set_mesh(mesh):
-        (batch_BxM,) = held_out_batches(prepared, dataclasses.replace(config, evaluation=evaluation), mesh)
+        (batch_BxM,) = put_sample(sample, batch_size, mesh)
         return Workbench(config, mesh, graph_definition(config.model), batch_BxM)
 
 
 def text_loss(graph: nnx.GraphDef, batches: Sequence[jax.Array]) -> Callable[[Params], jax.Array]:
     """Return the loss on text as a function of the parameters that can be differentiated twice.
 
-    The function computes the same value as `model.loss.evaluate`. The training loss has a custom VJP (it never
-    materialises the logits) and cannot be differentiated twice. This function materialises the logits of each batch;
-    its gradient keeps those of all batches. Call it under `jax.set_mesh`.
+    The function computes the same value as an `evaluation.held_out.Evaluator`. The training loss has a custom VJP (it
+    never materialises the logits) and cannot be differentiated twice. This function materialises the logits of each
+    batch; its gradient keeps those of all batches. Call it under `jax.set_mesh`.
 
     Args:
         graph: Graph definition of the model.

@@ -177,6 +177,12 @@ def _add_preview_verbs(subparsers: Any) -> None:
 def _add_evaluation_verbs(subparsers: Any) -> None:
     verb = _add_verb(subparsers, verbs.evaluate, config=True, json=True, hosts=True)
     verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
+    verb.add_argument(
+        "--part",
+        choices=["report", "select", "fit", "all"],
+        default="report",
+        help="the part of the held-out documents (default: report; training, previews and sweeps use select)",
+    )
 
     verb = _add_verb(subparsers, verbs.inspect, json=True)
     verb.add_argument("target", help="a run, a snapshot, or a checkpoint or directory of them that `pma merge` reads")

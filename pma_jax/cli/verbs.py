@@ -110,6 +110,7 @@ def sweep(options: argparse.Namespace) -> None:
     from pma_jax.evaluation import sweep as sweeping
     from pma_jax.runs.directory import open_run
     from pma_jax.runtime import hosts
+    from pma_jax.runtime.formatting import format_loss, format_text
 
     run = open_run(options.run)
     result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind)
@@ -117,10 +118,12 @@ def sweep(options: argparse.Namespace) -> None:
         return
     from pma_jax.reporting.heat_map import write_sweep_figure
 
-    _print_table(options, result, [["merge", "loss"], *([r["text"], f"{r['loss']:.4f}"] for r in result["rows"])])
+    _print_table(options, result, [["merge", "loss"], *([r["text"], format_loss(r)] for r in result["rows"])])
     notes = [f"skipped {text}: {why}" for text, why in result["left_out"].items()]
     if result["passes"] > 1:
         notes.append(f"not all merges fit into memory at once: the snapshots were read {result['passes']} times")
+    text = format_text(result["held_out"])
+    notes.append(f"losses are on {text}, for choosing a merge: `pma report` judges it on other documents")
     _print_notes(notes)
     print(f"wrote {write_sweep_figure(result, run.path)}", file=sys.stderr)
 
@@ -144,23 +147,32 @@ def watch(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Compute the held-out loss of runs and snapshots.
+    """Compute the held-out loss of runs and snapshots, with its standard error over documents.
 
     Example:
         pma evaluate runs/demo runs/demo/merged/sma-10 --config.evaluation.tokens=131072
     """
     from pma_jax.evaluation import targets
     from pma_jax.runtime import hosts
+    from pma_jax.runtime.formatting import format_loss, format_text
 
-    rows = targets.evaluate_targets(options.target, options.overrides)
+    rows = targets.evaluate_targets(options.target, options.overrides, options.part)
     if not hosts.is_first_process():
         return
-    header = ["target", "tokens", "loss", "perplexity", "bits/byte"]
+    header = ["target", "tokens", "loss", "perplexity", "bits/byte", "held-out text"]
     cells = [
-        [r["target"], f"{r['tokens']:,}", f"{r['loss']:.4f}", f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"]
+        [
+            r["target"],
+            f"{r['tokens']:,}",
+            format_loss(r),
+            f"{r['perplexity']:.3f}",
+            f"{r['bits_per_byte']:.4f}",
+            format_text(r["held_out"]),
+        ]
         for r in rows
     ]
     _print_table(options, rows, [header, *cells])
+    _print_notes(targets.describe_texts(rows))
 
 
 def inspect(options: argparse.Namespace) -> None:

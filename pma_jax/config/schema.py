@@ -80,8 +80,9 @@ class DataConfig:
     # Hugging Face tokenizer.json.
     tokenizer: Text = "bytes"
     bpe_vocabulary_size: Annotated[int, Range(257, 2**24)] = 4096  # for `bpe`: number of tokens
-    # Percentage of documents that are held out for evaluation, between 0 and 100, chosen by a hash of their names.
-    held_out_percent: Annotated[float, Range(0, 100, True, True)] = 2.0
+    # Percentage of documents that are held out for evaluation, between 0 and 100, chosen by a hash of their names. They
+    # are divided into three parts: to choose models, to report losses, and to fit weights. Lower it for large text.
+    held_out_percent: Annotated[float, Range(0, 100, True, True)] = 15.0
     cache_dir: Text = "~/.cache/pma_jax"  # local directory of prepared tokens, which runs on the same data share
 
 
@@ -222,7 +223,8 @@ class CheckpointConfig:
 class EvaluationConfig:
     """Validation loss on held-out text, computed at every snapshot."""
 
-    tokens: PositiveTokens = 65_536  # held-out tokens per evaluation; every evaluation uses the same ones
+    # Held-out tokens per evaluation, a sample of all documents of a part; every evaluation of a part uses the same.
+    tokens: PositiveTokens = 65_536
     batch_size_sequences: Sequences = 64  # sequences per evaluation batch, over all devices
 
 

@@ -3,10 +3,11 @@
 `open_corpus` opens a corpus, which can then be read any number of times. At most one document, or one batch of rows, is
 in memory at a time. Invalid user data raises a ValueError with a one-line message.
 
-A hash of a document's name decides its split. The name is the path of the file, relative to the directory before the
-first wildcard, plus the row number for JSONL, Parquet and hub data. It does not depend on where the corpus is stored.
-Training documents whose text equals a held-out text are dropped (`split_documents`), so that repeated texts, such as
-licence files and boilerplate `__init__.py` files, do not leak from training into validation.
+A hash of a document's name decides its split, and its place in the held-out text (data/sampling.py). The name is the
+path of the file, relative to the directory before the first wildcard, plus the row number for JSONL, Parquet and hub
+data. It does not depend on where the corpus is stored. Training documents whose text equals a held-out text are dropped
+(`split_documents`), so that repeated texts, such as licence files and boilerplate `__init__.py` files, do not leak from
+training into validation.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class CorpusScan:
 
     document_count: int
     utf8_bytes: int
-    held_out_hashes: frozenset[bytes]  # SHA-256 of every held-out text
+    held_out_keys: Mapping[bytes, int]  # SHA-256 of every held-out text -> `document_key` of its first document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +101,22 @@ def open_corpus(data_config: config.DataConfig) -> Corpus:
 
 def is_held_out(name: str, percent: float) -> bool:
     """Return whether the document `name` belongs to the `percent` of documents held out for validation."""
-    fraction = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
+    fraction = int.from_bytes(_hash_name(name)[:8], "big") / 2**64
     return 100 * fraction < percent
 
 
+def document_key(name: str) -> int:
+    """Return 64 bits of a hash of the name, independent of those that decide `is_held_out`."""
+    return int.from_bytes(_hash_name(name)[8:16], "big")
+
+
+def hash_text(document: Document) -> bytes:
+    """Return the SHA-256 of the document's full text."""
+    return hashlib.sha256(document.full_text.encode()).digest()
+
+
 def scan_corpus(corpus: Corpus, held_out_percent: float, advance: Callable[[int], None] = lambda _: None) -> CorpusScan:
-    """Count documents and bytes, and collect the hashes of the held-out texts (32 bytes each).
+    """Count documents and bytes, and collect the hashes of the held-out texts.
 
     Args:
         corpus: The corpus to read.
@@ -113,15 +124,15 @@ def scan_corpus(corpus: Corpus, held_out_percent: float, advance: Callable[[int]
         advance: Called with the number of UTF-8 bytes of each document after it is read.
     """
     document_count = utf8_bytes = 0
-    held_out = set()
+    held_out: dict[bytes, int] = {}
     for document in corpus.read():
         text_bytes = document.full_text.encode()
         document_count += 1
         utf8_bytes += len(text_bytes)
         advance(len(text_bytes))
         if is_held_out(document.name, held_out_percent):
-            held_out.add(hashlib.sha256(text_bytes).digest())
-    return CorpusScan(document_count, utf8_bytes, frozenset(held_out))
+            held_out.setdefault(hashlib.sha256(text_bytes).digest(), document_key(document.name))
+    return CorpusScan(document_count, utf8_bytes, held_out)
 
 
 def split_documents(corpus: Corpus, held_out_percent: float, scan: CorpusScan) -> Iterator[tuple[str, Document]]:
@@ -129,8 +140,12 @@ def split_documents(corpus: Corpus, held_out_percent: float, scan: CorpusScan) -
     for document in corpus.read():
         if is_held_out(document.name, held_out_percent):
             yield VALIDATION, document
-        elif hashlib.sha256(document.full_text.encode()).digest() not in scan.held_out_hashes:
+        elif hash_text(document) not in scan.held_out_keys:
             yield TRAIN, document
+
+
+def _hash_name(name: str) -> bytes:
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
 def _remove_nuls(documents: Iterator[Document]) -> Iterator[Document]:

@@ -1,9 +1,9 @@
 """Tokenised corpora: memory-mapped token shards in a directory named by a digest of all that determines the ids.
 
-    CACHE_DIR/DIGEST/meta.json              counts, dtype, digests
-                     tokenizer.json         Hugging Face format
-                     train-00000.bin        little-endian ids; earlier versions wrote several files
-                     validation-00000.bin
+    CACHE_DIR/KEY/meta.json                   counts, dtype, digests
+                  tokenizer.json              Hugging Face format
+                  train.bin, validation.bin   little-endian ids
+                  validation-documents.bin    the end and the key of each held-out document (DOCUMENT_DTYPE)
 
 The ids of each document are followed by the tokenizer's end-of-document id. In data with prompts, ids are signed, and
 an id t of a prompt is stored as -t - 1, so that it is no target of training (model/loss.py). A directory is published
@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,19 +36,24 @@ from pma_jax.storage import atomic, locks
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.paths import is_bucket
 
-FORMAT = 1
+FORMAT = 1  # of the ids; part of their digest
+LAYOUT = 2  # of the directory; part of its name
+# `end`: offset after the document's last token in its split. `key`: `corpus.document_key` of its name, or of the first
+# held-out document with the same text.
+DOCUMENT_DTYPE = np.dtype([("end", "<u8"), ("key", "<u8")])
 _STORED_FIELDS = ("digest", "corpus_digest", "tokenizer", "vocabulary_size", "end_of_document")  # in meta.json
+_DOCUMENTS_FILE = "validation-documents.bin"
 _ENCODE_CHARACTERS = 2**22  # characters of text per call of the tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenStream:
-    """The token stream of one split: the concatenation of its shards."""
+    """The token stream of one split: its documents, one after another."""
 
     documents: int
     tokens: int  # T, including one end-of-document token per document
     utf8_bytes: int  # of the text, plus one per document for its end-of-document token
-    shards: tuple[np.ndarray, ...]  # memory-mapped, read-only 1-D: the smallest unsigned dtype; signed with prompts
+    ids: np.ndarray  # memory-mapped, read-only [T]: the smallest unsigned dtype; signed with prompts
 
     @property
     def bytes_per_token(self) -> float:
@@ -67,6 +73,7 @@ class TokenSet:
     end_of_document: int
     train: TokenStream
     validation: TokenStream
+    held_out_documents: np.ndarray  # memory-mapped [D] of DOCUMENT_DTYPE: the documents of `validation`, in its order
 
 
 def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSet:
@@ -116,7 +123,8 @@ def open_tokens(directory: str | Path) -> TokenSet:
             directory=directory,
             **{field: meta[field] for field in _STORED_FIELDS},
             train=_open_split(directory, corpus.TRAIN, meta),
-            validation=_open_split(directory, corpus.VALIDATION, meta),
+            validation=(validation := _open_split(directory, corpus.VALIDATION, meta)),
+            held_out_documents=_map_file(directory / _DOCUMENTS_FILE, DOCUMENT_DTYPE, validation.documents),
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         raise DamageError(f"the tokens in {directory} are corrupt ({error}): delete it and run again") from error
@@ -157,7 +165,8 @@ def _cache_key(data: config.DataConfig, corpus_digest: str) -> str:
         tokenizer = f"bpe {data.bpe_vocabulary_size}"
     elif tokenizer != "bytes":
         tokenizer = f"file {tokenizing.load_tokenizer(tokenizer).digest}"
-    return _tokens_digest(data, corpus_digest, tokenizer)[:32]
+    parts = f"{_tokens_digest(data, corpus_digest, tokenizer)} layout {LAYOUT}"
+    return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
 def _tokens_digest(data: config.DataConfig, corpus_digest: str, tokenizer: str) -> str:
@@ -227,6 +236,7 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
     encode_task = bar.add_task("tokenising", total=scan.utf8_bytes)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(_token_path(folder, name).open("wb")) for name in names}
+        held_out = stack.enter_context((folder / _DOCUMENTS_FILE).open("wb"))
         for block in _group_documents(corpus.split_documents(source, data.held_out_percent, scan)):
             prompts = tokenizer.encode_many([document.prompt for _, document in block])
             ids = tokenizer.encode_many([document.text for _, document in block])
@@ -237,6 +247,9 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
                 splits[name]["documents"] += 1
                 splits[name]["tokens"] += document_T.size
                 splits[name]["utf8_bytes"] += size + 1
+                if name == corpus.VALIDATION:
+                    key = scan.held_out_keys[corpus.hash_text(document)]
+                    held_out.write(struct.pack("<QQ", splits[name]["tokens"], key))
                 bar.advance(encode_task, size)
     for name, split in splits.items():
         if not split["documents"]:
@@ -252,7 +265,7 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
         "vocabulary_size": tokenizer.vocabulary_size,
         "end_of_document": tokenizer.end_of_document,
         "dtype": dtype.str,
-        "splits": {name: split | {"shard_tokens": [split["tokens"]]} for name, split in splits.items()},
+        "splits": splits,
     }
 
 
@@ -288,18 +301,18 @@ def _group_documents(documents: Iterator[tuple[str, corpus.Document]]) -> Iterat
         yield block
 
 
-def _token_path(folder: Path, split: str, index: int = 0) -> Path:
-    return folder / f"{split}-{index:05d}.bin"
+def _token_path(folder: Path, split: str) -> Path:
+    return folder / f"{split}.bin"
 
 
 def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:
     counts = meta["splits"][name]
-    shards = []
-    for index, tokens in enumerate(counts["shard_tokens"]):
-        path = _token_path(folder, name, index)
-        dtype = np.dtype(meta["dtype"])
-        if path.stat().st_size != tokens * dtype.itemsize:
-            raise UserError(f"{path.name} has {path.stat().st_size} bytes instead of {tokens * dtype.itemsize}")
-        # np.asarray: slicing a np.memmap takes several times longer than slicing a plain array over it.
-        shards.append(np.asarray(np.memmap(path, dtype, mode="r")))
-    return TokenStream(counts["documents"], counts["tokens"], counts["utf8_bytes"], tuple(shards))
+    ids = _map_file(_token_path(folder, name), np.dtype(meta["dtype"]), counts["tokens"])
+    return TokenStream(counts["documents"], counts["tokens"], counts["utf8_bytes"], ids)
+
+
+def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    if path.stat().st_size != count * dtype.itemsize:
+        raise UserError(f"{path.name} has {path.stat().st_size} bytes instead of {count * dtype.itemsize}")
+    # np.asarray: slicing a np.memmap takes several times longer than slicing a plain array over it.
+    return np.asarray(np.memmap(path, dtype, mode="r"))

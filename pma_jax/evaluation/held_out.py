@@ -1,94 +1,121 @@
-"""Held-out batches on the mesh, and a function that evaluates parameters on them.
+"""The held-out loss of parameters: samples of held-out text on the mesh, and the function that evaluates on them.
 
-Dimensions: B sequences per batch, b of which this process reads; L targets per sequence; M = L + 1 tokens.
+Dimensions: R windows of a sample, B sequences per batch, b of which this process reads; M = L + 1 tokens per sequence.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
-from pma_jax.config import Config
+from pma_jax.config import Config, EvaluationConfig
 from pma_jax.config.errors import UserError
-from pma_jax.data import batches, shards
+from pma_jax.data import shards
+from pma_jax.data.sampling import MINIMUM_DOCUMENTS, HeldOutLoss, Sample, sample_text
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import PADDING_ID, evaluate
+from pma_jax.runs.directory import Run
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import local_rows, put_batch
 
 
-def held_out_batches(tokens: shards.TokenSet, config: Config, mesh: jax.sharding.Mesh) -> list[jax.Array]:
-    """Return int32 [B, M] batches with the first `evaluation.tokens` held-out targets, sharded over the batch axes."""
-    rows_b = local_rows(mesh, config.evaluation.batch_size_sequences)
-    return [put_batch(mesh, tokens_bxM) for tokens_bxM in read_held_out_windows(tokens, config, rows_b)]
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """A function from parameters on `mesh` to their loss on a sample of held-out text.
 
-
-def held_out_digest(tokens: shards.TokenSet, config: Config) -> str:
-    """Compute the SHA-256 (first 16 hex digits) of the held-out windows.
-
-    Losses on windows with equal digests are comparable.
+    The loss in bits per byte is the loss divided by ln(2) * `tokens.validation.bytes_per_token`
+    (`model.loss.bits_per_byte`), where `tokens` is the result of `shards.prepare_tokens`. It is exact for the bytes
+    tokenizer; for others, the divisor is an average over the split.
     """
-    digest = hashlib.sha256()
-    for tokens_BxM in read_held_out_windows(tokens, config):
-        digest.update(tokens_BxM.tobytes())
-    return digest.hexdigest()[:16]
+
+    sample: Sample
+    batches: Sequence[jax.Array]  # int32 [B, M] each: the windows of the sample, then padding
+    graph: nnx.GraphDef
+    mesh: jax.sharding.Mesh
+
+    def __call__(self, params: Any) -> HeldOutLoss:
+        """Compute the loss in nats per token, with its standard error over documents."""
+        with jax.set_mesh(self.mesh):
+            nats_RxL = evaluate(self.graph, params, self.batches)
+        return self.sample.estimate(nats_RxL[: len(self.sample.windows)])
 
 
-def make_evaluator(config: Config, mesh: jax.sharding.Mesh) -> Callable[[Any], float]:
-    """Return a function that maps parameters on `mesh` to their held-out loss in nats per token.
-
-    The held-out tokens are read and placed on the mesh here, not at each call. The loss in bits per byte is the loss
-    divided by ln(2) * `tokens.validation.bytes_per_token` (`model.loss.bits_per_byte`), where `tokens` is the result of
-    `shards.prepare_tokens`. It is exact for the bytes tokenizer; for others, the divisor is an average over the split.
-
-    Raises:
-        UserError: The corpus cannot be read, or has tokens outside the model's vocabulary.
-    """
-    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
-    shards.check_tokens_match_model(tokens, config.model)
-    with jax.set_mesh(mesh):
-        graph = graph_definition(config.model)
-        held_out = held_out_batches(tokens, config, mesh)
-
-    def loss(params: Any) -> float:
-        with jax.set_mesh(mesh):
-            return evaluate(graph, params, held_out)
-
-    return loss
-
-
-def read_held_out_windows(
-    tokens: shards.TokenSet, config: Config, rows_b: np.ndarray | None = None
-) -> Iterator[np.ndarray]:
-    """Yield batches with the first `evaluation.tokens` targets of the held-out split; later targets are PADDING_ID.
-
-    The tokens, their order and the number of batches do not depend on `rows_b`.
+def make_evaluator(
+    config: Config, mesh: jax.sharding.Mesh, part: str, tokens: shards.TokenSet | None = None
+) -> Evaluator:
+    """Read `evaluation.tokens` tokens of a part of the held-out text and place them on the mesh.
 
     Args:
-        tokens: The tokenised corpus.
-        config: Determines the sequence length, the number of targets and the batch size.
-        rows_b: Rows of each global batch to read, integers [b]; all rows by default.
-
-    Yields:
-        int32 [b, M].
+        config: Determines the model, the held-out text and the batch size.
+        mesh: The mesh of the parameters.
+        part: One of `data.sampling.PARTS`, or `ALL`.
+        tokens: The tokenised corpus, if it is prepared already.
 
     Raises:
-        UserError: The held-out split has too few targets.
+        UserError: The corpus cannot be read, has tokens outside the model's vocabulary, or too few for the sample.
     """
-    L, B = config.training.sequence_length_tokens, config.evaluation.batch_size_sequences
-    wanted = config.evaluation.tokens
-    available = tokens.validation.tokens - 1
-    if not 0 < wanted <= available:
+    tokens = tokens or prepare_tokens(config)
+    sample = read_sample(tokens, config, part)
+    with jax.set_mesh(mesh):
+        batches = put_sample(sample, config.evaluation.batch_size_sequences, mesh)
+        return Evaluator(sample, batches, graph_definition(config.model), mesh)
+
+
+def prepare_tokens(config: Config) -> shards.TokenSet:
+    """Open the tokenised corpus of `config`, tokenise it if needed, and check that the model can use its ids."""
+    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
+    shards.check_tokens_match_model(tokens, config.model)
+    return tokens
+
+
+def read_sample(tokens: shards.TokenSet, config: Config, part: str) -> Sample:
+    """Read the sample of a part that `config` asks for: `evaluation.tokens` tokens in windows of a training sequence.
+
+    Raises:
+        UserError: The part has too few tokens.
+    """
+    return sample_text(tokens, part, config.evaluation.tokens, config.training.sequence_length_tokens)
+
+
+def read_sample_of_run(run: Run, part: str, evaluation: EvaluationConfig) -> Sample:
+    """Read a sample of the held-out text that the run was trained without.
+
+    Raises:
+        UserError: The corpus on this machine is not the one that the run was trained on, or as `read_sample`.
+    """
+    config = dataclasses.replace(run.config, evaluation=evaluation)
+    tokens = prepare_tokens(config)
+    trained_on = run.metadata.get("corpus")
+    if trained_on != tokens.digest:
         raise UserError(
-            f"evaluation.tokens is {wanted} but the held-out split has only {available} targets: lower it, or raise "
-            "data.held_out_percent"
+            f"{run.path} was trained on another corpus ({trained_on}) than the one that its configuration finds here "
+            f"({tokens.digest}): restore the old text"
         )
-    rows_b = np.arange(B) if rows_b is None else rows_b
-    for first_row in range(0, -(-wanted // L), B):
-        starts_b = (first_row + rows_b) * L
-        windows_bxM = batches.read_windows(tokens.validation, starts_b, L + 1)
-        is_counted_bxL = starts_b[:, None] + np.arange(L) < wanted
-        windows_bxM[:, 1:] = np.where(is_counted_bxL, windows_bxM[:, 1:], PADDING_ID)
-        yield windows_bxM
+    return read_sample(tokens, config, part)
+
+
+def put_sample(sample: Sample, batch_size_sequences: int, mesh: jax.sharding.Mesh) -> list[jax.Array]:
+    """Place the windows of a sample on the mesh in int32 [B, M] batches, sharded over the batch axes.
+
+    The last batch is filled with padding, so the loss does not depend on the batch size.
+    """
+    B = batch_size_sequences
+    count = math.ceil(len(sample.windows) / B)
+    padding = ((0, count * B - len(sample.windows)), (0, 0))
+    batches_KxBxM = np.split(np.pad(sample.windows, padding, constant_values=PADDING_ID), count)
+    rows_b = local_rows(mesh, B)
+    return [put_batch(mesh, tokens_BxM[rows_b]) for tokens_BxM in batches_KxBxM]
+
+
+def describe_few_documents(text: Mapping[str, Any]) -> list[str]:
+    """Return a note if the part of a sample (`Sample.describe`) has too few documents for a reliable standard error."""
+    if text["part_documents"] >= MINIMUM_DOCUMENTS:
+        return []
+    return [
+        f"the part {text['part']!r} of the held-out text has {text['part_documents']} documents: standard errors over "
+        f"fewer than {MINIMUM_DOCUMENTS} are rough; add documents or raise data.held_out_percent"
+    ]

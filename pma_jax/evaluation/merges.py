@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pma_jax.config import Config
+from pma_jax.data.sampling import HeldOutLoss
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.merging.averager import weighted_sums_of_stream
 from pma_jax.model.decoder import abstract_params
@@ -31,12 +32,14 @@ SNAPSHOTS_IN_MEMORY = 2  # the one that is being added to the merges, and the ne
 class EvaluatedMerges:
     """The loss of each merge, and what the evaluation cost."""
 
-    losses: list[float]  # held-out nats per token, in the order of the rows
+    losses: list[HeldOutLoss]  # in the order of the rows
     passes: int  # how many times the snapshots were read
     seconds: dict[str, float]  # "read": reading snapshots (adding them overlaps with it); "evaluate": evaluating merges
 
 
-def evaluate_merges(config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike) -> EvaluatedMerges:
+def evaluate_merges(
+    config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike, part: str
+) -> EvaluatedMerges:
     """Compute the held-out loss of the merge that each row of weights defines.
 
     Each snapshot is read and added to all merges while the next one is read; snapshots that no row uses are not read.
@@ -48,6 +51,7 @@ def evaluate_merges(config: Config, snapshots: Sequence[Snapshot], weights_RxK: 
             snapshots.
         snapshots: K snapshots of one model. Both kinds may be listed, as long as no row mixes them.
         weights_RxK: float64 [R, K], one row per merge.
+        part: The part of the held-out text (`data.sampling.PARTS`).
 
     Raises:
         UserError: A snapshot is corrupt or does not fit the model.
@@ -59,8 +63,8 @@ def evaluate_merges(config: Config, snapshots: Sequence[Snapshot], weights_RxK: 
     passes = math.ceil(len(rows_RxK) / merges_per_pass)
     seconds = {"read": 0.0, "evaluate": 0.0}
     read = _add_timer(restore_params, seconds, "read")
-    evaluate = _add_timer(make_evaluator(config, mesh), seconds, "evaluate")
-    losses: list[float] = []
+    evaluate = _add_timer(make_evaluator(config, mesh, part), seconds, "evaluate")
+    losses: list[HeldOutLoss] = []
     for group_RxK in np.array_split(rows_RxK, passes):
         used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
         trees: Iterator[Any] = (read(snapshots[k], abstract) for k in used)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
@@ -15,19 +15,30 @@ import numpy as np
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.config.bounds import Range
 from pma_jax.config.errors import UserError
+from pma_jax.data.sampling import SELECT, HeldOutLoss, SampleDescription
+from pma_jax.evaluation.held_out import read_sample_of_run
 from pma_jax.evaluation.merges import EvaluatedMerges, evaluate_merges
 from pma_jax.merging import recipes
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
-from pma_jax.storage import atomic
-from pma_jax.storage.json_files import read_json
+from pma_jax.storage.json_files import read_json, update_json
 from pma_jax.storage.json_schema import Count, Loss
 from pma_jax.storage.paths import as_path, exists
 
+SWEEP_FILE_NAME = "sweep.json"
+_EMPTY = {
+    "raw_loss": None,
+    "raw_standard_error": None,
+    "rows": [],
+    "left_out": {},
+    "passes": 1,
+    "seconds": {},
+}
+
 
 class SweepRow(TypedDict):
-    """One merge in sweep.json; rows of early versions lack the interval and the kind."""
+    """One merge in sweep.json; rows of early versions lack the interval, the kind and the standard error."""
 
     text: str
     recipe: str
@@ -35,13 +46,16 @@ class SweepRow(TypedDict):
     interval: NotRequired[Annotated[int, Range(1)]]
     kind: NotRequired[Literal["point", "block_mean"]]
     loss: Loss
+    standard_error: NotRequired[Loss | None]
 
 
 class SweepResult(TypedDict):
-    """Contents of sweep.json."""
+    """Contents of sweep.json; those of early versions lack the description of the held-out text."""
 
     tokens: Count
+    held_out: NotRequired[SampleDescription]
     raw_loss: Loss | None
+    raw_standard_error: NotRequired[Loss | None]
     rows: list[SweepRow]
     left_out: NotRequired[dict[str, str]]
     passes: NotRequired[Count]
@@ -117,8 +131,9 @@ def sweep(
 ) -> dict[str, Any]:
     """Evaluate every recipe with every window and interval at the newest snapshot, and cache the rows in sweep.json.
 
-    See `evaluate_merges` for how snapshots are read and how much memory is used. Rows of sweep.json for the same newest
-    snapshot are reused; rows for another newest snapshot are discarded.
+    The held-out text is the part `select`, because the losses serve to choose a merge. See `evaluate_merges` for how
+    snapshots are read and how much memory is used. Rows of sweep.json for the same newest snapshot and text are reused;
+    other rows are discarded.
 
     Args:
         run: The run, with snapshots of `kind`.
@@ -129,8 +144,9 @@ def sweep(
 
     Returns:
         The content of sweep.json:
-        `tokens`: token count of the newest snapshot. `raw_loss`: loss of the point snapshot there, or None.
-        `rows`: one dict for each merge: recipe, window, interval, kind, text (`Cell.text`), loss in nats per token.
+        `tokens`: token count of the newest snapshot. `held_out`: how the text was sampled (`Sample.describe`).
+        `raw_loss`, `raw_standard_error`: of the point snapshot there, or None.
+        `rows`: one dict (`SweepRow`) for each merge; losses in nats per token, standard errors over documents.
         `left_out`: maps the text of each merge that cannot be made to the reason.
         `passes`: how many times snapshots were read in the last call that evaluated anything.
         `seconds`: the time of that call: read (reading and adding snapshots), evaluate, and all.
@@ -141,13 +157,35 @@ def sweep(
     began = time.perf_counter()
     for text in recipe_texts:
         recipes.parse(text)
-    snapshots = run.of_kind(kind)
-    if not snapshots:
-        raise UserError(
-            f"{run.path} has no snapshots of kind {kind}: it saves {', '.join(run.config.checkpoint.kinds)}"
-        )
-    tokens_K = [s.tokens for s in snapshots]
+    if not (snapshots := run.of_kind(kind)):
+        kinds = ", ".join(run.config.checkpoint.kinds)
+        raise UserError(f"{run.path} has no snapshots of kind {kind}: it saves {kinds}")
     grid = dict.fromkeys(Cell(r, n, i, kind) for r, n, i in itertools.product(recipe_texts, windows, intervals))
+    left_out = _impossible_merges(run, grid, snapshots)
+    text = read_sample_of_run(run, SELECT, run.config.evaluation).describe()
+    empty = _EMPTY | {"tokens": snapshots[-1].tokens, "held_out": text}
+    # Read on the first process and broadcast, so that all processes evaluate the same merges.
+    stored = _matching(json.loads(hosts.broadcast_from_first(lambda: json.dumps(read_sweep(run)))), empty)
+    excluded = {row["text"] for row in stored["rows"]} | left_out.keys()
+    new = [cell for cell in grid if cell.text not in excluded]
+    result = stored | {"left_out": left_out}
+    if new:
+        result |= _evaluate_new(run, new, stored)
+        result["seconds"]["all"] = time.perf_counter() - began
+    if result != stored and hosts.is_first_process():
+
+        def add(content: dict[str, Any] | None) -> dict[str, Any]:
+            # Another process may have added rows meanwhile.
+            rows = {row["text"]: row for row in [*_matching(content, empty)["rows"], *result["rows"]]}
+            return result | {"rows": list(rows.values())}
+
+        return update_json(run.path / SWEEP_FILE_NAME, SweepResult, add)
+    return result
+
+
+def _impossible_merges(run: Run, grid: Collection[Cell], snapshots: Sequence[Snapshot]) -> dict[str, str]:
+    """Return the text of each merge that cannot be made, with the reason. Raises UserError if that is all of them."""
+    tokens_K = [s.tokens for s in snapshots]
     left_out: dict[str, str] = {}
     for cell in grid:
         try:
@@ -158,20 +196,11 @@ def sweep(
         raise UserError(
             f"no merge of the grid is possible in {run.path}: {'; '.join(f'{t}: {why}' for t, why in left_out.items())}"
         )
-    stored = _read_stored(run, snapshots[-1].tokens)
-    excluded = {row["text"] for row in stored["rows"]} | left_out.keys()
-    new = [cell for cell in grid if cell.text not in excluded]
-    result = stored | {"left_out": left_out}
-    if new:
-        result |= _evaluate_new(run, new, stored)
-        result["seconds"]["all"] = time.perf_counter() - began
-    if result != stored and hosts.is_first_process():
-        atomic.write_text(run.path / "sweep.json", json.dumps(result, indent=2) + "\n")
-    return result
+    return left_out
 
 
 def evaluate_cells(
-    config: Config, snapshots: Mapping[str, Sequence[Snapshot]], cells_and_tokens: Sequence[tuple[Cell, int]]
+    config: Config, snapshots: Mapping[str, Sequence[Snapshot]], cells_and_tokens: Sequence[tuple[Cell, int]], part: str
 ) -> EvaluatedMerges:
     """Evaluate each cell at a token count of its own. See `evaluate_merges` for cost, memory and the result.
 
@@ -180,6 +209,7 @@ def evaluate_cells(
         snapshots: Maps each kind of the cells to its snapshots, oldest first.
         cells_and_tokens: Pairs of a cell and the token count at which its newest snapshot was scheduled (see
             `snapshots_through`). The token count of that snapshot is also accepted.
+        part: The part of the held-out text (`data.sampling.PARTS`).
 
     Raises:
         UserError: No snapshot was scheduled at a token count, too few precede it, or a recipe rejects them.
@@ -190,7 +220,7 @@ def evaluate_cells(
         used = snapshots_through(snapshots[cell.kind], scheduled_tokens, config.batch_tokens)
         start = all_snapshots.index(used[0])
         row_K[start : start + len(used)] = cell.coefficients(config, [s.tokens for s in used])
-    return evaluate_merges(config, all_snapshots, coefficients_RxK)
+    return evaluate_merges(config, all_snapshots, coefficients_RxK, part)
 
 
 def snapshots_through(snapshots: Sequence[Snapshot], scheduled_tokens: int, batch_tokens: int) -> Sequence[Snapshot]:
@@ -215,30 +245,31 @@ def read_sweep(run: Run) -> dict[str, Any] | None:
     Raises:
         UserError: The file is corrupt.
     """
-    path = as_path(run.path / "sweep.json")
+    path = as_path(run.path / SWEEP_FILE_NAME)
     return read_json(path, SweepResult, allow_nan=True) if exists(path) else None
 
 
 def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate `new` and return the keys of sweep.json that change: raw_loss, rows, passes and seconds."""
-    tokens, raw_loss = stored["tokens"], stored["raw_loss"]
+    """Evaluate `new` and return the keys of sweep.json that change."""
+    tokens, raw = stored["tokens"], HeldOutLoss(stored["raw_loss"], stored["raw_standard_error"])
     snapshots = {kind: run.of_kind(kind) for kind in dict.fromkeys([new[0].kind, RAW.kind])}
     has_raw = any(s.tokens == tokens for s in snapshots[RAW.kind])
     # The raw loss is evaluated as one more merge, so that the newest point is not read twice.
-    cells = list(dict.fromkeys([*new, RAW] if has_raw and raw_loss is None else new))
-    evaluated = evaluate_cells(run.config, snapshots, [(cell, tokens) for cell in cells])
+    cells = list(dict.fromkeys([*new, RAW] if has_raw and raw.loss is None else new))
+    evaluated = evaluate_cells(run.config, snapshots, [(cell, tokens) for cell in cells], SELECT)
     losses = dict(zip(cells, evaluated.losses, strict=True))
-    rows = [{**dataclasses.asdict(cell), "text": cell.text, "loss": losses[cell]} for cell in new]
+    rows = [{**dataclasses.asdict(cell), "text": cell.text, **dataclasses.asdict(losses[cell])} for cell in new]
+    raw = losses.get(RAW, raw)
     return {
-        "raw_loss": losses.get(RAW, raw_loss),
+        "raw_loss": raw.loss,
+        "raw_standard_error": raw.standard_error,
         "rows": [*stored["rows"], *rows],
         "passes": evaluated.passes,
         "seconds": evaluated.seconds,
     }
 
 
-def _read_stored(run: Run, tokens: int) -> dict[str, Any]:
-    """Return the content of sweep.json if its newest snapshot has `tokens`, or an empty sweep otherwise."""
-    empty = {"tokens": tokens, "raw_loss": None, "rows": [], "left_out": {}, "passes": 1, "seconds": {}}
-    stored = empty | (read_sweep(run) or {})
-    return stored if stored["tokens"] == tokens else empty
+def _matching(content: dict[str, Any] | None, empty: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of sweep.json if it is for the newest snapshot and held-out text of `empty`, else `empty`."""
+    is_same = content and all(content.get(key) == empty[key] for key in ("tokens", "held_out"))
+    return empty | content if content and is_same else empty

@@ -7,6 +7,7 @@ which has no locks, only one may.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -20,6 +21,7 @@ from etils import epath
 
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.config.errors import DamageError
+from pma_jax.data.sampling import SELECT, HeldOutLoss
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.merging import recipes
@@ -47,9 +49,10 @@ def watch(
     """Evaluate previews as snapshots are published, until the end of `run`; yield one line of text per preview.
 
     A preview merges the newest N published snapshots from `preview.start_tokens` on with `recipe`, as during training.
-    Previews in watch.jsonl are not evaluated again. A snapshot that cannot be read (corrupt, or removed by retention)
-    is skipped and reported in a line; merges that would then have a gap are not made. Host memory holds the parameters
-    of the largest window; devices hold them while averaging. Process 0 lists the snapshots and writes watch.jsonl.
+    Previews in watch.jsonl are not evaluated again, unless they are of other held-out text. A snapshot that cannot be
+    read (corrupt, or removed by retention) is skipped and reported in a line; merges that would then have a gap are not
+    made. Host memory holds the parameters of the largest window; devices hold them while averaging. Process 0 lists the
+    snapshots and writes watch.jsonl.
 
     Args:
         run: The run to watch.
@@ -70,11 +73,12 @@ def watch(
     names = {n: Cell(recipe, n, kind=kind).text for n in windows}
     log = run.path / "watch.jsonl"
     buffer = _SnapshotBuffer(config, windows[-1])  # makes the mesh, before a collective can initialise the backend
-    published, evaluate, handled_tokens = _PublishedSnapshots(run, kind), None, -1
+    evaluate = make_evaluator(config, buffer.mesh, SELECT)
+    published, text, handled_tokens = _PublishedSnapshots(run, kind), evaluate.sample.digest, -1
     while True:
         yield from published.refresh()
         new = [s for s in published.snapshots if s.tokens > handled_tokens]
-        recorded = _broadcast_recorded_previews(log) if new else set()
+        recorded = _broadcast_recorded_previews(log, text) if new else set()
         for snapshot in new:
             candidates = [s for s in published.snapshots if s.tokens <= snapshot.tokens]
             available = buffer.count_without_gap(candidates)
@@ -86,10 +90,8 @@ def watch(
                 handled_tokens = max(handled_tokens, snapshot.tokens) if failed[0] is snapshot else handled_tokens
                 yield published.exclude(*failed)
                 break
-            evaluate = evaluate or (make_evaluator(config, buffer.mesh) if missing else None)
             for n, (_, merged) in zip(missing, buffer.window.merges(recipe, missing), strict=True):
-                assert evaluate is not None
-                yield from _record_preview(log, snapshot, names[n], evaluate(merged))
+                yield from _record_preview(log, snapshot, names[n], evaluate(merged), text)
             handled_tokens = snapshot.tokens
         else:
             if once or config.is_run_complete(handled_tokens):
@@ -97,16 +99,19 @@ def watch(
             time.sleep(poll_seconds)
 
 
-def _record_preview(log: epath.Path, snapshot: Snapshot, name: str, loss: float) -> list[str]:
+def _record_preview(
+    log: epath.Path, snapshot: Snapshot, name: str, evaluated: HeldOutLoss, text_digest: str
+) -> list[str]:
     """Append a preview to watch.jsonl, and return the line that reports it; none if another wrote it."""
-    record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step}
+    record = {"kind": "preview", "by": "watch", "tokens": snapshot.tokens, "step": snapshot.step, "recipe": name}
+    record |= dataclasses.asdict(evaluated) | {"text": text_digest}
     if hosts.is_first_process():
         with lock_watch_records(log.parent):
-            if (name, snapshot.tokens) in _read_recorded_previews(log):
+            if (name, snapshot.tokens) in _read_recorded_previews(log, text_digest):
                 return []
             with contextlib.closing(LineFile(log)) as file:
-                file.write_lines(record_lines([record | {"recipe": name, "loss": loss}]))
-    return [f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {name} {loss:.4f}"]
+                file.write_lines(record_lines([record]))
+    return [f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {name} {evaluated.loss:.4f}"]
 
 
 class _PublishedSnapshots:
@@ -201,21 +206,21 @@ def _restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     return params
 
 
-def _broadcast_recorded_previews(log: epath.Path) -> set[tuple[str, int]]:
-    """Return the (recipe, tokens) of the previews in watch.jsonl, the same in all processes of a command."""
+def _broadcast_recorded_previews(log: epath.Path, text_digest: str) -> set[tuple[str, int]]:
+    """Return the (recipe, tokens) of the previews on a text in watch.jsonl, the same in all processes of a command."""
 
     def read() -> str:
         with lock_watch_records(log.parent):
-            return json.dumps(sorted(_read_recorded_previews(log)))
+            return json.dumps(sorted(_read_recorded_previews(log, text_digest)))
 
     return {(recipe, tokens) for recipe, tokens in json.loads(hosts.broadcast_from_first(read))}
 
 
-def _read_recorded_previews(log: epath.Path) -> set[tuple[str, int]]:
-    """Read the (recipe, tokens) of the previews in watch.jsonl, after removing an incomplete last line."""
-    recorded = {(r["recipe"], r["tokens"]) for r in read_metric_records(log) if r["kind"] == "preview"}
+def _read_recorded_previews(log: epath.Path, text_digest: str) -> set[tuple[str, int]]:
+    """Read the (recipe, tokens) of the previews on a text in watch.jsonl, after removing an incomplete last line."""
+    previews = [r for r in read_metric_records(log) if r["kind"] == "preview" and r.get("text") == text_digest]
     # A killed process may have written part of a line; the next record would be appended to it.
     data = log.read_bytes() if exists(log) else b""
     if data and not data.endswith(b"\n"):
         atomic.write_bytes(log, data[: data.rfind(b"\n") + 1])
-    return recorded
+    return {(r["recipe"], r["tokens"]) for r in previews}

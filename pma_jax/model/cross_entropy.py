@@ -38,8 +38,19 @@ def cross_entropy(
     Returns:
         Two float32 scalars, summed over all devices: the objective, and cross-entropy in nats, without gradient.
     """
-    objective, nats = _sum_on_mesh(x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=False)
+    objective, nats, _ = _sum_on_mesh(x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=False)
     return objective, nats
+
+
+def cross_entropy_of_targets(
+    x_BxLxD: jax.Array, head_DxV: jax.Array, targets_BxL: jax.Array, chunk_tokens: int
+) -> jax.Array:
+    """Compute the cross-entropy of each target in nats, without gradient. See `cross_entropy` for the arguments.
+
+    Returns:
+        float32 [B, L], 0 for negative targets.
+    """
+    return _sum_on_mesh(x_BxLxD, head_DxV, targets_BxL, 0.0, chunk_tokens, with_gradients=False)[2]
 
 
 def _forward(
@@ -69,7 +80,10 @@ def _sum_on_mesh(
     chunk_tokens: int,
     with_gradients: bool,
 ) -> tuple[jax.Array, ...]:
-    """Compute both sums, and the objective's gradients of `x` and `head` if requested, over all devices of the mesh."""
+    """Compute both sums over all devices of the mesh.
+
+    Also return the objective's gradients of `x` and `head` if they are requested, or else the nats of each target.
+    """
     x, head, rows = RULES.spec("batch", None, None), RULES.spec("width", "vocabulary"), RULES.spec("batch", None)
     mesh = jax.sharding.get_abstract_mesh()
     split = any(mesh.shape[axis] > 1 for axis in non_manual_axes())
@@ -83,7 +97,7 @@ def _sum_on_mesh(
     if not split:  # without shard_map, because XLA on CPU keeps collectives over one device, which synchronise
         full = (jax.reshard(array, P(*[None] * array.ndim)) for array in (x_BxLxD, head_DxV, targets_BxL))
         return own(*full)
-    sums = (P(), P(), x, head) if with_gradients else (P(), P())
+    sums = (P(), P(), x, head) if with_gradients else (P(), P(), rows)
     return map_over_devices(own, (x, head, rows), sums)(x_BxLxD, head_DxV, targets_BxL)
 
 
@@ -120,10 +134,11 @@ def _sum_on_device(
         total_C, target_C = _reduce(jax.lax.psum, vocabulary_axes, rows_2xC)
         log_z_C = largest_C + jnp.log(total_C)
         counted_C = (targets_C >= 0).astype(jnp.float32)
-        nats = jnp.sum((log_z_C - target_C) * counted_C)
+        nats_C = (log_z_C - target_C) * counted_C
+        nats = jnp.sum(nats_C)
         objective = nats + z_loss_weight * jnp.sum(jnp.square(log_z_C) * counted_C)
         if not with_gradients:
-            return (sums[0] + objective, sums[1] + nats), None
+            return (sums[0] + objective, sums[1] + nats), nats_C
         scale_Cx1 = ((1 + 2 * z_loss_weight * log_z_C) / total_C * counted_C)[:, None]
         d_logits_CxV = (weights_CxV * scale_Cx1 - hit_CxV * counted_C[:, None]).astype(x_CxD.dtype)
         d_x_CxD = jnp.einsum("cv,dv->cd", d_logits_CxV, head_DxV, preferred_element_type=jnp.float32)
@@ -134,17 +149,17 @@ def _sum_on_device(
     zero = jnp.zeros((), jnp.float32)
     sums = (zero, zero, jnp.zeros((D, V), jnp.float32)) if with_gradients else (zero, zero)
     if count == 1:
-        sums, d_x = add_chunk(sums, (x_NxCxD[0], targets_NxC[0]))
+        sums, rest = add_chunk(sums, (x_NxCxD[0], targets_NxC[0]))
     else:
-        sums, d_x = jax.lax.scan(add_chunk, sums, (x_NxCxD, targets_NxC))
+        sums, rest = jax.lax.scan(add_chunk, sums, (x_NxCxD, targets_NxC))
     objective, nats, *gradient = sums
     numbers = _reduce(jax.lax.psum, batch_axes, (objective, nats))
-    if d_x is None:
-        return numbers
+    if not with_gradients:
+        return *numbers, jnp.reshape(rest, -1)[:S].reshape(targets_BxL.shape)
     d_head_DxV = _reduce(jax.lax.psum, tuple(axis for axis in batch_axes if axis not in width_axes), gradient[0])
     if width_axes:
         d_head_DxV = jax.lax.psum_scatter(d_head_DxV, width_axes, scatter_dimension=0, tiled=True)
-    d_x_BxLxD = jnp.reshape(d_x, (-1, D))[:S].reshape(x_BxLxD.shape)
+    d_x_BxLxD = jnp.reshape(rest, (-1, D))[:S].reshape(x_BxLxD.shape)
     return *numbers, _reduce(jax.lax.psum, vocabulary_axes, d_x_BxLxD), d_head_DxV.astype(head_DxV.dtype)
 
 

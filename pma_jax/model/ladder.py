@@ -132,6 +132,7 @@ def get_config(name: str) -> ml_collections.ConfigDict:
     c.checkpoint.state_interval_tokens = int(interval)
     c.preview.windows = (window,)
     c.preview.start_tokens = int(window * interval)
+    c.data.held_out_percent = 2.0  # of large text; the default suits a small corpus
     c.evaluation.batch_size_sequences = 64
     c.evaluation.tokens = 64 * size.sequence_length_tokens
     c.mesh.data, c.mesh.fsdp = 1, -1

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import P
 
-from pma_jax.model.cross_entropy import cross_entropy
+from pma_jax.model.cross_entropy import cross_entropy, cross_entropy_of_targets
 from pma_jax.model.decoder import Params, make_decoder
 
 PADDING_ID = -1
@@ -60,21 +61,26 @@ def decode_masked_ids(ids_BxL: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the summed cross-entropy in nats and the number of targets of a batch."""
-    _, sums = loss_sums(graph, params, tokens_BxM)
-    return sums["nats"], sums["count"]
+def evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) -> jax.Array:
+    """Return the cross-entropy in nats of each target of a batch: float32 [B, L], replicated; 0 for masked targets."""
+    model = make_decoder(graph, params)
+    x_BxLxD, _ = model.hidden_states(decode_masked_ids(tokens_BxM[:, :-1]))
+    nats_BxL = cross_entropy_of_targets(x_BxLxD, model.head(), tokens_BxM[:, 1:], model.config.logits_chunk_tokens)
+    return jax.reshard(nats_BxL, P(None, None))
 
 
-def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) -> float:
-    """Compute the mean cross-entropy in nats per target over batches of int32 [B, M]. Call under `jax.set_mesh`."""
-    sums = []
+def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) -> np.ndarray:
+    """Compute the cross-entropy in nats of each target of batches of int32 [B, M]. Call under `jax.set_mesh`.
+
+    Returns:
+        float32 [R, L], the rows of all batches; 0 for masked targets. It is the same in all processes.
+    """
+    parts: list[jax.Array] = []
     for tokens_BxM in batches:
-        sums.append(evaluation_step(graph, params, tokens_BxM))
-        if len(sums) > MAX_BATCHES_IN_FLIGHT:
-            jax.block_until_ready(sums[-1 - MAX_BATCHES_IN_FLIGHT])
-    nats, count = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
-    return float(nats / count)
+        parts.append(evaluation_step(graph, params, tokens_BxM))
+        if len(parts) > MAX_BATCHES_IN_FLIGHT:
+            parts[-1 - MAX_BATCHES_IN_FLIGHT].block_until_ready()
+    return np.concatenate(jax.device_get(parts))
 
 
 def perplexity(nats_per_token: float) -> float:

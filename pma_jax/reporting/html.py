@@ -41,20 +41,26 @@ def _model_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
         ("best merge", best),
         ("best of block means", report["best_block_merge"]),
     ]
-    rows = [("raw", report["raw_loss"])]
-    rows += [(f"{name}, {m['text']}", m["loss"]) for name, m in named if m and (m != best or name == "best merge")]
+    errors = {m["text"]: m["standard_error"] for m in report["merges"]}
+    rows = [("raw", report["raw_loss"], report["raw_standard_error"])]
+    rows += [
+        (f"{name}, {m['text']}", m["loss"], errors[m["text"]])
+        for name, m in named
+        if m and (m != best or name == "best merge")
+    ]
     for i, run in enumerate(report["annealed_runs"]):
         name = f"annealed, {run['annealing']['shape']}"
-        rows.append((name if i == 0 else f"{name} ({run['run']})", run["loss"]))
+        rows.append((name if i == 0 else f"{name} ({run['run']})", run["loss"], run["standard_error"]))
     return [
         {
             "name": name,
             "loss": loss,
+            "error": error,
             "share": recovered_share(report["raw_loss"], report["annealed_loss"], loss),
             "perplexity": perplexity(loss),
             "bits": bits_per_byte(loss, 1),
         }
-        for name, loss in rows
+        for name, loss, error in rows
     ]
 
 
@@ -74,11 +80,21 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
+def _capitalize_first(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def _load_template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pma_jax.reporting", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"loss": _loss, "percent": _percent, "millions": _millions, "signed": _signed}
+    environment.filters |= {
+        "loss": _loss,
+        "percent": _percent,
+        "millions": _millions,
+        "signed": _signed,
+        "capitalize_first": _capitalize_first,
+    }
     return environment.get_template("page.html")
 
 

@@ -3,12 +3,11 @@
 The raw model has the parameters of the run at its horizon, which is its last evaluation. An annealed model is the end
 of a fork whose learning rate decays. Losses are nats per token on the same held-out text for all models, and positions
 are tokens seen since the start of training. The share that a merge recovers is (raw - merged) / (raw - annealed): 0 for
-the raw model, 1 for the annealed one.
+the raw model, 1 for the annealed one. The best merge and the best annealed branch are those with the lowest recorded
+losses (`select_loss`); all are judged by their losses on other held-out text (reporting/judging.py).
 """
 
 import json
-import math
-import operator
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -18,90 +17,80 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.analysis.comparison import recovered_share
-from pma_jax.config import SNAPSHOT_KINDS
-from pma_jax.config.errors import UserError
-from pma_jax.evaluation.sweep import read_sweep
 from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting import html
 from pma_jax.reporting.commands import reproduction_commands
 from pma_jax.reporting.drawing import DARK, LIGHT, PAGE_DPI, to_png
+from pma_jax.reporting.judging import judge
+from pma_jax.reporting.recorded import Curve, drop_nonfinite, recorded_losses, select_loss
 from pma_jax.reporting.report_figure import draw_report
-from pma_jax.runs.directory import Run, read_metric_records
-from pma_jax.runtime.formatting import align_columns
+from pma_jax.runs.directory import Run
+from pma_jax.runtime.formatting import align_columns, format_loss
 from pma_jax.runtime.mesh import AXES
 from pma_jax.storage import atomic
 from pma_jax.storage.paths import absolute_path
-from pma_jax.training import rollback
-
-_loss = operator.itemgetter("loss")
 
 Report = dict[str, Any]
-Curve = list[list[float]]  # [tokens, loss] pairs, in order of tokens
-SWEEP_ROW_DEFAULTS = {"interval": 1, "kind": "point"}  # for rows of sweep.json without these keys
-LOSS_TOLERANCE_NATS = 1e-3  # the raw losses of sweep and run may differ by this: devices round differently
-SPIKE_KEYS = ("onset_tokens", "tokens", "verdict", "loss", "peak_loss", "median_loss", "spread_nats")
 
 
 def build_report(run: Run, forks: Sequence[Run]) -> Report:
-    """Compare a run and its merges at its horizon with its annealed forks.
+    """Compare a run and its merges at its horizon with its annealed forks; evaluate all snapshots on the part `report`.
 
-    If there are several annealed forks, the recovered shares refer to the one with the lowest loss, which gives the
-    smallest shares. `notes` in the result states which forks and merges were omitted, and why.
+    If there are several annealed forks, the recovered shares refer to the one with the lowest recorded loss. `notes` in
+    the result states which forks and merges were omitted, and why; `judged`, on which text the losses are.
 
     Raises:
         UserError: The run has no evaluations or diverged, or a fork cannot be compared with it.
     """
-    raw = _curve(run, "evaluation")
-    if not raw:
-        raise UserError(f"{run.path} has no held-out evaluations: train it to its first snapshot, then report again")
-    tokens, raw_loss = int(raw[-1][0]), raw[-1][1]
-    if not math.isfinite(raw_loss):
-        raise UserError(f"{run.path} diverged: its held-out loss at {tokens:,} tokens is {raw_loss}")
-    _check_comparable(run, forks)
     notes: list[str] = []
-    annealed = _describe_annealed_forks(forks, tokens, notes)
+    losses = judge(run, forks, recorded_losses(run, forks, notes), notes)
+    annealed, merges, previews = losses["annealed"], losses["merges"], losses["previews"]
+    tokens, raw_loss = losses["tokens"], losses["raw_loss"]
     best = annealed[0] if annealed else None
     annealed_loss = best["loss"] if best else None
     if annealed_loss is not None and annealed_loss >= raw_loss:
         notes.append("annealing did not lower the loss, so there is no gain to recover and there are no shares")
-    merges = _merge_rows(run, tokens, raw_loss, annealed_loss, notes)
+    for merge in merges:
+        merge["recovered_share"] = recovered_share(raw_loss, annealed_loss, merge["loss"])
     plain = [m for m in merges if m["kind"] == "point" and m["interval"] == 1]
-    best_sma = min((m for m in plain if m["recipe"] == "sma"), key=_loss, default=None)
-    best_block = min((m for m in merges if m["kind"] == "block_mean"), key=_loss, default=None)
-    previews = _preview_curves(run)
+    best_sma = min((m for m in plain if m["recipe"] == "sma"), key=select_loss, default=None)
+    best_block = min((m for m in merges if m["kind"] == "block_mean"), key=select_loss, default=None)
     report: Report = {
         "run": run.path.name,
         "tokens": tokens,
+        "judged": losses["judged"],
+        "held_out": losses["held_out"],
         "raw_loss": raw_loss,
+        "raw_standard_error": losses["raw_standard_error"],
         "annealed_loss": annealed_loss,
         "merged_loss": {m["text"]: m["loss"] for m in merges},
         "recovered_share": best_sma["recovered_share"] if best_sma else None,
         "tokens_saved": tokens - best["fork_tokens"] if best else None,
         "best_sma": _select_fields(best_sma),
-        "best_merge": _select_fields(min(merges, key=_loss, default=None)),
+        "best_merge": _select_fields(min(merges, key=select_loss, default=None)),
         "best_block_merge": _select_fields(best_block),
         "block_points_gained": _share_difference(best_block, best_sma),  # a fraction; may be negative
         "recovered_shares": {m["text"]: m["recovered_share"] for m in merges},
         "fork_tokens": best["fork_tokens"] if best else None,
         "annealing": best["annealing"] if best else None,
-        **_summarize_previews(previews, raw),
+        **_summarize_previews(previews, losses["raw"]),
     }
     report["finding"] = _format_finding(report)
     return report | {
         "notes": notes,
-        "spikes": spike_rows(run),
+        "spikes": losses["spikes"],
         "merges": merges,
-        "annealed_runs": [{k: v for k, v in a.items() if k != "curve"} for a in annealed],
+        "annealed_runs": [{k: v for k, v in a.items() if k not in ("curve", "path")} for a in annealed],
         "parameters": _parameter_count(run),
         "tokenizer": run.config.data.tokenizer,
         "snapshot_interval_tokens": run.config.checkpoint.interval_tokens,
         "corpus_digest": run.metadata.get("corpus"),
-        "evaluation_digest": run.metadata.get("evaluation"),
+        "evaluation_digest": (losses["held_out"] or {}).get("digest", run.metadata.get("evaluation")),
         "config_digest": configuration.digest(run.config),
         "versions": dict(sorted(run.metadata.get("versions", {}).items())),
         "commands": reproduction_commands(run, forks, merges),
-        "curves": {"raw": _drop_nonfinite(raw), "annealed": best["curve"] if best else [], "previews": previews},
+        "curves": {"raw": losses["raw"], "annealed": best["curve"] if best else [], "previews": previews},
     }
 
 
@@ -133,162 +122,32 @@ def format_report(report: Report) -> str:
     rows = [["model", "loss", "perplexity", *(["bits/byte"] if bytes_only else []), "recovered"]]
     raw_loss, annealed_loss = report["raw_loss"], report["annealed_loss"]
     models = [
-        ("raw", raw_loss),
-        *((m["text"], m["loss"]) for m in report["merges"]),
-        *((f"annealed ({fork['annealing']['shape']})", fork["loss"]) for fork in report["annealed_runs"]),
+        ("raw", {"loss": raw_loss, "standard_error": report["raw_standard_error"]}),
+        *((m["text"], m) for m in report["merges"]),
+        *((f"annealed ({fork['annealing']['shape']})", fork) for fork in report["annealed_runs"]),
     ]
     best = (report["best_merge"] or {}).get("text")
-    for name, loss in models:
+    for name, model in models:
+        loss = model["loss"]
         share = recovered_share(raw_loss, annealed_loss, loss)
         bits = [f"{bits_per_byte(loss, 1):.4f}"] if bytes_only else []
         recovered = "-" if share is None else f"{share:.1%}"
-        rows.append([name + (" *" if name == best else ""), f"{loss:.4f}", f"{perplexity(loss):.4f}", *bits, recovered])
+        rows.append(
+            [name + (" *" if name == best else ""), format_loss(model), f"{perplexity(loss):.4f}", *bits, recovered]
+        )
     lines = align_columns(rows).splitlines()
     lines[1:1] = ["-" * len(lines[0])]
     if best:
         lines.append("* the best merge")
+    lines.append(report["judged"])
     if report["previews_total"]:
         lines.append(f"previews below the raw loss: {report['previews_below_raw']} of {report['previews_total']}")
     return "\n".join([report["finding"], "", *lines, *(f"note: {note}" for note in report["notes"])])
 
 
-def spike_rows(run: Run) -> list[dict[str, Any]]:
-    """Return one row per loss spike, in order of onset: its measurements, and the rollback that it caused, or None.
-
-    The key of the rollback is `went_back`. It describes the merge that the run restarted from (`recipe`, number of
-    `snapshots`, `tokens`), how the `optimizer` state was set, whether data was skipped (`passes_over_data`), the number
-    of the `attempt`, and the held-out losses that it discarded (`set_aside`).
-    """
-    rows = [{key: r[key] for key in SPIKE_KEYS} | {"went_back": None} for r in run.metrics if r["kind"] == "spike"]
-    for event in rollback.events(run):
-        records = read_metric_records(run.path / rollback.FOLDER / str(event["number"]) / "metrics.jsonl")
-        went_back = {
-            "tokens": event["tokens"],
-            "recipe": event["recipe"],
-            "snapshots": len(event["merged"]),
-            "optimizer": event["optimizer"],
-            "passes_over_data": event["position"] != event["position_there"],
-            "attempt": event["attempt"],
-            "set_aside": _drop_nonfinite([[r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation"]),
-        }
-        rows.append({key: event["spike"][key] for key in SPIKE_KEYS} | {"went_back": went_back})
-    return sorted(rows, key=lambda row: (row["onset_tokens"], row["tokens"]))
-
-
-def _curve(run: Run, kind: str) -> Curve:
-    # If several records have the same tokens, the last one is used.
-    losses = {r["tokens"]: r["loss"] for r in run.metrics if r["kind"] == kind}
-    return [[tokens, losses[tokens]] for tokens in sorted(losses)]
-
-
-def _drop_nonfinite(curve: Curve) -> Curve:
-    return [[tokens, loss] for tokens, loss in curve if math.isfinite(loss)]
-
-
-def _preview_curves(run: Run) -> dict[str, Curve]:
-    losses: dict[str, dict[int, float]] = {}
-    for record in run.metrics:
-        if record["kind"] == "preview":
-            losses.setdefault(record["recipe"], {})[record["tokens"]] = record["loss"]
-    curves = {recipe: _drop_nonfinite([[t, at[t]] for t in sorted(at)]) for recipe, at in losses.items()}
-    return {recipe: curves[recipe] for recipe in sorted(curves, key=_parse_recipe_and_window) if curves[recipe]}
-
-
-def _parse_recipe_and_window(text: str) -> tuple[str, int]:
-    recipe, _, window = text.rpartition(":")
-    return (recipe, int(window)) if window.isdigit() else (text, 0)
-
-
-def _check_comparable(run: Run, forks: Sequence[Run]) -> None:
-    if forks and run.config.schedule.decay != "none":
-        raise UserError(
-            f"the learning rate of {run.path} decays ({run.config.schedule.decay}): give the constant-rate run first, "
-            "then the runs forked from it"
-        )
-    for fork in forks:
-        if fork.metadata.get("forked_from") is None:
-            raise UserError(f"{fork.path} is not a fork: after the run, give runs made by `pma fork {run.path}`")
-        for key, name in (("corpus", "corpus"), ("evaluation", "held-out tokens")):
-            expected, actual = run.metadata.get(key), fork.metadata.get(key)
-            if expected != actual:
-                raise UserError(
-                    f"{fork.path} and {run.path} cannot be compared: their {name} differ ({actual} and {expected})"
-                )
-
-
-def _describe_annealed_forks(forks: Sequence[Run], tokens: int, notes: list[str]) -> list[dict[str, Any]]:
-    """Describe the annealed forks evaluated at `tokens`, lowest loss first; append a note for each other fork."""
-    annealed = []
-    for fork in forks:
-        schedule, origin = fork.config.schedule, fork.metadata["forked_from"]
-        curve = _drop_nonfinite([point for point in _curve(fork, "evaluation") if point[0] > origin["tokens"]])
-        if schedule.decay == "none":
-            notes.append(f"{fork.path.name} is left out: its learning rate does not decay")
-        elif not curve or curve[-1][0] != tokens:
-            last = f"{int(curve[-1][0]):,}" if curve else "no"
-            notes.append(f"{fork.path.name} is left out: it was evaluated to {last} tokens, the run to {tokens:,}")
-        else:
-            annealed.append(
-                {
-                    "run": fork.path.name,
-                    "loss": curve[-1][1],
-                    "fork_tokens": origin["tokens"],
-                    "annealing": {
-                        "shape": schedule.decay,
-                        "start_tokens": schedule.decay_start_tokens,
-                        "peak_rate": schedule.peak_rate,
-                        "final_rate": schedule.final_rate,
-                    },
-                    "config_digest": configuration.digest(fork.config),
-                    "curve": curve,
-                }
-            )
-    return sorted(annealed, key=_loss)
-
-
-def _merge_rows(
-    run: Run, tokens: int, raw_loss: float, annealed_loss: float | None, notes: list[str]
-) -> list[dict[str, Any]]:
-    """Return one row per merge at the horizon: from sweep.json, or from the last previews if it cannot be used."""
-    sweep, rows = read_sweep(run), None
-    if sweep is not None:
-        if sweep["tokens"] != tokens:
-            notes.append(
-                f"sweep.json is from {sweep['tokens']:,} tokens, the run has {tokens:,}: run `pma sweep` again"
-            )
-        elif sweep["raw_loss"] is not None and abs(sweep["raw_loss"] - raw_loss) > LOSS_TOLERANCE_NATS:
-            notes.append(
-                f"sweep.json is left out: its raw loss is {sweep['raw_loss']:.4f}, that of the run {raw_loss:.4f}"
-            )
-        else:
-            rows = [SWEEP_ROW_DEFAULTS | row for row in sweep["rows"]]
-    if rows is None:
-        rows = _last_preview_rows(run, tokens)
-    kept = [row for row in rows if math.isfinite(row["loss"])]
-    if len(kept) < len(rows):
-        notes.append(f"{len(rows) - len(kept)} merges are left out: their loss is not finite")
-    return [
-        {key: row[key] for key in ("text", "recipe", "window", "interval", "kind", "loss")}
-        | {"recovered_share": recovered_share(raw_loss, annealed_loss, row["loss"])}
-        for row in kept
-    ]
-
-
-def _last_preview_rows(run: Run, tokens: int) -> list[dict[str, Any]]:
-    rows = []
-    for text, curve in _preview_curves(run).items():
-        if curve[-1][0] == tokens:
-            prefix = SNAPSHOT_KINDS["block_mean"].label_prefix
-            kind = "block_mean" if text.startswith(prefix) else "point"
-            recipe, window = _parse_recipe_and_window(text.removeprefix(prefix))
-            row = {"text": text, "recipe": recipe, "window": window, "kind": kind, "loss": curve[-1][1]}
-            rows.append(SWEEP_ROW_DEFAULTS | row)
-    return rows
-
-
 def _summarize_previews(previews: dict[str, Curve], raw: Curve) -> dict[str, Any]:
     """Summarise each preview's gain in nats, raw loss - preview loss at the same tokens, and count all previews."""
-    raw_at = {int(tokens): loss for tokens, loss in _drop_nonfinite(raw)}
+    raw_at = {int(tokens): loss for tokens, loss in drop_nonfinite(raw)}
     summaries: dict[str, dict[str, Any]] = {}
     for text, curve in previews.items():
         gains = {int(t): raw_at[int(t)] - loss for t, loss in curve if t in raw_at}

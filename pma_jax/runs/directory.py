@@ -27,6 +27,7 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.config.errors import DamageError, UserError
+from pma_jax.data.sampling import SampleDescription
 from pma_jax.runs import steps
 from pma_jax.runs.snapshots import Snapshot, read_snapshot
 from pma_jax.runs.states import STATES, SavedState, read_state
@@ -56,7 +57,8 @@ class RunMetadata(TypedDict):
     """Contents of run.json."""
 
     corpus: NotRequired[str]
-    evaluation: NotRequired[Any]
+    evaluation: NotRequired[Any]  # digest of the held-out text of the run's evaluations
+    held_out: NotRequired[SampleDescription]  # how that text was sampled; early versions read the first tokens
     versions: NotRequired[dict[str, str]]
     forked_from: NotRequired[ForkOrigin | None]
 
@@ -71,6 +73,8 @@ class MetricRecord(TypedDict):
 
 class _LossRecord(MetricRecord):
     loss: Loss
+    standard_error: NotRequired[Loss | None]  # of a held-out loss, over documents
+    text: NotRequired[str]  # digest of the held-out text
 
 
 class _PreviewRecord(_LossRecord):

@@ -1,6 +1,7 @@
-"""Numbers with units (counts, bytes, durations) and tables, as text."""
+"""Numbers with units (counts, bytes, durations), losses and tables, as text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _COUNT_UNITS = (("Y", 1e24), ("Z", 1e21), ("E", 1e18), ("P", 1e15), ("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 _POWERS_OF_2 = ((" GiB", 2**30), (" MiB", 2**20), (" KiB", 2**10))
@@ -26,6 +27,17 @@ def format_storage_bytes(number_bytes: float, digits: int = 4) -> str:
 def format_duration(seconds: float, digits: int = 3) -> str:
     """Format a duration in the largest unit that fits: 1.5 h, 2 min, 3 s, 4 ms."""
     return _format_scaled(seconds * 1e3, digits, _DURATION_UNITS, " ms")
+
+
+def format_loss(evaluated: Mapping[str, Any]) -> str:
+    """Format the keys loss and standard_error, if it is known: 1.2345 ± 0.0123."""
+    error = evaluated.get("standard_error")
+    return f"{evaluated['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def format_text(text: Mapping[str, Any]) -> str:
+    """Format how held-out text was sampled (`data.sampling.Sample.describe`)."""
+    return f"{text['tokens']:,} tokens of {text['documents']:,} documents of the part {text['part']}"
 
 
 def _format_scaled(number: float, digits: int, units: tuple[tuple[str, float], ...], base_unit: str) -> str:

@@ -1,5 +1,6 @@
 """Reading and writing of JSON files. Files are parsed as untrusted input, and checked against a schema."""
 
+import contextlib
 import json
 import math
 import re
@@ -8,9 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from etils import epath
+
 from pma_jax.config.errors import UserError, error_line
+from pma_jax.storage import atomic
 from pma_jax.storage.json_schema import check_schema
-from pma_jax.storage.paths import open_regular_file, read_file
+from pma_jax.storage.locks import locked
+from pma_jax.storage.paths import as_path, exists, is_bucket, open_regular_file, read_file
 
 MAX_JSON_BYTES = 100_000_000  # the limit that the safetensors library sets for headers
 MAX_DEPTH = 100  # levels of lists and objects; no file of a model or a run has more than about ten
@@ -125,6 +130,27 @@ def serialize_json(value: Mapping[str, Any]) -> bytes:
         UserError: `value` contains NaN or Infinity.
     """
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def update_json(path: epath.Path, schema: Any, change: Callable[[Any], Any]) -> Any:
+    """Replace the content of a JSON file that other processes may change too; return the new content.
+
+    The file is read, changed and written under a lock, so that no change is lost. In a bucket, which has no file locks,
+    one process can overwrite what another has written.
+
+    Args:
+        path: The file.
+        schema: The type of its content.
+        change: Maps the content, or None if there is no file, to the new content. NaN is allowed.
+
+    Raises:
+        UserError: The file does not match the schema.
+    """
+    lock = contextlib.nullcontext() if is_bucket(path) else locked(Path(path.parent / f".{path.stem}.lock"))
+    with lock:
+        changed = change(read_json(as_path(path), schema, allow_nan=True) if exists(path) else None)
+        atomic.write_text(path, json.dumps(changed, indent=1) + "\n")
+        return changed
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -29,12 +29,15 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config, EvaluationConfig
 from pma_jax.config.errors import error_line
+from pma_jax.data.sampling import REPORT, SampleDescription
+from pma_jax.evaluation.held_out import prepare_tokens, read_sample
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.evaluation.trajectory import evaluate_along_run
 from pma_jax.model.decoder import abstract_params, activated_parameter_count, parameter_count
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.allocator import keep_freed_memory
+from pma_jax.runtime.formatting import format_text
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import atomic
 from pma_jax.studies import pages, run_cache
@@ -162,13 +165,13 @@ class Study:
         return run_cache.get_or_merge(run, cell, at * self.unit_tokens(run))
 
     def losses(self, run: Run, cells: Iterable[Cell], ends: Sequence[int]) -> dict[tuple[Cell, int], float]:
-        """Return the held-out loss of each merge at each end (in units).
+        """Return the loss of each merge at each end (in units), on the part `report` of the held-out text.
 
         Merges that need more snapshots than exist at an end are left out.
         """
         tokens = [end * self.unit_tokens(run) for end in ends]
-        losses = evaluate_along_run(run, cells, tokens, self.evaluation_config(run))
-        return {(cell, at // self.unit_tokens(run)): loss for (cell, at), loss in losses.items()}
+        losses = evaluate_along_run(run, cells, tokens, REPORT, self.evaluation_config(run))
+        return {(cell, at // self.unit_tokens(run)): evaluated.loss for (cell, at), evaluated in losses.items()}
 
     def loss(self, run: Run, cell: Cell = RAW, end: int | None = None) -> float:
         """Return the held-out loss of a merge at unit `end`; by default, of the newest snapshot without merging.
@@ -211,6 +214,13 @@ class Study:
     def evaluation_config(self, run: Run) -> EvaluationConfig:
         """Return the evaluation of the study: the same held-out text for every run."""
         return dataclasses.replace(run.config.evaluation, tokens=self.evaluation_tokens)
+
+    def describe_text(self) -> SampleDescription:
+        """Return how the held-out text of the results was sampled, for the first size."""
+        config = self.trunk_config(self.sizes[0], self.seeds[0])
+        evaluation = dataclasses.replace(config.evaluation, tokens=self.evaluation_tokens)
+        config = dataclasses.replace(config, evaluation=evaluation)
+        return read_sample(prepare_tokens(config), config, REPORT).describe()
 
     def unit_tokens(self, run: Run) -> int:
         """Return the tokens per unit of a trunk."""
@@ -295,9 +305,15 @@ def describe_provenance(made: dict[str, Any]) -> str:
     return (
         f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {made['training_hours']:.2f} machine "
         f"hours (wall time; a run that several experiments use counts in each), and {made['evaluation_hours']:.2f} "
-        f"hours of evaluation. Seeds {', '.join(map(str, made['seeds']))}; {made['evaluation_tokens']:,} held-out "
-        f"tokens, the same for every model{given}. All numbers: [results.json](results.json)."
+        f"hours of evaluation. Seeds {', '.join(map(str, made['seeds']))}; judged on "
+        f"{_describe_text(made['held_out'])}, the same for every model{given}. All numbers: "
+        "[results.json](results.json)."
     )
+
+
+def _describe_text(text: SampleDescription | str) -> str:
+    """Describe the held-out text of results; those of early versions have a sentence instead of a description."""
+    return text if isinstance(text, str) else f"{format_text(text)} of the held-out text"
 
 
 def _measure(measure: Callable[[Study], dict[str, Any]], options: Any, overrides: Sequence[str]) -> dict[str, Any]:
@@ -307,6 +323,7 @@ def _measure(measure: Callable[[Study], dict[str, Any]], options: Any, overrides
     began = time.perf_counter()
     results = measure(study)
     made = {"commit": _commit(), **settings, "overrides": list(overrides), **study.training_cost()}
+    made["held_out"] = study.describe_text()
     made["evaluation_hours"] = (time.perf_counter() - began - sum(study.run_seconds)) / 3600
     return json.loads(json.dumps({"made": made, **results}))
 

@@ -11,7 +11,8 @@ from etils import epath
 
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
-from pma_jax.evaluation.held_out import held_out_batches
+from pma_jax.data.sampling import SELECT
+from pma_jax.evaluation.held_out import describe_few_documents, make_evaluator
 from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run, is_run
@@ -117,8 +118,10 @@ def _start_session(
     state, progress = initial_state.restore_or_initialize(run, abstract, messages.append)
 
     log = stack.enter_context(MetricsLog(run, progress.tokens, is_writer=hosts.is_first_process()))
-    periodic = PeriodicActions(run, graph, held_out_batches(tokens, config, mesh), log, stack)
+    evaluator = make_evaluator(config, mesh, SELECT, tokens)
+    periodic = PeriodicActions(run, evaluator, log, stack)
     stack.enter_context(hosts.exit_on_error())
+    messages += describe_few_documents(evaluator.sample.describe())
     for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, rollbacks)]:
         log.print(message)
     periodic.load_preview_window(progress.tokens, abstract.params)

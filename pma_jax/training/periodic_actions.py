@@ -10,14 +10,12 @@ import itertools
 import math
 from typing import Any
 
-import jax
-from flax import nnx
-
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.config.errors import UserError
+from pma_jax.data.sampling import HeldOutLoss
+from pma_jax.evaluation.held_out import Evaluator
 from pma_jax.merging import preview
 from pma_jax.model.decoder import Params
-from pma_jax.model.loss import evaluate
 from pma_jax.runs import snapshots, states
 from pma_jax.runs.directory import Run
 from pma_jax.runs.retention import Retention
@@ -31,14 +29,13 @@ from pma_jax.training.state import TrainState, eval_params
 class PeriodicActions:
     """Evaluation, snapshots, training states and merge previews at marks. Call its methods under `jax.set_mesh`.
 
-    Every evaluation uses the same held-out batches. The newest snapshots are kept in host memory for previews.
+    Every evaluation uses the same sample of held-out text. The newest snapshots are kept in host memory for previews.
     """
 
     def __init__(
         self,
         run: Run,
-        graph: nnx.GraphDef,
-        held_out_batches: list[jax.Array],
+        evaluator: Evaluator,
         log: MetricsLog,
         exit_stack: contextlib.ExitStack,
     ):
@@ -49,7 +46,7 @@ class PeriodicActions:
         self._snapshots = {kind: exit_stack.enter_context(run.writer(SNAPSHOT_KINDS[kind].folder)) for kind in kinds}
         folders = {SNAPSHOT_KINDS[kind].folder: writer for kind, writer in self._snapshots.items()}
         self._retention = Retention(run.config, folders | {STATES: self._states})
-        self._graph, self._held_out_batches = graph, held_out_batches
+        self._evaluator = evaluator
         size = max(run.config.preview.windows, default=0)
         self._window = preview.Window(size, functools.partial(snapshots.are_consecutive, run.config))
 
@@ -130,11 +127,11 @@ class PeriodicActions:
         states.save_state(self._states, state, progress)
 
     def _evaluate_and_save(self, kind: str, params: Params, progress: Progress) -> None:
-        loss = evaluate(self._graph, params, self._held_out_batches)
-        check_loss_is_finite(loss, kind, progress)
-        self._write(SNAPSHOT_KINDS[kind].record_kind, progress, loss=loss)
+        evaluated = self._evaluator(params)
+        check_loss_is_finite(evaluated.loss, kind, progress)
+        self._write(SNAPSHOT_KINDS[kind].record_kind, progress, evaluated)
         if kind in self._snapshots:
-            snapshot = Snapshot(self._run.path, progress.step, progress.tokens, loss, self._config, kind=kind)
+            snapshot = Snapshot(self._run.path, progress.step, progress.tokens, evaluated.loss, self._config, kind=kind)
             snapshots.save_snapshot(self._snapshots[kind], params, snapshot)
 
     def _preview_merges(self, params: Params, progress: Progress) -> None:
@@ -142,10 +139,11 @@ class PeriodicActions:
         if progress.tokens >= preview_config.start_tokens:
             self._window.add(progress.tokens, params)
         for recipe, merged in self._window.merges(preview_config.recipe, preview_config.windows):
-            self._write("preview", progress, recipe=recipe, loss=evaluate(self._graph, merged, self._held_out_batches))
+            self._write("preview", progress, self._evaluator(merged), recipe=recipe)
 
-    def _write(self, kind: str, progress: Progress, **values: Any) -> None:
-        self._log.write({"kind": kind, "tokens": progress.tokens, "step": progress.step} | values)
+    def _write(self, kind: str, progress: Progress, evaluated: HeldOutLoss, **values: Any) -> None:
+        record = {"kind": kind, "tokens": progress.tokens, "step": progress.step} | values
+        self._log.write(record | dataclasses.asdict(evaluated) | {"text": self._evaluator.sample.digest})
 
 
 def check_loss_is_finite(loss: float, snapshot_kind: str, progress: Progress) -> None:

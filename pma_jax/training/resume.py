@@ -24,8 +24,9 @@ from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.config.errors import DamageError, UserError
 from pma_jax.data import batches, shards
+from pma_jax.data.sampling import SELECT
 from pma_jax.data.shards import TokenSet
-from pma_jax.evaluation.held_out import held_out_digest
+from pma_jax.evaluation.held_out import read_sample
 from pma_jax.merging.recipes import coefficients
 from pma_jax.runs import snapshots, states, steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, create_run, is_run, open_run
@@ -59,10 +60,11 @@ def prepare_inputs(config: Config) -> tuple[TokenSet, dict[str, Any]]:
 
 
 def run_metadata(tokens: TokenSet, config: Config) -> dict[str, Any]:
-    """Return the contents of run.json: digests of the corpus and of the held-out tokens, and versions of packages."""
+    """Return the contents of run.json: digests of the corpus and of the text of evaluations, and package versions."""
     packages = ("pma-jax", "jax", "flax", "optax", "orbax-checkpoint", "grain")
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
-    return {"corpus": tokens.digest, "evaluation": held_out_digest(tokens, config), "versions": versions}
+    sample = read_sample(tokens, config, SELECT).describe()
+    return {"corpus": tokens.digest, "evaluation": sample["digest"], "held_out": sample, "versions": versions}
 
 
 def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, Any]) -> Run:

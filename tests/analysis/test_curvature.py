@@ -12,8 +12,8 @@ from parameter_path import top_eigenpairs
 from pma_jax.analysis import curvature
 from pma_jax.analysis.curvature import inner_product
 from pma_jax.analysis.workbench import Workbench, text_loss
-from pma_jax.data import shards
-from pma_jax.evaluation.held_out import held_out_batches
+from pma_jax.data.sampling import FIT
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.model.decoder import graph_definition, init_params
 from pma_jax.runtime.mesh import make_mesh
 
@@ -122,7 +122,7 @@ def test_pairs_are_products_of_the_deltas(params):
 def test_products_of_the_decoder_equal_differences_of_its_gradient(finished):
     config, mesh = finished.config, make_mesh(finished.config.mesh)
     with jax.set_mesh(mesh):
-        held_out = held_out_batches(shards.prepare_tokens(config.data, progress=False), config, mesh)
+        held_out = make_evaluator(config, mesh, FIT).batches
         loss = text_loss(graph_definition(config.model), held_out)
         params = init_params(config.model, jax.random.key(0))
         vector = init_params(config.model, jax.random.key(1))

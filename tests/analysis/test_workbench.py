@@ -5,8 +5,7 @@ import tiny
 
 from pma_jax.analysis import curvature
 from pma_jax.analysis.workbench import open_workbench
-from pma_jax.evaluation.held_out import make_evaluator
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.data.sampling import REPORT
 
 
 @pytest.mark.parametrize("tokens", [0, 37, 300])
@@ -17,7 +16,7 @@ def test_loss_of_a_workbench_equals_the_evaluations(finished, workspace, tokens)
     with jax.set_mesh(bench.mesh):
         actual = [float(jax.jit(bench.loss)(params)) for params in models]
     evaluated = tiny.config(workspace, evaluation__tokens=tokens or config.evaluation.tokens)
-    assert actual == pytest.approx(list(map(make_evaluator(evaluated, make_mesh(config.mesh)), models)), rel=1e-5)
+    assert actual == pytest.approx(tiny.losses(evaluated, models, REPORT), rel=1e-5)
     assert bench.batch.shape[1] == 33 and bench.batch.shape[0] % jax.device_count() == 0
 
 

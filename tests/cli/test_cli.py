@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax.cli import main, parser
+from pma_jax.cli import main
+from pma_jax.cli.arguments import parser
+from pma_jax.evaluation.targets import describe_texts
 from pma_jax.runs import steps
 from pma_jax.runs.directory import open_run
 from pma_jax.runs.snapshots import read_snapshot
@@ -127,6 +129,7 @@ def test_invalid_call_exits_with_status_2_and_one_line(pma, arguments):
 
 # Valid values of the options that not every text is valid for.
 VALUES = {
+    "--part": "select",
     **{"--at-tokens": "4.9M", "--tokens": "1:2", "--every": "20B", "--tolerance": "0", "--tokens-per-step": "1"},
     **{"--memory-limit": "1GiB", "--shard-size": "1GB", "--storage-bandwidth": "1GB/s", "--annealing-share": "0.2"},
     **{"--kind": "point", "--dtype": "float32", "--format": "keep", "--order": "given", "--integers": "equal"},
@@ -398,7 +401,7 @@ def test_merge_equals_numpy_and_every_verb_accepts_it(pma, finished, tmp_path, r
     }
     tiny.assert_close(tiny.read(merged), expected, rtol=1e-5, atol=1e-6)
 
-    (row,) = json.loads(pma("evaluate", out, "--json")[1])
+    (row,) = json.loads(pma("evaluate", out, "--part", "select", "--json")[1])
     if recipe == "sma":  # The run's own preview of the same merge.
         preview = [r for r in finished.metrics if r["kind"] == "preview"][-1]
         assert row["loss"] == pytest.approx(preview["loss"], rel=1e-6)
@@ -426,7 +429,7 @@ def test_merge_never_overwrites(fails, pma, finished, tmp_path):
 
 def test_evaluate_prints_the_losses_of_the_run(pma, finished):
     paths = [finished.path, *[s.path for s in finished.snapshots[:2]]]
-    status, out, _ = pma("evaluate", *paths, "--json")
+    status, out, _ = pma("evaluate", *paths, "--part", "select", "--json")
     rows = json.loads(out)
     assert status == 0 and [r["target"] for r in rows] == [str(p) for p in paths]
     expected = [finished.snapshots[-1], *finished.snapshots[:2]]
@@ -435,8 +438,19 @@ def test_evaluate_prints_the_losses_of_the_run(pma, finished):
         assert row["loss"] == pytest.approx(snapshot.loss, rel=1e-6)
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
         assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2)), "a token of `bytes` is a byte"
-    table = pma("evaluate", finished.path)[1]
-    assert "6,144" in table and f"{finished.snapshots[-1].loss:.4f}" in table
+        assert row["held_out"] == finished.metadata["held_out"] and row["standard_error"] > 0
+    table = pma("evaluate", finished.path, "--part", "select")[1]
+    assert "6,144" in table and f"{finished.snapshots[-1].loss:.4f} ± {rows[0]['standard_error']:.4f}" in table
+    assert "500 tokens of" in table and "documents of the part select" in table
+
+
+def test_evaluate_reads_the_part_report_unless_told_otherwise(pma, finished):
+    rows = [json.loads(pma("evaluate", finished.path, *part, "--json")[1])[0] for part in ([], ["--part", "report"])]
+    assert rows[0] == rows[1] and rows[0]["held_out"]["part"] == "report"
+    assert rows[0]["held_out"]["digest"] != finished.metadata["evaluation"]
+    other = rows[0] | {"target": "other", "held_out": rows[0]["held_out"] | {"digest": "0bad"}}
+    (note,) = describe_texts([rows[0], other])
+    assert "cannot be compared" in note and rows[0]["held_out"]["digest"] in note and "other on 0bad" in note
 
 
 def test_evaluate_accepts_configuration_keys(pma, fails, finished):

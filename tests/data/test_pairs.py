@@ -10,7 +10,8 @@ import tiny
 from pma_jax import config as configuration
 from pma_jax.data import corpus, shards
 from pma_jax.data.pairs import extract_function_pairs
-from pma_jax.evaluation.held_out import held_out_batches, make_evaluator
+from pma_jax.data.sampling import SELECT
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.model.decoder import apply, graph_definition
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.loop import train
@@ -99,13 +100,13 @@ def data(tmp_path_factory):
 
 def test_prompts_are_stored_separately_from_targets(data):
     tokens = shards.prepare_tokens(data, progress=False)
-    assert tokens.train.shards[0].dtype == np.int16
+    assert tokens.train.ids.dtype == np.int16
     pairs = [
         (document.name, document.prompt, document.text)
         for document in corpus.open_corpus(data).read()
         if not corpus.is_held_out(document.name, 20)
     ]
-    stored = np.concatenate(tokens.train.shards)
+    stored = tokens.train.ids
     assert tokens.train.documents == len(pairs) == list(stored).count(0)
     ends = np.flatnonzero(stored == 0)
     for begin, end, (_, prompt, body) in zip([0, *(ends + 1)], ends, pairs, strict=False):
@@ -131,11 +132,11 @@ def test_training_learns_only_the_bodies(data, workspace, tmp_path):
     config = tiny.config(workspace, **keys, training__sequence_length_tokens=64, preview__windows=())
     run = train(config, tmp_path / "run")
     mesh = make_mesh(config.mesh)
-    tokens = shards.prepare_tokens(data, progress=False)
     params = tiny.read(run.snapshots[-1])
+    evaluator = make_evaluator(config, mesh, SELECT)
     with jax.set_mesh(mesh):
         graph, nats, count = graph_definition(config.model), 0.0, 0
-        for batch in held_out_batches(tokens, config, mesh):
+        for batch in evaluator.batches:
             shown = np.asarray(batch)
             assert (shown < 0).any() and (shown > 0).any()
             logits = np.asarray(apply(graph, jax.device_put(params), np.where(shown < 0, ~shown, shown)[:, :-1]))
@@ -144,7 +145,7 @@ def test_training_learns_only_the_bodies(data, workspace, tmp_path):
                 nats -= log_p[row, position, shown[row, position + 1]]
                 count += 1
     assert run.snapshots[-1].loss == pytest.approx(nats / count, rel=1e-5)
-    assert make_evaluator(config, mesh)(params) == pytest.approx(nats / count, rel=1e-5)
+    assert evaluator(params).loss == pytest.approx(nats / count, rel=1e-5)
     assert run.snapshots[-1].loss < run.snapshots[0].loss - 0.1, "bodies are similar"
 
 

@@ -1,7 +1,7 @@
+import hashlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pma_jax import config
-from pma_jax.data import shards, tokenizer
+from pma_jax.data import corpus, shards, tokenizer
 
 WORDS = [f"word{i}" for i in range(5000)]
 
@@ -31,7 +31,7 @@ def data_config(tmp_path, **keys):
 
 
 def stream(split):
-    return np.concatenate(split.shards).tolist() if split.shards else []
+    return split.ids.tolist()
 
 
 def folders(tmp_path):
@@ -67,29 +67,32 @@ def test_every_document_is_in_exactly_one_split_once(tmp_path, kind):
         assert split.utf8_bytes == sum(len(text.encode()) + 1 for text in made)
     if kind == "bytes":
         assert tokens.validation.bytes_per_token == 1 and tokens.vocabulary_size == 256
-        assert tokens.train.shards[0].dtype == np.uint8
+        assert tokens.train.ids.dtype == np.uint8
     else:
         assert tokens.validation.bytes_per_token > 1.5
-        assert tokens.train.shards[0].dtype == np.uint16
+        assert tokens.train.ids.dtype == np.uint16
 
 
-def test_tokens_in_several_files_make_the_same_stream(tmp_path):
-    """As earlier versions wrote them."""
+def test_index_holds_the_end_and_the_key_of_each_held_out_document(tmp_path):
     make_files(tmp_path / "text")
-    whole = shards.prepare_tokens(data_config(tmp_path), progress=False)
-    shutil.copytree(whole.directory, tmp_path / "many")
-    meta = json.loads((tmp_path / "many" / "meta.json").read_text())
-    ids = (tmp_path / "many" / "train-00000.bin").read_bytes()
-    parts = [ids[start : start + 1000] for start in range(0, len(ids), 1000)]
-    for index, part in enumerate(parts):
-        (tmp_path / "many" / f"train-{index:05d}.bin").write_bytes(part)
-    meta["splits"]["train"]["shard_tokens"] = [len(part) for part in parts]
-    (tmp_path / "many" / "meta.json").write_text(json.dumps(meta))
-    many = shards.open_tokens(tmp_path / "many")
-    assert len(many.train.shards) > 10 and max(shard.nbytes for shard in many.train.shards) == 1000
-    assert stream(many.train) == stream(whole.train) and stream(many.validation) == stream(whole.validation)
-    assert many.digest == whole.digest
-    assert not whole.train.shards[0].flags.writeable
+    data = data_config(tmp_path)
+    tokens = shards.prepare_tokens(data, progress=False)
+    documents = [d for d in corpus.open_corpus(data).read() if corpus.is_held_out(d.name, data.held_out_percent)]
+    index = tokens.held_out_documents
+    assert index["end"].tolist() == (np.flatnonzero(tokens.validation.ids == tokens.end_of_document) + 1).tolist()
+    expected = [hashlib.sha256(document.name.encode()).digest()[8:16] for document in documents]
+    assert index["key"].tolist() == [int.from_bytes(key, "big") for key in expected]
+    assert not tokens.train.ids.flags.writeable
+
+
+def test_documents_of_equal_text_have_the_key_of_the_first(tmp_path):
+    (tmp_path / "text").mkdir()
+    lines = [json.dumps({"text": text}) for text in [*map(str, range(60)), *["same"] * 20]]
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join(lines))
+    tokens = shards.prepare_tokens(data_config(tmp_path, held_out_percent=50.0), progress=False)
+    texts = documents_of(tokens, tokens.validation)
+    assert len(set(tokens.held_out_documents["key"].tolist())) == len(set(texts)) and texts.count("same") > 1
+    assert "same" not in documents_of(tokens, tokens.train)
 
 
 def test_tokens_are_prepared_once_and_again_after_a_change(tmp_path):
@@ -166,9 +169,9 @@ def test_two_concurrent_preparations_both_succeed(tmp_path, half_way, capsys):
 def test_corrupt_tokens_are_refused(tmp_path):
     make_files(tmp_path / "text")
     tokens = shards.prepare_tokens(data_config(tmp_path), progress=False)
-    shard = tokens.directory / "train-00000.bin"
+    shard = tokens.directory / "train.bin"
     os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(ValueError, match=r"corrupt \(train-00000.bin has .* bytes instead of .*\): delete it"):
+    with pytest.raises(ValueError, match=r"corrupt \(train.bin has .* bytes instead of .*\): delete it"):
         shards.prepare_tokens(data_config(tmp_path), progress=False)
     (tokens.directory / "meta.json").unlink()
     with pytest.raises(ValueError, match=r"corrupt .*: delete it and run again"):

@@ -1,47 +1,76 @@
-"""The windows of held-out text; and many batches on a CPU that simulates two devices, in a separate process."""
+"""Losses on samples of held-out text; and many batches on a CPU that simulates two devices, in a separate process."""
 
 import dataclasses
+import math
 import subprocess
-from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tiny
 
-from pma_jax.config import Config, EvaluationConfig, TrainingConfig
-from pma_jax.data import shards
-from pma_jax.evaluation.held_out import read_held_out_windows
-from pma_jax.model.loss import PADDING_ID
-
-L, B = 16, 8
-CONFIG = Config(training=TrainingConfig(sequence_length_tokens=L))
-STREAM = shards.TokenStream(1, 1000, 2000, tuple(np.split(np.arange(1000, dtype=np.uint16), [70])))
-TOKENS = shards.TokenSet(Path(), "d", "c", "t", 2**16, 0, STREAM, STREAM)
+from pma_jax.data.sampling import ALL, REPORT, SELECT
+from pma_jax.evaluation.held_out import describe_few_documents, make_evaluator, read_sample_of_run
+from pma_jax.model.decoder import apply, graph_definition
+from pma_jax.runtime.mesh import make_mesh
+from pma_jax.training.loop import train
 
 
-def read_windows(requested, rows=None):
-    evaluation = EvaluationConfig(tokens=requested, batch_size_sequences=B)
-    return list(read_held_out_windows(TOKENS, dataclasses.replace(CONFIG, evaluation=evaluation), rows))
+def numpy_loss(run, sample, params):
+    """Return the loss and its standard error in float64, document by document."""
+    mesh = make_mesh(run.config.mesh)
+    with jax.set_mesh(mesh):
+        inputs = np.maximum(sample.windows[:, :-1], 0)
+        rows = -len(inputs) % 8  # the tests' mesh splits the rows over eight devices
+        logits = apply(graph_definition(run.config.model), jax.device_put(params), np.pad(inputs, ((0, rows), (0, 0))))
+        logits = np.float64(logits)[: len(inputs)]
+    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    nats = -np.take_along_axis(log_p, np.maximum(sample.windows[:, 1:], 0)[..., None], axis=-1)[..., 0]
+    each = [nats[sample.documents == d] for d in range(sample.documents.max() + 1)]
+    loss = np.concatenate(each).mean()
+    residuals = [x.sum() - loss * x.size for x in each]
+    count = len(each)
+    return loss, math.sqrt(count / (count - 1) * np.square(residuals).sum()) / sum(x.size for x in each)
 
 
-@pytest.mark.parametrize("requested", [1, L, L * B, L * B + 1, 700, 999])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_exactly_the_first_tokens_are_read_in_order(requested, count):
-    parts = [read_windows(requested, rows) for rows in (np.split(np.arange(B), count) if count > 1 else [None])]
-    assert len({len(part) for part in parts}) == 1
-    targets = []
-    for step in range(len(parts[0])):
-        for tokens_bxM in (part[step] for part in parts):
-            assert tokens_bxM.shape == (B // count, L + 1) and tokens_bxM.dtype == np.int32
-            is_counted_bxL = tokens_bxM[:, 1:] != PADDING_ID
-            assert (tokens_bxM[:, :-1][is_counted_bxL] == tokens_bxM[:, 1:][is_counted_bxL] - 1).all()
-            targets += tokens_bxM[:, 1:][is_counted_bxL].tolist()
-    assert targets == list(range(1, requested + 1))
+@pytest.mark.parametrize(("part", "batch_size"), [(SELECT, 8), (REPORT, 16), (ALL, 64)])
+def test_losses_and_standard_errors_are_those_of_numpy_for_any_batch_size(finished, part, batch_size):
+    evaluation = dataclasses.replace(finished.config.evaluation, batch_size_sequences=batch_size)
+    config = dataclasses.replace(finished.config, evaluation=evaluation)
+    evaluator = make_evaluator(config, make_mesh(config.mesh), part)
+    assert all(batch.shape == (batch_size, 33) for batch in evaluator.batches)
+    params = tiny.read(finished.snapshots[-1])
+    evaluated = evaluator(params)
+    loss, error = numpy_loss(finished, evaluator.sample, params)
+    assert evaluated.loss == pytest.approx(loss, rel=1e-6) and evaluated.standard_error == pytest.approx(
+        error, rel=1e-4
+    )
+    assert evaluator.sample.describe()["tokens"] == finished.config.evaluation.tokens
 
 
-def test_too_many_tokens_are_one_clear_line():
-    with pytest.raises(ValueError, match=r"evaluation\.tokens is 1000 but the held-out split has only 999 targets"):
-        read_windows(1000)
+def test_marks_are_evaluated_on_the_sample_that_the_run_records(finished):
+    sample = read_sample_of_run(finished, SELECT, finished.config.evaluation)
+    assert finished.metadata["held_out"] == sample.describe()
+    assert finished.metadata["evaluation"] == sample.digest
+    evaluations = [r for r in finished.metrics if r["kind"] == "evaluation"]
+    assert {r["text"] for r in evaluations} == {sample.digest}
+    loss, error = numpy_loss(finished, sample, tiny.read(finished.snapshots[-1]))
+    assert evaluations[-1]["loss"] == pytest.approx(loss, rel=1e-6)
+    assert evaluations[-1]["standard_error"] == pytest.approx(error, rel=1e-4)
+
+
+def test_few_documents_are_told(tmp_path, capfd):
+    tiny.write_corpus(tmp_path / "text", documents=60)
+    config = tiny.config(tmp_path, training__total_tokens=1024, preview__windows=(), evaluation__tokens=200)
+    run = train(config, tmp_path / "run")
+    few = run.metadata["held_out"]["part_documents"]
+    assert 1 < few < 10
+    (note,) = describe_few_documents(run.metadata["held_out"])
+    assert (
+        note.startswith(f"the part 'select' of the held-out text has {few} documents")
+        and note in capfd.readouterr().err
+    )
+    assert describe_few_documents({"part": "select", "part_documents": 10}) == []
 
 
 EVALUATE = """
@@ -58,7 +87,7 @@ with jax.set_mesh(mesh):
     batches = [put_batch(mesh, tokens_BxM) for tokens_BxM in tokens_KxBxM]
     graph = graph_definition(model)
     each = np.mean([evaluate(graph, params, [batch]) for batch in batches])
-    print(jax.device_count(), evaluate(graph, params, batches), each)
+    print(jax.device_count(), evaluate(graph, params, batches).mean(), each)
 """
 
 

@@ -7,7 +7,9 @@ import jax
 import pytest
 import tiny
 
+from pma_jax.data.sampling import SELECT, HeldOutLoss
 from pma_jax.evaluation import merges
+from pma_jax.evaluation import sweep as sweeping
 from pma_jax.evaluation.sweep import Cell, sweep
 from pma_jax.evaluation.trajectory import evaluate_along_run
 from pma_jax.merging import recipes
@@ -94,11 +96,12 @@ def test_sweep_extends_the_previous_one_and_recomputes_nothing(copy, reads):
 
 
 def test_losses_that_are_not_finite_are_cached(copy, monkeypatch):
-    monkeypatch.setattr(merges, "make_evaluator", lambda config, mesh: lambda params: math.nan)
+    monkeypatch.setattr(merges, "make_evaluator", lambda *_: lambda params: HeldOutLoss(math.nan, math.nan))
     sweep(copy, ["sma"], [2])
     assert all(map(math.isnan, by_text(sweep(copy, ["sma", "wma"], [2])).values()))
-    evaluate_along_run(copy, [Cell("sma", 2)], [tiny.HORIZON])
-    assert math.isnan(*evaluate_along_run(copy, [Cell("sma", 2)], [tiny.HORIZON]).values())
+    evaluate_along_run(copy, [Cell("sma", 2)], [tiny.HORIZON], SELECT)
+    (again,) = evaluate_along_run(copy, [Cell("sma", 2)], [tiny.HORIZON], SELECT).values()
+    assert math.isnan(again.loss)
 
 
 def test_rows_at_other_tokens_are_dropped(copy):
@@ -187,3 +190,27 @@ def test_duration_and_reads_are_reported(copy):
 )
 def test_row_text_form(cell, text):
     assert Cell(*cell).text == text
+
+
+def test_rows_on_other_text_are_not_reused(copy, reads):
+    first = sweep(copy, ["sma"], [2])
+    assert first["held_out"] == copy.metadata["held_out"] and first["rows"][0]["standard_error"] > 0
+    path = copy.path / "sweep.json"
+    path.write_text(json.dumps({k: v for k, v in first.items() if k != "held_out"}))  # as early versions wrote it
+    reads.clear()
+    assert by_text(sweep(copy, ["sma"], [2])) == by_text(first) and len(reads) == 2
+
+
+def test_rows_that_another_process_adds_meanwhile_are_kept(copy, monkeypatch):
+    evaluate = sweeping.evaluate_cells
+    inner = []
+
+    def evaluate_while_another_sweeps(*arguments):
+        if not inner:
+            inner.append(True)
+            sweep(copy, ["wma"], [3])
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(sweeping, "evaluate_cells", evaluate_while_another_sweeps)
+    result = sweep(copy, ["sma"], [2])
+    assert set(by_text(result)) == {"sma:2", "wma:3"} and result == json.loads((copy.path / "sweep.json").read_text())

@@ -25,9 +25,17 @@ def evaluated(monkeypatch):
     """Record one item per evaluation."""
     make, calls = watching.make_evaluator, []
 
-    def counted(config, mesh):
-        loss = make(config, mesh)
-        return lambda params: calls.append(1) or loss(params)
+    def counted(*arguments):
+        evaluator = make(*arguments)
+
+        class Counted:
+            sample = evaluator.sample
+
+            def __call__(self, params):
+                calls.append(1)
+                return evaluator(params)
+
+        return Counted()
 
     monkeypatch.setattr(watching, "make_evaluator", counted)
     return calls

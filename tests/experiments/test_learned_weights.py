@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from learned_weights import learn_weights
 
 from pma_jax.analysis.workbench import text_loss
-from pma_jax.data import shards
-from pma_jax.evaluation.held_out import held_out_batches, make_evaluator
-from pma_jax.model.decoder import abstract_params, graph_definition
+from pma_jax.data.sampling import FIT
+from pma_jax.evaluation.held_out import make_evaluator
+from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots
 from pma_jax.runtime.mesh import make_mesh
 
@@ -56,13 +57,13 @@ def test_learned_weights_beat_the_mean_on_their_training_text(finished):
     abstract = abstract_params(config.model, mesh)
     params_K = [snapshots.restore_params(s, abstract) for s in finished.snapshots[-4:]]
     with jax.set_mesh(mesh):
-        held_out = held_out_batches(shards.prepare_tokens(config.data, progress=False), config, mesh)
-        loss = text_loss(graph_definition(config.model), held_out)
+        text = make_evaluator(config, mesh, FIT)
+        loss = text_loss(text.graph, text.batches)
         alone = float(jax.jit(loss)(params_K[-1]))
         learned = learn_weights(loss, params_K, iterations=30)
         mean = jax.tree.map(lambda *leaves: sum(leaves) / 4, *params_K)
         merged = jax.tree.map(lambda *leaves: sum(map(operator.mul, learned.weights.tolist(), leaves)), *params_K)
-    of_last, of_mean, of_learned = map(make_evaluator(config, mesh), [params_K[-1], mean, merged])
+    of_last, of_mean, of_learned = tiny.losses(config, [params_K[-1], mean, merged], FIT)
     assert alone == pytest.approx(of_last, rel=1e-5)
     assert learned.start_loss == pytest.approx(of_mean, rel=1e-5)
     assert learned.loss == pytest.approx(of_learned, rel=1e-5)

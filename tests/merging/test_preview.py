@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.merging import preview
 from pma_jax.model.decoder import init_params
 from pma_jax.runtime.mesh import RULES, make_mesh
@@ -23,9 +22,9 @@ def test_previews_are_the_loss_of_numpys_average_of_the_stored_snapshots(finishe
         merged.append(
             jax.tree.map(lambda *x: np.mean([leaf.astype(np.float64) for leaf in x], 0).astype(np.float32), *window)
         )
-    losses = map(make_evaluator(finished.config, mesh), [on_mesh(params, finished, mesh) for params in merged])
+    losses = tiny.losses(finished.config, [on_mesh(params, finished, mesh) for params in merged])
     assert len(recorded) == 9
-    assert [r["loss"] for r in recorded] == pytest.approx(list(losses), rel=1e-6)
+    assert [r["loss"] for r in recorded] == pytest.approx(losses, rel=1e-6)
 
 
 def on_mesh(params, run, mesh):

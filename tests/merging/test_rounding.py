@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import pma_jax as pma
 from pma_jax.config import DECAY_SHAPES
+from pma_jax.data.sampling import HeldOutLoss
 from pma_jax.evaluation import merges
 from pma_jax.merging import averager, recipes
 from pma_jax.merging.engine.merge import merge
@@ -216,11 +217,11 @@ def test_merges_previews_and_sweeps_of_a_run_have_the_same_bits(finished, tmp_pa
     monkeypatch.setattr(
         merges,
         "make_evaluator",
-        lambda config, mesh: lambda params: swept.append(jax.device_get(params)) or 0.0,
+        lambda *_: lambda params: swept.append(jax.device_get(params)) or HeldOutLoss(0.0, None),
     )
     texts = ["sma", "ema:alpha=0.2", "lagfree:lag=0.5", "decay:shape=minus_sqrt"]
     rows = [recipes.coefficients(text, tokens) for text in texts]
-    merges.evaluate_merges(finished.config, chosen, rows)
+    merges.evaluate_merges(finished.config, chosen, rows, "select")
     for text, row, in_sweep in zip(texts, rows, swept, strict=True):
         stored = tiny.read(pma.merge(chosen, row, tmp_path / text, recipe=text))
         ((_, preview),) = window.merges(text, [len(chosen)])

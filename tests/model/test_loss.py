@@ -124,19 +124,18 @@ def test_split_vocabulary_does_not_change_the_result(sizes):
         assert float(sums["count"]) == 48
 
 
-def test_evaluate_is_the_mean_over_tokens_not_over_batches():
+def test_evaluate_returns_the_loss_of_each_target():
     padded = TOKENS.copy()
     padded[4:, 2:] = loss.PADDING_ID
     jax.clear_caches()  # The evaluation step may have been traced with a real model.
-    nats = [
-        loss.evaluation_step(None, LOGITS[:4], padded[:4]),
-        loss.evaluation_step(None, LOGITS[4:], padded[4:]),
-    ]
-    mean = loss.evaluate(None, LOGITS[:4], [padded[:4], padded[4:]])
-    expected = reference(LOGITS[:4], padded[:4])[1] + reference(LOGITS[:4], padded[4:])[1]
-    assert mean == pytest.approx(expected / (24 + 4), rel=1e-6)
-    assert float(nats[0][1]) == 24
-    assert float(nats[1][1]) == 4
+    nats_RxL = loss.evaluate(None, LOGITS[:4], [padded[:4], padded[4:]])
+    assert nats_RxL.shape == TOKENS[:, 1:].shape and nats_RxL.dtype == np.float32
+    for part, rows in ((padded[:4], nats_RxL[:4]), (padded[4:], nats_RxL[4:])):
+        log_p = np.float64(LOGITS[:4]) - np.log(np.exp(np.float64(LOGITS[:4])).sum(axis=-1, keepdims=True))
+        targets = part[:, 1:]
+        expected = -np.take_along_axis(log_p, np.maximum(targets, 0)[..., None], axis=-1)[..., 0] * (targets >= 0)
+        np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
+        assert rows.sum() == pytest.approx(reference(LOGITS[:4], part)[1], rel=1e-6)
 
 
 def test_units_are_converted():

@@ -3,14 +3,16 @@
 import json
 import os
 import socket
+import subprocess
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pytest
+import tiny
 
 from pma_jax.config.bounds import Range
 from pma_jax.config.errors import UserError
 from pma_jax.storage import json_files
-from pma_jax.storage.json_files import read_json, read_json_lines, read_json_object
+from pma_jax.storage.json_files import read_json, read_json_lines, read_json_object, update_json
 from pma_jax.storage.json_schema import Count, Loss, check_schema
 from pma_jax.storage.paths import read_file
 
@@ -194,3 +196,28 @@ def test_line_without_end_is_refused_without_reading_all_of_it(tmp_path, monkeyp
     monkeypatch.setattr(json_files, "MAX_LINE_BYTES", 1000)
     with pytest.raises(UserError, match=r"line 2 is corrupt: .*\(more than 1,000 bytes\)"):
         read_lines(tmp_path / "x.jsonl", b'{"tokens": 1}\n' + b" " * 5000)
+
+
+CHANGE = """
+import sys
+from etils import epath
+from pma_jax.storage.json_files import update_json
+path, name = epath.Path(sys.argv[1]), sys.argv[2]
+for i in range(40):
+    update_json(path, dict[str, int], lambda content: (content or {}) | {f"{name} {i}": i})
+"""
+
+
+def test_processes_keep_each_others_changes(tmp_path):
+    path = tmp_path / "losses.json"
+    processes = [subprocess.Popen(tiny.python(CHANGE, path, name)) for name in "abcd"]
+    assert [process.wait(timeout=120) for process in processes] == [0] * 4
+    assert json.loads(path.read_text()) == {f"{name} {i}": i for name in "abcd" for i in range(40)}
+
+
+def test_file_that_does_not_match_the_schema_is_not_replaced(tmp_path):
+    path = tmp_path / "losses.json"
+    path.write_text('{"a": "text"}')
+    with pytest.raises(ValueError, match=r"losses\.json: a: expected a whole number"):
+        update_json(path, dict[str, int], lambda content: content)
+    assert path.read_text() == '{"a": "text"}'

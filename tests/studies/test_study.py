@@ -125,7 +125,7 @@ def test_script_writes_its_results_figure_page_and_row(workspace, tmp_path):
     assert results["made"]["seeds"] == [0, 1] and results["made"]["runs"] == 2 and len(results["losses"]) == 2
     assert results["row"]["effect"] == f"{results['losses'][0]:.3f}"
     output = pages.extract_results((folder / "README.md").read_text())
-    assert output.startswith(f"losses {results['losses']}\n") and "Seeds 0, 1; 400 held-out tokens" in output
+    assert output.startswith(f"losses {results['losses']}\n") and "Seeds 0, 1; judged on 400 tokens of" in output
     assert output in done.stdout and (folder / "figure.png").read_bytes() == b"PNG"
     assert "| [what?](question/README.md) | that | so |" in (folder.parent / "README.md").read_text()
     (folder / "README.md").write_text(PAGE)

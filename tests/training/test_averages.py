@@ -19,7 +19,6 @@ from jax import P
 
 import pma_jax as pma
 from pma_jax.config import MeshConfig, resolve
-from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.merging.inspect import format_description, inspect
 from pma_jax.runs import states
 from pma_jax.runs.directory import newest_snapshot, open_run
@@ -229,12 +228,14 @@ def test_windows_of_block_means_equal_dense_means(dense, weights):
 def test_losses_of_both_kinds_are_recorded(dense):
     for kind, record in (("point", "evaluation"), ("block_mean", "block_mean")):
         result = [r for r in dense.metrics if r["kind"] == record]
-        assert result == [
-            {"kind": record, "tokens": s.tokens, "step": s.step, "loss": s.loss} for s in dense.of_kind(kind)
+        assert [(r["tokens"], r["step"], r["loss"]) for r in result] == [
+            (s.tokens, s.step, s.loss) for s in dense.of_kind(kind)
         ]
+        assert {r["text"] for r in result} == {dense.metadata["evaluation"]}
+        assert all(0 < r["standard_error"] < 0.5 for r in result)
     config = dense.config
-    losses = map(make_evaluator(config, make_mesh(config.mesh)), [tiny.read(s) for s in dense.of_kind("block_mean")])
-    assert list(losses) == pytest.approx([s.loss for s in dense.of_kind("block_mean")], rel=1e-6)
+    losses = tiny.losses(config, [tiny.read(s) for s in dense.of_kind("block_mean")])
+    assert losses == pytest.approx([s.loss for s in dense.of_kind("block_mean")], rel=1e-6)
 
 
 def test_training_is_unchanged_by_block_means(dense, workspace, tmp_path):
@@ -259,7 +260,7 @@ def test_run_with_block_means_only(dense, workspace, tmp_path):
     ]
     previews = [r["loss"] for r in alone.metrics if r["kind"] == "preview"]
     merged = [pma.average(alone.snapshots[i : i + 2], [0.5, 0.5]) for i in range(3)]
-    assert previews == pytest.approx(list(map(make_evaluator(config, make_mesh(config.mesh)), merged)), rel=1e-6)
+    assert previews == pytest.approx(tiny.losses(config, merged), rel=1e-6)
     uninterrupted = everything(alone)
     interrupt(alone, 16)
     np.testing.assert_equal(everything(train(config, alone.path)), uninterrupted)

@@ -12,7 +12,6 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.config import OptimizerConfig, resolve
-from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.runs import states
 from pma_jax.runs.directory import open_run
 from pma_jax.runtime.mesh import make_mesh
@@ -142,7 +141,7 @@ def test_schedule_free_snapshots_hold_its_average(schedule_free):
     tiny.assert_close(tiny.read(snapshot), x, rtol=1e-5, atol=1e-6)
     apart = tiny.read(snapshot)["embedding_VxD"] - np.asarray(state.params["embedding_VxD"])
     assert np.abs(apart).max() > 1e-4, "the average differs from the point of the gradients"
-    loss = make_evaluator(config, make_mesh(config.mesh))(tiny.read(snapshot))
+    (loss,) = tiny.losses(config, [tiny.read(snapshot)])
     assert snapshot.loss == pytest.approx(loss, rel=1e-6)
     assert snapshot.loss < schedule_free.snapshots[0].loss
 
@@ -172,7 +171,7 @@ def test_snapshots_with_ema_hold_the_ema(with_ema):
             *[weights[step] for step in range(1, snapshot.step + 1)],
         )
         tiny.assert_close(tiny.read(snapshot), mean, rtol=2e-6, atol=1e-6)
-        loss = make_evaluator(run.config, make_mesh(run.config.mesh))(tiny.read(snapshot))
+        (loss,) = tiny.losses(run.config, [tiny.read(snapshot)])
         assert snapshot.loss == pytest.approx(loss, rel=1e-6)
 
 
