@@ -28,7 +28,13 @@ from pma_jax.merging.engine import journal, provenance, workers
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit, check_outputs
 from pma_jax.merging.engine.schedule import BLOCK_ELEMENTS
-from pma_jax.merging.engine.units import MergeJob, merge_decoded_units, merge_sequential_unit, new_job
+from pma_jax.merging.engine.units import (
+    MergeJob,
+    merge_decoded_units,
+    merge_sequential_unit,
+    merge_unpacked_units,
+    new_job,
+)
 from pma_jax.runtime.failures import is_temporary
 from pma_jax.storage import atomic
 from pma_jax.storage.formats import publish
@@ -227,7 +233,7 @@ def _merge_remaining(
 
         notes = _check_unsummed_leaves_equal(plan)
         if todo:
-            _merge_units(new_job(plan, output_ranges), todo, finish_unit)
+            _merge_units(new_job(plan, output_ranges), todo, finish_unit, outputs[0].work_directory)
     return MergeResult(notes, read)
 
 
@@ -279,16 +285,19 @@ def _find_different_source(plan: MergePlan, name: str) -> CheckpointSource | Non
     return None
 
 
-def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None]) -> None:
-    """Merge the units in two passes.
+def _merge_units(
+    job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None], directory: Path
+) -> None:
+    """Merge the units in three passes.
 
     In the first, threads and worker processes merge the leaves that are stored as raw bytes or zstd frames, which are
-    read sequentially. The second merges the leaves that TensorStore decodes region by region.
+    read sequentially. The second merges the leaves that TensorStore decodes region by region, the third those that are
+    unpacked to files in `directory`.
     """
     schedule = job.plan.schedule
     sequential: queue.SimpleQueue[tuple[int, Unit]] = queue.SimpleQueue()
     for item in todo:
-        if item[1].name not in schedule.region_elements:
+        if item[1].name not in schedule.region_elements and item[1].name not in schedule.unpacked_leaves:
             sequential.put(item)
     pickled_job = pickle.dumps(job) if schedule.processes > 1 else b""
     stop = threading.Event()
@@ -326,6 +335,8 @@ def _merge_units(job: MergeJob, todo: list[tuple[int, Unit]], finish_unit: Calla
             finished.set()
         flusher.result()
     merge_decoded_units(job, [item for item in todo if item[1].name in schedule.region_elements], finish_unit)
+    unpacked = [item for item in todo if item[1].name in schedule.unpacked_leaves]
+    merge_unpacked_units(job, unpacked, finish_unit, directory)
 
 
 def _flush_large_files(job: MergeJob, finished: threading.Event) -> None:

@@ -74,7 +74,10 @@ class MergePlan:
     def units(self) -> Iterator[Unit]:
         """Yield all units in storage order: the segments of raw leaves, and complete leaves if they must be decoded."""
         for name, leaf in self.leaves.items():
-            must_decode = name in self.schedule.region_elements or name in self.schedule.zstd_leaves
+            schedule = self.schedule
+            must_decode = any(
+                name in names for names in (schedule.region_elements, schedule.zstd_leaves, schedule.unpacked_leaves)
+            )
             step = leaf.elements if must_decode else SEGMENT_ELEMENTS
             for start in range(0, leaf.elements, max(1, step)):
                 yield Unit(name, start, min(start + step, leaf.elements))
@@ -171,10 +174,11 @@ def _merged_leaf(leaf: LeafInfo, dtype: str) -> LeafInfo:
 
 def _compute_digest(merge_plan: MergePlan) -> str:
     """Return a hash of the sources (paths, sizes, modification times), coefficients and output of a merge."""
-    stamps = []
+    schedule, stamps = merge_plan.schedule, []
+    is_decoded = bool(schedule.region_elements or schedule.zstd_leaves or schedule.unpacked_leaves)
     for source in merge_plan.sources:
         paths = sorted({part.path for ranges in source.byte_ranges.values() for part in ranges})
-        if not paths or merge_plan.schedule.region_elements or merge_plan.schedule.zstd_leaves:
+        if not paths or is_decoded:
             paths += sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else []
         stamps.append([[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths])
     identity = [

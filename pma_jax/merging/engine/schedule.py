@@ -1,5 +1,6 @@
 """How a merge divides its work: blocks, threads, worker processes, decoded regions, and the memory that they take."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import sums
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
+from pma_jax.storage.formats.unpack import box_shape
 from pma_jax.storage.formats.zstd import DECODER_BYTES
 from pma_jax.storage.paths import RangeReader, is_bucket
 
@@ -27,6 +29,13 @@ _MAX_THREADS = 2
 # tensorstore holds an array's compressed bytes and the decoded result at once.
 _DECODE_FACTOR = 2
 _REGION_BYTES = 32 * 2**20
+# A leaf whose regions are larger is unpacked to a file, box by box.
+_MAX_REGION_BYTES = 2 * _REGION_BYTES
+BOX_BYTES = 2**24
+# tensorstore holds the compressed bytes, the decoded chunk and the result of a box at once.
+_BOX_FACTOR = 3
+# Memory of the tensorstore library while it decodes one box at a time.
+_BOX_BASE_BYTES = 64 * 2**20
 # Memory of the tensorstore library and its dependencies.
 _TENSORSTORE_BYTES = 160 * 2**20
 
@@ -40,6 +49,7 @@ class Schedule:
         threads: Threads per process that merge the leaves which can be read sequentially.
         processes: Processes that merge the leaves which can be read sequentially, including this one.
         zstd_leaves: Names of the leaves that some source stores as zstd frames, which are decoded block by block.
+        unpacked_leaves: Names of the leaves that are unpacked to files before they are merged (`formats.unpack`).
         region_elements: Maps the name of each leaf that tensorstore decodes to the number of elements per region.
         max_regions_in_flight: Maximum number of regions that are decoded or being decoded at once.
         memory_bytes: Upper estimate of the peak resident memory.
@@ -49,6 +59,7 @@ class Schedule:
     threads: int
     processes: int
     zstd_leaves: frozenset[str]
+    unpacked_leaves: frozenset[str]
     region_elements: dict[str, int]
     max_regions_in_flight: int
     memory_bytes: int
@@ -68,12 +79,16 @@ def make_schedule(
     Raises:
         UserError: The memory limit is too low. The message states how much is needed, or how much more.
     """
-    decoded, in_flight, decode_bytes = _plan_decoding(sources, recipe_count, memory_limit_bytes)
+    unpacked, unpack_bytes = _plan_unpacking(sources)
+    decoded, in_flight, decode_bytes = _plan_decoding(sources, recipe_count, memory_limit_bytes, unpacked)
+    decode_bytes = max(decode_bytes, unpack_bytes)
     leaves = sources[0].leaves
     shared_cache_elements = max(MIN_BLOCK_ELEMENTS, _CACHED_ELEMENTS // (recipe_count + len(sources)))
     block_elements = BLOCK_ELEMENTS if recipe_count == 1 else shared_cache_elements
     zstd_leaves = frozenset(
-        name for name in leaves if name not in decoded and not all(name in source.byte_ranges for source in sources)
+        name
+        for name in leaves
+        if name not in decoded and name not in unpacked and not all(name in source.byte_ranges for source in sources)
     )
     dtypes = {leaf.dtype for leaf in leaves.values()}
     thread_bytes = sums.scratch_bytes(recipe_count, len(sources), block_elements, dtypes)
@@ -83,7 +98,7 @@ def make_schedule(
     budget_bytes = memory_limit_bytes - _BASE_BYTES - decode_bytes
     threads, processes = _plan_parallelism(thread_bytes, cores, sequential_bytes, budget_bytes)
     memory_bytes = decode_bytes + processes * (_BASE_BYTES + threads * thread_bytes)
-    return Schedule(block_elements, threads, processes, zstd_leaves, decoded, in_flight, memory_bytes)
+    return Schedule(block_elements, threads, processes, zstd_leaves, unpacked, decoded, in_flight, memory_bytes)
 
 
 def _plan_parallelism(
@@ -101,14 +116,32 @@ def _plan_parallelism(
     return min(cores, _MAX_THREADS, budget_bytes // thread_bytes), 1
 
 
+def _is_sequential(source: CheckpointSource, name: str) -> bool:
+    return name in source.byte_ranges or name in source.zstd_frames
+
+
+def _plan_unpacking(sources: Sequence[CheckpointSource]) -> tuple[frozenset[str], int]:
+    """Return the names of the leaves to unpack to files, and the memory that decoding their boxes takes."""
+    box_bytes: dict[str, int] = {}
+    for name, leaf in sources[0].leaves.items():
+        packed = [source for source in sources if not _is_sequential(source, name)]
+        region = max((source.leaves[name].chunk_elements for source in packed), default=0) * ITEM_BYTES[leaf.dtype]
+        if leaf.is_summed and min(region, leaf.nbytes) > _MAX_REGION_BYTES:
+            boxes = [math.prod(box_shape(source, name, BOX_BYTES)) for source in packed]
+            box_bytes[name] = max(boxes) * ITEM_BYTES[leaf.dtype]
+    if not box_bytes:
+        return frozenset(), 0
+    return frozenset(box_bytes), _BOX_BASE_BYTES + _BOX_FACTOR * max(box_bytes.values())
+
+
 def _plan_decoding(
-    sources: Sequence[CheckpointSource], recipe_count: int, limit_bytes: int
+    sources: Sequence[CheckpointSource], recipe_count: int, limit_bytes: int, unpacked: frozenset[str]
 ) -> tuple[dict[str, int], int, int]:
     """Return the elements per region of each leaf that tensorstore decodes, the regions in flight, and their memory."""
     leaves = sources[0].leaves
     regions: dict[str, int] = {}
     for name, leaf in leaves.items():
-        if all(name in source.byte_ranges or name in source.zstd_frames for source in sources):
+        if name in unpacked or all(_is_sequential(source, name) for source in sources):
             continue
         # Regions are multiples of the largest chunk. Smaller chunks of other sources may be decoded twice, which costs
         # time and no accuracy.

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.merging.engine.rounding import RowFactors, factor_rows, is_average, ulps_of_copies
+from pma_jax.merging.engine.schedule import BOX_BYTES
 from pma_jax.storage.digests import SegmentHasher
 from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, slice_ranges, write_range
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource, numpy_dtype
+from pma_jax.storage.formats.unpack import unpack_leaf
 from pma_jax.storage.formats.zstd import ZstdReader
 
 
@@ -51,11 +54,43 @@ def new_job(plan: MergePlan, output_ranges: Sequence[Mapping[str, Sequence[ByteR
     return MergeJob(plan, factor_rows(plan.coefficients), output_ranges, ulps)
 
 
-def merge_sequential_unit(job: MergeJob, number: int, unit: Unit, scratch: sums.Scratch) -> Record:
-    """Merge a segment of a leaf that is stored as raw bytes, or a complete leaf that is stored as zstd frames."""
+def merge_unpacked_units(
+    job: MergeJob, todo: Sequence[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None], directory: Path
+) -> None:
+    """Merge leaves that are first unpacked to files in `directory`, one leaf of all sources at a time."""
+    scratch = job.new_scratch() if todo else None
+    for number, unit in todo:
+        assert scratch is not None
+        sources, unpacked = [], []
+        try:
+            for k, source in enumerate(job.plan.sources):
+                if unit.name not in source.byte_ranges and unit.name not in source.zstd_frames:
+                    path = directory / f"unpacked.{number}.{k}"
+                    unpacked.append(path)
+                    unpack_leaf(source, unit.name, path, BOX_BYTES)
+                    whole = (ByteRange(path, 0, source.leaves[unit.name].nbytes),)
+                    source = replace(source, byte_ranges={unit.name: whole})
+                sources.append(source)
+            finish_unit(unit, merge_sequential_unit(job, number, unit, scratch, sources))
+        finally:
+            for path in unpacked:
+                path.unlink(missing_ok=True)
+
+
+def merge_sequential_unit(
+    job: MergeJob,
+    number: int,
+    unit: Unit,
+    scratch: sums.Scratch,
+    sources: Sequence[CheckpointSource] | None = None,
+) -> Record:
+    """Merge a segment of a leaf that is stored as raw bytes, or a complete leaf that is stored as zstd frames.
+
+    `sources` are read instead of the plan's, if they are given.
+    """
     width = ITEM_BYTES[job.plan.sources[0].leaves[unit.name].dtype]
     with ExitStack() as stack:
-        readers = [_open_reader(source, unit, stack) for source in job.plan.sources]
+        readers = [_open_reader(source, unit, stack) for source in sources or job.plan.sources]
 
         def read(source: int, start: int, stop: int) -> np.ndarray:
             raw = scratch.raw[: (stop - start) * width]

@@ -211,20 +211,31 @@ def read_with_tensorstore(source: CheckpointSource, name: str, start: int, stop:
         DamageError: The stored array is missing or corrupt.
         StorageError: It cannot be read.
     """
-    import tensorstore as ts
-
     leaf, width = source.leaves[name], ITEM_BYTES[source.leaves[name].dtype]
     row = leaf.elements // leaf.shape[0] if leaf.shape and leaf.elements else 1
+    first = start // row
+    data = read_box(source, name, (slice(first, -(-stop // row)),) if leaf.shape and leaf.elements else ())
+    skip = start - first * row
+    return data.reshape(-1).view(np.uint8)[skip * width : (skip + stop - start) * width]
+
+
+def read_box(source: CheckpointSource, name: str, box: tuple[slice, ...]) -> np.ndarray:
+    """Decode a part of a leaf: a slice for each leading axis.
+
+    Raises:
+        DamageError: The stored array is missing or corrupt.
+        StorageError: It cannot be read.
+    """
+    import tensorstore as ts
+
+    leaf = source.leaves[name]
     try:
         spec = ts.Spec(dict(source.tensorstore_specs[name]))
         array = ts.open(spec, open=True, context=_tensorstore_context()).result()
-        first = start // row
-        rows = array[first : -(-stop // row)] if leaf.shape and leaf.elements else array
-        data = np.ascontiguousarray(rows.read().result())
+        data = np.ascontiguousarray((array[box] if box else array).read().result())
     except (ValueError, RuntimeError, MemoryError, OverflowError) as error:
         reason = error_line(error).split(" [")[0][:200]
         raise as_read_error(error, f"{source.origin}: {name} cannot be read: {reason}") from error
-    if data.dtype.itemsize != width:
+    if data.dtype.itemsize != ITEM_BYTES[leaf.dtype]:
         raise UserError(f"{source.origin}: {name} is stored as {data.dtype}, not as {leaf.dtype}")
-    skip = start - first * row
-    return data.reshape(-1).view(np.uint8)[skip * width : (skip + stop - start) * width]
+    return data

@@ -1,0 +1,100 @@
+"""Leaves whose chunks are not complete rows are unpacked to files, box by box, and merged from these."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from pma_jax.merging.engine import schedule, units
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.engine.plan import plan
+from pma_jax.merging.verify import verify
+from pma_jax.storage.formats.open import open_source, read_leaf
+from pma_jax.storage.formats.unpack import box_shape, unpack_leaf
+
+ZSTD = {"name": "zstd", "configuration": {"level": 1}}
+BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def write(folder, x, chunk, codecs=(BYTES, ZSTD)):
+    """Write an Orbax tree with one zarr3 array."""
+    grid = {"name": "regular", "configuration": {"chunk_shape": list(chunk)}}
+    metadata = {"shape": list(x.shape), "data_type": x.dtype.name, "chunk_grid": grid, "codecs": list(codecs)}
+    spec = {"driver": "zarr3", "kvstore": f"file://{folder}/state/w/", "metadata": metadata, "create": True}
+    ts.open(spec).result().write(x).result()
+    entry = {"key_metadata": [{"key": "w", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}
+    tree = {"tree_metadata": {"('w',)": entry}, "use_ocdbt": False, "use_zarr3": True}
+    (folder / "state" / "_METADATA").write_text(json.dumps(tree | {"store_array_data_equal_to_fill_value": True}))
+    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": {"state": "x"}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk"),
+    [
+        ((33, 40), (33, 7)),
+        ((33, 40), (10, 7)),
+        ((5, 6, 7), (5, 6, 3)),
+        ((5, 6, 7), (2, 3, 7)),
+        ((4, 6, 5, 3), (2, 4, 5, 3)),
+    ],
+)
+@pytest.mark.parametrize("box_bytes", [1, 300, 10**6])
+def test_bytes_in_c_order(tmp_path, shape, chunk, box_bytes):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    source = open_source(write(tmp_path / "1", x, chunk))
+    unpack_leaf(source, "w", tmp_path / "unpacked", box_bytes)
+    assert (tmp_path / "unpacked").read_bytes() == x.tobytes()
+    box = box_shape(source, "w", box_bytes)
+    assert all(c <= b <= size for b, c, size in zip(box, chunk, shape, strict=True))
+
+
+def test_merge_of_unpacked_leaves_equals_float64(tmp_path, monkeypatch):
+    monkeypatch.setattr(schedule, "_MAX_REGION_BYTES", 100)
+    monkeypatch.setattr(units, "BOX_BYTES", 500)
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(size=(40, 33)).astype(np.float32) for _ in range(4)]
+    sharding = {
+        "name": "sharding_indexed",
+        "configuration": {"chunk_shape": [20, 5], "codecs": [BYTES], "index_codecs": [BYTES, {"name": "crc32c"}]},
+    }
+    layouts = [((40, 8), (BYTES, ZSTD)), ((40, 8), (BYTES,)), ((40, 33), (BYTES,)), ((20, 10), (sharding,))]
+    paths = [write(tmp_path / str(k), x, *layout) for k, (x, layout) in enumerate(zip(xs, layouts, strict=True))]
+    rows = np.array([[0.25] * 4, [0.1, 0.2, 0.3, 0.4]])
+    made = plan([open_source(path) for path in paths], rows, recipes=["sma", "weights"])
+    assert made.schedule.unpacked_leaves == {"w"}
+    outs = [tmp_path / "sma", tmp_path / "weights"]
+    merge(made, outs)
+    for row, out in zip(rows, outs, strict=True):
+        merged = read_leaf(open_source(out), "w")
+        exact = sum(c * x.astype(np.float64) for c, x in zip(row, xs, strict=True))
+        np.testing.assert_allclose(merged, exact, rtol=1e-6, atol=1e-6)
+        assert verify(out, with_sources=True) == []
+    assert not list(tmp_path.glob(".*"))
+
+
+MEASURE = """
+import resource, sys
+from pma_jax.cli.command import main
+status = main(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+def test_memory_limit_holds_for_a_leaf_that_is_split_along_its_second_axis(tmp_path):
+    shape, chunk = (4096, 6144), (4096, 512)  # 96 MiB
+    for k in range(2):
+        write(tmp_path / str(k), np.full(shape, k, np.float32) + np.arange(6144, dtype=np.float32), chunk)
+    limit = 256 * 2**20
+    arguments = ["merge", str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path / "out")]
+    arguments += ["--order", "given", "--memory-limit", str(limit)]
+    # ru_maxrss of a new process begins with the memory of the process that started it.
+    spawn = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+    command = [sys.executable, "-c", spawn, sys.executable, "-c", MEASURE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stderr.split()[-1]) < limit
