@@ -14,6 +14,7 @@ import orbax.checkpoint as v0
 from flax import nnx
 from flax.training.train_state import TrainState
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.metadata.pytree_metadata_options import PyTreeMetadataOptions
 from orbax.checkpoint.experimental.v1 import training
 
 Tree = Any
@@ -87,6 +88,18 @@ def _save_v0(path: Path, tree: Tree, options: dict[str, Any]) -> Path:
     return path
 
 
+def _save_v0_rich(path: Path, tree: Tree, options: dict[str, Any]) -> Path:
+    checkpointer = v0.Checkpointer(_rich_handler())
+    checkpointer.save(path, args=v0.args.PyTreeSave(tree))
+    return path
+
+
+def _rich_handler() -> v0.PyTreeCheckpointHandler:
+    """Return a handler that also stores the types of the tree's containers."""
+    options = PyTreeMetadataOptions(support_rich_types=True)
+    return v0.PyTreeCheckpointHandler(pytree_metadata_options=options)
+
+
 def _save_standard(path: Path, tree: Tree, options: dict[str, Any]) -> Path:
     with v0.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, tree, save_args=_save_args(tree, options))
@@ -142,6 +155,11 @@ WRITERS: dict[str, Writer] = {
         lambda path, abstract: v0.Checkpointer(v0.PyTreeCheckpointHandler()).restore(
             path, args=_as_restore_args(abstract)
         ),
+    ),
+    "v0 rich types": Writer(
+        _save_v0_rich,
+        lambda path: v0.Checkpointer(_rich_handler()).restore(path),
+        lambda path, abstract: v0.Checkpointer(_rich_handler()).restore(path, args=_as_restore_args(abstract)),
     ),
     "v0 standard": Writer(
         _save_standard,

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import orbax.checkpoint as v0
 import pytest
@@ -200,9 +202,28 @@ def test_trees_without_metadata_are_read_from_their_arrays(tmp_path):
     """Read trees as T5X and early Flax wrote them: `target` next to optimizer state, no `_METADATA`."""
     state = {"target": {"mlp": {"w": jnp.ones((3, 4))}}, "state": {"step": jnp.int32(3)}}
     v0.Checkpointer(v0.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "0", state)
-    (tmp_path / "0" / "_METADATA").unlink()
+    for file in ("_METADATA", "_sharding", "_CHECKPOINT_METADATA"):
+        with (
+            pytest.raises(ValueError, match="_METADATA: is missing, although") if file != "_METADATA" else nullcontext()
+        ):
+            open_source(tmp_path / "0")
+        (tmp_path / "0" / file).unlink()
+    shutil.rmtree(tmp_path / "0" / "array_metadatas")
     source = open_source(tmp_path / "0")
     assert list(source.leaves) == ["target.mlp.w"] and "'target'" in source.notes[0]
+    merge(plan([source], [1.0]), [tmp_path / "out"])
+    np.testing.assert_array_equal(
+        v0.PyTreeCheckpointer().restore(tmp_path / "out")["target"]["mlp"]["w"], np.ones((3, 4))
+    )
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": "target.mlp.w"}}
+    for bias, is_read in (("PLACEHOLDER://target.mlp.b", True), (msgpack.ExtType(1, b"123"), False)):
+        tree = {"version": 3, "optimizer": {"target": {"mlp": {"w": spec, "b": bias}}, "state": {"step": 7}}}
+        (tmp_path / "0" / "checkpoint").write_bytes(msgpack.packb(tree))
+        with nullcontext() if is_read else pytest.raises(ValueError, match=r"values of 1 leaves \(target.mlp.b\)"):
+            assert list(open_source(tmp_path / "0").leaves) == ["target.mlp.w"]
+    (tmp_path / "0" / "checkpoint").write_bytes(b"\xc1")
+    with pytest.raises(ValueError, match="is not a msgpack file"):
+        open_source(tmp_path / "0")
 
 
 def one_line(call):

@@ -1,6 +1,7 @@
 """Read zarr arrays of every layout: they are read right, or refused with what is wrong or not supported."""
 
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +52,10 @@ def test_a_missing_chunk_of_files_is_refused(tmp_path, zarr3, compression, flag)
     with pytest.raises(ValueError, match="'w': 1 of its 1 chunks are missing, the first is w/"):
         open_source(tmp_path / "0")
     (state / "_METADATA").unlink()
+    with pytest.raises(ValueError, match="_METADATA: is missing, although _sharding is there"):
+        open_source(state)
+    (state / "_sharding").unlink()
+    shutil.rmtree(state / "array_metadatas")
     with pytest.raises(ValueError, match="if its writer leaves out chunks that hold only the fill value"):
         open_source(state)
 

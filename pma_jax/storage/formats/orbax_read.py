@@ -18,15 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.config.errors import UserError, error_line
+from pma_jax.config.errors import DamageError, UserError, error_line
 from pma_jax.runtime.failures import as_read_error
-from pma_jax.storage.digests import METADATA_DIGEST_KEY, check_metadata_digest
+from pma_jax.storage.digests import check_metadata_digest
 from pma_jax.storage.formats.orbax_tree import (
+    ARRAY_METADATA_FOLDER,
     NUMPY_ARRAY,
     SCALAR,
+    STRINGS_FILE,
     TREE_FILE,
     OrbaxItem,
     TreeStructure,
+    inline_leaf_names,
     nested_tree,
     read_tree,
 )
@@ -38,6 +41,8 @@ from pma_jax.storage.json_files import read_json_object
 _CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 # Orbax v1 identifies its checkpoints by this empty file.
 INDICATOR_FILE = "orbax.checkpoint"
+# A msgpack file with the structure of a tree without `_METADATA`.
+_INLINE_FILE = "checkpoint"
 # A directory that holds a tree of arrays has at least one of these.
 _TREE_PATTERNS = (TREE_FILE, "manifest.ocdbt", "*/.zarray", "*/zarr.json")
 # Top-level keys of the subtree that holds the parameters, in order of preference.
@@ -78,12 +83,18 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
     directory, item, notes = _find_item(path, keys)
     tree = _read_optional(directory / TREE_FILE)
     store = open_store(directory, stores_all_chunks=_stores_all_chunks(tree))
-    structure = read_tree(directory, tree) if "tree_metadata" in tree else nested_tree(store.array_names(), NUMPY_ARRAY)
+    if "tree_metadata" in tree:
+        structure = read_tree(directory, tree)
+    else:
+        _check_never_had_metadata(path, directory)
+        structure = nested_tree(store.array_names(), NUMPY_ARRAY)
     if not any(leaf.is_array for leaf in structure.leaves):
         raise UserError(f"{directory}: holds no arrays; it is empty, or parts of it are missing")
     prefix, note = _find_subtree(directory, structure, keys)
     notes += [note] if note else []
     structure = structure.below(prefix)
+    if not tree and (directory / _INLINE_FILE).is_file():
+        _check_no_leaf_is_inline(directory / _INLINE_FILE, prefix)
     arrays = {leaf.name: read_array_layout(store, leaf.name) for leaf in structure.leaves if leaf.is_array}
     notes += _absent_chunks_note(directory, arrays)
     for leaf in structure.leaves:
@@ -93,8 +104,6 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
     custom = checkpoint.get("custom_metadata")
     custom = custom if isinstance(custom, dict) else {}
     check_metadata_digest(custom, path / _CHECKPOINT_FILE)
-    if METADATA_DIGEST_KEY in custom and not tree:
-        raise UserError(f"{directory / TREE_FILE}: is missing; the checkpoint is corrupt")
     handlers = checkpoint.get("item_handlers")
     handler = handlers.get(item) if item and isinstance(handlers, dict) else handlers
     # A JSON object keyed by the arrays' names in base64, which Orbax uses if the caller of restore gives no shardings.
@@ -108,6 +117,37 @@ def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:
         {key: value for key, value in sharding.items() if key in encoded_names},
     )
     return _make_source(path, arrays, orbax_item, custom, notes)
+
+
+def _check_never_had_metadata(path: Path, directory: Path) -> None:
+    """Check that no file shows that the tree had a `_METADATA`, which would also list leaves that are no arrays.
+
+    Raises:
+        DamageError: One does.
+    """
+    later_files = [directory / "_sharding", directory / STRINGS_FILE, directory / ARRAY_METADATA_FOLDER]
+    later_files += [path / _CHECKPOINT_FILE, path / INDICATOR_FILE]
+    if present := next((file for file in later_files if file.exists()), None):
+        raise DamageError(
+            f"{directory / TREE_FILE}: is missing, although {present.name} is there; the checkpoint is not complete, "
+            "fetch or save it again"
+        )
+
+
+def _check_no_leaf_is_inline(path: Path, prefix: list[str]) -> None:
+    """Check that no parameter is stored in the msgpack file `path` instead of as an array.
+
+    Raises:
+        UserError: One is.
+    """
+    # T5X puts the tree below one more key.
+    names = [name.removeprefix("optimizer.") for name in inline_leaf_names(path)]
+    parameters = [name for name in names if name.split(".")[: len(prefix)] == prefix]
+    if parameters:
+        raise UserError(
+            f"{path}: holds the values of {len(parameters)} leaves ({', '.join(parameters[:5])[:200]}), which are not "
+            "read; restore the checkpoint with the program that saved it, and save it with a current Orbax"
+        )
 
 
 def _stores_all_chunks(tree: Mapping[str, Any]) -> bool | None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pma_jax.config.errors import DamageError, UserError
-from pma_jax.storage.json_files import read_json_object
+from pma_jax.config.errors import DamageError, UserError, error_line
+from pma_jax.storage.json_files import MAX_JSON_BYTES, read_json_object
 
 TREE_FILE, STRINGS_FILE, ARRAY_METADATA_FOLDER = "_METADATA", "_strings.json", "array_metadatas"
 JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
@@ -199,6 +199,37 @@ def _read_random_keys(directory: Path) -> dict[str, str]:
             if isinstance(algorithm, str) and algorithm:
                 algorithms[str(fields.get("param_name"))] = algorithm
     return algorithms
+
+
+def inline_leaf_names(path: Path) -> list[str]:
+    """List the leaves whose values are in a msgpack file `checkpoint`, as T5X and early versions of Flax wrote it.
+
+    It has the structure of the tree. Leaves that are stored as arrays of their own are texts "PLACEHOLDER://…", or
+    specifications of tensorstore.
+
+    Raises:
+        DamageError: The file is corrupt.
+        UserError: It is too large.
+    """
+    import msgpack
+
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise UserError(f"{path}: {path.stat().st_size:,} bytes is more than the limit of {MAX_JSON_BYTES:,}")
+    try:
+        tree = msgpack.unpackb(path.read_bytes(), strict_map_key=False, ext_hook=lambda code, data: code)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise DamageError(f"{path}: is not a msgpack file ({error_line(error)[:100]}); fetch it again") from None
+    names: list[str] = []
+    todo: list[tuple[str, Any]] = [("", tree)]
+    while todo:
+        name, value = todo.pop()
+        is_array = isinstance(value, dict) and {"driver", "kvstore"} <= value.keys()
+        is_array = is_array or (isinstance(value, str) and value.startswith("PLACEHOLDER"))
+        if isinstance(value, dict) and not is_array:
+            todo += [(f"{name}.{key}" if name else str(key), child) for key, child in value.items()]
+        elif value is not None and not is_array:
+            names.append(name)
+    return sorted(names)
 
 
 def tree_texts(tree: TreeStructure, shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Any]:
