@@ -170,3 +170,14 @@ def test_overflow_of_a_smaller_dtype_is_refused(tmp_path):
     run(paths, tmp_path / "out", dtype="float16")
     np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["w"], (F32 / 3).astype(np.float16))
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
+
+
+def test_memory_of_many_leaves_counts(tmp_path):
+    leaves = {f"layers.{i}": np.zeros(1, np.float32) for i in range(20_000)}
+    sources = [open_source(path) for path in write_pair(tmp_path, leaves)]
+    (tmp_path / "few").mkdir()
+    few = plan([open_source(path) for path in write_pair(tmp_path / "few", {"w": F32})], np.array([0.5, 0.5]), cores=1)
+    many = plan(sources, np.array([0.5, 0.5]), cores=1)
+    assert 60 < (many.schedule.memory_bytes - few.schedule.memory_bytes) / 2**20 < 100  # 78 MiB were measured
+    with pytest.raises(UserError, match="MiB more memory is needed"):
+        plan(sources, np.array([0.5, 0.5]), memory_limit_bytes=100 * 2**20)
