@@ -336,9 +336,11 @@ def _write_directory(
     """Write the arrays of all leaves into a temporary directory, and publish it as `target`."""
     work = publish.working_directory(target, suffix="")
     directory = work / "checkpoint"
-    _check_not_existing(target)
+    if not work.exists():  # else a killed process left it, perhaps after publishing: it is removed in any case
+        _check_not_existing(target)
     with journal.lock_work_directory(work, process=0), atomic.remove_if_stopped(work):
         try:
+            _check_not_existing(target)
             if directory.exists():  # left by a killed process
                 shutil.rmtree(directory)
             layout.create_files(directory)

@@ -463,6 +463,10 @@ def test_nothing_is_overwritten_and_leftovers_of_a_kill_do_not_block(tmp_path):
     before = tiny.contents(tmp_path)
     assert_refused(tmp_path / "theirs", "exists already", hf.export_snapshot, tmp_path / "ours")
     assert_refused(tmp_path / "ours", "exists already", hf.import_model, tmp_path / "theirs")
+    # A process that was killed after it had published its output left its working directory.
+    (tmp_path / ".theirs.partial" / "checkpoint").mkdir(parents=True)
+    assert_refused(tmp_path / "theirs", "exists already", hf.export_snapshot, tmp_path / "ours")
+    assert not (tmp_path / ".theirs.partial").exists()
     assert tiny.contents(tmp_path) == before
 
 
