@@ -76,13 +76,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key not in CLOCK} for line in lines]
 
 
-def published(run: Path) -> dict[str, Any]:
+def published(run: Path, skip_corrupt: bool = False) -> dict[str, Any]:
     """Map each published step to its metadata, which hold its tokens, its loss and the digests of its arrays."""
     found = {}
     for folder in ("snapshots", "block_means", "states"):
         for path in (run / folder).glob("*"):
             if path.name.isdigit() and (path / "commit_success.txt").exists():
-                metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+                try:
+                    metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+                except (OSError, ValueError) as error:
+                    check(skip_corrupt, f"{path}: {error}")
+                    continue
                 found[f"{folder}/{path.name}"] = {
                     key: value for key, value in metadata.items() if not key.endswith("digest") and key != "config"
                 }

@@ -25,9 +25,11 @@ from bench import (
 from forked import Kill, Outcome
 
 
-def check_published(run: Path, reference: dict[str, Any], records: list[dict[str, Any]], end: bool) -> None:
+def check_published(
+    run: Path, reference: dict[str, Any], records: list[dict[str, Any]], end: bool, skip_corrupt: bool = False
+) -> None:
     """Compare what a run has published, and its records, with those of the uninterrupted run."""
-    for name, metadata in published(run).items():
+    for name, metadata in published(run, skip_corrupt).items():
         check(metadata == reference.get(name), f"{run.name}/{name} differs: {metadata} != {reference.get(name)}")
     actual = read_lines(run / "metrics.jsonl")
     expected = records if end else records[: len(actual)]
@@ -51,7 +53,7 @@ def kill_run(
                 kill = choose_kill(bench, cell, measured.phases, measured.seconds)
                 history.append(kill)
                 outcome = kill_once(bench, cell, command(run), root, kill)
-                check_published(run, reference, records, end=outcome.status == 0)
+                check_published(run, reference, records, outcome.status == 0, skip_corrupt=bench.journals)
                 if outcome.status == 0:
                     break
             finish_and_compare(bench, command(run), run, reference, records, kept)
