@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -238,3 +240,13 @@ def test_two_processes_agree_on_what_is_damaged(finished, copy, workspace, tmp_p
     run = open_run(copy.path)
     assert [s.step for s in run.states] == [8, 16, 24] and verify(run.path) == []
     assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 25))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the failing calls are injected by a library in C")
+def test_injected_errors_of_system_calls():
+    """Run three cases of the harness, which runs for half an hour otherwise."""
+    harness = Path(__file__).parents[2] / "experiments" / "faults" / "system_calls.py"
+    command = [sys.executable, harness, "--count", "3", "--only", "resume/(open|read)/(EMFILE|EIO)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0 and "3 failures injected" in done.stdout, done.stdout + done.stderr
