@@ -188,6 +188,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--seconds", type=float, default=20.0, help="time limit of a case (default 20)")
     parser.add_argument("--memory", type=float, default=2048.0, help="memory limit of a case in MiB (default 2048)")
+    parser.add_argument("--verbose", action="store_true", help="print every case with its status and error")
     parser.add_argument("--folder", type=Path, help="keep the workspace here, and use it again")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
@@ -213,6 +214,8 @@ def run_all(cells: list[Cell], workspace: Path, options: argparse.Namespace) -> 
     for case in choose(cells, workspace, options.count, options.seed):
         outcome = run_case(case, workspace, workspace.parent / "case", pma, options)
         wrong = problems(outcome, options, own_mebibytes)
+        if options.verbose:
+            print(f"{outcome.status} {outcome.seconds:5.1f} s  {case.name}: {outcome.error.strip()[-200:]}", flush=True)
         counts[case.cell.name].update(["refused" if outcome.status in (1, 2) else "accepted"])
         if wrong:
             counts[case.cell.name].update(["failed"])

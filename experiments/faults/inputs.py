@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,11 @@ EVENT = {
 }
 
 
+TRAIN = ("train", "--config", "mine.py", "--workdir")
+LAST_STEP = "12"
+RESUME = "train --config mine.py --workdir part"
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """A file of the workspace and a command that reads it, or a command with a list of bad arguments."""
@@ -108,6 +114,9 @@ def make_workspace(folder: Path) -> None:
         _pma(temporary, command.split())
     (temporary / "run/spikes/1").mkdir(parents=True)
     (temporary / "run/spikes/1/event.json").write_text(json.dumps(EVENT))
+    shutil.copytree(temporary / "run", temporary / "part")  # a run that was stopped at step 8
+    for folder_of_step in ("states", "snapshots"):
+        shutil.rmtree(temporary / "part" / folder_of_step / LAST_STEP)
     _write_orbax(temporary / "orbax")
     temporary.rename(folder)
 
@@ -130,8 +139,6 @@ def _write_orbax(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code, folder.resolve()], check=True, capture_output=True)
 
 
-TRAIN = ("train", "--config", "mine.py", "--workdir")
-LAST_STEP = "12"
 INPUTS: dict[str, tuple[bool, tuple[str, ...]]] = {
     # file -> (is JSON, commands that read it)
     "run/config.json": (
@@ -143,7 +150,6 @@ INPUTS: dict[str, tuple[bool, tuple[str, ...]]] = {
             "watch run --once",
             "sweep run --windows 2 --recipes wma",
             "report run",
-            "train --config mine.py --workdir run",
             "fork run --at-tokens 2048 --workdir new",
             "export run --out new",
         ),
@@ -153,14 +159,13 @@ INPUTS: dict[str, tuple[bool, tuple[str, ...]]] = {
         (
             "inspect run --json",
             "report run",
-            "train --config mine.py --workdir run",
             "fork run --at-tokens 2048 --workdir new",
         ),
     ),
-    "run/metrics.jsonl": (True, ("report run", "inspect run --verify", "train --config mine.py --workdir run")),
+    "run/metrics.jsonl": (True, ("report run", "inspect run --verify")),
     "run/watch.jsonl": (True, ("report run", "watch run --once --recipe wma", "inspect run --verify")),
     "run/sweep.json": (True, ("report run", "sweep run --windows 2 --recipes wma")),
-    "run/spikes/1/event.json": (True, ("report run", "train --config mine.py --workdir run")),
+    "run/spikes/1/event.json": (True, ("report run")),
     f"run/snapshots/{LAST_STEP}/_CHECKPOINT_METADATA": (
         True,
         (
@@ -183,7 +188,14 @@ INPUTS: dict[str, tuple[bool, tuple[str, ...]]] = {
     ),
     f"run/states/{LAST_STEP}/_CHECKPOINT_METADATA": (True, ("inspect run", "fork run --at-tokens 3072 --workdir new")),
     "run/states/8/_CHECKPOINT_METADATA": (True, ("fork run --at-tokens 2048 --workdir new",)),
-    "run/lock": (False, ("train --config mine.py --workdir run",)),
+    **{
+        f"part/{file}": (True, (RESUME,))
+        for file in ("config.json", "run.json", "metrics.jsonl", "spikes/1/event.json")
+    },
+    "part/states/8/_CHECKPOINT_METADATA": (True, (RESUME,)),
+    "part/snapshots/8/_CHECKPOINT_METADATA": (True, (RESUME,)),
+    "part/states/8/state/_METADATA": (True, (RESUME,)),
+    "part/lock": (False, (RESUME,)),
     "merged/provenance.json": (
         True,
         ("inspect merged", "inspect merged --verify", "evaluate merged", "export merged --out new"),
