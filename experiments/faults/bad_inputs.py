@@ -90,6 +90,13 @@ def run_case(case: Case, workspace: Path, scratch: Path, main: Callable, limits:
     return Outcome(status, time.monotonic() - began, usage.ru_maxrss / 1024, log.read_text(errors="replace"), changed)
 
 
+def accepts_original(cell: Cell, workspace: Path, main: Callable, limits: argparse.Namespace) -> bool:
+    """Return whether the command of a cell works without a mutation: otherwise its cases would say nothing."""
+    case = Case(cell, "file", Mutation("none", lambda path: None))
+    long = argparse.Namespace(seconds=limits.seconds * 6)  # programs are compiled here, for all cases
+    return run_case(case, workspace, workspace.parent / "case", main, long).status == 0
+
+
 def run_child(main: Callable, arguments: list[str], folder: Path, log: Path, limits: argparse.Namespace) -> None:
     """Run `pma` with limits in the folder of the case; never return."""
     status = 70
@@ -210,6 +217,10 @@ def run_all(cells: list[Cell], workspace: Path, options: argparse.Namespace) -> 
 
     pma = preload()
     own_mebibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    broken = [cell.name for cell in cells if not accepts_original(cell, workspace, pma, options)]
+    if broken:
+        print("FAILED: these commands fail on files that are right:", *broken, sep="\n  ")
+        return 1
     counts: dict[str, collections.Counter] = {cell.name: collections.Counter() for cell in cells}
     for case in choose(cells, workspace, options.count, options.seed):
         outcome = run_case(case, workspace, workspace.parent / "case", pma, options)

@@ -108,6 +108,7 @@ def make_workspace(folder: Path) -> None:
         "watch run --once --recipe wma",
         "merge run --last 2 --out merged",
         "merge run --last 2 --out tensors --format safetensors",
+        "merge run --last 1 --out other --format safetensors",
         "export run --out hf",
         "export run --out sharded --shard-size 5KB",
     ):
@@ -165,7 +166,7 @@ INPUTS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "run/metrics.jsonl": (True, ("report run", "inspect run --verify")),
     "run/watch.jsonl": (True, ("report run", "watch run --once --recipe wma", "inspect run --verify")),
     "run/sweep.json": (True, ("report run", "sweep run --windows 2 --recipes wma")),
-    "run/spikes/1/event.json": (True, ("report run")),
+    "run/spikes/1/event.json": (True, ("report run",)),
     f"run/snapshots/{LAST_STEP}/_CHECKPOINT_METADATA": (
         True,
         (
@@ -200,17 +201,17 @@ INPUTS: dict[str, tuple[bool, tuple[str, ...]]] = {
         True,
         ("inspect merged", "inspect merged --verify", "evaluate merged", "export merged --out new"),
     ),
-    "tensors/provenance.json": (True, ("inspect tensors --verify", "merge tensors tensors --out new")),
+    "tensors/provenance.json": (True, ("inspect tensors --verify", "merge tensors other --out new")),
     "tensors/model.safetensors": (
         False,
-        ("inspect tensors", "inspect tensors/model.safetensors", "merge tensors hf --out new"),
+        ("inspect tensors", "inspect tensors/model.safetensors", "merge tensors other --out new"),
     ),
-    "hf/config.json": (True, ("import hf --out new", "merge hf hf --dtype bfloat16 --out new")),
+    "hf/config.json": (True, ("import hf --out new", "merge hf sharded --dtype bfloat16 --out new")),
     "hf/tokenizer.json": (True, ("import hf --out new", "export run --tokenizer hf/tokenizer.json --out new")),
     "hf/model.safetensors": (False, ("import hf --out new", "inspect hf")),
     "sharded/model.safetensors.index.json": (
         True,
-        ("inspect sharded", "import sharded --out new", "merge sharded sharded --out new"),
+        ("inspect sharded", "import sharded --out new", "merge sharded hf --out new"),
     ),
     "orbax/2/_METADATA": (True, ("inspect orbax/2", "merge orbax --out new")),
     "orbax/2/_CHECKPOINT_METADATA": (True, ("inspect orbax/2", "merge orbax --out new")),

@@ -3,7 +3,6 @@
 It lists each input with its coefficient and the digests of its leaves, and the digests of all leaves and files written.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -11,7 +10,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -30,11 +29,37 @@ from pma_jax.storage.digests import (
 from pma_jax.storage.formats.open import read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.json_files import read_json_object
+from pma_jax.storage.json_schema import Count, check_schema
+from pma_jax.storage.paths import exists
 
 FILE_NAME = "provenance.json"
 # Warn above this ratio of the rounding error to the change by merging: about here, rounding to bfloat16 undoes the
 # lower loss of a merge.
 _ROUNDING_WARNING = 0.5
+
+
+class _SourceEntry(TypedDict):
+    source: str
+    tokens: NotRequired[Count | None]
+    step: NotRequired[Count | None]
+    coefficient: NotRequired[float]
+    digest: str
+    leaves: dict[str, str]
+
+
+class Provenance(TypedDict):
+    """Contents of provenance.json, as far as they are read."""
+
+    recipe: NotRequired[str]
+    coefficients: NotRequired[list[float]]
+    tokens: NotRequired[Count | None]
+    accumulation_dtypes: NotRequired[list[str]]
+    checksum: NotRequired[str]
+    digest: str
+    leaves: dict[str, str]
+    files: dict[str, str]
+    sources: list[_SourceEntry]
+    plan: str
 
 
 def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str) -> dict[str, Any]:
@@ -122,8 +147,9 @@ def recorded_digests(source: CheckpointSource) -> dict[str, str]:
     recorded, item = source.metadata.get("custom", {}), source.metadata.get("item", "")
     if METADATA_DIGEST_KEY not in recorded:
         recorded, item = {}, ""
-        with contextlib.suppress(ValueError):
-            recorded = read(source.path)
+        path = source.path / FILE_NAME
+        if exists(path) and "plan" in read_json_object(path):  # another program's file of this name has no digests
+            recorded = _read_file(path)
     if recorded.get("checksum") != CHECKSUM:
         return {}
     # In a training state, the item's name is the first part of every leaf's name.
@@ -162,12 +188,17 @@ def read(directory: Path) -> dict[str, Any]:
     path = directory / FILE_NAME
     if not path.is_file():
         raise UserError(f"{directory}: has no {FILE_NAME}; it was not made by pma merge")
-    provenance = read_json_object(path)
-    expected = {"leaves": dict, "files": dict, "sources": list, "digest": str, "plan": str}
-    if not all(isinstance(provenance.get(key), kind) for key, kind in expected.items()):
-        raise UserError(f"{path}: is not a provenance that this version wrote")
+    provenance = _read_file(path)
     if provenance.get("checksum") != CHECKSUM:
         raise UserError(f"{path}: has checksums that this version does not know; it knows {CHECKSUM}")
+    return provenance
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    provenance = read_json_object(path)
+    if not {"leaves", "files", "sources", "digest", "plan"} <= provenance.keys():
+        raise UserError(f"{path}: is not a provenance that this version wrote")
+    check_schema(provenance, Provenance, str(path))
     return provenance
 
 
