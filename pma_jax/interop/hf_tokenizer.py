@@ -16,10 +16,9 @@ from pma_jax.config.errors import UserError
 from pma_jax.data.shards import find_cached_tokenizer
 from pma_jax.data.tokenizer import byte_tokenizer, load_tokenizer
 from pma_jax.merging.engine import provenance
-from pma_jax.runs.directory import RunMetadata
 from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_sidecar
 from pma_jax.storage.formats.source import CheckpointSource
-from pma_jax.storage.json_files import read_json, serialize_json
+from pma_jax.storage.json_files import read_json_object, serialize_json
 
 FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
 
@@ -150,7 +149,7 @@ def _find_trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
     for snapshot in snapshots:
         run = snapshot.parent.parent / "run.json"  # a snapshot is at RUN/snapshots/STEP
         with contextlib.suppress(OSError, UserError, KeyError):
-            path = find_cached_tokenizer(config.data, read_json(run, RunMetadata)["corpus"])
+            path = find_cached_tokenizer(config.data, read_json_object(run)["corpus"])
             if path is not None:
                 return path
     return None

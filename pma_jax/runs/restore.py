@@ -128,7 +128,9 @@ def _read_array_metadata(path: epath.Path) -> dict[str, Any]:
         stored = ocp.checkpointables_metadata(path).metadata
         leaves = read_digests(path)
     is_state = "position" in steps.read_metadata(path, ())
-    items = {name.partition(".")[0] if is_state else "params" for name in leaves} | stored.keys()
+    # A folder without tree metadata, such as an imported model's tokenizer, holds no arrays.
+    items = {name.partition(".")[0] if is_state else "params" for name in leaves}
+    items |= {name for name in stored if exists(path / name / "_METADATA")}
     missing = sorted(name for name in items if stored.get(name) is None)  # Orbax returns None if it cannot read an item
     if missing:
         raise DamageError(f"cannot read {path}: corrupt or incomplete: {', '.join(missing)} is missing")
