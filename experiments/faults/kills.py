@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
                 failures.append(f"{cell}: {error}")
             except Exception:
                 failures.append(f"{cell}: {traceback.format_exc()}")
-            counts = {phase: count for (name, phase), count in sorted(bench.kills.items()) if name == cell}
+            counts = {phase: count for (name, phase), count in sorted((+bench.kills).items()) if name == cell}
             print(f"{cell}: {sum(counts.values())} kills: {counts}", flush=True)
     finally:
         shutil.rmtree(root, ignore_errors=True)

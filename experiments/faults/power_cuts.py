@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from typing import Any
 
 import forked
 import run_cells
-from bench import Bench, Lost
+from bench import Bench, Lost, check
 
 
 def apply_loss(journal: Path, rng: random.Random) -> int:
@@ -40,7 +41,30 @@ def apply_loss(journal: Path, rng: random.Random) -> int:
             undone.add(entry["index"])
     for path in journal.parent.glob(f"{journal.name}*"):
         path.unlink()
+    for path in durable_steps(entries):
+        check((path / "commit_success.txt").exists(), f"{path} was flushed, and the power cut lost it")
     return len(undone)
+
+
+def durable_steps(entries: list[dict[str, Any]]) -> set[Path]:
+    """Return the steps that were published, flushed with their names, and not removed: a cut must not lose them.
+
+    The directories above them are new too, so they last only if the names of these are flushed.
+    """
+    flushed: dict[Path, set[str]] = {}
+    durable: set[Path] = set()
+    for entry in entries:
+        path = Path(entry["path"])
+        if entry["event"] == "os.rename" and re.search(r"/(?:snapshots|block_means|states)/\d+$", entry["path"]):
+            flushed[path] = set()
+        elif entry["event"] == "fsync":
+            for step, names in flushed.items():
+                names.add(entry["path"])
+                if {str(step), str(step.parent)} <= names:
+                    durable.add(step)
+        elif entry["event"] == "os.remove" and path.name == "commit_success.txt":
+            durable.discard(path.parent)
+    return durable
 
 
 def lost_operations(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

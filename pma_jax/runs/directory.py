@@ -229,6 +229,8 @@ def create_run(path: epath.PathLike, config: Config, metadata: dict[str, Any]) -
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / "run.json", json.dumps(metadata, indent=2) + "\n")
     atomic.write_text(folder / "config.json", configuration.to_json(config))
+    if not is_bucket(folder):
+        atomic.fsync_parents(Path(folder))
     return Run(folder, config)
 
 

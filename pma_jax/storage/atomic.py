@@ -6,6 +6,7 @@ because object stores write each object atomically.
 """
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -79,7 +80,7 @@ def publish_directory(temporary: str | os.PathLike[str], target: str | os.PathLi
     """Flush a complete directory on a disk and rename it to `target`; raises OSError if `target` is not empty."""
     fsync_tree(Path(temporary))
     Path(temporary).rename(target)
-    fsync_path(Path(target).parent)
+    fsync_parents(Path(target))
 
 
 @contextlib.contextmanager
@@ -104,6 +105,19 @@ def fsync_tree(directory: Path) -> None:
         for _ in pool.map(fsync_path, paths):
             pass
     fsync_path(directory.parent)
+
+
+def fsync_parents(path: Path) -> None:
+    """Flush all directories above `path`, so that their names are durable if they were just created.
+
+    A directory that this user may not read, or on a read-only file system, was not just created.
+    """
+    for parent in path.absolute().parents:
+        try:
+            fsync_path(parent)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL):
+                raise
 
 
 def fsync_path(path: os.PathLike[str]) -> None:

@@ -35,7 +35,7 @@ from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json
 from pma_jax.storage.json_schema import Count, Loss
-from pma_jax.storage.paths import as_path, exists
+from pma_jax.storage.paths import as_path, exists, is_bucket
 from pma_jax.training import spikes
 from pma_jax.training.fork import state_at
 from pma_jax.training.metrics import Record
@@ -212,7 +212,12 @@ def _set_aside_steps(run: Run, event: Event) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.rename(target)
             else:
-                path.rmtree()  # the merged state, copied by a process that was killed before it set "done"
+                steps.remove(path)  # the merged state, copied by a process that was killed before it set "done"
+        if listed and not is_bucket(run.path):
+            # Durable before "done": after a power failure nobody would move them again.
+            for folder in (run.path / name, _folder(run, event) / name):
+                if exists(folder):
+                    atomic.fsync_path(folder)
 
 
 def _set_aside_records(run: Run, event: Event) -> None:

@@ -19,7 +19,7 @@ from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
 from pma_jax.reporting.report import build_report, write_report
 from pma_jax.runs import states
-from pma_jax.runs.directory import open_run
+from pma_jax.runs.directory import open_run, read_metric_records
 from pma_jax.runs.snapshots import is_snapshot, read_snapshot
 from pma_jax.storage.formats import publish
 from pma_jax.storage.lines import LineFile
@@ -53,6 +53,10 @@ def test_training_in_a_bucket_equals_training_on_disk(finished, workspace, folde
     config, save = tiny.config(workspace), states.save_state
 
     def save_and_stop(writer, state, progress):
+        # The object in the bucket has all records from before the state, and the snapshots are published.
+        records = read_metric_records(open_run("gs://bucket/runs/new").path / "metrics.jsonl")
+        assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, progress.step + 1))
+        assert open_run("gs://bucket/runs/new").snapshots[-1].step == progress.step
         save(writer, state, progress)
         if progress.step == 16:
             raise KeyboardInterrupt

@@ -195,6 +195,7 @@ def test_records_are_flushed_before_a_state_is_saved(workspace, tmp_path, monkey
     def check(writer, state, progress):
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         seen.append((progress.step, [r["step"] for r in lines if r["kind"] == "train"]))
+        assert open_run(tmp_path / "run").snapshots[-1].step == progress.step, "its snapshots are published"
         save(writer, state, progress)
 
     monkeypatch.setattr(states, "save_state", check)
