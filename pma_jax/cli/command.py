@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after `pma`; by default those of the process.
     """
-    is_process = arguments is None or list(arguments) == sys.argv[1:]
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    is_process = arguments is None or argv == sys.argv[1:] != []
     if is_process:
         signals.end_process_on_signals(lambda: f"stopped: {_stopped_message(argv)}")
         for stream in (sys.stdout, sys.stderr):

@@ -11,8 +11,10 @@ import difflib
 import hashlib
 import json
 import re
+import signal
+import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -117,20 +119,29 @@ def load(name: str) -> "ml_collections.ConfigDict":
         raise UserError(f"{path} has more than {MAX_CONFIG_BYTES:,} bytes: a configuration is a .py with get_config()")
     module = types.ModuleType("pma_jax_user_config")
     module.__file__ = str(path)
-    try:
+    with _report_failure(f"{path} does not run"):
         # Not importlib, which would write a __pycache__ beside the user's file.
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{path} does not run: {type(error).__name__}: {error_line(error)}") from error
     if not hasattr(module, "get_config"):
         raise UserError(f"{path} has no get_config(): define one that returns a ConfigDict")
-    try:
+    with _report_failure(f"get_config() of {path} failed"):
         raw = module.get_config()
-    except (Exception, SystemExit) as error:
-        raise UserError(f"get_config() of {path} failed: {type(error).__name__}: {error_line(error)}") from error
     if not isinstance(raw, ml_collections.ConfigDict):
         raise UserError(f"get_config() of {path} returned {type(raw).__name__}, not a ConfigDict")
     return raw
+
+
+@contextlib.contextmanager
+def _report_failure(what: str) -> Iterator[None]:
+    """Convert whatever a configuration file raises to a UserError; it must not end the process, or print to a table."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        # With Python's own handler, it may be Ctrl-C in a notebook.
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise
+        raise UserError(f"{what}: {type(error).__name__}: {error_line(error)}") from error
 
 
 def to_json(config: Config) -> str:

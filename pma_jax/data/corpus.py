@@ -231,7 +231,7 @@ def _match_files(patterns: tuple[str, ...]) -> list[_File]:
                 raise UserError(f"{file.path} is not a .txt, .jsonl or .parquet file: narrow data.files or convert it")
             with _convert_os_errors(file.path):
                 _check_start(file.path)
-            matches.setdefault(file.path.resolve(), file)
+            matches.setdefault(Path(os.path.realpath(file.path)), file)
     return list(matches.values())
 
 

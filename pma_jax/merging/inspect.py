@@ -4,6 +4,7 @@ from typing import Any
 
 from etils import epath
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging import gather
 from pma_jax.merging.listing import list_checkpoints
 from pma_jax.runs import restore
@@ -24,6 +25,8 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
         UserError: `path` holds no readable run or checkpoint, or several that cannot be told apart.
     """
     if is_run(path):
+        if subtree is not None:
+            raise UserError(f"--subtree {subtree}: {path} is a run of pma_jax, whose parameters are known; omit it")
         run = open_run(path)
         return {
             "kind": "run",

@@ -6,6 +6,7 @@ also be read in another way is refused.
 """
 
 import contextlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ def resolve_address(address: str) -> str:
     """Return an address that is equal for all names of one checkpoint: without symbolic links and relative parts."""
     if address.startswith(hub.PREFIX):
         return "{}{}@{}".format(hub.PREFIX, *hub.parse_address(address))
-    return str(address).rstrip("/") if is_bucket(address) else str(Path(address).resolve())
+    return str(address).rstrip("/") if is_bucket(address) else os.path.realpath(address)
 
 
 def format_left_out(address: str, left_out: dict[str, str]) -> str:
@@ -182,7 +183,7 @@ def _reason_to_leave_out(entry: Path) -> str | None:
         return _HIDDEN
     step = parse_name(entry.name).step
     if entry.is_symlink():
-        target = Path(entry).resolve()
+        target = Path(os.path.realpath(entry))
         if not target.exists():
             return "a link to nothing"
         if target.parent == entry.parent.resolve() or parse_name(target.name).step not in (step, None):

@@ -137,6 +137,8 @@ def parse(text: str) -> Recipe:
     """
     name, *parts = [part.strip() for part in text.strip().split(":")]
     method = _method(name)
+    if "" in parts:
+        raise UserError(f"{text!r} has nothing after a colon: write {method.example}, then a window such as :10")
     # In `weights:1` the 1 is a weight, so the window of `weights` can only come third.
     lists_values = name == "weights"
     window = None

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import UserError, error_line
 
 _READ_BYTES = 2**22
 # Files of a checkpoint that libraries read whole into memory.
@@ -36,9 +36,9 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         UserError: See `check_supported`.
     """
+    check_supported(path)
     if not is_bucket(path):
         return Path(path)
-    check_supported(path)
     return _bucket_path_class()(str(path))
 
 
@@ -46,19 +46,26 @@ def absolute_path(path: str | os.PathLike[str]) -> Any:
     """Return an absolute `etils.epath.Path`, as Orbax requires, with `~` expanded; bucket addresses are not changed.
 
     Raises:
-        UserError: See `check_supported`.
+        UserError: See `check_supported`; or the path is a loop of symbolic links, or in the home of an unknown user.
     """
     from etils import epath
 
     check_supported(path)
-    return epath.Path(path) if is_bucket(path) else epath.Path(path).expanduser().resolve()
+    if is_bucket(path):
+        return epath.Path(path)
+    try:
+        return epath.Path(path).expanduser().resolve()
+    except RuntimeError as error:
+        raise UserError(f"{path}: {error_line(error)}: give another path") from None
 
 
 def check_supported(path: str | os.PathLike[str]) -> None:
-    """Raise UserError if the path is a bucket address of an unsupported scheme, or its libraries are not installed.
+    """Raise UserError if the path is empty or contains a NUL character, or if its bucket is not supported.
 
-    The bucket is not accessed.
+    The scheme of a bucket may be unsupported, or its libraries not installed. The bucket is not accessed.
     """
+    if not str(path) or "\0" in str(path):
+        raise UserError(f"{str(path)!r} is not a path: it is empty or contains a NUL character")
     if not is_bucket(path):
         return
     text = str(path)

@@ -187,7 +187,7 @@ def _leaves_checkpoint(file: Path) -> bool:
     """
     if not file.is_symlink():
         return False
-    directory, target = file.parent.resolve(), file.resolve()
+    directory, target = file.parent.resolve(), Path(os.path.realpath(file))  # Path.resolve refuses loops
     snapshots = next((parent for parent in directory.parents if parent.name == "snapshots"), None)
     inside = [directory] if snapshots is None else [directory, snapshots.parent.resolve() / "blobs"]
     return not any(target.is_relative_to(folder) for folder in inside)
