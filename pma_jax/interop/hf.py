@@ -28,7 +28,7 @@ from pma_jax.interop.hf_weights import (
     map_leaves,
 )
 from pma_jax.merging.engine import journal
-from pma_jax.merging.gather import open_checkpoints, snapshot_metadata
+from pma_jax.merging.gather import open_checkpoints, select_checkpoints, snapshot_metadata
 from pma_jax.storage import atomic
 from pma_jax.storage.formats import publish
 from pma_jax.storage.formats.byte_ranges import open_files, write_range
@@ -186,7 +186,7 @@ def export_snapshot(
 
 def _open_snapshot(address: str | Path) -> tuple[CheckpointSource, dict[str, Any]]:
     """Open a snapshot of pma_jax, or the newest snapshot of a run, and return it with its metadata."""
-    source = open_checkpoints([address]).sources[-1]
+    (source,) = select_checkpoints(open_checkpoints([address]), last=1).sources
     metadata = snapshot_metadata(source)
     if metadata is None:
         raise UserError(f"{address} is not a snapshot of pma_jax: pass a run, one of its snapshots, or a merge")

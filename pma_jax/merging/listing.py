@@ -124,45 +124,65 @@ def _list_directory(path: Path) -> Listing | None:
     """
     if not path.is_dir():
         return None
-    children, left_out = _classify_children(path)
+    is_checkpoint = has_file(path, *_SAFETENSORS, *_ORBAX, "*/.zarray")
+    children, left_out = _classify_children(path, is_checkpoint)
     children.sort(key=_name_order)
-    is_checkpoint = has_file(path, *_SAFETENSORS, *_ORBAX)
     if is_checkpoint and children:
-        own = next((file.name for pattern in _SAFETENSORS[::-1] for file in sorted(path.glob(pattern))), None)
-        ways = [f"{path / own} for its own"] if own else []
-        ways.append(f"the directories for the others, such as {path / children[-1].name}")
-        raise UserError(
-            f"{path} holds a checkpoint of its own ({own or 'Orbax'}) and {len(children)} in directories: "
-            f"name those that you mean: {', '.join(ways)}"
-        )
+        raise UserError(_several_meanings(path, children[-1], len(children)))
+    notes = [f"{path} is read as a directory of {len(children)} checkpoints"] if children else []
+    notes += [format_left_out(str(path), left_out)] if left_out else []
     if is_checkpoint:
-        return None
+        return Listing((str(path),), (_stage_of_named(path),), False, left_out, tuple(notes))
     if children:
         series = _series_of(path)
         stages = tuple(_stage_in(series, child.name) for child in children)
-        notes = [f"{path} is read as a directory of {len(children)} checkpoints"]
-        notes += [format_left_out(str(path), left_out)] if left_out else []
         paths = tuple(str(_checkpoint_in(child)) for child in children)
         return Listing(paths, stages, True, left_out, tuple(notes))
+    _refuse_unusable(path, left_out)
+    return None
+
+
+def _several_meanings(path: Path, child: Path, children: int) -> str:
+    """Return the message about a checkpoint with checkpoints in its subdirectories."""
+    own = next((file.name for pattern in _SAFETENSORS[::-1] for file in sorted(path.glob(pattern))), None)
+    ways = [f"{path / own} for its own"] if own else []
+    ways.append(f"the directories for the others, such as {path / child.name}")
+    return (
+        f"{path} holds a checkpoint of its own ({own or 'Orbax'}) and {children} in directories: "
+        f"name those that you mean: {', '.join(ways)}"
+    )
+
+
+def _refuse_unusable(path: Path, left_out: dict[str, str]) -> None:
+    """Raise UserError if a directory holds no checkpoint to merge, but something that may be meant as one."""
     # The items of one Orbax checkpoint have no steps in their names.
     if is_orbax(path) and _EARLIER_MERGE not in left_out.values():
-        return None
+        return
     unusable = {name: reason for name, reason in left_out.items() if reason not in (_NOT_CHECKPOINT, _HIDDEN)}
-    unread = [path, *(path / name for name, reason in unusable.items() if reason == _UNREAD)]
-    message = next(filter(None, map(describe_unread, unread)), None)
-    if message is not None:
+    if not {_NO_STEP, _EARLIER_MERGE} & set(unusable.values()) and (message := describe_unread(path)):
         raise UserError(message)
     if unusable:
         raise UserError(
             f"{path} holds no checkpoint whose name states its step: {format_left_out(str(path), unusable)}; "
             "name each checkpoint that you mean"
         )
-    return None
+    directories = (entry for entry in sorted(path.iterdir()) if entry.is_dir() and not entry.name.startswith("."))
+    series = [entry.name for entry in directories if _classify_children(entry, True)[0]]
+    if series:
+        raise UserError(f"{path} holds directories of checkpoints ({', '.join(series[:4])}): name those that you mean")
 
 
-def _classify_children(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the children of a directory that are checkpoints of a series, and the others with the reason."""
-    reasons = {entry: _reason_to_leave_out(entry) for entry in sorted(path.iterdir(), key=lambda entry: entry.name)}
+def _classify_children(path: Path, only_with_progress: bool) -> tuple[list[Path], dict[str, str]]:
+    """Return the children of a directory that are checkpoints of a series, and the others with the reason.
+
+    Args:
+        path: The directory.
+        only_with_progress: Whether to ignore children whose names state no step, tokens or epoch.
+    """
+    entries = sorted(path.iterdir(), key=lambda entry: entry.name)
+    if only_with_progress:  # also saves time for the many directories of arrays of a checkpoint
+        entries = [entry for entry in entries if parse_name(entry.name).is_known]
+    reasons = {entry: _reason_to_leave_out(entry) for entry in entries}
     left_out = {entry.name: reason for entry, reason in reasons.items() if reason is not None}
     children = [entry for entry, reason in reasons.items() if reason is None]
     marked = [child for child in children if (child / _COMMIT_MARKER).is_file()]

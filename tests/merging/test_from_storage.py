@@ -1,6 +1,7 @@
 """`pma merge` on users' inputs: directories of any trainer's checkpoints, runs, and every option."""
 
 import json
+import shutil
 from pathlib import Path
 
 import ml_dtypes
@@ -195,6 +196,15 @@ def test_duplicates_at_one_position_are_merged_only_with_equal_weights(pma, fail
     np.testing.assert_allclose(merged(tmp_path / "out"), mean((500, 501), (0.5, 0.5)), rtol=1e-6)
     assert "computes weights from tokens" in fails(*arguments[:-1], tmp_path / "no", "--recipe", "power:sigma_rel=0.1")
     assert "the same position" in fails(*arguments[:-1], tmp_path / "no", "--recipe", "wma")
+
+
+def test_copy_of_another_input_is_reported(pma, suite, tmp_path):
+    shutil.copytree(suite / "step500", suite / "step600")
+    status, _, err = pma("merge", suite, "--last", 3, "--out", tmp_path / "out")
+    assert status == 0 and f"{suite / 'step600'} has the same values as {suite / 'step500'}" in err
+    assert (
+        "same values" not in pma("merge", suite, "--tokens-per-step", 1, "--tokens", ":500", "--out", tmp_path / "b")[2]
+    )
 
 
 def test_run_cannot_be_mixed_with_other_sources(fails, finished, tmp_path):

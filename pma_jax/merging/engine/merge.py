@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -361,7 +361,8 @@ def _publish_outputs(plan: MergePlan, outputs: Sequence[Output], command: str) -
     if len(unpublished) > 1:  # A power failure after the first rename must not lose what the others need.
         for output in unpublished:
             atomic.fsync_tree(output.work_directory)
-    notes = []
+    notes: list[str] = []
+    metadata: dict[str, Any] = {"sources": []}
     # The first output is the last to be published, and its working directory the last to be removed: it holds the
     # journal, and `resolve_outputs` recognizes an interrupted merge by it.
     for output_index, output in reversed(list(enumerate(outputs))):
@@ -376,7 +377,7 @@ def _publish_outputs(plan: MergePlan, outputs: Sequence[Output], command: str) -
         notes += [warning] if warning else []
     for output in reversed(outputs):
         shutil.rmtree(output.work_directory)
-    return notes[::-1]
+    return [*provenance.equal_source_notes(metadata), *notes[::-1]]
 
 
 def _publish_output(plan: MergePlan, output: Output) -> None:

@@ -174,6 +174,17 @@ def rounding_warning(plan: MergePlan, provenance: Mapping[str, Any], row: int) -
     )
 
 
+def equal_source_notes(provenance: Mapping[str, Any]) -> list[str]:
+    """Return a note for each source with the same values as an earlier one, such as a copy of the last checkpoint."""
+    first_of: dict[str, str] = {}
+    notes = []
+    for source in provenance["sources"]:
+        first = first_of.setdefault(source["digest"], source["source"])
+        if first != source["source"]:
+            notes.append(f"{source['source']} has the same values as {first}: they count twice")
+    return notes
+
+
 def write(directory: Path, provenance: Mapping[str, Any]) -> None:
     """Write `provenance.json` into a directory."""
     (directory / FILE_NAME).write_text(json.dumps(provenance, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
