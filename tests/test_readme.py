@@ -224,9 +224,8 @@ def test_safety_page_commands_run(finished, tmp_path, monkeypatch, capfd):
     ],
 )
 def test_page_documents_every_option_of_the_verb(page, verb, capsys):
-    with pytest.raises(SystemExit):
-        main([verb, "--help"])
-    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help", "--json", "--config"}
+    assert main([verb, "--help"]) == 0
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help", "--json", "--config", "--debug"}
     page = (ROOT / "docs" / f"{page}.md").read_text()
     assert not [option for option in sorted(options) if option not in page]
 
