@@ -55,6 +55,7 @@ NOT_PATHS = {
     "hub address without a name": "hf://",
     "hub address without a repository": "hf://org",
     "dash": "-",
+    "home of nobody": "~nobody-here/x",
     "escape": "absent-\x1b[31m",
 }
 NOT_NUMBERS = (

@@ -24,6 +24,7 @@ import numpy as np
 
 import pma_jax as pma
 from pma_jax import config as configuration
+from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.merging.engine import provenance
 from pma_jax.merging.preview import Window
@@ -77,7 +78,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pma-long-") as folder:
         run = make_run(Path(folder))
         mesh = make_mesh(run.config.mesh)
-        snapshots, evaluate = run.snapshots[-3:], make_evaluator(run.config, mesh)
+        snapshots, evaluate = run.snapshots[-3:], make_evaluator(run.config, mesh, SELECT)
         abstract = abstract_params(run.config.model, mesh)
         window = Window(len(WEIGHTS), lambda older, newer: True)
         for snapshot in snapshots:

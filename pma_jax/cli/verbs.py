@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError
-from pma_jax.storage.paths import as_path, is_bucket
+from pma_jax.storage.paths import absolute_path, as_path, is_bucket
 
 
 def train(options: argparse.Namespace) -> None:
@@ -264,6 +264,8 @@ def report(options: argparse.Namespace) -> None:
     from pma_jax.runs.directory import open_run
 
     run, *forks = [open_run(path) for path in options.run]
+    if options.out:  # before the evaluations, which take minutes and write RUN/losses.json
+        absolute_path(options.out).mkdir(parents=True, exist_ok=True)
     contents = reporting.build_report(run, forks)
     written = reporting.write_report(contents, run, options.out or run.path)
     _print_result(options, contents, lambda: reporting.format_report(contents))

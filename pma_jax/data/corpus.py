@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pma_jax import config
 from pma_jax.config.errors import UserError, first_line
 from pma_jax.data.pairs import extract_function_pairs
-from pma_jax.storage.paths import as_path, is_bucket, list_objects, open_regular_file, read_file
+from pma_jax.storage.paths import as_path, expand_user, is_bucket, list_objects, open_regular_file, read_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -248,7 +248,7 @@ def _check_start(path: Path) -> None:
 
 
 def _match_glob(pattern: str) -> list[_File]:
-    expanded = as_path(pattern) if is_bucket(pattern) else Path(pattern).expanduser()
+    expanded = as_path(pattern) if is_bucket(pattern) else expand_user(pattern)
     if expanded.is_dir():
         raise UserError(f"data.files: {pattern} is a folder: write a glob such as {expanded / '**' / '*.txt'}")
     if expanded.exists():

@@ -34,7 +34,7 @@ from pma_jax.data import corpus
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.storage import atomic, locks
 from pma_jax.storage.json_files import read_json_object
-from pma_jax.storage.paths import is_bucket
+from pma_jax.storage.paths import expand_user, is_bucket
 
 FORMAT = 1  # of the ids; part of their digest
 LAYOUT = 2  # of the directory; part of its name
@@ -95,7 +95,7 @@ def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSe
         raise UserError(f"data.cache_dir: {data.cache_dir}: tokens are memory-mapped: set it to a local directory")
     source = corpus.open_corpus(data)
     key = _cache_key(data, source.digest)
-    cache = Path(data.cache_dir).expanduser()
+    cache = expand_user(data.cache_dir)
     target = cache / key
     if not target.exists():
         console = rich.console.Console(stderr=True, quiet=not progress, highlight=False, soft_wrap=True)
@@ -132,7 +132,7 @@ def open_tokens(directory: str | Path) -> TokenSet:
 
 def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
     """Return the path of the tokenizer.json of the cached tokens with this digest, or None if they are not cached."""
-    for meta in sorted(Path(data.cache_dir).expanduser().glob("*/meta.json")):
+    for meta in sorted(expand_user(data.cache_dir).glob("*/meta.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if read_json_object(meta)["digest"] == digest:
                 return meta.parent / "tokenizer.json"

@@ -17,8 +17,8 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
-from pma_jax.config.errors import UserError
-from pma_jax.storage.paths import as_path, read_file
+from pma_jax.config.errors import UserError, first_line
+from pma_jax.storage.paths import as_path, expand_user, is_bucket, read_file
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # The first of these that a tokenizer.json has is its end-of-document token.
@@ -95,7 +95,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         UserError: The file does not exist, is not a tokenizer, or has none of `END_OF_DOCUMENT_NAMES`.
     """
-    path = as_path(path).expanduser()
+    path = as_path(path) if is_bucket(path) else expand_user(path)
     if not path.is_file():
         raise UserError(f"no tokenizer file {path}: data.tokenizer is bytes, bpe, or a path to a tokenizer.json")
     try:
@@ -103,7 +103,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except (OSError, UserError):
         raise
     except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"{path} is not a Hugging Face tokenizer.json: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path} is not a Hugging Face tokenizer.json: {first_line(error)}") from error
     loaded = _make_tokenizer(path.name, backend)
     return byte_tokenizer() if loaded.digest == byte_tokenizer().digest else loaded
 

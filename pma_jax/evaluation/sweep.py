@@ -190,7 +190,7 @@ def _impossible_merges(run: Run, grid: Collection[Cell], snapshots: Sequence[Sna
     for cell in grid:
         try:
             cell.coefficients(run.config, tokens_K)
-        except ValueError as error:
+        except UserError as error:
             left_out[cell.text] = str(error)
     if len(left_out) == len(grid):
         raise UserError(

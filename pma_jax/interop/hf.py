@@ -326,7 +326,7 @@ def _prefix_errors(prefix: str) -> Iterator[None]:
     """Prefix the message of a UserError that the block raises."""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{prefix}: {error}") from error
 
 

@@ -19,6 +19,7 @@ from pma_jax.merging.engine import provenance
 from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_sidecar
 from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.json_files import read_json_object, serialize_json
+from pma_jax.storage.paths import expand_user
 
 FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
 
@@ -89,7 +90,7 @@ def find_tokenizer_files(
             return TokenizerFiles(_list_files(folder))
     if name == "bytes":
         return _generate_files(byte_tokenizer(), config)
-    path = _find_trained_bpe(source, config) if name == "bpe" else Path(name).expanduser()
+    path = _find_trained_bpe(source, config) if name == "bpe" else expand_user(name)
     if path is not None and path.is_file():
         return _existing_or_generated_files(path, config)
     reason = "the run's BPE tokenizer is not in the token cache" if path is None else f"{path} does not exist"

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, overload
 
 import jax
@@ -21,7 +20,7 @@ from pma_jax.runs.directory import is_run
 from pma_jax.runs.snapshots import Snapshot, is_snapshot, read_snapshot, restore_params
 from pma_jax.runtime.mesh import data_parallel_mesh
 from pma_jax.storage.formats import hub
-from pma_jax.storage.paths import absolute_path
+from pma_jax.storage.paths import absolute_path, expand_user
 
 
 def average(
@@ -117,7 +116,7 @@ def _check_sequence(snapshots: Any) -> list[Any]:
 def _address(path: epath.PathLike) -> str:
     text = str(path)
     # Symbolic links are kept, because the name of a link may state the step.
-    return text if "://" in text else str(Path(text).expanduser().absolute())
+    return text if "://" in text else str(expand_user(text).absolute())
 
 
 def _read_one_snapshot(path: epath.PathLike) -> Snapshot:

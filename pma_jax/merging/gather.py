@@ -13,12 +13,13 @@ import numpy as np
 
 from pma_jax.config.errors import UserError
 from pma_jax.merging import selection
-from pma_jax.merging.listing import list_checkpoints, resolve_address
+from pma_jax.merging.listing import is_run_directory, list_checkpoints, resolve_address
 from pma_jax.merging.ordering import Ordering, keep_given_order, order_checkpoints
 from pma_jax.storage.formats import hub
 from pma_jax.storage.formats.names import MAX_POSITION
 from pma_jax.storage.formats.open import describe_hub_revision, open_if_deferred, open_source
 from pma_jax.storage.formats.source import CheckpointSource
+from pma_jax.storage.paths import as_path
 
 ORDERS = ("position", "given")
 
@@ -145,8 +146,8 @@ def select_checkpoints(
         across_stages: Allow checkpoints of several stages.
 
     Raises:
-        UserError: Nothing is selected, a stage boundary would be crossed, the order is needed and not known, or tokens
-            are needed and not known.
+        UserError: Nothing is selected, a stage boundary would be crossed, the order is needed and not known, tokens are
+            needed and not known, or the last snapshots of a run have a gap.
     """
     if last is not None and series.doubt is not None and last != len(series.sources):
         raise UserError(f"cannot select the last {last}: {order_advice(series.doubt)}")
@@ -166,7 +167,33 @@ def select_checkpoints(
         unit=series.unit,
         is_series=series.is_expanded,
     )
-    return replace(series.take(selected.indices), notes=(*series.notes, *selected.notes))
+    chosen = replace(series.take(selected.indices), notes=(*series.notes, *selected.notes))
+    if last is not None and every_tokens is None:
+        _check_consecutive(chosen)
+    return chosen
+
+
+def _check_consecutive(chosen: CheckpointSeries) -> None:
+    """Raise UserError if the checkpoints are the last snapshots of one run, and one that it saved between is missing.
+
+    Retention keeps the newest snapshots and some older ones, so that the last N of them may span a gap.
+    """
+    metadata = [snapshot_metadata(source) for source in chosen.sources]
+    run = chosen.stages[-1]
+    if None in metadata or run is None or set(chosen.stages) != {run} or not is_run_directory(as_path(run)):
+        return
+    from pma_jax import config as configuration  # its imports take longer than a small merge
+
+    assert metadata[-1] is not None
+    config = configuration.resolve(metadata[-1]["config"])
+    numbers = [config.snapshot_number(int(tokens)) for tokens in chosen.positions]
+    for index in reversed(range(1, len(numbers))):
+        if numbers[index] - numbers[index - 1] > 1:
+            raise UserError(
+                f"the last {len(numbers)} snapshots of {run} have a gap: {numbers[index] - numbers[index - 1] - 1} "
+                f"between {chosen.positions[index - 1]:,} and {chosen.positions[index]:,} tokens are missing (removed "
+                f"by retention?): use --last {len(numbers) - index}, or choose with --tokens or --every"
+            )
 
 
 def order_advice(doubt: str) -> str:

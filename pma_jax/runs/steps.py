@@ -54,7 +54,14 @@ class _Metadata(TypedDict):
 
 
 class _MetadataFile(TypedDict):
+    """Contents of `METADATA_FILE`; Orbax reads the other fields when it restores arrays."""
+
     custom_metadata: _Metadata
+    item_handlers: NotRequired[dict[str, str | None] | str | None]
+    metrics: NotRequired[dict[str, Any] | None]
+    performance_metrics: NotRequired[dict[str, Any] | None]
+    init_timestamp_nsecs: NotRequired[int | None]
+    commit_timestamp_nsecs: NotRequired[int | None]
 
 
 def numbered(folder: epath.Path) -> list[epath.Path]:

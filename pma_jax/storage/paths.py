@@ -54,9 +54,22 @@ def absolute_path(path: str | os.PathLike[str]) -> Any:
     if is_bucket(path):
         return epath.Path(path)
     try:
-        return epath.Path(path).expanduser().resolve()
+        return epath.Path(expand_user(path)).resolve()
     except RuntimeError as error:
         raise UserError(f"{path}: {error_line(error)}: give another path") from None
+
+
+def expand_user(path: str | os.PathLike[str]) -> Path:
+    """Return a local path with `~` expanded.
+
+    Raises:
+        UserError: The path is empty or contains a NUL character, or the home directory is not known.
+    """
+    check_supported(path)
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path}: {error_line(error)} Give the directory by its name") from None
 
 
 def check_supported(path: str | os.PathLike[str]) -> None:

@@ -28,7 +28,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config, EvaluationConfig
-from pma_jax.config.errors import error_line
+from pma_jax.config.errors import UserError, error_line
 from pma_jax.data.sampling import REPORT, SampleDescription
 from pma_jax.evaluation.held_out import prepare_tokens, read_sample
 from pma_jax.evaluation.sweep import RAW, Cell
@@ -40,6 +40,7 @@ from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.formatting import format_text
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import atomic
+from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.studies import pages, run_cache
 from pma_jax.studies.pages import IndexRow
 
@@ -278,7 +279,11 @@ def run_experiment(
             pages.extract_results(page.read_text())  # checked before hours of training
         keep_freed_memory()
         path = options.out / "results.json"
-        results = json.loads(path.read_text()) if options.redraw else _measure(measure, options, overrides)
+        results = (
+            parse_untrusted_json(path.read_bytes(), str(path), True)
+            if options.redraw
+            else _measure(measure, options, overrides)
+        )
         results["row"] = dataclasses.asdict(summarize(results))
         atomic.write_text(epath.Path(path), json.dumps(results, indent=1) + "\n")
         for name, png in draw(results).items():
@@ -289,7 +294,7 @@ def run_experiment(
             pages.update_index(folder.parent)
         print(render_results(report, results))
         return results
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         raise SystemExit(f"error: {error_line(error)}") from error
 
 

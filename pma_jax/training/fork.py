@@ -7,7 +7,7 @@ from etils import epath
 
 from pma_jax.config import Config
 from pma_jax.config.errors import UserError
-from pma_jax.runs import lock, states
+from pma_jax.runs import lock, restore, states
 from pma_jax.runs.directory import Run, create_run, is_run, open_run
 from pma_jax.runs.states import SavedState
 from pma_jax.runtime import hosts
@@ -54,7 +54,10 @@ def fork(
             "earlier state, or raise training.total_tokens"
         )
 
-    metadata = {} if is_run(folder) else prepare_inputs(config)[1]
+    metadata = {}
+    if not is_run(folder):
+        restore.read_array_metadata(saved.path)  # raises if Orbax cannot read the state, before anything is written
+        metadata = prepare_inputs(config)[1]
 
     def create() -> Run:
         with lock.hold(folder) if hosts.is_first_process() else contextlib.nullcontext():

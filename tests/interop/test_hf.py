@@ -400,8 +400,8 @@ def test_missing_expert_index_is_named(tmp_path):
     ):
         write_random_hf_model(tmp_path / str(count), hf_models.model("mixture"), num_experts=count)
         assert_refused(tmp_path / "ours", message, hf.import_model, tmp_path / str(count))
-    write_random_hf_model(tmp_path / "many", hf_models.model("mixture"), num_experts=10**11)
-    assert_refused(tmp_path / "ours", "3 layers of 100000000000 experts", hf.import_model, tmp_path / "many")
+    write_random_hf_model(tmp_path / "many", hf_models.model("mixture"), num_experts=10**6)
+    assert_refused(tmp_path / "ours", "3 layers of 1000000 experts", hf.import_model, tmp_path / "many")
 
 
 @pytest.mark.mesh

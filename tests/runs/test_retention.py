@@ -10,6 +10,7 @@ import pytest
 import tiny
 from etils import epath
 
+from pma_jax import cli
 from pma_jax.config import resolve
 from pma_jax.evaluation.sweep import Cell, sweep
 from pma_jax.evaluation.watch import watch
@@ -174,6 +175,18 @@ def test_resumed_run_leaves_out_previews_with_a_gap(gap, finished, capsys):
     previews = [(r["step"], r["recipe"]) for r in run.metrics if r["kind"] == "preview"]
     assert previews == [(8, "sma:2"), (12, "sma:2"), (12, "sma:3"), (16, "sma:2"), (16, "sma:3"), (24, "sma:2")]
     assert "the snapshot at 4,096 tokens is missing" in capsys.readouterr().err
+
+
+def test_merge_of_the_last_snapshots_refuses_a_gap(gap, tmp_path, capsys):
+    command = ["merge", str(gap.path), "--out", str(tmp_path / "out"), "--dry-run"]
+    assert cli.main([*command, "--last", "2"]) == 0
+    capsys.readouterr()
+    assert cli.main([*command, "--last", "4"]) == 1
+    assert (
+        "the last 4 snapshots of " in (error := capsys.readouterr().err)
+        and "have a gap: 1 between 3,072 and 5,120 tokens are missing (removed by retention?): use --last 2" in error
+    )
+    assert cli.main([*command, "--tokens", "3072:"]) == cli.main([*command, "--last", "2", "--every", "3072"]) == 0
 
 
 # --- Steps that are published already ---------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def merge(
     merged = MergeResult([], 0)
     notes: list[str] = []
     directories = [output.work_directory for output in outputs]
-    with journal.lock_work_directory(directories[0], process_index), _remove_on_value_error(directories, process_index):
+    with journal.lock_work_directory(directories[0], process_index), _remove_on_user_error(directories, process_index):
         with _barrier_after(barrier):
             # Check again while holding the lock: another process may have finished the same merge in the meantime.
             outputs = resolve_outputs(plan, output_paths)
@@ -145,7 +145,7 @@ def _barrier_after(barrier: Barrier | None) -> Iterator[None]:
     problem = None
     try:
         yield
-    except (ValueError, OSError) as error:
+    except Exception as error:  # a bug of one process, too, must not leave the others waiting
         if barrier is None:
             raise
         problem = error
@@ -154,7 +154,7 @@ def _barrier_after(barrier: Barrier | None) -> Iterator[None]:
 
 
 @contextmanager
-def _remove_on_value_error(work_directories: Sequence[Path], process_index: int) -> Iterator[None]:
+def _remove_on_user_error(work_directories: Sequence[Path], process_index: int) -> Iterator[None]:
     """Remove the working directories if a merge raises a UserError, because a resumed merge would raise it again.
 
     An OSError and a failure that may pass keep them: the same command resumes the merge. Only process 0 removes them,
@@ -162,7 +162,7 @@ def _remove_on_value_error(work_directories: Sequence[Path], process_index: int)
     """
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         if process_index == 0 and not is_temporary(error):
             for directory in work_directories:
                 shutil.rmtree(directory, ignore_errors=True)

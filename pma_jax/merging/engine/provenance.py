@@ -217,7 +217,7 @@ def read_plan_digest(directory: Path) -> str | None:
     """Return `MergePlan.digest` of the merge that wrote a directory; None if no merge wrote it."""
     try:
         return read(directory)["plan"]
-    except ValueError:
+    except UserError:
         return None
 
 
