@@ -151,11 +151,10 @@ def select_checkpoints(
     """
     if last is not None and series.doubt is not None and last != len(series.sources):
         raise UserError(f"cannot select the last {last}: {order_advice(series.doubt)}")
+    if between_tokens is not None and series.unit != "tokens":
+        series, between_tokens = _take_range(series, between_tokens), None
     if (between_tokens is not None or every_tokens is not None) and series.unit != "tokens":
-        raise UserError(
-            f"cannot select by tokens, because {_why_no_tokens(series)}: "
-            "give --tokens-per-step, or the addresses of the checkpoints to merge"
-        )
+        raise UserError(f"cannot select by tokens, because {_why_no_tokens(series)}")
     selected = selection.select(
         series.positions,
         last=last,
@@ -171,6 +170,25 @@ def select_checkpoints(
     if last is not None and every_tokens is None:
         _check_consecutive(chosen)
     return chosen
+
+
+def _take_range(series: CheckpointSeries, between_tokens: tuple[int | None, int | None]) -> CheckpointSeries:
+    """Return the checkpoints with tokens in a range, of a series whose positions are not its tokens.
+
+    Tokens restart between stages, several checkpoints state the same rounded tokens, or the user gave another order.
+    Where the order is known and tokens increase in the selection, they are its positions.
+
+    Raises:
+        UserError: The tokens of some checkpoints are unknown, or none is in the range.
+    """
+    tokens = [source.tokens for source in series.sources]
+    if None in tokens:
+        raise UserError(f"cannot select by tokens, because {_why_no_tokens(series)}")
+    selected = series.take(selection.select_range(tokens, between_tokens).tolist())
+    positions = np.array([source.tokens for source in selected.sources])
+    if selected.doubt is not None or (np.diff(positions) <= 0).any():
+        return selected
+    return replace(selected, positions=positions, unit="tokens")
 
 
 def _check_consecutive(chosen: CheckpointSeries) -> None:
@@ -297,6 +315,10 @@ def _order_notes(ordering: Ordering, is_reordered: bool) -> list[str]:
 
 
 def _why_no_tokens(series: CheckpointSeries) -> str:
-    if series.doubt is None and series.unit == "order":
-        return "tokens do not increase in their order"
-    return "the tokens of some checkpoints are unknown"
+    """Return why the positions of a series are no tokens, and what to do, for an error message."""
+    if all(source.tokens is not None for source in series.sources):
+        return (
+            "they do not increase in the order of the checkpoints: choose a range of one stage with --tokens, or name "
+            "the checkpoints to merge"
+        )
+    return "the tokens of some checkpoints are unknown: give --tokens-per-step, or name the checkpoints to merge"

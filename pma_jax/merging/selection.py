@@ -66,7 +66,7 @@ def select(
     labels = list(stages) if stages is not None else [""] * len(t)
     _check_options(len(t), len(labels), last, every_tokens, tolerance_tokens)
     _check_order(t, labels if is_series and unit != "order" else [None] * len(t), unit)
-    chosen = _in_range(t, between_tokens)
+    chosen = select_range(t, between_tokens)
     notes: list[str] = []
     if every_tokens is not None:
         tolerance = GRID_TOLERANCE * every_tokens if tolerance_tokens is None else tolerance_tokens
@@ -100,7 +100,9 @@ def check_one_snapshot_kind(path_to_kind: Mapping[str, str]) -> None:
         raise UserError(f"cannot merge {path_a} ({kind_a}) with {path_b} ({kind_b}): select snapshots of one kind")
 
 
-def _in_range(t: np.ndarray, between: tuple[int | None, int | None] | None) -> np.ndarray:
+def select_range(tokens: ArrayLike, between: tuple[int | None, int | None] | None) -> np.ndarray:
+    """Return the indices of the token counts in a range, both ends inclusive; raise UserError if there are none."""
+    t = np.asarray(tokens)
     if not len(t):
         raise UserError("there are no checkpoints to select from")
     low, high = between or (None, None)
