@@ -181,8 +181,8 @@ def _take_range(series: CheckpointSeries, between_tokens: tuple[int | None, int 
     Raises:
         UserError: The tokens of some checkpoints are unknown, or none is in the range.
     """
-    tokens = [source.tokens for source in series.sources]
-    if None in tokens:
+    tokens = [source.tokens for source in series.sources if source.tokens is not None]
+    if len(tokens) < len(series.sources):
         raise UserError(f"cannot select by tokens, because {_why_no_tokens(series)}")
     selected = series.take(selection.select_range(tokens, between_tokens).tolist())
     positions = np.array([source.tokens for source in selected.sources])
