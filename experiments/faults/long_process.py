@@ -6,12 +6,16 @@ The crash of `experiments/fuzz/instance_dict_race.py` needs an object whose `__d
 time at once. This tests that a user's long process does nothing of the kind, nor anything else that crashes: each round
 merges three stored checkpoints to a new one, averages them in memory (a preview), and evaluates the average, while a
 thread collects garbage, as collections that allocations start do. Every result is compared with that of the first
-round. The exit status is 1 if one differs, or a signal if the process crashed.
+round. The exit status is 1 if one differs or if memory grows, or a signal if the process crashed. The files are in
+memory, where there is /dev/shm, because rounds on a disk mostly wait for it.
 """
 
 import argparse
+import faulthandler
 import gc
+import os
 import random
+import resource
 import shutil
 import sys
 import tempfile
@@ -34,6 +38,8 @@ from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.loop import train
 
 WEIGHTS = [0.2, 0.3, 0.5]
+_PRINT_EVERY = 500
+_MAX_GROWTH_MIB = 256  # after the first _PRINT_EVERY rounds
 
 
 def make_run(folder: Path) -> "pma.Run":
@@ -61,12 +67,20 @@ def make_run(folder: Path) -> "pma.Run":
     return train(config, folder / "run")
 
 
+def resident_mib() -> int:
+    """Return the resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() // 2**20
+
+
 def main() -> int:
     """Run the rounds, print their number, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     options = parser.parse_args()
+    faulthandler.enable()
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     stop, collections = threading.Event(), [0]
 
     def collect() -> None:
@@ -75,7 +89,7 @@ def main() -> int:
             collections[0] += 1
             time.sleep(0.005)
 
-    with tempfile.TemporaryDirectory(prefix="pma-long-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pma-long-", dir=memory) as folder:
         run = make_run(Path(folder))
         mesh = make_mesh(run.config.mesh)
         snapshots, evaluate = run.snapshots[-3:], make_evaluator(run.config, mesh, SELECT)
@@ -85,7 +99,7 @@ def main() -> int:
             window.add(snapshot.tokens, restore_params(snapshot, abstract))
         thread = threading.Thread(target=collect, daemon=True)
         thread.start()
-        began, first, done = time.monotonic(), None, 0
+        began, first, done, resident = time.monotonic(), None, 0, []
         while done < options.count and time.monotonic() - began < options.seconds:
             out = Path(folder, "merged")
             pma.merge(snapshots, WEIGHTS, out=out)
@@ -98,10 +112,16 @@ def main() -> int:
                 print(f"round {done} gave another result than the first")
                 return 1
             done += 1
+            if done % _PRINT_EVERY == 0:
+                resident.append(resident_mib())
+                print(f"{done} rounds, {time.monotonic() - began:.0f} s, {resident[-1]} MiB", flush=True)
         stop.set()
         thread.join()
     print(f"{done} merges, previews and evaluations, {collections[0]} collections: all results equal")
-    return 0
+    has_grown = bool(resident) and resident[-1] - resident[0] > _MAX_GROWTH_MIB
+    if has_grown:
+        print(f"resident memory grew from {resident[0]} to {resident[-1]} MiB")
+    return int(has_grown)
 
 
 if __name__ == "__main__":

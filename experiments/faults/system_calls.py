@@ -322,7 +322,7 @@ def check_case(work: Workplace, case: Case, expected: Undisturbed) -> tuple[str,
     )
     problem = describe_problem(work, case, expected, result)
     if problem:
-        return "WRONG", f"{problem} [{where}; status {result.status}: {result.errors.strip()[-400:]!r}]"
+        return "WRONG", f"{problem} [{where}; status {result.status}: {result.errors.strip()[-600:]!r}]"
     if not result.fired:
         return "not reached", ""
     return ("no harm" if result.status == 0 else "failed as required"), ""
@@ -341,14 +341,19 @@ def describe_problem(work: Workplace, case: Case, expected: Undisturbed, result:
         return "has the wrong status"
     if any(work.case.rglob("damaged")) or "skipped: " in result.errors or "corrupt" in "".join(errors):
         return "takes whole data for damaged"
+    names = ("out of memory", str(work.case), Path(result.fired_path).name)
+    if result.status and not any(name in errors[0] for name in names):
+        return "does not name the file"
     again = result
     if result.status:
         again = work.run(VERBS[case.verb])
-        if again.status != 0 and case.verb in ("fork", "export", "import") and "exists" in again.errors:
-            return f"the same command is refused: {again.errors.strip()[-300:]}"
-        if again.status != 0 or "skipped: " in again.errors:
+        # A command that failed after it had published its output is refused afterwards: the output is compared below.
+        is_published = case.verb in ("fork", "export", "import") and "exists already" in again.errors
+        if (again.status != 0 and not is_published) or "skipped: " in again.errors:
             return f"the same command then ends with {again.status}: {again.errors.strip()[-300:]}"
-    if again.output != expected.output and case.verb in ("evaluate", "inspect", "watch"):
+    if again.output != expected.output and case.verb in ("evaluate", "inspect"):
+        return f"another output: {again.output[-200:]!r}"
+    if case.verb == "watch" and not expected.output.endswith(again.output):  # it prints what is not recorded yet
         return f"another output: {again.output[-200:]!r}"
     found = contents(work.case)
     if found != expected.contents:

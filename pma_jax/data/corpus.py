@@ -26,7 +26,17 @@ from typing import TYPE_CHECKING, Any
 from pma_jax import config
 from pma_jax.config.errors import UserError, first_line
 from pma_jax.data.pairs import extract_function_pairs
-from pma_jax.storage.paths import as_path, expand_user, is_bucket, list_objects, open_regular_file, read_file
+from pma_jax.runtime.failures import as_read_error
+from pma_jax.storage.matching import match_files
+from pma_jax.storage.paths import (
+    as_path,
+    expand_user,
+    is_bucket,
+    list_objects,
+    open_regular_file,
+    raise_unless_absent,
+    read_file,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -176,11 +186,11 @@ def _digest_files(files: list[_File]) -> str:
 
 @contextlib.contextmanager
 def _convert_os_errors(path: Path) -> Iterator[None]:
-    """Convert an OSError raised in the block to a ValueError that names the file."""
+    """Convert an OSError of the block to a DamageError (the file is absent) or a StorageError that names the file."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot read {path}: {first_line(error)}") from error
+        raise as_read_error(error, f"cannot read {path}: {first_line(error)}") from error
 
 
 # --- Packaged: the .py files of Python's standard library or of an installed package ----------------------------------
@@ -189,7 +199,7 @@ def _convert_os_errors(path: Path) -> Iterator[None]:
 def _list_package_files(package: str) -> list[_File]:
     root = _package_folder(package) if package else Path(sysconfig.get_path("stdlib"))
     files = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=raise_unless_absent):
         subfolders[:] = [name for name in subfolders if name not in ("site-packages", "dist-packages", "__pycache__")]
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
         files += [_File(path.relative_to(root).as_posix(), path) for path in paths]
@@ -257,11 +267,12 @@ def _match_glob(pattern: str) -> list[_File]:
         raise UserError(f"data.files: no file {pattern}: check the path")
     wildcard_index = next(index for index, part in enumerate(expanded.parts) if glob.has_magic(part))
     root = type(expanded)(*expanded.parts[:wildcard_index])
-    # Path.glob would also match hidden files, such as an editor's backup copies.
+    # Hidden files, such as an editor's backup copies, are no documents.
     if is_bucket(pattern):
         paths = [path for path in list_objects(pattern) if not _is_hidden(path.relative_to(root))]
     else:
-        paths = [Path(path) for path in glob.glob(str(expanded), recursive=True)]  # noqa: PTH207
+        relative = "/".join(expanded.parts[wildcard_index:])
+        paths = list(dict.fromkeys(match_files(root, relative, with_hidden=False)))
     files = [_File(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     if not files:
         raise UserError(f"data.files: {pattern} matches no file: check the glob")

@@ -29,12 +29,13 @@ import rich.console
 from rich import progress as bars
 
 from pma_jax import config
-from pma_jax.config.errors import DamageError, UserError
+from pma_jax.config.errors import DamageError, StorageError, UserError
 from pma_jax.data import corpus
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.storage import atomic, locks
 from pma_jax.storage.json_files import read_json_object
-from pma_jax.storage.paths import expand_user, is_bucket
+from pma_jax.storage.matching import match_files
+from pma_jax.storage.paths import expand_user, is_bucket, name_file
 
 FORMAT = 1  # of the ids; part of their digest
 LAYOUT = 2  # of the directory; part of its name
@@ -104,6 +105,8 @@ def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSe
             with _lock_cache_entry(cache, key, console):
                 if not target.exists():
                     _prepare_directory(target, data, source, console)
+        except StorageError:  # the text cannot be read
+            raise
         except OSError as error:
             raise UserError(f"cannot write tokens to data.cache_dir {cache}: {error}") from error
     return open_tokens(target)
@@ -132,8 +135,8 @@ def open_tokens(directory: str | Path) -> TokenSet:
 
 def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
     """Return the path of the tokenizer.json of the cached tokens with this digest, or None if they are not cached."""
-    for meta in sorted(expand_user(data.cache_dir).glob("*/meta.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    for meta in sorted(match_files(expand_user(data.cache_dir), "*/meta.json")):
+        with contextlib.suppress(UserError, KeyError, FileNotFoundError):  # of another version, or corrupt
             if read_json_object(meta)["digest"] == digest:
                 return meta.parent / "tokenizer.json"
     return None
@@ -186,7 +189,7 @@ def _lock_cache_entry(cache: Path, key: str, console: rich.console.Console) -> I
 
     with locks.locked(cache / f".{key}.lock", report_waiting) as (_, is_locked):
         # On file systems without locks, several processes may do the same work; the rename is still atomic.
-        for abandoned in cache.glob(f".{key}.*.tmp") if is_locked else ():
+        for abandoned in match_files(cache, f".{key}.*.tmp") if is_locked else ():
             shutil.rmtree(abandoned)
         yield
 
@@ -205,7 +208,7 @@ def _prepare_directory(
             meta = _write_tokens(temporary, data, source, bar)
         if corpus.open_corpus(data).digest != source.digest:
             raise UserError("the corpus changed while it was being tokenised: run again")
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=2, sort_keys=True) + "\n")
+        atomic.write_text(temporary / "meta.json", json.dumps(meta, indent=2, sort_keys=True) + "\n")
         try:
             atomic.publish_directory(temporary, target)
         except OSError:
@@ -315,4 +318,5 @@ def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     if path.stat().st_size != count * dtype.itemsize:
         raise UserError(f"{path.name} has {path.stat().st_size} bytes instead of {count * dtype.itemsize}")
     # np.asarray: slicing a np.memmap takes several times longer than slicing a plain array over it.
-    return np.asarray(np.memmap(path, dtype, mode="r"))
+    with name_file(path):
+        return np.asarray(np.memmap(path, dtype, mode="r"))

@@ -111,7 +111,7 @@ def _existing_or_generated_files(path: Path, config: Config) -> TokenizerFiles:
 
 def _end_of_document(path: Path) -> int | None:
     # If `load_tokenizer` knows no end-of-document token of this tokenizer, tokenizer_config.json may still define one.
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(UserError):
         return load_tokenizer(path).end_of_document
     return None
 
@@ -145,11 +145,11 @@ def _generate_files(tokenizer: Any, config: Config) -> TokenizerFiles:
 def _find_trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
     """Find the BPE tokenizer that the run of a snapshot trained. For a merge, search the runs of its sources too."""
     snapshots = [source.path]
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(UserError):
         snapshots += [Path(entry["source"]) for entry in provenance.read(source.path)["sources"]]
     for snapshot in snapshots:
         run = snapshot.parent.parent / "run.json"  # a snapshot is at RUN/snapshots/STEP
-        with contextlib.suppress(OSError, UserError, KeyError):
+        with contextlib.suppress(UserError, KeyError, FileNotFoundError, NotADirectoryError):  # the run is gone
             path = find_cached_tokenizer(config.data, read_json_object(run)["corpus"])
             if path is not None:
                 return path

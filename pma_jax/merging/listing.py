@@ -20,6 +20,7 @@ from pma_jax.storage.formats.orbax_read import has_file, is_orbax
 from pma_jax.storage.formats.publish import IN_PROGRESS_FILE
 from pma_jax.storage.formats.unread import describe_unread
 from pma_jax.storage.json_files import read_json, read_json_object
+from pma_jax.storage.matching import match_files
 from pma_jax.storage.paths import as_path, is_bucket
 
 _COMMIT_MARKER = "commit_success.txt"
@@ -109,7 +110,7 @@ def _list_snapshots(run: Path, snapshot_kind: str | None) -> list[str]:
     path = run / "config.json"
     config = configuration.resolve_stored(read_json(path, dict[str, dict[str, Any]]), path)
     kind = snapshot_kind or config.checkpoint.kinds[0]
-    steps = [step for step in (run / configuration.SNAPSHOT_KINDS[kind].folder).glob("*") if step.name.isdigit()]
+    steps = [step for step in match_files(run / configuration.SNAPSHOT_KINDS[kind].folder, "*") if step.name.isdigit()]
     published = [step for step in steps if (step / _COMMIT_MARKER).is_file()]
     if not published:
         raise UserError(f"{run} has no {kind} snapshot: train until the first one is saved, or choose another --kind")
@@ -144,7 +145,7 @@ def _list_directory(path: Path) -> Listing | None:
 
 def _several_meanings(path: Path, child: Path, children: int) -> str:
     """Return the message about a checkpoint with checkpoints in its subdirectories."""
-    own = next((file.name for pattern in _SAFETENSORS[::-1] for file in sorted(path.glob(pattern))), None)
+    own = next((file.name for pattern in _SAFETENSORS[::-1] for file in sorted(match_files(path, pattern))), None)
     ways = [f"{path / own} for its own"] if own else []
     ways.append(f"the directories for the others, such as {path / child.name}")
     return (
@@ -241,11 +242,11 @@ def _incompleteness(path: Path) -> str | None:
     """Return why a directory is not a complete checkpoint, from the presence of its files; None if it is complete."""
     if (path / IN_PROGRESS_FILE).is_file():
         return f"it has {IN_PROGRESS_FILE}"
-    index = next(iter(sorted(path.glob("*.safetensors.index.json"))), None)
+    index = next(iter(sorted(match_files(path, "*.safetensors.index.json"))), None)
     if index is not None:
         missing = [name for name in _shards_in(index) if not (path / name).is_file()]
         return f"{len(missing)} files of its index are missing" if missing else None
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(match_files(path, "*.safetensors"))
     if files:
         shard = re.fullmatch(r".*-\d+-of-(\d+)\.safetensors", files[0].name)
         return f"{len(files)} of {int(shard[1])} files, and no index" if shard and int(shard[1]) != 1 else None

@@ -23,6 +23,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.runtime import signals
 from pma_jax.storage import locks
 from pma_jax.storage.json_files import parse_json
+from pma_jax.storage.paths import name_file
 
 FILE_NAME = "lock"
 
@@ -66,10 +67,11 @@ def hold(run_dir: epath.Path, wait: bool = False) -> Iterator[str | None]:
             note = f"{run_dir}: this file system has no locks: make sure that no second process trains here"
         elif previous:
             note = f"taking the lock of {run_dir}, which its previous holder, {previous}, did not release"
-        file.seek(0)
-        file.truncate()
-        file.write(json.dumps(_this_process()))
-        file.flush()
+        with name_file(file.name):
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps(_this_process()))
+            file.flush()
         try:
             with signals.before_end(lambda: os.ftruncate(file.fileno(), 0)):
                 yield note

@@ -30,6 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 from pma_jax.config.errors import DamageError, UserError, error_line
 from pma_jax.runtime import hosts
+from pma_jax.runtime.failures import is_storage_failure
 from pma_jax.storage import atomic
 from pma_jax.storage.digests import add_metadata_digest, check_metadata_digest
 from pma_jax.storage.json_files import read_json
@@ -125,10 +126,15 @@ def uncompressed_context(barrier_prefix: str | None = None) -> ocp.Context:
 
 @contextlib.contextmanager
 def report_write_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert errors of the `with` block, which are long in Orbax and TensorStore, to a ValueError of one line."""
+    """Convert failures of storage in the block, which are long in Orbax and TensorStore, to a UserError of one line.
+
+    Any other exception is raised as it is: it is a UserError already, or a bug.
+    """
     try:
         yield
     except Exception as error:
+        if isinstance(error, UserError) or not is_storage_failure(error):
+            raise
         reason = error_line(error)
         if "No space left on device" in reason or "ENOSPC" in reason or "Disk quota exceeded" in reason:
             reason = "no space is left on the device: free some space"
@@ -161,8 +167,7 @@ class StepWriter:
 
     def __init__(self, folder: epath.Path):
         self._folder = folder
-        paths = published_steps(folder)
-        self.published = {int(path.name): read_metadata(path, ("tokens",))["tokens"] for path in paths}
+        self.published = _read_published(folder)
         self.pending: PendingStep | None = None
         self._is_listing_stale = False  # whether steps were removed that Orbax has listed
         with uncompressed_context(folder.name), report_write_errors(folder):
@@ -253,6 +258,16 @@ class StepWriter:
             return "equal" if all(stored.get(key) == value for key, value in wanted.items()) else ""
 
         return bool(hosts.broadcast_from_first(is_equal))
+
+
+def _read_published(folder: epath.Path) -> dict[int, int]:
+    """Map each published step to its tokens, as process 0 reads them: all processes must save and skip the same."""
+
+    def read() -> str:
+        paths = published_steps(folder)
+        return json.dumps([[int(path.name), read_metadata(path, ("tokens",))["tokens"]] for path in paths])
+
+    return dict(json.loads(hosts.broadcast_from_first(read)))
 
 
 def _publish(response: Any, path: epath.Path, errors: list[Exception]) -> None:

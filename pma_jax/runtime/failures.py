@@ -83,6 +83,17 @@ def deciding_cause(error: BaseException) -> BaseException:
     return next(filter(_is_failed_access, chain), chain[-1])
 
 
+def is_storage_failure(error: BaseException) -> bool:
+    """Return whether an exception of a library that writes says that the storage failed; else it is a bug."""
+
+    def is_of_storage(cause: BaseException) -> bool:
+        if type(cause).__name__ == "JaxRuntimeError":
+            return False
+        return isinstance(cause, OSError) or _is_failed_access(cause) or _status(cause) is not None
+
+    return any(map(is_of_storage, _chain(error)))
+
+
 def is_lost_process(error: BaseException) -> bool:
     """Return whether an exception of JAX says that another process of the job was lost, or a device failed.
 

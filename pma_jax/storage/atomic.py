@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from pma_jax.runtime import signals
-from pma_jax.storage.paths import is_bucket
+from pma_jax.storage.matching import match_files
+from pma_jax.storage.paths import is_bucket, name_file, raise_unless_absent
 
 _FSYNC_THREADS = 16
 _TEMPORARY_SUFFIX = ".writing"
@@ -37,14 +38,14 @@ def write_bytes(path: Any, data: bytes) -> None:
         path.write_bytes(data)
         return
     target = Path(path)
-    for other in target.parent.glob(f".{glob.escape(target.name)}.*{_TEMPORARY_SUFFIX}"):
+    for other in match_files(target.parent, f".{glob.escape(target.name)}.*{_TEMPORARY_SUFFIX}"):
         if _is_abandoned(other):
             other.unlink(missing_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}{_TEMPORARY_SUFFIX}")
     try:
         # The lock tells other writers that this one is alive. Another one may remove the file before it is locked.
         while not temporary.exists():
-            with temporary.open("wb") as file:
+            with name_file(target), temporary.open("wb") as file:
                 _lock(file, fcntl.LOCK_EX)
                 file.write(data)
                 file.flush()
@@ -99,7 +100,8 @@ def remove_if_stopped(directory: Path) -> Iterator[None]:
 
 def fsync_tree(directory: Path) -> None:
     """Flush `directory`, everything below it, and its parent directory to the disk."""
-    paths = [path for root, _, files in os.walk(directory) for path in [Path(root), *(Path(root, f) for f in files)]]
+    walk = os.walk(directory, onerror=raise_unless_absent)
+    paths = [path for root, _, files in walk for path in [Path(root), *(Path(root, f) for f in files)]]
     # An Orbax checkpoint is hundreds of small files; file systems batch flushes that are requested concurrently.
     with ThreadPoolExecutor(_FSYNC_THREADS) as pool:
         for _ in pool.map(fsync_path, paths):
@@ -124,6 +126,7 @@ def fsync_path(path: os.PathLike[str]) -> None:
     """Flush the file or directory at `path` itself (a file's bytes, or the names in a directory) to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with name_file(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from pma_jax.config.errors import DamageError
+from pma_jax.storage.paths import name_file
 
 CHECKSUM = "xxh3_128"  # the name of the checksum in metadata
 # A segment is also the unit of work of threads and processes; a resumed merge skips finished segments.
@@ -92,7 +93,7 @@ def checkpoint_digest(leaves: Mapping[str, Any], leaf_digests: Mapping[str, str]
 
 def file_sha256(path: Path) -> str:
     """Compute the sha256 (hex) of a file."""
-    with path.open("rb") as file:
+    with name_file(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -15,7 +15,7 @@ from pma_jax.config.errors import UserError, error_line
 from pma_jax.storage import atomic
 from pma_jax.storage.json_schema import check_schema
 from pma_jax.storage.locks import locked
-from pma_jax.storage.paths import as_path, exists, is_bucket, open_regular_file, read_file
+from pma_jax.storage.paths import as_path, exists, is_bucket, name_file, open_regular_file, read_file
 
 MAX_JSON_BYTES = 100_000_000  # the limit that the safetensors library sets for headers
 MAX_DEPTH = 100  # levels of lists and objects; no file of a model or a run has more than about ten
@@ -108,7 +108,7 @@ def read_json_lines(path: Path, check: Callable[[Any], None]) -> Iterator[Any]:
         UserError: `path` is not a regular file, the file or a line is too large, or a line is corrupt. The message is
             one line and gives its number.
     """
-    with open_regular_file(path, MAX_LINES_BYTES) as file:
+    with name_file(path), open_regular_file(path, MAX_LINES_BYTES) as file:
         for number, line in enumerate(_lines(file), start=1):
             try:
                 if len(line) > MAX_LINE_BYTES:

@@ -5,7 +5,7 @@ import time
 
 from etils import epath
 
-from pma_jax.storage.paths import exists, is_bucket
+from pma_jax.storage.paths import exists, is_bucket, name_file
 
 MIN_REWRITE_INTERVAL_SECONDS = 30.0  # minimum time between rewrites of an object in a bucket
 
@@ -30,8 +30,9 @@ class LineFile:
     def write_lines(self, text: str) -> None:
         """Append text that consists of complete lines; it must end with a newline."""
         if self._file is not None:
-            self._file.write(text)
-            self._file.flush()
+            with name_file(self._path):
+                self._file.write(text)
+                self._file.flush()
             return
         self._chunks.append(text)
         self._is_dirty = True
@@ -41,7 +42,8 @@ class LineFile:
     def sync(self) -> None:
         """Make all lines durable: flush the file to the disk (fsync), or rewrite the object if lines are buffered."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            with name_file(self._path):
+                os.fsync(self._file.fileno())
         elif self._is_dirty:
             self._chunks = ["".join(self._chunks)]
             self._path.write_text(self._chunks[0])

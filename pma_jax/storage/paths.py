@@ -5,6 +5,7 @@ so that a merge starts quickly. Objects are written atomically and cannot be cha
 prefixes of names.
 """
 
+import contextlib
 import errno
 import functools
 import glob
@@ -92,6 +93,17 @@ def check_supported(path: str | os.PathLike[str]) -> None:
         raise UserError(f"{text}: buckets need additional libraries: pip install 'pma-jax[gcs]' ({error})") from None
 
 
+@contextlib.contextmanager
+def name_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add a path to an OSError that is raised in the block and names no file, as of a read, a write or a flush."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def open_regular_file(path: Path, max_bytes: int | None = None) -> io.BufferedReader:
     """Open a regular file, or an object in a bucket, for reading.
 
@@ -144,7 +156,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         UserError: `path` is not a regular file, or larger than `max_bytes`.
     """
     data = bytearray()
-    with open_regular_file(path, max_bytes) as file:
+    with name_file(path), open_regular_file(path, max_bytes) as file:
         # In parts, because a buffer of the size that is asked for is allocated.
         while len(data) <= max_bytes and (part := file.read(min(2**20, max_bytes + 1 - len(data)))):
             data += part
@@ -189,7 +201,7 @@ def check_readable(directory: str | os.PathLike[str]) -> None:
     """Read every file below a directory, or every object below a prefix, and raise the first error except absence."""
     for path in file_sizes(as_path(directory)):
         try:
-            with path.open("rb") as file:
+            with name_file(path), path.open("rb") as file:
                 while file.read(_READ_BYTES):
                     pass
         except FileNotFoundError:  # removed meanwhile
@@ -221,8 +233,7 @@ def file_sizes(directory: Path) -> dict[Path, int]:
             `WHOLE_FILES` is larger than `MAX_WHOLE_FILE_BYTES`.
     """
     if not is_bucket(directory):
-        # Not rglob, which omits what it may not read.
-        found = os.walk(directory, onerror=_raise_unless_absent)
+        found = os.walk(directory, onerror=raise_unless_absent)
         paths = [Path(root, name) for root, _, names in found for name in names]
         sizes = {}
         for path in paths:
@@ -239,8 +250,9 @@ def file_sizes(directory: Path) -> dict[Path, int]:
     return {as_path(f"gs://{name}"): status["size"] for name, status in system.find(key, detail=True).items()}
 
 
-def _raise_unless_absent(error: OSError) -> None:
-    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+def raise_unless_absent(error: OSError) -> None:
+    """Raise an error that says that a directory could not be listed; for `onerror` of `os.walk`."""
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
         raise error
 
 
@@ -287,9 +299,5 @@ def _bucket_path_class() -> Any:
         def open(self, mode: str = "r", buffering: int = -1, **options: Any) -> Any:
             del buffering
             return super().open(mode, **options)
-
-        def rglob(self, pattern: str) -> Iterator[Any]:
-            assert pattern == "*", 'rglob in a bucket supports only "*"'
-            return iter(list_objects(str(self)))
 
     return BucketPath

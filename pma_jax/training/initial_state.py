@@ -52,10 +52,10 @@ def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> 
     elif "weights" in forked_from and progress.tokens == forked_from["tokens"]:
         state = _with_params_of(run.config, state, forked_from["weights"], "weights", abstract)
     for kind in run.config.checkpoint.kinds:
-        for snapshot in run.of_kind(kind):
-            if snapshot.tokens > progress.tokens:
-                # Verifies the snapshot: the parameters are not used.
-                resume.restore_or_set_aside(run, snapshot, abstract.params, warn)
+        newer = resume.agree_on_snapshots(lambda k=kind: [s for s in run.of_kind(k) if s.tokens > progress.tokens])
+        for snapshot in newer:
+            # Verifies the snapshot: the parameters are not used.
+            resume.restore_or_set_aside(run, snapshot, abstract.params, warn)
     return state, progress
 
 

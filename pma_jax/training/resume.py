@@ -11,6 +11,7 @@ removed.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -167,7 +168,7 @@ def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tu
             corrupt.append((saved, str(error)))
             continue
         for other, message in corrupt:
-            _set_aside(run, other.path, message, warn)
+            hosts.run_on_first(functools.partial(_set_aside, run, other.path, message, warn))
         return saved, state
     had_states = hosts.broadcast_from_first(lambda: ",".join(steps_set_aside(run, STATES)))
     if corrupt or had_states or "forked_from" in run.metadata:
@@ -184,7 +185,7 @@ def restore_or_set_aside(run: Run, snapshot: Snapshot, abstract_params: Any, war
     try:
         return snapshots.restore_params(snapshot, abstract_params)
     except DamageError as error:  # in all processes, none of which is still reading
-        _set_aside(run, snapshot.path, str(error), warn)
+        hosts.run_on_first(functools.partial(_set_aside, run, snapshot.path, str(error), warn))
         return None
 
 
@@ -200,10 +201,8 @@ def _remove_unpublished(folder: epath.Path) -> None:
 
 
 def _set_aside(run: Run, path: epath.Path, error: str, warn: Warn) -> None:
-    """Report a corrupt saved step, and move it to RUN/damaged in process 0, so that training writes it again."""
+    """Report a corrupt saved step, and move it to RUN/damaged, so that training writes it again; in process 0."""
     warn(f"skipped: {error}")
-    if not hosts.is_first_process():
-        return
     (run.path / DAMAGED).mkdir(exist_ok=True)
     targets = (run.path / DAMAGED / f"{path.parent.name}-{path.name}.{n}" for n in itertools.count())
     path.rename(next(target for target in targets if not exists(target)))

@@ -145,17 +145,21 @@ def finish(run: Run) -> list[Event]:
     Returns:
         A list with the event of the rollback; empty if none was pending.
     """
-    if not is_pending(run):
+    # Process 0 decides for all: file systems may show other processes other files.
+    pending = hosts.broadcast_from_first(lambda: json.dumps(events(run)[-1]) if is_pending(run) else "")
+    if not pending:
         return []
-    event = events(run)[-1]
+    event = json.loads(pending)
     done = event | {"done": True}
-    if hosts.is_first_process():
+
+    def move_and_copy() -> None:
         _set_aside_steps(run, event)
         _set_aside_records(run, done)
         states.copy_state(state_at(_held_run(run, event), event["tokens"]), run.path)
+
+    hosts.run_on_first(move_and_copy)
     _write_event(run, done)
-    if hosts.is_first_process():
-        _held_run(run, event).path.rmtree()
+    hosts.run_on_first(lambda: _held_run(run, event).path.rmtree())
     return [done]
 
 
@@ -265,6 +269,5 @@ def _folder(run: Run, event: Event) -> epath.Path:
 
 
 def _write_event(run: Run, event: Event) -> None:
-    if hosts.is_first_process():
-        atomic.write_text(_folder(run, event) / EVENT, json.dumps(event, indent=2) + "\n")
-    hosts.barrier("rollback.event")
+    text = json.dumps(event, indent=2) + "\n"
+    hosts.run_on_first(lambda: atomic.write_text(_folder(run, event) / EVENT, text))

@@ -1,6 +1,7 @@
 """Leaves whose chunks are not complete rows are unpacked to files, box by box, and merged from these."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,10 @@ from pma_jax.merging.engine import schedule, units
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
 from pma_jax.merging.verify import verify
+from pma_jax.storage.formats.byte_ranges import open_files, write_range
+from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.open import open_source, read_leaf
+from pma_jax.storage.formats.source import ByteRange
 from pma_jax.storage.formats.unpack import box_shape, unpack_leaf
 
 ZSTD = {"name": "zstd", "configuration": {"level": 1}}
@@ -98,3 +102,21 @@ def test_memory_limit_holds_for_a_leaf_that_is_split_along_its_second_axis(tmp_p
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stderr.split()[-1]) < limit
+
+
+def test_writes_that_the_system_cuts_short_are_continued(tmp_path, monkeypatch):
+    """On a disk that becomes full, `pwrite` writes a part: the rest must not stay zeros."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, memoryview(data)[:5], offset))
+    header = bytes(range(1, 40))
+    layout = OutputLayout({}, {"model.safetensors": 60}, {}, {"model.safetensors": header}, {})
+    layout.create_files(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == header + bytes(21)
+    data = np.arange(30, dtype=np.uint8)
+    path = tmp_path / "model.safetensors"
+    with open_files([path], os.O_WRONLY) as files:
+        write_range(files, [ByteRange(path, 39, 10), ByteRange(path, 49, 11)], 3, data[:18])
+    assert path.read_bytes()[39:] == bytes(3) + bytes(data[:18])
+    x = np.random.default_rng(0).normal(size=(33, 40)).astype(np.float32)
+    unpack_leaf(open_source(write(tmp_path / "1", x, (10, 7))), "w", tmp_path / "unpacked", 300)
+    assert (tmp_path / "unpacked").read_bytes() == x.tobytes()

@@ -196,7 +196,7 @@ import errno, sys
 from pathlib import Path
 from pma_jax import config
 from pma_jax.cli import command
-from pma_jax.runs import restore
+from pma_jax.runs import restore, steps
 from pma_jax.config.errors import DamageError, StorageError
 from pma_jax.training.loop import train
 load, failing = restore._load, json.loads(sys.argv[3])
@@ -209,6 +209,9 @@ def load_or_fail(path, items):
         raise OSError(getattr(errno, kind), "injected")
     return loaded
 restore._load = load_or_fail
+if failing.get(f"{hosts.process_index_and_count()[0]} listing"):  # a file system that shows other processes less
+    published = steps.published_steps
+    steps.published_steps = lambda folder: published(folder)[:-1]
 with hosts.exit_on_error():
     run = train(config.from_json(Path(sys.argv[1]).read_text()), sys.argv[2])
 """
@@ -221,6 +224,7 @@ with hosts.exit_on_error():
         ({"1 states/16": "EMFILE"}, [75, 75], None),
         ({"0 states/16": "EIO"}, [1, 1], None),
         ({"0 states/16": "damage", "1 states/16": "EIO"}, [1, 1], None),
+        ({"1 listing": "stale"}, [0, 0], []),
         ({"1 states/16": "damage"}, [0, 0], ["states-16.0"]),
         ({"0 states/16": "damage", "1 states/16": "damage"}, [0, 0], ["states-16.0"]),
     ],
@@ -235,8 +239,8 @@ def test_two_processes_agree_on_what_is_damaged(finished, copy, workspace, tmp_p
     if aside is None:
         assert without_lock(copy.path) == before
         return
-    assert [path.name for path in (copy.path / "damaged").iterdir()] == aside
-    assert sum("skipped: " in job.error(p) for p in (0, 1)) == 1
+    assert [path.name for path in copy.path.glob("damaged/*")] == aside
+    assert sum("skipped: " in job.error(p) for p in (0, 1)) == len(aside)
     run = open_run(copy.path)
     assert [s.step for s in run.states] == [8, 16, 24] and verify(run.path) == []
     assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 25))

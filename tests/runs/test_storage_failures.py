@@ -1,17 +1,20 @@
 """Disk full, read-only, no permission: one line, a non-zero exit status, and existing files stay intact."""
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tiny
 from etils import epath
 
 from pma_jax import cli
+from pma_jax.config.errors import UserError
 from pma_jax.merging.verify import verify
 from pma_jax.runs import steps
 from pma_jax.runs.directory import open_run
@@ -73,6 +76,28 @@ def test_disk_without_inodes_ends_the_process(workspace, tmp_path, inodes):
             check=False,
         )
     assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: "), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "is_storage"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (ValueError("RESOURCE_EXHAUSTED: Error writing \"a\" [os_error_code='28']"), True),
+        (MemoryError(), True),
+        (TypeError("unhashable"), False),
+        (KeyError("params"), False),
+        (ValueError("Step 108 already exists"), False),
+        (jax.errors.JaxRuntimeError("INTERNAL: compilation failed"), False),
+        (UserError("the data are mendable"), False),
+    ],
+    ids=repr,
+)
+def test_only_failures_of_storage_are_reported_as_such(error, is_storage):
+    """A bug keeps its type, and so its traceback."""
+    with pytest.raises(UserError if is_storage else type(error)) as raised, steps.report_write_errors("a/b"):
+        raise error
+    assert (raised.value is error) != is_storage
+    assert not is_storage or str(raised.value).startswith("cannot write a/b: ")
 
 
 def test_step_that_does_not_fit_replaces_no_older_step(tmp_path):

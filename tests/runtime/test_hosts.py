@@ -96,6 +96,45 @@ def test_processes_share_results_and_errors():
     assert lines == [[*refusals, "StorageError process 1 failed: no room"], [*refusals, "OSError no room"]]
 
 
+AGREE = """
+import errno, sys
+from etils import epath
+from pma_jax.runs import steps
+from pma_jax.storage import atomic
+from pma_jax.training import rollback
+folder, (index, _) = epath.Path(sys.argv[1]), hosts.process_index_and_count()
+class Run:
+    path = folder
+def fail(*_):
+    raise OSError(errno.EIO, "injected")
+def report(work):
+    try:
+        print(work())
+    except (ValueError, OSError) as error:
+        print(type(error).__name__, error)
+rollback.events = lambda run: [{"number": 1, "done": bool(index)}]  # process 1 does not see the event yet
+rollback._set_aside_steps = fail
+report(lambda: rollback.finish(Run))
+write_text, atomic.write_text = atomic.write_text, fail
+report(lambda: rollback._write_event(Run, {"number": 1}))
+atomic.write_text = write_text
+steps.published_steps = (lambda _: []) if index else (lambda _: [folder / "3"])
+steps.read_metadata = lambda path, keys: {"tokens": 24}
+report(lambda: steps._read_published(folder))
+steps.read_metadata = fail
+report(lambda: steps._read_published(folder))
+"""
+
+
+def test_processes_agree_on_rollbacks_and_published_steps_and_fail_together(tmp_path):
+    """Process 0 alone does the work: if it fails, the others must not wait for it."""
+    job = processes.script(AGREE, [tmp_path], 2, devices=1).check(120)
+    lines = [[line for line in job.out(p).splitlines() if "Gloo" not in line] for p in (0, 1)]
+    failed = "OSError [Errno 5] injected"
+    assert lines[0] == [failed, failed, "{3: 24}", failed]
+    assert lines[1] == ["StorageError [Errno 5] injected"] * 2 + ["{3: 24}", "StorageError [Errno 5] injected"]
+
+
 EVERY_VERB = """
 import json, sys
 from pathlib import Path

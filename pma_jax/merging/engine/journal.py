@@ -18,7 +18,8 @@ from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo
 from pma_jax.storage.json_files import parse_json
 from pma_jax.storage.json_schema import Count
-from pma_jax.storage.paths import open_regular_file
+from pma_jax.storage.matching import match_files
+from pma_jax.storage.paths import name_file, open_regular_file
 
 
 class Record(NamedTuple):
@@ -52,7 +53,7 @@ def open_appender(work: Path, process: int) -> Iterator[Callable[[Record], None]
 
         def append(record: Record) -> None:
             line = json.dumps(record._asdict(), separators=(",", ":")).encode() + b"\n"
-            with lock:
+            with lock, name_file(file.name):
                 file.write(line)
                 file.flush()
 
@@ -65,8 +66,8 @@ def open_appender(work: Path, process: int) -> Iterator[Callable[[Record], None]
 def read_records(work: Path) -> dict[int, Record]:
     """Read the records of all processes, by unit number; ignore incomplete lines, which a crash can leave."""
     records: dict[int, Record] = {}
-    for path in sorted(work.glob("journal.*.jsonl")):
-        with open_regular_file(path) as file:
+    for path in sorted(match_files(work, "journal.*.jsonl")):
+        with name_file(path), open_regular_file(path) as file:
             lines = file.read().splitlines()
         for line in lines:
             try:

@@ -18,6 +18,7 @@ from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.outputs import plan_output
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, leaf_differences
+from pma_jax.storage.matching import files_below
 
 DTYPES = ("keep", "float32", "bfloat16", "float16")
 INTEGERS = ("equal", "newest")
@@ -179,7 +180,7 @@ def _compute_digest(merge_plan: MergePlan) -> str:
     for source in merge_plan.sources:
         paths = sorted({part.path for ranges in source.byte_ranges.values() for part in ranges})
         if not paths or is_decoded:
-            paths += sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else []
+            paths += files_below(source.path) if source.path.is_dir() else []
         stamps.append([[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths])
     identity = [
         stamps,

@@ -30,7 +30,7 @@ from pma_jax.storage.formats.open import read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.json_schema import Count, check_schema
-from pma_jax.storage.paths import exists
+from pma_jax.storage.paths import exists, name_file
 
 FILE_NAME = "provenance.json"
 # Warn above this ratio of the rounding error to the change by merging: about here, rounding to bfloat16 undoes the
@@ -187,7 +187,9 @@ def equal_source_notes(provenance: Mapping[str, Any]) -> list[str]:
 
 def write(directory: Path, provenance: Mapping[str, Any]) -> None:
     """Write `provenance.json` into a directory."""
-    (directory / FILE_NAME).write_text(json.dumps(provenance, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(provenance, indent=1, ensure_ascii=False) + "\n"
+    with name_file(directory / FILE_NAME):
+        (directory / FILE_NAME).write_text(text, encoding="utf-8")
 
 
 def read(directory: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pma_jax.config.errors import DamageError
 from pma_jax.storage.formats.source import ByteRange
-from pma_jax.storage.paths import RangeReader, is_bucket, open_descriptor
+from pma_jax.storage.paths import RangeReader, is_bucket, name_file, open_descriptor
 
 OpenFile = int | RangeReader
 
@@ -68,7 +68,8 @@ def read_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], star
         file, offset, remaining = files[part.path], part.offset, part.nbytes
         while remaining:
             target = into[filled : filled + remaining].data
-            count = os.preadv(file, [target], offset) if isinstance(file, int) else file.read_into(target, offset)
+            with name_file(part.path):
+                count = os.preadv(file, [target], offset) if isinstance(file, int) else file.read_into(target, offset)
             if not count:
                 raise DamageError(
                     f"{part.path}: ends at byte {offset}, {remaining} bytes early; it changed or is cut short"
@@ -81,12 +82,19 @@ def write_range(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], sta
     """Write a uint8 array to bytes [start, start + len(data)) of the concatenated `ranges`."""
     written = 0
     for part in slice_ranges(ranges, start, start + len(data)):
-        file, offset, remaining = files[part.path], part.offset, part.nbytes
+        file = files[part.path]
         assert isinstance(file, int), "outputs are written to a local disk"
-        while remaining:
-            count = os.pwrite(file, data[written : written + remaining].data, offset)
-            written, offset, remaining = written + count, offset + count, remaining - count
+        with name_file(part.path):
+            write_all(file, data[written : written + part.nbytes].data, part.offset)
+        written += part.nbytes
     assert written == len(data), (written, len(data))
+
+
+def write_all(file: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` at an offset of a file; one `os.pwrite` may write less, as on a disk that becomes full."""
+    written, view = 0, memoryview(data)
+    while written < len(view):
+        written += os.pwrite(file, view[written:], offset + written)
 
 
 def prefetch(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], start: int, stop: int) -> None:

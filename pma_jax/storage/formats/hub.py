@@ -12,6 +12,7 @@ from typing import Any
 
 from pma_jax.config.errors import UserError, error_line
 from pma_jax.storage.formats.names import NameProgress, expand_braces, parse_name, stage_words
+from pma_jax.storage.matching import match_files
 
 PREFIX = "hf://"
 _ADDRESS = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(.+))?")
@@ -106,7 +107,7 @@ def download(address: str) -> Path:
         return api.snapshot_download(repo, revision=revision, allow_patterns=list(_DOWNLOADED))
 
     folder = Path(_call_api(address, fetch))
-    if not any(folder.glob("*.safetensors")):
+    if not any(match_files(folder, "*.safetensors")):
         names = _call_api(address, lambda api: api.list_repo_files(repo, revision=revision))
         pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
         if pickles:

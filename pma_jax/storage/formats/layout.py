@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pma_jax.storage.formats.byte_ranges import write_all
 from pma_jax.storage.formats.source import ByteRange
+from pma_jax.storage.paths import name_file
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,16 @@ class OutputLayout:
         for name, size in self.sizes.items():
             descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.ftruncate(descriptor, size)
-                os.pwrite(descriptor, self.headers.get(name, b""), 0)
+                with name_file(directory / name):
+                    os.ftruncate(descriptor, size)
+                    write_all(descriptor, self.headers.get(name, b""), 0)
             finally:
                 os.close(descriptor)
         for name, text in self.texts.items():
-            (directory / name).write_bytes(text)
+            with name_file(directory / name):
+                (directory / name).write_bytes(text)
         for name, path in self.copies.items():
-            with path.open("rb") as source, (directory / name).open("wb") as target:
+            with name_file(directory / name), path.open("rb") as source, (directory / name).open("wb") as target:
                 shutil.copyfileobj(source, target)
 
     def byte_ranges_in(self, directory: Path) -> dict[str, tuple[ByteRange, ...]]:

@@ -15,6 +15,7 @@ from pma_jax.storage.formats.progress import read_progress
 from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, CheckpointSource, numpy_dtype
 from pma_jax.storage.formats.unread import describe_unread
 from pma_jax.storage.json_files import read_json_object
+from pma_jax.storage.matching import match_files
 from pma_jax.storage.paths import as_path
 
 # One of several shards, as in model-00001-of-00002.safetensors.
@@ -101,8 +102,8 @@ def _open_file(path: Path, subtree: str | None) -> CheckpointSource:
 
 
 def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
-    indexes = sorted(path.glob("*.safetensors.index.json"))
-    files = sorted(path.glob("*.safetensors"))
+    indexes = sorted(match_files(path, "*.safetensors.index.json"))
+    files = sorted(match_files(path, "*.safetensors"))
     if len(indexes) > 1:
         raise UserError(
             f"{path}: has {len(indexes)} indexes; give the path of one: {', '.join(index.name for index in indexes)}"

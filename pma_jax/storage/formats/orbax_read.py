@@ -37,6 +37,7 @@ from pma_jax.storage.formats.progress import read_progress
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
 from pma_jax.storage.formats.zarr import ArrayLayout, open_store, read_array_layout
 from pma_jax.storage.json_files import read_json_object
+from pma_jax.storage.matching import match_files
 
 _CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
 # Orbax v1 identifies its checkpoints by this empty file.
@@ -63,7 +64,7 @@ def is_orbax(path: Path) -> bool:
 
 def has_file(path: Path, *patterns: str) -> bool:
     """Return whether a directory holds a file that matches one of the patterns."""
-    return any(next(path.glob(pattern), None) is not None for pattern in patterns)
+    return any(next(match_files(path, pattern), None) is not None for pattern in patterns)
 
 
 def open_orbax(path: Path, subtree: str | None = None) -> CheckpointSource:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pma_jax.config.errors import DamageError, UserError, error_line
 from pma_jax.storage.json_files import MAX_JSON_BYTES, read_json_object
+from pma_jax.storage.matching import match_files
 
 TREE_FILE, STRINGS_FILE, ARRAY_METADATA_FOLDER = "_METADATA", "_strings.json", "array_metadatas"
 JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
@@ -189,7 +190,7 @@ def _pointer_parts(name: str) -> list[str]:
 
 def _read_random_keys(directory: Path) -> dict[str, str]:
     algorithms: dict[str, str] = {}
-    for path in sorted((directory / ARRAY_METADATA_FOLDER).glob("process_*")):
+    for path in sorted(match_files(directory / ARRAY_METADATA_FOLDER, "process_*")):
         entries = read_json_object(path).get("array_metadatas")
         for entry in entries if isinstance(entries, list) else []:
             fields = entry.get("array_metadata") if isinstance(entry, dict) else None

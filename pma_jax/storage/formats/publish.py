@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json_object
+from pma_jax.storage.matching import files_below
 from pma_jax.storage.paths import exists, is_bucket
 
 IN_PROGRESS_FILE = "publishing.json"
@@ -53,7 +54,7 @@ def has_incomplete_upload(target: Path, digest: str) -> bool:
 
 def _upload(directory: Path, target: Path, array_files: Sequence[str], digest: str) -> None:
     (target / IN_PROGRESS_FILE).write_text(json.dumps({"digest": digest}))
-    files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    files = {path.relative_to(directory).as_posix() for path in files_below(directory)}
     small_files = files - set(array_files) - set(_UPLOADED_LAST)
     for names in (sorted(array_files), sorted(small_files), *([name] for name in _UPLOADED_LAST if name in files)):
         with ThreadPoolExecutor(_THREADS) as pool:

@@ -17,7 +17,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, ZARR_DTYPES, ByteRange, LeafInfo, are_sizes
 from pma_jax.storage.json_files import MAX_JSON_BYTES, parse_untrusted_json, read_json_object, serialize_json
-from pma_jax.storage.paths import open_regular_file
+from pma_jax.storage.paths import name_file, open_regular_file
 
 _ABBREVIATIONS = {"FLOAT4_E2M1FN": "F4", "FLOAT": "F", "UINT": "U", "INT": "I", "COMPLEX": "C"}
 # bfloat16 -> BF16, float8_e4m3fn -> F8_E4M3, uint8 -> U8, bool -> BOOL, complex64 -> C64, float4_e2m1fn -> F4.
@@ -52,7 +52,7 @@ def read_header(path: Path) -> Header:
     Raises:
         UserError: The file violates the safetensors specification.
     """
-    with open_regular_file(path) as file:
+    with name_file(path), open_regular_file(path) as file:
         file_bytes = path.stat().st_size
         prefix = file.read(8)
         if len(prefix) < 8:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pma_jax.storage.formats.byte_ranges import write_all
 from pma_jax.storage.formats.orbax_read import read_box
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
+from pma_jax.storage.paths import name_file
 
 
 def chunk_shape(source: CheckpointSource, name: str) -> tuple[int, ...]:
@@ -58,7 +60,8 @@ def unpack_leaf(source: CheckpointSource, name: str, path: Path, max_bytes: int)
             stop = tuple(min(s + b, size) for s, b, size in zip(start, box, leaf.shape, strict=True))
             data = read_box(source, name, tuple(map(slice, start, stop)))
             for offset, run in _contiguous_runs(data, start, leaf.shape):
-                os.pwrite(descriptor, run, offset * width)
+                with name_file(path):
+                    write_all(descriptor, run, offset * width)
     finally:
         os.close(descriptor)
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pma_jax.storage.matching import match_files
+
 _CAUSAL_LM = (
     "python -c \"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained('DIR'{options})"
     ".save_pretrained('OUT')\" (with the model's own class if it is no causal language model)"
@@ -116,7 +118,7 @@ def _find(path: Path, patterns: Sequence[str], is_weights: bool) -> Path | None:
         return path if any(path.match(pattern) for pattern in patterns) else None
     for prefix in ("", "*/"):
         for pattern in patterns:
-            for file in sorted(path.glob(prefix + pattern)):
+            for file in sorted(match_files(path, prefix + pattern)):
                 if is_weights != any(file.match(name) for name in _NOT_WEIGHTS):
                     return file
     return None

@@ -19,7 +19,7 @@ from pma_jax.storage.formats.source import ByteRange, LeafInfo
 from pma_jax.storage.formats.zarr_metadata import Encoding
 from pma_jax.storage.formats.zstd import ZstdFrames
 from pma_jax.storage.json_files import parse_untrusted_json
-from pma_jax.storage.paths import file_sizes, is_bucket
+from pma_jax.storage.paths import file_sizes, is_bucket, name_file
 
 # Arrays with more chunks are read by tensorstore, which needs no list of chunks.
 _MAX_CHUNKS = 2**16
@@ -69,7 +69,7 @@ class Store:
             return value
         if value.nbytes >= _MAX_METADATA_BYTES:
             return None
-        with value.path.open("rb") as file:
+        with name_file(value.path), value.path.open("rb") as file:
             file.seek(value.offset)
             return file.read(value.nbytes)
 
@@ -220,7 +220,7 @@ def _length_in_shard(shard: ByteRange) -> int | None:
     """Return the length of a shard's only chunk; None if the shard is not the chunk followed by its index."""
     if shard.nbytes < _SHARD_INDEX_BYTES:
         return None
-    with shard.path.open("rb") as file:
+    with name_file(shard.path), shard.path.open("rb") as file:
         file.seek(shard.offset + shard.nbytes - _SHARD_INDEX_BYTES)
         index = file.read(16)
     offset, length = (int.from_bytes(part, "little") for part in (index[:8], index[8:]))
