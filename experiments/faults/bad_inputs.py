@@ -202,6 +202,7 @@ def main() -> int:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # XLA logs a line for each program that it reads from the cache
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder.resolve() / "compiled")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

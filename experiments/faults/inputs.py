@@ -187,7 +187,10 @@ INPUTS: dict[str, tuple[bool, tuple[str, ...]]] = {
         False,
         (f"inspect run/snapshots/{LAST_STEP}", "merge run --last 2 --out new", f"evaluate run/snapshots/{LAST_STEP}"),
     ),
-    f"run/states/{LAST_STEP}/_CHECKPOINT_METADATA": (True, ("inspect run", "fork run --at-tokens 3072 --workdir new")),
+    f"run/states/{LAST_STEP}/_CHECKPOINT_METADATA": (
+        True,
+        ("inspect run", "fork run --at-tokens 3072 --workdir new --config.training.total_tokens=4096"),
+    ),
     "run/states/8/_CHECKPOINT_METADATA": (True, ("fork run --at-tokens 2048 --workdir new",)),
     **{
         f"part/{file}": (True, (RESUME,))
@@ -220,7 +223,7 @@ INPUTS: dict[str, tuple[bool, tuple[str, ...]]] = {
     "text/007.txt": (False, ("train --config mine.py --workdir new", "evaluate run --config.evaluation.tokens=300")),
     "lines.jsonl": (True, ("train --config mine.py --workdir new --config.data.files=lines.jsonl",)),
     "table.parquet": (False, ("train --config mine.py --workdir new --config.data.files=table.parquet",)),
-    "mine.py": (False, ("train --config mine.py --workdir new", "plan --config mine.py --topology v5e:2x2")),
+    "mine.py": (False, ("train --config mine.py --workdir new",)),
 }
 
 
