@@ -5,7 +5,12 @@ eight and all others with one, which compiles and steps several times faster; wi
 """
 
 import os
+import signal
 from pathlib import Path
+
+# A job in the background of a shell script ignores SIGINT, and so would every command that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEVICES = int(os.environ.setdefault("PMA_TEST_DEVICES", "8"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

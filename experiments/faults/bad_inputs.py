@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from inputs import CELLS, Cell, make_workspace  # pyrefly: ignore[missing-import]
+from inputs import Cell, make_cells, make_workspace  # pyrefly: ignore[missing-import]
 from mutations import FILE_MUTATIONS, Mutation, json_mutations  # pyrefly: ignore[missing-import]
 
 KEPT_AFTER_ERROR = (".lock", "lock", "__pycache__")  # an empty lock file says nothing
@@ -197,7 +197,9 @@ def main() -> int:
     parser.add_argument("--memory", type=float, default=2048.0, help="memory limit of a case in MiB (default 2048)")
     parser.add_argument("--verbose", action="store_true", help="print every case with its status and error")
     parser.add_argument("--folder", type=Path, help="keep the workspace here, and use it again")
+    parser.add_argument("--package", type=Path, default=Path(__file__).parents[2], help="the checkout to test")
     options = parser.parse_args()
+    sys.path.insert(0, str(options.package.resolve()))
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
@@ -209,7 +211,7 @@ def main() -> int:
         workspace = folder / "workspace"
         if not workspace.exists():
             make_workspace(workspace)
-        return run_all([cell for cell in CELLS if options.only in cell.name], workspace, options)
+        return run_all([cell for cell in make_cells() if options.only in cell.name], workspace, options)
 
 
 def run_all(cells: list[Cell], workspace: Path, options: argparse.Namespace) -> int:

@@ -89,7 +89,10 @@ def preload() -> Callable[[list[str]], int]:
 
 
 def make_workspace(folder: Path) -> None:
-    """Write a corpus in three formats, and make a run, merges, Hugging Face directories and Orbax checkpoints."""
+    """Write a corpus in three formats, and make a run, merges, Hugging Face directories and Orbax checkpoints.
+
+    The package is the one in the first folder of `sys.path`.
+    """
     temporary = folder.with_name(f"{folder.name}.making")
     (temporary / "text").mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -124,7 +127,7 @@ def make_workspace(folder: Path) -> None:
 
 def _pma(folder: Path, arguments: Sequence[str]) -> None:
     code = "import sys; from pma_jax.cli import main; sys.exit(main())"
-    environment = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    environment = os.environ | {"PYTHONPATH": sys.path[0]}
     subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=folder, env=environment, check=True, capture_output=True
     )
@@ -283,4 +286,8 @@ ALLOWED = {
     ("seed", "-7"),
     ("seed", "99999999999"),
 }
-CELLS = [*_file_cells(), *_override_cells()]
+
+
+def make_cells() -> list[Cell]:
+    """Return all cells. The configuration keys are those of the package that is first on `sys.path`."""
+    return [*_file_cells(), *_override_cells()]
