@@ -51,7 +51,10 @@ def start_verb(code):
 def end(process, number):
     """Send a signal and return the status and what stands on standard error."""
     process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    try:
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
     return process.returncode, error
 
 
