@@ -405,6 +405,8 @@ def main() -> int:
             if verdict == "not reached":
                 continue
             reached += 1
+            if not reached % 20:
+                print(f"{reached} cases, {time.monotonic() - began:.0f} s, {len(wrong)} wrong", flush=True)
             for axis in (case.verb, f"{case.call:7} {case.error}"):
                 counts[axis][verdict] += 1
             if problem:

@@ -188,13 +188,15 @@ def _silence_libraries() -> None:
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # absl: Orbax logs a failed write four times, with the traceback of every thread. asyncio and `hook`: a
-    # failed read leaves other reads pending in Orbax's event loop.
+    # failed read leaves other reads pending in Orbax's event loop, or ends their coroutines with errors.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     show = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if "Event loop is closed" not in str(unraisable.exc_value):
+        code = getattr(unraisable.object, "cr_code", None)
+        is_of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
+        if not is_of_orbax and "Event loop is closed" not in str(unraisable.exc_value):
             show(unraisable)
 
     sys.unraisablehook = hook

@@ -107,7 +107,7 @@ def tpu_topology(name: str) -> Topology:
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         description = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **options)
-    except Exception as error:
+    except (RuntimeError, ValueError) as error:  # of libtpu and of JAX
         known = format_known_topologies(parts[2])
         raise UserError(
             f"libtpu does not support the topology {name!r} ({first_line(error)}): give one of {known}"

@@ -67,7 +67,7 @@ def hold(run_dir: epath.Path, wait: bool = False) -> Iterator[str | None]:
             note = f"{run_dir}: this file system has no locks: make sure that no second process trains here"
         elif previous:
             note = f"taking the lock of {run_dir}, which its previous holder, {previous}, did not release"
-        with name_file(file.name):
+        with name_file(Path(run_dir) / FILE_NAME):
             file.seek(0)
             file.truncate()
             file.write(json.dumps(_this_process()))
@@ -76,8 +76,9 @@ def hold(run_dir: epath.Path, wait: bool = False) -> Iterator[str | None]:
             with signals.before_end(lambda: os.ftruncate(file.fileno(), 0)):
                 yield note
         finally:
-            file.seek(0)
-            file.truncate()
+            with contextlib.suppress(OSError):  # else the next process logs that this one did not release the lock
+                file.seek(0)
+                file.truncate()
 
 
 def _this_process() -> dict[str, object]:

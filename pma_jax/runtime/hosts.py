@@ -41,7 +41,7 @@ def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SE
     """Join a multi-process job. Call it only in such a job, before any use of a device: it raises UserError otherwise.
 
     Calls `jax.distributed.initialize`, which waits for all processes of the job. The job is described by the three
-    environment variables `ENVIRONMENT_VARIABLES`. If the last two are not set, JAX detects the cluster: Cloud TPU,
+    environment variables `ENVIRONMENT_VARIABLES`. If none is set, JAX detects the cluster: Cloud TPU,
     SLURM, Open MPI or Kubernetes (GKE).
 
     Args:
@@ -54,7 +54,8 @@ def initialize_distributed(heartbeat_timeout_seconds: int = HEARTBEAT_TIMEOUT_SE
     """
     address, count, index = (os.environ.get(name) for name in ENVIRONMENT_VARIABLES)
     _exit_on_abort()
-    if (count is None) != (index is None) or (count is not None and address is None):
+    # An address alone would be joined with the count and the index of whatever cluster JAX detects.
+    if len({variable is None for variable in (address, count, index)}) > 1:
         raise UserError(f"set all of {', '.join(ENVIRONMENT_VARIABLES)}, or none to let JAX detect the cluster")
     try:
         jax.distributed.initialize(

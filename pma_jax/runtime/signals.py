@@ -177,7 +177,7 @@ def _read_signals(read_end: int) -> None:
 def _end_process(status: int, line: str = "") -> None:
     _is_ending.set()
     for callback in reversed(_callbacks):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # nothing may keep the process from ending
             callback()
     if line:
         with contextlib.suppress(OSError):

@@ -4,12 +4,13 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
 
-from pma_jax.cli import main
+from pma_jax.cli import command, main
 from pma_jax.cli.arguments import parser
 from pma_jax.evaluation.targets import describe_texts
 from pma_jax.runs import steps
@@ -520,3 +521,19 @@ def test_inspect_prints_text_and_json(pma, finished):
 def test_module_runs_like_the_command():
     ended = subprocess.run([sys.executable, "-m", "pma_jax.cli", "--help"], capture_output=True, text=True, check=True)
     assert "VERB" in ended.stdout
+
+
+def test_reads_that_orbax_drops_are_not_printed(monkeypatch):
+    """A failed read leaves coroutines of Orbax that end with errors; those of others are shown."""
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    command._silence_libraries()
+    coroutines = {}
+    for file in ("/lib/orbax/checkpoint/x.py", "/lib/other/x.py"):
+        names = {}
+        exec(compile("async def read(): pass", file, "exec"), names)
+        coroutines[file] = names["read"]()
+        sys.unraisablehook(SimpleNamespace(object=coroutines[file], exc_value=ValueError("x")))
+        coroutines[file].close()
+    sys.unraisablehook(SimpleNamespace(object=None, exc_value=RuntimeError("Event loop is closed")))
+    assert [unraisable.object for unraisable in shown] == [coroutines["/lib/other/x.py"]]

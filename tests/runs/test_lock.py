@@ -1,3 +1,5 @@
+import contextlib
+import errno
 import json
 import os
 import re
@@ -11,6 +13,7 @@ from etils import epath
 
 from pma_jax.runs import lock
 from pma_jax.runs.directory import open_run
+from pma_jax.storage import locks
 from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 
@@ -91,3 +94,29 @@ def test_run_in_training_is_neither_trained_nor_forked_into(finished, tmp_path):
         assert [p.name for p in (tmp_path / "run").iterdir()] == [lock.FILE_NAME]
         first.kill()
     assert fork(finished, 4096, finished.config, tmp_path / "run").path == open_run(tmp_path / "run").path
+
+
+def test_lock_that_cannot_be_cleared_does_not_hide_the_error_of_the_run(tmp_path, monkeypatch):
+    locked, failing = locks.locked, []
+
+    class File:
+        def __init__(self, file):
+            self._file = file
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def truncate(self):
+            if failing:
+                raise OSError(errno.EIO, "of the lock")
+            self._file.truncate()
+
+    @contextlib.contextmanager
+    def locked_file(*arguments):
+        with locked(*arguments) as (file, is_locked):
+            yield File(file), is_locked
+
+    monkeypatch.setattr(locks, "locked", locked_file)
+    with pytest.raises(OSError, match="of the run"), lock.hold(tmp_path):
+        failing.append(True)
+        raise OSError(errno.EIO, "of the run")

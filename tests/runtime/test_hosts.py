@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from pma_jax import config as configuration
 from pma_jax.cli import main
+from pma_jax.config.errors import UserError
 from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
@@ -59,11 +60,15 @@ def test_single_process_needs_no_communication(monkeypatch):
         hosts.raise_if_any_failed(problem)
     with pytest.raises(KeyError), hosts.exit_on_error():
         raise KeyError("of this process")
-    for name in hosts.ENVIRONMENT_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-    with pytest.raises(ValueError, match=r"^set all of JAX_COORDINATOR_ADDRESS, .* or none"):
-        hosts.initialize_distributed()
+
+
+def test_some_of_the_variables_of_a_job_are_refused(monkeypatch):
+    values = dict(zip(hosts.ENVIRONMENT_VARIABLES, ["127.0.0.1:1", "2", "0"], strict=True))
+    for number in range(1, 7):  # each set of one or two of the three
+        for bit, (name, value) in enumerate(values.items()):
+            monkeypatch.setenv(name, value) if number & 1 << bit else monkeypatch.delenv(name, raising=False)
+        with pytest.raises(UserError, match=r"^set all of JAX_COORDINATOR_ADDRESS, .* or none"):
+            hosts.initialize_distributed()
 
 
 COMMUNICATE = """

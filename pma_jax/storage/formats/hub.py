@@ -128,4 +128,6 @@ def _call_api(address: str, request: Callable[[Any], Any]) -> Any:
         return request(huggingface_hub.HfApi())
     except Exception as error:
         # The client's exceptions depend on its HTTP library; the user needs only the reason for the failure.
+        if isinstance(error, (TypeError, AttributeError, NameError, AssertionError)):  # a bug
+            raise
         raise UserError(f"{address}: the request to the Hugging Face hub failed: {error_line(error)[:200]}") from error
