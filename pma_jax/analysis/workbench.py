@@ -21,7 +21,7 @@ from flax import nnx
 
 from pma_jax.config import Config
 from pma_jax.data.sampling import REPORT
-from pma_jax.evaluation.held_out import prepare_tokens, put_sample, read_sample
+from pma_jax.evaluation.held_out import check_part_sizes, prepare_tokens, put_sample, read_sample
 from pma_jax.model.decoder import Params, abstract_params, apply, graph_definition
 from pma_jax.model.loss import decode_masked_ids
 from pma_jax.runs.snapshots import Snapshot, restore_params
@@ -82,7 +82,10 @@ def open_workbench(config: Config, tokens: int = 0, part: str = REPORT) -> Workb
     mesh = make_mesh(config.mesh)
     data_shards = math.prod(mesh.shape[axis] for axis in RULES.batch)
     evaluation = dataclasses.replace(config.evaluation, tokens=wanted)
-    sample = read_sample(prepare_tokens(config), dataclasses.replace(config, evaluation=evaluation), part)
+    prepared, config_of_sample = prepare_tokens(config), dataclasses.replace(config, evaluation=evaluation)
+    if tokens:
+        check_part_sizes(prepared, config_of_sample, part)
+    sample = read_sample(prepared, config_of_sample, part)
     batch_size = -(-len(sample.windows) // data_shards) * data_shards
     with jax.set_mesh(mesh):
         (batch_BxM,) = put_sample(sample, batch_size, mesh)

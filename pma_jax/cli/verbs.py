@@ -154,17 +154,19 @@ def evaluate(options: argparse.Namespace) -> None:
     """
     from pma_jax.evaluation import targets
     from pma_jax.runtime import hosts
-    from pma_jax.runtime.formatting import format_loss, format_text
+    from pma_jax.runtime.formatting import format_difference, format_loss, format_text
 
     rows = targets.evaluate_targets(options.target, options.overrides, options.part)
     if not hosts.is_first_process():
         return
-    header = ["target", "tokens", "loss", "perplexity", "bits/byte", "held-out text"]
+    compared = ["minus the first"] if len(rows) > 1 else []
+    header = ["target", "tokens", "loss", *compared, "perplexity", "bits/byte", "held-out text"]
     cells = [
         [
             r["target"],
             f"{r['tokens']:,}",
             format_loss(r),
+            *(["-" if r is rows[0] else format_difference(r)] if compared else []),
             f"{r['perplexity']:.3f}",
             f"{r['bits_per_byte']:.4f}",
             format_text(r["held_out"]),
@@ -172,7 +174,7 @@ def evaluate(options: argparse.Namespace) -> None:
         for r in rows
     ]
     _print_table(options, rows, [header, *cells])
-    _print_notes(targets.describe_texts(rows))
+    _print_notes(list(dict.fromkeys(note for row in rows for note in row["notes"])))
 
 
 def inspect(options: argparse.Namespace) -> None:

@@ -152,6 +152,12 @@ def sample_text(tokens: TokenSet, part: str, wanted: int, window_targets: int, s
     return Sample(part, windows_RxM, read_RxL, len(np.unique(documents_D)))
 
 
+def count_tokens(tokens: TokenSet, part: str) -> int:
+    """Count the tokens of a part of the held-out text (`PARTS`, or `ALL`), including those of prompts."""
+    chosen = _deal(tokens.held_out_documents["key"], part, salt=0)[1]
+    return int(np.diff(tokens.held_out_documents["end"].astype(np.int64), prepend=0)[chosen].sum())
+
+
 def _deal(keys_D: np.ndarray, part: str, salt: int) -> tuple[np.ndarray, np.ndarray]:
     """Order the stored documents of a part by the hash of their keys.
 

@@ -15,7 +15,7 @@ from flax import nnx
 from pma_jax.config import Config, EvaluationConfig
 from pma_jax.config.errors import UserError
 from pma_jax.data import shards
-from pma_jax.data.sampling import MINIMUM_DOCUMENTS, HeldOutLoss, Sample, sample_text
+from pma_jax.data.sampling import MINIMUM_DOCUMENTS, HeldOutLoss, Sample, count_tokens, estimate, sample_text
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import PADDING_ID, evaluate
 from pma_jax.runs.directory import Run
@@ -39,15 +39,19 @@ class Evaluator:
 
     def __call__(self, params: Any) -> HeldOutLoss:
         """Compute the loss in nats per token, with its standard error over documents."""
+        return estimate(self.sum_by_document(params), self.sample.counts_D)
+
+    def sum_by_document(self, params: Any) -> np.ndarray:
+        """Compute the summed loss of each document of the sample, in nats: float64 [D]."""
         with jax.set_mesh(self.mesh):
             nats_RxL = evaluate(self.graph, params, self.batches)
-        return self.sample.estimate(nats_RxL[: len(self.sample.windows)])
+        return self.sample.sum_by_document(nats_RxL[: len(self.sample.windows)])
 
 
 def make_evaluator(
     config: Config, mesh: jax.sharding.Mesh, part: str, tokens: shards.TokenSet | None = None
 ) -> Evaluator:
-    """Read `evaluation.tokens` tokens of a part of the held-out text and place them on the mesh.
+    """Read a sample of a part of the held-out text (`read_sample`) and place it on the mesh.
 
     Args:
         config: Determines the model, the held-out text and the batch size.
@@ -56,7 +60,7 @@ def make_evaluator(
         tokens: The tokenised corpus, if it is prepared already.
 
     Raises:
-        UserError: The corpus cannot be read, has tokens outside the model's vocabulary, or too few for the sample.
+        UserError: The corpus cannot be read, has tokens outside the model's vocabulary, or the part is empty.
     """
     tokens = tokens or prepare_tokens(config)
     sample = read_sample(tokens, config, part)
@@ -75,17 +79,32 @@ def prepare_tokens(config: Config) -> shards.TokenSet:
 def read_sample(tokens: shards.TokenSet, config: Config, part: str) -> Sample:
     """Read the sample of a part that `config` asks for: `evaluation.tokens` tokens in windows of a training sequence.
 
+    If the part has fewer tokens, all are read: versions before the parts accepted as many as all held-out text has.
+    `check_part_sizes` refuses such a configuration where a run is created.
+
     Raises:
-        UserError: The part has too few tokens.
+        UserError: The part is empty.
     """
-    return sample_text(tokens, part, config.evaluation.tokens, config.training.sequence_length_tokens)
+    wanted = min(config.evaluation.tokens, max(count_tokens(tokens, part), 1))
+    return sample_text(tokens, part, wanted, config.training.sequence_length_tokens)
+
+
+def check_part_sizes(tokens: shards.TokenSet, config: Config, *parts: str) -> None:
+    """Check that each of the parts has `evaluation.tokens` tokens.
+
+    Raises:
+        UserError: A part has fewer.
+    """
+    for part in parts:
+        sample_text(tokens, part, config.evaluation.tokens, config.training.sequence_length_tokens)
 
 
 def read_sample_of_run(run: Run, part: str, evaluation: EvaluationConfig) -> Sample:
     """Read a sample of the held-out text that the run was trained without.
 
     Raises:
-        UserError: The corpus on this machine is not the one that the run was trained on, or as `read_sample`.
+        UserError: The corpus on this machine is not the one that the run was trained on, or the part is empty, or has
+            fewer tokens than `evaluation` asks for and the run's own configuration does not.
     """
     config = dataclasses.replace(run.config, evaluation=evaluation)
     tokens = prepare_tokens(config)
@@ -95,6 +114,8 @@ def read_sample_of_run(run: Run, part: str, evaluation: EvaluationConfig) -> Sam
             f"{run.path} was trained on another corpus ({trained_on}) than the one that its configuration finds here "
             f"({tokens.digest}): restore the old text"
         )
+    if evaluation.tokens != run.config.evaluation.tokens:
+        check_part_sizes(tokens, config, part)
     return read_sample(tokens, config, part)
 
 
@@ -119,3 +140,21 @@ def describe_few_documents(text: Mapping[str, Any]) -> list[str]:
         f"the part {text['part']!r} of the held-out text has {text['part_documents']} documents: standard errors over "
         f"fewer than {MINIMUM_DOCUMENTS} are rough; add documents or raise data.held_out_percent"
     ]
+
+
+def describe_text_of_marks(run: Run, tokens: shards.TokenSet, sample: Sample) -> list[str]:
+    """Return notes on the text of a run's evaluations: too few documents, all of a part, other text than before."""
+    notes, wanted = describe_few_documents(sample.describe()), run.config.evaluation.tokens
+    available = count_tokens(tokens, sample.part)
+    if available < wanted:
+        notes.append(
+            f"evaluations read all {available:,} tokens of the part {sample.part!r} of the held-out text, not the "
+            f"{wanted:,} of evaluation.tokens"
+        )
+    marked_on = run.metadata.get("evaluation")
+    if marked_on != sample.digest:
+        notes.append(
+            f"earlier held-out losses of this run are on other text ({marked_on}) than those from here on "
+            f"({sample.digest}), so they are not comparable: `pma report` evaluates all snapshots on one text"
+        )
+    return notes

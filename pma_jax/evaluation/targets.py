@@ -7,12 +7,23 @@ from typing import Any
 from etils import epath
 
 from pma_jax import config as configuration
-from pma_jax.data.sampling import REPORT
-from pma_jax.evaluation.held_out import describe_few_documents, make_evaluator, prepare_tokens
+from pma_jax.config import Config
+from pma_jax.config.errors import UserError
+from pma_jax.data.sampling import REPORT, Sample, estimate
+from pma_jax.data.shards import TokenSet
+from pma_jax.evaluation.held_out import (
+    check_part_sizes,
+    describe_few_documents,
+    make_evaluator,
+    prepare_tokens,
+    read_sample,
+)
 from pma_jax.model.decoder import abstract_params
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.runs import snapshots
 from pma_jax.runs.directory import newest_snapshot
+from pma_jax.runs.snapshots import Snapshot
+from pma_jax.runtime.formatting import format_text
 from pma_jax.runtime.mesh import make_mesh
 
 
@@ -28,38 +39,78 @@ def evaluate_targets(
 
     Returns:
         One dict per path: target (the path), tokens, loss (nats per token), standard_error (of the loss, over
-        documents), perplexity, bits_per_byte, held_out (how the text was sampled, `Sample.describe`).
+        documents), difference (the loss minus that of the first path), difference_standard_error (over documents, each
+        of which is read by both models; None for the first path), perplexity, bits_per_byte, held_out (how the text was
+        sampled, `Sample.describe`), notes (lines on what makes the loss unreliable).
 
     Raises:
-        UserError: A path is neither a run nor a snapshot, or a key is unknown.
+        UserError: A path is neither a run nor a snapshot, a key is unknown, or the paths' held-out texts differ; then
+            the message has both digests.
     """
+    targets = [_open_target(path, overrides, part) for path in paths]
+    _check_same_text(targets)
     rows: list[dict[str, Any]] = []
-    for path in paths:
-        snapshot = newest_snapshot(path)
-        config = configuration.resolve(snapshot.config, overrides)
-        mesh = make_mesh(config.mesh)
-        params = snapshots.restore_params(snapshot, abstract_params(snapshot.config.model, mesh))
-        prepared = prepare_tokens(config)
-        evaluator = make_evaluator(config, mesh, part, prepared)
-        evaluated = evaluator(params)
+    first_D: Any = None
+    for target in targets:
+        mesh = make_mesh(target.config.mesh)
+        params = snapshots.restore_params(target.snapshot, abstract_params(target.snapshot.config.model, mesh))
+        nats_D = make_evaluator(target.config, mesh, part, target.tokens).sum_by_document(params)
+        first_D = nats_D if first_D is None else first_D
+        evaluated = estimate(nats_D, target.sample.counts_D)
+        difference = estimate(nats_D - first_D, target.sample.counts_D)
         rows.append(
             {
-                "target": str(path),
-                "tokens": snapshot.tokens,
+                "target": target.path,
+                "tokens": target.snapshot.tokens,
                 **dataclasses.asdict(evaluated),
+                "difference": difference.loss,
+                "difference_standard_error": difference.standard_error if rows else None,
                 "perplexity": perplexity(evaluated.loss),
-                "bits_per_byte": bits_per_byte(evaluated.loss, prepared.validation.bytes_per_token),
-                "held_out": evaluator.sample.describe(),
+                "bits_per_byte": bits_per_byte(evaluated.loss, target.tokens.validation.bytes_per_token),
+                "held_out": target.sample.describe(),
+                "notes": _describe_text(target),
             }
         )
     return rows
 
 
-def describe_texts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return notes on the held-out text of the rows of `evaluate_targets`: few documents, or different texts."""
-    notes = [note for row in rows for note in describe_few_documents(row["held_out"])]
-    targets = {row["held_out"]["digest"]: row["target"] for row in rows}
-    if len(targets) > 1:
-        texts = ", ".join(f"{target} on {digest}" for digest, target in targets.items())
-        notes.append(f"these losses cannot be compared: the targets were evaluated on different text ({texts})")
-    return list(dict.fromkeys(notes))
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """A snapshot to evaluate, and the text to evaluate it on."""
+
+    path: str
+    snapshot: Snapshot
+    config: Config
+    tokens: TokenSet
+    sample: Sample
+
+
+def _open_target(path: epath.PathLike, overrides: Sequence[str], part: str) -> _Target:
+    snapshot = newest_snapshot(path)
+    config = configuration.resolve(snapshot.config, overrides)
+    make_mesh(config.mesh)  # sets the number of simulated devices, which is fixed after the first use of JAX
+    tokens = prepare_tokens(config)
+    if config.evaluation.tokens != snapshot.config.evaluation.tokens:
+        check_part_sizes(tokens, config, part)
+    return _Target(str(path), snapshot, config, tokens, read_sample(tokens, config, part))
+
+
+def _check_same_text(targets: Sequence[_Target]) -> None:
+    first = targets[0]
+    for other in targets[1:]:
+        if other.sample.digest != first.sample.digest:
+            texts = [f"{format_text(x.sample.describe())} with digest {x.sample.digest}" for x in (first, other)]
+            raise UserError(
+                f"{first.path} and {other.path} cannot be compared: their held-out text differs ({texts[0]}; "
+                f"{texts[1]}): evaluate one at a time, or give all the same text with --config.evaluation.tokens and "
+                "--config.data keys"
+            )
+
+
+def _describe_text(target: _Target) -> list[str]:
+    """Return notes on the text of a target: few documents, or data that the model may have been trained on."""
+    notes = describe_few_documents(target.sample.describe())
+    trained_on, data = target.snapshot.config.data, target.config.data
+    if dataclasses.replace(data, cache_dir=trained_on.cache_dir) != trained_on:
+        notes.append(f"{target.path} may have been trained on this text: it was trained with other data keys")
+    return notes

@@ -16,7 +16,7 @@ Curve = list[list[float]]  # [tokens, loss] pairs, in order of tokens
 SWEEP_ROW_DEFAULTS = {"interval": 1, "kind": "point"}  # for rows of sweep.json without these keys
 LOSS_TOLERANCE_NATS = 1e-3  # the raw losses of sweep and run may differ by this: devices round differently
 SPIKE_KEYS = ("onset_tokens", "tokens", "verdict", "loss", "peak_loss", "median_loss", "spread_nats")
-select_loss: Callable[[Any], float] = operator.itemgetter("select_loss")  # of a merge or an annealed branch
+by_select_loss: Callable[[Any], float] = operator.itemgetter("select_loss")  # of a merge or an annealed branch
 
 
 def spike_rows(run: Run) -> list[dict[str, Any]]:
@@ -43,10 +43,10 @@ def spike_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _check_comparable(run: Run, forks: Sequence[Run]) -> None:
-    """Check that `forks` are forks, of a run at a constant rate, on the same corpus and held-out text.
+    """Check that `forks` are forks, of a run at a constant rate, on the same corpus.
 
     Raises:
-        UserError: They are not; the message has both digests if the text differs.
+        UserError: They are not.
     """
     if forks and run.config.schedule.decay != "none":
         raise UserError(
@@ -56,56 +56,98 @@ def _check_comparable(run: Run, forks: Sequence[Run]) -> None:
     for fork in forks:
         if fork.metadata.get("forked_from") is None:
             raise UserError(f"{fork.path} is not a fork: after the run, give runs made by `pma fork {run.path}`")
-        for key, name in (("corpus", "corpus"), ("evaluation", "held-out tokens")):
-            expected, actual = run.metadata.get(key), fork.metadata.get(key)
-            if expected != actual:
-                raise UserError(
-                    f"{fork.path} and {run.path} cannot be compared: their {name} differ ({actual} and {expected})"
-                )
+        expected, actual = run.metadata.get("corpus"), fork.metadata.get("corpus")
+        if expected != actual:
+            raise UserError(
+                f"{fork.path} and {run.path} cannot be compared: their corpus differs ({actual} and {expected})"
+            )
 
 
-def recorded_losses(run: Run, forks: Sequence[Run], notes: list[str]) -> dict[str, Any]:
+def recorded_losses(run: Run, forks: Sequence[Run], notes: list[str], with_other_text: bool = False) -> dict[str, Any]:
     """Return the losses that training and `pma sweep` recorded.
 
     Args:
         run: The run.
         forks: Its forks.
-        notes: Says afterwards which forks and merges are left out, and why.
+        notes: Says afterwards which forks, marks and merges are left out, and why.
+        with_other_text: Whether to include losses on other held-out text than that of the newest mark of the run. They
+            say which snapshots and merges to evaluate again, but are not comparable.
 
     Returns:
         `tokens` of the raw model, its `raw_loss` and `raw_standard_error`; the curves `raw` and `previews`; a row for
-        each annealed fork (`annealed`, the lowest loss first) and loss spike (`spikes`).
+        each merge at the horizon (`merges`), annealed fork (`annealed`, the lowest loss first) and loss spike
+        (`spikes`).
 
     Raises:
-        UserError: The run has no evaluations or diverged, or a fork cannot be compared with it.
+        UserError: The run has no evaluations or diverged, or a fork cannot be compared with it; the message has both
+            digests if its text differs.
     """
-    raw = _curve(run, "evaluation")
+    raw = _curve(run, "evaluation", with_other_text)
     if not raw:
         raise UserError(f"{run.path} has no held-out evaluations: train it to its first snapshot, then report again")
     tokens, raw_loss = int(raw[-1][0]), raw[-1][1]
     if not math.isfinite(raw_loss):
         raise UserError(f"{run.path} diverged: its held-out loss at {tokens:,} tokens is {raw_loss}")
     _check_comparable(run, forks)
+    if not with_other_text:
+        _check_text_of_forks(run, forks)
+        notes += _describe_other_text(run)
     return {
         "tokens": tokens,
         "raw": drop_nonfinite(raw),
         "raw_loss": raw_loss,
         "raw_standard_error": None,
-        "annealed": _describe_annealed_forks(forks, tokens, notes),
-        "previews": _preview_curves(run),
+        "annealed": _describe_annealed_forks(forks, tokens, notes, with_other_text),
+        "previews": _preview_curves(run, with_other_text),
+        "merges": _merge_rows(run, tokens, raw_loss, notes, with_other_text),
         "spikes": spike_rows(run),
     }
 
 
-def _text_of_marks(run: Run) -> str | None:
-    """Return the digest of the held-out text of the run's newest evaluation; None if an early version recorded it."""
-    return next((r.get("text") for r in run.metrics[::-1] if r["kind"] == "evaluation"), None)
+def text_of_marks(run: Run) -> str | None:
+    """Return the digest of the held-out text of the run's newest evaluation.
+
+    Early versions recorded it for the run, and not for each evaluation.
+    """
+    text = next((r.get("text") for r in run.metrics[::-1] if r["kind"] == "evaluation"), None)
+    return text or run.metadata.get("evaluation")
 
 
-def _curve(run: Run, kind: str) -> Curve:
-    # If several records have the same tokens, the last one is used. Those on other text than the last are left out.
-    text = _text_of_marks(run)
-    losses = {r["tokens"]: r["loss"] for r in run.metrics if r["kind"] == kind and r.get("text") == text}
+def text_of_sweep(run: Run) -> str | None:
+    """Return the digest of the held-out text of sweep.json; None if there is no file, or an early version wrote it."""
+    return ((read_sweep(run) or {}).get("held_out") or {}).get("digest")
+
+
+def _check_text_of_forks(run: Run, forks: Sequence[Run]) -> None:
+    expected = text_of_marks(run)
+    for fork in forks:
+        if (actual := text_of_marks(fork)) != expected:
+            raise UserError(
+                f"{fork.path} and {run.path} cannot be compared: their held-out text differs ({actual} and {expected})"
+            )
+
+
+def _is_on_text(run: Run, record: dict[str, Any], text: str | None) -> bool:
+    return record.get("text", run.metadata.get("evaluation")) == text
+
+
+def _describe_other_text(run: Run) -> list[str]:
+    """Return a note if marks are left out because their held-out text is not that of the newest mark."""
+    text = text_of_marks(run)
+    marks = [r for r in run.metrics if r["kind"] in ("evaluation", "preview")]
+    others = [r for r in marks if not _is_on_text(run, r, text)]
+    digests = dict.fromkeys(str(r.get("text", run.metadata.get("evaluation"))) for r in others)
+    return [
+        f"{len(others)} of {len(marks)} marks are left out: their held-out text is {', '.join(digests)}, that of the "
+        f"newest is {text}"
+    ] * bool(others)
+
+
+def _curve(run: Run, kind: str, with_other_text: bool) -> Curve:
+    # If several records have the same tokens, the last one is used.
+    text = text_of_marks(run)
+    records = [r for r in run.metrics if r["kind"] == kind and (with_other_text or _is_on_text(run, r, text))]
+    losses = {r["tokens"]: r["loss"] for r in records}
     return [[tokens, losses[tokens]] for tokens in sorted(losses)]
 
 
@@ -114,11 +156,11 @@ def drop_nonfinite(curve: Curve) -> Curve:
     return [[tokens, loss] for tokens, loss in curve if math.isfinite(loss)]
 
 
-def _preview_curves(run: Run) -> dict[str, Curve]:
+def _preview_curves(run: Run, with_other_text: bool) -> dict[str, Curve]:
     losses: dict[str, dict[int, float]] = {}
-    text = _text_of_marks(run)
+    text = text_of_marks(run)
     for record in run.metrics:
-        if record["kind"] == "preview" and record.get("text") == text:
+        if record["kind"] == "preview" and (with_other_text or _is_on_text(run, record, text)):
             losses.setdefault(record["recipe"], {})[record["tokens"]] = record["loss"]
     curves = {recipe: drop_nonfinite([[t, at[t]] for t in sorted(at)]) for recipe, at in losses.items()}
     return {recipe: curves[recipe] for recipe in sorted(curves, key=_parse_recipe_and_window) if curves[recipe]}
@@ -129,12 +171,15 @@ def _parse_recipe_and_window(text: str) -> tuple[str, int]:
     return (recipe, int(window)) if window.isdigit() else (text, 0)
 
 
-def _describe_annealed_forks(forks: Sequence[Run], tokens: int, notes: list[str]) -> list[dict[str, Any]]:
+def _describe_annealed_forks(
+    forks: Sequence[Run], tokens: int, notes: list[str], with_other_text: bool
+) -> list[dict[str, Any]]:
     """Describe the annealed forks evaluated at `tokens`, lowest loss first; append a note for each other fork."""
     annealed = []
     for fork in forks:
         schedule, origin = fork.config.schedule, fork.metadata["forked_from"]
-        curve = drop_nonfinite([point for point in _curve(fork, "evaluation") if point[0] > origin["tokens"]])
+        points = _curve(fork, "evaluation", with_other_text)
+        curve = drop_nonfinite([point for point in points if point[0] > origin["tokens"]])
         if schedule.decay == "none":
             notes.append(f"{fork.path.name} is left out: its learning rate does not decay")
         elif not curve or curve[-1][0] != tokens:
@@ -159,25 +204,21 @@ def _describe_annealed_forks(forks: Sequence[Run], tokens: int, notes: list[str]
                     "curve": curve,
                 }
             )
-    return sorted(annealed, key=select_loss)
+    return sorted(annealed, key=by_select_loss)
 
 
-def merge_rows(
-    run: Run, tokens: int, raw_loss: float, notes: list[str], with_other_text: bool = False
+def _merge_rows(
+    run: Run, tokens: int, raw_loss: float, notes: list[str], with_other_text: bool
 ) -> list[dict[str, Any]]:
-    """Return one row per merge at the horizon: from sweep.json, or from the last previews if it cannot be used.
-
-    With `with_other_text`, a sweep on other text than the marks of the run is used too: to choose a merge by its
-    losses, but not to compare them with those of the marks.
-    """
+    """Return one row per merge at the horizon: from sweep.json, or from the last previews if it cannot be used."""
     sweep, rows = read_sweep(run), None
     if sweep is not None:
-        sweep_text, text = sweep.get("held_out", {}).get("digest"), _text_of_marks(run)
+        sweep_text, text = text_of_sweep(run) or _early_text_of_sweep(run, sweep), text_of_marks(run)
         is_other_text = sweep_text != text
         if is_other_text and not with_other_text:
             notes.append(
                 f"sweep.json is left out: its held-out text is {sweep_text or 'not recorded'}, that of the run's marks "
-                f"{text or run.metadata.get('evaluation')}"
+                f"{text}"
             )
         elif sweep["tokens"] != tokens:
             notes.append(
@@ -194,7 +235,7 @@ def merge_rows(
         else:
             rows = [SWEEP_ROW_DEFAULTS | row for row in sweep["rows"]]
     if rows is None:
-        rows = _last_preview_rows(run, tokens)
+        rows = _last_preview_rows(run, tokens, with_other_text)
     kept = [row for row in rows if math.isfinite(row["loss"])]
     if len(kept) < len(rows):
         notes.append(f"{len(rows) - len(kept)} merges are left out: their loss is not finite")
@@ -205,8 +246,14 @@ def merge_rows(
     ]
 
 
-def _last_preview_rows(run: Run, tokens: int) -> list[dict[str, Any]]:
-    curves = _preview_curves(run)
+def _early_text_of_sweep(run: Run, sweep: dict[str, Any]) -> str | None:
+    """Return the text of a sweep.json without digest: early versions evaluated it on the text that run.json records."""
+    is_early = "held_out" not in sweep and "held_out" not in run.metadata
+    return run.metadata.get("evaluation") if is_early else None
+
+
+def _last_preview_rows(run: Run, tokens: int, with_other_text: bool) -> list[dict[str, Any]]:
+    curves = _preview_curves(run, with_other_text)
     return [preview_row(text) | {"loss": curve[-1][1]} for text, curve in curves.items() if curve[-1][0] == tokens]
 
 

@@ -23,7 +23,7 @@ from pma_jax.reporting import html
 from pma_jax.reporting.commands import reproduction_commands
 from pma_jax.reporting.drawing import DARK, LIGHT, PAGE_DPI, to_png
 from pma_jax.reporting.judging import judge
-from pma_jax.reporting.recorded import Curve, drop_nonfinite, recorded_losses, select_loss
+from pma_jax.reporting.recorded import Curve, by_select_loss, drop_nonfinite
 from pma_jax.reporting.report_figure import draw_report
 from pma_jax.runs.directory import Run
 from pma_jax.runtime.formatting import align_columns, format_loss
@@ -44,7 +44,7 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         UserError: The run has no evaluations or diverged, or a fork cannot be compared with it.
     """
     notes: list[str] = []
-    losses = judge(run, forks, recorded_losses(run, forks, notes), notes)
+    losses = judge(run, forks, notes)
     annealed, merges, previews = losses["annealed"], losses["merges"], losses["previews"]
     tokens, raw_loss = losses["tokens"], losses["raw_loss"]
     best = annealed[0] if annealed else None
@@ -54,8 +54,8 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
     for merge in merges:
         merge["recovered_share"] = recovered_share(raw_loss, annealed_loss, merge["loss"])
     plain = [m for m in merges if m["kind"] == "point" and m["interval"] == 1]
-    best_sma = min((m for m in plain if m["recipe"] == "sma"), key=select_loss, default=None)
-    best_block = min((m for m in merges if m["kind"] == "block_mean"), key=select_loss, default=None)
+    best_sma = min((m for m in plain if m["recipe"] == "sma"), key=by_select_loss, default=None)
+    best_block = min((m for m in merges if m["kind"] == "block_mean"), key=by_select_loss, default=None)
     report: Report = {
         "run": run.path.name,
         "tokens": tokens,
@@ -68,7 +68,7 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         "recovered_share": best_sma["recovered_share"] if best_sma else None,
         "tokens_saved": tokens - best["fork_tokens"] if best else None,
         "best_sma": _select_fields(best_sma),
-        "best_merge": _select_fields(min(merges, key=select_loss, default=None)),
+        "best_merge": _select_fields(min(merges, key=by_select_loss, default=None)),
         "best_block_merge": _select_fields(best_block),
         "block_points_gained": _share_difference(best_block, best_sma),  # a fraction; may be negative
         "recovered_shares": {m["text"]: m["recovered_share"] for m in merges},

@@ -35,6 +35,12 @@ def format_loss(evaluated: Mapping[str, Any]) -> str:
     return f"{evaluated['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
+def format_difference(compared: Mapping[str, Any]) -> str:
+    """Format the keys difference and difference_standard_error, if it is known: -0.1234 ± 0.0012."""
+    error = compared["difference_standard_error"]
+    return f"{compared['difference']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
 def format_text(text: Mapping[str, Any]) -> str:
     """Format how held-out text was sampled (`data.sampling.Sample.describe`)."""
     return f"{text['tokens']:,} tokens of {text['documents']:,} documents of the part {text['part']}"

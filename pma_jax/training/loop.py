@@ -12,7 +12,7 @@ from etils import epath
 from pma_jax.config import Config
 from pma_jax.data import batches, shards
 from pma_jax.data.sampling import SELECT
-from pma_jax.evaluation.held_out import describe_few_documents, make_evaluator
+from pma_jax.evaluation.held_out import describe_text_of_marks, make_evaluator
 from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run, is_run
@@ -47,7 +47,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         Stopped: SIGTERM or SIGINT was received after the first step had started, and a state was saved.
     """
     check_supported(workdir)  # now, because preparing the data may take hours
-    tokens, metadata = resume.prepare_inputs(config)
+    tokens, metadata = resume.prepare_inputs(config, is_new=not is_run(workdir))
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     if config.training.start_from and not is_run(workdir):
@@ -121,7 +121,7 @@ def _start_session(
     evaluator = make_evaluator(config, mesh, SELECT, tokens)
     periodic = PeriodicActions(run, evaluator, log, stack)
     stack.enter_context(hosts.exit_on_error())
-    messages += describe_few_documents(evaluator.sample.describe())
+    messages += describe_text_of_marks(run, tokens, evaluator.sample)
     for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, rollbacks)]:
         log.print(message)
     periodic.load_preview_window(progress.tokens, abstract.params)

@@ -51,7 +51,7 @@ class MetricsLog:
         path = run.path / "metrics.jsonl"
         kept = [r for r in read_metric_records(path) if r["tokens"] <= tokens]
         atomic.write_text(path, record_lines(kept))
-        self._path, self._file = path, LineFile(path)
+        self._path, self._file, self._text = path, LineFile(path), run.metadata.get("evaluation")
         folder = run.path / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         # tensorboardX's public writers use a thread: on a full disk it dies, and training waits for it forever.
@@ -70,7 +70,7 @@ class MetricsLog:
             return
         with report_write_errors(self._path):
             self._file.write_lines(record_lines([record]))
-            for tag, value in _scalars(record):
+            for tag, value in _scalars(record, self._text):
                 scalar = summary.scalar(tag, value)
                 self._board.write_event(_Event(wall_time=time.time(), step=record["tokens"], summary=scalar))
         line = _format_record(record)
@@ -105,11 +105,13 @@ class MetricsLog:
                 self._board.close()
 
 
-def _scalars(record: Record) -> list[tuple[str, float]]:
+def _scalars(record: Record, text: str | None) -> list[tuple[str, float]]:
+    """Return the tags and values of a record. Losses on other held-out text than `text` are curves of their own."""
+    suffix = f" on {record['text']}" if record.get("text", text) != text else ""
     if record["kind"] == "preview":
-        return [(f"preview/{record['recipe']}", record["loss"])]
+        return [(f"preview/{record['recipe']}{suffix}", record["loss"])]
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("tokens", "step")}
-    return [(f"{record['kind']}/{key}", v) for key, v in numbers.items()]
+    return [(f"{record['kind']}/{key}{suffix}", v) for key, v in numbers.items()]
 
 
 def _format_record(record: Record) -> str:

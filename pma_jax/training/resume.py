@@ -27,7 +27,7 @@ from pma_jax.config.errors import DamageError, UserError
 from pma_jax.data import batches, shards
 from pma_jax.data.sampling import SELECT
 from pma_jax.data.shards import TokenSet
-from pma_jax.evaluation.held_out import read_sample
+from pma_jax.evaluation.held_out import check_part_sizes, read_sample
 from pma_jax.merging.recipes import coefficients
 from pma_jax.runs import snapshots, states, steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, create_run, is_run, open_run
@@ -41,8 +41,13 @@ DAMAGED = "damaged"
 Warn = Callable[[str], None]  # reports one line to the user
 
 
-def prepare_inputs(config: Config) -> tuple[TokenSet, dict[str, Any]]:
+def prepare_inputs(config: Config, is_new: bool) -> tuple[TokenSet, dict[str, Any]]:
     """Prepare the tokens of a run, and check what needs them, before its directory is created.
+
+    Args:
+        config: The run's configuration.
+        is_new: Whether the run is to be created. A run that exists may be of a version that evaluated on more text than
+            a part has.
 
     Returns:
         The tokens, and the contents of run.json (see `run_metadata`).
@@ -57,6 +62,8 @@ def prepare_inputs(config: Config) -> tuple[TokenSet, dict[str, Any]]:
     tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
     shards.check_tokens_match_model(tokens, config.model)
     batches.train_windows_per_epoch(tokens, config.training.sequence_length_tokens)
+    if is_new:
+        check_part_sizes(tokens, config, SELECT)
     return tokens, run_metadata(tokens, config)
 
 

@@ -12,10 +12,11 @@ import tiny
 
 from pma_jax.cli import command, main
 from pma_jax.cli.arguments import parser
-from pma_jax.evaluation.targets import describe_texts
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.runs import steps
 from pma_jax.runs.directory import open_run
 from pma_jax.runs.snapshots import read_snapshot
+from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import loop
 
 VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "plan", "import", "export", "report"]
@@ -452,9 +453,42 @@ def test_evaluate_reads_the_part_report_unless_told_otherwise(pma, finished):
     rows = [json.loads(pma("evaluate", finished.path, *part, "--json")[1])[0] for part in ([], ["--part", "report"])]
     assert rows[0] == rows[1] and rows[0]["held_out"]["part"] == "report"
     assert rows[0]["held_out"]["digest"] != finished.metadata["evaluation"]
-    other = rows[0] | {"target": "other", "held_out": rows[0]["held_out"] | {"digest": "0bad"}}
-    (note,) = describe_texts([rows[0], other])
-    assert "cannot be compared" in note and rows[0]["held_out"]["digest"] in note and "other on 0bad" in note
+
+
+def test_evaluate_compares_models_on_the_same_documents(pma, finished):
+    paths = [s.path for s in finished.snapshots[-2:]]
+    rows = json.loads(pma("evaluate", *paths, "--json")[1])
+    assert rows[0]["difference"] == 0 and rows[0]["difference_standard_error"] is None
+    config = finished.config
+    evaluator = make_evaluator(config, make_mesh(config.mesh), "report")
+    one, two = (evaluator.sum_by_document(tiny.read(s)) for s in finished.snapshots[-2:])
+    counts = evaluator.sample.counts_D
+    difference = (two - one).sum() / counts.sum()
+    assert rows[1]["difference"] == pytest.approx(difference, rel=1e-5)
+    assert rows[1]["difference"] == pytest.approx(rows[1]["loss"] - rows[0]["loss"], abs=1e-6)
+    spread = np.std(two - one - difference * counts, ddof=1) * math.sqrt(len(counts)) / counts.sum()
+    assert rows[1]["difference_standard_error"] == pytest.approx(spread, rel=1e-4)
+    table = pma("evaluate", *paths)[1]
+    assert f"{difference:+.4f} ± {spread:.4f}" in table and "minus the first" in table
+
+
+def test_evaluate_refuses_models_on_different_text_with_both_digests(pma, fails, finished, workspace, tmp_path):
+    config = tiny.config(workspace, training__total_tokens=1024, evaluation__tokens=400, preview__windows=())
+    loop.train(config, tmp_path / "other")
+    digests = [
+        json.loads(pma("evaluate", path, "--json")[1])[0]["held_out"]["digest"]
+        for path in (finished.path, tmp_path / "other")
+    ]
+    line = fails("evaluate", finished.path, tmp_path / "other")
+    assert "cannot be compared: their held-out text differs" in line and all(digest in line for digest in digests)
+    tokens = "--config.evaluation.tokens=450"
+    assert len(json.loads(pma("evaluate", finished.path, tmp_path / "other", tokens, "--json")[1])) == 2
+
+
+def test_evaluate_says_that_a_model_may_have_been_trained_on_the_text(pma, finished):
+    status, _, errors = pma("evaluate", finished.path, "--config.data.held_out_percent=60")
+    assert status == 0 and f"{finished.path} may have been trained on this text" in errors
+    assert "trained on" not in pma("evaluate", finished.path)[2]
 
 
 def test_evaluate_accepts_configuration_keys(pma, fails, finished):

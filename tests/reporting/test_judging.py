@@ -1,12 +1,14 @@
 """Reports evaluate stored snapshots again, on other held-out documents than those on which the best were chosen."""
 
+import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny
 
-from pma_jax.data.sampling import REPORT, HeldOutLoss
+from pma_jax.data.sampling import REPORT, SELECT, HeldOutLoss
 from pma_jax.evaluation import trajectory
 from pma_jax.evaluation.held_out import read_sample_of_run
 from pma_jax.evaluation.sweep import sweep
@@ -14,6 +16,11 @@ from pma_jax.merging import recipes
 from pma_jax.reporting import judging
 from pma_jax.reporting.report import build_report, format_report, write_report
 from pma_jax.runs.directory import open_run
+from pma_jax.runs.snapshots import read_snapshot
+from pma_jax.training.loop import train
+
+DECAY = {"decay": "linear", "decay_start_tokens": 2048}
+ORIGIN = {"path": "run", "tokens": 2048, "step": 8}
 
 
 @pytest.fixture
@@ -100,17 +107,64 @@ def test_sweep_on_other_text_is_left_out_with_both_digests(copy):
     assert f"its held-out text is 0bad, that of the run's marks {copy.metadata['evaluation']}" in report["notes"][0]
 
 
-def test_run_of_an_earlier_version_is_judged_on_the_part_report(copy):
+def make_early(run, tokens, sweep_rows=()):
+    """Change a run so that an early version could have written it: marks on a text that is not known to this one."""
+    edit_json(run.path / "config.json", lambda c: c | {"evaluation": c["evaluation"] | {"tokens": tokens}})
     edit_json(
-        copy.path / "run.json", lambda run: {k: v for k, v in run.items() if k != "held_out"} | {"evaluation": "01d"}
+        run.path / "run.json", lambda run: {k: v for k, v in run.items() if k != "held_out"} | {"evaluation": "01d"}
     )
-    path = copy.path / "metrics.jsonl"
+    path = run.path / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     records = [{k: v for k, v in r.items() if k not in ("text", "standard_error")} for r in records]
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    report = build_report(open_run(copy.path), [])
-    assert report["held_out"]["part"] == "report" and set(report["merged_loss"]) == {"sma:2", "sma:3"}
-    assert "as earlier versions evaluated" in report["judged"]
+    (run.path / "sweep.json").write_text(json.dumps({"tokens": 6144, "raw_loss": None, "rows": list(sweep_rows)}))
+    return open_run(run.path)
+
+
+EARLY_ROWS = [
+    {"text": f"{recipe}:{n}", "recipe": recipe, "window": n, "loss": n / 10}
+    for recipe in ("sma", "wma")
+    for n in (2, 4)
+]
+
+
+def test_best_of_a_run_of_an_earlier_version_is_chosen_on_select(copy):
+    swept = {row["text"]: row["loss"] for row in sweep(copy, ["sma", "wma"], [2, 4])["rows"]}
+    assert min(swept, key=swept.__getitem__) != "sma:2", "the losses of the early version choose another merge"
+    report = build_report(make_early(copy, 500, EARLY_ROWS), [])
+    assert {m["text"]: m["select_loss"] for m in report["merges"]} == pytest.approx(swept, rel=1e-6)
+    assert report["best_merge"]["text"] == min(swept, key=swept.__getitem__)
+    assert report["judged"].endswith("documents of the part select")
+    # Without the newest snapshot, the recorded losses remain, which are all on the early text.
+    shutil.rmtree(copy.snapshots[-1].path)
+    assert build_report(open_run(copy.path), [])["merged_loss"] == {row["text"]: row["loss"] for row in EARLY_ROWS}
+
+
+def test_run_of_an_earlier_version_that_evaluated_more_than_a_part_resumes(copy, capfd):
+    run = make_early(copy, 5000, EARLY_ROWS)
+    shutil.rmtree(run.path / "states" / "24")
+    with pytest.raises(ValueError, match=r"tokens is 5000 but the part 'select' .* has only"):
+        train(run.config, copy.path.parent / "new")
+    assert not (copy.path.parent / "new").exists()
+    run = train(run.config, run.path)
+    output = capfd.readouterr().err
+    text = read_sample_of_run(run, SELECT, run.config.evaluation)
+    assert len(run.snapshots) == 6 and f"read all {text.describe()['tokens']:,} tokens of the part 'select'" in output
+    assert (
+        f"earlier held-out losses of this run are on other text (01d) than those from here on ({text.digest})" in output
+    )
+    texts = {r["tokens"]: r.get("text") for r in run.metrics if r["kind"] == "evaluation"}
+    assert [texts[s.tokens] for s in run.snapshots] == [None] * 4 + [text.digest] * 2
+    sweep(run, ["sma"], [3])
+    report = build_report(run, [])
+    assert [tokens for tokens, _ in report["curves"]["raw"]] == [s.tokens for s in run.snapshots]
+    assert [tokens for tokens, _ in report["curves"]["previews"]["sma:3"]] == [3072, 4096, 5120, 6144]
+    # Without the newest snapshot, the marks of one text remain, and the others are told.
+    shutil.rmtree(run.snapshots[-1].path)
+    report = build_report(open_run(run.path), [])
+    assert [tokens for tokens, _ in report["curves"]["raw"]] == [5120, 6144]
+    note = f"marks are left out: their held-out text is 01d, that of the newest is {text.digest}"
+    assert any(note in line for line in report["notes"])
 
 
 def test_marks_on_two_texts_are_not_mixed(copy):
@@ -126,10 +180,8 @@ def test_marks_on_two_texts_are_not_mixed(copy):
 
 def test_fork_on_other_text_is_refused_with_both_digests(copy, make_run, forked):
     decaying = shutil.copytree(copy.path, copy.path.parent / "fork")
-    decay = {"decay": "linear", "decay_start_tokens": 2048}
-    edit_json(decaying / "config.json", lambda c: c | {"schedule": c["schedule"] | decay})
-    origin = {"path": "run", "tokens": 2048, "step": 8}
-    edit_json(decaying / "run.json", lambda run: run | {"forked_from": origin})
+    edit_json(decaying / "config.json", lambda c: c | {"schedule": c["schedule"] | DECAY})
+    edit_json(decaying / "run.json", lambda run: run | {"forked_from": ORIGIN})
     report = build_report(copy, [open_run(decaying)])
     (annealed,) = report["annealed_runs"]
     assert annealed["loss"] == report["raw_loss"] and annealed["standard_error"] == report["raw_standard_error"]
@@ -137,3 +189,26 @@ def test_fork_on_other_text_is_refused_with_both_digests(copy, make_run, forked)
     edit_json(decaying / "config.json", lambda c: c | {"training": c["training"] | {"sequence_length_tokens": 16}})
     with pytest.raises(ValueError, match=r"fork and .* cannot be compared: their held-out text differs \(\w{16} and"):
         build_report(copy, [open_run(decaying)])
+
+
+def test_forks_whose_marks_are_on_other_text_are_chosen_on_select(copy):
+    forks = []
+    for name, loss in (("worse", 0.5), ("better", 0.6)):  # the recorded losses choose the worse
+        forks.append(Path(shutil.copytree(copy.path, copy.path.parent / name)))
+        edit_json(forks[-1] / "config.json", lambda c: c | {"schedule": c["schedule"] | DECAY})
+        edit_json(forks[-1] / "run.json", lambda run: run | {"forked_from": ORIGIN, "evaluation": "01d"})
+        record = {"kind": "evaluation", "tokens": 6144, "step": 24, "loss": loss}
+        (forks[-1] / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    shutil.rmtree(forks[0] / "snapshots" / "24")
+    shutil.copytree(copy.snapshots[2].path, forks[0] / "snapshots" / "24")
+    path = forks[0] / "snapshots" / "24"
+    snapshot = read_snapshot(path)
+    params = tiny.read(snapshot)
+    shutil.rmtree(path)
+    tiny.write_snapshot(params, dataclasses.replace(snapshot, path=path, step=24, tokens=6144))
+    report = build_report(copy, [open_run(fork) for fork in forks])
+    assert [fork["run"] for fork in report["annealed_runs"]] == ["better", "worse"]
+    assert report["annealed_loss"] == report["raw_loss"]
+    shutil.rmtree(copy.snapshots[-1].path)
+    with pytest.raises(ValueError, match=rf"held-out text differs \(01d and {copy.metadata['evaluation']}\)"):
+        build_report(open_run(copy.path), [open_run(fork) for fork in forks])

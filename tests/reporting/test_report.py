@@ -228,10 +228,10 @@ def test_annealing_without_gain_gives_no_recovered_share(make_run, forked):
     assert all(path.exists() for path in write_report(report, run))
 
 
-@pytest.mark.parametrize(("fact", "what"), [("corpus", "corpus"), ("evaluation", "held-out tokens")])
+@pytest.mark.parametrize(("fact", "what"), [("corpus", "corpus"), ("evaluation", "held-out text")])
 def test_runs_on_other_text_are_refused(make_run, forked, fact, what):
     fork = make_run("annealed", ANNEALED, decay="linear", facts=forked | {fact: "0bad"})
-    with pytest.raises(ValueError, match=f"cannot be compared: their {what} differ .0bad and"):
+    with pytest.raises(ValueError, match=f"cannot be compared: their {what} differs .0bad and"):
         build_report(make_run("demo", RAW), [fork])
 
 
