@@ -253,8 +253,10 @@ def _check_start(path: Path) -> None:
             stream.seek(-min(4, len(start)), os.SEEK_END)
             if not start.startswith(b"PAR1") or stream.read() != b"PAR1":
                 raise UserError(f"cannot read {path}: a complete Parquet file begins and ends with PAR1")
-        if path.suffix == ".jsonl" and start and not start.strip(b"\0"):
-            raise UserError(f"{path} is not JSON: it starts with NUL bytes")
+        if path.suffix == ".jsonl":
+            stream.seek(-len(start), os.SEEK_END)
+            if b"\0" in start or b"\0" in stream.read(len(start)):  # UTF-16, or a file system's after a power failure
+                raise UserError(f"{path} is not JSON: it contains NUL bytes; write it again, as UTF-8")
 
 
 def _match_glob(pattern: str) -> list[_File]:

@@ -103,6 +103,8 @@ def bad_corpora(tmp_path):
     (tmp_path / "page.html").write_text("<p>")
     write_jsonl(tmp_path / "rows.jsonl", [{"body": "x", "title": 3}])
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
+    (tmp_path / "utf16.jsonl").write_text('{"text": "x"}\n', encoding="utf-16")
+    (tmp_path / "cut.jsonl").write_bytes(b'{"text": "x"}\n' * 9_000 + b"\0")  # as some file systems leave it
     pq.write_table(pa.table({"body": ["x"], "number": [1]}), tmp_path / "rows.parquet")
     (tmp_path / "folder").mkdir()
     return [
@@ -114,6 +116,8 @@ def bad_corpora(tmp_path):
         (files(tmp_path / "latin.txt"), r"latin.txt is not UTF-8 \(byte 0\)"),
         (files(tmp_path / "broken.jsonl"), "broken.jsonl line 2 is not JSON"),
         (files(tmp_path / "list.jsonl"), "line 1 is not a JSON object"),
+        (files(tmp_path / "utf16.jsonl"), "is not JSON: it contains NUL bytes"),
+        (files(tmp_path / "cut.jsonl"), "is not JSON: it contains NUL bytes"),
         (files(tmp_path / "half.jsonl"), "line 1: .*a lone surrogate"),
         (files(tmp_path / "rows.jsonl"), "line 1 has no field 'text': .*one of body, title"),
         (files(tmp_path / "rows.jsonl", text_field="title"), "line 1: the field 'title' is int, not text"),

@@ -181,3 +181,12 @@ def test_memory_of_many_leaves_counts(tmp_path):
     assert 60 < (many.schedule.memory_bytes - few.schedule.memory_bytes) / 2**20 < 100  # 78 MiB were measured
     with pytest.raises(UserError, match="MiB more memory is needed"):
         plan(sources, np.array([0.5, 0.5]), memory_limit_bytes=100 * 2**20)
+
+
+def test_provenance_that_cannot_be_read_is_an_error_before_anything_is_written(tmp_path):
+    paths = write_pair(tmp_path, {"w": F32})
+    (tmp_path / "one" / "provenance.json").symlink_to("provenance.json")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OSError, match="provenance.json"):
+        run(paths, tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before

@@ -120,6 +120,8 @@ def merge(
             f"{outputs[0].target}: only one process can merge to a bucket; several processes need an output on a "
             "disk that all of them share"
         )
+    for source in plan.sources:
+        provenance.recorded_digests(source)  # raises if they cannot be read, before anything is written
     merged = MergeResult([], 0)
     notes: list[str] = []
     directories = [output.work_directory for output in outputs]
