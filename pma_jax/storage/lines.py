@@ -53,4 +53,5 @@ class LineFile:
         """Sync and close the file."""
         self.sync()
         if self._file is not None:
-            self._file.close()
+            with name_file(self._path):  # closing writes again what could not be written
+                self._file.close()
