@@ -269,13 +269,11 @@ def _match_glob(pattern: str) -> list[_File]:
         raise UserError(f"data.files: no file {pattern}: check the path")
     wildcard_index = next(index for index, part in enumerate(expanded.parts) if glob.has_magic(part))
     root = type(expanded)(*expanded.parts[:wildcard_index])
-    # Hidden files, such as an editor's backup copies, are no documents.
-    if is_bucket(pattern):
+    if is_bucket(pattern):  # hidden files, such as an editor's backup copies, are no documents
         paths = [path for path in list_objects(pattern) if not _is_hidden(path.relative_to(root))]
     else:
-        relative = "/".join(expanded.parts[wildcard_index:])
-        paths = list(dict.fromkeys(match_files(root, relative, with_hidden=False)))
-    files = [_File(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+        paths = list(match_files(root, "/".join(expanded.parts[wildcard_index:]), with_hidden=False))
+    files = [_File(path.relative_to(root).as_posix(), path) for path in dict.fromkeys(paths) if path.is_file()]
     if not files:
         raise UserError(f"data.files: {pattern} matches no file: check the glob")
     return sorted(files, key=lambda file: file.name)
