@@ -100,7 +100,7 @@ def weighted_sums_of_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tup
             loaded. Exceptions of `trees` propagate.
     """
     C = validate_weights(weights_RxK, np.shape(weights_RxK)[-1])
-    multipliers_RxK, divisors_R, first_used_R, last_used_R = factor_rows(C)
+    multipliers_RxK, divisors_R, first_used_R, last_used_R, _ = factor_rows(C)
     abstract, first_non_float, totals_R = None, None, [None] * len(C)
     for k, params in enumerate(_load_ahead(iter(trees), C.shape[1])):
         name = f"checkpoint {k + 1}"

@@ -90,12 +90,14 @@ class RowFactors(NamedTuple):
         divisors: float64 [R], one per row.
         first: int [R], index of the first (oldest) nonzero coefficient in each row, where the sum starts.
         last: int [R], index of the last (newest) nonzero coefficient in each row.
+        has_negative: bool [R], whether a coefficient of the row is negative.
     """
 
     multipliers: np.ndarray
     divisors: np.ndarray
     first: np.ndarray
     last: np.ndarray
+    has_negative: np.ndarray
 
 
 def factor_rows(coefficients: ArrayLike) -> RowFactors:
@@ -104,7 +106,7 @@ def factor_rows(coefficients: ArrayLike) -> RowFactors:
     multipliers = np.stack(rows)
     first = np.argmax(multipliers != 0, axis=1)
     last = multipliers.shape[1] - 1 - np.argmax(multipliers[:, ::-1] != 0, axis=1)
-    return RowFactors(multipliers, np.array(divisors), first, last)
+    return RowFactors(multipliers, np.array(divisors), first, last, np.any(multipliers < 0, axis=1))
 
 
 def is_average(coefficients: ArrayLike, dtype: str) -> bool:

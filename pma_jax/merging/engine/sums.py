@@ -16,13 +16,17 @@ from pma_jax.storage.formats.source import ITEM_BYTES, numpy_dtype
 
 _BF16_SHIFT = np.uint32(16)
 _UPPER_HALF = np.uint32(0xFFFF0000)
-_BF16_MAGNITUDE = np.uint16(0x7FFF)
-_BF16_INFINITY = 0x7F80
+# Bits of the largest float32 that is finite in each dtype after rounding.
+_LARGEST_BITS = {"float32": 0x7F7FFFFF, "bfloat16": 0x7F7F7FFF}
 _HUGE_PAGE_BYTES = 2**21
 # `squared_changes` measures this many elements of a unit: 1 in 512, enough to estimate a ratio of two sums.
 _SAMPLE_ELEMENTS = 2**12
 # With several rows, a strip of each source and of one row's sum fits into the second-level cache.
 _STRIP_ELEMENTS = 2**13
+# The last source is added, and the means compared with the newest values, this many at a time, to stay in cache. Means
+# that may be copies are then looked for in groups.
+_FINISHED_ELEMENTS = 2**15
+_GROUP_ELEMENTS = 2**10
 
 
 class Scratch(NamedTuple):
@@ -64,13 +68,17 @@ def new_scratch(rows: int, sources: int, block_elements: int, dtypes: set[str]) 
 
 
 def scratch_bytes(rows: int, sources: int, block_elements: int, dtypes: set[str]) -> int:
-    """Return an upper bound of the bytes that one thread's buffers use, for the arguments of `new_scratch`."""
-    return (3 + rows + (sources if rows > 1 else 0)) * _buffer_bytes(block_elements, dtypes) + _HUGE_PAGE_BYTES
+    """Return the bytes that one thread's buffers take, for the arguments of `new_scratch`."""
+    # Pages that are never written take no memory: blocks of several recipes are read to the stack if they need no
+    # conversion, and `rounded` holds strips then.
+    unused = 2 if rows > 1 and all(dtype == accumulation_dtype(dtype) for dtype in dtypes) else 0
+    return (3 - unused + rows + (sources if rows > 1 else 0)) * _buffer_bytes(block_elements, dtypes)
 
 
 def _buffer_bytes(block_elements: int, dtypes: set[str]) -> int:
-    # 64 more bytes, so that the same element of two buffers is not in the same set of a cache.
-    return max(4, *map(ITEM_BYTES.__getitem__, dtypes)) * block_elements + 64
+    # Complete groups, and 64 more bytes, so that the same element of two buffers is not in the same set of a cache.
+    elements = -(-block_elements // _GROUP_ELEMENTS) * _GROUP_ELEMENTS
+    return max(4, *map(ITEM_BYTES.__getitem__, dtypes)) * elements + 64
 
 
 def accumulation_dtype(dtype: str) -> str:
@@ -96,6 +104,19 @@ def _widen(raw: np.ndarray, dtype: str, into: np.ndarray) -> np.ndarray:
     wide = into[: 4 * elements].view(np.float32)
     np.copyto(wide, values, casting="unsafe")
     return wide
+
+
+def buffer_for(scratch: Scratch, dtype: str, weights: RowFactors, source: int) -> np.ndarray:
+    """Return the buffer (uint8) into which to read a block of source number `source`.
+
+    Blocks of the accumulation dtype are read to where `stage_block` (several recipes) or the start of the sum (one
+    recipe) would copy them.
+    """
+    if dtype != accumulation_dtype(dtype):
+        return scratch.raw
+    if len(weights.first) > 1:
+        return scratch.stack[source]
+    return scratch.totals[0] if source == weights.first[0] else scratch.raw
 
 
 def _is_paired(dtype: str, elements: int) -> bool:
@@ -128,19 +149,22 @@ def add_block(
         ulps: For each row, the result of `rounding.ulps_of_copies` for the leaf.
     """
     wide = _widen(raw, dtype, scratch.wide)
-    for strip in _strips(totals):
+    complete = [row for row, last in enumerate(weights.last) if last == source]
+    smallest = _new_distances(totals)
+    for strip in _strips(totals, _FINISHED_ELEMENTS if complete else None):
         _add_source(scratch, totals[:, strip], wide[strip], weights, source)
-    for row, last in enumerate(weights.last):
-        if last == source:
-            _divide(totals[row], weights, row)
-            _take_copied_values(scratch, totals[row], wide, weights, row, ulps[row])
+        for row in complete:
+            _divide(totals[row, strip], weights, row)
+            _compare(scratch, totals[row], wide, strip, weights, row, ulps[row], smallest[row])
+    for row in complete:
+        _take_copied_values(totals[row], wide, weights, row, ulps[row], smallest[row])
 
 
 def stage_block(scratch: Scratch, raw: np.ndarray, dtype: str, source: int) -> None:
     """Convert a block and store it in `scratch.stack[source]`, for `combine_staged`."""
     into = scratch.stack[source]
     wide = _widen(raw, dtype, into)
-    if dtype == accumulation_dtype(dtype):
+    if dtype == accumulation_dtype(dtype) and not np.may_share_memory(into, raw):
         into[: wide.nbytes] = raw
 
 
@@ -149,6 +173,7 @@ def combine_staged(scratch: Scratch, totals: np.ndarray, weights: RowFactors, ul
     staged = scratch.stack[:, : totals[0].nbytes].view(totals.dtype)
     multipliers = weights.multipliers.astype(totals.dtype)
     is_exact = _einsum_rounds_products()
+    smallest = _new_distances(totals)
     for strip in _strips(totals):
         part = totals[:, strip]
         # Takes a third of the time of one NumPy call per row and source.
@@ -157,10 +182,11 @@ def combine_staged(scratch: Scratch, totals: np.ndarray, weights: RowFactors, ul
         if not is_exact or not part.all():
             for source, wide in enumerate(staged[:, strip]):
                 _add_source(scratch, part, wide, weights, source)
-        for row, total in enumerate(part):
-            _divide(total, weights, row)
+        for row, last in enumerate(weights.last):
+            _divide(part[row], weights, row)
+            _compare(scratch, totals[row], staged[last], strip, weights, row, ulps[row], smallest[row])
     for row, last in enumerate(weights.last):
-        _take_copied_values(scratch, totals[row], staged[last], weights, row, ulps[row])
+        _take_copied_values(totals[row], staged[last], weights, row, ulps[row], smallest[row])
 
 
 @functools.cache
@@ -171,11 +197,11 @@ def _einsum_rounds_products() -> bool:
     return not np.einsum("rk,kn->rn", np.array([[1, x]], np.float32), terms).any()
 
 
-def _strips(totals: np.ndarray) -> list[slice]:
+def _strips(totals: np.ndarray, step: int | None = None) -> list[slice]:
     """Return slices that cover the last axis of `totals` [R, elements]; of several rows, strips that stay in cache."""
     elements = totals.shape[-1]
-    step = _STRIP_ELEMENTS if len(totals) > 1 else max(elements, 1)
-    return [slice(start, start + step) for start in range(0, elements, step)]
+    step = step or (_STRIP_ELEMENTS if len(totals) > 1 else max(elements, 1))
+    return [slice(start, min(start + step, elements)) for start in range(0, elements, step)]
 
 
 def _add_source(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights: RowFactors, source: int) -> None:
@@ -184,8 +210,9 @@ def _add_source(scratch: Scratch, totals: np.ndarray, wide: np.ndarray, weights:
     multipliers = weights.multipliers[:, source].astype(totals.dtype)
     for total, multiplier, first in zip(totals, multipliers, weights.first, strict=True):
         if source == first:
-            # The sum starts with its first term, because 0.0 + -0.0 would lose the sign.
-            np.multiply(wide, multiplier, out=total)
+            # The sum starts with its first term, because 0.0 + -0.0 would lose the sign. It may be in place already.
+            if multiplier != 1 or total.ctypes.data != wide.ctypes.data:
+                np.multiply(wide, multiplier, out=total)
         elif multiplier == 1:
             np.add(total, wide, out=total)
         elif multiplier:
@@ -199,68 +226,134 @@ def _divide(total: np.ndarray, weights: RowFactors, row: int) -> None:
         np.divide(total, total.dtype.type(weights.divisors[row]), out=total)
 
 
-def _take_copied_values(
-    scratch: Scratch, means: np.ndarray, newest: np.ndarray, weights: RowFactors, row: int, ulps: int
+def _new_distances(totals: np.ndarray) -> np.ndarray:
+    """Allocate, for the sums [R, elements], an unsigned integer [R, groups] per row and group of elements."""
+    return np.empty((len(totals), -(-totals.shape[1] // _GROUP_ELEMENTS)), f"u{totals.itemsize}")
+
+
+def _compare(
+    scratch: Scratch,
+    means: np.ndarray,
+    newest: np.ndarray,
+    strip: slice,
+    weights: RowFactors,
+    row: int,
+    ulps: int,
+    smallest: np.ndarray,
 ) -> None:
-    """Where a mean is the mean of copies of the newest value, replace it by that value (see `rounding`).
+    """Find the smallest distance of the means from the newest values in each group of a strip, while it is in cache.
 
     Args:
         scratch: The buffers; `rounded` is overwritten.
         means: [elements]; the means of row number `row`.
         newest: [elements]; the values of its newest source, in the accumulation dtype.
+        strip: The range of elements to compare; it starts with a group.
         weights: Multipliers and divisors of the rows.
         row: The row's number.
-        ulps: The result of `rounding.ulps_of_copies` for the row and the leaf. Only means this close to the newest
-            value are compared.
+        ulps: The result of `rounding.ulps_of_copies` for the row and the leaf; if it is 0, nothing is compared.
+        smallest: [groups]; the groups of the strip are overwritten.
     """
     if not ulps:
         return
+    mean_bits, newest_bits = means[strip].view(smallest.dtype), newest[strip].view(smallest.dtype)
+    groups = smallest[strip.start // _GROUP_ELEMENTS : -(-strip.stop // _GROUP_ELEMENTS)]
+    buffer = scratch.rounded[: len(groups) * _GROUP_ELEMENTS * means.itemsize].view(smallest.dtype)
+    buffer[len(mean_bits) :] = np.iinfo(smallest.dtype).max
+    is_signed = bool(weights.has_negative[row])
+    _measure_distances(mean_bits, newest_bits, _limit(ulps, smallest), is_signed, buffer[: len(mean_bits)])
+    np.minimum.reduce(buffer.reshape(len(groups), -1), axis=1, out=groups)
+
+
+def _limit(ulps: int, distances: np.ndarray) -> np.unsignedinteger:
+    """Return a number of ulps as a scalar of the distances' dtype; of many, a number that no distance exceeds."""
+    bits = 8 * distances.itemsize
+    return distances.dtype.type(ulps if ulps < 2 ** (bits - 9) else 2 ** (bits - 1) - 1)
+
+
+def _measure_distances(
+    mean_bits: np.ndarray, newest_bits: np.ndarray, limit: np.unsignedinteger, is_signed: bool, out: np.ndarray
+) -> np.ndarray:
+    """Write numbers to `out`, and return it, that are at most 2 * `limit` where values are within `limit` ulps."""
+    # Numbers of one sign are ordered as their bits are, so the difference of the bits counts ulps.
+    np.subtract(mean_bits, newest_bits, out=out)
+    np.add(out, limit, out=out)
+    if is_signed:  # with a negative multiplier, the mean of copies of a tiny value may have another sign
+        np.minimum(out, np.left_shift(newest_bits, out.dtype.type(1)), out=out)
+    return out
+
+
+def _take_copied_values(
+    means: np.ndarray, newest: np.ndarray, weights: RowFactors, row: int, ulps: int, smallest: np.ndarray
+) -> None:
+    """Where a mean is the mean of copies of the newest value, replace it by that value (see `rounding`).
+
+    Args:
+        means: [elements]; the means of row number `row`.
+        newest: [elements]; the values of its newest source, in the accumulation dtype.
+        weights: Multipliers and divisors of the rows.
+        row: The row's number.
+        ulps: The result of `rounding.ulps_of_copies` for the row and the leaf. Only means this close to the newest
+            value can be those of its copies.
+        smallest: The smallest distance in each group, from `_compare`: few groups have a mean that is near.
+    """
+    if not ulps:
+        return
+    limit = _limit(ulps, smallest)
+    groups = np.flatnonzero(smallest <= 2 * limit)
+    near = (groups[:, None] * _GROUP_ELEMENTS + np.arange(_GROUP_ELEMENTS)).ravel()
+    near = near[near < len(means)]
+    mean_bits, newest_bits = means[near].view(smallest.dtype), newest[near].view(smallest.dtype)
+    is_signed = bool(weights.has_negative[row])
+    distances = _measure_distances(mean_bits, newest_bits, limit, is_signed, np.empty_like(mean_bits))
+    near = near[(distances <= 2 * limit) & (mean_bits != newest_bits)]
+    if not near.size:
+        return
+    copied = newest[near]
     multipliers = weights.multipliers[row][weights.multipliers[row] != 0].astype(means.dtype)
-    unsigned = np.dtype(f"u{means.itemsize}")
-    mean_bits, newest_bits = means.view(unsigned), newest.view(unsigned)
-    limit, twice = unsigned.type(ulps), unsigned.type(2 * ulps)
-    step = min(_STRIP_ELEMENTS * 4, max(1, len(means) // 4))
-    buffer = scratch.rounded[: step * means.itemsize].view(unsigned)
-    is_near = scratch.rounded[step * means.itemsize :][: len(means)].view(bool)
-    for start in range(0, len(means), step):
-        strip = slice(start, min(start + step, len(means)))
-        # Numbers of one sign are ordered as their bits are, so the difference of the bits counts ulps.
-        distance = np.subtract(mean_bits[strip], newest_bits[strip], out=buffer[: strip.stop - start])
-        np.add(distance, limit, out=distance)
-        np.less_equal(distance, twice, out=is_near[strip])
-    if multipliers.min() < 0:  # the mean of copies of a tiny value may have another sign
-        is_near |= np.abs(newest) <= ulps * np.finfo(means.dtype).smallest_subnormal
-    near = np.flatnonzero(is_near)
-    near = near[mean_bits[near] != newest_bits[near]]
-    if near.size:
-        copied = newest[near]
-        mean = copied * multipliers[0]
-        for multiplier in multipliers[1:]:
-            mean += copied * multiplier
-        mean /= means.dtype.type(weights.divisors[row])
-        equal = (mean.view(unsigned) == mean_bits[near]) & np.isfinite(mean)
-        means[near[equal]] = copied[equal]
+    mean = copied * multipliers[0]
+    for multiplier in multipliers[1:]:
+        mean += copied * multiplier
+    mean /= means.dtype.type(weights.divisors[row])
+    equal = (mean.view(smallest.dtype) == means[near].view(smallest.dtype)) & np.isfinite(mean)
+    means[near[equal]] = copied[equal]
 
 
 def finish_block(scratch: Scratch, dtype: str, out_dtype: str, totals: np.ndarray, row: int) -> np.ndarray | None:
     """Round the means in row number `row` of `totals` to the nearest values of `out_dtype`, ties to even.
 
     Returns:
-        The rounded bytes, a uint8 view of `scratch.rounded`; None if a value is not finite in `out_dtype`.
+        The rounded bytes, a uint8 view of `scratch.rounded`, or of `totals` if they need no rounding; None if a value
+        is not finite in `out_dtype`.
     """
-    sums, elements = totals[row], totals.shape[1]
+    sums, elements, is_paired = totals[row], totals.shape[1], _is_paired(dtype, totals.shape[1])
     out = scratch.rounded[: ITEM_BYTES[out_dtype] * elements]
-    if sums.dtype == np.float32 and out_dtype == "bfloat16":
-        # Rounding may turn a NaN into a finite value, unless the lower half of its bits is zero, as for bfloat16.
-        if dtype != "bfloat16" and np.isnan(sums).any():
-            return None
-        _round_to_bf16(sums.view(np.uint32), out, scratch, _is_paired(dtype, elements))
-        magnitudes = scratch.wide[: out.nbytes].view(np.uint16)
-        np.bitwise_and(out.view(np.uint16), _BF16_MAGNITUDE, out=magnitudes)
-        return out if magnitudes.max(initial=0) < _BF16_INFINITY else None
+    if dtype == out_dtype == "bfloat16":
+        # A NaN of bfloat16 has no bits that rounding could carry over, so that the rounded values tell.
+        _round_to_bf16(sums.view(np.uint32), out, scratch, is_paired)
+        return out if _all_within(out.view(np.uint16), 0x7F7F) else None
+    is_checked = sums.dtype == np.float32 and out_dtype in _LARGEST_BITS
+    if is_checked and not _all_within(sums.view(np.uint32), _LARGEST_BITS[out_dtype]):
+        return None
+    if sums.dtype == out_dtype and not is_paired:
+        return sums.view(np.uint8) if is_checked or np.isfinite(sums).all() else None
+    if is_checked and out_dtype == "bfloat16":
+        _round_to_bf16(sums.view(np.uint32), out, scratch, is_paired)
+        return out
     narrow = out.view(numpy_dtype(out_dtype))
-    np.copyto(narrow, in_order(sums, dtype, elements), casting="unsafe")
-    return out if np.isfinite(narrow).all() else None
+    if is_paired:
+        # Two assignments take a fraction of the time of one copy of a transposed array.
+        narrow.reshape(-1, 2)[:, 0], narrow.reshape(-1, 2)[:, 1] = sums.reshape(2, -1)
+    else:
+        np.copyto(narrow, sums, casting="unsafe")
+    return out if is_checked or np.isfinite(narrow).all() else None
+
+
+def _all_within(bits: np.ndarray, largest: int) -> bool:
+    """Return whether numbers of unsigned `bits` have magnitudes up to that of the bits `largest`; False for NaN."""
+    # Signed integers are ordered as positive numbers are, and unsigned ones as the magnitudes of negative numbers.
+    sign = 2 ** (8 * bits.itemsize - 1)
+    highest, lowest = bits.view(f"i{bits.itemsize}").max(initial=0), bits.max(initial=0)
+    return bool(highest <= largest and (lowest < sign or lowest <= sign + largest))
 
 
 def _round_to_bf16(bits: np.ndarray, into: np.ndarray, scratch: Scratch, is_paired: bool) -> None:

@@ -88,12 +88,14 @@ def merge_sequential_unit(
 
     `sources` are read instead of the plan's, if they are given.
     """
-    width = ITEM_BYTES[job.plan.sources[0].leaves[unit.name].dtype]
+    leaf = job.plan.sources[0].leaves[unit.name]
+    width = ITEM_BYTES[leaf.dtype]
     with ExitStack() as stack:
         readers = [_open_reader(source, unit, stack) for source in sources or job.plan.sources]
 
         def read(source: int, start: int, stop: int) -> np.ndarray:
-            raw = scratch.raw[: (stop - start) * width]
+            buffer = sums.buffer_for(scratch, leaf.dtype, job.weights, source) if leaf.is_summed else scratch.raw
+            raw = buffer[: (stop - start) * width]
             readers[source](start * width, raw)
             return raw
 
