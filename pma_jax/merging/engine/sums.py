@@ -68,11 +68,8 @@ def new_scratch(rows: int, sources: int, block_elements: int, dtypes: set[str]) 
 
 
 def scratch_bytes(rows: int, sources: int, block_elements: int, dtypes: set[str]) -> int:
-    """Return the bytes that one thread's buffers take, for the arguments of `new_scratch`."""
-    # Pages that are never written take no memory: blocks of several recipes are read to the stack if they need no
-    # conversion, and `rounded` holds strips then.
-    unused = 2 if rows > 1 and all(dtype == accumulation_dtype(dtype) for dtype in dtypes) else 0
-    return (3 - unused + rows + (sources if rows > 1 else 0)) * _buffer_bytes(block_elements, dtypes)
+    """Return an upper bound of the bytes that one thread's buffers use, for the arguments of `new_scratch`."""
+    return (3 + rows + (sources if rows > 1 else 0)) * _buffer_bytes(block_elements, dtypes) + _HUGE_PAGE_BYTES
 
 
 def _buffer_bytes(block_elements: int, dtypes: set[str]) -> int:
@@ -322,8 +319,7 @@ def finish_block(scratch: Scratch, dtype: str, out_dtype: str, totals: np.ndarra
     """Round the means in row number `row` of `totals` to the nearest values of `out_dtype`, ties to even.
 
     Returns:
-        The rounded bytes, a uint8 view of `scratch.rounded`, or of `totals` if they need no rounding; None if a value
-        is not finite in `out_dtype`.
+        The bytes, a view of `scratch.rounded` or `totals`; None if a value is not finite in `out_dtype`.
     """
     sums, elements, is_paired = totals[row], totals.shape[1], _is_paired(dtype, totals.shape[1])
     out = scratch.rounded[: ITEM_BYTES[out_dtype] * elements]
