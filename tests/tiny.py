@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -141,6 +142,15 @@ def write_block_means(run: Run) -> None:
         mean = jax.tree.map(lambda a, b: (a + b) / 2, read(before), read(point))
         path = run.path / SNAPSHOT_KINDS["block_mean"].folder / str(point.step)
         write_snapshot(mean, dataclasses.replace(point, path=path, kind="block_mean", loss=None))
+
+
+class FakeEvaluator:
+    """An evaluator that calls a function instead of the model: parameters -> summed loss of each of two documents."""
+
+    sample = types.SimpleNamespace(counts_D=np.ones(2))
+
+    def __init__(self, sum_by_document):
+        self.sum_by_document = sum_by_document
 
 
 def losses(config: Config, models, part: str = SELECT) -> list[float]:

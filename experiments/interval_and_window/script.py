@@ -3,11 +3,13 @@
 Command:   python experiments/interval_and_window/script.py --runs runs/science
 """
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from pma_jax.analysis.comparison import MeanInterval, mean_interval, paired_difference
+from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.model.ladder import recommend_interval_and_window
 from pma_jax.reporting.drawing import PAGE_DPI, to_png
@@ -27,21 +29,25 @@ def measure(study: Study) -> dict[str, Any]:
     cells = [RAW, *(Cell("sma", w, i) for i in INTERVALS for w in WINDOWS if w > 1)]
     sizes = {}
     for size in study.sizes:
-        losses = study.losses_over_seeds(lambda seed, size=size: study.trunk(size, seed), cells, ends)
+        get_trunk = functools.partial(study.trunk, size)
+        losses, select_losses = (study.losses_over_seeds(get_trunk, cells, ends, part) for part in (REPORT, SELECT))
         description = study.describe_size(size)
         is_mixture = study.trunk_config(size, study.seeds[0]).model.experts > 0
         interval, window = recommend_interval_and_window(description["active_parameters"], is_mixture)
         rule = {"interval_tokens": interval, "window": window}
-        sizes[size] = description | {"losses": losses, "rule": rule}
+        sizes[size] = description | {"losses": losses, "select_losses": select_losses, "rule": rule}
     return {"ends": ends, "sizes": sizes}
 
 
-def losses_by_cell(size: dict[str, Any], end: int) -> dict[tuple[int, int], list[float]]:
-    """Return the loss of each seed by (interval, window); cells with too few snapshots are omitted."""
-    cells = {}
+def losses_by_cell(size: dict[str, Any], end: int, to_choose: bool = False) -> dict[tuple[int, int], list[float]]:
+    """Return the loss of each seed by (interval, window), to publish or to choose by.
+
+    Cells with too few snapshots are omitted.
+    """
+    cells, all_losses = {}, pages.to_choose_by(size) if to_choose else size["losses"]
     for interval in INTERVALS:
         for window in WINDOWS:
-            losses = size["losses"].get(Cell("sma", window, interval).text, {}).get(str(end))
+            losses = all_losses.get(Cell("sma", window, interval).text, {}).get(str(end))
             if losses:
                 cells[interval, window] = losses
     return cells
@@ -49,13 +55,13 @@ def losses_by_cell(size: dict[str, Any], end: int) -> dict[tuple[int, int], list
 
 def best_cell(size: dict[str, Any], end: int, interval: int | None = None) -> tuple[int, int]:
     """Return the (interval, window) with the lowest mean loss, for one interval or, by default, all."""
-    cells = {key: losses for key, losses in losses_by_cell(size, end).items() if interval in (None, key[0])}
+    cells = {key: losses for key, losses in losses_by_cell(size, end, True).items() if interval in (None, key[0])}
     return min(cells, key=lambda key: sum(cells[key]))
 
 
 def best_span(size: dict[str, Any], end: int) -> MeanInterval:
     """Return the best span N V as a share of the tokens trained: each seed's best window at the finest interval."""
-    cells = {window: losses for (interval, window), losses in losses_by_cell(size, end).items() if interval == 1}
+    cells = {window: losses for (interval, window), losses in losses_by_cell(size, end, True).items() if interval == 1}
     windows = [min(cells, key=lambda w: cells[w][i]) for i in range(len(next(iter(cells.values()))))]
     return mean_interval([w / end for w in windows])
 

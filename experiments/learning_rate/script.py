@@ -3,11 +3,14 @@
 Command:   python experiments/learning_rate/script.py --runs runs/science
 """
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from pma_jax.analysis.comparison import MeanInterval, mean_interval
+from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
@@ -29,9 +32,15 @@ def measure(study: Study) -> dict[str, Any]:
     ends = [end // 4, end // 2, end]
     for factor in FACTORS:
         half, trunks = study.half_length_trunks(size, factor)
-        losses = half.losses_over_seeds(trunks.__getitem__, [RAW, *MERGES], ends)
-        annealed = [half.loss(half.anneal(t, end - end // 4, end)) for t in trunks.values()]
-        rates[str(factor * rate)] = {"losses": losses, "annealed": annealed}
+        branches = [half.anneal(t, end - end // 4, end) for t in trunks.values()]
+        rates[str(factor * rate)] = {
+            f"{prefix}{key}": losses
+            for prefix, part in (("", REPORT), ("select_", SELECT))
+            for key, losses in (
+                ("losses", half.losses_over_seeds(trunks.__getitem__, [RAW, *MERGES], ends, part)),
+                ("annealed", [half.loss(branch, part=part) for branch in branches]),
+            )
+        }
     return {"size": size, "facts": study.describe_size(size), "ends": ends, "rates": rates}
 
 
@@ -49,7 +58,7 @@ def gains(results: dict[str, Any], text: str, end: int) -> dict[float, list[floa
 def best_merge(measured: dict[str, Any], end: int) -> str:
     """Return the text of the merge with the lowest mean loss over seeds at one rate."""
     available = [c.text for c in MERGES if str(end) in measured["losses"].get(c.text, {})]
-    return min(available, key=lambda text: sum(measured["losses"][text][str(end)]))
+    return min(available, key=lambda text: sum(pages.to_choose_by(measured)[text][str(end)]))
 
 
 def gain_per_doubling(gain: dict[float, list[float]]) -> MeanInterval | None:
@@ -108,12 +117,13 @@ def report(results: dict[str, Any]) -> str:
 def best_rate(results: dict[str, Any], model: str) -> tuple[float, list[float]]:
     """Return the rate at which a model (raw, merged or annealed) is best at the end, and its losses there."""
     end = results["ends"][-1]
-    losses = {}
-    for rate, measured in results["rates"].items():
+
+    def losses_of(measured: dict[str, Any], get: Callable[[dict[str, Any], str], Any]) -> list[float]:
         text = RAW.text if model == "raw" else best_merge(measured, end)
-        losses[float(rate)] = measured["annealed"] if model == "annealed" else measured["losses"][text][str(end)]
-    rate = min(losses, key=lambda rate: sum(losses[rate]))
-    return rate, losses[rate]
+        return get(measured, "annealed") if model == "annealed" else get(measured, "losses")[text][str(end)]
+
+    rate = min(results["rates"], key=lambda rate: sum(losses_of(results["rates"][rate], pages.to_choose_by)))
+    return float(rate), losses_of(results["rates"][rate], operator.getitem)
 
 
 def describe_best_rates(results: dict[str, Any]) -> str:

@@ -6,10 +6,12 @@ A branch forks from a trunk, and its rate decays to 0. The trunk continues at a 
 its snapshots since the fork are merged.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from pma_jax.analysis.comparison import mean_interval, paired_difference
+from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
@@ -60,12 +62,14 @@ def merges(length: int) -> dict[str, list[Cell]]:
 def measure(study: Study) -> dict[str, Any]:
     """Return the losses of every branch, of its trunk's merges at the same end, and of merges inside two branches."""
     wanted = list(branches(study))
-    trunks: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
+    trunks: dict[tuple[str, int, str], dict[str, dict[str, list[float]]]] = {}
     for size, end in dict.fromkeys((size, end) for size, end, _, _ in wanted):
         # Evaluate the merges of all lengths together, so that each snapshot is read once.
         lengths = {branch[2] for branch in wanted if branch[:2] == (size, end)}
         cells = list(dict.fromkeys([RAW, *(c for n in sorted(lengths) for group in merges(n).values() for c in group)]))
-        trunks[size, end] = study.losses_over_seeds(lambda seed, size=size: study.trunk(size, seed), cells, [end])
+        for part in (REPORT, SELECT):
+            get_trunk = functools.partial(study.trunk, size)
+            trunks[size, end, part] = study.losses_over_seeds(get_trunk, cells, [end], part)
     measured = []
     for size, end, length, shape in wanted:
         annealed = [study.loss(study.anneal(study.trunk(size, seed), end - length, end, shape)) for seed in study.seeds]
@@ -77,7 +81,8 @@ def measure(study: Study) -> dict[str, Any]:
                 "length": length,
                 "shape": shape,
                 "annealed": annealed,
-                "trunk": {text: trunks[size, end][text][str(end)] for text in texts},
+                "trunk": {text: trunks[size, end, REPORT][text][str(end)] for text in texts},
+                "select_trunk": {text: trunks[size, end, SELECT][text][str(end)] for text in texts},
             }
         )
     sizes = {size: study.describe_size(size) for size in study.sizes}
@@ -101,9 +106,9 @@ def measure_inside(study: Study) -> dict[str, Any]:
 
 
 def best_merge(branch: Branch) -> str:
-    """Return the text of the merge with the lowest mean loss over seeds, on the held-out text that is reported."""
+    """Return the text of the merge with the lowest mean loss over seeds, on the part `select`."""
     texts = [cell.text for cell in merges(branch["length"])["any"] if cell.text in branch["trunk"]]
-    return min(texts, key=lambda text: sum(branch["trunk"][text]))
+    return min(texts, key=lambda text: sum(pages.to_choose_by(branch, "trunk")[text]))
 
 
 def mean_of(branch: Branch, kind: str = "mean") -> str:
@@ -158,8 +163,8 @@ def report(results: dict[str, Any]) -> str:
     note = (
         "A branch anneals over its length up to its end; merges use the trunk's snapshots over the same tokens. "
         "Percentages are shares of the annealing's gain (mean over seeds, 95% interval). The best merge was chosen, on "
-        "the text on which it is reported, from plain means of points, and plain, weighted and lag-free means of block "
-        "means. Last column: nats; positive: annealing is better."
+        f"{pages.describe_choice(results['branches'][0], 'trunk')}, from plain means of points, and plain, weighted "
+        "and lag-free means of block means. Last column: nats; positive: annealing is better."
     )
     within = results["inside"]
     texts = list(dict.fromkeys(text for losses in within["losses"].values() for text in losses))

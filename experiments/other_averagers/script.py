@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines
@@ -44,17 +45,19 @@ def measure_seed(study: Study, seed: int) -> dict[str, Any]:
         # The average does not change training: the fork has the trunk's weights, averaged over the last quarter.
         half_life = f"optimizer.ema_half_life_tokens={units * study.unit_tokens(trunk)}"
         runs[f"EMA, half-life {units}"] = study.fork(trunk, end * 3 // 4, end, [half_life])
-    methods = {name: losses_by_window(study, run, "point") for name, run in runs.items()}
-    methods[BLOCKS] = losses_by_window(study, trunk, "block_mean")
-    return {"annealed": study.loss(study.anneal(trunk, end * 3 // 4, end)), "methods": methods}
+    measured: dict[str, Any] = {"annealed": study.loss(study.anneal(trunk, end * 3 // 4, end))}
+    for key, part in (("methods", REPORT), ("select_methods", SELECT)):
+        measured[key] = {name: losses_by_window(study, run, "point", part) for name, run in runs.items()}
+        measured[key][BLOCKS] = losses_by_window(study, trunk, "block_mean", part)
+    return measured
 
 
-def losses_by_window(study: Study, run: Run, kind: str) -> dict[str, float]:
+def losses_by_window(study: Study, run: Run, kind: str, part: str) -> dict[str, float]:
     """Return the loss at the end of the run by window; window 1 is the newest snapshot alone."""
     windows = [w for w in WINDOWS if w <= study.units // 4]
     merges = {1: RAW if kind == "point" else Cell("sma", 1, kind=kind)}
     merges |= {w: Cell("sma", w, kind=kind) for w in windows}
-    losses = study.losses(run, merges.values(), [study.units])
+    losses = study.losses(run, merges.values(), [study.units], part)
     return {str(w): losses[cell, study.units] for w, cell in merges.items()}
 
 
@@ -66,11 +69,17 @@ def losses_of(results: dict[str, Any], name: str, window: str) -> list[float]:
     return [seed["methods"][name][window] for seed in results["seeds"].values()]
 
 
+def mean_to_choose_by(results: dict[str, Any], name: str, window: str) -> float:
+    """Return the mean over seeds of the losses by which the best merge and method are chosen."""
+    seeds = results["seeds"].values()
+    return float(np.mean([pages.to_choose_by(seed, "methods")[name][window] for seed in seeds]))
+
+
 def best_window(results: dict[str, Any], name: str) -> str:
     """Return the window of two or more snapshots with the lowest mean loss over seeds."""
     windows = next(iter(results["seeds"].values()))["methods"][name]
     return min(
-        (window for window in windows if window != "1"), key=lambda window: np.mean(losses_of(results, name, window))
+        (window for window in windows if window != "1"), key=lambda window: mean_to_choose_by(results, name, window)
     )
 
 
@@ -82,6 +91,7 @@ def report(results: dict[str, Any]) -> str:
     for name in next(iter(results["seeds"].values()))["methods"]:
         model, window = losses_of(results, name, "1"), best_window(results, name)
         merged = losses_of(results, name, window)
+        better = min("1", window, key=lambda window, name=name: mean_to_choose_by(results, name, window))
         rows.append(
             [
                 name,
@@ -89,7 +99,7 @@ def report(results: dict[str, Any]) -> str:
                 pages.format_difference(model, raw) if name != TRUNK else "",
                 f"{np.mean(merged):.4f} (N = {window})",
                 pages.format_difference(merged, model),
-                pages.format_difference(min(model, merged, key=np.mean), annealed),
+                pages.format_difference(losses_of(results, name, better), annealed),
             ]
         )
     rows.append(
@@ -104,9 +114,11 @@ def report(results: dict[str, Any]) -> str:
         "the better, less annealed",
     ]
     unit = results["facts"]["unit_tokens"]
+    chosen_on = pages.describe_choice(next(iter(results["seeds"].values())), "methods")
     note = (
         f"{results['size']}, {results['facts']['tokens'] / 1e6:.2f}M tokens, one snapshot per unit of {unit:,} tokens. "
-        "Half-lives are in units. The window of the best merge was chosen on the same text, by its mean over seeds."
+        f"Half-lives are in units. The window of the best merge was chosen on {chosen_on}, by its mean over "
+        "seeds."
     )
     return f"{pages.format_table(header, [r + [''] * (len(header) - len(r)) for r in rows])}\n\n{note}"
 
@@ -118,7 +130,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     effects = []
     for kind in ("schedule-free", "EMA"):
         variants = [name for name in names if name.startswith(kind)]
-        best = min(variants, key=lambda name: np.mean(losses_of(results, name, "1")))
+        best = min(variants, key=lambda name: mean_to_choose_by(results, name, "1"))
         added = pages.format_difference(
             losses_of(results, best, best_window(results, best)), losses_of(results, best, "1")
         )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pma_jax.analysis.comparison import roughness
-from pma_jax.data.sampling import REPORT
+from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
@@ -89,12 +89,13 @@ def measure_run(study: Study, run: Run, start: Snapshot) -> dict[str, Any]:
     evaluation = dataclasses.replace(run.config.evaluation, tokens=min(study.evaluation_tokens, TEXT_TOKENS))
     config = dataclasses.replace(run.config, evaluation=evaluation)
     snapshots = [start, *run.snapshots]
-    evaluated = evaluate_merges(config, snapshots, np.eye(len(snapshots)), REPORT).losses
-    losses = [x.loss for x in evaluated]
+    losses = [x.loss for x in evaluate_merges(config, snapshots, np.eye(len(snapshots)), REPORT).losses]
+    (last,) = evaluate_merges(config, snapshots[-1:], [[1]], SELECT).losses
     norms = [r["gradient_norm"] for r in run.metrics if r["kind"] == "train"]
     early = norms[:EARLY]
     return {
         "curve": [[0, losses[0]], *([s.tokens, loss] for s, loss in zip(run.snapshots, losses[1:], strict=True))],
+        "select_end": last.loss,
         "gradient_norms": [round(norm, 4) for norm in early],
         "roughness": roughness(norms),
         "early_roughness": roughness(early),
@@ -149,9 +150,10 @@ def format_cell(
 
 
 def best_rate(results: dict[str, Any], task: str, start: str) -> str:
-    """Return the rate with the lowest mean loss at the end over seeds."""
+    """Return the rate with the lowest mean loss at the end over seeds, on the part `select`."""
     rates: Sequence[str] = list(next(iter(results["seeds"].values()))[task])
-    return min(rates, key=lambda rate: np.mean(over_seeds(results, task, rate, start, STATISTICS["at the end"])))
+    loss = lambda measured: measured.get("select_end", STATISTICS["at the end"](measured))  # noqa: E731
+    return min(rates, key=lambda rate: np.mean(over_seeds(results, task, rate, start, loss)))
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:

@@ -105,6 +105,7 @@ def main() -> None:
     results = {
         "rate": RATE,
         "clean_rate": CLEAN_RATE,
+        "held_out": next((arms[NOTHING]["held_out"] for arms in seeds.values()), None),
         "seeds": seeds,
         "never_collapsed": never_collapsed,
         "summary": summarize(seeds),
@@ -135,6 +136,10 @@ def train_arm(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[s
     record_path = path.with_suffix(".json")
     if record_path.exists():
         return json.loads(record_path.read_text())
+    from pma_jax.data.sampling import REPORT
+    from pma_jax.evaluation.held_out import read_sample_of_run
+    from pma_jax.evaluation.sweep import RAW
+    from pma_jax.evaluation.trajectory import evaluate_pairs
     from pma_jax.runs.directory import open_run
 
     began, error = time.perf_counter(), None
@@ -146,7 +151,10 @@ def train_arm(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[s
     records, events = run.metrics, rollback.events(run)
     declared = [r for r in records if r["kind"] == "spike" and r["verdict"] == "irrecoverable"]
     steps = [r for r in records if r["kind"] == "train"]
-    evaluations = [[r["tokens"], r["loss"]] for r in records if r["kind"] == "evaluation"]
+    # The losses of the marks are on the part `select`; what is published is on the part `report`.
+    evaluated = evaluate_pairs(run, [(RAW, snapshot.tokens) for snapshot in run.snapshots], REPORT)
+    text = read_sample_of_run(run, REPORT, run.config.evaluation).describe()
+    evaluations = sorted([tokens, loss.loss] for (_, tokens), loss in evaluated.items())
     record = {
         "onset_tokens": declared[0]["onset_tokens"] if declared else None,
         "went_back_to_tokens": [event["tokens"] for event in events],
@@ -157,6 +165,7 @@ def train_arm(folder: Path, arm: str, seed: int, overrides: list[str]) -> dict[s
         "skipped_updates": steps[-1].get("skipped_updates"),
         "seconds": time.perf_counter() - began,
         "evaluations": evaluations,
+        "held_out": text,
         "curve": thin_curve(steps),
     }
     record_path.write_text(json.dumps(record) + "\n")

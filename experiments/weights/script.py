@@ -16,7 +16,7 @@ from learned_weights import learn_weights
 from pma_jax.analysis.comparison import paired_difference
 from pma_jax.analysis.workbench import text_loss
 from pma_jax.config import SNAPSHOT_KINDS
-from pma_jax.data.sampling import FIT, REPORT
+from pma_jax.data.sampling import FIT, REPORT, SELECT
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.evaluation.merges import evaluate_merges
 from pma_jax.evaluation.sweep import RAW, Cell
@@ -78,11 +78,14 @@ def measure(study: Study) -> dict[str, Any]:
         trunks = {seed: study.trunk(size, seed) for seed in study.seeds}
         ends = [end // 4, end // 2, end] if i == 0 else [end]
         by_end = {}
-        losses = study.losses_over_seeds(trunks.__getitem__, cells(study), ends)
+        losses, select_losses = (
+            study.losses_over_seeds(trunks.__getitem__, cells(study), ends, part) for part in (REPORT, SELECT)
+        )
         for at in ends:
             by_end[at] = {
                 "annealed": [study.loss(study.anneal(t, at - at // 4, at)) for t in trunks.values()],
-                "losses": {text: over_ends[str(at)] for text, over_ends in losses.items() if str(at) in over_ends},
+                "losses": losses_at(losses, at),
+                "select_losses": losses_at(select_losses, at),
             }
         last = by_end.pop(end)
         sizes[size] = study.describe_size(size) | {
@@ -99,6 +102,11 @@ def measure(study: Study) -> dict[str, Any]:
     return {"units": end, "sizes": sizes, "rates": measure_rates(study)}
 
 
+def losses_at(losses: dict[str, dict[str, list[float]]], end: int) -> dict[str, list[float]]:
+    """Return the losses of each merge that can be made at `end` (in units)."""
+    return {text: over_ends[str(end)] for text, over_ends in losses.items() if str(end) in over_ends}
+
+
 def measure_rates(study: Study) -> dict[str, Any]:
     """Return the losses of the `FOLLOWED` recipes at each rate, over half of the first size's tokens."""
     size, rates = study.sizes[0], {}
@@ -106,17 +114,20 @@ def measure_rates(study: Study) -> dict[str, Any]:
         half, trunks = study.half_length_trunks(size, factor)
         windows = [w for w in WINDOWS if w <= half.units * 3 // 4]
         grid = [RAW, *(Cell(recipe, w, kind=kind) for recipe, kind in FOLLOWED for w in windows)]
-        losses = half.losses_over_seeds(trunks.__getitem__, grid, [half.units])
+        losses, select_losses = (
+            half.losses_over_seeds(trunks.__getitem__, grid, [half.units], part) for part in (REPORT, SELECT)
+        )
         rates[str(factor * study.describe_size(size)["peak_rate"])] = {
             "annealed": [half.loss(half.anneal(t, half.units - half.units // 4, half.units)) for t in trunks.values()],
-            "losses": {text: over_ends[str(half.units)] for text, over_ends in losses.items()},
+            "losses": losses_at(losses, half.units),
+            "select_losses": losses_at(select_losses, half.units),
         }
     return rates
 
 
 def fit_weights(study: Study, trunks: list[Run], kind: str, window: int) -> dict[str, Any]:
     """Fit the weights of the newest `window` snapshots to the part `fit`, and evaluate them on `report`, per seed."""
-    rows, losses, fit_losses = [], [], []
+    rows, losses, select_losses, fit_losses = [], [], [], []
     for trunk in trunks:
         config = dataclasses.replace(trunk.config, evaluation=study.evaluation_config(trunk))
         shorter = dataclasses.replace(config.evaluation, tokens=fit_tokens(study))
@@ -127,9 +138,17 @@ def fit_weights(study: Study, trunks: list[Run], kind: str, window: int) -> dict
             objective = text_loss(text.graph, text.batches)
             fit = learn_weights(objective, [restore_params(s, abstract) for s in snapshots], iterations=FIT_STEPS)
         rows.append(fit.weights.tolist())
-        losses += [evaluated.loss for evaluated in evaluate_merges(config, snapshots, [fit.weights], REPORT).losses]
+        for of_part, part in ((losses, REPORT), (select_losses, SELECT)):
+            of_part += [x.loss for x in evaluate_merges(config, snapshots, [fit.weights], part).losses]
         fit_losses.append([fit.start_loss, fit.loss])
-    return {"kind": kind, "window": window, "losses": losses, "weights": rows, "fitted_from_to": fit_losses}
+    return {
+        "kind": kind,
+        "window": window,
+        "losses": losses,
+        "select_losses": select_losses,
+        "weights": rows,
+        "fitted_from_to": fit_losses,
+    }
 
 
 def fit_tokens(study: Study) -> int:
@@ -172,8 +191,9 @@ def gain_shares(size: dict[str, Any], losses: list[float]) -> list[float]:
 
 
 def best_merge(size: dict[str, Any], recipe: str, kind: str) -> str | None:
-    """Return the text of a recipe's merge with the lowest mean loss over seeds, on the held-out text of the report."""
-    return min(merges_of(size, recipe, kind), key=lambda text: sum(size["losses"][text]), default=None)
+    """Return the text of a recipe's merge with the lowest mean loss over seeds, on the part `select`."""
+    losses = pages.to_choose_by(size)
+    return min(merges_of(size, recipe, kind), key=lambda text: sum(losses[text]), default=None)
 
 
 def merges_of(size: dict[str, Any], recipe: str, kind: str) -> list[str]:
@@ -194,7 +214,7 @@ def report(results: dict[str, Any]) -> str:
     parts.append(
         "Shares are relative to the gain of linear annealing over the last quarter of the tokens: mean over seeds and "
         "95% interval. Last column: nats; positive: better. A recipe's window is the best of "
-        f"{', '.join(map(str, WINDOWS))} on the text on which it is reported (power: all snapshots). Learned weights "
+        f"{', '.join(map(str, WINDOWS))} on {pages.describe_choice(size)} (power: all snapshots). Learned weights "
         "are K numbers that sum to 1, fitted to other held-out documents."
     )
     parts += [lengths_table(results), short_table(results)]
@@ -296,10 +316,10 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     for name, size in results["sizes"].items():
         plain = best_merge(size, BASELINE, "point")
         texts = [t for t in (best_merge(size, r, k) for r in (*RECIPES, *POWER) for k in KINDS) if t]
-        best = min(texts, key=lambda text: sum(size["losses"][text]))
+        best = min(texts, key=lambda text: sum(pages.to_choose_by(size)[text]))
         assert plain is not None
         clear += paired_difference(size["losses"][plain], size["losses"][best]).low > 0
-        best_learned = min((fit["losses"] for fit in size["learned"]), key=sum)
+        best_learned = min(size["learned"], key=lambda fit: sum(pages.to_choose_by(fit)))["losses"]
         models = [(plain, size["losses"][plain]), (best, size["losses"][best]), ("learned", best_learned)]
         texts = [f"{text} {pages.format_mean_percent(gain_shares(size, losses))}" for text, losses in models]
         effects.append(f"{name}: {', '.join(texts)}")

@@ -110,7 +110,7 @@ def sweep(options: argparse.Namespace) -> None:
     from pma_jax.evaluation import sweep as sweeping
     from pma_jax.runs.directory import open_run
     from pma_jax.runtime import hosts
-    from pma_jax.runtime.formatting import format_loss, format_text
+    from pma_jax.runtime.formatting import format_difference, format_loss, format_text
 
     run = open_run(options.run)
     result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind)
@@ -118,7 +118,9 @@ def sweep(options: argparse.Namespace) -> None:
         return
     from pma_jax.reporting.heat_map import write_sweep_figure
 
-    _print_table(options, result, [["merge", "loss"], *([r["text"], format_loss(r)] for r in result["rows"])])
+    header = ["merge", "loss", "minus raw"]
+    rows = [header, *([r["text"], format_loss(r), format_difference(r)] for r in result["rows"])]
+    _print_table(options, result, rows)
     notes = [f"skipped {text}: {why}" for text, why in result["left_out"].items()]
     if result["passes"] > 1:
         notes.append(f"not all merges fit into memory at once: the snapshots were read {result['passes']} times")

@@ -91,10 +91,11 @@ class HeldOutLoss:
 
 
 def estimate(nats_D: np.ndarray, counts_D: np.ndarray) -> HeldOutLoss:
-    """Compute the ratio of two sums over documents, and its standard error by linearisation.
+    """Compute the ratio of two sums over documents, and its standard error by the jackknife.
 
-    The standard error treats the documents as a sample of many more, so it does not vanish if a part is read to its
-    end.
+    The standard error says how much the ratio varies if documents are left out. It treats the documents as a sample of
+    many more, so it does not vanish if a part is read to its end, and it is not misled by a document that holds most of
+    the text, as a variance of residuals would be.
 
     Args:
         nats_D: float64, the summed loss of each document.
@@ -104,9 +105,9 @@ def estimate(nats_D: np.ndarray, counts_D: np.ndarray) -> HeldOutLoss:
     loss = nats_D.sum() / total
     if documents < 2:
         return HeldOutLoss(float(loss), None)
-    residuals_D = nats_D - loss * counts_D
-    variance = documents / (documents - 1) * np.square(residuals_D).sum()
-    return HeldOutLoss(float(loss), float(np.sqrt(variance) / total))
+    without_D = (nats_D.sum() - nats_D) / (total - counts_D)  # the loss without each document
+    variance = (documents - 1) / documents * np.square(without_D - without_D.mean()).sum()
+    return HeldOutLoss(float(loss), float(np.sqrt(variance)))
 
 
 def sample_text(tokens: TokenSet, part: str, wanted: int, window_targets: int, salt: int = 0) -> Sample:

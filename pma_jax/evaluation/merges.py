@@ -1,6 +1,6 @@
 """Held-out loss of merges of stored snapshots. Each merge is a row of weights, one per snapshot.
 
-Dimensions: R merges, K snapshots.
+Dimensions: R merges, K snapshots, D documents.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pma_jax.config import Config
-from pma_jax.data.sampling import HeldOutLoss
+from pma_jax.data.sampling import HeldOutLoss, estimate
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.merging.averager import weighted_sums_of_stream
 from pma_jax.model.decoder import abstract_params
@@ -33,6 +33,8 @@ class EvaluatedMerges:
     """The loss of each merge, and what the evaluation cost."""
 
     losses: list[HeldOutLoss]  # in the order of the rows
+    sums: np.ndarray  # float64 [R, D], the summed loss of each document of the sample, in nats
+    counts: np.ndarray  # float64 [D], the number of targets of each document
     passes: int  # how many times the snapshots were read
     seconds: dict[str, float]  # "read": reading snapshots (adding them overlaps with it); "evaluate": evaluating merges
 
@@ -63,16 +65,19 @@ def evaluate_merges(
     passes = math.ceil(len(rows_RxK) / merges_per_pass)
     seconds = {"read": 0.0, "evaluate": 0.0}
     read = _add_timer(restore_params, seconds, "read")
-    evaluate = _add_timer(make_evaluator(config, mesh, part), seconds, "evaluate")
-    losses: list[HeldOutLoss] = []
+    evaluator = make_evaluator(config, mesh, part)
+    evaluate = _add_timer(evaluator.sum_by_document, seconds, "evaluate")
+    nats_RxD: list[np.ndarray] = []
     for group_RxK in np.array_split(rows_RxK, passes):
         used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
         trees: Iterator[Any] = (read(snapshots[k], abstract) for k in used)
         with jax.set_mesh(mesh):
             merged = weighted_sums_of_stream(trees, group_RxK[:, used])
-        losses += map(evaluate, merged)
+        nats_RxD += map(evaluate, merged)
         del merged
-    return EvaluatedMerges(losses, passes, seconds)
+    counts_D = evaluator.sample.counts_D
+    losses = [estimate(nats_D, counts_D) for nats_D in nats_RxD]
+    return EvaluatedMerges(losses, np.array(nats_RxD), counts_D, passes, seconds)
 
 
 def _add_timer(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:

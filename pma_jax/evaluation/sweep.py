@@ -15,7 +15,7 @@ import numpy as np
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.config.bounds import Range
 from pma_jax.config.errors import UserError
-from pma_jax.data.sampling import SELECT, HeldOutLoss, SampleDescription
+from pma_jax.data.sampling import SELECT, HeldOutLoss, SampleDescription, estimate
 from pma_jax.evaluation.held_out import read_sample_of_run
 from pma_jax.evaluation.merges import EvaluatedMerges, evaluate_merges
 from pma_jax.merging import recipes
@@ -47,6 +47,8 @@ class SweepRow(TypedDict):
     kind: NotRequired[Literal["point", "block_mean"]]
     loss: Loss
     standard_error: NotRequired[Loss | None]
+    difference: NotRequired[Loss | None]
+    difference_standard_error: NotRequired[Loss | None]
 
 
 class SweepResult(TypedDict):
@@ -146,7 +148,8 @@ def sweep(
         The content of sweep.json:
         `tokens`: token count of the newest snapshot. `held_out`: how the text was sampled (`Sample.describe`).
         `raw_loss`, `raw_standard_error`: of the point snapshot there, or None.
-        `rows`: one dict (`SweepRow`) for each merge; losses in nats per token, standard errors over documents.
+        `rows`: one dict (`SweepRow`) for each merge; losses in nats per token, standard errors over documents, and the
+        difference from the raw loss (None without a point snapshot there) with its own standard error.
         `left_out`: maps the text of each merge that cannot be made to the reason.
         `passes`: how many times snapshots were read in the last call that evaluated anything.
         `seconds`: the time of that call: read (reading and adding snapshots), evaluate, and all.
@@ -254,11 +257,21 @@ def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str
     tokens, raw = stored["tokens"], HeldOutLoss(stored["raw_loss"], stored["raw_standard_error"])
     snapshots = {kind: run.of_kind(kind) for kind in dict.fromkeys([new[0].kind, RAW.kind])}
     has_raw = any(s.tokens == tokens for s in snapshots[RAW.kind])
-    # The raw loss is evaluated as one more merge, so that the newest point is not read twice.
-    cells = list(dict.fromkeys([*new, RAW] if has_raw and raw.loss is None else new))
+    # The raw loss is evaluated as one more merge, so that the newest point is not read twice. The standard errors of
+    # differences need the raw loss of each document, which is not stored.
+    cells = list(dict.fromkeys([*new, RAW] if has_raw else new))
     evaluated = evaluate_cells(run.config, snapshots, [(cell, tokens) for cell in cells], SELECT)
     losses = dict(zip(cells, evaluated.losses, strict=True))
-    rows = [{**dataclasses.asdict(cell), "text": cell.text, **dataclasses.asdict(losses[cell])} for cell in new]
+    raw_nats_D = evaluated.sums[cells.index(RAW)] if has_raw else None
+    rows = [
+        {
+            **dataclasses.asdict(cell),
+            "text": cell.text,
+            **dataclasses.asdict(losses[cell]),
+            **_compare_with_raw(nats_D, raw_nats_D, evaluated.counts),
+        }
+        for cell, nats_D in zip(new, evaluated.sums, strict=False)
+    ]
     raw = losses.get(RAW, raw)
     return {
         "raw_loss": raw.loss,
@@ -266,6 +279,15 @@ def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str
         "rows": [*stored["rows"], *rows],
         "passes": evaluated.passes,
         "seconds": evaluated.seconds,
+    }
+
+
+def _compare_with_raw(nats_D: np.ndarray, raw_nats_D: np.ndarray | None, counts_D: np.ndarray) -> dict[str, Any]:
+    """Return the difference of a merge's loss from the raw loss, and its standard error over documents."""
+    difference = None if raw_nats_D is None else estimate(nats_D - raw_nats_D, counts_D)
+    return {
+        "difference": difference and difference.loss,
+        "difference_standard_error": difference and difference.standard_error,
     }
 
 

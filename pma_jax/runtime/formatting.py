@@ -36,7 +36,9 @@ def format_loss(evaluated: Mapping[str, Any]) -> str:
 
 
 def format_difference(compared: Mapping[str, Any]) -> str:
-    """Format the keys difference and difference_standard_error, if it is known: -0.1234 ± 0.0012."""
+    """Format the keys difference and difference_standard_error, if they are known: -0.1234 ± 0.0012."""
+    if compared.get("difference") is None:
+        return "-"
     error = compared["difference_standard_error"]
     return f"{compared['difference']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pma_jax.analysis.comparison import MeanInterval, mean_interval, paired_difference
 from pma_jax.config.errors import UserError
@@ -100,3 +101,16 @@ def update_index(folder: Path) -> None:
     """Replace the generated section of FOLDER/README.md by the table of the experiments in `folder`."""
     path = folder / "README.md"
     path.write_text(replace_results(path.read_text(), format_index_table(folder)))
+
+
+def to_choose_by(measured: dict[str, Any], key: str = "losses") -> Any:
+    """Return the losses on the part `select`, by which the best is chosen, of an entry of results.json.
+
+    Results of early versions, whose pages say that they were judged on other text, have only the losses to publish.
+    """
+    return measured.get(f"select_{key}", measured[key])
+
+
+def describe_choice(measured: dict[str, Any], key: str = "losses") -> str:
+    """Name the text of the losses that `to_choose_by` returns."""
+    return "other held-out documents" if f"select_{key}" in measured else "the text on which it is reported"

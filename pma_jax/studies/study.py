@@ -165,26 +165,29 @@ class Study:
         """Return the merge of a trunk's newest snapshots at unit `at`, as a snapshot that a fork can start from."""
         return run_cache.get_or_merge(run, cell, at * self.unit_tokens(run))
 
-    def losses(self, run: Run, cells: Iterable[Cell], ends: Sequence[int]) -> dict[tuple[Cell, int], float]:
-        """Return the loss of each merge at each end (in units), on the part `report` of the held-out text.
+    def losses(
+        self, run: Run, cells: Iterable[Cell], ends: Sequence[int], part: str = REPORT
+    ) -> dict[tuple[Cell, int], float]:
+        """Return the loss of each merge at each end (in units), on a part of the held-out text.
 
-        Merges that need more snapshots than exist at an end are left out.
+        Merges that need more snapshots than exist at an end are left out. Choose the best on the part `select`, and
+        publish its loss on the part `report`.
         """
         tokens = [end * self.unit_tokens(run) for end in ends]
-        losses = evaluate_along_run(run, cells, tokens, REPORT, self.evaluation_config(run))
+        losses = evaluate_along_run(run, cells, tokens, part, self.evaluation_config(run))
         return {(cell, at // self.unit_tokens(run)): evaluated.loss for (cell, at), evaluated in losses.items()}
 
-    def loss(self, run: Run, cell: Cell = RAW, end: int | None = None) -> float:
+    def loss(self, run: Run, cell: Cell = RAW, end: int | None = None, part: str = REPORT) -> float:
         """Return the held-out loss of a merge at unit `end`; by default, of the newest snapshot without merging.
 
         Raises:
             KeyError: There are too few snapshots for the merge.
         """
         end = run.config.training.total_tokens // self.unit_tokens(run) if end is None else end
-        return self.losses(run, [cell], [end])[cell, end]
+        return self.losses(run, [cell], [end], part)[cell, end]
 
     def losses_over_seeds(
-        self, get_run: Callable[[int], Run], cells: Iterable[Cell], ends: Sequence[int]
+        self, get_run: Callable[[int], Run], cells: Iterable[Cell], ends: Sequence[int], part: str = REPORT
     ) -> dict[str, dict[str, list[float]]]:
         """Evaluate the run of every seed, and return the losses in the layout of results.json.
 
@@ -193,7 +196,7 @@ class Study:
             some seed has at an end are left out there.
         """
         cells = list(cells)
-        each = [self.losses(get_run(seed), cells, ends) for seed in self.seeds]
+        each = [self.losses(get_run(seed), cells, ends, part) for seed in self.seeds]
         results: dict[str, dict[str, list[float]]] = {}
         for cell in cells:
             at = {str(end): [x[cell, end] for x in each] for end in ends if all((cell, end) in x for x in each)}

@@ -57,7 +57,7 @@ def fork(
     metadata = {}
     if not is_run(folder):
         restore.read_array_metadata(saved.path)  # raises if Orbax cannot read the state, before anything is written
-        metadata = prepare_inputs(config, is_new=True)[1]
+        metadata = prepare_inputs(config, is_new=config.evaluation != source.config.evaluation)[1]
 
     def create() -> Run:
         with lock.hold(folder) if hosts.is_first_process() else contextlib.nullcontext():

@@ -46,8 +46,8 @@ def prepare_inputs(config: Config, is_new: bool) -> tuple[TokenSet, dict[str, An
 
     Args:
         config: The run's configuration.
-        is_new: Whether the run is to be created. A run that exists may be of a version that evaluated on more text than
-            a part has.
+        is_new: Whether the configuration is new. A run that exists, and its forks, may have the configuration of an
+            early version, which evaluated on more text than a part has.
 
     Returns:
         The tokens, and the contents of run.json (see `run_metadata`).

@@ -466,7 +466,8 @@ def test_evaluate_compares_models_on_the_same_documents(pma, finished):
     difference = (two - one).sum() / counts.sum()
     assert rows[1]["difference"] == pytest.approx(difference, rel=1e-5)
     assert rows[1]["difference"] == pytest.approx(rows[1]["loss"] - rows[0]["loss"], abs=1e-6)
-    spread = np.std(two - one - difference * counts, ddof=1) * math.sqrt(len(counts)) / counts.sum()
+    without = ((two - one).sum() - (two - one)) / (counts.sum() - counts)
+    spread = math.sqrt((len(counts) - 1) * np.var(without))
     assert rows[1]["difference_standard_error"] == pytest.approx(spread, rel=1e-4)
     table = pma("evaluate", *paths)[1]
     assert f"{difference:+.4f} ± {spread:.4f}" in table and "minus the first" in table

@@ -4,17 +4,20 @@ import math
 import shutil
 
 import jax
+import numpy as np
 import pytest
 import tiny
 
-from pma_jax.data.sampling import SELECT, HeldOutLoss
+from pma_jax.data.sampling import SELECT, estimate
 from pma_jax.evaluation import merges
 from pma_jax.evaluation import sweep as sweeping
+from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.evaluation.sweep import Cell, sweep
 from pma_jax.evaluation.trajectory import evaluate_along_run
 from pma_jax.merging import recipes
 from pma_jax.runs import restore
 from pma_jax.runs.directory import open_run
+from pma_jax.runtime.mesh import make_mesh
 
 RECIPES = ["sma", "wma", "ema:alpha=0.2", "lagfree:lag=0.5", "lagfree"]
 
@@ -70,7 +73,20 @@ def test_each_snapshot_is_read_once(copy, reads):
     assert reads == [str(s.path) for s in copy.snapshots[1:]]
     reads.clear()
     sweep(copy, ["sma", "wma"], [2, 3], kind="block_mean")
-    assert reads == [str(s.path) for s in copy.of_kind("block_mean")[-3:]], "the raw loss is known"
+    assert reads == [str(s.path) for s in (*copy.of_kind("block_mean")[-3:], copy.snapshots[-1])]
+
+
+def test_differences_from_the_raw_loss_have_standard_errors_over_documents(copy):
+    first, second = (sweep(copy, ["sma"], [3], kind=kind)["rows"][-1] for kind in ("point", "block_mean"))
+    evaluator = make_evaluator(copy.config, make_mesh(copy.config.mesh), SELECT)
+    raw_D, counts_D = evaluator.sum_by_document(tiny.read(copy.snapshots[-1])), evaluator.sample.counts_D
+    for row, snapshots in ((first, copy.snapshots), (second, copy.of_kind("block_mean"))):
+        models = [tiny.read(s) for s in snapshots[-3:]]
+        merged_D = evaluator.sum_by_document(jax.tree.map(lambda *leaves: sum(leaves) / 3, *models))
+        expected = estimate(merged_D - raw_D, counts_D)
+        assert row["difference"] == pytest.approx(expected.loss, rel=1e-4)
+        assert row["difference_standard_error"] == pytest.approx(expected.standard_error, rel=1e-3)
+        assert row["difference_standard_error"] < row["standard_error"], "the same documents are difficult for both"
 
 
 def test_raw_loss_is_that_of_the_newest_point_when_only_block_means_are_merged(copy, reads):
@@ -81,7 +97,8 @@ def test_raw_loss_is_that_of_the_newest_point_when_only_block_means_are_merged(c
 
 def test_raw_loss_is_unknown_without_points(copy):
     shutil.rmtree(copy.path / "snapshots")
-    assert sweep(copy, ["sma"], [2], kind="block_mean")["raw_loss"] is None
+    result = sweep(copy, ["sma"], [2], kind="block_mean")
+    assert result["raw_loss"] is None and result["rows"][0]["difference"] is None
 
 
 def test_sweep_extends_the_previous_one_and_recomputes_nothing(copy, reads):
@@ -96,7 +113,8 @@ def test_sweep_extends_the_previous_one_and_recomputes_nothing(copy, reads):
 
 
 def test_losses_that_are_not_finite_are_cached(copy, monkeypatch):
-    monkeypatch.setattr(merges, "make_evaluator", lambda *_: lambda params: HeldOutLoss(math.nan, math.nan))
+    evaluator = tiny.FakeEvaluator(lambda params: np.full(2, math.nan))
+    monkeypatch.setattr(merges, "make_evaluator", lambda *_: evaluator)
     sweep(copy, ["sma"], [2])
     assert all(map(math.isnan, by_text(sweep(copy, ["sma", "wma"], [2])).values()))
     evaluate_along_run(copy, [Cell("sma", 2)], [tiny.HORIZON], SELECT)

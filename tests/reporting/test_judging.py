@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 
+from pma_jax.config import resolve
 from pma_jax.data.sampling import REPORT, SELECT, HeldOutLoss
 from pma_jax.evaluation import trajectory
 from pma_jax.evaluation.held_out import read_sample_of_run
@@ -17,6 +18,7 @@ from pma_jax.reporting import judging
 from pma_jax.reporting.report import build_report, format_report, write_report
 from pma_jax.runs.directory import open_run
 from pma_jax.runs.snapshots import read_snapshot
+from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 
 DECAY = {"decay": "linear", "decay_start_tokens": 2048}
@@ -155,14 +157,17 @@ def test_run_of_an_earlier_version_that_evaluated_more_than_a_part_resumes(copy,
     )
     texts = {r["tokens"]: r.get("text") for r in run.metrics if r["kind"] == "evaluation"}
     assert [texts[s.tokens] for s in run.snapshots] == [None] * 4 + [text.digest] * 2
+    config = resolve(run.config, ["schedule.decay=linear", "schedule.decay_start_tokens=4096"])
+    forked = train(config, fork(run, 4096, config, copy.path.parent / "fork").path)
     sweep(run, ["sma"], [3])
-    report = build_report(run, [])
+    report = build_report(run, [forked])
+    assert [annealed["run"] for annealed in report["annealed_runs"]] == ["fork"]
     assert [tokens for tokens, _ in report["curves"]["raw"]] == [s.tokens for s in run.snapshots]
     assert [tokens for tokens, _ in report["curves"]["previews"]["sma:3"]] == [3072, 4096, 5120, 6144]
     # Without the newest snapshot, the marks of one text remain, and the others are told.
     shutil.rmtree(run.snapshots[-1].path)
-    report = build_report(open_run(run.path), [])
-    assert [tokens for tokens, _ in report["curves"]["raw"]] == [5120, 6144]
+    report = build_report(open_run(run.path), [forked])
+    assert [tokens for tokens, _ in report["curves"]["raw"]] == [5120, 6144] and report["held_out"] is None
     note = f"marks are left out: their held-out text is 01d, that of the newest is {text.digest}"
     assert any(note in line for line in report["notes"])
 
