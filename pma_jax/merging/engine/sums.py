@@ -23,10 +23,6 @@ _HUGE_PAGE_BYTES = 2**21
 _SAMPLE_ELEMENTS = 2**12
 # With several rows, a strip of each source and of one row's sum fits into the second-level cache.
 _STRIP_ELEMENTS = 2**13
-# The last source is added, and the means compared with the newest values, this many at a time, to stay in cache. Means
-# that may be copies are then looked for in groups.
-_FINISHED_ELEMENTS = 2**15
-_GROUP_ELEMENTS = 2**10
 
 
 class Scratch(NamedTuple):
@@ -73,9 +69,8 @@ def scratch_bytes(rows: int, sources: int, block_elements: int, dtypes: set[str]
 
 
 def _buffer_bytes(block_elements: int, dtypes: set[str]) -> int:
-    # Complete groups, and 64 more bytes, so that the same element of two buffers is not in the same set of a cache.
-    elements = -(-block_elements // _GROUP_ELEMENTS) * _GROUP_ELEMENTS
-    return max(4, *map(ITEM_BYTES.__getitem__, dtypes)) * elements + 64
+    # 64 more bytes, so that the same element of two buffers is not in the same set of a cache.
+    return max(4, *map(ITEM_BYTES.__getitem__, dtypes)) * block_elements + 64
 
 
 def accumulation_dtype(dtype: str) -> str:
@@ -146,15 +141,12 @@ def add_block(
         ulps: For each row, the result of `rounding.ulps_of_copies` for the leaf.
     """
     wide = _widen(raw, dtype, scratch.wide)
-    complete = [row for row, last in enumerate(weights.last) if last == source]
-    smallest = _new_distances(totals)
-    for strip in _strips(totals, _FINISHED_ELEMENTS if complete else None):
+    for strip in _strips(totals):
         _add_source(scratch, totals[:, strip], wide[strip], weights, source)
-        for row in complete:
-            _divide(totals[row, strip], weights, row)
-            _compare(scratch, totals[row], wide, strip, weights, row, ulps[row], smallest[row])
-    for row in complete:
-        _take_copied_values(totals[row], wide, weights, row, ulps[row], smallest[row])
+    for row, last in enumerate(weights.last):
+        if last == source:
+            _divide(totals[row], weights, row)
+            _take_copied_values(scratch, totals[row], wide, weights, row, ulps[row])
 
 
 def stage_block(scratch: Scratch, raw: np.ndarray, dtype: str, source: int) -> None:
@@ -170,7 +162,6 @@ def combine_staged(scratch: Scratch, totals: np.ndarray, weights: RowFactors, ul
     staged = scratch.stack[:, : totals[0].nbytes].view(totals.dtype)
     multipliers = weights.multipliers.astype(totals.dtype)
     is_exact = _einsum_rounds_products()
-    smallest = _new_distances(totals)
     for strip in _strips(totals):
         part = totals[:, strip]
         # Takes a third of the time of one NumPy call per row and source.
@@ -179,11 +170,10 @@ def combine_staged(scratch: Scratch, totals: np.ndarray, weights: RowFactors, ul
         if not is_exact or not part.all():
             for source, wide in enumerate(staged[:, strip]):
                 _add_source(scratch, part, wide, weights, source)
-        for row, last in enumerate(weights.last):
-            _divide(part[row], weights, row)
-            _compare(scratch, totals[row], staged[last], strip, weights, row, ulps[row], smallest[row])
+        for row, total in enumerate(part):
+            _divide(total, weights, row)
     for row, last in enumerate(weights.last):
-        _take_copied_values(totals[row], staged[last], weights, row, ulps[row], smallest[row])
+        _take_copied_values(scratch, totals[row], staged[last], weights, row, ulps[row])
 
 
 @functools.cache
@@ -194,10 +184,10 @@ def _einsum_rounds_products() -> bool:
     return not np.einsum("rk,kn->rn", np.array([[1, x]], np.float32), terms).any()
 
 
-def _strips(totals: np.ndarray, step: int | None = None) -> list[slice]:
+def _strips(totals: np.ndarray) -> list[slice]:
     """Return slices that cover the last axis of `totals` [R, elements]; of several rows, strips that stay in cache."""
     elements = totals.shape[-1]
-    step = step or (_STRIP_ELEMENTS if len(totals) > 1 else max(elements, 1))
+    step = _STRIP_ELEMENTS if len(totals) > 1 else max(elements, 1)
     return [slice(start, min(start + step, elements)) for start in range(0, elements, step)]
 
 
@@ -223,86 +213,34 @@ def _divide(total: np.ndarray, weights: RowFactors, row: int) -> None:
         np.divide(total, total.dtype.type(weights.divisors[row]), out=total)
 
 
-def _new_distances(totals: np.ndarray) -> np.ndarray:
-    """Allocate, for the sums [R, elements], an unsigned integer [R, groups] per row and group of elements."""
-    return np.empty((len(totals), -(-totals.shape[1] // _GROUP_ELEMENTS)), f"u{totals.itemsize}")
-
-
-def _compare(
-    scratch: Scratch,
-    means: np.ndarray,
-    newest: np.ndarray,
-    strip: slice,
-    weights: RowFactors,
-    row: int,
-    ulps: int,
-    smallest: np.ndarray,
+def _take_copied_values(
+    scratch: Scratch, means: np.ndarray, newest: np.ndarray, weights: RowFactors, row: int, ulps: int
 ) -> None:
-    """Find the smallest distance of the means from the newest values in each group of a strip, while it is in cache.
+    """Where a mean is the mean of copies of the newest value, replace it by that value (see `rounding`).
 
     Args:
         scratch: The buffers; `rounded` is overwritten.
         means: [elements]; the means of row number `row`.
         newest: [elements]; the values of its newest source, in the accumulation dtype.
-        strip: The range of elements to compare; it starts with a group.
-        weights: Multipliers and divisors of the rows.
-        row: The row's number.
-        ulps: The result of `rounding.ulps_of_copies` for the row and the leaf; if it is 0, nothing is compared.
-        smallest: [groups]; the groups of the strip are overwritten.
-    """
-    if not ulps:
-        return
-    mean_bits, newest_bits = means[strip].view(smallest.dtype), newest[strip].view(smallest.dtype)
-    groups = smallest[strip.start // _GROUP_ELEMENTS : -(-strip.stop // _GROUP_ELEMENTS)]
-    buffer = scratch.rounded[: len(groups) * _GROUP_ELEMENTS * means.itemsize].view(smallest.dtype)
-    buffer[len(mean_bits) :] = np.iinfo(smallest.dtype).max
-    is_signed = bool(weights.has_negative[row])
-    _measure_distances(mean_bits, newest_bits, _limit(ulps, smallest), is_signed, buffer[: len(mean_bits)])
-    np.minimum.reduce(buffer.reshape(len(groups), -1), axis=1, out=groups)
-
-
-def _limit(ulps: int, distances: np.ndarray) -> np.unsignedinteger:
-    """Return a number of ulps as a scalar of the distances' dtype; of many, a number that no distance exceeds."""
-    bits = 8 * distances.itemsize
-    return distances.dtype.type(ulps if ulps < 2 ** (bits - 9) else 2 ** (bits - 1) - 1)
-
-
-def _measure_distances(
-    mean_bits: np.ndarray, newest_bits: np.ndarray, limit: np.unsignedinteger, is_signed: bool, out: np.ndarray
-) -> np.ndarray:
-    """Write numbers to `out`, and return it, that are at most 2 * `limit` where values are within `limit` ulps."""
-    # Numbers of one sign are ordered as their bits are, so the difference of the bits counts ulps.
-    np.subtract(mean_bits, newest_bits, out=out)
-    np.add(out, limit, out=out)
-    if is_signed:  # with a negative multiplier, the mean of copies of a tiny value may have another sign
-        np.minimum(out, np.left_shift(newest_bits, out.dtype.type(1)), out=out)
-    return out
-
-
-def _take_copied_values(
-    means: np.ndarray, newest: np.ndarray, weights: RowFactors, row: int, ulps: int, smallest: np.ndarray
-) -> None:
-    """Where a mean is the mean of copies of the newest value, replace it by that value (see `rounding`).
-
-    Args:
-        means: [elements]; the means of row number `row`.
-        newest: [elements]; the values of its newest source, in the accumulation dtype.
         weights: Multipliers and divisors of the rows.
         row: The row's number.
         ulps: The result of `rounding.ulps_of_copies` for the row and the leaf. Only means this close to the newest
-            value can be those of its copies.
-        smallest: The smallest distance in each group, from `_compare`: few groups have a mean that is near.
+            value can be those of its copies; if it is 0, nothing is compared.
     """
     if not ulps:
         return
-    limit = _limit(ulps, smallest)
-    groups = np.flatnonzero(smallest <= 2 * limit)
-    near = (groups[:, None] * _GROUP_ELEMENTS + np.arange(_GROUP_ELEMENTS)).ravel()
-    near = near[near < len(means)]
-    mean_bits, newest_bits = means[near].view(smallest.dtype), newest[near].view(smallest.dtype)
-    is_signed = bool(weights.has_negative[row])
-    distances = _measure_distances(mean_bits, newest_bits, limit, is_signed, np.empty_like(mean_bits))
-    near = near[(distances <= 2 * limit) & (mean_bits != newest_bits)]
+    bits = np.dtype(f"u{means.itemsize}")
+    mean_bits, newest_bits = means.view(bits), newest.view(bits)
+    # With very large weights, every value is near.
+    limit = bits.type(min(ulps, 2 ** (8 * bits.itemsize - 1)))
+    twice = bits.type(min(2 * ulps, 2 ** (8 * bits.itemsize) - 1))
+    # Numbers of one sign are ordered as their bits are, so the difference of the bits counts ulps.
+    distances = np.subtract(mean_bits, newest_bits, out=scratch.rounded[: means.nbytes].view(bits))
+    np.add(distances, limit, out=distances)
+    if weights.has_negative[row]:  # the mean of copies of a tiny value may have another sign
+        np.minimum(distances, np.left_shift(newest_bits, bits.type(1)), out=distances)
+    near = np.flatnonzero(distances <= twice)
+    near = near[mean_bits[near] != newest_bits[near]]
     if not near.size:
         return
     copied = newest[near]
@@ -311,7 +249,7 @@ def _take_copied_values(
     for multiplier in multipliers[1:]:
         mean += copied * multiplier
     mean /= means.dtype.type(weights.divisors[row])
-    equal = (mean.view(smallest.dtype) == means[near].view(smallest.dtype)) & np.isfinite(mean)
+    equal = (mean.view(bits) == mean_bits[near]) & np.isfinite(mean)
     means[near[equal]] = copied[equal]
 
 
