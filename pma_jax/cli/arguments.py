@@ -17,6 +17,7 @@ from pma_jax.cli import verbs
 from pma_jax.config import SNAPSHOT_KINDS
 
 _TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_OUTPUT_DTYPES = ("keep", "float32", "bfloat16", "float16")
 CONFIG_HELP = "a .py file with get_config(), or the name of a shipped configuration such as demo"
 
 
@@ -138,8 +139,9 @@ def _add_merge_verb(subparsers: Any) -> None:
     verb.add_argument("--tokens-per-step", type=_positive_tokens, metavar="T", help="to compute tokens from steps")
     verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots to merge, if a run is given")
     verb.add_argument("--subtree", help="path of the parameters in an Orbax tree, such as params or target/model")
-    dtypes = ("keep", "float32", "bfloat16", "float16")
-    verb.add_argument("--dtype", default="keep", choices=dtypes, help="dtype of the output's floating-point leaves")
+    verb.add_argument(
+        "--dtype", default="keep", choices=_OUTPUT_DTYPES, help="dtype of the output's floating-point leaves"
+    )
     verb.add_argument(
         "--integers",
         default="equal",
@@ -203,7 +205,7 @@ def _add_conversion_verbs(subparsers: Any) -> None:
     verb = _add_verb(subparsers, verbs.export, json=True)
     verb.add_argument("snapshot", help="a snapshot of any kind, a merge, an imported model, or a run (its newest)")
     verb.add_argument("--out", required=True, help="the directory to write; must not exist")
-    verb.add_argument("--dtype", default="keep", choices=("keep", "float32", "bfloat16"), help="dtype of the output")
+    verb.add_argument("--dtype", default="keep", choices=_OUTPUT_DTYPES, help="dtype of the output")
     verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="largest file (default 5GB)")
     verb.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the run's")
 

@@ -21,6 +21,7 @@ from pma_jax.config import Config
 from pma_jax.config.errors import UserError
 from pma_jax.interop import hf_config, hf_tokenizer
 from pma_jax.interop.hf_weights import (
+    DTYPES,
     LeafMapping,
     check_leaves,
     drop_redundant_tensors,
@@ -138,7 +139,7 @@ def export_snapshot(
         snapshot: A snapshot of a run (of a single step, or the mean over a block of steps), a merge or an imported
             model. For the directory of a run, its newest snapshot is exported.
         out: The directory to write; must not exist.
-        dtype: Dtype of the tensors: "keep" (the dtype in the snapshot), "float32" or "bfloat16".
+        dtype: Dtype of the tensors: "keep" (the dtype in the snapshot), "float32", "bfloat16" or "float16".
         shard_bytes: Maximum bytes of tensors in one file.
         tokenizer: A tokenizer.json to export instead of the tokenizer of the run.
         progress: Called with (bytes read so far, bytes to read).
@@ -148,7 +149,8 @@ def export_snapshot(
 
     Raises:
         UserError: `snapshot` is not a snapshot of pma_jax; transformers has no such model; a leaf is missing,
-            unexpected or of another shape; or `out` exists. The message is one line, and nothing is written.
+            unexpected or of another shape; a value overflows `dtype`; or `out` exists. The message is one line, and
+            nothing is written.
     """
     source, metadata = _open_snapshot(snapshot)
     config = configuration.resolve(metadata["config"])
@@ -210,7 +212,11 @@ def _tensor_writes(
     """Read and convert the slices of each leaf of `source`, each of which is exported as one tensor."""
     for mapping in mappings:
         for name, part in zip(mapping.tensor_names, _read_slices(source, mapping), strict=True):
-            tensor = mapping.to_tensor(part, numpy_dtype(tensors[name].dtype))
+            dtype = tensors[name].dtype
+            with np.errstate(over="ignore"):
+                tensor = mapping.to_tensor(part, numpy_dtype(dtype))
+            if dtype != source.leaves[mapping.leaf_name].dtype and not np.isfinite(tensor).all():
+                raise UserError(f"{source.origin}: {name} has values that overflow {dtype}: use --dtype keep")
             yield _TensorWrite(name, 0, tensor, part.nbytes)
 
 
@@ -231,8 +237,8 @@ def _read_slices(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.
 
 def _tensor_infos(source: CheckpointSource, mappings: list[LeafMapping], dtype: str) -> dict[str, LeafInfo]:
     """Return the shape and dtype of each tensor to export; `dtype` is "keep" or the dtype of all of them."""
-    if dtype not in ("keep", "float32", "bfloat16"):
-        raise UserError(f"the dtype {dtype!r} is not one of keep, float32, bfloat16")
+    if dtype not in ("keep", *DTYPES):
+        raise UserError(f"the dtype {dtype!r} is not one of keep, {', '.join(DTYPES)}")
     tensors = {}
     for mapping in mappings:
         stored = source.leaves[mapping.leaf_name].dtype

@@ -116,12 +116,22 @@ def test_import_then_export_is_bitwise(tmp_path, kind):
     tiny.assert_equal(tiny.read(read_snapshot(tmp_path / "again")), params)
 
 
-def test_bfloat16_is_rounded_to_nearest_even(tmp_path):
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)])
+def test_values_are_rounded_to_nearest_even(tmp_path, dtype, expected):
     params = write_pma_snapshot(tmp_path / "ours", config("qwen3"))
-    hf.export_snapshot(tmp_path / "ours", tmp_path / "theirs", dtype="bfloat16")
+    assert main(["export", str(tmp_path / "ours"), "--dtype", dtype, "--out", str(tmp_path / "theirs")]) == 0
     written = read_hf_tensors(tmp_path / "theirs")["model.embed_tokens.weight"]
-    np.testing.assert_array_equal(written, params["embedding_VxD"].astype(ml_dtypes.bfloat16))
-    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    np.testing.assert_array_equal(written, params["embedding_VxD"].astype(expected))
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["torch_dtype"] == dtype
+
+
+def test_values_that_overflow_are_refused(tmp_path):
+    def enlarge(params):
+        params["embedding_VxD"][3, 2] = 65_520  # rounds to infinity in float16
+
+    write_pma_snapshot(tmp_path / "ours", config("qwen3"), change=enlarge)
+    message = "model.embed_tokens.weight has values that overflow float16"
+    assert_refused(tmp_path / "theirs", message, hf.export_snapshot, tmp_path / "ours", dtype="float16")
 
 
 # --- What is exported and imported ------------------------------------------------------------------------------------
