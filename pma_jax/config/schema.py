@@ -110,7 +110,7 @@ class ModelConfig:
     qk_norm: bool = False  # normalise queries and keys by RMSNorm, with a learned scale per dim of the head
     tie_embeddings: bool = False  # use the transposed embedding as output projection
     # Sliding window: number of positions that a token attends to, including its own; 0: full causal attention.
-    attention_window_tokens: TokenCount = 0
+    attention_window_tokens: Annotated[int, Range(0, 2**31 - 1)] = 0
     # Id of the token that ends a document, so that tokens attend only to tokens of their own document; -1: attend
     # across document boundaries.
     separator_token: Annotated[int, Range(-1, 2**24)] = -1

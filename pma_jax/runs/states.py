@@ -13,7 +13,7 @@ from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
 from pma_jax.runtime import hosts
 from pma_jax.storage import atomic
-from pma_jax.storage.paths import exists, is_bucket
+from pma_jax.storage.paths import exists, is_bucket, name_file
 
 STATES = "states"  # subdirectory of a run directory
 
@@ -79,6 +79,21 @@ def save_state(writer: StepWriter, state: Any, progress: Progress) -> None:
     writer.save(progress.step, items, dataclasses.asdict(progress) | integrity.digests_as_metadata(items))
 
 
+def check_fits(saved: SavedState, abstract: Any) -> None:
+    """Check that a state has the leaves of `abstract` outside the optional fields, without reading its arrays.
+
+    Raises:
+        UserError: Leaves are missing, unexpected or of another shape.
+        DamageError: The metadata are missing or cannot be parsed.
+        StorageError: The metadata cannot be read.
+    """
+    required = dataclasses.replace(abstract, **dict.fromkeys(_optional_fields(abstract)))
+    differences = restore.shape_differences(restore.read_array_metadata(saved.path).get("state", {}), required)
+    if differences:
+        listed = "; ".join(differences[:10])
+        raise UserError(f"{saved.path} does not fit the configuration: {len(differences)} leaves differ: {listed}")
+
+
 def restore_state(saved: SavedState, abstract: Any) -> Any:
     """Restore a training state with the shapes, dtypes and shardings of `abstract`.
 
@@ -138,4 +153,5 @@ def _copy_tree(source: epath.Path, target: epath.Path, copy_last: str = "", over
         if item.is_dir():
             _copy_tree(item, target / item.name, copy_last, overwrite)
         else:
-            item.copy(target / item.name, overwrite=overwrite)
+            with name_file(target / item.name):
+                item.copy(target / item.name, overwrite=overwrite)

@@ -7,7 +7,7 @@ from etils import epath
 
 from pma_jax.config import Config
 from pma_jax.config.errors import UserError
-from pma_jax.runs import lock, restore, states
+from pma_jax.runs import lock, states
 from pma_jax.runs.directory import Run, create_run, is_run, open_run
 from pma_jax.runs.states import SavedState
 from pma_jax.runtime import hosts
@@ -15,6 +15,7 @@ from pma_jax.runtime.mesh import check_mesh, make_mesh
 from pma_jax.storage.paths import absolute_path
 from pma_jax.training.initial_state import find_compatible_snapshot
 from pma_jax.training.resume import prepare_inputs
+from pma_jax.training.state import abstract_state
 
 
 def fork(
@@ -42,7 +43,8 @@ def fork(
             mesh, `weights` does not hold parameters of this model, or `workdir` holds a different run.
     """
     # The mesh comes first: listing the states initializes the JAX backend, after which the device count is fixed.
-    check_mesh(config, make_mesh(config.mesh))
+    mesh = make_mesh(config.mesh)
+    check_mesh(config, mesh)
     saved, folder = state_at(source, at_tokens), absolute_path(workdir)
     origin: dict[str, Any] = {"path": str(source.path), "tokens": saved.tokens, "step": saved.step}
     if weights is not None:
@@ -56,7 +58,7 @@ def fork(
 
     metadata = {}
     if not is_run(folder):
-        restore.read_array_metadata(saved.path)  # raises if Orbax cannot read the state, before anything is written
+        states.check_fits(saved, abstract_state(config, mesh))  # before anything is written
         metadata = prepare_inputs(config, is_new=config.evaluation != source.config.evaluation)[1]
 
     def create() -> Run:

@@ -375,6 +375,7 @@ def test_every_key_refuses_other_types_in_one_short_line(value):
         ({"spikes": {"patience_tokens": 10**16}}, "spikes.patience_tokens in steps"),
         ({"model": {"width": 2**24, "layers": 10**6}}, "the parameters of model"),
         ({"mesh": {"data": 2**20, "fsdp": 2}}, "the devices of the axes of mesh"),
+        ({"model": {"attention_window_tokens": 99999999999}}, "must be from 0 to 2,147,483,647"),
         ({"mesh": {"data": 0}}, "mesh.data must be 1 or more"),
         ({"mesh": {"cpu_devices": 100_000}}, "from 0 to 1,024"),
         ({"data": {"files": ("",)}}, "must not be empty"),

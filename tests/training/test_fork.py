@@ -1,11 +1,13 @@
 import dataclasses
+import errno
 import shutil
 from pathlib import Path
 
 import pytest
 import tiny
 
-from pma_jax.config import resolve
+from pma_jax.config import ModelConfig, resolve
+from pma_jax.config.errors import UserError
 from pma_jax.runs import snapshots, states
 from pma_jax.runs.directory import open_run
 from pma_jax.runs.states import Progress
@@ -113,6 +115,26 @@ def test_fork_past_its_horizon_is_refused(finished, tmp_path):
     with pytest.raises(ValueError, match=r"nothing is left to train at 6,144 of 6,144"):
         fork(finished, tiny.HORIZON, finished.config, tmp_path / "fork")
     assert not (tmp_path / "fork").exists()
+
+
+def test_fork_of_another_model_is_refused_before_anything_is_written(finished, tmp_path):
+    """Also if config.json lacks the model, so that it has the default one."""
+    with pytest.raises(UserError, match=r"does not fit the configuration: \d+ leaves differ: .*48"):
+        fork(finished, FORK, resolve(finished.config, ["model.hidden=48"]), tmp_path / "fork")
+    with pytest.raises(UserError, match=r"does not fit the configuration: \d+ leaves differ: "):
+        fork(finished, FORK, dataclasses.replace(finished.config, model=ModelConfig()), tmp_path / "fork")
+    assert not (tmp_path / "fork").exists()
+
+
+def test_failed_copy_of_a_state_names_the_file_and_the_same_command_goes_on(finished, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOMEM, "injected")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match=r"states/.*/"):
+        patched.setattr(shutil, "_USE_CP_SENDFILE", False)
+        patched.setattr(shutil, "copyfileobj", fail)  # a write of shutil names no file
+        fork(finished, FORK, finished.config, tmp_path / "fork")
+    assert fork(finished, FORK, finished.config, tmp_path / "fork").states[0].tokens == FORK
 
 
 def test_fork_may_raise_the_horizon(finished, tmp_path):
