@@ -202,7 +202,8 @@ class Recorder:
         if isinstance(path, int):
             return
         text = os.path.abspath(os.fsdecode(path))
-        if not text.startswith(self._root):
+        # The root itself is only flushed: its own name lasts.
+        if not text.startswith(self._root) and (event != "fsync" or f"{text}/" != self._root):
             return
         self._inside.is_set = True
         try:
@@ -225,8 +226,10 @@ class Recorder:
             entry["source"] = os.path.abspath(os.fsdecode(values[0]))
         if event == "fsync":
             entry["size"] = os.fstat(values[1]).st_size
-        if event == "open":
+        if event in ("open", "os.mkdir"):  # mkdir of a directory that exists changes nothing
             entry["existed"] = os.path.exists(path)
+        if event == "open":
+            entry["size"] = 0 if _is_emptied(values) or not entry["existed"] else Path(path).stat().st_size
         if event in ("os.rename", "os.remove") and os.path.isfile(path):
             copy = f"{self._journal}.{time.monotonic_ns()}"
             os.link(path, copy)
@@ -242,6 +245,12 @@ def phase_of(event: str, path: str) -> str:
         if match := re.search(expression, path):
             return f"{ACTIONS[event]} {match.expand(part)}"
     return f"{ACTIONS[event]} other"
+
+
+def _is_emptied(values: tuple[Any, ...]) -> bool:
+    """Return whether the `open` event empties its file."""
+    _, mode, flags = values
+    return "w" in mode if isinstance(mode, str) else bool(flags & os.O_TRUNC)
 
 
 def _is_written(values: tuple[Any, ...]) -> bool:

@@ -64,6 +64,7 @@ def durable_steps(entries: list[dict[str, Any]]) -> set[Path]:
                     durable.add(step)
         elif entry["event"] == "os.remove" and path.name == "commit_success.txt":
             durable.discard(path.parent)
+            flushed.pop(path.parent, None)
     return durable
 
 
@@ -77,7 +78,8 @@ def lost_operations(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for index, entry in enumerate(entries):
         if entry["event"] == "fsync":
             continue
-        path, flushed_size, renames = entry["path"], 0, []
+        # What a file held before it was opened is lost only if the entries of its earlier writes are.
+        path, flushed_size, renames = entry["path"], entry.get("size", 0), []
         unflushed = {Path(path).parent for path in (entry["path"], entry.get("source", entry["path"]))}
         for later_index, later in enumerate(entries[index + 1 :], start=index + 1):
             if later["event"] == "os.rename":
