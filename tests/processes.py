@@ -10,6 +10,12 @@ import time
 from pathlib import Path
 
 HEARTBEAT_SECONDS = 10
+# Gloo writes lines about its connections to file descriptor 1, in pieces: as in `pma`, they go to standard error.
+_OWN_STANDARD_OUTPUT = """
+import os, sys
+sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+"""
 
 
 @dataclasses.dataclass
@@ -78,12 +84,11 @@ def start(arguments: list[str], count: int, devices: int = 2) -> Job:
 def pma(arguments: list[str], count: int, devices: int = 2) -> Job:
     """Start `count` processes of `pma` with these arguments and --distributed."""
     main = "import sys; from pma_jax.cli import main; sys.exit(main())"
-    return start(
-        ["-c", main, *arguments, "--distributed", "--heartbeat-seconds", str(HEARTBEAT_SECONDS)], count, devices
-    )
+    heartbeat = [] if "--heartbeat-seconds" in arguments else ["--heartbeat-seconds", HEARTBEAT_SECONDS]
+    return start(["-c", main, *arguments, "--distributed", *heartbeat], count, devices)
 
 
 def script(text: str, arguments: list[str], count: int, devices: int = 2) -> Job:
     """Start `count` processes of a script that first joins the distributed job."""
     joined = f"from pma_jax.runtime import hosts\nhosts.initialize_distributed({HEARTBEAT_SECONDS})\n"
-    return start(["-c", joined + text, *arguments], count, devices)
+    return start(["-c", _OWN_STANDARD_OUTPUT + joined + text, *arguments], count, devices)

@@ -58,7 +58,7 @@ def get_config():
     c.data.update(tokenizer={str(folder / "tokenizer.json")!r}, cache_dir={str(folder / "cache")!r})
     c.model.update(vocabulary_size=16, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, hidden=8)
     c.training.update(sequence_length_tokens={length}, batch_size_sequences={batch})
-    c.evaluation.update(tokens=1000, batch_size_sequences=8)
+    c.evaluation.update(tokens=400, batch_size_sequences=8)
     c.checkpoint.block_every_steps = 1
     c.mesh.cpu_devices = 0  # the tests' JAX has started, with 8
     return c

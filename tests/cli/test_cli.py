@@ -115,7 +115,7 @@ def test_every_verb_has_help_with_an_example(pma, verb):
         ["import", "model"],
         ["import", "model", "--out", "x", "--config.training.seed=1"],
         ["export", "snapshot"],
-        ["export", "snapshot", "--out", "x", "--dtype", "float16"],
+        ["export", "snapshot", "--out", "x", "--dtype", "float8"],
         ["export", "snapshot", "--out", "x", "--shard-size", "large"],
         ["merge", "run", "--out", "x", "--config.training.seed=1", "--config.training.seed=2"],
         ["train", "--config", "demo", "--workdir", "x", "--config.training.seed=1", "--config.training.seed=2"],

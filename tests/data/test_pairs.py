@@ -129,7 +129,9 @@ def test_same_sources_as_text_are_other_tokens(data):
 @pytest.mark.slow
 def test_training_learns_only_the_bodies(data, workspace, tmp_path):
     keys = {f"data__{key}": getattr(data, key) for key in ("source", "files", "cache_dir", "task")}
-    config = tiny.config(workspace, **keys, training__sequence_length_tokens=64, preview__windows=())
+    config = tiny.config(
+        workspace, **keys, training__sequence_length_tokens=64, evaluation__tokens=300, preview__windows=()
+    )
     run = train(config, tmp_path / "run")
     mesh = make_mesh(config.mesh)
     params = tiny.read(run.snapshots[-1])

@@ -136,7 +136,7 @@ def half_way(tmp_path):
     data = data_config(tmp_path, tokenizer="bpe", bpe_vocabulary_size=300)
     child = prepare_in_process(data)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("cache/.*.tmp/train-*.bin")):
+    while not list(tmp_path.glob("cache/.*.tmp/train.bin")):
         assert child.poll() is None and time.monotonic() < deadline, child.stderr.read()
         time.sleep(0.002)
     yield data, child
