@@ -4,6 +4,7 @@ from typing import Any
 
 from etils import epath
 
+from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.config.errors import UserError
 from pma_jax.merging import gather
 from pma_jax.merging.listing import list_checkpoints
@@ -136,10 +137,16 @@ def _run_lines(description: dict[str, Any]) -> list[str]:
         if not steps and kind == "block_means":
             continue
         span = f", {steps[0]['tokens']:,} to {steps[-1]['tokens']:,} tokens" if steps else ""
-        loss = f", newest held-out loss {steps[-1]['loss']:.4f}" if steps and kind != "states" else ""
+        newest = steps[-1].get("loss") if steps else None
+        loss = "" if newest is None else f", newest held-out loss {newest:.4f}"
         lines.append(f"{len(steps)} {kind.replace('_', ' ')}{span}{loss}")
     return lines + [f"{key}: {value}" for key, value in description["facts"].items()]
 
 
 def _list_snapshots(run: Run, kind: str) -> list[dict[str, Any]]:
-    return [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in run.of_kind(kind)]
+    """List the snapshots of one kind, with their losses and the digests of the text of these (None: not recorded)."""
+    record_kind = SNAPSHOT_KINDS[kind].record_kind
+    texts = {record["tokens"]: record.get("text") for record in run.metrics if record["kind"] == record_kind}
+    return [
+        {"step": s.step, "tokens": s.tokens, "loss": s.loss, "text": texts.get(s.tokens)} for s in run.of_kind(kind)
+    ]

@@ -12,7 +12,10 @@ from pma_jax.merging.inspect import format_description, inspect
 def test_inspect_describes_a_run(finished):
     facts = inspect(finished.path)
     assert facts["kind"] == "run"
-    assert facts["snapshots"] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in finished.snapshots]
+    text = finished.metadata["evaluation"]
+    assert facts["snapshots"] == [
+        {"step": s.step, "tokens": s.tokens, "loss": s.loss, "text": text} for s in finished.snapshots
+    ]
     assert [s["step"] for s in facts["states"]] == tiny.STATES
     assert facts["facts"]["corpus"] == finished.metadata["corpus"]
     text = format_description(facts)
