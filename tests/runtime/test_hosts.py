@@ -489,7 +489,8 @@ finish, delay = sums.finish_block, float(sys.argv[1])
 sums.finish_block = lambda *arguments: time.sleep(delay) or finish(*arguments)
 made = plan([open_source(path) for path in sys.argv[3:]], np.array([0.2, 0.3, 0.5]), cores=1)
 with hosts.exit_on_error():
-    merge(made, [sys.argv[2]], share=hosts.process_index_and_count(), barrier=hosts.raise_if_any_failed)
+    identity = hosts.process_index_and_count()
+    merge(made, [sys.argv[2]], process_index_and_count=identity, barrier=hosts.raise_if_any_failed)
 """
 
 
