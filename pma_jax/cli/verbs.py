@@ -52,6 +52,7 @@ def merge(options: argparse.Namespace) -> None:
     """
     from pma_jax.merging import from_storage, gather
     from pma_jax.merging.engine import merge as merging
+    from pma_jax.merging.engine.schedule import peak_resident_bytes
 
     series = gather.select_checkpoints(
         gather.open_checkpoints(
@@ -75,6 +76,7 @@ def merge(options: argparse.Namespace) -> None:
         integers=options.integers,
         format=options.format,
         memory_limit_bytes=options.memory_limit,
+        resident_bytes=peak_resident_bytes,
         shard_bytes=options.shard_size,
     )
     outs = from_storage.output_paths(options.out, recipes)

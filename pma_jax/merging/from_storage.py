@@ -39,7 +39,8 @@ def plan_merge(
     Args:
         series: The checkpoints, oldest first.
         recipe_texts: Recipes, as `recipes.parse` reads them.
-        **options: `dtype`, `integers`, `format`, `memory_limit_bytes` and `shard_bytes` of `engine.plan.plan`.
+        **options: `dtype`, `integers`, `format`, `memory_limit_bytes`, `shard_bytes` and `resident_bytes` of
+            `engine.plan.plan`.
 
     Returns:
         The plan, and the checkpoints that have a nonzero coefficient.
@@ -143,7 +144,7 @@ def format_plan(description: Mapping[str, Any]) -> str:
     read, written, memory = (format_memory_bytes(description[f"{name}_bytes"]) for name in ("read", "write", "memory"))
     lines.append(
         f"{description['leaves']} leaves; reads {read}, writes {written} of {description['format']} "
-        f"(dtype {description['dtype']}), at most {memory} of memory, {description['cores']} cores"
+        f"(dtype {description['dtype']}), about {memory} of memory, {description['cores']} cores"
     )
     lines += [f"would write {out}" for out in description["outs"]]
     return "\n".join(lines)

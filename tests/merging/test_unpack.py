@@ -8,7 +8,9 @@ import sys
 import numpy as np
 import pytest
 import tensorstore as ts
+import zstandard
 
+from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import schedule, units
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.engine.plan import plan
@@ -102,6 +104,80 @@ def test_memory_limit_holds_for_a_leaf_that_is_split_along_its_second_axis(tmp_p
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stderr.split()[-1]) < limit
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 8] = bytes(255 - b for b in data[len(data) // 2 : len(data) // 2 + 8])
+    path.write_bytes(data)
+
+
+def store_larger_chunk(path):
+    path.write_bytes(zstandard.compress(bytes(4 * 20 * 8 + 4)))
+
+
+def store_smaller_chunk(path):
+    path.write_bytes(zstandard.compress(bytes(4 * 20 * 8 - 4)))
+
+
+def append(path):
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+MISSING = r"0/state: 'w': 1 of its 10 chunks are missing, the first is w/c/1/1; the checkpoint is not complete"
+DELETED = r"0/state/w/c/1/1: no such file; was it deleted or moved while it was in use\?"
+SHORT = "0/state/w/c/1/1: a compressed chunk is too short; the file is corrupt"
+LONG = "0/state/w/c/1/1: a compressed chunk is too long; the file is corrupt"
+
+
+@pytest.mark.parametrize(
+    ("damage", "before", "after"),
+    [
+        (os.unlink, MISSING, DELETED),
+        (truncate, SHORT, SHORT),
+        (flip, "0/state/w/c/1/1: a compressed chunk is corrupt: ", "0/state/w/c/1/1: a compressed chunk is corrupt: "),
+        (store_larger_chunk, LONG, LONG),
+        (store_smaller_chunk, SHORT, SHORT),
+        (append, LONG, None),  # only the bytes that the chunk had are read
+    ],
+)
+def test_damaged_chunks_are_refused_and_nothing_is_written(tmp_path, damage, before, after):
+    """`before` and `after` are the messages if a chunk is damaged before and after the checkpoint is opened."""
+    # Values that zstd compresses, and a checksum, so that a changed byte is noticed.
+    x = np.arange(40, dtype=np.float32)[:, None] * np.ones(33, np.float32)
+    checked = {"name": "zstd", "configuration": {"level": 1, "checksum": True}}
+    paths = [write(tmp_path / str(k), x + k, (20, 8), (BYTES, checked)) for k in range(2)]
+    opened = plan([open_source(path) for path in paths], np.array([0.5, 0.5]))
+    assert opened.schedule.unpacked_leaves == {"w"}
+    damage(paths[0] / "state" / "w" / "c" / "1" / "1")
+    with pytest.raises(UserError, match=before) as caught:
+        merge(plan([open_source(path) for path in paths], np.array([0.5, 0.5])), [tmp_path / "out"])
+    assert "\n" not in str(caught.value)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1"}
+    if after:
+        with pytest.raises(UserError, match=after) as caught:
+            merge(opened, [tmp_path / "out"])
+        assert "\n" not in str(caught.value)
+        assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1"}
+
+
+def test_raw_chunk_that_is_cut_short_or_deleted_is_refused(tmp_path):
+    x = np.arange(40 * 33, dtype=np.float32).reshape(40, 33)
+    paths = [write(tmp_path / str(k), x + k, (20, 8), (BYTES,)) for k in range(2)]
+    for damage, message in ((truncate, "a chunk is too short; the file is corrupt"), (os.unlink, "no such file")):
+        made = plan([open_source(path) for path in paths], np.array([0.5, 0.5]))
+        assert made.schedule.unpacked_leaves == {"w"}
+        path = paths[0] / "state" / "w" / "c" / "1" / "1"
+        stored = path.read_bytes()
+        damage(path)
+        with pytest.raises(UserError, match=f"0/state/w/c/1/1: {message}"):
+            merge(made, [tmp_path / "out"])
+        assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1"}
+        path.write_bytes(stored)
 
 
 def test_writes_that_the_system_cuts_short_are_continued(tmp_path, monkeypatch):

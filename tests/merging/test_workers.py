@@ -71,8 +71,10 @@ def test_worker_count_is_bounded_by_bytes_to_read_and_memory(sources, monkeypatc
     made = plan(sources, ROWS[0], cores=64)
     assert (made.schedule.processes, made.schedule.threads) == (5, 1)
     assert plan(sources, ROWS[0], cores=2).schedule.processes == 2
-    few = plan(sources, ROWS[0], cores=64, memory_limit_bytes=made.schedule.memory_bytes // 2)
-    assert 1 <= few.schedule.processes < 5 and few.schedule.memory_bytes <= made.schedule.memory_bytes // 2
+    # An Orbax tree's smallest leaves are decoded by tensorstore, which takes more memory than a process.
+    limit = plan(sources, ROWS[0], cores=1).schedule.memory_bytes
+    few = plan(sources, ROWS[0], cores=64, memory_limit_bytes=limit)
+    assert 1 <= few.schedule.processes < 5 and few.schedule.memory_bytes <= limit < made.schedule.memory_bytes
     assert few.digest == made.digest, "another number of processes resumes the same merge"
 
 

@@ -31,9 +31,9 @@ from pma_jax.merging.engine.schedule import BLOCK_ELEMENTS
 from pma_jax.merging.engine.units import (
     MergeJob,
     merge_decoded_units,
-    merge_sequential_unit,
     merge_unpacked_units,
     new_job,
+    sequential_merger,
 )
 from pma_jax.runtime.failures import is_temporary
 from pma_jax.storage import atomic
@@ -316,8 +316,7 @@ def _merge_units(
             raise
 
     def merge_in_thread() -> None:
-        scratch = job.new_scratch()
-        merge_queued_units(lambda unit_index, unit: merge_sequential_unit(job, unit_index, unit, scratch))
+        merge_queued_units(sequential_merger(job))
 
     def merge_in_worker_process() -> None:
         with workers.start_worker(pickled_job) as merge_unit:

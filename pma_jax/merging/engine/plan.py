@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +96,7 @@ def plan(
     shard_bytes: int = 5 * 10**9,
     metadata: Mapping[str, Any] | None = None,
     cores: int | None = None,
+    resident_bytes: Callable[[], int] | None = None,
 ) -> MergePlan:
     """Validate that the sources can be merged, and plan the merge without writing anything.
 
@@ -111,6 +112,7 @@ def plan(
         shard_bytes: Maximum bytes of leaves per safetensors file.
         metadata: Custom metadata of a merged Orbax checkpoint; if None, tokens and step of the newest source.
         cores: Number of cores to use; if None, all that this process may use.
+        resident_bytes: Returns the memory that the process has taken, if it does nothing but merge; None estimates it.
 
     Raises:
         UserError: There are no sources or their leaves differ, `coefficients` are not one finite number per recipe and
@@ -123,10 +125,7 @@ def plan(
     rows = validate_weights(np.atleast_2d(coefficients), len(sources))
     names = tuple(recipes) if recipes is not None else ("weights",) * len(rows)
     _check_recipes(rows, names)
-    if dtype not in DTYPES:
-        raise UserError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    if integers not in INTEGERS:
-        raise UserError(f"integers={integers!r} is not one of {', '.join(INTEGERS)}")
+    _check_choices(dtype, integers)
     _check_leaves(sources)
     output_format = sources[0].format if format == "keep" else format
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
@@ -134,7 +133,7 @@ def plan(
         progress = {"tokens": sources[-1].tokens, "step": sources[-1].step}
         metadata = {key: value for key, value in progress.items() if value is not None}
     layout = plan_output(sources, leaves, output_format, shard_bytes, dtype, metadata)
-    schedule = make_schedule(sources, len(rows), memory_limit_bytes, cores)
+    schedule = make_schedule(sources, len(rows), memory_limit_bytes, cores, resident_bytes)
     notes = [note for source in sources for note in source.notes]
     if len({source.format for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")
@@ -151,6 +150,13 @@ def _check_recipes(rows: np.ndarray, names: Sequence[str]) -> None:
     for name, row in zip(names, rows, strict=True):
         if not row.any():
             raise UserError(f"every coefficient of {name} is zero")
+
+
+def _check_choices(dtype: str, integers: str) -> None:
+    if dtype not in DTYPES:
+        raise UserError(f"the dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if integers not in INTEGERS:
+        raise UserError(f"integers={integers!r} is not one of {', '.join(INTEGERS)}")
 
 
 def _check_leaves(sources: Sequence[CheckpointSource]) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pma_jax.merging.engine.rounding import RowFactors
-from pma_jax.storage.formats.source import ITEM_BYTES, numpy_dtype
+from pma_jax.storage.formats.source import ITEM_BYTES, SUMMED_DTYPES, numpy_dtype
 
 _BF16_SHIFT = np.uint32(16)
 _UPPER_HALF = np.uint32(0xFFFF0000)
@@ -54,18 +54,27 @@ def new_scratch(rows: int, sources: int, block_elements: int, dtypes: set[str]) 
         dtypes: Dtypes of the sources' leaves. A result has one of them, or at most 4 bytes per element.
     """
     stacked = sources if rows > 1 else 0
-    width = _buffer_bytes(block_elements, dtypes)
+    raw_width, width = _buffer_bytes(block_elements, dtypes), _sum_bytes(block_elements, dtypes)
     # All buffers are in one array that starts at a multiple of the size of a huge page, so that they take few pages.
-    flat = np.zeros((3 + rows + stacked) * width + _HUGE_PAGE_BYTES, np.uint8)
+    flat = np.zeros(raw_width + (2 + rows + stacked) * width + _HUGE_PAGE_BYTES, np.uint8)
     skip = -flat.ctypes.data % _HUGE_PAGE_BYTES
-    buffers = flat[skip : len(flat) - _HUGE_PAGE_BYTES + skip].reshape(-1, width)
-    raw, rounded, wide = buffers[:3]
-    return Scratch(raw, rounded, wide, buffers[3 : 3 + rows], buffers[3 + rows :])
+    raw, rest = np.split(flat[skip : len(flat) - _HUGE_PAGE_BYTES + skip], [raw_width])
+    buffers = rest.reshape(-1, width)
+    return Scratch(raw, buffers[0], buffers[1], buffers[2 : 2 + rows], buffers[2 + rows :])
 
 
 def scratch_bytes(rows: int, sources: int, block_elements: int, dtypes: set[str]) -> int:
     """Return an upper bound of the bytes that one thread's buffers use, for the arguments of `new_scratch`."""
-    return (3 + rows + (sources if rows > 1 else 0)) * _buffer_bytes(block_elements, dtypes) + _HUGE_PAGE_BYTES
+    # Several recipes read blocks that need no conversion to the stack, so that `raw` takes no pages.
+    is_raw_used = rows == 1 or any(dtype != accumulation_dtype(dtype) for dtype in dtypes)
+    raw_bytes = _buffer_bytes(block_elements, dtypes) if is_raw_used else 0
+    buffers = 2 + rows + (sources if rows > 1 else 0)
+    return raw_bytes + buffers * _sum_bytes(block_elements, dtypes) + _HUGE_PAGE_BYTES
+
+
+def _sum_bytes(block_elements: int, dtypes: set[str]) -> int:
+    """Return the size of a buffer other than `raw`: leaves that are not summed only pass through `raw`."""
+    return _buffer_bytes(block_elements, dtypes & SUMMED_DTYPES)
 
 
 def _buffer_bytes(block_elements: int, dtypes: set[str]) -> int:

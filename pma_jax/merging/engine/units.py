@@ -15,7 +15,7 @@ from pma_jax.merging.engine import sums
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.merging.engine.rounding import RowFactors, factor_rows, is_average, ulps_of_copies
-from pma_jax.merging.engine.schedule import BOX_BYTES
+from pma_jax.merging.engine.schedule import BOX_BYTES, buffer_elements
 from pma_jax.storage.digests import SegmentHasher
 from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, slice_ranges, write_range
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
@@ -40,11 +40,10 @@ class MergeJob:
     output_ranges: Sequence[Mapping[str, Sequence[ByteRange]]]
     ulps_of_copies: Mapping[tuple[str, str], Sequence[int]]
 
-    def new_scratch(self) -> sums.Scratch:
-        """Allocate the buffers of one thread."""
+    def new_scratch(self, elements: int) -> sums.Scratch:
+        """Allocate the buffers of one thread, for blocks of at most `elements`."""
         dtypes = {leaf.dtype for leaf in self.plan.sources[0].leaves.values()}
-        block_elements = self.plan.schedule.block_elements
-        return sums.new_scratch(len(self.plan.recipes), len(self.plan.sources), block_elements, dtypes)
+        return sums.new_scratch(len(self.plan.recipes), len(self.plan.sources), elements, dtypes)
 
 
 def new_job(plan: MergePlan, output_ranges: Sequence[Mapping[str, Sequence[ByteRange]]]) -> MergeJob:
@@ -58,7 +57,8 @@ def merge_unpacked_units(
     job: MergeJob, todo: Sequence[tuple[int, Unit]], finish_unit: Callable[[Unit, Record], None], directory: Path
 ) -> None:
     """Merge leaves that are first unpacked to files in `directory`, one leaf of all sources at a time."""
-    scratch = job.new_scratch() if todo else None
+    largest = max((unit.stop for _, unit in todo), default=0)
+    scratch = job.new_scratch(buffer_elements(job.plan.schedule.block_elements, largest)) if todo else None
     for number, unit in todo:
         assert scratch is not None
         sources, unpacked = [], []
@@ -75,6 +75,25 @@ def merge_unpacked_units(
         finally:
             for path in unpacked:
                 path.unlink(missing_ok=True)
+
+
+def sequential_merger(job: MergeJob) -> Callable[[int, Unit], Record]:
+    """Return a function that merges one unit after the other in one thread, with `merge_sequential_unit`.
+
+    Its buffers are as large as the largest unit so far needs, because those of a thread that merges only small leaves
+    would take as much memory as any others: a huge page is allocated as a whole when its first byte is written.
+    """
+    scratch, elements = None, 0
+
+    def merge_unit(number: int, unit: Unit) -> Record:
+        nonlocal scratch, elements
+        needed = buffer_elements(job.plan.schedule.block_elements, unit.stop - unit.start)
+        if scratch is None or needed > elements:
+            scratch = None  # frees its memory first
+            scratch, elements = job.new_scratch(needed), needed
+        return merge_sequential_unit(job, number, unit, scratch)
+
+    return merge_unit
 
 
 def merge_sequential_unit(
@@ -258,7 +277,7 @@ def merge_decoded_units(
     schedule = job.plan.schedule
     largest = max(schedule.region_elements[unit.name] for _, unit in todo)
     totals = np.zeros((len(job.plan.recipes), 8 * largest + 64), np.uint8)
-    scratch = job.new_scratch()
+    scratch = job.new_scratch(buffer_elements(schedule.block_elements, largest))
     with ThreadPoolExecutor(schedule.max_regions_in_flight) as pool:
         regions = _read_ahead(pool, job.plan, todo)
         for number, unit in todo:

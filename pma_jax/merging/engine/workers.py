@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import Unit
-from pma_jax.merging.engine.units import merge_sequential_unit
+from pma_jax.merging.engine.units import sequential_merger
 from pma_jax.runtime import signals
 
 _CODE = "import sys; from pma_jax.merging.engine.workers import serve; serve(int(sys.argv[1]))"
@@ -26,8 +26,8 @@ _CODE = "import sys; from pma_jax.merging.engine.workers import serve; serve(int
 def start_worker(pickled_job: bytes) -> Iterator[Callable[[int, Unit], Record]]:
     """Start a worker process and yield a function that merges one unit in it and waits for the record.
 
-    The function raises the exceptions of `merge_sequential_unit` in the worker, and ChildProcessError if the worker has
-    exited. The journal keeps the units finished before.
+    The function raises the exceptions of `units.merge_sequential_unit` in the worker, and ChildProcessError if the
+    worker has exited. The journal keeps the units finished before.
 
     Args:
         pickled_job: The `MergeJob`, pickled once for all workers. Threads must not pickle objects that they share:
@@ -82,11 +82,11 @@ def serve(descriptor: int) -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(descriptor, "wb")
     with contextlib.suppress(EOFError, BrokenPipeError):
         job = pickle.load(requests)
-        scratch = job.new_scratch()
+        merge_unit = sequential_merger(job)
         while True:
             number, unit = pickle.load(requests)
             try:
-                answer = merge_sequential_unit(job, number, unit, scratch)
+                answer = merge_unit(number, unit)
             except Exception as error:  # the merging process raises it
                 answer = error
             pickle.dump(answer, answers)

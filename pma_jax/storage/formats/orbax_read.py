@@ -184,6 +184,7 @@ def _make_source(
         metadata={"item": item, "custom": custom},
         notes=(*notes, *progress.notes),
         zstd_frames={name: array.zstd_frames for name, array in arrays.items() if array.zstd_frames is not None},
+        grids={name: array.grid for name, array in arrays.items() if array.grid is not None},
         tensorstore_specs={name: array.spec for name, array in arrays.items()},
     )
 

@@ -99,6 +99,7 @@ class CheckpointSource:
         metadata: Metadata that the format itself stores: safetensors' `__metadata__`, Orbax's tree metadata.
         notes: Messages for the user about inferred settings, one line each.
         zstd_frames: Name -> `ZstdFrames` of the leaves that can be decoded sequentially without tensorstore.
+        grids: Name -> `ChunkGrid` of the leaves that can be unpacked without tensorstore.
         tensorstore_specs: Name -> tensorstore spec, for Orbax.
     """
 
@@ -114,6 +115,7 @@ class CheckpointSource:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     zstd_frames: Mapping[str, Any] = field(default_factory=dict)
+    grids: Mapping[str, Any] = field(default_factory=dict)
     tensorstore_specs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property

@@ -4,6 +4,7 @@ A range of rows of such a leaf (split along its second axis, for example) needs 
 decode each chunk many times, or hold the complete leaf in memory; with its bytes in a file, it is read sequentially.
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -12,10 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
+from pma_jax.config.errors import DamageError
 from pma_jax.storage.formats.byte_ranges import write_all
 from pma_jax.storage.formats.orbax_read import read_box
-from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
-from pma_jax.storage.paths import name_file
+from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
+from pma_jax.storage.formats.zstd import ChunkGrid, ZstdFrames, ZstdReader, decoder_bytes
+from pma_jax.storage.paths import RangeReader, is_bucket, name_file
+
+# Adjacent chunks that are read at once, and the bytes of their lines that are held.
+_GROUP_CHUNKS = 8
+_BATCH_BYTES = 2**22
 
 
 def chunk_shape(source: CheckpointSource, name: str) -> tuple[int, ...]:
@@ -52,18 +59,118 @@ def unpack_leaf(source: CheckpointSource, name: str, path: Path, max_bytes: int)
     Raises:
         DamageError: The stored array is missing or corrupt.
     """
-    leaf, width = source.leaves[name], ITEM_BYTES[source.leaves[name].dtype]
-    box = box_shape(source, name, max_bytes)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        for start in itertools.product(*map(range, itertools.repeat(0), leaf.shape, box)):
-            stop = tuple(min(s + b, size) for s, b, size in zip(start, box, leaf.shape, strict=True))
-            data = read_box(source, name, tuple(map(slice, start, stop)))
-            for offset, run in _contiguous_runs(data, start, leaf.shape):
+        parts = _decode_grid if name in source.grids else _decode_boxes
+        for start, data in parts(source, name, max_bytes):
+            for offset, run in _contiguous_runs(data, start, source.leaves[name].shape):
                 with name_file(path):
-                    write_all(descriptor, run, offset * width)
+                    write_all(descriptor, run, offset * data.itemsize)
     finally:
         os.close(descriptor)
+
+
+def grid_bytes(source: CheckpointSource, name: str) -> int:
+    """Return the memory that unpacking a leaf of `source.grids` takes: decoders, and a batch of lines with its copy."""
+    grid, width = source.grids[name], ITEM_BYTES[source.leaves[name].dtype]
+    group = min(_GROUP_CHUNKS, -(-source.leaves[name].shape[-1] // grid.chunk[-1]))
+    chunk_bytes = math.prod(grid.chunk) * width
+    decoder = 0 if grid.is_raw else min(decoder_bytes(grid.byte_ranges[0]), chunk_bytes)
+    read_ahead = RangeReader.READ_AHEAD_BYTES if is_bucket(source.path) else 0
+    return group * (decoder + read_ahead) + 2 * min(
+        max(_BATCH_BYTES, group * grid.chunk[-1] * width), group * chunk_bytes
+    )
+
+
+def _decode_boxes(source: CheckpointSource, name: str, max_bytes: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """Yield (start, values) of boxes that cover a leaf, decoded by tensorstore."""
+    leaf, box = source.leaves[name], box_shape(source, name, max_bytes)
+    for start in itertools.product(*map(range, itertools.repeat(0), leaf.shape, box)):
+        stop = tuple(min(s + b, size) for s, b, size in zip(start, box, leaf.shape, strict=True))
+        yield start, read_box(source, name, tuple(map(slice, start, stop)))
+
+
+def _decode_grid(source: CheckpointSource, name: str, max_bytes: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """Yield (start, values) of boxes that cover a leaf: lines of the last axis, from chunks that are read as streams.
+
+    Adjacent chunks along the last axis are read together, so that longer parts of the file are written at once.
+    """
+    leaf, grid = source.leaves[name], source.grids[name]
+    width, chunk, shape = ITEM_BYTES[leaf.dtype], grid.chunk, leaf.shape
+    counts = [-(-size // step) for size, step in zip(shape, chunk, strict=True)]
+    lines, line_bytes = math.prod(chunk[:-1]), chunk[-1] * width
+    for number in range(0, math.prod(counts), counts[-1]):
+        corner = [i * step for i, step in zip(np.unravel_index(number, counts), chunk, strict=True)]
+        for first in range(0, counts[-1], _GROUP_CHUNKS):
+            group = grid.byte_ranges[number + first : number + min(first + _GROUP_CHUNKS, counts[-1])]
+            batch = max(1, min(lines, min(_BATCH_BYTES, max_bytes) // (len(group) * line_bytes)))
+            column = first * chunk[-1]
+            columns = min(len(group) * chunk[-1], shape[-1] - column)
+            with contextlib.ExitStack() as stack:
+                readers = [stack.enter_context(_open_chunk(grid, part, lines * line_bytes)) for part in group]
+                for line in range(0, lines, batch):
+                    count = min(batch, lines - line)
+                    joined = np.empty((count, len(group), line_bytes), np.uint8)
+                    part = np.empty(count * line_bytes, np.uint8)
+                    for position, reader in enumerate(readers):
+                        reader.read(part)
+                        joined[:, position] = part.reshape(count, line_bytes)
+                    values = joined.reshape(count, -1).view(f"u{width}")[:, :columns]
+                    yield from _place_lines(values, line, corner, column, chunk, shape)
+
+
+def _place_lines(
+    values: np.ndarray, line: int, corner: list[int], column: int, chunk: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """Yield (start, values) of consecutive lines of a chunk, as boxes in the leaf, without the padding."""
+    done, rows = 0, chunk[-2] if len(chunk) > 1 else 1
+    while done < len(values):
+        row = (line + done) % rows
+        count = min(rows - row, len(values) - done)
+        outer = np.unravel_index((line + done) // rows, chunk[:-2]) if len(chunk) > 2 else ()
+        start = [c + int(i) for c, i in zip(corner, (*outer, row)[: len(chunk) - 1], strict=False)]
+        block = values[done : done + count]
+        done += count
+        if len(chunk) > 1:
+            block = block[: max(0, shape[-2] - start[-1])]
+        if len(block) and all(s < size for s, size in zip(start, shape, strict=False)):
+            box = block.reshape((1,) * (len(shape) - 2) + block.shape) if len(shape) > 1 else block[0]
+            yield (*start, column), np.ascontiguousarray(box)
+
+
+def _open_chunk(grid: ChunkGrid, part: ByteRange, nbytes: int) -> contextlib.closing:
+    return contextlib.closing(
+        _RawReader(part, nbytes) if grid.is_raw else ZstdReader(ZstdFrames((part,), nbytes, nbytes))
+    )
+
+
+class _RawReader:
+    """Sequential reader of an uncompressed chunk."""
+
+    def __init__(self, part: ByteRange, nbytes: int):
+        if part.nbytes != nbytes:
+            raise DamageError(f"{part.path}: a chunk has {part.nbytes} bytes instead of {nbytes}; the file is corrupt")
+        self._path = part.path
+        try:
+            self._file = part.path.open("rb")
+        except FileNotFoundError:
+            raise DamageError(f"{part.path}: no such file; was it deleted or moved while it was in use?") from None
+        self._file.seek(part.offset)
+
+    def read(self, into: np.ndarray) -> None:
+        """Fill a uint8 array with the chunk's next bytes.
+
+        Raises:
+            DamageError: The file has been cut short.
+        """
+        with name_file(self._path):
+            count = self._file.readinto(into.data)
+        if count < len(into):
+            raise DamageError(f"{self._path}: a chunk is too short; the file is corrupt")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def _contiguous_runs(

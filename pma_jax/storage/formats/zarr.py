@@ -17,7 +17,7 @@ from pma_jax.runtime.failures import as_read_error, is_damage
 from pma_jax.storage.formats import zarr_metadata
 from pma_jax.storage.formats.source import ByteRange, LeafInfo
 from pma_jax.storage.formats.zarr_metadata import Encoding
-from pma_jax.storage.formats.zstd import ZstdFrames
+from pma_jax.storage.formats.zstd import ChunkGrid, ZstdFrames
 from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.storage.paths import file_sizes, is_bucket, name_file
 
@@ -83,6 +83,7 @@ class ArrayLayout:
             axis, unless `byte_ranges` is set.
         byte_ranges: Where the array's bytes are, in order, if it is stored as uncompressed rows; else None.
         zstd_frames: Where the array's zstd frames are, in order, if it is stored as compressed rows; else None.
+        grid: Where its chunks are, if they are not rows but can be decoded without tensorstore; else None.
         spec: tensorstore spec of the array.
         absent_chunks: Number of chunks that are read as the fill value, because the writer leaves such chunks out.
     """
@@ -90,6 +91,7 @@ class ArrayLayout:
     leaf: LeafInfo
     byte_ranges: tuple[ByteRange, ...] | None
     zstd_frames: ZstdFrames | None
+    grid: ChunkGrid | None
     spec: Mapping[str, Any]
     absent_chunks: int
 
@@ -131,11 +133,11 @@ def read_array_layout(store: Store, name: str) -> ArrayLayout:
     }
     chunks = _chunk_ranges(store, what, name, leaf, encoding)
     if chunks is None:
-        return ArrayLayout(leaf, None, None, spec, absent_chunks)
+        return ArrayLayout(leaf, None, None, _chunk_grid(store, name, leaf, encoding), spec, absent_chunks)
     if encoding.codec == "raw":
-        return ArrayLayout(LeafInfo(shape, dtype), chunks, None, spec, absent_chunks)
+        return ArrayLayout(LeafInfo(shape, dtype), chunks, None, None, spec, absent_chunks)
     frames = ZstdFrames(chunks, LeafInfo(chunk, dtype).nbytes, leaf.nbytes) if leaf.elements else None
-    return ArrayLayout(leaf, None, frames, spec, absent_chunks)
+    return ArrayLayout(leaf, None, frames, None, spec, absent_chunks)
 
 
 def _check_chunks(store: Store, what: str, name: str, encoding: Encoding) -> int:
@@ -214,6 +216,23 @@ def _chunk_ranges(
             length = min(chunk_nbytes, leaf.nbytes - row * chunk_nbytes)
         ranges.append(ByteRange(stored.path, stored.offset, length))
     return tuple(ranges)
+
+
+def _chunk_grid(store: Store, name: str, leaf: LeafInfo, encoding: Encoding) -> ChunkGrid | None:
+    """Locate all chunks of an array whose chunks are not complete rows; None if tensorstore must read it."""
+    counts = [-(-size // step) for size, step in zip(leaf.shape, encoding.chunk, strict=True)]
+    if encoding.codec == "other" or not counts or not leaf.elements or math.prod(counts) > _MAX_CHUNKS:
+        return None
+    ranges = []
+    for indexes in itertools.product(*map(range, counts)):
+        stored = store.values.get(f"{name}/{encoding.chunk_key(indexes)}")
+        if not isinstance(stored, ByteRange):
+            return None
+        length = _length_in_shard(stored) if encoding.is_shard else stored.nbytes
+        if length is None:
+            return None
+        ranges.append(ByteRange(stored.path, stored.offset, length))
+    return ChunkGrid(tuple(encoding.chunk), tuple(ranges), encoding.codec == "raw")
 
 
 def _length_in_shard(shard: ByteRange) -> int | None:

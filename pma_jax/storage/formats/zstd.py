@@ -5,19 +5,22 @@ page faults cost as much as the decoding, and the chunks of one leaf from all ch
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pma_jax.config.errors import DamageError
 from pma_jax.storage.formats.source import ByteRange
+from pma_jax.storage.paths import name_file
 
 # A frame may request a window of any size; zstd's levels up to 19 use at most 8 MiB.
 _MAX_WINDOW_BYTES = 2**25
 # The last bytes of a frame are decoded together with its end.
 _TAIL_BYTES = 2**12
-# Memory of one decoder for frames as Orbax writes them (levels 1 and 3).
-DECODER_BYTES = 5 * 2**19
+# Memory of a decoder in addition to its window, and the window of level 3, which Orbax uses.
+_DECODER_BYTES, _DEFAULT_WINDOW_BYTES = 5 * 2**17, 2**21
+_HEADER_BYTES = 18
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,44 @@ class ZstdFrames:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class ChunkGrid:
+    """The chunks of a leaf that are not complete rows.
+
+    Attributes:
+        chunk: Shape of a chunk; chunks are padded beyond the end of the leaf.
+        byte_ranges: For each chunk, in C order of its index, where it is stored.
+        is_raw: Whether chunks are stored as their bytes; else each is a zstd frame.
+    """
+
+    chunk: tuple[int, ...]
+    byte_ranges: tuple[ByteRange, ...]
+    is_raw: bool
+
+
+def decoder_bytes(frame: ByteRange) -> int:
+    """Return the memory that decoding a frame takes; that of Orbax's default level if its header cannot be read."""
+    import zstandard  # pyrefly: ignore
+
+    try:
+        with frame.path.open("rb", buffering=0) as file:
+            file.seek(frame.offset)
+            window_bytes = zstandard.get_frame_parameters(file.read(_HEADER_BYTES)).window_size
+    except (OSError, zstandard.ZstdError):  # the merge reports it
+        window_bytes = _DEFAULT_WINDOW_BYTES
+    return _DECODER_BYTES + min(window_bytes, _MAX_WINDOW_BYTES)
+
+
 class _BoundedReader:
     """Reads at most `nbytes` bytes of a file."""
 
-    def __init__(self, file: Any, nbytes: int):
-        self._file = file
+    def __init__(self, file: Any, path: Path, nbytes: int):
+        self._file, self._path = file, path
         self._remaining_bytes = nbytes
 
     def read(self, nbytes: int) -> bytes:
-        data = self._file.read(min(nbytes, self._remaining_bytes))
+        with name_file(self._path):
+            data = self._file.read(min(nbytes, self._remaining_bytes))
         self._remaining_bytes -= len(data)
         return data
 
@@ -127,7 +159,7 @@ class ZstdReader:
             raise DamageError(f"{frame.path}: no such file; was it deleted or moved while it was in use?") from None
         self._file.seek(frame.offset)
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-        source: Any = _BoundedReader(self._file, frame.nbytes)
+        source: Any = _BoundedReader(self._file, frame.path, frame.nbytes)
         self._stream = decompressor.stream_reader(source, read_size=2**17, closefd=False)
         self._next_frame, self._remaining_bytes = self._next_frame + 1, self._frames.chunk_nbytes
 
