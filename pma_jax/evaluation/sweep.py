@@ -51,6 +51,15 @@ class SweepRow(TypedDict):
     difference_standard_error: NotRequired[Loss | None]
 
 
+_ROW_DEFAULTS = {
+    "interval": 1,
+    "kind": "point",
+    "standard_error": None,
+    "difference": None,
+    "difference_standard_error": None,
+}
+
+
 class SweepResult(TypedDict):
     """Contents of sweep.json; those of early versions lack the description of the held-out text."""
 
@@ -179,7 +188,7 @@ def sweep(
 
         def add(content: dict[str, Any] | None) -> dict[str, Any]:
             # Another process may have added rows meanwhile.
-            rows = {row["text"]: row for row in [*_matching(content, empty)["rows"], *result["rows"]]}
+            rows = {row["text"]: row for row in [*_matching(_with_all_keys(content), empty)["rows"], *result["rows"]]}
             return result | {"rows": list(rows.values())}
 
         return update_json(run.path / SWEEP_FILE_NAME, SweepResult, add)
@@ -249,7 +258,12 @@ def read_sweep(run: Run) -> dict[str, Any] | None:
         UserError: The file is corrupt.
     """
     path = as_path(run.path / SWEEP_FILE_NAME)
-    return read_json(path, SweepResult, allow_nan=True) if exists(path) else None
+    return _with_all_keys(read_json(path, SweepResult, allow_nan=True)) if exists(path) else None
+
+
+def _with_all_keys(content: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the content of a sweep.json with the keys that rows of early versions lack."""
+    return content and content | {"rows": [row | (_ROW_DEFAULTS | row) for row in content["rows"]]}
 
 
 def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from pma_jax.runs.directory import Run, read_metric_records
 from pma_jax.training import rollback
 
 Curve = list[list[float]]  # [tokens, loss] pairs, in order of tokens
-SWEEP_ROW_DEFAULTS = {"interval": 1, "kind": "point"}  # for rows of sweep.json without these keys
 LOSS_TOLERANCE_NATS = 1e-3  # the raw losses of sweep and run may differ by this: devices round differently
 SPIKE_KEYS = ("onset_tokens", "tokens", "verdict", "loss", "peak_loss", "median_loss", "spread_nats")
 by_select_loss: Callable[[Any], float] = operator.itemgetter("select_loss")  # of a merge or an annealed branch
@@ -233,7 +232,7 @@ def _merge_rows(
                 f"sweep.json is left out: its raw loss is {sweep['raw_loss']:.4f}, that of the run {raw_loss:.4f}"
             )
         else:
-            rows = [SWEEP_ROW_DEFAULTS | row for row in sweep["rows"]]
+            rows = sweep["rows"]
     if rows is None:
         rows = _last_preview_rows(run, tokens, with_other_text)
     kept = [row for row in rows if math.isfinite(row["loss"])]
@@ -262,4 +261,4 @@ def preview_row(text: str) -> dict[str, Any]:
     prefix = SNAPSHOT_KINDS["block_mean"].label_prefix
     kind = "block_mean" if text.startswith(prefix) else "point"
     recipe, window = _parse_recipe_and_window(text.removeprefix(prefix))
-    return SWEEP_ROW_DEFAULTS | {"text": text, "recipe": recipe, "window": window, "kind": kind}
+    return {"text": text, "recipe": recipe, "window": window, "interval": 1, "kind": kind}

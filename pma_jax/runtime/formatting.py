@@ -39,7 +39,7 @@ def format_difference(compared: Mapping[str, Any]) -> str:
     """Format the keys difference and difference_standard_error, if they are known: -0.1234 ± 0.0012."""
     if compared.get("difference") is None:
         return "-"
-    error = compared["difference_standard_error"]
+    error = compared.get("difference_standard_error")
     return f"{compared['difference']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 

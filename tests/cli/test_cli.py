@@ -529,6 +529,19 @@ def test_sweep_evaluates_each_merge(pma, copy):
     assert "sma:3" in pma(*arguments[:-1])[1]
 
 
+def test_rows_of_a_sweep_without_any_field_are_read_or_refused(pma, copy):
+    arguments = ("sweep", copy.path, "--windows", "2,3")
+    pma(*arguments)
+    path = copy.path / "sweep.json"
+    written = path.read_text()
+    for field in json.loads(written)["rows"][0]:
+        result = json.loads(written)
+        result["rows"] = [{key: value for key, value in row.items() if key != field} for row in result["rows"]]
+        path.write_text(json.dumps(result))
+        status, _, err = pma(*arguments)
+        assert status == 0 or (status == 1 and "sweep.json" in err and len(err.splitlines()) == 1), (field, err)
+
+
 def test_sweep_accepts_kinds_and_intervals_and_reports_what_it_skips(pma, copy):
     tiny.write_block_means(copy)
     assert pma("sweep", copy.path, "--recipes", "sma", "--windows", "2,3", "--intervals", "1,3")[0] == 0
