@@ -52,8 +52,9 @@ def merge(options: argparse.Namespace) -> None:
     """
     from pma_jax.merging import from_storage, gather
     from pma_jax.merging.engine import merge as merging
-    from pma_jax.merging.engine.schedule import peak_resident_bytes
 
+    # A process that has loaded JAX, other than with --distributed, does more than merge: its memory is not a merge's.
+    is_alone = options.distributed or "jax" not in sys.modules
     series = gather.select_checkpoints(
         gather.open_checkpoints(
             options.source,
@@ -61,6 +62,7 @@ def merge(options: argparse.Namespace) -> None:
             snapshot_kind=options.kind,
             tokens_per_step=options.tokens_per_step,
             order=options.order,
+            memory_limit_bytes=options.memory_limit if is_alone else sys.maxsize,
         ),
         last=options.last,
         between_tokens=options.tokens,
@@ -76,7 +78,7 @@ def merge(options: argparse.Namespace) -> None:
         integers=options.integers,
         format=options.format,
         memory_limit_bytes=options.memory_limit,
-        resident_bytes=peak_resident_bytes,
+        is_alone=is_alone,
         shard_bytes=options.shard_size,
     )
     outs = from_storage.output_paths(options.out, recipes)

@@ -39,7 +39,7 @@ def plan_merge(
     Args:
         series: The checkpoints, oldest first.
         recipe_texts: Recipes, as `recipes.parse` reads them.
-        **options: `dtype`, `integers`, `format`, `memory_limit_bytes`, `shard_bytes` and `resident_bytes` of
+        **options: `dtype`, `integers`, `format`, `memory_limit_bytes`, `shard_bytes` and `is_alone` of
             `engine.plan.plan`.
 
     Returns:

@@ -4,6 +4,7 @@
 Orbax is imported, so that a merge starts without delay.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.merging import selection
 from pma_jax.merging.listing import is_run_directory, list_checkpoints, resolve_address
 from pma_jax.merging.ordering import Ordering, keep_given_order, order_checkpoints
+from pma_jax.runtime.memory import resident_bytes
 from pma_jax.storage.formats import hub
 from pma_jax.storage.formats.names import MAX_POSITION
 from pma_jax.storage.formats.open import describe_hub_revision, open_if_deferred, open_source
@@ -22,6 +24,8 @@ from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.paths import as_path
 
 ORDERS = ("position", "given")
+# Memory that a checkpoint takes for each tensor while it is opened (measured with a million).
+_OPENED_LEAF_BYTES = 500
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def open_checkpoints(
     snapshot_kind: str | None = None,
     tokens_per_step: int | None = None,
     order: str = "position",
+    memory_limit_bytes: int = sys.maxsize,
 ) -> CheckpointSeries:
     """Open the checkpoints at `addresses`, ordered by their position in training.
 
@@ -80,17 +85,22 @@ def open_checkpoints(
         tokens_per_step: Tokens per training step, to compute the tokens of checkpoints that record only their step.
         order: "position", or "given": keep the order of `addresses`; the checkpoints of one address that stands for
             several are still ordered by position.
+        memory_limit_bytes: Maximum resident memory of this process.
 
     Raises:
         UserError: There is no checkpoint at an address, an address has several meanings, a checkpoint is given twice,
-            or different kinds of snapshots are mixed.
+            different kinds of snapshots are mixed, or the names of their tensors exceed the memory limit.
     """
     listings = [list_checkpoints(str(address), snapshot_kind) for address in addresses]
     check_distinct([path for listing in listings for path in listing.paths])
     notes = [note for listing in listings for note in listing.notes]
     members: list[tuple[int, CheckpointSource, str | None]] = []  # number of the address, checkpoint, stage
     for number, listing in enumerate(listings):
-        opened = [_open(path, subtree, tokens_per_step, notes) for path in listing.paths]
+        opened = []
+        for path in listing.paths:
+            if members or opened:
+                _check_memory(len((opened or [members[-1][1]])[-1].leaves), memory_limit_bytes)
+            opened.append(_open(path, subtree, tokens_per_step, notes))
         indices = _order_within(addresses[number], opened, listing.stages) if order == "given" else range(len(opened))
         members += [(number, opened[i], listing.stages[i]) for i in indices]
     ordering = (keep_given_order if order == "given" else order_checkpoints)(
@@ -258,6 +268,16 @@ def check_same_snapshot_kind(sources: Sequence[CheckpointSource]) -> None:
         odd = sources[metadata.index(None)].origin
         raise UserError(
             f"{odd} has no metadata of pma_jax, but other inputs have: merge them apart, unless it is corrupt"
+        )
+
+
+def _check_memory(leaves: int, limit_bytes: int) -> None:
+    """Raise UserError if the names of a checkpoint with so many tensors would exceed the memory limit."""
+    needed_bytes = (resident_bytes() or 0) + leaves * _OPENED_LEAF_BYTES
+    if needed_bytes > limit_bytes:
+        raise UserError(
+            f"the names of {leaves:,} tensors per checkpoint need more than {needed_bytes // 2**20} MiB of memory; "
+            "raise the memory limit, or name fewer checkpoints"
         )
 
 

@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -181,6 +183,22 @@ def test_memory_of_many_leaves_counts(tmp_path):
     assert 60 < (many.schedule.memory_bytes - few.schedule.memory_bytes) / 2**20 < 100  # 78 MiB were measured
     with pytest.raises(UserError, match=r"needs [0-9]+ MiB of memory"):
         plan(sources, np.array([0.5, 0.5]), memory_limit_bytes=100 * 2**20)
+
+
+def test_names_that_exceed_the_memory_limit_are_refused_while_they_are_read(tmp_path):
+    """Before the second checkpoint is opened; in a process of its own, whose memory counts."""
+    names = [f"layers.{i}" for i in range(60_000)]
+    for folder in ("step1", "step2"):
+        save_file(dict.fromkeys(names[1:], np.zeros(1, np.int8)) | {names[0]: F32}, tmp_path / f"{folder}.safetensors")
+    paths = [tmp_path / "step1.safetensors", tmp_path / "step2.safetensors"]
+    command = ["-m", "pma_jax.cli", "merge", *map(str, paths), "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, *command, "--memory-limit", "96MiB"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and done.stderr.startswith(
+        "error: the names of 60,000 tensors per checkpoint need more"
+    )
+    assert len(done.stderr.splitlines()) == 1 and sorted(tmp_path.iterdir()) == paths
 
 
 def test_provenance_that_cannot_be_read_is_an_error_before_anything_is_written(tmp_path):

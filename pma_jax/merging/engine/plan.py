@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,7 +96,7 @@ def plan(
     shard_bytes: int = 5 * 10**9,
     metadata: Mapping[str, Any] | None = None,
     cores: int | None = None,
-    resident_bytes: Callable[[], int] | None = None,
+    is_alone: bool = False,
 ) -> MergePlan:
     """Validate that the sources can be merged, and plan the merge without writing anything.
 
@@ -112,7 +112,7 @@ def plan(
         shard_bytes: Maximum bytes of leaves per safetensors file.
         metadata: Custom metadata of a merged Orbax checkpoint; if None, tokens and step of the newest source.
         cores: Number of cores to use; if None, all that this process may use.
-        resident_bytes: Returns the memory that the process has taken, if it does nothing but merge; None estimates it.
+        is_alone: Whether this process does nothing but merge, so that the memory that it has taken counts.
 
     Raises:
         UserError: There are no sources or their leaves differ, `coefficients` are not one finite number per recipe and
@@ -133,7 +133,7 @@ def plan(
         progress = {"tokens": sources[-1].tokens, "step": sources[-1].step}
         metadata = {key: value for key, value in progress.items() if value is not None}
     layout = plan_output(sources, leaves, output_format, shard_bytes, dtype, metadata)
-    schedule = make_schedule(sources, len(rows), memory_limit_bytes, cores, resident_bytes)
+    schedule = make_schedule(sources, len(rows), memory_limit_bytes, cores, is_alone)
     notes = [note for source in sources for note in source.notes]
     if len({source.format for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")

@@ -5,12 +5,12 @@ import heapq
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import sums
+from pma_jax.runtime.memory import resident_bytes
 from pma_jax.storage.digests import SEGMENT_ELEMENTS
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInfo
 from pma_jax.storage.formats.unpack import box_shape, grid_bytes
@@ -27,10 +27,10 @@ _CACHED_ELEMENTS = 16 * BLOCK_ELEMENTS
 MIN_BLOCK_ELEMENTS = 2**12
 # The interpreter, numpy and thread stacks, in addition to the buffers.
 _BASE_BYTES = 44 * 2**20
-# Journal and provenance of a leaf: once, for each source, and for each recipe (measured with 20,000 leaves).
-_LEAF_BYTES, _SOURCE_LEAF_BYTES, _RECIPE_LEAF_BYTES = 100, 680, 430
+# Journal and provenance of a leaf: once, for each source, and for each recipe (measured with 20,000 and 200,000).
+_LEAF_BYTES, _SOURCE_LEAF_BYTES, _RECIPE_LEAF_BYTES = 100, 900, 380
 # Names and headers of a leaf, before it is merged: once, and for each source.
-_OPENED_LEAF_BYTES, _OPENED_SOURCE_LEAF_BYTES = 1300, 420
+_OPENED_LEAF_BYTES, _OPENED_SOURCE_LEAF_BYTES = 610, 290
 # Starting a worker process takes a fifth of a second, which pays off only if it reads at least this much.
 MIN_READ_BYTES_PER_PROCESS = 2**30
 # More threads only wait for the GIL.
@@ -73,7 +73,7 @@ def make_schedule(
     recipe_count: int,
     memory_limit_bytes: int,
     cores: int | None,
-    resident_bytes: Callable[[], int] | None = None,
+    is_alone: bool = False,
 ) -> Schedule:
     """Divide the work of merging `sources` with `recipe_count` recipes within a memory limit.
 
@@ -82,16 +82,16 @@ def make_schedule(
         recipe_count: Number of merged checkpoints.
         memory_limit_bytes: Maximum resident memory.
         cores: Cores to use; None for those that this process may use.
-        resident_bytes: Returns the memory that this process uses already, if it does nothing but merge. If None, it is
-            estimated, because a notebook's other memory has no part in a merge.
+        is_alone: Whether this process does nothing but merge, so that the memory that it has taken counts. If not, it
+            is estimated, because a notebook's other memory has no part in a merge.
 
     Raises:
         UserError: The memory limit is too low. The message states how much is needed.
     """
     leaves, count = sources[0].leaves, len(sources)
-    base_bytes = _base_bytes(len(leaves), count, recipe_count, resident_bytes)
+    base_bytes = _base_bytes(len(leaves), count, recipe_count, is_alone)
     budget_bytes = memory_limit_bytes - base_bytes
-    library_bytes = 0 if resident_bytes and "tensorstore" in sys.modules else _TENSORSTORE_BYTES
+    library_bytes = 0 if is_alone and "tensorstore" in sys.modules else _TENSORSTORE_BYTES
     unpacked, unpack_bytes = _plan_unpacking(sources, library_bytes)
     decoded, in_flight, decode_bytes = _plan_decoding(sources, recipe_count, budget_bytes, unpacked, library_bytes)
     block_elements = _block_elements(sources, recipe_count)
@@ -121,10 +121,11 @@ def make_schedule(
     return Schedule(block_elements, threads, processes, zstd_leaves, unpacked, decoded, in_flight, memory_bytes)
 
 
-def _base_bytes(leaves: int, sources: int, recipes: int, resident_bytes: Callable[[], int] | None) -> int:
+def _base_bytes(leaves: int, sources: int, recipes: int, is_alone: bool) -> int:
     """Return the memory of the process, and of the journal and provenance that it will hold, without buffers."""
     opened = leaves * (_OPENED_LEAF_BYTES + sources * _OPENED_SOURCE_LEAF_BYTES)
-    base_bytes = resident_bytes() if resident_bytes else _BASE_BYTES + opened
+    measured = resident_bytes(is_peak=True) if is_alone else None
+    base_bytes = _BASE_BYTES + opened if measured is None else measured
     return base_bytes + leaves * (_LEAF_BYTES + sources * _SOURCE_LEAF_BYTES + recipes * _RECIPE_LEAF_BYTES)
 
 
@@ -165,15 +166,6 @@ def _largest_units(leaves: Mapping[str, LeafInfo], zstd_leaves: Collection[str],
         step = leaf.elements if name in zstd_leaves else SEGMENT_ELEMENTS
         elements += [step] * min(complete, count) + [rest] * (rest > 0)
     return heapq.nlargest(count, elements)
-
-
-def peak_resident_bytes() -> int:
-    """Return the peak resident memory of this process, for the `resident_bytes` of `make_schedule`."""
-    try:
-        # `getrusage` includes the memory of the process that started this one.
-        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
-    except (OSError, IndexError, ValueError):  # not Linux
-        return _BASE_BYTES
 
 
 def _plan_parallelism(

@@ -73,7 +73,11 @@ def _validate_header(entries: dict[str, Any], path: Path, data_start: int, data_
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise UserError(f"{path}: __metadata__ must map strings to strings")
-    parsed = [(*_parse_entry(name, entry, path), name) for name, entry in entries.items()]
+    parsed: list[tuple[int, int, LeafInfo, str]] = []
+    known: dict[LeafInfo, LeafInfo] = {}  # leaves of one shape share their description: there may be a million
+    for name in list(entries):  # freed one by one, because they take more memory than what is kept of them
+        start, end, leaf = _parse_entry(name, entries.pop(name), path)
+        parsed.append((start, end, known.setdefault(leaf, leaf), name))
     parsed.sort(key=lambda entry: entry[:2])
     previous_end, leaves, byte_ranges = 0, {}, {}
     for start, end, leaf, name in parsed:
