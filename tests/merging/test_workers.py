@@ -32,7 +32,7 @@ def leaves(seed, dtype=np.float32):
     return large | {f"leaf{n}": rng.standard_normal(1000, np.float32) for n in range(30)} | {"counts": np.arange(7)}
 
 
-@pytest.fixture(params=["float32", "bfloat16", "orbax"])
+@pytest.fixture(params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "orbax"])
 def sources(tmp_path, request):
     paths = [tmp_path / f"in{k}" for k in range(3)]
     for k, path in enumerate(paths):

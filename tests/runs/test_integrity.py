@@ -63,7 +63,12 @@ def read_stderr(capsys) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+QUICK = ("a flipped bit in an array", "no metadata", "a changed digit")
+
+
+@pytest.mark.parametrize(
+    "damage", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES]
+)
 def test_corrupt_state_is_skipped_and_reported(finished, copy, damage, capsys):
     shutil.rmtree(copy.path / "snapshots" / "24")
     states = Path(copy.path / "states")

@@ -131,6 +131,7 @@ report(lambda: steps._read_published(folder))
 """
 
 
+@pytest.mark.slow
 def test_processes_agree_on_rollbacks_and_published_steps_and_fail_together(tmp_path):
     """Process 0 alone does the work: if it fails, the others must not wait for it."""
     job = processes.script(AGREE, [tmp_path], 2, devices=1).check(120)

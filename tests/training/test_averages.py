@@ -394,6 +394,8 @@ def test_merge_of_block_means_is_a_block_mean(dense, tmp_path):
 def test_inspect_reports_both_kinds(dense):
     facts = inspect(dense.path)
     for key, kind in (("snapshots", "point"), ("block_means", "block_mean")):
-        assert facts[key] == [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in dense.of_kind(kind)]
+        steps = [(s["step"], s["tokens"], s["loss"], s["text"]) for s in facts[key]]
+        text = dense.metadata["evaluation"]
+        assert steps == [(s.step, s.tokens, s.loss, text) for s in dense.of_kind(kind)]
     newest = dense.of_kind("block_mean")[-1]
     assert f"4 block means, 1,536 to 6,144 tokens, newest held-out loss {newest.loss:.4f}" in format_description(facts)

@@ -148,9 +148,8 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(
-    "steps", [[11], *(pytest.param(steps, marks=pytest.mark.slow) for steps in ([16], [3, 10, 8]))], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [[11], [16], [3, 10, 8]], ids=str)
 def test_killed_run_resumes_bitwise(finished, workspace, tmp_path, steps):
     # 11: between marks. 16: while the snapshot and the state of step 16 are written. The last: killed repeatedly.
     file = tiny.write_config(tmp_path / "config.py", workspace)

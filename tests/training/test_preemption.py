@@ -56,6 +56,7 @@ def test_signal_saves_a_state_at_the_next_boundary_and_loses_no_step(finished, t
     assert_same_run(train(run.config, run.path), finished)
 
 
+@pytest.mark.slow
 def test_retention_is_unaffected_by_repeated_preemption(finished, workspace, tmp_path, monkeypatch):
     config = tiny.config(workspace, checkpoint__keep_states=1)
     for step in (2, 8, 1, 4):
