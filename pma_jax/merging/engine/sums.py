@@ -21,8 +21,9 @@ _LARGEST_BITS = {"float32": 0x7F7FFFFF, "bfloat16": 0x7F7F7FFF}
 _HUGE_PAGE_BYTES = 2**21
 # `squared_changes` measures this many elements of a unit: 1 in 512, enough to estimate a ratio of two sums.
 _SAMPLE_ELEMENTS = 2**12
-# With several rows, a strip of each source and of one row's sum fits into the second-level cache.
-_STRIP_ELEMENTS = 2**13
+# With several rows, the sums are computed in strips of the block: small enough for the caches, and long enough that
+# NumPy's calls cost little. Strips of 2^13 took up to 8% more time (an AMD EPYC, 4 recipes of 10 checkpoints).
+_STRIP_ELEMENTS = 2**15
 
 
 class Scratch(NamedTuple):
