@@ -16,17 +16,19 @@ Dimensions: R windows of a sample, L targets per window, M = L + 1 tokens, D doc
 import dataclasses
 import functools
 import hashlib
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from pma_jax.config.errors import UserError
-from pma_jax.data.shards import TokenSet
-from pma_jax.model.loss import PADDING_ID
+
+if TYPE_CHECKING:  # its imports take longer than `pma inspect`
+    from pma_jax.data.shards import TokenSet
 
 SELECT, REPORT, FIT, ALL = "select", "report", "fit", "all"
 PARTS = (SELECT, REPORT, FIT)  # in the order in which documents are dealt; `all` is their union
 MINIMUM_DOCUMENTS = 10  # in a part; the standard error over fewer is rough
+PADDING_ID = -1  # the id of a position that the loss does not count: `model.loss` masks negative ids
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
@@ -110,7 +112,7 @@ def estimate(nats_D: np.ndarray, counts_D: np.ndarray) -> HeldOutLoss:
     return HeldOutLoss(float(loss), float(np.sqrt(variance)))
 
 
-def sample_text(tokens: TokenSet, part: str, wanted: int, window_targets: int, salt: int = 0) -> Sample:
+def sample_text(tokens: "TokenSet", part: str, wanted: int, window_targets: int, salt: int = 0) -> Sample:
     """Read a sample of a part of the held-out text.
 
     Args:
@@ -153,7 +155,7 @@ def sample_text(tokens: TokenSet, part: str, wanted: int, window_targets: int, s
     return Sample(part, windows_RxM, read_RxL, len(np.unique(documents_D)))
 
 
-def count_tokens(tokens: TokenSet, part: str) -> int:
+def count_tokens(tokens: "TokenSet", part: str) -> int:
     """Count the tokens of a part of the held-out text (`PARTS`, or `ALL`), including those of prompts."""
     chosen = _deal(tokens.held_out_documents["key"], part, salt=0)[1]
     return int(np.diff(tokens.held_out_documents["end"].astype(np.int64), prepend=0)[chosen].sum())

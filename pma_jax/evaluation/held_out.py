@@ -15,9 +15,17 @@ from flax import nnx
 from pma_jax.config import Config, EvaluationConfig
 from pma_jax.config.errors import UserError
 from pma_jax.data import shards
-from pma_jax.data.sampling import MINIMUM_DOCUMENTS, HeldOutLoss, Sample, count_tokens, estimate, sample_text
+from pma_jax.data.sampling import (
+    MINIMUM_DOCUMENTS,
+    PADDING_ID,
+    HeldOutLoss,
+    Sample,
+    count_tokens,
+    estimate,
+    sample_text,
+)
 from pma_jax.model.decoder import graph_definition
-from pma_jax.model.loss import PADDING_ID, evaluate
+from pma_jax.model.loss import evaluate
 from pma_jax.runs.directory import Run
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import local_rows, put_batch

@@ -19,7 +19,6 @@ from jax import P
 from pma_jax.model.cross_entropy import cross_entropy, cross_entropy_of_targets
 from pma_jax.model.decoder import Params, make_decoder
 
-PADDING_ID = -1
 # Maximum number of dispatched, unfinished batches. XLA admits 32 programs per device. With several simulated devices on
 # a CPU, further programs wait on the threads that the running programs need for their collectives: a deadlock.
 MAX_BATCHES_IN_FLIGHT = 8

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pma_jax.data import shards
-from pma_jax.data.sampling import ALL, FIT, PARTS, REPORT, SELECT, estimate, sample_text
-from pma_jax.model.loss import PADDING_ID
+from pma_jax.data.sampling import ALL, FIT, PADDING_ID, PARTS, REPORT, SELECT, estimate, sample_text
 
 L = 16
 STRANGE = 2**14  # ids from here on are those of strange documents

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from pma_jax.config import MeshConfig, ModelConfig
+from pma_jax.data.sampling import PADDING_ID
 from pma_jax.model import loss
 from pma_jax.runtime.mesh import AXES, RULES, make_mesh, put_batch
 
@@ -77,8 +78,8 @@ def test_z_loss_is_added_to_the_objective_only():
 
 def test_padding_is_not_counted():
     padded = TOKENS.copy()
-    padded[0, 3:] = loss.PADDING_ID
-    padded[5] = loss.PADDING_ID
+    padded[0, 3:] = PADDING_ID
+    padded[5] = PADDING_ID
     objective, sums = jax.jit(lambda t: loss.loss_sums(None, LOGITS, t, 0.1))(padded)
     expected, nats, count = reference(LOGITS, padded, weight=0.1)
     assert float(objective) == pytest.approx(expected, rel=1e-6)
@@ -93,7 +94,7 @@ def test_uncounted_tokens_are_still_inputs():
 
 def test_padding_has_no_gradient():
     padded = TOKENS.copy()
-    padded[1, 4:] = loss.PADDING_ID
+    padded[1, 4:] = PADDING_ID
     gradient = jax.grad(lambda x: loss.loss_sums(None, x, padded, 0.1)[0])(LOGITS)
     assert not np.asarray(gradient[1, 3:]).any()
     assert np.abs(gradient[1, :3]).max() > 0
@@ -101,7 +102,7 @@ def test_padding_has_no_gradient():
 
 def test_sums_of_ragged_batches_add_up():
     padded = TOKENS.copy()
-    padded[6:, 2:] = loss.PADDING_ID
+    padded[6:, 2:] = PADDING_ID
     _, complete = loss.loss_sums(None, LOGITS, padded)
     parts = [loss.loss_sums(None, LOGITS[i : i + 2], padded[i : i + 2])[1] for i in range(0, 8, 2)]
     assert float(sum(p["nats"] for p in parts)) == pytest.approx(float(complete["nats"]), rel=1e-6)
@@ -126,7 +127,7 @@ def test_split_vocabulary_does_not_change_the_result(sizes):
 
 def test_evaluate_returns_the_loss_of_each_target():
     padded = TOKENS.copy()
-    padded[4:, 2:] = loss.PADDING_ID
+    padded[4:, 2:] = PADDING_ID
     jax.clear_caches()  # The evaluation step may have been traced with a real model.
     nats_RxL = loss.evaluate(None, LOGITS[:4], [padded[:4], padded[4:]])
     assert nats_RxL.shape == TOKENS[:, 1:].shape and nats_RxL.dtype == np.float32
