@@ -62,6 +62,7 @@ def test_slopes_are_products_with_the_gradient(params):
     np.testing.assert_allclose(curvature.directional_derivatives(loss, params, deltas), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gauss_newton_equals_jacobian_transpose_times_output_hessian_times_jacobian(params):
     flat, unflatten = ravel_pytree(params)
     logits = outputs(params)[0]

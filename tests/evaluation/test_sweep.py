@@ -89,6 +89,7 @@ def test_differences_from_the_raw_loss_have_standard_errors_over_documents(copy)
         assert row["difference_standard_error"] < row["standard_error"], "the same documents are difficult for both"
 
 
+@pytest.mark.slow
 def test_raw_loss_is_that_of_the_newest_point_when_only_block_means_are_merged(copy, reads):
     result = sweep(copy, ["sma"], [2], kind="block_mean")
     assert reads == [str(s.path) for s in (*copy.of_kind("block_mean")[-2:], copy.snapshots[-1])]
@@ -122,6 +123,7 @@ def test_losses_that_are_not_finite_are_cached(copy, monkeypatch):
     assert math.isnan(again.loss)
 
 
+@pytest.mark.slow
 def test_rows_at_other_tokens_are_dropped(copy):
     newest = copy.snapshots[-1]
     hidden = newest.path.rename(newest.path.parent / "hidden")

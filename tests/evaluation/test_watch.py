@@ -227,6 +227,7 @@ def test_recipe_that_refuses_a_window_is_refused_before_reading(copy):
     assert not (copy.path / "watch.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_three_watchers_write_each_preview_once(copy, finished):
     watchers = [watch(copy, once=True) for _ in range(3)]
     lines = []

@@ -256,6 +256,7 @@ def test_neither_direction_imports_jax(tmp_path):
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_snapshot_with_sharded_experts_is_exported_with_few_reads(tmp_path, monkeypatch):
     made = config("mixture")
     params = write_pma_snapshot(tmp_path / "whole", made)

@@ -73,7 +73,7 @@ def write_checkpoints(folder, dtype):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(ml_dtypes.bfloat16, marks=pytest.mark.slow)])
 def test_storage_and_arrays_merge_to_the_same_bits(tmp_path, dtype):
     paths, leaves_K = write_checkpoints(tmp_path, dtype)
     together = [tmp_path / f"together-{r}" for r in range(len(C))]
@@ -146,7 +146,13 @@ def test_merges_of_equal_inputs_in_storage_return_them(tmp_path, dtype):
             assert merged.tobytes() == x.astype(ml_dtypes.bfloat16).tobytes()
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn])
+OTHER_DTYPES = (np.float64, np.float16, ml_dtypes.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [np.float32, ml_dtypes.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in OTHER_DTYPES)],
+)
 def test_merges_of_equal_arrays_return_them(dtype):
     x = random_values(dtype, is_moderate=True)
     with jax.enable_x64(np.dtype(dtype) == np.float64):

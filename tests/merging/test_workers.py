@@ -129,6 +129,7 @@ merge(dataclasses.replace(made, schedule=schedule), [sys.argv[1]], progress=wait
 """
 
 
+@pytest.mark.slow
 def test_shared_objects_are_pickled_by_one_thread(sources, tmp_path, monkeypatch):
     """Threads that pickle the same object crash Python 3.11 (experiments/fuzz/instance_dict_race.py)."""
     pickling = set()

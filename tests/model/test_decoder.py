@@ -114,7 +114,7 @@ def test_token_does_not_affect_earlier_logits(position, scan):
     assert (np.abs(after - before)[:, position:].max(axis=(0, 2)) > 1e-4).all()
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_packed_documents_are_isolated(scan):
     config = dataclasses.replace(TINY, separator_token=7, scan_layers=scan)
     first, second = TOKENS[:, :5].copy(), TOKENS[:, 5:].copy()
@@ -167,7 +167,7 @@ def test_dots_recomputes_no_product_and_full_recomputes_every_one_that_a_gradien
     assert 0 < dots - none <= 5, "attention's own two products of two blocks, and the router's small one"
 
 
-@pytest.mark.parametrize("tie_embeddings", [False, True])
+@pytest.mark.parametrize("tie_embeddings", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_initial_model_predicts_nearly_uniformly(tie_embeddings):
     config = ModelConfig(width=64, layers=1, heads=2, kv_heads=2, hidden=96, tie_embeddings=tie_embeddings)
     params = jax.jit(lambda key: decoder.init_params(config, key))(jax.random.key(1))
@@ -204,7 +204,8 @@ def test_mesh_does_not_change_the_result(shape):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)], ids=str)
 def test_mesh_does_not_change_the_initial_parameters(shape):
     with jax.set_mesh(mesh_of(*shape)):
         split = jax.jit(lambda key: decoder.init_params(TINY, key))(jax.random.key(4))

@@ -88,7 +88,14 @@ ROUTERS = [
 ]
 
 
-@pytest.mark.parametrize("changes", ROUTERS, ids=str)
+QUICK = (0, 4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [x if i in QUICK else pytest.param(x, marks=pytest.mark.slow) for i, x in enumerate(ROUTERS)],
+    ids=str,
+)
 def test_mixture_equals_a_loop_over_experts_in_float64(changes):
     config = dataclasses.replace(TINY, **changes)
     apply = jax.jit(decoder.apply, static_argnums=0)
@@ -224,6 +231,7 @@ def test_tokens_move_by_all_to_all_and_experts_stay():
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 4)], ids=str)
+@pytest.mark.slow
 def test_order_of_experts_does_not_change_the_result(shape):
     order = np.random.default_rng(3).permutation(8)
     params = fresh(TINY)

@@ -196,6 +196,7 @@ def test_fork_on_other_text_is_refused_with_both_digests(copy, make_run, forked)
         build_report(copy, [open_run(decaying)])
 
 
+@pytest.mark.slow
 def test_forks_whose_marks_are_on_other_text_are_chosen_on_select(copy):
     forks = []
     for name, loss in (("worse", 0.5), ("better", 0.6)):  # the recorded losses choose the worse

@@ -88,6 +88,7 @@ def test_cache_can_be_moved(cache, workspace, tmp_path, trained):
     assert again.path.parent.name == fork.path.parent.name and trained == []
 
 
+@pytest.mark.slow
 def test_fork_may_start_from_a_merge(cache, workspace, trained):
     source = run_cache.get_or_train(cache, tiny.config(workspace))
     merged = run_cache.get_or_merge(source, Cell("wma", 3), FORK)

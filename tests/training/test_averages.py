@@ -150,7 +150,9 @@ def test_mean_of_equal_blocks_is_the_dense_mean(blocks, count, seed):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("sizes", [MeshConfig(1, 8, 1), MeshConfig(2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(MeshConfig(1, 8, 1), marks=pytest.mark.slow), MeshConfig(2, 2, 2)], ids=str
+)
 def test_add_runs_in_place_without_communication(workspace, sizes):
     config = tiny.config(workspace, **DENSE)
     mesh = make_mesh(sizes)
@@ -238,6 +240,7 @@ def test_losses_of_both_kinds_are_recorded(dense):
     assert losses == pytest.approx([s.loss for s in dense.of_kind("block_mean")], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_training_is_unchanged_by_block_means(dense, workspace, tmp_path):
     plain = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "plain")
     assert tiny.numbers(plain) == [r for r in tiny.numbers(dense) if r["kind"] != "block_mean"]
@@ -336,6 +339,7 @@ def test_fork_may_add_more_often(dense, weights, tmp_path):
     assert_mean(second, weights, range(13, 19))
 
 
+@pytest.mark.slow
 def test_fork_may_disable_block_means(dense, tmp_path):
     config = resolve(dense.config, ["checkpoint.kinds=point"])
     run = train(config, fork(dense, 8 * STEP, config, tmp_path / "fork").path)

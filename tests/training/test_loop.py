@@ -111,6 +111,7 @@ def test_same_seed_gives_the_same_run(finished, workspace, tmp_path):
     assert_same_run(train(finished.config, tmp_path / "again"), finished)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_run(finished, workspace, tmp_path):
     other = train(tiny.config(workspace, training__seed=1, training__total_tokens=1024), tmp_path / "other")
     first = [r["loss"] for r in finished.metrics[:4]]
@@ -126,7 +127,7 @@ def test_complete_run_is_unchanged(copy):
 # --- Resuming ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [9, 16, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, 23))])
+@pytest.mark.parametrize("step", [9, *(pytest.param(step, marks=pytest.mark.slow) for step in (0, 16, 23))])
 def test_resume_is_bitwise_equal_to_uninterrupted_run(finished, copy, step):
     interrupt(copy, step)
     with (copy.path / "metrics.jsonl").open("a") as metrics:

@@ -72,6 +72,7 @@ def test_retention_is_unaffected_by_repeated_preemption(finished, workspace, tmp
     tiny.assert_equal(tiny.read(run.snapshots[-1]), tiny.read(finished.snapshots[-1]))
 
 
+@pytest.mark.slow
 def test_fork_may_start_where_a_run_was_preempted(finished, workspace, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(signals.Stopped):
         send_signal_at(patch, signal.SIGTERM, 9)

@@ -73,7 +73,11 @@ def spike_onsets(readings):
 # --- No spike ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tails", [0.0, 5.0, 3.0], ids=["normal", "t5", "t3"])
+@pytest.mark.parametrize(
+    "tails",
+    [pytest.param(0.0, marks=pytest.mark.slow), pytest.param(5.0, marks=pytest.mark.slow), 3.0],
+    ids=["normal", "t5", "t3"],
+)
 def test_clean_trace_with_warm_up_raises_no_alarm(tails):
     losses, norms = trace(20_000, seed=int(tails), tails=tails)
     assert spike_onsets(read(TOLD, losses, norms)) == []
@@ -129,7 +133,7 @@ def test_nothing_is_flagged_before_the_window_is_full():
 # --- Spikes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tails", [0.0, 3.0], ids=["normal", "t3"])
+@pytest.mark.parametrize("tails", [0.0, pytest.param(3.0, marks=pytest.mark.slow)], ids=["normal", "t3"])
 def test_planted_spikes_are_detected_and_distinguished_from_collapses(tails):
     actual = 0
     for seed in range(20):

@@ -175,7 +175,8 @@ def test_step_on_any_mesh_equals_one_device(data, fsdp, tensor, microbatches):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("kv_heads", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 2])
 def test_few_kv_heads_train_on_any_mesh(kv_heads):
     config = make_config()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, heads=4, kv_heads=kv_heads))
@@ -185,6 +186,7 @@ def test_few_kv_heads_train_on_any_mesh(kv_heads):
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_step_is_bitwise_reproducible():
     mesh = MeshConfig(2, 2, 2)
     first, second = steps(make_config(mesh)), steps(make_config(mesh))
@@ -193,6 +195,7 @@ def test_step_is_bitwise_reproducible():
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_initial_parameters_depend_on_the_seed_and_not_on_the_mesh():
     config = make_config(MeshConfig(2, 2, 2))
     with jax.set_mesh(make_mesh(config.mesh)):
@@ -201,7 +204,7 @@ def test_initial_parameters_depend_on_the_seed_and_not_on_the_mesh():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_data_parallel_step_has_one_all_reduce(microbatches):
     config = make_config(MeshConfig(data=8), accumulation_steps=microbatches)
     mesh = make_mesh(config.mesh)
