@@ -224,7 +224,7 @@ def of_action(workspace: Workspace, verb: str, valid: list[str], action: argpars
         yield Case(verb, f"{name} with a value", [*rest, f"{name}=1"])
         return
     yield Case(verb, f"{name} without a value", [*rest, name])
-    if action.dest not in ("recipe", "subtree"):
+    if action.dest not in ("recipe", "subtrees"):
         value = valid[valid.index(name) + 1] if name in valid else "1"
         yield Case(verb, f"{name} twice", [*rest, name, value, name, value])
     if action.choices:
@@ -247,7 +247,7 @@ def of_action(workspace: Workspace, verb: str, valid: list[str], action: argpars
         texts = NOT_PATHS | {f"config {f}": str(workspace.folder / f"{f}.py") for f in files}
     elif action.dest in ("weights", "tokenizer"):
         texts = {kind: text for kind, text in workspace.not_sources().items() if kind != "empty"}
-    elif action.dest in ("recipe", "recipes", "topology", "subtree", "kind"):
+    elif action.dest in ("recipe", "recipes", "topology", "subtrees", "kind"):
         texts = {
             f"text {text!r:.10}": text
             for text in ("nonsense", "sma:", "ema:alpha=", "ema:alpha=2", "\udcff", "\0", LONG)

@@ -53,6 +53,16 @@ class _StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+class _AppendOnce(argparse.Action):
+    """Append the value of an option that may be repeated, and refuse the same value twice."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        given = getattr(namespace, self.dest)
+        if values in given:
+            raise argparse.ArgumentError(self, "is given twice; keep one")
+        setattr(namespace, self.dest, (*given, values))
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line.
 
@@ -138,7 +148,7 @@ def _add_merge_verb(subparsers: Any) -> None:
     )
     verb.add_argument("--tokens-per-step", type=_positive_tokens, metavar="T", help="to compute tokens from steps")
     verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots to merge, if a run is given")
-    verb.add_argument("--subtree", help="path of the parameters in an Orbax tree, such as params or target/model")
+    _add_subtree(verb)
     verb.add_argument(
         "--dtype", default="keep", choices=_OUTPUT_DTYPES, help="dtype of the output's floating-point leaves"
     )
@@ -188,7 +198,7 @@ def _add_evaluation_verbs(subparsers: Any) -> None:
 
     verb = _add_verb(subparsers, verbs.inspect, json=True)
     verb.add_argument("target", help="a run, a snapshot, or a checkpoint or directory of them that `pma merge` reads")
-    verb.add_argument("--subtree", help="path of the parameters in an Orbax tree")
+    _add_subtree(verb)
     verb.add_argument("--verify", action="store_true", help="read all data again and compare it with its digests")
     verb.add_argument("--with-sources", action="store_true", help="with --verify: also verify the sources of a merge")
 
@@ -208,6 +218,17 @@ def _add_conversion_verbs(subparsers: Any) -> None:
     verb.add_argument("--dtype", default="keep", choices=_OUTPUT_DTYPES, help="dtype of the output")
     verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="largest file (default 5GB)")
     verb.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the run's")
+
+
+def _add_subtree(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--subtree",
+        dest="subtrees",
+        action=_AppendOnce,
+        default=(),
+        metavar="PATH",
+        help="a subtree to read of another trainer's checkpoint, such as params or target/model; may be repeated",
+    )
 
 
 def _add_verb(

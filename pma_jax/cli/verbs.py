@@ -58,7 +58,7 @@ def merge(options: argparse.Namespace) -> None:
     series = gather.select_checkpoints(
         gather.open_checkpoints(
             options.source,
-            subtree=options.subtree,
+            subtrees=options.subtrees,
             snapshot_kind=options.kind,
             tokens_per_step=options.tokens_per_step,
             order=options.order,
@@ -198,7 +198,7 @@ def inspect(options: argparse.Namespace) -> None:
             raise UserError(f"{options.target} is corrupt: {'; '.join(problems[:10])} ({len(problems)} in total)")
         print(f"{options.target}: all data matches its digests")
         return
-    description = inspection.inspect(options.target, options.subtree)
+    description = inspection.inspect(options.target, options.subtrees)
     _print_result(options, description, lambda: inspection.format_description(description))
 
 

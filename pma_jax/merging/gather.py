@@ -67,7 +67,7 @@ class CheckpointSeries:
 def open_checkpoints(
     addresses: Sequence[str | Path],
     *,
-    subtree: str | None = None,
+    subtrees: Sequence[str] = (),
     snapshot_kind: str | None = None,
     tokens_per_step: int | None = None,
     order: str = "position",
@@ -79,7 +79,8 @@ def open_checkpoints(
 
     Args:
         addresses: Runs, checkpoints, directories of checkpoints, hf://org/repo@revision (or a pattern of revisions).
-        subtree: Path of the parameters in an Orbax tree ("params"). If None, it is inferred and a note reports it.
+        subtrees: Paths of the subtrees to read, such as "params". If there are none, the parameters are located, and a
+            note reports where.
         snapshot_kind: Which snapshots of a run to open, "point" or "block_mean"; if None, the first kind that the run
             saves.
         tokens_per_step: Tokens per training step, to compute the tokens of checkpoints that record only their step.
@@ -100,7 +101,7 @@ def open_checkpoints(
         for path in listing.paths:
             if members or opened:
                 _check_memory(len((opened or [members[-1][1]])[-1].leaves), memory_limit_bytes)
-            opened.append(_open(path, subtree, tokens_per_step, notes))
+            opened.append(_open(path, subtrees, tokens_per_step, notes))
         indices = _order_within(addresses[number], opened, listing.stages) if order == "given" else range(len(opened))
         members += [(number, opened[i], listing.stages[i]) for i in indices]
     ordering = (keep_given_order if order == "given" else order_checkpoints)(
@@ -281,9 +282,9 @@ def _check_memory(leaves: int, limit_bytes: int) -> None:
         )
 
 
-def _open(path: str, subtree: str | None, tokens_per_step: int | None, notes: list[str]) -> CheckpointSource:
+def _open(path: str, subtrees: Sequence[str], tokens_per_step: int | None, notes: list[str]) -> CheckpointSource:
     """Open a checkpoint, or describe a hub revision; compute its tokens from its step if they are not known."""
-    source = (describe_hub_revision if path.startswith(hub.PREFIX) else open_source)(path, subtree)
+    source = (describe_hub_revision if path.startswith(hub.PREFIX) else open_source)(path, subtrees)
     if tokens_per_step is None or source.step is None:
         return source
     tokens = source.step * tokens_per_step

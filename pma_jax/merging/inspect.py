@@ -1,5 +1,6 @@
 """Describe what a path holds (`pma inspect`): a run, a snapshot, or all that can be merged."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
@@ -14,20 +15,20 @@ from pma_jax.runs.snapshots import is_snapshot, read_snapshot
 from pma_jax.storage.formats.open import open_source
 
 
-def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
+def inspect(path: epath.PathLike, subtrees: Sequence[str] = ()) -> dict[str, Any]:
     """Return the contents of a run, a snapshot or all that can be merged as JSON values; read no array.
 
     Args:
         path: A run, a checkpoint (a directory or file, or hf://org/repo@revision), a directory of checkpoints, or a
             pattern of revisions.
-        subtree: The part of another trainer's Orbax tree that holds the parameters, such as "params"; guessed if None.
+        subtrees: The parts of another trainer's checkpoint to read, such as "params"; if none, the parameters.
 
     Raises:
         UserError: `path` holds no readable run or checkpoint, or several that cannot be told apart.
     """
     if is_run(path):
-        if subtree is not None:
-            raise UserError(f"--subtree {subtree}: {path} is a run of pma_jax, whose parameters are known; omit it")
+        if subtrees:
+            raise UserError(f"--subtree {subtrees[0]}: {path} is a run of pma_jax, whose parameters are known; omit it")
         run = open_run(path)
         return {
             "kind": "run",
@@ -38,9 +39,9 @@ def inspect(path: epath.PathLike, subtree: str | None = None) -> dict[str, Any]:
             "facts": run.metadata,
         }
     if not is_snapshot(path) and list_checkpoints(str(path)).is_expanded:
-        return _describe_series(str(path), subtree)
+        return _describe_series(str(path), subtrees)
     if not is_snapshot(path):
-        source = open_source(str(path), subtree)
+        source = open_source(str(path), subtrees)
         return {
             "kind": source.format,
             "path": source.origin,
@@ -92,9 +93,9 @@ def format_description(description: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _describe_series(address: str, subtree: str | None) -> dict[str, Any]:
+def _describe_series(address: str, subtrees: Sequence[str]) -> dict[str, Any]:
     """Describe a directory of checkpoints or a pattern of revisions: its checkpoints, oldest first."""
-    series = gather.open_checkpoints([address], subtree=subtree)
+    series = gather.open_checkpoints([address], subtrees=subtrees)
     checkpoints = [
         {
             "path": source.origin,

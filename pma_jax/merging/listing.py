@@ -16,6 +16,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.merging.engine.provenance import FILE_NAME as PROVENANCE_FILE
 from pma_jax.storage.formats import hub
 from pma_jax.storage.formats.names import owner_of_item, parse_name, stage_words
+from pma_jax.storage.formats.open import find_layout
 from pma_jax.storage.formats.orbax_read import has_file, is_orbax
 from pma_jax.storage.formats.publish import IN_PROGRESS_FILE
 from pma_jax.storage.formats.unread import describe_unread
@@ -125,7 +126,7 @@ def _list_directory(path: Path) -> Listing | None:
     """
     if not path.is_dir():
         return None
-    is_checkpoint = has_file(path, *_SAFETENSORS, *_ORBAX, "*/.zarray")
+    is_checkpoint = has_file(path, *_SAFETENSORS, *_ORBAX, "*/.zarray") or _has_layout_of_its_own(path)
     children, left_out = _classify_children(path, is_checkpoint)
     children.sort(key=_name_order)
     if is_checkpoint and children:
@@ -141,6 +142,15 @@ def _list_directory(path: Path) -> Listing | None:
         return Listing(paths, stages, True, left_out, tuple(notes))
     _refuse_unusable(path, left_out)
     return None
+
+
+def _has_layout_of_its_own(path: Path) -> bool:
+    """Return whether a directory is a checkpoint of a layout other than safetensors and Orbax.
+
+    The files of Orbax may also be those of several checkpoints in subdirectories.
+    """
+    layout = find_layout(path)
+    return layout is not None and layout.name != "orbax"
 
 
 def _several_meanings(path: Path, child: Path, children: int) -> str:
@@ -228,12 +238,13 @@ def _checkpoint_in(directory: Path) -> Path:
 
     `1000/items` of Orbax is found by its reader; `checkpoint-500/model` with safetensors is found here.
     """
-    if has_file(directory, *_SAFETENSORS, *_ORBAX) or is_orbax(directory):
+    if has_file(directory, *_SAFETENSORS, *_ORBAX) or find_layout(directory) is not None:
         return directory
     parts = [
         part
         for part in sorted(directory.iterdir())
-        if part.is_dir() and owner_of_item(part) == directory and has_file(part, *_SAFETENSORS)
+        if part.is_dir() and owner_of_item(part) == directory
+        if has_file(part, *_SAFETENSORS) or _has_layout_of_its_own(part)
     ]
     return parts[0] if len(parts) == 1 else directory
 
@@ -250,7 +261,7 @@ def _incompleteness(path: Path) -> str | None:
     if files:
         shard = re.fullmatch(r".*-\d+-of-(\d+)\.safetensors", files[0].name)
         return f"{len(files)} of {int(shard[1])} files, and no index" if shard and int(shard[1]) != 1 else None
-    if is_orbax(path):
+    if find_layout(path) is not None:
         return None
     if next(path.iterdir(), None) is None:
         return "it is empty"

@@ -188,14 +188,14 @@ def test_subtree_is_detected_and_reported_or_named(tmp_path):
     source = open_source(tmp_path / "0")
     assert all(name.startswith("params.") for name in source.leaves)
     assert "subtree 'params' (of " in source.notes[0]
-    named = open_source(tmp_path / "0", subtree="opt_state")
+    named = open_source(tmp_path / "0", subtrees=["opt_state"])
     assert list(named.leaves) == ["opt_state.mu"] and not named.notes
     with pytest.raises(ValueError, match="no subtree 'nothing'; it has opt_state, params, step"):
-        open_source(tmp_path / "0", subtree="nothing")
+        open_source(tmp_path / "0", subtrees=["nothing"])
     v0.PyTreeCheckpointer().save(tmp_path / "1", {"opt_state": jnp.ones(2), "theta": jnp.ones(3)})
     with pytest.raises(ValueError, match="name the subtree, one of opt_state, theta"):
         open_source(tmp_path / "1")
-    assert list(open_source(tmp_path / "1", "theta").leaves) == ["theta"]
+    assert list(open_source(tmp_path / "1", ["theta"]).leaves) == ["theta"]
 
 
 def test_trees_without_metadata_are_read_from_their_arrays(tmp_path):

@@ -67,5 +67,5 @@ def test_inspect_lists_a_directory_of_checkpoints(tmp_path):
 
 
 def test_other_directories_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds neither safetensors nor an Orbax checkpoint"):
+    with pytest.raises(ValueError, match="holds no checkpoint in a format that is read"):
         inspect(tmp_path)

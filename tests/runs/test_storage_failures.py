@@ -120,7 +120,7 @@ def test_step_that_does_not_fit_replaces_no_older_step(tmp_path):
 def test_full_disk_before_a_merge_publishes_nothing(finished, tmp_path, capsys):
     with mounted(tmp_path / "disk", "size=32k"):
         error = read_error(capsys, "merge", finished.path, "--last", 3, "--out", tmp_path / "disk" / "merged")
-        assert "bytes are free and the merge writes" in error
+        assert "bytes are free and the merge needs" in error
         assert not (tmp_path / "disk" / "merged").exists()
 
 

@@ -97,7 +97,7 @@ def test_links_of_the_hub_cache_are_followed(tmp_path):
         ("pytorch_model-00001-of-00002.bin", "pickle.*AutoModelForCausalLM"),
         ("step1/pytorch_model.bin", "pickle.*AutoModelForCausalLM"),
         ("flax_model.msgpack", "msgpack.*convert it"),
-        ("params.npz", "NumPy"),
+        ("params.npy", "NumPy"),
         ("__0_0.distcp", "DCP.*dcp_to_torch"),
         (".metadata", "DCP"),
         ("model-q4.gguf", "GGUF"),

@@ -109,7 +109,7 @@ def test_pickles_are_refused_with_conversion_instructions(tmp_path):
 
 def test_missing_checkpoint_is_one_line(tmp_path):
     refuses(tmp_path / "gone", "no such file")
-    refuses(tmp_path, "neither safetensors nor")
+    refuses(tmp_path, "holds no checkpoint in a format that is read")
     (tmp_path / "notes.txt").write_text("")
     refuses(tmp_path / "notes.txt", "not a checkpoint")
 

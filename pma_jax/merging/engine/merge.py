@@ -372,8 +372,9 @@ def _publish_outputs(plan: MergePlan, outputs: Sequence[Output], command: str) -
         else:
             metadata = provenance.build(plan, records, output_index, command)
             provenance.check_source_digests(plan, metadata)
-            provenance.write(output.checkpoint_directory, metadata)
-            _publish_output(plan, output)
+            directory = plan.layout.finish(output.checkpoint_directory)
+            provenance.write(directory, metadata)
+            _publish_output(plan, output, directory)
         warning = provenance.rounding_warning(plan, metadata, output_index)
         notes += [warning] if warning else []
     for output in reversed(outputs):
@@ -381,9 +382,10 @@ def _publish_outputs(plan: MergePlan, outputs: Sequence[Output], command: str) -
     return [*provenance.equal_source_notes(metadata), *notes[::-1]]
 
 
-def _publish_output(plan: MergePlan, output: Output) -> None:
+def _publish_output(plan: MergePlan, output: Output, directory: Path) -> None:
     try:
-        publish.publish(output.checkpoint_directory, output.target, list(plan.layout.sizes), plan.digest)
+        arrays = list(plan.layout.sizes) if plan.layout.assemble is None else []
+        publish.publish(directory, output.target, arrays, plan.digest)
     except OSError as error:
         if is_bucket(output.target) or not output.target.exists():
             raise

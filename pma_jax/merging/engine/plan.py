@@ -72,6 +72,11 @@ class MergePlan:
         """Bytes of leaves to write, over all recipes."""
         return len(self.recipes) * self.layout.nbytes
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes on the disk until the outputs are published: twice the output if its files are assembled."""
+        return self.write_bytes * (1 if self.layout.assemble is None else 2)
+
     def units(self) -> Iterator[Unit]:
         """Yield all units in storage order: the segments of raw leaves, and complete leaves if they must be decoded."""
         for name, leaf in self.leaves.items():
@@ -217,7 +222,5 @@ def check_outputs(merge_plan: MergePlan, outs: Sequence[Path]) -> None:
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
-    if free < merge_plan.write_bytes:
-        raise UserError(
-            f"{parent}: {free} bytes are free and the merge writes {merge_plan.write_bytes}; free some space"
-        )
+    if free < merge_plan.disk_bytes:
+        raise UserError(f"{parent}: {free} bytes are free and the merge needs {merge_plan.disk_bytes}; free some space")

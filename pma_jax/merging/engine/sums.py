@@ -80,7 +80,7 @@ def _sum_bytes(block_elements: int, dtypes: set[str]) -> int:
 
 def _buffer_bytes(block_elements: int, dtypes: set[str]) -> int:
     # 64 more bytes, so that the same element of two buffers is not in the same set of a cache.
-    return max(4, *map(ITEM_BYTES.__getitem__, dtypes)) * block_elements + 64
+    return max([4, *map(ITEM_BYTES.__getitem__, dtypes)]) * block_elements + 64
 
 
 def accumulation_dtype(dtype: str) -> str:

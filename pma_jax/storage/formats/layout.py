@@ -1,12 +1,13 @@
 """The files of a checkpoint to be written: their sizes, and the byte ranges where each leaf is written.
 
 All formats are written as raw bytes at offsets that are known before any input is read. Therefore any thread or process
-can write any part at any time, an interrupted write can resume, and equal inputs give equal files.
+can write any part at any time, an interrupted write can resume, and equal inputs give equal files. The files of a
+format with other rules (an archive, a database) are assembled from the raw ones at the end.
 """
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,8 @@ class OutputLayout:
         byte_ranges: Leaf name -> the byte ranges where it is written, in order.
         headers: Path -> first bytes of each file that has leaves after a header.
         copies: Path -> the existing file to copy to it.
+        assemble: Writes the checkpoint's files to a second directory, given the first: for formats whose files cannot
+            be written at offsets that are known before. None if the files are the checkpoint.
         notes: Messages for the user, one line each.
     """
 
@@ -33,6 +36,7 @@ class OutputLayout:
     byte_ranges: Mapping[str, tuple[ByteRange, ...]]
     headers: Mapping[str, bytes] = field(default_factory=dict)
     copies: Mapping[str, Path] = field(default_factory=dict)
+    assemble: Callable[[Path, Path], None] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,6 +62,16 @@ class OutputLayout:
         for name, path in self.copies.items():
             with name_file(directory / name), path.open("rb") as source, (directory / name).open("wb") as target:
                 shutil.copyfileobj(source, target)
+
+    def finish(self, directory: Path) -> Path:
+        """Return the directory of the checkpoint's files, given the one in which all leaves are written."""
+        if self.assemble is None:
+            return directory
+        assembled = directory.with_name("assembled")
+        shutil.rmtree(assembled, ignore_errors=True)  # of an interrupted run
+        assembled.mkdir()
+        self.assemble(directory, assembled)
+        return assembled
 
     def byte_ranges_in(self, directory: Path) -> dict[str, tuple[ByteRange, ...]]:
         """Return `byte_ranges` with each path joined to `directory`."""

@@ -155,7 +155,7 @@ def _value(match: re.Match[str]) -> int | None:
 
 
 def _strip_suffix(name: str) -> str:
-    return re.sub(r"\.safetensors(?:\.index\.json)?$", "", name)
+    return re.sub(r"\.(?:safetensors(?:\.index\.json)?|npz)$", "", name)
 
 
 def expand_braces(pattern: str) -> list[str]:

@@ -2,13 +2,15 @@
 
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pma_jax.config.errors import UserError
-from pma_jax.storage.formats import hub, orbax_read
+from pma_jax.storage.formats import hub, npz, orbax_read, zarr_read
 from pma_jax.storage.formats import safetensors as safetensors_file
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.progress import read_progress
@@ -22,14 +24,41 @@ from pma_jax.storage.paths import as_path
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 
 
-def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSource:
+class _Layout(NamedTuple):
+    """A layout of checkpoints that a trainer or library writes.
+
+    Attributes:
+        name: The `format` of its sources.
+        is_layout: Whether a path has it, as the names of its files tell.
+        open: Opens the checkpoint at a path that has it, given the subtrees to read.
+    """
+
+    name: str
+    is_layout: Callable[[Path], bool]
+    open: Callable[[Path, Sequence[str]], CheckpointSource]
+
+
+# In the order in which they are tried, after safetensors: the last are the least specific.
+_LAYOUTS = (
+    _Layout("npz", npz.is_npz, npz.open_npz),
+    _Layout("orbax", orbax_read.is_orbax, orbax_read.open_orbax),
+)
+
+
+def find_layout(path: Path) -> _Layout | None:
+    """Return the layout of a checkpoint other than safetensors; None if there is none."""
+    return next((layout for layout in _LAYOUTS if layout.is_layout(path)), None)
+
+
+def open_source(address: str | Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
     """Open a checkpoint without reading its arrays into memory. An hf:// address is downloaded first.
 
     Args:
         address: A directory with one .safetensors file or with shards and their index, a .safetensors file, a
-            .safetensors.index.json, an Orbax checkpoint of a pytree, or hf://org/repo@revision.
-        subtree: Path of the parameters in an Orbax tree ("params", "target/model"). If None, it is inferred and
-            reported in `notes` of the result. Must be None for safetensors.
+            .safetensors.index.json, an Orbax checkpoint of a pytree, an .npz file, or hf://org/repo@revision.
+        subtrees: Paths of the subtrees to read of a checkpoint with a training state ("params", "target/model"). If
+            there are none, the parameters are located, and `notes` of the result reports where. Must be empty for
+            safetensors.
 
     Raises:
         UserError: There is no readable checkpoint, or it is corrupt.
@@ -40,7 +69,7 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
         folder = hub.download(text)
         repo, _ = hub.parse_address(text)
         name = hub.parse_progress(text)
-        opened = open_source(folder, subtree)
+        opened = open_source(folder, subtrees)
         notes = opened.notes
         if None not in (name.step, opened.step) and name.step != opened.step:
             notes += (f"{text}: its name says step {name.step:,} and its files {opened.step:,}; {name.step:,} is used",)
@@ -59,19 +88,19 @@ def open_source(address: str | Path, subtree: str | None = None) -> CheckpointSo
     # Make the path absolute, so that it names the same files in processes with another working directory.
     path = path.absolute()
     try:
-        return _open_file(path, subtree) if path.is_file() else _open_directory(path, subtree)
+        return _open_file(path, subtrees) if path.is_file() else _open_directory(path, subtrees)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise UserError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
-def describe_hub_revision(address: str, subtree: str | None = None) -> CheckpointSource:
+def describe_hub_revision(address: str, subtrees: Sequence[str] = ()) -> CheckpointSource:
     """Describe a hub revision from its name alone, without a download; `open_if_deferred` downloads and opens it.
 
     Use it to select among many revisions by step and tokens. `leaves` of the result is empty.
     """
     name = hub.parse_progress(address)
     return CheckpointSource(
-        "deferred", Path(), address, {}, {}, name.tokens, name.step, name.epoch, metadata={"subtree": subtree}
+        "deferred", Path(), address, {}, {}, name.tokens, name.step, name.epoch, metadata={"subtrees": tuple(subtrees)}
     )
 
 
@@ -85,23 +114,25 @@ def open_if_deferred(source: CheckpointSource) -> CheckpointSource:
     """
     if source.format != "deferred":
         return source
-    opened = open_source(source.origin, source.metadata["subtree"])
+    opened = open_source(source.origin, source.metadata["subtrees"])
     return replace(opened, tokens=source.tokens, step=source.step, epoch=source.epoch)
 
 
-def _open_file(path: Path, subtree: str | None) -> CheckpointSource:
+def _open_file(path: Path, subtrees: Sequence[str]) -> CheckpointSource:
     if path.name.endswith(".safetensors.index.json"):
-        return _open_safetensors(path.parent, safetensors_file.read_sharded_header(path), subtree)
+        return _open_safetensors(path.parent, safetensors_file.read_sharded_header(path), subtrees)
     if path.suffix == ".safetensors":
         _check_not_one_of_several(path)
-        return _open_safetensors(path, safetensors_file.read_header(path), subtree)
+        return _open_safetensors(path, safetensors_file.read_header(path), subtrees)
+    if (layout := find_layout(path)) is not None:
+        return layout.open(path, subtrees)
     raise UserError(
         describe_unread(path)
         or f"{path}: not a checkpoint; give a directory, a .safetensors file or hf://org/repo@revision"
     )
 
 
-def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
+def _open_directory(path: Path, subtrees: Sequence[str]) -> CheckpointSource:
     indexes = sorted(match_files(path, "*.safetensors.index.json"))
     files = sorted(match_files(path, "*.safetensors"))
     if len(indexes) > 1:
@@ -109,18 +140,18 @@ def _open_directory(path: Path, subtree: str | None) -> CheckpointSource:
             f"{path}: has {len(indexes)} indexes; give the path of one: {', '.join(index.name for index in indexes)}"
         )
     if indexes:
-        return _open_by_index(indexes[0], files, subtree)
+        return _open_by_index(indexes[0], files, subtrees)
     if len(files) == 1:
         _check_not_one_of_several(files[0])
-        return _open_safetensors(path, safetensors_file.read_header(files[0]), subtree)
+        return _open_safetensors(path, safetensors_file.read_header(files[0]), subtrees)
     if files:
         raise UserError(
             f"{path}: has {len(files)} safetensors files and no index ({', '.join(file.name for file in files[:4])}); "
             "add the index of the shards, or name the one file that is a complete checkpoint"
         )
-    if orbax_read.is_orbax(path):
-        return orbax_read.open_orbax(path, subtree)
-    raise UserError(describe_unread(path) or f"{path}: holds neither safetensors nor an Orbax checkpoint")
+    if (layout := find_layout(path)) is not None:
+        return layout.open(path, subtrees)
+    raise UserError(describe_unread(path) or f"{path}: holds no checkpoint in a format that is read")
 
 
 def _check_not_one_of_several(path: Path) -> None:
@@ -133,7 +164,7 @@ def _check_not_one_of_several(path: Path) -> None:
         )
 
 
-def _open_by_index(index: Path, files: list[Path], subtree: str | None) -> CheckpointSource:
+def _open_by_index(index: Path, files: list[Path], subtrees: Sequence[str]) -> CheckpointSource:
     """Open the shards that an index lists; refuse other files that might be meant, and note the rest."""
     header = safetensors_file.read_sharded_header(index)
     shards = {part.path for ranges in header.byte_ranges.values() for part in ranges}
@@ -145,14 +176,14 @@ def _open_by_index(index: Path, files: list[Path], subtree: str | None) -> Check
             f"{index}: does not list {ambiguous[0]}, which is beside it ({len(ambiguous)} such files): remove what "
             "does not belong to the checkpoint, or give the path of the index or of the file that is meant"
         )
-    source = _open_safetensors(index.parent, header, subtree)
+    source = _open_safetensors(index.parent, header, subtrees)
     note = f"{index.parent}: read by its index, without {', '.join(others[:5])}"
     return replace(source, notes=(*source.notes, note)) if others else source
 
 
-def _open_safetensors(path: Path, header: safetensors_file.Header, subtree: str | None) -> CheckpointSource:
-    if subtree is not None:
-        raise UserError(f"{path}: subtree {subtree!r} is for Orbax checkpoints only; do not set it for safetensors")
+def _open_safetensors(path: Path, header: safetensors_file.Header, subtrees: Sequence[str]) -> CheckpointSource:
+    if subtrees:
+        raise UserError(f"{path}: safetensors have no subtrees; leave out --subtree {subtrees[0]}")
     # Only a directory has sidecar files (config, tokenizer): files beside a single file may belong to another model.
     siblings = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else []
     sidecar_files = [
@@ -229,7 +260,7 @@ def read_leaf_bytes(source: CheckpointSource, name: str, start_element: int, sto
         UserError: The stored bytes are missing or corrupt.
     """
     if name not in source.byte_ranges:
-        return orbax_read.read_with_tensorstore(source, name, start_element, stop_element)
+        return zarr_read.read_with_tensorstore(source, name, start_element, stop_element)
     item_bytes = ITEM_BYTES[source.leaves[name].dtype]
     data = np.empty((stop_element - start_element) * item_bytes, np.uint8)
     ranges = source.byte_ranges[name]

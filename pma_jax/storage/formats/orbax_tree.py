@@ -8,12 +8,13 @@ Orbax writes three files beside the arrays of a tree:
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import DamageError, UserError, error_line
+from pma_jax.storage.formats.subtree import is_below
 from pma_jax.storage.json_files import MAX_JSON_BYTES, read_json_object
 from pma_jax.storage.matching import match_files
 
@@ -69,9 +70,9 @@ class TreeStructure:
     random_keys: Mapping[str, str] = field(default_factory=dict)
     typed_tree: str | None = None
 
-    def below(self, prefix: list[str]) -> "TreeStructure":
-        """Return the structure with only the leaves whose key path starts with `prefix`."""
-        leaves = tuple(leaf for leaf in self.leaves if leaf.key_names[: len(prefix)] == prefix)
+    def below(self, prefixes: Sequence[Sequence[str]]) -> "TreeStructure":
+        """Return the structure with only the leaves whose key path starts with one of `prefixes`."""
+        leaves = tuple(leaf for leaf in self.leaves if is_below(leaf.key_names, prefixes))
         names = {leaf.name for leaf in leaves}
         return TreeStructure(
             leaves,

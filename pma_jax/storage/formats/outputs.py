@@ -3,12 +3,13 @@
 Sidecar files, such as config.json and the tokenizer, are written only beside safetensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError
+from pma_jax.storage.formats import npz
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.orbax_write import merged_item, orbax_layout
 from pma_jax.storage.formats.safetensors import CODE_OF_DTYPE, safetensors_layout
@@ -41,6 +42,22 @@ SIDECAR_PATTERNS = (
 _MAX_SIDECAR_BYTES = 256 * 2**20
 
 
+_Writer = Callable[[Sequence[CheckpointSource], Mapping[str, LeafInfo], Mapping[str, Any]], OutputLayout]
+
+
+def _plan_orbax(
+    sources: Sequence[CheckpointSource], leaves: Mapping[str, LeafInfo], custom_metadata: Mapping[str, Any]
+) -> OutputLayout:
+    return orbax_layout(leaves, merged_item(sources), custom_metadata)
+
+
+# Format -> function that plans its files, given the sources, the merged leaves and the custom metadata. All but Orbax
+# are written only where the inputs have the format.
+WRITERS: Mapping[str, _Writer] = {"orbax": _plan_orbax, "npz": npz.npz_layout}
+# Dtypes that a format can store; those that are absent here store all that zarr can.
+_DTYPES: Mapping[str, Collection[str]] = {"safetensors": CODE_OF_DTYPE, "npz": npz.DTYPES}
+
+
 def plan_output(
     sources: Sequence[CheckpointSource],
     leaves: Mapping[str, LeafInfo],
@@ -56,7 +73,7 @@ def plan_output(
             the header metadata of the oldest if that is safetensors. Orbax output has the tree structure of the oldest
             Orbax checkpoint.
         leaves: Dtype and shape of each merged leaf, in the order to write them.
-        format: "safetensors" or "orbax".
+        format: "safetensors", or a key of `WRITERS`.
         shard_bytes: Maximum bytes of leaves per file (safetensors only).
         config_dtype: New value of the keys `dtype` and `torch_dtype` in config.json, where present, or "keep" to copy
             the file unchanged (safetensors only). Does not change the dtype of any leaf.
@@ -65,14 +82,15 @@ def plan_output(
     Raises:
         UserError: The format is unknown, or cannot store these leaves.
     """
-    storable = CODE_OF_DTYPE if format == "safetensors" else ITEM_BYTES.keys() - PACKED_BITS.keys()
+    storable = _DTYPES.get(format, ITEM_BYTES.keys() - PACKED_BITS.keys())
     unsupported = next((f"{name} ({leaf.dtype})" for name, leaf in leaves.items() if leaf.dtype not in storable), None)
     if unsupported is not None:
         raise UserError(f"{unsupported} cannot be stored as {format}; keep the format of the inputs (--format keep)")
-    if format == "orbax":
-        return orbax_layout(leaves, merged_item(sources), custom_metadata)
+    if format in WRITERS:
+        layout = WRITERS[format](sources, leaves, custom_metadata)
+        return replace(layout, notes=(*layout.notes, *_unlike_notes(sources, format)))
     if format != "safetensors":
-        raise UserError(f"the output format {format!r} is not safetensors or orbax")
+        raise UserError(f"the output format {format!r} is not {', '.join(('safetensors', *WRITERS))}")
     if "__metadata__" in leaves:
         raise UserError("a leaf is named __metadata__, which safetensors reserves; write it as Orbax (--format orbax)")
     metadata = sources[0].metadata if sources[0].format == "safetensors" else {"format": "pt"}
@@ -80,6 +98,13 @@ def plan_output(
     copies, texts, notes = _plan_sidecars(sources, config_dtype)
     notes = (*left_out_notes(sources), *notes)
     return replace(layout, texts={**texts, **layout.texts}, copies=copies, notes=notes)
+
+
+def _unlike_notes(sources: Sequence[CheckpointSource], format: str) -> list[str]:
+    others = [source.origin for source in sources if source.format != format]
+    return (
+        [f"written as {format}, unlike {others[0]} ({len(others)} such inputs)"] if others and format != "orbax" else []
+    )
 
 
 def left_out_notes(sources: Sequence[CheckpointSource]) -> list[str]:

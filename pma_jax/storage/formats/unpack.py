@@ -15,8 +15,8 @@ import numpy as np
 
 from pma_jax.config.errors import DamageError
 from pma_jax.storage.formats.byte_ranges import write_all
-from pma_jax.storage.formats.orbax_read import read_box
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
+from pma_jax.storage.formats.zarr_read import read_box
 from pma_jax.storage.formats.zstd import ChunkGrid, ZstdFrames, ZstdReader, decoder_bytes
 from pma_jax.storage.paths import RangeReader, is_bucket, name_file
 

@@ -63,11 +63,11 @@ _FORMATS = (
         ".read_bytes()), sep='.'), 'OUT/model.safetensors')\"",
     ),
     _Format(
-        ("*.npz", "*.npy"),
-        "a NumPy file",
-        "python -c \"import numpy; from safetensors.numpy import save_file; save_file(dict(numpy.load('FILE')), "
-        "'OUT/model.safetensors')\"",
+        ("*.npy",),
+        "a NumPy file of one array",
+        "python -c \"import numpy; numpy.savez('OUT/model.npz', NAME=numpy.load('FILE'))\", with all of the arrays",
     ),
+    _Format(("*.npz",), "one of several .npz files", "none is needed: name each file that is a checkpoint"),
     _Format(
         ("*.h5", "*.hdf5", "*.keras"),
         "a Keras (HDF5) file",
