@@ -32,6 +32,10 @@ from mutations import FILE_MUTATIONS, Mutation, json_mutations  # pyrefly: ignor
 KEPT_AFTER_ERROR = (".lock", "lock", "__pycache__")  # an empty lock file says nothing
 
 
+# From SIGTERM until a child is killed.
+STOPPING_SECONDS = 15.0
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One bad input: a mutation of a file before a command, or a command with bad arguments."""
@@ -120,13 +124,21 @@ def run_child(main: Callable, arguments: list[str], folder: Path, log: Path, lim
 
 
 def wait(pid: int, deadline: float) -> tuple[int, resource.struct_rusage]:
-    """Wait for a child, and kill it and its children at the deadline; return its status (-9: killed) and usage."""
+    """Wait for a child; at the deadline send SIGTERM, and kill it and its children 15 s later.
+
+    Returns:
+        Its status (-9: killed; 143: a run that saves its state when it is stopped), and its usage.
+    """
+    is_told = False
     while True:
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status), usage
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline + STOPPING_SECONDS:
             os.killpg(pid, signal.SIGKILL)
+        elif time.monotonic() > deadline and not is_told:
+            is_told = True
+            os.kill(pid, signal.SIGTERM)
         time.sleep(0.005)
 
 
@@ -151,9 +163,11 @@ def problems(outcome: Outcome, limits: argparse.Namespace, own_mebibytes: float)
     error_lines = [line for line in outcome.error.splitlines() if line.startswith(("error:", "pma "))]
     if "Traceback" in outcome.error:
         found.append("traceback: " + outcome.error.strip().splitlines()[-1][:200])
-    if outcome.seconds > limits.seconds:
+    # A long horizon is a valid value: the run is in training until it is stopped.
+    is_training = outcome.status == 143 and "stopped by SIGTERM: the state at step" in outcome.error
+    if outcome.seconds > limits.seconds and not is_training:
         found.append(f"hung for {outcome.seconds:.0f} s")
-    elif outcome.status not in (0, 1, 2):
+    elif outcome.status not in (0, 1, 2) and not is_training:
         found.append(f"status {outcome.status}")
     if outcome.mebibytes - own_mebibytes > limits.memory:
         found.append(f"{outcome.mebibytes - own_mebibytes:.0f} MiB")
