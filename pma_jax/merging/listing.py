@@ -15,6 +15,7 @@ from typing import Any
 from pma_jax.config.errors import UserError
 from pma_jax.merging.engine.provenance import FILE_NAME as PROVENANCE_FILE
 from pma_jax.storage.formats import hub
+from pma_jax.storage.formats.easydel import name_with_step
 from pma_jax.storage.formats.names import owner_of_item, parse_name, stage_words
 from pma_jax.storage.formats.open import find_layout
 from pma_jax.storage.formats.orbax_read import has_file, is_orbax
@@ -137,7 +138,7 @@ def _list_directory(path: Path) -> Listing | None:
         return Listing((str(path),), (_stage_of_named(path),), False, left_out, tuple(notes))
     if children:
         series = _series_of(path)
-        stages = tuple(_stage_in(series, child.name) for child in children)
+        stages = tuple(_stage_in(series, name_with_step(child)) for child in children)
         paths = tuple(str(_checkpoint_in(child)) for child in children)
         return Listing(paths, stages, True, left_out, tuple(notes))
     _refuse_unusable(path, left_out)
@@ -192,7 +193,7 @@ def _classify_children(path: Path, only_with_progress: bool) -> tuple[list[Path]
     """
     entries = sorted(path.iterdir(), key=lambda entry: entry.name)
     if only_with_progress:  # also saves time for the many directories of arrays of a checkpoint
-        entries = [entry for entry in entries if parse_name(entry.name).is_known]
+        entries = [entry for entry in entries if parse_name(name_with_step(entry)).is_known]
     reasons = {entry: _reason_to_leave_out(entry) for entry in entries}
     left_out = {entry.name: reason for entry, reason in reasons.items() if reason is not None}
     children = [entry for entry, reason in reasons.items() if reason is None]
@@ -212,12 +213,12 @@ def _reason_to_leave_out(entry: Path) -> str | None:
     """Return why an entry of a directory is not one of its checkpoints, or None if it is one."""
     if entry.name.startswith("."):
         return _HIDDEN
-    step = parse_name(entry.name).step
+    progress = parse_name(name_with_step(entry))
     if entry.is_symlink():
         target = Path(os.path.realpath(entry))
         if not target.exists():
             return "a link to nothing"
-        if target.parent == entry.parent.resolve() or parse_name(target.name).step not in (step, None):
+        if target.parent == entry.parent.resolve() or parse_name(target.name).step not in (progress.step, None):
             return f"a link to {target.name}"
     if not entry.is_dir():
         return _NOT_CHECKPOINT
@@ -228,7 +229,7 @@ def _reason_to_leave_out(entry: Path) -> str | None:
     if is_run_directory(entry):
         return _RUN
     problem = _incompleteness(_checkpoint_in(entry))
-    if parse_name(entry.name).is_known:
+    if progress.is_known:
         return problem and (problem if problem == _UNREAD else _INCOMPLETE.format(problem))
     return _NOT_CHECKPOINT if problem else _NO_STEP
 
@@ -279,7 +280,7 @@ def _shards_in(index: Path) -> list[str]:
 
 
 def _name_order(path: Path) -> tuple[int, int, int]:
-    progress = parse_name(path.name)
+    progress = parse_name(name_with_step(path))
     return progress.tokens or 0, progress.step or 0, progress.epoch or 0
 
 
@@ -300,7 +301,7 @@ def _stage_of_named(path: Path) -> str | None:
     Such a checkpoint may be merged with any other.
     """
     owner = owner_of_item(path if is_bucket(path) else path.absolute())
-    name = owner.name.removesuffix(".safetensors")
+    name = name_with_step(as_path(owner)).removesuffix(".safetensors")
     if parse_name(name).is_known:
         return _stage_in(_series_of(as_path(owner.parent)), name)
     words = stage_words(name)

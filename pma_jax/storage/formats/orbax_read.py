@@ -78,7 +78,9 @@ def open_orbax(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
         structure = read_tree(directory, tree)
     else:
         _check_never_had_metadata(path, directory)
-        structure = nested_tree(store.array_names(), NUMPY_ARRAY)
+        names = store.array_names()
+        _check_not_levanter(path, names)
+        structure = nested_tree(names, NUMPY_ARRAY)
     if not any(leaf.is_array for leaf in structure.leaves):
         raise UserError(f"{directory}: holds no arrays; it is empty, or parts of it are missing")
     prefixes, subtree_notes = choose_subtrees(
@@ -124,6 +126,19 @@ def _check_never_had_metadata(path: Path, directory: Path) -> None:
         raise DamageError(
             f"{directory / TREE_FILE}: is missing, although {present.name} is there; the checkpoint is not complete, "
             "fetch or save it again"
+        )
+
+
+def _check_not_levanter(path: Path, names: Sequence[str]) -> None:
+    """Check that the names of arrays without `_METADATA` are not those of levanter.
+
+    Raises:
+        DamageError: They are, and levanter's own metadata is missing.
+    """
+    if nested := next((name for name in names if "/" in name), None):
+        raise DamageError(
+            f"{path}: has an array named {nested[:80]!r}, as levanter writes them, and no metadata.json, which it "
+            "writes last; the checkpoint is not complete, fetch or save it again"
         )
 
 

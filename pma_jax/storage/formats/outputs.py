@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError
-from pma_jax.storage.formats import npz
+from pma_jax.storage.formats import big_vision, easydel, levanter, npz
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.orbax_write import merged_item, orbax_layout
 from pma_jax.storage.formats.safetensors import CODE_OF_DTYPE, safetensors_layout
@@ -53,7 +53,13 @@ def _plan_orbax(
 
 # Format -> function that plans its files, given the sources, the merged leaves and the custom metadata. All but Orbax
 # are written only where the inputs have the format.
-WRITERS: Mapping[str, _Writer] = {"orbax": _plan_orbax, "npz": npz.npz_layout}
+WRITERS: Mapping[str, _Writer] = {
+    "orbax": _plan_orbax,
+    "npz": npz.npz_layout,
+    "big_vision": big_vision.big_vision_layout,
+    "easydel": easydel.easydel_layout,
+    "levanter": levanter.levanter_layout,
+}
 # Dtypes that a format can store; those that are absent here store all that zarr can.
 _DTYPES: Mapping[str, Collection[str]] = {"safetensors": CODE_OF_DTYPE, "npz": npz.DTYPES}
 

@@ -1,0 +1,121 @@
+"""Read and write checkpoints of EasyDeL.
+
+`run-500/` holds `tensorstore_index.json` (format "tensorstore", version 2.0), which lists for each prefix (`model`, and
+`tx` for the optimizer) the directory, shape and dtype of its zarr arrays: `model/…`. Beside it are `metadata.json` with
+the step, `model_structure.json` with the tree, `config.json` and the tokenizer. `AsyncCheckpointManager.load_pytree`
+restores one prefix by its structure and the index (eformer 0.0.99, serialization/async_manager.py; EasyDeL 0.3).
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pma_jax.config.errors import DamageError, UserError
+from pma_jax.storage.formats.layout import OutputLayout
+from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, are_sizes
+from pma_jax.storage.formats.zarr_tree import open_zarr_tree, zarr_tree_layout
+from pma_jax.storage.json_files import read_json_object
+
+_INDEX_FILE, _METADATA_FILE = "tensorstore_index.json", "metadata.json"
+_RUN_NAME = re.compile(r"run-(\d+)")
+_STRUCTURE_SUFFIX = "_structure.json"
+_MAX_COPIED_BYTES = 2**28
+
+
+def is_easydel(path: Path) -> bool:
+    """Return whether a directory holds EasyDeL's index of arrays."""
+    return (path / _INDEX_FILE).is_file()
+
+
+def name_with_step(path: Path) -> str:
+    """Return the name of a directory, of EasyDeL's `run-500` as `step-500`: elsewhere the number is that of a run."""
+    match = _RUN_NAME.fullmatch(path.name)
+    return f"step-{match[1]}" if match and is_easydel(path) else path.name
+
+
+def open_easydel(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
+    """Open a checkpoint. The files beside the arrays are in `other_files`.
+
+    Raises:
+        DamageError: It is corrupt or not complete, or an array is not as the index says.
+        UserError: It is not supported, or the parameters cannot be located.
+    """
+    index = read_json_object(path / _INDEX_FILE)
+    entries = _read_entries(path / _INDEX_FILE, index)
+    metadata = read_json_object(path / _METADATA_FILE) if (path / _METADATA_FILE).is_file() else {}
+    others = [file for file in sorted(path.iterdir()) if file.is_file() and not file.is_symlink()]
+    others = [file for file in others if file.name not in (_INDEX_FILE, _METADATA_FILE, "provenance.json")]
+    source = open_zarr_tree(
+        path,
+        "easydel",
+        subtrees,
+        names=list(entries),
+        step=metadata.get("step"),
+        metadata={"index": index, "metadata": metadata},
+        other_files=tuple(file for file in others if file.stat().st_size <= _MAX_COPIED_BYTES),
+    )
+    for name, leaf in source.leaves.items():
+        if entries[name] != (list(leaf.shape), leaf.dtype):
+            raise DamageError(
+                f"{path}: {name[:80]!r} is {leaf.dtype} of shape {list(leaf.shape)}, and {_INDEX_FILE} says "
+                f"{entries[name][1]} of shape {entries[name][0]}; fetch or save the checkpoint again"
+            )
+    return source
+
+
+def easydel_layout(
+    sources: Sequence[CheckpointSource], leaves: Mapping[str, LeafInfo], custom_metadata: Mapping[str, Any]
+) -> OutputLayout:
+    """Plan the files of a merged checkpoint: its arrays, an index of them, and copies of the newest source's files.
+
+    Raises:
+        UserError: No source is EasyDeL's.
+    """
+    newest = next((source for source in reversed(sources) if source.format == "easydel"), None)
+    if newest is None:
+        raise UserError("the output is EasyDeL's only if an input is")
+    prefixes: dict[str, list[dict[str, Any]]] = {}
+    for name, leaf in leaves.items():
+        entry = {"path": name, "shape": list(leaf.shape), "dtype": leaf.dtype}
+        prefixes.setdefault(name.split("/")[0], []).append(entry)
+    index = {"format": "tensorstore", "version": newest.metadata["index"].get("version", "2.0.0"), "prefixes": prefixes}
+    metadata = newest.metadata["metadata"] | {"is_temporary": False, "has_resume_model": False}
+    metadata |= {"has_optimizer_state": "tx" in prefixes}
+    if sources[-1].step is not None:
+        metadata["step"] = sources[-1].step
+    texts = {_INDEX_FILE: json.dumps(index, indent=2).encode(), _METADATA_FILE: json.dumps(metadata).encode()}
+    structures = {f"{prefix}{_STRUCTURE_SUFFIX}" for prefix in prefixes}
+    copies = {
+        file.name: file
+        for file in newest.other_files
+        if not file.name.endswith(_STRUCTURE_SUFFIX) or file.name in structures
+    }
+    return zarr_tree_layout(leaves, texts=texts, copies=copies)
+
+
+def _read_entries(file: Path, index: Mapping[str, Any]) -> dict[str, tuple[list[int], str]]:
+    """Return the arrays of an index: name -> (shape, dtype).
+
+    Raises:
+        DamageError: The index is corrupt.
+        UserError: It is of another format.
+    """
+    if index.get("format") != "tensorstore":
+        raise UserError(f"{file}: is an index of the format {str(index.get('format'))[:40]!r}, not tensorstore")
+    prefixes = index.get("prefixes", {})
+    lists: list[Any] = [*(prefixes.values() if isinstance(prefixes, dict) else [None]), index.get("arrays", [])]
+    if not all(isinstance(arrays, list) for arrays in lists):
+        raise DamageError(f"{file}: is corrupt: its prefixes are not lists of arrays")
+    entries: dict[str, tuple[list[int], str]] = {}
+    for entry in itertools.chain(*lists):
+        fields = entry if isinstance(entry, dict) else {}
+        name, shape, dtype = (fields.get(key) for key in ("path", "shape", "dtype"))
+        if not isinstance(name, str) or not isinstance(dtype, str) or not are_sizes(shape):
+            raise DamageError(f"{file}: is corrupt: {str(entry)[:80]}")
+        if name in entries or any(part in ("", ".", "..") for part in name.split("/")):
+            raise DamageError(f"{file}: lists {name[:80]!r}, which is no path of an array, or twice")
+        entries[name] = (shape, dtype)
+    return entries

@@ -1,0 +1,238 @@
+"""Tests of the zarr trees of big_vision and levanter, which are written and restored with the calls of these trainers.
+
+Both call `jax.experimental.array_serialization`: big_vision's `tssave` and `tsload`, levanter's
+`tree_serialize_leaves_tensorstore` and `tree_deserialize_leaves_tensorstore` (before and with its database).
+"""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.array_serialization import serialization
+
+from pma_jax.config.errors import DamageError, UserError
+from pma_jax.merging.engine.merge import merge
+from pma_jax.merging.from_storage import plan_merge
+from pma_jax.merging.gather import open_checkpoints
+from pma_jax.storage.formats.open import open_source, read_leaf
+
+
+def state(seed, parameters):
+    """Return the leaves of a training state by key path, with parameters below `parameters`."""
+    rng = np.random.default_rng(seed)
+    return {
+        f"{parameters}/Dense_0/kernel": jnp.asarray(rng.normal(size=(6, 4)), jnp.float32),
+        f"{parameters}/Dense_0/bias": jnp.zeros(4, jnp.float32),
+        f"{parameters}/embedding": jnp.asarray(rng.normal(size=(5, 3)), jnp.bfloat16),
+        f"{parameters}/temperature": jnp.float32(rng.normal()),
+        "opt_state/0/mu": jnp.asarray(rng.normal(size=(6, 4)), jnp.float32),
+        "opt/0/count": jnp.int32(seed),
+        "step": jnp.int32(100 * seed),
+    }
+
+
+def serialize(arrays, specs):
+    manager = serialization.GlobalAsyncCheckpointManager()
+    manager.serialize(arrays, specs, on_commit_callback=lambda: None)
+    manager.wait_until_finished()
+
+
+def restore(path, names, shapes=None):
+    """Restore arrays with the calls of big_vision and of levanter before its database."""
+    manager = serialization.GlobalAsyncCheckpointManager()
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return manager.deserialize_with_paths([sharding] * len(names), [str(path / name) for name in names])
+
+
+def save_big_vision(folder, seed):
+    path = folder / f"checkpoint.bv-{100 * seed:09d}"
+    leaves = state(seed, "params")
+    names = [str(path / name.replace("/", "~")) for name in leaves]
+    serialize(list(leaves.values()), [serialization.get_tensorstore_spec(name) for name in names])
+    return path
+
+
+def save_levanter(folder, seed, database):
+    path = folder / f"step-{100 * seed}"
+    leaves = state(seed, "model")
+    specs = [
+        {
+            "driver": "zarr3",
+            "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": str(path)}, "path": name},
+        }
+        if database
+        else serialization.get_tensorstore_spec(str(path / name))
+        for name in leaves
+    ]
+    if database:
+        path.mkdir(parents=True)
+    serialize(list(leaves.values()), specs)
+    metadata = {"step": 100 * seed, "timestamp": "2025-09-26T12:04:00", "is_temporary": seed == 2}
+    (path / "metadata.json").write_text(json.dumps(metadata))
+    return path
+
+
+def save_easydel(folder, seed):
+    path = folder / f"run-{100 * seed}"
+    leaves = {name.replace("opt_state", "tx"): x for name, x in state(seed, "model").items()}
+    leaves = {name: x for name, x in leaves.items() if name.startswith(("model", "tx"))}
+    serialize(list(leaves.values()), [serialization.get_tensorstore_spec(str(path / name)) for name in leaves])
+    prefixes = {"model": [], "tx": []}
+    for name, x in leaves.items():
+        prefixes[name.split("/")[0]].append({"path": name, "shape": list(x.shape), "dtype": str(x.dtype)})
+    index = {"format": "tensorstore", "version": "2.0.0", "prefixes": prefixes}
+    files = {"tensorstore_index": index, "model_structure": {"prefix": "model"}, "tx_structure": {}, "config": {}}
+    files["metadata"] = {"step": 100 * seed, "is_temporary": False, "has_optimizer_state": True}
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+SAVE = {
+    "easydel": save_easydel,
+    "big_vision": save_big_vision,
+    "levanter": lambda folder, seed: save_levanter(folder, seed, False),
+    "levanter's database": lambda folder, seed: save_levanter(folder, seed, True),
+}
+
+
+@pytest.fixture(params=SAVE)
+def trainer(request):
+    return request.param
+
+
+def parameters_of(trainer):
+    return "params" if trainer == "big_vision" else "model"
+
+
+def as_stored(trainer, name):
+    return name.replace("/", "~") if trainer == "big_vision" else name
+
+
+def test_parameters_and_step_are_read_and_the_optimizer_is_left_out(tmp_path, trainer):
+    path = SAVE[trainer](tmp_path, 3)
+    source = open_source(path)
+    assert source.format == trainer.split("'")[0] and source.step == 300
+    expected = {name: x for name, x in state(3, parameters_of(trainer)).items() if name.startswith(("params", "model"))}
+    assert sorted(source.leaves) == sorted(expected)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(read_leaf(source, name), x)
+    assert any(f"subtree {parameters_of(trainer)!r} (of " in note for note in source.notes)
+    # The database's zarr 3 leaves out chunks of zeros.
+    assert any("bias are not stored" in note for note in source.notes) == ("database" in trainer)
+
+
+def test_merge_is_that_of_numpy_and_the_trainer_restores_it(tmp_path, trainer):
+    for seed in (1, 2, 3):
+        SAVE[trainer](tmp_path / "run", seed)
+    series = open_checkpoints([tmp_path / "run"])
+    assert [source.step for source in series.sources] == [100, 200, 300]
+    made, _ = plan_merge(series, ["weights:0.5,0.3,0.2"])
+    merge(made, [tmp_path / "merged"])
+    states = [state(seed, parameters_of(trainer)) for seed in (1, 2, 3)]
+    names = [name for name in states[0] if name.startswith(("params", "model"))]
+    restored = restore(tmp_path / "merged", [as_stored(trainer, name) for name in names])
+    for name, x in zip(names, restored, strict=True):
+        exact = sum(w * np.float64(s[name]) for w, s in zip((0.5, 0.3, 0.2), states, strict=True))
+        assert x.dtype == states[0][name].dtype and x.shape == states[0][name].shape
+        tolerance = 2**-8 if x.dtype == jnp.bfloat16 else 1e-6
+        np.testing.assert_allclose(np.float64(x), exact, rtol=tolerance, atol=tolerance)
+    if trainer != "big_vision":
+        metadata = json.loads((tmp_path / "merged" / "metadata.json").read_text())
+        assert metadata["step"] == 300 and metadata["is_temporary"] is False
+    again = open_source(tmp_path / "merged")
+    assert again.leaves.keys() == made.leaves.keys()
+    np.testing.assert_array_equal(read_leaf(again, names[0]), restored[0])
+
+
+def test_several_subtrees_are_written_where_they_were(tmp_path, trainer):
+    path = SAVE[trainer](tmp_path, 1)
+    optimizer = "tx" if trainer == "easydel" else "opt_state"
+    series = open_checkpoints([path], subtrees=[f"{parameters_of(trainer)}/Dense_0", optimizer])
+    merge(plan_merge(series, ["sma"])[0], [tmp_path / "merged"])
+    names = [f"{parameters_of(trainer)}/Dense_0/kernel", f"{optimizer}/0/mu"]
+    restored = restore(tmp_path / "merged", [as_stored(trainer, name) for name in names])
+    for name, x in zip(names, restored, strict=True):
+        np.testing.assert_array_equal(x, state(1, parameters_of(trainer))[name.replace("tx", "opt_state")])
+
+
+def test_temporary_directory_of_big_vision_is_left_out(tmp_path):
+    save_big_vision(tmp_path, 1)
+    save_big_vision(tmp_path, 2).rename(tmp_path / "checkpoint.bv-000000200-tmp")
+    (tmp_path / "checkpoint.bv-LAST").write_text("000000100")
+    series = open_checkpoints([tmp_path])
+    assert [source.step for source in series.sources] == [100]
+    assert any("checkpoint.bv-000000200-tmp (temporary" in note for note in series.notes)
+
+
+def test_damage_is_refused_in_one_line(tmp_path, trainer):
+    path = SAVE[trainer](tmp_path, 1)
+    kernel = path / as_stored(trainer, f"{parameters_of(trainer)}/Dense_0/kernel")
+    if "database" in trainer:
+        for file in path.glob("**/d/*"):
+            file.write_bytes(file.read_bytes()[:10])
+    else:
+        (kernel / ".zarray").write_text("{")
+    with pytest.raises(UserError) as refusal:
+        open_source(path)
+    assert "\n" not in str(refusal.value)
+    if "database" not in trainer:
+        shutil.rmtree(path)
+        SAVE[trainer](tmp_path, 1)
+        next(file for file in kernel.iterdir() if file.name[0] == "0").unlink()
+        with pytest.raises(DamageError, match="1 of its 1 chunks are missing"):
+            open_source(path)
+
+
+def test_levanter_without_its_metadata_is_not_complete(tmp_path):
+    for database in (False, True):
+        path = save_levanter(tmp_path, 1, database)
+        (path / "metadata.json").unlink()
+        with pytest.raises(UserError, match=r"metadata\.json"):
+            open_source(path)
+        shutil.rmtree(path)
+    path = save_levanter(tmp_path, 1, False)
+    (path / "metadata.json").write_text('{"timestamp": "now"}')
+    with pytest.raises(DamageError, match="has no step"):
+        open_source(path)
+
+
+def test_files_of_easydel_are_those_of_what_is_merged(tmp_path):
+    for seed in (1, 2):
+        save_easydel(tmp_path / "run", seed)
+    series = open_checkpoints([tmp_path / "run"])
+    assert set(series.stages) == {str(tmp_path / "run")}
+    merge(plan_merge(series, ["sma"], dtype="bfloat16")[0], [tmp_path / "merged"])
+    index = json.loads((tmp_path / "merged" / "tensorstore_index.json").read_text())
+    assert index["format"] == "tensorstore" and list(index["prefixes"]) == ["model"]
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    paths = [str(tmp_path / "merged" / entry["path"]) for entry in index["prefixes"]["model"]]
+    arrays = serialization.GlobalAsyncCheckpointManager().deserialize_with_paths([sharding] * len(paths), paths)
+    for entry, x in zip(index["prefixes"]["model"], arrays, strict=True):
+        assert (entry["shape"], entry["dtype"]) == (list(x.shape), str(x.dtype)) and x.dtype == jnp.bfloat16
+    metadata = json.loads((tmp_path / "merged" / "metadata.json").read_text())
+    assert metadata["step"] == 200 and not metadata["has_optimizer_state"]
+    names = {path.name for path in (tmp_path / "merged").iterdir() if path.is_file()}
+    own = {"tensorstore_index.json", "metadata.json", "model_structure.json", "config.json"}
+    assert names == own | {"provenance.json"}
+
+
+def test_index_of_easydel_that_does_not_fit_is_refused(tmp_path):
+    path = save_easydel(tmp_path, 1)
+    file = path / "tensorstore_index.json"
+    intact = file.read_text()
+    for old, new in (
+        ("[6, 4]", "[4, 6]"),
+        ('"float32"', '"float16"'),
+        ("model/embedding", "../model/embedding"),
+        ('"format": "tensorstore"', '"format": "other"'),
+        ('"prefixes": {', '"prefixes": 3, "else": {'),
+    ):
+        assert old in intact
+        file.write_text(intact.replace(old, new))
+        with pytest.raises(UserError, match=r"tensorstore_index\.json") as refusal:
+            open_source(path)
+        assert "\n" not in str(refusal.value)
