@@ -61,6 +61,7 @@ def test_each_row_is_the_loss_of_numpys_merge(copy, kind):
     assert result["tokens"] == tiny.HORIZON and result == json.loads((copy.path / "sweep.json").read_text())
 
 
+@pytest.mark.slow
 def test_kinds_have_different_losses(copy):
     sweep(copy, ["sma"], [3])
     losses = by_text(sweep(copy, ["sma"], [3], kind="block_mean"))
@@ -133,6 +134,7 @@ def test_rows_at_other_tokens_are_dropped(copy):
     assert result["tokens"] == tiny.HORIZON and list(by_text(result)) == ["sma:2"]
 
 
+@pytest.mark.slow
 def test_impossible_merge_is_skipped_and_reported(copy):
     result = sweep(copy, ["sma", "lagfree:order=2"], [2, 4], [1, 2])
     assert list(by_text(result)) == ["sma:2", "sma:2@2", "sma:4", "lagfree:order=2:4"]

@@ -25,7 +25,9 @@ def by_numpy(snapshots, weights):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("sizes", [None, MeshConfig(2, 2, 2), MeshConfig(1, 8, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [None, MeshConfig(2, 2, 2), pytest.param(MeshConfig(1, 8, 1), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [-1.0, 0.5, 1.5]], ids=str)
 def test_average_equals_numpy_on_any_mesh(finished, sizes, weights):
     chosen = finished.snapshots[-3:]

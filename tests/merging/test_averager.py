@@ -216,9 +216,7 @@ def test_donated_total_is_deleted_and_its_memory_reused():
     assert where == {k: [s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for k, x in again.items()}
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(3, marks=pytest.mark.slow), 16, 17, pytest.param(40, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("count", [17, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 16, 40))])
 def test_long_sums_are_added_in_chunks(count):
     plain = make_checkpoints(count, jnp.bfloat16)
     for c in (recipes.sma(count), recipes.ema(count, 0.1)):

@@ -30,8 +30,15 @@ def abstract_on(mesh, dtype=jnp.float32):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((4, 2), np.float32),
+        ((2, 4), jnp.bfloat16),
+        pytest.param((2, 4), np.float32, marks=pytest.mark.slow),
+        pytest.param((4, 2), jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_rows_equal_float64_from_host_or_mesh(shape, dtype):
     mesh = jax.make_mesh(shape, ("x", "y"))
     params_K, like = make_checkpoints(5, dtype), abstract_on(mesh)

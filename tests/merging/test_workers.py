@@ -32,7 +32,7 @@ def leaves(seed, dtype=np.float32):
     return large | {f"leaf{n}": rng.standard_normal(1000, np.float32) for n in range(30)} | {"counts": np.arange(7)}
 
 
-@pytest.fixture(params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow), "orbax"])
+@pytest.fixture(params=["orbax", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16"))])
 def sources(tmp_path, request):
     paths = [tmp_path / f"in{k}" for k in range(3)]
     for k, path in enumerate(paths):
@@ -129,7 +129,6 @@ merge(dataclasses.replace(made, schedule=schedule), [sys.argv[1]], progress=wait
 """
 
 
-@pytest.mark.slow
 def test_shared_objects_are_pickled_by_one_thread(sources, tmp_path, monkeypatch):
     """Threads that pickle the same object crash Python 3.11 (experiments/fuzz/instance_dict_race.py)."""
     pickling = set()

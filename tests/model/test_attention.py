@@ -42,7 +42,7 @@ def test_gradients_equal_jaxs():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [MeshConfig(8, 1, 1), MeshConfig(2, 4, 1)], ids=str)
 def test_gradients_on_a_mesh_even_with_one_head(sizes, n):
     q, k, v = (heads(8, 5, n, 4, seed=s) for s in range(3))

@@ -230,8 +230,7 @@ def test_tokens_move_by_all_to_all_and_experts_stay():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 4)], ids=str)
-@pytest.mark.slow
+@pytest.mark.parametrize("shape", [pytest.param((1, 1, 1, 1), marks=pytest.mark.slow), (1, 1, 1, 4)], ids=str)
 def test_order_of_experts_does_not_change_the_result(shape):
     order = np.random.default_rng(3).permutation(8)
     params = fresh(TINY)
@@ -262,7 +261,7 @@ def test_bias_selects_experts_without_weighting_them():
     )
 
 
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scores", [pytest.param("softmax", marks=pytest.mark.slow), "sigmoid"])
 def test_bias_balances_a_skewed_router(scores):
     config = dataclasses.replace(TINY, router_scores=scores)
     rng = np.random.default_rng(4)

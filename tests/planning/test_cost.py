@@ -33,7 +33,7 @@ def test_matrix_parameters_exclude_norms_embedding_and_output(tied):
     )
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "passes"), [("evaluation_step", 1), pytest.param("train_step", 3, marks=pytest.mark.slow)]
 )

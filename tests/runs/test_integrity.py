@@ -84,7 +84,9 @@ def test_corrupt_state_is_skipped_and_reported(finished, copy, damage, capsys):
     assert verify(run.path) == []
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=pytest.mark.slow) if "cut" in name else name for name in DAMAGES]
+)
 def test_corrupt_snapshot_is_refused_by_name(copy, tmp_path, damage, capsys):
     snapshot = Path(copy.path / "snapshots" / "20")
     DAMAGES[damage](snapshot)

@@ -273,12 +273,12 @@ def test_run_with_block_means_only(dense, workspace, tmp_path):
     ("interval", "every", "total", "added"),
     [
         # Every 2nd step since the mark: 5 steps add two, whatever the step numbers are.
-        (5 * STEP, 2, 15 * STEP, {5: [2, 4], 10: [7, 9], 15: [12, 14]}),
+        pytest.param(5 * STEP, 2, 15 * STEP, {5: [2, 4], 10: [7, 9], 15: [12, 14]}, marks=pytest.mark.slow),
         # Marks between steps: intervals of 6, 5 and 5 steps.
         (1300, 3, 16 * STEP, {6: [3, 6], 11: [9], 16: [14]}),
         # The horizon truncates the last interval: it has 2 steps, no 3rd, so the mean is the point itself.
         (4 * STEP, 3, 10 * STEP, {4: [3], 8: [7], 10: [10]}),
-        (4 * STEP, 1, 6 * STEP, {4: [1, 2, 3, 4], 6: [5, 6]}),
+        pytest.param(4 * STEP, 1, 6 * STEP, {4: [1, 2, 3, 4], 6: [5, 6]}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -295,7 +295,8 @@ def test_which_steps_are_added(workspace, tmp_path, interval, every, total, adde
 # --- Resuming and retention -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [8, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 12, 20))])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [4, 8, 12, 20])
 def test_resume_is_bitwise_equal_to_uninterrupted_run(dense, copy, step):
     interrupt(copy, step)
     count = {4: 2, 8: 1, 12: 0, 20: 1}[step]
@@ -314,6 +315,7 @@ def test_state_without_its_snapshot_of_either_kind_is_not_resumed(dense, copy, k
     assert_same_run(copy, dense)
 
 
+@pytest.mark.slow
 def test_retention_applies_to_each_kind(workspace, tmp_path):
     keep = {"checkpoint__window": 2, "checkpoint__keep_windows": 1}
     run = train(tiny.config(workspace, **DENSE | keep), tmp_path / "run")
@@ -323,6 +325,7 @@ def test_retention_applies_to_each_kind(workspace, tmp_path):
 # --- Forks ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fork_copies_the_block(dense, tmp_path):
     run = fork(dense, 8 * STEP, dense.config, tmp_path / "fork")
     run = train(run.config, run.path)

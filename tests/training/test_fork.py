@@ -62,6 +62,7 @@ def test_annealed_fork_follows_its_schedule_on_the_parents_data(finished, anneal
     assert steps[2]["loss"] != parent[2]["loss"]
 
 
+@pytest.mark.slow
 def test_interrupted_fork_resumes_with_the_same_command(finished, annealed, tmp_path):
     copied = open_run(shutil.copytree(annealed.path, tmp_path / "run"))
     for saved in copied.snapshots + copied.states:

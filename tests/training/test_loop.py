@@ -107,6 +107,7 @@ def test_snapshots_hold_the_parameters_of_their_step_despite_donation(finished):
     tiny.assert_equal(newest(finished), state)
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_run(finished, workspace, tmp_path):
     assert_same_run(train(finished.config, tmp_path / "again"), finished)
 
@@ -182,6 +183,7 @@ def test_keyboard_interrupt_completes_pending_writes(finished, workspace, tmp_pa
     assert_same_run(train(run.config, run.path), finished)
 
 
+@pytest.mark.slow
 def test_state_published_before_its_snapshot_is_not_resumed(finished, copy):
     interrupt(copy, 16)
     next(s for s in copy.snapshots if s.step == 16).path.rmtree()
@@ -251,6 +253,7 @@ def test_too_small_vocabulary_is_refused(workspace, tmp_path):
 # --- Retention --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_retention_keeps_the_newest_windows_permanent_marks_and_named_states(finished, workspace, tmp_path):
     config = tiny.config(
         workspace,

@@ -195,7 +195,6 @@ def test_step_is_bitwise_reproducible():
 
 
 @pytest.mark.mesh
-@pytest.mark.slow
 def test_initial_parameters_depend_on_the_seed_and_not_on_the_mesh():
     config = make_config(MeshConfig(2, 2, 2))
     with jax.set_mesh(make_mesh(config.mesh)):
