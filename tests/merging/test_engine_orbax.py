@@ -199,7 +199,7 @@ def test_subtree_is_detected_and_reported_or_named(tmp_path):
 
 
 def test_trees_without_metadata_are_read_from_their_arrays(tmp_path):
-    """Read trees as T5X and early Flax wrote them: `target` next to optimizer state, no `_METADATA`."""
+    """Read trees as early versions of Flax wrote them: `target` next to optimizer state, no `_METADATA`."""
     state = {"target": {"mlp": {"w": jnp.ones((3, 4))}}, "state": {"step": jnp.int32(3)}}
     v0.Checkpointer(v0.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "0", state)
     for file in ("_METADATA", "_sharding", "_CHECKPOINT_METADATA"):
@@ -217,7 +217,7 @@ def test_trees_without_metadata_are_read_from_their_arrays(tmp_path):
     )
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": "target.mlp.w"}}
     for bias, is_read in (("PLACEHOLDER://target.mlp.b", True), (msgpack.ExtType(1, b"123"), False)):
-        tree = {"version": 3, "optimizer": {"target": {"mlp": {"w": spec, "b": bias}}, "state": {"step": 7}}}
+        tree = {"target": {"mlp": {"w": spec, "b": bias}}, "state": {"step": 7}}
         (tmp_path / "0" / "checkpoint").write_bytes(msgpack.packb(tree))
         with nullcontext() if is_read else pytest.raises(ValueError, match=r"values of 1 leaves \(target.mlp.b\)"):
             assert list(open_source(tmp_path / "0").leaves) == ["target.mlp.w"]

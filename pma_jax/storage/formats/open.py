@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pma_jax.config.errors import UserError
-from pma_jax.storage.formats import big_vision, easydel, hub, levanter, npz, orbax_read, zarr_read
+from pma_jax.storage.formats import big_vision, easydel, hub, levanter, npz, orbax_read, t5x, zarr_read
 from pma_jax.storage.formats import safetensors as safetensors_file
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.progress import read_progress
@@ -42,6 +42,7 @@ class _Layout(NamedTuple):
 _LAYOUTS = (
     _Layout("npz", npz.is_npz, npz.open_npz),
     _Layout("big_vision", big_vision.is_big_vision, big_vision.open_big_vision),
+    _Layout("t5x", t5x.is_t5x, t5x.open_t5x),
     _Layout("easydel", easydel.is_easydel, easydel.open_easydel),
     _Layout("levanter", levanter.is_levanter, levanter.open_levanter),
     _Layout("orbax", orbax_read.is_orbax, orbax_read.open_orbax),

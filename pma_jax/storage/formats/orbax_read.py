@@ -4,7 +4,7 @@ These layouts of a checkpoint directory are supported:
 
     v0, without items   _METADATA and the arrays
     v0 and v1, items    {params,state,default,…}/_METADATA; one of the items holds the parameters
-    before _METADATA    only arrays, as T5X and early versions of Flax wrote them
+    before _METADATA    only arrays, as early versions of Flax wrote them
 
 Orbax itself is not imported, because it restores complete trees and needs their structure in advance.
 """
@@ -148,8 +148,7 @@ def _check_no_leaf_is_inline(path: Path, prefixes: list[list[str]]) -> None:
     Raises:
         UserError: One is.
     """
-    # T5X puts the tree below one more key.
-    names = [name.removeprefix("optimizer.") for name in inline_leaf_names(path)]
+    names = inline_leaf_names(path)
     parameters = [name for name in names if is_below(name.split("."), prefixes)]
     if parameters:
         raise UserError(

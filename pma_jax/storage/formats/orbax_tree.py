@@ -204,7 +204,7 @@ def _read_random_keys(directory: Path) -> dict[str, str]:
 
 
 def inline_leaf_names(path: Path) -> list[str]:
-    """List the leaves whose values are in a msgpack file `checkpoint`, as T5X and early versions of Flax wrote it.
+    """List the leaves whose values are in a msgpack file `checkpoint`, as early versions of Flax wrote it.
 
     It has the structure of the tree. Leaves that are stored as arrays of their own are texts "PLACEHOLDER://…", or
     specifications of tensorstore.

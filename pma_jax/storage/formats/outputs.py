@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError
-from pma_jax.storage.formats import big_vision, easydel, levanter, npz
+from pma_jax.storage.formats import big_vision, easydel, levanter, npz, t5x
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.orbax_write import merged_item, orbax_layout
 from pma_jax.storage.formats.safetensors import CODE_OF_DTYPE, safetensors_layout
@@ -57,6 +57,7 @@ WRITERS: Mapping[str, _Writer] = {
     "orbax": _plan_orbax,
     "npz": npz.npz_layout,
     "big_vision": big_vision.big_vision_layout,
+    "t5x": t5x.t5x_layout,
     "easydel": easydel.easydel_layout,
     "levanter": levanter.levanter_layout,
 }
