@@ -13,6 +13,7 @@ import processes
 import pytest
 import tiny
 import tokenizers
+import trainer_trees
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 
@@ -21,7 +22,8 @@ from pma_jax.cli import main
 from pma_jax.data.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+TRAINER_PAGES = sorted((ROOT / "docs" / "trainers").glob("*.md"))
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *TRAINER_PAGES])
 
 
 def blocks(language: str, page: Path = ROOT / "README.md") -> list[str]:
@@ -161,6 +163,39 @@ def test_merging_page_commands_run(tmp_path, monkeypatch, capfd):
         assert main(arguments) == 0, f"pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
     made = sorted(str(path.relative_to("merged")) for path in Path("merged").rglob("provenance.json"))
     assert len(made) == 12, made
+
+
+def write_trainer_trees(name: str, folder: Path) -> None:
+    """Write three checkpoints of the trainer of a page, at steps 100, 200 and 300."""
+    if name in ("maxtext", "kauldron"):
+        save = {"maxtext": trainer_trees.save_maxtext, "kauldron": trainer_trees.save_kauldron}[name]
+        save(folder / "saved", (1, 2, 3)).rename(folder / name)
+        return
+    for seed in (1, 2, 3):
+        if name == "numpy":
+            (folder / name).mkdir(exist_ok=True)
+            np.savez(
+                folder / name / f"step_{100 * seed}.npz",
+                **{"params/w": np.full((3, 2), 1.0 * seed), "step": np.int64(100 * seed)},
+            )
+        elif name == "levanter":
+            trainer_trees.save_levanter(folder / name, seed, database=True)
+        else:
+            save = {
+                "big_vision": trainer_trees.save_big_vision,
+                "easydel": trainer_trees.save_easydel,
+                "t5x": trainer_trees.save_t5x,
+            }[name]
+            save(folder / name, seed)
+
+
+@pytest.mark.parametrize("page", TRAINER_PAGES, ids=lambda page: page.stem)
+def test_trainer_page_commands_run(tmp_path, monkeypatch, capfd, page):
+    write_trainer_trees(page.stem, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for arguments in commands("pma", page):
+        assert main(arguments) == 0, f"pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
+    assert len(list(Path("merged").rglob("provenance.json"))) == 1
 
 
 def write_models(finished, folder: Path) -> None:

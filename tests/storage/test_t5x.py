@@ -5,52 +5,14 @@ import pytest
 import tensorstore as ts
 from flax import serialization, traverse_util
 from ml_dtypes import bfloat16
+from trainer_trees import save_t5x as save
+from trainer_trees import t5x_state as state
 
 from pma_jax.config.errors import DamageError, UserError
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.from_storage import plan_merge
 from pma_jax.merging.gather import open_checkpoints
 from pma_jax.storage.formats.open import open_source, read_leaf
-
-# As T5X registers it.
-serialization.register_serialization_state(
-    ts.Spec, ty_to_state_dict=lambda spec: spec.to_json(), ty_from_state_dict=lambda _, spec: spec, override=True
-)
-INLINE = ("target/decoder/scale", "target/logit", "target/rows", "state/step", "state/param_states/scale/v")
-
-
-def state(seed):
-    rng = np.random.default_rng(seed)
-    return {
-        "target/decoder/kernel": rng.normal(size=(6, 4)).astype(np.float32),
-        "target/decoder/scale": rng.normal(size=3).astype(np.float32),
-        "target/embedding": rng.normal(size=(5, 3)).astype(bfloat16),
-        "target/logit": np.float32(rng.normal()),
-        "target/rows": rng.normal(size=(2, 2)).astype(bfloat16),
-        "state/step": np.int32(1000 * seed),
-        "state/param_states/kernel/v": rng.normal(size=(6, 4)).astype(np.float32),
-        "state/param_states/scale/v": rng.normal(size=3).astype(np.float32),
-    }
-
-
-def save(folder, seed, leaves=None):
-    """Save as `Checkpointer.save`: partitioned arrays with tensorstore, the others in the msgpack file."""
-    path = folder / f"checkpoint_{1000 * seed}"
-    path.mkdir(parents=True)
-    written = {}
-    for name, x in (leaves or state(seed)).items():
-        if name in INLINE or not hasattr(x, "shape"):
-            written[name] = x
-            continue
-        metadata = {"shape": list(x.shape), "chunks": [-(-x.shape[0] // 2), *x.shape[1:]], "compressor": {"id": "gzip"}}
-        spec = {"driver": "zarr", "dtype": x.dtype.name, "metadata": metadata}
-        spec["kvstore"] = {"driver": "file", "path": name.replace("/", ".")}
-        written[name] = ts.Spec(spec)
-        absolute = spec | {"kvstore": {"driver": "file", "path": str(path / name.replace("/", "."))}}
-        ts.open(ts.Spec(absolute), create=True, open=True).result().write(x).result()
-    tree = traverse_util.unflatten_dict(written, sep="/")
-    (path / "checkpoint").write_bytes(serialization.to_bytes({"version": 3, "optimizer": tree}))
-    return path
 
 
 def load(path):

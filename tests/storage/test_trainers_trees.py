@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.array_serialization import serialization
+from trainer_trees import save_big_vision, save_easydel, save_levanter, state
 
 from pma_jax.config.errors import DamageError, UserError
 from pma_jax.merging.engine.merge import merge
@@ -20,75 +21,11 @@ from pma_jax.merging.gather import open_checkpoints
 from pma_jax.storage.formats.open import open_source, read_leaf
 
 
-def state(seed, parameters):
-    """Return the leaves of a training state by key path, with parameters below `parameters`."""
-    rng = np.random.default_rng(seed)
-    return {
-        f"{parameters}/Dense_0/kernel": jnp.asarray(rng.normal(size=(6, 4)), jnp.float32),
-        f"{parameters}/Dense_0/bias": jnp.zeros(4, jnp.float32),
-        f"{parameters}/embedding": jnp.asarray(rng.normal(size=(5, 3)), jnp.bfloat16),
-        f"{parameters}/temperature": jnp.float32(rng.normal()),
-        "opt_state/0/mu": jnp.asarray(rng.normal(size=(6, 4)), jnp.float32),
-        "opt/0/count": jnp.int32(seed),
-        "step": jnp.int32(100 * seed),
-    }
-
-
-def serialize(arrays, specs):
-    manager = serialization.GlobalAsyncCheckpointManager()
-    manager.serialize(arrays, specs, on_commit_callback=lambda: None)
-    manager.wait_until_finished()
-
-
 def restore(path, names, shapes=None):
     """Restore arrays with the calls of big_vision and of levanter before its database."""
     manager = serialization.GlobalAsyncCheckpointManager()
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return manager.deserialize_with_paths([sharding] * len(names), [str(path / name) for name in names])
-
-
-def save_big_vision(folder, seed):
-    path = folder / f"checkpoint.bv-{100 * seed:09d}"
-    leaves = state(seed, "params")
-    names = [str(path / name.replace("/", "~")) for name in leaves]
-    serialize(list(leaves.values()), [serialization.get_tensorstore_spec(name) for name in names])
-    return path
-
-
-def save_levanter(folder, seed, database):
-    path = folder / f"step-{100 * seed}"
-    leaves = state(seed, "model")
-    specs = [
-        {
-            "driver": "zarr3",
-            "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": str(path)}, "path": name},
-        }
-        if database
-        else serialization.get_tensorstore_spec(str(path / name))
-        for name in leaves
-    ]
-    if database:
-        path.mkdir(parents=True)
-    serialize(list(leaves.values()), specs)
-    metadata = {"step": 100 * seed, "timestamp": "2025-09-26T12:04:00", "is_temporary": seed == 2}
-    (path / "metadata.json").write_text(json.dumps(metadata))
-    return path
-
-
-def save_easydel(folder, seed):
-    path = folder / f"run-{100 * seed}"
-    leaves = {name.replace("opt_state", "tx"): x for name, x in state(seed, "model").items()}
-    leaves = {name: x for name, x in leaves.items() if name.startswith(("model", "tx"))}
-    serialize(list(leaves.values()), [serialization.get_tensorstore_spec(str(path / name)) for name in leaves])
-    prefixes = {"model": [], "tx": []}
-    for name, x in leaves.items():
-        prefixes[name.split("/")[0]].append({"path": name, "shape": list(x.shape), "dtype": str(x.dtype)})
-    index = {"format": "tensorstore", "version": "2.0.0", "prefixes": prefixes}
-    files = {"tensorstore_index": index, "model_structure": {"prefix": "model"}, "tx_structure": {}, "config": {}}
-    files["metadata"] = {"step": 100 * seed, "is_temporary": False, "has_optimizer_state": True}
-    for name, content in files.items():
-        (path / f"{name}.json").write_text(json.dumps(content))
-    return path
 
 
 SAVE = {
