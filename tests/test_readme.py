@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import hf_models
@@ -198,6 +200,25 @@ def test_trainer_page_commands_run(tmp_path, monkeypatch, capfd, page):
     assert len(list(Path("merged").rglob("provenance.json"))) == 1
 
 
+def test_grids_page_commands_run(tmp_path, monkeypatch, capfd):
+    rng, page = np.random.default_rng(0), ROOT / "docs" / "grids.md"
+    for step in range(100, 1100, 100):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        weights = {"w": rng.standard_normal((50, 30), np.float32)}
+        save_file(weights, tmp_path / "checkpoints" / f"step-{step}" / "model.safetensors")
+    (tmp_path / "score.py").write_text(blocks("python", page)[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    for arguments in commands("pma", page):
+        # The default recipes are four; two are enough here.
+        assert main([*arguments, "--recipes", "sma,wma", "--parallel", "2"]) == 0, capfd.readouterr().err
+    scores = {
+        (row["text"], row["end"]): row["score"] for row in json.loads(Path("scored/sweep.json").read_text())["rows"]
+    }
+    assert len(scores) == 12 and min(scores, key=scores.__getitem__)[0] == "sma:6"
+    assert {path.name for path in Path("scored").iterdir() if path.suffix} >= {"sweep.json", "sweep.png", "ends.png"}
+
+
 def write_models(finished, folder: Path) -> None:
     """Write the inputs of docs/huggingface.md: three models with their tokenizer, a run, and texts."""
     for name, kind in (("llama", "llama"), ("other", "llama"), ("mixture", "mixture")):
@@ -255,6 +276,7 @@ def test_safety_page_commands_run(finished, tmp_path, monkeypatch, capfd):
         ("huggingface", "import"),
         ("huggingface", "export"),
         ("planning", "plan"),
+        ("grids", "sweep"),
         ("hosts", "train"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The options of `pma VERB …`: one argparse parser per verb, and the types of their values. Does not import JAX.
+"""The options of `pma VERB …`: one argparse parser per verb. Does not import JAX.
 
 The help of a verb is the docstring of its function in `verbs`.
 """
@@ -6,17 +6,13 @@ The help of a verb is the docstring of its function in `verbs`.
 import argparse
 import difflib
 import inspect
-import math
 import re
-import string
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Any, NoReturn
 
-from pma_jax.cli import verbs
+from pma_jax.cli import values, verbs
 from pma_jax.config import SNAPSHOT_KINDS
 
-_TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _OUTPUT_DTYPES = ("keep", "float32", "bfloat16", "float16")
 CONFIG_HELP = "a .py file with get_config(), or the name of a shipped configuration such as demo"
 
@@ -46,7 +42,7 @@ class _StoreOnce(argparse.Action):
     """Store the value of an option, and refuse a second one instead of replacing the first."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        given = vars(namespace).setdefault("_given", set())
+        given = vars(namespace).setdefault("given", set())  # the verb can tell a given value from the same default
         if option_string is not None and self.dest in given:
             raise argparse.ArgumentError(self, "is given twice; keep one")
         given.add(self.dest)
@@ -91,7 +87,9 @@ def _add_training_verbs(subparsers: Any) -> None:
 
     verb = _add_verb(subparsers, verbs.fork, config=True, hosts=True)
     verb.add_argument("run", help="the run to start from")
-    verb.add_argument("--at-tokens", required=True, type=_tokens, help="tokens at which RUN saved a training state")
+    verb.add_argument(
+        "--at-tokens", required=True, type=values.tokens, help="tokens at which RUN saved a training state"
+    )
     verb.add_argument("--workdir", required=True, help="the new run's directory; the same fork is resumed")
     verb.add_argument("--weights", metavar="SNAPSHOT", help="start from these parameters, such as a merge (PMA-init)")
 
@@ -106,14 +104,14 @@ def _add_plan_verb(subparsers: Any) -> None:
     verb.add_argument(
         "--storage-bandwidth",
         default="1GB/s",
-        type=_rate,
+        type=values.rate,
         metavar="SIZE/s",
         help="bandwidth of the checkpoint storage, for all devices together (default 1GB/s)",
     )
     verb.add_argument(
         "--annealing-share",
         default=0.2,
-        type=_share,
+        type=values.share,
         metavar="SHARE",
         help="length of the annealing that merging replaces, as a share of the run's tokens (default 0.2)",
     )
@@ -131,14 +129,29 @@ def _add_merge_verb(subparsers: Any) -> None:
     verb.add_argument(
         "--recipe", action="append", help="sma (default), ema:alpha=0.2, wma, lagfree:lag=0.5, ...; may be repeated"
     )
-    verb.add_argument("--last", type=_positive, metavar="N", help="merge only the newest N checkpoints")
+    verb.add_argument("--last", type=values.positive, metavar="N", help="merge only the newest N checkpoints")
     verb.add_argument(
-        "--tokens", type=_token_range, metavar="A:B", help="merge only from A to B tokens, such as 20B:40B or 2e10:"
+        "--tokens",
+        type=values.token_range,
+        metavar="A:B",
+        help="merge only from A to B tokens, such as 20B:40B or 2e10:",
     )
     verb.add_argument(
-        "--every", type=_positive_tokens, metavar="V", help="merge only every V tokens, counted from the newest"
+        "--every", type=values.positive_tokens, metavar="V", help="merge only every V tokens, counted from the newest"
     )
-    verb.add_argument("--tolerance", type=_tokens, metavar="T", help="largest distance from --every's positions (V/10)")
+    verb.add_argument(
+        "--tolerance", type=values.tokens, metavar="T", help="largest distance from --every's positions (V/10)"
+    )
+    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots to merge, if a run is given")
+    _add_merge_options(verb)
+    verb.add_argument(
+        "--shard-size", default="5GB", type=values.size, metavar="SIZE", help="largest file (default 5GB)"
+    )
+    verb.add_argument("--dry-run", action="store_true", help="print the plan of the merge and write nothing")
+
+
+def _add_merge_options(verb: Any) -> None:
+    """Add the options of merges of any checkpoints."""
     verb.add_argument("--across-stages", action="store_true", help="allow a merge of several runs or stages")
     verb.add_argument(
         "--order",
@@ -146,8 +159,9 @@ def _add_merge_verb(subparsers: Any) -> None:
         choices=("position", "given"),
         help="oldest first by tokens or steps (default position), or given: as the command names the sources",
     )
-    verb.add_argument("--tokens-per-step", type=_positive_tokens, metavar="T", help="to compute tokens from steps")
-    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots to merge, if a run is given")
+    verb.add_argument(
+        "--tokens-per-step", type=values.positive_tokens, metavar="T", help="to compute tokens from steps"
+    )
     _add_subtree(verb)
     verb.add_argument(
         "--dtype", default="keep", choices=_OUTPUT_DTYPES, help="dtype of the output's floating-point leaves"
@@ -159,30 +173,86 @@ def _add_merge_verb(subparsers: Any) -> None:
         help="refuse integer leaves that differ (default), or take those of the newest checkpoint",
     )
     verb.add_argument("--format", default="keep", choices=("keep", "orbax", "safetensors"), help="format of the output")
-    verb.add_argument("--memory-limit", default="1GiB", type=_size, metavar="SIZE", help="memory limit (default 1GiB)")
-    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="largest file (default 5GB)")
-    verb.add_argument("--dry-run", action="store_true", help="print the plan of the merge and write nothing")
+    verb.add_argument(
+        "--memory-limit", default="1GiB", type=values.size, metavar="SIZE", help="memory limit (default 1GiB)"
+    )
+
+
+def _add_score_options(verb: Any) -> None:
+    """Add the options of a sweep of any checkpoints."""
+    group = verb.add_argument_group("any checkpoints, scored by a program")
+    group.add_argument(
+        "--score",
+        metavar="COMMAND",
+        help="a program that prints a number or a JSON object; {} is the merge's directory",
+    )
+    group.add_argument("--out", default="sweep", help="the directory of sweep.json and merges (default sweep)")
+    group.add_argument(
+        "--ends",
+        default=(),
+        type=values.ends,
+        metavar="A,B",
+        help="tokens or steps (20B), or 60%% of the newest (default 100%%)",
+    )
+    group.add_argument(
+        "--keep", default="best", choices=("best", "all", "none"), help="the merges that stay (default best)"
+    )
+    group.add_argument(
+        "--best", default="lowest", choices=("lowest", "highest"), help="the score that is best (default lowest)"
+    )
+    group.add_argument(
+        "--metric", type=values.name, metavar="NAME", help="the score, if the JSON object has several numbers"
+    )
+    group.add_argument("--parallel", default=1, type=values.positive, metavar="N", help="programs at once (default 1)")
+    group.add_argument(
+        "--disk-limit",
+        default="50GB",
+        type=values.size,
+        metavar="SIZE",
+        help="limit of the merges on disk (default 50GB)",
+    )
+    group.add_argument(
+        "--score-timeout",
+        default=86400.0,
+        type=values.seconds,
+        metavar="S",
+        help="end a program after S seconds (a day)",
+    )
+    group.add_argument("--dry-run", action="store_true", help="print merges, bytes and time, and write nothing")
+    _add_merge_options(group)
 
 
 def _add_preview_verbs(subparsers: Any) -> None:
     verb = _add_verb(subparsers, verbs.sweep, json=True, hosts=True)
-    verb.add_argument("run", help="the run whose newest snapshots are merged; RUN/sweep.json is written")
-    recipes, windows = "sma,ema:alpha=0.1,ema:alpha=0.2,wma", "3,6,10,15"
-    verb.add_argument("--recipes", default=recipes, type=_recipes, metavar="R,R", help=f"recipes (default {recipes})")
-    verb.add_argument("--windows", default=windows, type=_positives, metavar="N,N", help=f"windows (default {windows})")
     verb.add_argument(
-        "--intervals", default="1", type=_positives, metavar="I,I", help="merge every I-th snapshot (default 1)"
+        "source",
+        nargs="+",
+        help="the run whose newest snapshots are merged; RUN/sweep.json is written; with --score, any checkpoints "
+        "that `pma merge` reads",
     )
-    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, default="point", help="kind of snapshots (default point)")
+    recipes, windows = "sma,ema:alpha=0.1,ema:alpha=0.2,wma", "3,6,10,15"
+    verb.add_argument(
+        "--recipes", default=recipes, type=values.recipes, metavar="R,R", help=f"recipes (default {recipes})"
+    )
+    verb.add_argument(
+        "--windows", default=windows, type=values.positives, metavar="N,N", help=f"windows (default {windows})"
+    )
+    verb.add_argument(
+        "--intervals", default="1", type=values.positives, metavar="I,I", help="merge every I-th snapshot (default 1)"
+    )
+    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots, if a run is given (default point)")
+    _add_score_options(verb)
 
     verb = _add_verb(subparsers, verbs.watch, hosts=True)
     verb.add_argument("run", help="a run, in training or finished; previews are appended to RUN/watch.jsonl")
     verb.add_argument("--recipe", help="the recipe, such as wma (default: the run's preview.recipe)")
-    verb.add_argument("--windows", type=_positives, metavar="N,N", help="windows (default: the run's preview.windows)")
+    verb.add_argument(
+        "--windows", type=values.positives, metavar="N,N", help="windows (default: the run's preview.windows)"
+    )
     verb.add_argument(
         "--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots (default: the first kind that the run saves)"
     )
-    verb.add_argument("--poll-seconds", default=5.0, type=_seconds, help="seconds between checks (default 5)")
+    verb.add_argument("--poll-seconds", default=5.0, type=values.seconds, help="seconds between checks (default 5)")
     verb.add_argument("--once", action="store_true", help="preview the existing snapshots and exit")
 
 
@@ -216,7 +286,9 @@ def _add_conversion_verbs(subparsers: Any) -> None:
     verb.add_argument("snapshot", help="a snapshot of any kind, a merge, an imported model, or a run (its newest)")
     verb.add_argument("--out", required=True, help="the directory to write; must not exist")
     verb.add_argument("--dtype", default="keep", choices=_OUTPUT_DTYPES, help="dtype of the output")
-    verb.add_argument("--shard-size", default="5GB", type=_size, metavar="SIZE", help="largest file (default 5GB)")
+    verb.add_argument(
+        "--shard-size", default="5GB", type=values.size, metavar="SIZE", help="largest file (default 5GB)"
+    )
     verb.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the run's")
 
 
@@ -257,99 +329,9 @@ def _add_verb(
         )
         group.add_argument(
             "--heartbeat-seconds",
-            type=_positive,
+            type=values.positive,
             default=100,
             metavar="S",
             help="stop after another process has been silent for this long (default 100)",
         )
     return verb
-
-
-def _number(text: str, description: str, is_valid: Callable[[float], bool]) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not is_valid(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
-    return value
-
-
-def _tokens(text: str) -> int:
-    number, unit = text, 1
-    if text[-1:].upper() in _TOKEN_UNITS:
-        number, unit = text[:-1], _TOKEN_UNITS[text[-1].upper()]
-    try:
-        count = Decimal(number) * unit
-    except ArithmeticError:
-        count = Decimal("NaN")
-    # The bound comes first: making an integer of 1e999999999 would not end.
-    if not (count.is_finite() and 0 <= count < 2**63 and count == int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of tokens, such as 4.9e6, 300M or 20B")
-    return int(count)
-
-
-def _positive_tokens(text: str) -> int:
-    count = _tokens(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 tokens")
-    return count
-
-
-def _share(text: str) -> float:
-    return _number(text, "a share above 0 and up to 1, such as 0.2", lambda share: 0 < share <= 1)
-
-
-def _seconds(text: str) -> float:
-    return _number(text, "a number of seconds above 0", lambda seconds: 0 < seconds < math.inf)
-
-
-def _token_range(text: str) -> tuple[int | None, int | None]:
-    first, colon, last = text.partition(":")
-    if not colon or not (first or last):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of tokens, such as 2e6:6e6, 20B:40B, 20B: or :40B")
-    start, end = (_tokens(number) if number else None for number in (first, last))
-    if start is not None and end is not None and start > end:
-        raise argparse.ArgumentTypeError(f"{text!r} is an empty range: it ends before it starts")
-    return start, end
-
-
-def _size(text: str) -> int:
-    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    number = text.rstrip(string.ascii_letters)
-    try:
-        count = int(float(number) * units[text[len(number) :].upper()])
-    except (ValueError, KeyError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 2GiB or 500MB") from None
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 bytes")
-    return count
-
-
-def _rate(text: str) -> int:
-    if not text.endswith("/s"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate such as 500MB/s or 2GiB/s")
-    return _size(text.removesuffix("/s"))
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _positives(text: str) -> list[int]:
-    return [_positive(item) for item in text.split(",")]
-
-
-def _recipes(text: str) -> list[str]:
-    # Commas also separate the arguments of a recipe (lagfree:lag=0.5,order=1): a recipe starts with a letter and has no
-    # "=" before its colon.
-    recipes: list[str] = []
-    for item in text.split(","):
-        is_new = item[:1].isalpha() and "=" not in item.split(":")[0]
-        if recipes and not is_new:
-            recipes[-1] += f",{item}"
-        else:
-            recipes.append(item)
-    return recipes

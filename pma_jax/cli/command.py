@@ -22,7 +22,7 @@ STOPPED_MESSAGES = {
     "train": "the same command resumes from the last saved state",
     "fork": "the same command resumes from the last saved state",
     "merge": "nothing was published; the same command resumes the merge",
-    "sweep": "no results of this sweep were written",
+    "sweep": "what sweep.json has stays; the same command continues",
     "watch": "the same command continues after the last preview",
     "report": "each file that was written is complete; the same command writes the rest",
 }

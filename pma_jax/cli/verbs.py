@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError
-from pma_jax.storage.paths import absolute_path, as_path, is_bucket
+from pma_jax.storage.paths import absolute_path, as_path, exists, is_bucket
+
+# Options of `pma sweep` that a sweep of a run in memory does not have.
+_SCORE_OPTIONS = (
+    *("out", "ends", "keep", "best", "metric", "parallel", "disk_limit", "score_timeout", "dry_run", "across_stages"),
+    *("order", "tokens_per_step", "dtype", "integers", "format", "memory_limit"),
+)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -106,18 +112,23 @@ def merge(options: argparse.Namespace) -> None:
 
 
 def sweep(options: argparse.Namespace) -> None:
-    """Evaluate a grid of merges of a run's newest snapshots.
+    """Evaluate a grid of merges of a run's newest snapshots, or, with --score, of any checkpoints.
 
     Example:
         pma sweep runs/demo --recipes sma,wma --windows 3,6,10,15
+        pma sweep checkpoints --windows 3,6 --ends 60%,100% --score 'python score.py {}' --out scored
     """
+    if options.score is not None:
+        _sweep_with_program(options)
+        return
+    _check_sweep_of_run(options)
     from pma_jax.evaluation import sweep as sweeping
     from pma_jax.runs.directory import open_run
     from pma_jax.runtime import hosts
     from pma_jax.runtime.formatting import format_difference, format_loss, format_text
 
-    run = open_run(options.run)
-    result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind)
+    run = open_run(options.source[0])
+    result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind or "point")
     if not hosts.is_first_process():
         return
     from pma_jax.reporting.heat_map import write_sweep_figure
@@ -279,6 +290,39 @@ def report(options: argparse.Namespace) -> None:
     _print_result(options, contents, lambda: reporting.format_report(contents))
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
+
+
+def _sweep_with_program(options: argparse.Namespace) -> None:
+    from pma_jax.cli import grid
+
+    if options.dry_run:
+        description = grid.describe(options)
+        _print_result(options, description, lambda: grid.format_description(description))
+        _print_notes([*description["notes"], *(f"skipped {k}: {v}" for k, v in description["left_out"].items())])
+        return
+    content = grid.sweep(options, lambda line: print(line, file=sys.stderr, flush=True))
+    _print_result(options, content, lambda: grid.format_content(content))
+    _print_notes(grid.content_notes(content))
+    grid.check_scored(content)
+
+
+def _check_sweep_of_run(options: argparse.Namespace) -> None:
+    """Raise UserError if a sweep without --score has several addresses, one that is no run, or options of --score."""
+    from pma_jax.merging.listing import is_run_directory
+
+    path = as_path(options.source[0])
+    if len(options.source) > 1 or (exists(path) and not is_run_directory(path)):
+        raise UserError(
+            f"{options.source[0]} is not one run of pma_jax: give --score 'COMMAND {{}}', a program that scores the "
+            "directory of a merge"
+        )
+    given = {name for name in _SCORE_OPTIONS if name in getattr(options, "given", ()) or getattr(options, name) is True}
+    given |= {"subtree"} if options.subtrees else set()
+    if given:
+        option = f"--{min(given).replace('_', '-')}"
+        raise UserError(
+            f"{option} needs --score: without it, a run's merges are evaluated in memory; leave out {option}"
+        )
 
 
 def _load_config(options: argparse.Namespace) -> Any:

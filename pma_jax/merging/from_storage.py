@@ -50,7 +50,15 @@ def plan_merge(
     """
     if len(set(recipe_texts)) < len(recipe_texts):
         raise UserError("two recipes are the same: leave one out")
-    rows = np.stack([_coefficients(text, series) for text in recipe_texts])
+    return plan_rows(
+        series, np.stack([recipe_coefficients(text, series) for text in recipe_texts]), recipe_texts, **options
+    )
+
+
+def plan_rows(
+    series: CheckpointSeries, rows: np.ndarray, recipe_texts: Sequence[str], **options: Any
+) -> tuple[MergePlan, CheckpointSeries]:
+    """Plan one merge per row of coefficients, float64 [R, K]; otherwise as `plan_merge`."""
     series, rows = load_used(series, rows)
     merge_plan = plan(series.sources, rows, recipes=recipe_texts, metadata=_merged_metadata(series.sources), **options)
     return merge_plan, series
@@ -78,7 +86,7 @@ def merge(
     return sources
 
 
-def _coefficients(text: str, series: CheckpointSeries) -> np.ndarray:
+def recipe_coefficients(text: str, series: CheckpointSeries) -> np.ndarray:
     """Return the coefficients of a recipe, float64 [K].
 
     Raises:

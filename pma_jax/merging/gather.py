@@ -207,15 +207,9 @@ def _check_consecutive(chosen: CheckpointSeries) -> None:
 
     Retention keeps the newest snapshots and some older ones, so that the last N of them may span a gap.
     """
-    metadata = [snapshot_metadata(source) for source in chosen.sources]
-    run = chosen.stages[-1]
-    if None in metadata or run is None or set(chosen.stages) != {run} or not is_run_directory(as_path(run)):
+    run, numbers = chosen.stages[-1], snapshot_numbers(chosen)
+    if numbers is None:
         return
-    from pma_jax import config as configuration  # its imports take longer than a small merge
-
-    assert metadata[-1] is not None
-    config = configuration.resolve(metadata[-1]["config"])
-    numbers = [config.snapshot_number(int(tokens)) for tokens in chosen.positions]
     for index in reversed(range(1, len(numbers))):
         if numbers[index] - numbers[index - 1] > 1:
             raise UserError(
@@ -223,6 +217,19 @@ def _check_consecutive(chosen: CheckpointSeries) -> None:
                 f"between {chosen.positions[index - 1]:,} and {chosen.positions[index]:,} tokens are missing (removed "
                 f"by retention?): use --last {len(numbers) - index}, or choose with --tokens or --every"
             )
+
+
+def snapshot_numbers(chosen: CheckpointSeries) -> list[int] | None:
+    """Return the numbers (`Config.snapshot_number`) of the snapshots of one run; None for other checkpoints."""
+    metadata = [snapshot_metadata(source) for source in chosen.sources]
+    run = chosen.stages[-1]
+    if None in metadata or run is None or set(chosen.stages) != {run} or not is_run_directory(as_path(run)):
+        return None
+    from pma_jax import config as configuration  # its imports take longer than a small merge
+
+    assert metadata[-1] is not None
+    config = configuration.resolve(metadata[-1]["config"])
+    return [config.snapshot_number(int(tokens)) for tokens in chosen.positions]
 
 
 def order_advice(doubt: str) -> str:

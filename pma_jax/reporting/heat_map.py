@@ -96,7 +96,11 @@ def draw_sweep(sweep: dict[str, Any]) -> Figure:
 
 
 def draw_heat_maps(
-    maps: Sequence[HeatMap], title: str, maps_per_row: int = MAPS_PER_ROW, max_loss: float | None = None
+    maps: Sequence[HeatMap],
+    title: str,
+    maps_per_row: int = MAPS_PER_ROW,
+    max_loss: float | None = None,
+    is_highest_best: bool = False,
 ) -> Figure:
     """Draw heat maps with a shared colour scale, and frame the lowest loss of all.
 
@@ -106,6 +110,7 @@ def draw_heat_maps(
         maps_per_row: Number of heat maps side by side.
         max_loss: Upper limit of the colour scale, if it is less than the largest finite loss, which is the default.
             Losses above the limit have the colour of the limit.
+        is_highest_best: Whether the numbers are scores of which the highest is dark and framed.
     """
     maps_per_row = min(maps_per_row, len(maps))
     grid = [maps[i : i + maps_per_row] for i in range(0, len(maps), maps_per_row)]
@@ -122,21 +127,22 @@ def draw_heat_maps(
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
     high = high if max_loss is None else min(high, max_loss)
     scale = Normalize(low, high if high > low else low + 1e-6)
+    best, colormap = (high, LOSS_COLORMAP.removesuffix("_r")) if is_highest_best else (low, LOSS_COLORMAP)
     top = height - FIGURE_TITLE_INCHES
     for row, row_height in zip(grid, row_heights, strict=True):
         for i, heat_map in enumerate(row):
             map_height, map_width = CELL_INCHES[1] * heat_map.losses.shape[0], CELL_INCHES[0] * heat_map.losses.shape[1]
             x, y = i * slot_width + labels_width, top - ABOVE_MAP_INCHES - map_height
             axes = figure.add_axes((x / width, y / height, map_width / width, map_height / height))
-            _draw_heat_map(axes, heat_map, scale, low)
+            _draw_heat_map(axes, heat_map, scale, best, colormap)
         top -= row_height
     style = {"color": LIGHT.ink, "fontsize": TITLE_POINTS, "fontweight": "bold", "va": "center"}
     figure.text(0.25 / width, 1 - 0.28 / height, title, **style)
     return figure
 
 
-def _draw_heat_map(axes: Axes, heat_map: HeatMap, scale: Normalize, best: float) -> None:
-    image = axes.imshow(heat_map.losses, cmap=LOSS_COLORMAP, norm=scale, aspect="auto")
+def _draw_heat_map(axes: Axes, heat_map: HeatMap, scale: Normalize, best: float, colormap: str) -> None:
+    image = axes.imshow(heat_map.losses, cmap=colormap, norm=scale, aspect="auto")
     for (i, j), loss in np.ndenumerate(heat_map.losses):
         text, ink, weight = "–", LIGHT.muted, "normal"
         if np.isfinite(loss):
