@@ -16,9 +16,11 @@ from pma_jax.config.errors import UserError
 from pma_jax.merging.engine.provenance import FILE_NAME as PROVENANCE_FILE
 from pma_jax.storage.formats import hub
 from pma_jax.storage.formats.easydel import name_with_step
+from pma_jax.storage.formats.levanter import DATABASE_FILE, METADATA_FILE, is_levanter
 from pma_jax.storage.formats.names import owner_of_item, parse_name, stage_words
 from pma_jax.storage.formats.open import find_layout
 from pma_jax.storage.formats.orbax_read import has_file, is_orbax
+from pma_jax.storage.formats.orbax_tree import TREE_FILE
 from pma_jax.storage.formats.publish import IN_PROGRESS_FILE
 from pma_jax.storage.formats.unread import describe_unread
 from pma_jax.storage.json_files import read_json, read_json_object
@@ -201,6 +203,12 @@ def _classify_children(path: Path, only_with_progress: bool) -> tuple[list[Path]
     if marked:  # checkpoints of pma_jax, and of Orbax in a bucket, get this file when they are complete
         left_out |= {x.name: _INCOMPLETE.format(f"it has no {_COMMIT_MARKER}") for x in children if x not in marked}
         children = marked
+    if any(is_levanter(child) for child in children):
+        # What levanter's interrupted saving leaves is a database without metadata, as of Orbax.
+        bare = [x for x in children if (x / DATABASE_FILE).is_file() and not (x / TREE_FILE).exists()]
+        bare = [child for child in bare if not is_levanter(child)]
+        left_out |= {x.name: _INCOMPLETE.format(f"it has no {METADATA_FILE}") for x in bare}
+        children = [child for child in children if child not in bare]
     first_of: dict[str, Path] = {}
     for child in sorted(children, key=lambda child: child.is_symlink()):
         first = first_of.setdefault(resolve_address(str(child)), child)

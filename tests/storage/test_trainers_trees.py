@@ -124,6 +124,27 @@ def test_damage_is_refused_in_one_line(tmp_path, trainer):
             open_source(path)
 
 
+@pytest.mark.parametrize("trainer", ["big_vision", "levanter"], indirect=True)
+@pytest.mark.parametrize("name", ["embedding", "temperature", "Dense_0/kernel"])
+def test_array_that_lost_its_metadata_is_not_left_out(tmp_path, trainer, name):
+    path = SAVE[trainer](tmp_path, 1)
+    array = path / as_stored(trainer, f"{parameters_of(trainer)}/{name}")
+    (path / as_stored(trainer, "opt/0/count") / ".zarray").unlink()
+    assert f"{parameters_of(trainer)}/{name}" in open_source(path).leaves
+    (array / ".zarray").unlink()
+    with pytest.raises(DamageError, match=f"1 arrays have no metadata, such as '{array.relative_to(path)}'"):
+        open_source(path)
+
+
+def test_interrupted_checkpoint_of_levanter_is_left_out_of_its_series(tmp_path):
+    for seed in (1, 2, 3):
+        save_levanter(tmp_path, seed, True)
+    (tmp_path / "step-300" / "metadata.json").unlink()
+    series = open_checkpoints([tmp_path])
+    assert [source.step for source in series.sources] == [100, 200]
+    assert any("step-300 (incomplete: it has no metadata.json)" in note for note in series.notes)
+
+
 def test_levanter_without_its_metadata_is_not_complete(tmp_path):
     for database in (False, True):
         path = save_levanter(tmp_path, 1, database)

@@ -20,16 +20,16 @@ from pma_jax.storage.formats.zarr_tree import open_zarr_tree, zarr_tree_layout
 from pma_jax.storage.formats.zarr_write import json_bytes
 from pma_jax.storage.json_files import read_json_object
 
-_METADATA_FILE = "metadata.json"
-_DATABASE_FILE = "manifest.ocdbt"
+METADATA_FILE = "metadata.json"
+DATABASE_FILE = "manifest.ocdbt"
 _MODEL_KEY = "model"
 
 
 def is_levanter(path: Path) -> bool:
     """Return whether a directory holds the files of a levanter checkpoint, and no metadata of Orbax or EasyDeL."""
-    if not (path / _METADATA_FILE).is_file() or (path / TREE_FILE).exists() or is_easydel(path):
+    if not (path / METADATA_FILE).is_file() or (path / TREE_FILE).exists() or is_easydel(path):
         return False
-    return (path / _DATABASE_FILE).is_file() or (path / _MODEL_KEY).is_dir() or (path / "step" / ".zarray").is_file()
+    return (path / DATABASE_FILE).is_file() or (path / _MODEL_KEY).is_dir() or (path / "step" / ".zarray").is_file()
 
 
 def open_levanter(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
@@ -39,9 +39,9 @@ def open_levanter(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
         DamageError: It is corrupt or not complete.
         UserError: It is not supported, or the parameters cannot be located.
     """
-    metadata = read_json_object(path / _METADATA_FILE)
+    metadata = read_json_object(path / METADATA_FILE)
     if type(metadata.get("step")) is not int:
-        raise DamageError(f"{path / _METADATA_FILE}: has no step; the checkpoint is not levanter's, or is corrupt")
+        raise DamageError(f"{path / METADATA_FILE}: has no step; the checkpoint is not levanter's, or is corrupt")
     return open_zarr_tree(path, "levanter", subtrees, step=metadata["step"], metadata=metadata)
 
 
@@ -58,4 +58,4 @@ def levanter_layout(
     if newest is None or step is None:
         raise UserError("the output is levanter's only if an input is, and states its step")
     metadata = dict(newest.metadata) | {"step": step, "is_temporary": False}
-    return zarr_tree_layout(leaves, texts={_METADATA_FILE: json_bytes(metadata)})
+    return zarr_tree_layout(leaves, texts={METADATA_FILE: json_bytes(metadata)})

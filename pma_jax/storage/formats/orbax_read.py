@@ -32,7 +32,7 @@ from pma_jax.storage.formats.progress import read_progress
 from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.formats.subtree import choose_subtrees, is_below, split_subtrees
 from pma_jax.storage.formats.zarr import ArrayLayout, open_store, read_array_layout
-from pma_jax.storage.formats.zarr_read import absent_chunks_notes, source_fields
+from pma_jax.storage.formats.zarr_read import absent_chunks_notes, check_arrays_have_metadata, source_fields
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.matching import match_files
 
@@ -87,6 +87,8 @@ def open_orbax(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
         directory, [leaf.key_names for leaf in structure.leaves if leaf.is_array], named
     )
     notes += subtree_notes
+    if "tree_metadata" not in tree:
+        check_arrays_have_metadata(store, prefixes, ".")
     structure = structure.below(prefixes)
     if not tree and (directory / _INLINE_FILE).is_file():
         _check_no_leaf_is_inline(directory / _INLINE_FILE, prefixes)

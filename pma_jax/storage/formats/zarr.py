@@ -6,10 +6,11 @@ range of a file. If such chunks are zstd frames, they can also be decoded sequen
 
 import itertools
 import math
+import re
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pma_jax.config.errors import DamageError, UserError, error_line
@@ -28,6 +29,8 @@ _MAX_ARRAY_BYTES = 2**44
 _MAX_METADATA_BYTES = 2**20
 # The index of a shard with one chunk: its offset, its length (8 bytes each) and the checksum of both (4 bytes).
 _SHARD_INDEX_BYTES = 20
+# A chunk's key, as zarr 2 ("name/0.1", "name/0/1") and zarr 3 ("name/c/0/1", "name/c") write it, with the array's name.
+_CHUNK_KEY = re.compile(r"(.+?)(?:/c(?:/\d+)*|(?:/\d+(?:\.\d+)*)+)")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,15 @@ class Store:
     def array_names(self) -> list[str]:
         """List the names of the arrays: each directory or key prefix that has zarr metadata."""
         return sorted({key.rsplit("/", 1)[0] for key in self.values if key.endswith(("/.zarray", "/zarr.json"))})
+
+    def names_without_metadata(self) -> list[str]:
+        """List the names of the arrays that have chunks and no zarr metadata, which are lost from `array_names`."""
+        known = set(self.array_names())
+        matches = [match for key in self.values if (match := _CHUNK_KEY.fullmatch(key))]
+        lost = (
+            match for match in matches if not any(str(parent) in known for parent in PurePosixPath(match[0]).parents)
+        )
+        return sorted({match[1] for match in lost})
 
     def read_metadata(self, key: str) -> bytes | None:
         """Read a value of less than 1 MiB; None if it is absent or larger."""

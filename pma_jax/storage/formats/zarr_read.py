@@ -1,16 +1,17 @@
 """Decode stored zarr arrays with tensorstore, and describe them as the leaves of a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pma_jax.config.errors import UserError, error_line
+from pma_jax.config.errors import DamageError, UserError, error_line
 from pma_jax.runtime.failures import as_read_error
 from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
-from pma_jax.storage.formats.zarr import ArrayLayout
+from pma_jax.storage.formats.subtree import is_below
+from pma_jax.storage.formats.zarr import ArrayLayout, Store
 
 
 def source_fields(arrays: Mapping[str, ArrayLayout]) -> dict[str, Any]:
@@ -22,6 +23,25 @@ def source_fields(arrays: Mapping[str, ArrayLayout]) -> dict[str, Any]:
         "grids": {name: array.grid for name, array in arrays.items() if array.grid is not None},
         "tensorstore_specs": {name: array.spec for name, array in arrays.items()},
     }
+
+
+def check_arrays_have_metadata(store: Store, prefixes: Sequence[Sequence[str]], separator: str = "/") -> None:
+    """Check that no array is lost, where the names of the arrays are those that have zarr metadata.
+
+    Args:
+        store: The storage.
+        prefixes: Key paths of the subtrees that are read.
+        separator: Text between the keys in the names of the arrays.
+
+    Raises:
+        DamageError: There are chunks of an array in these subtrees, and not its metadata.
+    """
+    names = [name for name in store.names_without_metadata() if is_below(name.split(separator), prefixes)]
+    if names:
+        raise DamageError(
+            f"{store.directory}: {len(names)} arrays have no metadata, such as {names[0][:80]!r}; the checkpoint is "
+            "not complete, fetch or save it again"
+        )
 
 
 def absent_chunks_notes(directory: Path, arrays: Mapping[str, ArrayLayout]) -> list[str]:

@@ -13,7 +13,7 @@ from pma_jax.storage.formats.progress import read_progress
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo
 from pma_jax.storage.formats.subtree import choose_subtrees, is_below, split_subtrees
 from pma_jax.storage.formats.zarr import open_store, read_array_layout
-from pma_jax.storage.formats.zarr_read import absent_chunks_notes, source_fields
+from pma_jax.storage.formats.zarr_read import absent_chunks_notes, check_arrays_have_metadata, source_fields
 from pma_jax.storage.formats.zarr_write import check_name, check_paths, plan_array
 
 
@@ -48,6 +48,7 @@ def open_zarr_tree(
     if not stored_names:
         raise UserError(f"{path}: holds no arrays; it is empty, or parts of it are missing")
     prefixes, notes = choose_subtrees(path, [name.split("/") for name in stored_names], split_subtrees(subtrees))
+    check_arrays_have_metadata(store, prefixes, separator)
     arrays = {
         name: read_array_layout(store, stored)
         for name, stored in stored_names.items()
