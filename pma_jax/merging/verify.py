@@ -1,12 +1,13 @@
 """Verify the stored arrays of runs, snapshots, states and merges against their digests (`pma inspect --verify`)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DamageError, UserError
 from pma_jax.merging.engine import provenance
 from pma_jax.runs import steps
 from pma_jax.runs.directory import STEP_FOLDERS, Run, is_run, open_run
@@ -71,7 +72,7 @@ def _verify_step(path: epath.Path) -> Iterator[str]:
 
 def _verify_merge(directory: Path, with_sources: bool) -> Iterator[str]:
     recorded = provenance.read(directory)
-    yield from _verify_checkpoint(directory.name, open_source(directory), recorded)
+    yield from _verify_checkpoint(directory.name, _open_recorded(directory, recorded["leaves"]), recorded)
     for name, digest in recorded["files"].items():
         path = directory / name
         if ".." in Path(name).parts or Path(name).is_absolute():
@@ -81,7 +82,30 @@ def _verify_merge(directory: Path, with_sources: bool) -> Iterator[str]:
         elif file_sha256(path) != digest:
             yield f"{name}: has changed"
     for entry in recorded["sources"] if with_sources else []:
-        yield from _verify_checkpoint(entry["source"], open_source(entry["source"]), entry)
+        source = _open_recorded(entry["source"], entry["leaves"])
+        # The merge may have read one subtree of several.
+        read = {name: leaf for name, leaf in source.leaves.items() if name in entry["leaves"]}
+        yield from _verify_checkpoint(entry["source"], replace(source, leaves=read), entry)
+
+
+def _open_recorded(address: str | Path, names: Iterable[str]) -> CheckpointSource:
+    """Open a checkpoint with the subtrees that hold the recorded leaves, which a command may have named."""
+    source, problem = None, None
+    try:
+        source = open_source(address)
+    except DamageError:
+        raise
+    except UserError as error:  # it is not clear which subtree is meant
+        problem = error
+    if source is not None and set(names) <= source.leaves.keys():
+        return source
+    top_keys = dict.fromkeys(name.split("/" if "/" in name else ".")[0] for name in names)
+    try:
+        return open_source(address, list(top_keys))
+    except UserError:
+        if source is None:
+            raise problem or AssertionError from None
+        return source
 
 
 def _verify_checkpoint(what: str, source: CheckpointSource, recorded: Mapping[str, Any]) -> Iterator[str]:

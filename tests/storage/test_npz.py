@@ -4,6 +4,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from orbax.checkpoint import v1
 
 from pma_jax.config.errors import DamageError, UserError
 from pma_jax.merging.engine.merge import merge
@@ -148,6 +149,12 @@ def test_every_damaged_byte_is_refused_or_harmless(tmp_path):
         path.write_bytes(intact[:length])
         with pytest.raises(DamageError, match=r"0.npz"):
             open_source(path)
+
+
+def test_a_file_beside_an_orbax_checkpoint_is_not_the_checkpoint(tmp_path):
+    v1.save(tmp_path / "0", {"w": np.ones(3, np.float32)})
+    np.savez(tmp_path / "0" / "metrics.npz", loss=np.ones(2))
+    assert open_source(tmp_path / "0").format == "orbax"
 
 
 def test_several_files_in_a_directory_are_named_one_by_one(tmp_path):

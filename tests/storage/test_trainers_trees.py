@@ -18,6 +18,7 @@ from pma_jax.config.errors import DamageError, UserError
 from pma_jax.merging.engine.merge import merge
 from pma_jax.merging.from_storage import plan_merge
 from pma_jax.merging.gather import open_checkpoints
+from pma_jax.merging.verify import verify
 from pma_jax.storage.formats.open import open_source, read_leaf
 
 
@@ -92,6 +93,7 @@ def test_several_subtrees_are_written_where_they_were(tmp_path, trainer):
     merge(plan_merge(series, ["sma"])[0], [tmp_path / "merged"])
     names = [f"{parameters_of(trainer)}/Dense_0/kernel", f"{optimizer}/0/mu"]
     restored = restore(tmp_path / "merged", [as_stored(trainer, name) for name in names])
+    assert verify(tmp_path / "merged", with_sources=True) == []
     for name, x in zip(names, restored, strict=True):
         np.testing.assert_array_equal(x, state(1, parameters_of(trainer))[name.replace("tx", "opt_state")])
 
@@ -194,3 +196,12 @@ def test_index_of_easydel_that_does_not_fit_is_refused(tmp_path):
         with pytest.raises(UserError, match=r"tensorstore_index\.json") as refusal:
             open_source(path)
         assert "\n" not in str(refusal.value)
+
+
+def test_index_of_easydel_without_prefixes(tmp_path):
+    path = save_easydel(tmp_path, 1)
+    index = json.loads((path / "tensorstore_index.json").read_text())
+    index = {"format": "tensorstore", "version": "1.0.0", "arrays": index["prefixes"]["model"]}
+    (path / "tensorstore_index.json").write_text(json.dumps(index))
+    merge(plan_merge(open_checkpoints([path]), ["sma"])[0], [tmp_path / "merged"])
+    assert json.loads((tmp_path / "merged" / "tensorstore_index.json").read_text()) == index

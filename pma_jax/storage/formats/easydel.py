@@ -77,11 +77,13 @@ def easydel_layout(
     newest = next((source for source in reversed(sources) if source.format == "easydel"), None)
     if newest is None:
         raise UserError("the output is EasyDeL's only if an input is")
-    prefixes: dict[str, list[dict[str, Any]]] = {}
-    for name, leaf in leaves.items():
-        entry = {"path": name, "shape": list(leaf.shape), "dtype": leaf.dtype}
-        prefixes.setdefault(name.split("/")[0], []).append(entry)
-    index = {"format": "tensorstore", "version": newest.metadata["index"].get("version", "2.0.0"), "prefixes": prefixes}
+    index = dict(newest.metadata["index"])
+    entry_of = {name: {"path": name, "shape": list(leaf.shape), "dtype": leaf.dtype} for name, leaf in leaves.items()}
+    merged = {key: _keep(arrays, entry_of) for key, arrays in index.get("prefixes", {}).items()}
+    prefixes = {key: arrays for key, arrays in merged.items() if arrays}
+    for key, value in (("prefixes", prefixes), ("arrays", _keep(index.get("arrays", []), entry_of))):
+        index.pop(key, None)
+        index |= {key: value} if value else {}
     metadata = newest.metadata["metadata"] | {"is_temporary": False, "has_resume_model": False}
     metadata |= {"has_optimizer_state": "tx" in prefixes}
     if sources[-1].step is not None:
@@ -94,6 +96,11 @@ def easydel_layout(
         if not file.name.endswith(_STRUCTURE_SUFFIX) or file.name in structures
     }
     return zarr_tree_layout(leaves, texts=texts, copies=copies)
+
+
+def _keep(arrays: Sequence[Mapping[str, Any]], entry_of: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the new entries of those arrays of a list in the index that are written, in its order."""
+    return [entry_of[array["path"]] for array in arrays if array["path"] in entry_of]
 
 
 def _read_entries(file: Path, index: Mapping[str, Any]) -> dict[str, tuple[list[int], str]]:

@@ -40,12 +40,12 @@ class _Layout(NamedTuple):
 
 # In the order in which they are tried, after safetensors: the last are the least specific.
 _LAYOUTS = (
-    _Layout("npz", npz.is_npz, npz.open_npz),
     _Layout("big_vision", big_vision.is_big_vision, big_vision.open_big_vision),
     _Layout("t5x", t5x.is_t5x, t5x.open_t5x),
     _Layout("easydel", easydel.is_easydel, easydel.open_easydel),
     _Layout("levanter", levanter.is_levanter, levanter.open_levanter),
     _Layout("orbax", orbax_read.is_orbax, orbax_read.open_orbax),
+    _Layout("npz", npz.is_npz, npz.open_npz),
 )
 
 

@@ -92,7 +92,7 @@ def plan_output(
     storable = _DTYPES.get(format, ITEM_BYTES.keys() - PACKED_BITS.keys())
     unsupported = next((f"{name} ({leaf.dtype})" for name, leaf in leaves.items() if leaf.dtype not in storable), None)
     if unsupported is not None:
-        raise UserError(f"{unsupported} cannot be stored as {format}; keep the format of the inputs (--format keep)")
+        raise UserError(f"{unsupported} cannot be stored as {format}; choose another --format or --dtype")
     if format in WRITERS:
         layout = WRITERS[format](sources, leaves, custom_metadata)
         return replace(layout, notes=(*layout.notes, *_unlike_notes(sources, format)))
