@@ -174,7 +174,7 @@ CELLS = {
     "link out of the checkpoint": Cell(of_dtype(np.float32), change=secret_link),
     "pickle": Cell(of_dtype(np.float32), change=only("pytorch_model.bin"), refused="AutoModelForCausalLM"),
     "msgpack": Cell(of_dtype(np.float32), change=only("flax_model.msgpack"), refused="msgpack"),
-    "npz": Cell(of_dtype(np.float32), change=only("params.npz"), refused="NumPy"),
+    "npz": Cell(of_dtype(np.float32), change=only("params.npz"), refused="not a complete .npz file"),
     "dcp": Cell(of_dtype(np.float32), change=only("__0_0.distcp"), refused="DCP"),
     "gguf": Cell(of_dtype(np.float32), change=only("model.gguf"), refused="GGUF"),
 }
