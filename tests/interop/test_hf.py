@@ -460,7 +460,9 @@ def test_directory_without_a_model_is_refused(tmp_path, finished):
     lone = tmp_path / "theirs" / "model.safetensors"
     assert_refused(tmp_path / "ours", "has no config.json", hf.import_model, lone)
     assert_refused(tmp_path / "ours", "has no config.json", hf.import_model, finished.snapshots[-1].path)
-    assert_refused(tmp_path / "ours", "holds no checkpoint in a format that is read", hf.import_model, tmp_path / "empty")
+    assert_refused(
+        tmp_path / "ours", "holds no checkpoint in a format that is read", hf.import_model, tmp_path / "empty"
+    )
     (tmp_path / "theirs" / "config.json").write_text("[1]")
     assert_refused(tmp_path / "ours", "expected a JSON object", hf.import_model, tmp_path / "theirs")
     (tmp_path / "theirs" / "config.json").write_text("{")
