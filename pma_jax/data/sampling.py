@@ -161,6 +161,11 @@ def count_tokens(tokens: "TokenSet", part: str) -> int:
     return int(np.diff(tokens.held_out_documents["end"].astype(np.int64), prepend=0)[chosen].sum())
 
 
+def order_documents(tokens: "TokenSet", part: str) -> np.ndarray:
+    """Return the indices of a part's documents among the held-out documents, in the order of samples: int64 [D]."""
+    return _deal(tokens.held_out_documents["key"], part, salt=0)[1]
+
+
 def _deal(keys_D: np.ndarray, part: str, salt: int) -> tuple[np.ndarray, np.ndarray]:
     """Order the stored documents of a part by the hash of their keys.
 

@@ -1,18 +1,29 @@
-"""Bits per byte of the gold answer: what moves for small models before accuracy does."""
+"""Bits per byte of the gold answer: what moves for small models before accuracy does.
+
+It is -log2 of the probability that the model gives to the gold continuation, divided by the continuation's UTF-8 bytes,
+averaged over documents. It needs nothing but the samples that lm-eval logs, so it is the same function for every model.
+
+lm-eval's `TemplateLM` scores white space at the end of a context with the continuation (`_encode_pair`), so its bytes
+count too. Tasks of type `loglikelihood_rolling` are left to lm-eval, which has their `bits_per_byte`; tasks that
+generate text have no likelihoods.
+"""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
 class GoldBits:
     """The bits per byte of a task's gold answers."""
 
-    bits_per_byte: float
-    standard_error: float | None  # over documents; None for a single document
-    documents: int
-    left_out: int  # documents whose gold answer is empty or is none of their choices
+    bits_per_byte: float | None  # mean over documents; None if all are left out
+    standard_error: float | None  # over documents; None for fewer than two
+    documents: int  # number of documents of the mean
+    left_out: int  # number of documents whose gold answer is empty, unknown, or none of their choices
 
 
 def measure_gold_bits(
@@ -20,11 +31,57 @@ def measure_gold_bits(
 ) -> dict[str, GoldBits]:
     """Compute the bits per byte of the gold answers of each task.
 
+    If several answers are right, the one with the fewest bits per byte counts, as any of them counts for accuracy.
+
     Args:
         samples: `samples` of the results of `lm_eval.evaluator.evaluate(..., log_samples=True)`, by task.
         tasks: The tasks by name (`load_tasks(...)["tasks"]`).
 
     Returns:
-        By task, without those that generate text, whose answers have no likelihood.
+        By task, for tasks of the types `multiple_choice` and `loglikelihood`.
     """
-    raise NotImplementedError
+    return {
+        name: _average([_gold_bits(sample, tasks[name]) for sample in _one_filter(documents)])
+        for name, documents in samples.items()
+        if tasks[name].OUTPUT_TYPE in ("multiple_choice", "loglikelihood")
+    }
+
+
+def _one_filter(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the samples of the first filter: lm-eval logs each document once for each filter of its task."""
+    return [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
+
+
+def _average(bits_D: Sequence[float | None]) -> GoldBits:
+    known_D = np.array([bits for bits in bits_D if bits is not None], np.float64)
+    count = len(known_D)
+    error = float(known_D.std(ddof=1) / math.sqrt(count)) if count > 1 else None
+    return GoldBits(float(known_D.mean()) if count else None, error, count, len(bits_D) - count)
+
+
+def _gold_bits(sample: Mapping[str, Any], task: Any) -> float | None:
+    """Return the bits per byte of a document's gold answer, or None if it has none to score."""
+    bits = []
+    for index in _gold_indices(sample, task):
+        context, continuation = sample["arguments"][index][:2]
+        text = context[len(context.rstrip()) :] + continuation
+        log_likelihood = sample["filtered_resps"][index][0]
+        if text:
+            bits.append(-float(log_likelihood) / (math.log(2) * len(text.encode())))
+    return min(bits, default=None)
+
+
+def _gold_indices(sample: Mapping[str, Any], task: Any) -> list[int]:
+    """Return the indices of the gold answers among a document's requests, as lm-eval's `process_results` finds them."""
+    if task.OUTPUT_TYPE == "loglikelihood" and len(sample["arguments"]) == 1:
+        return [0]
+    gold, document = sample["target"], sample["doc"]
+    if getattr(task, "multiple_input", 0):  # contexts differ, and the text says which is right
+        choices, gold = task.doc_to_choice(document), task.doc_to_text(document)
+    elif task.OUTPUT_TYPE == "multiple_choice":
+        choices = task.doc_to_choice(document)
+    else:  # lm-eval's class MultipleChoiceTask
+        choices, gold = sample["arguments"], document.get("gold") if isinstance(document, Mapping) else None
+    golds = gold if isinstance(gold, list) else [gold]
+    golds = [choices.index(answer) if isinstance(answer, str) and answer in choices else answer for answer in golds]
+    return [int(index) for index in golds if isinstance(index, int | np.integer) and 0 <= index < len(choices)]
