@@ -258,13 +258,24 @@ def _add_preview_verbs(subparsers: Any) -> None:
 
 def _add_evaluation_verbs(subparsers: Any) -> None:
     verb = _add_verb(subparsers, verbs.evaluate, config=True, json=True, hosts=True)
-    verb.add_argument("target", nargs="+", help="a run (its newest snapshot) or a snapshot")
+    verb.add_argument(
+        "target", nargs="+", help="a run (its newest snapshot), a snapshot or, with --tasks, a Hugging Face model"
+    )
     verb.add_argument(
         "--part",
         choices=["report", "select", "fit", "all"],
         default="report",
         help="the part of the held-out documents (default: report; training, previews and sweeps use select)",
     )
+    group = verb.add_argument_group("tasks")
+    group.add_argument(
+        "--tasks",
+        type=values.names,
+        metavar="T,T",
+        help="score tasks of lm-eval instead (arc_easy,hellaswag), folders of YAML tasks, olmo:NAME or pma:NAME",
+    )
+    group.add_argument("--limit", type=values.positive, metavar="N", help="only the first N documents of each task")
+    group.add_argument("--shots", type=values.whole, metavar="K", help="examples in each prompt (default: the task's)")
 
     verb = _add_verb(subparsers, verbs.inspect, json=True)
     verb.add_argument("target", help="a run, a snapshot, or a checkpoint or directory of them that `pma merge` reads")

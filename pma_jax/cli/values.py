@@ -94,6 +94,22 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Parse a whole number, 0 or more."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def names(text: str) -> list[str]:
+    """Parse names, separated by commas, each once."""
+    names = [name(item.strip()) for item in text.split(",")]
+    repeated = next((item for item in names if names.count(item) > 1), None)
+    if repeated is not None:
+        raise argparse.ArgumentTypeError(f"{repeated!r} is named twice")
+    return names
+
+
 def positives(text: str) -> list[int]:
     """Parse whole numbers above 0, separated by commas."""
     return [positive(item) for item in text.split(",")]

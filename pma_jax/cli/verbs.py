@@ -164,11 +164,17 @@ def watch(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Compute the held-out loss of runs and snapshots, with its standard error over documents.
+    """Compute the held-out loss of runs and snapshots, with its standard error over documents, or their task scores.
 
     Example:
         pma evaluate runs/demo runs/demo/merged/sma-10 --config.evaluation.tokens=131072
+        pma evaluate runs/demo runs/demo/merged/sma-10 --tasks pma:last_line,arc_easy --limit 200
     """
+    if options.tasks is not None:
+        _evaluate_tasks(options)
+        return
+    if given := {"limit", "shots"} & getattr(options, "given", set()):
+        raise UserError(f"--{min(given)} needs --tasks: name the tasks, such as --tasks arc_easy")
     from pma_jax.evaluation import targets
     from pma_jax.runtime import hosts
     from pma_jax.runtime.formatting import format_difference, format_loss, format_text
@@ -290,6 +296,16 @@ def report(options: argparse.Namespace) -> None:
     _print_result(options, contents, lambda: reporting.format_report(contents))
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
+
+
+def _evaluate_tasks(options: argparse.Namespace) -> None:
+    from pma_jax.cli import tasks
+    from pma_jax.runtime import hosts
+
+    rows = tasks.evaluate(options)
+    if hosts.is_first_process():
+        _print_table(options, rows, tasks.score_table(rows))
+        _print_notes(tasks.notes(rows))
 
 
 def _sweep_with_program(options: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ watchers may write at once: each holds a lock while it reads what the others wro
 which has no locks, only one may.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -28,13 +27,10 @@ from pma_jax.merging import recipes
 from pma_jax.merging.preview import Window
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots, steps
-from pma_jax.runs.directory import Run, lock_watch_records, read_metric_records, record_lines
+from pma_jax.runs.directory import Run, append_watch_records, lock_watch_records, read_metric_records
 from pma_jax.runs.snapshots import Snapshot, is_snapshot, read_snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.storage import atomic
-from pma_jax.storage.lines import LineFile
-from pma_jax.storage.paths import exists
 
 
 def watch(
@@ -109,8 +105,7 @@ def _record_preview(
         with lock_watch_records(log.parent):
             if (name, snapshot.tokens) in _read_recorded_previews(log, text_digest):
                 return []
-            with contextlib.closing(LineFile(log)) as file:
-                file.write_lines(record_lines([record]))
+            append_watch_records(log.parent, [record])
     return [f"{snapshot.tokens / 1e6:.2f}M tokens  held-out loss of {name} {evaluated.loss:.4f}"]
 
 
@@ -217,10 +212,6 @@ def _broadcast_recorded_previews(log: epath.Path, text_digest: str) -> set[tuple
 
 
 def _read_recorded_previews(log: epath.Path, text_digest: str) -> set[tuple[str, int]]:
-    """Read the (recipe, tokens) of the previews on a text in watch.jsonl, after removing an incomplete last line."""
+    """Read the (recipe, tokens) of the previews on a text in watch.jsonl."""
     previews = [r for r in read_metric_records(log) if r["kind"] == "preview" and r.get("text") == text_digest]
-    # A killed process may have written part of a line; the next record would be appended to it.
-    data = log.read_bytes() if exists(log) else b""
-    if data and not data.endswith(b"\n"):
-        atomic.write_bytes(log, data[: data.rfind(b"\n") + 1])
     return {(r["recipe"], r["tokens"]) for r in previews}

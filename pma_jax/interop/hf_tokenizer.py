@@ -13,15 +13,12 @@ from typing import Any
 
 from pma_jax.config import Config
 from pma_jax.config.errors import UserError
-from pma_jax.data.shards import find_cached_tokenizer
 from pma_jax.data.tokenizer import byte_tokenizer, load_tokenizer
-from pma_jax.merging.engine import provenance
+from pma_jax.merging.tokenizer_files import CONFIG_NAME, FILE_NAME, FOLDER, find_trained_bpe
 from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_sidecar
 from pma_jax.storage.formats.source import CheckpointSource
-from pma_jax.storage.json_files import read_json_object, serialize_json
+from pma_jax.storage.json_files import serialize_json
 from pma_jax.storage.paths import expand_user
-
-FILE_NAME, FOLDER = "tokenizer.json", "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def find_tokenizer_files(
             return TokenizerFiles(_list_files(folder))
     if name == "bytes":
         return _generate_files(byte_tokenizer(), config)
-    path = _find_trained_bpe(source, config) if name == "bpe" else expand_user(name)
+    path = find_trained_bpe(source.path, config) if name == "bpe" else expand_user(name)
     if path is not None and path.is_file():
         return _existing_or_generated_files(path, config)
     reason = "the run's BPE tokenizer is not in the token cache" if path is None else f"{path} does not exist"
@@ -104,7 +101,7 @@ def _list_files(folder: Path) -> dict[str, Path]:
 def _existing_or_generated_files(path: Path, config: Config) -> TokenizerFiles:
     """Return the tokenizer files beside a tokenizer.json; without a tokenizer_config.json there, generate all files."""
     files = _list_files(path.parent) if path.name == FILE_NAME and path.is_file() else {}
-    if "tokenizer_config.json" in files:
+    if CONFIG_NAME in files:
         return TokenizerFiles(files, {}, _end_of_document(path))
     return _generate_files(load_tokenizer(path), config)
 
@@ -137,20 +134,6 @@ def _generate_files(tokenizer: Any, config: Config) -> TokenizerFiles:
     }
     texts = {
         FILE_NAME: (tokenizer.backend.to_str(pretty=True) + "\n").encode(),
-        "tokenizer_config.json": serialize_json(fields),
+        CONFIG_NAME: serialize_json(fields),
     }
     return TokenizerFiles({}, texts, tokenizer.end_of_document)
-
-
-def _find_trained_bpe(source: CheckpointSource, config: Config) -> Path | None:
-    """Find the BPE tokenizer that the run of a snapshot trained. For a merge, search the runs of its sources too."""
-    snapshots = [source.path]
-    with contextlib.suppress(UserError):
-        snapshots += [Path(entry["source"]) for entry in provenance.read(source.path)["sources"]]
-    for snapshot in snapshots:
-        run = snapshot.parent.parent / "run.json"  # a snapshot is at RUN/snapshots/STEP
-        with contextlib.suppress(UserError, KeyError, FileNotFoundError, NotADirectoryError):  # the run is gone
-            path = find_cached_tokenizer(config.data, read_json_object(run)["corpus"])
-            if path is not None:
-                return path
-    return None

@@ -38,19 +38,21 @@ def cross_entropy(
     Returns:
         Two float32 scalars, summed over all devices: the objective, and cross-entropy in nats, without gradient.
     """
-    objective, nats, _ = _sum_on_mesh(x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=False)
-    return objective, nats
+    sums = _sum_on_mesh(x_BxLxD, head_DxV, targets_BxL, z_loss_weight, chunk_tokens, with_gradients=False)
+    return sums[0], sums[1]
 
 
 def cross_entropy_of_targets(
     x_BxLxD: jax.Array, head_DxV: jax.Array, targets_BxL: jax.Array, chunk_tokens: int
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Compute the cross-entropy of each target in nats, without gradient. See `cross_entropy` for the arguments.
 
     Returns:
-        float32 [B, L], 0 for negative targets.
+        float32 [B, L], 0 for negative targets; and bool [B, L], whether no token has a larger logit than the target,
+        False for negative targets.
     """
-    return _sum_on_mesh(x_BxLxD, head_DxV, targets_BxL, 0.0, chunk_tokens, with_gradients=False)[2]
+    sums = _sum_on_mesh(x_BxLxD, head_DxV, targets_BxL, 0.0, chunk_tokens, with_gradients=False)
+    return sums[2], sums[3]
 
 
 def _forward(
@@ -82,7 +84,8 @@ def _sum_on_mesh(
 ) -> tuple[jax.Array, ...]:
     """Compute both sums over all devices of the mesh.
 
-    Also return the objective's gradients of `x` and `head` if they are requested, or else the nats of each target.
+    Also return the objective's gradients of `x` and `head` if they are requested, or else the nats of each target and
+    whether it is the most likely token.
     """
     x, head, rows = RULES.spec("batch", None, None), RULES.spec("width", "vocabulary"), RULES.spec("batch", None)
     mesh = jax.sharding.get_abstract_mesh()
@@ -97,7 +100,7 @@ def _sum_on_mesh(
     if not split:  # without shard_map, because XLA on CPU keeps collectives over one device, which synchronise
         full = (jax.reshard(array, P(*[None] * array.ndim)) for array in (x_BxLxD, head_DxV, targets_BxL))
         return own(*full)
-    sums = (P(), P(), x, head) if with_gradients else (P(), P(), rows)
+    sums = (P(), P(), x, head) if with_gradients else (P(), P(), rows, rows)
     return map_over_devices(own, (x, head, rows), sums)(x_BxLxD, head_DxV, targets_BxL)
 
 
@@ -116,8 +119,7 @@ def _sum_on_device(
     if width_axes:
         head_DxV = jax.lax.all_gather(head_DxV, width_axes, axis=0, tiled=True)
     S, (D, V) = math.prod(targets_BxL.shape), head_DxV.shape
-    count = -(-S // chunk_tokens)
-    C = -(-S // count)
+    C = -(-S // (count := -(-S // chunk_tokens)))
     padding = count * C - S
     x_NxCxD = jnp.pad(x_BxLxD.reshape(S, D), ((0, padding), (0, 0))).reshape(count, C, D)
     targets_NxC = jnp.pad(targets_BxL.reshape(S), (0, padding), constant_values=-1).reshape(count, C)
@@ -138,7 +140,7 @@ def _sum_on_device(
         nats = jnp.sum(nats_C)
         objective = nats + z_loss_weight * jnp.sum(jnp.square(log_z_C) * counted_C)
         if not with_gradients:
-            return (sums[0] + objective, sums[1] + nats), nats_C
+            return (sums[0] + objective, sums[1] + nats), (nats_C, (targets_C >= 0) & (target_C >= largest_C))
         scale_Cx1 = ((1 + 2 * z_loss_weight * log_z_C) / total_C * counted_C)[:, None]
         d_logits_CxV = (weights_CxV * scale_Cx1 - hit_CxV * counted_C[:, None]).astype(x_CxD.dtype)
         d_x_CxD = jnp.einsum("cv,dv->cd", d_logits_CxV, head_DxV, preferred_element_type=jnp.float32)
@@ -155,11 +157,11 @@ def _sum_on_device(
     objective, nats, *gradient = sums
     numbers = _reduce(jax.lax.psum, batch_axes, (objective, nats))
     if not with_gradients:
-        return *numbers, jnp.reshape(rest, -1)[:S].reshape(targets_BxL.shape)
+        return *numbers, *(jnp.reshape(values, -1)[:S].reshape(targets_BxL.shape) for values in rest)
     d_head_DxV = _reduce(jax.lax.psum, tuple(axis for axis in batch_axes if axis not in width_axes), gradient[0])
     if width_axes:
         d_head_DxV = jax.lax.psum_scatter(d_head_DxV, width_axes, scatter_dimension=0, tiled=True)
-    d_x_BxLxD = jnp.reshape(rest, (-1, D))[:S].reshape(x_BxLxD.shape)
+    d_x_BxLxD = jnp.reshape(jnp.asarray(rest), (-1, D))[:S].reshape(x_BxLxD.shape)
     return *numbers, _reduce(jax.lax.psum, vocabulary_axes, d_x_BxLxD), d_head_DxV.astype(head_DxV.dtype)
 
 

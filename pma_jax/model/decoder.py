@@ -11,6 +11,7 @@ Parameters are float32 and sharded by their initialisers; a matrix is cast to th
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
 from pma_jax.runtime.mesh import RULES, abstract_arrays, check_model_on_mesh, gather_batch_axes
 
 Params = dict  # nested dict, name -> array: the pytree that is trained, saved and merged
+# Maps rotated queries [B, L, N, H], rotated keys [B, L, K, H] and values [B, L, K, H] to [B, L, N, H].
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Block(nnx.Module):
@@ -52,15 +55,15 @@ class Block(nnx.Module):
             self.key_norm_H = ones_param(H)
 
     def __call__(
-        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], segment_ids_BxL: jax.Array | None
+        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attention
     ) -> tuple[jax.Array, RouterSums]:
         """Map [B, L, D] to [B, L, D], and return the router's statistics (`RouterSums`; empty for a dense model).
 
-        `rotary` is the result of `rotary_tables` for L and H; `segment_ids_BxL` is passed to `attention`.
+        `rotary` is the rows of `rotary_tables` at the L positions; `attend` computes the attention of all heads.
         """
         c, router = self.config, {}
         normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm_D[...], c.norm_epsilon)
-        x_BxLxD = x_BxLxD + self._attend(normed_BxLxD, rotary, segment_ids_BxL)
+        x_BxLxD = x_BxLxD + self._attend(normed_BxLxD, rotary, attend)
         y_BxLxD = rms_norm(x_BxLxD, self.mlp_norm_D[...], c.norm_epsilon)
         if c.unrouted_hidden:
             x_BxLxD = x_BxLxD + self._mlp(y_BxLxD)
@@ -69,9 +72,7 @@ class Block(nnx.Module):
             x_BxLxD = x_BxLxD + mixed_BxLxD
         return x_BxLxD, router
 
-    def _attend(
-        self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], segment_ids_BxL: jax.Array | None
-    ) -> jax.Array:
+    def _attend(self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attention) -> jax.Array:
         c = self.config
         q_BxLxNxH, k_BxLxKxH, v_BxLxKxH = (
             _project_in(x_BxLxD, w[...], "heads") for w in (self.query_DxNxH, self.key_DxKxH, self.value_DxKxH)
@@ -80,8 +81,7 @@ class Block(nnx.Module):
             q_BxLxNxH = rms_norm(q_BxLxNxH, self.query_norm_H[...], c.norm_epsilon)
             k_BxLxKxH = rms_norm(k_BxLxKxH, self.key_norm_H[...], c.norm_epsilon)
         q_BxLxNxH, k_BxLxKxH = apply_rotary(q_BxLxNxH, *rotary), apply_rotary(k_BxLxKxH, *rotary)
-        y_BxLxNxH = attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segment_ids_BxL, c.attention_window_tokens)
-        return _project_out(y_BxLxNxH, self.output_NxHxD[...], "heads")
+        return _project_out(attend(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH), self.output_NxHxD[...], "heads")
 
     def _mlp(self, x_BxLxD: jax.Array) -> jax.Array:
         gate_BxLxF = _project_in(x_BxLxD, self.gate_DxF[...], "hidden")
@@ -193,9 +193,10 @@ def _apply_blocks(
 ) -> tuple[jax.Array, RouterSums]:
     # Computed once, outside the scan and outside rematerialised code.
     rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
+    attend = functools.partial(attention, segment_ids_BxL=segment_ids_BxL, window_tokens=config.attention_window_tokens)
 
     def step(x_BxLxD, block):
-        return block(x_BxLxD, rotary, segment_ids_BxL)
+        return block(x_BxLxD, rotary, attend)
 
     policies = {
         "none": step,

@@ -64,8 +64,26 @@ def evaluation_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) 
     """Return the cross-entropy in nats of each target of a batch: float32 [B, L], replicated; 0 for masked targets."""
     model = make_decoder(graph, params)
     x_BxLxD, _ = model.hidden_states(decode_masked_ids(tokens_BxM[:, :-1]))
-    nats_BxL = cross_entropy_of_targets(x_BxLxD, model.head(), tokens_BxM[:, 1:], model.config.logits_chunk_tokens)
+    nats_BxL, _ = cross_entropy_of_targets(x_BxLxD, model.head(), tokens_BxM[:, 1:], model.config.logits_chunk_tokens)
     return jax.reshard(nats_BxL, P(None, None))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def score_step(graph: nnx.GraphDef, params: Params, tokens_BxM: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Score the targets of each row of a batch.
+
+    Returns:
+        float32 [B], the sum of their cross-entropy in nats; and bool [B], whether each of them is the most likely
+        token. Both are replicated. Masked targets do not count.
+    """
+    targets_BxL = tokens_BxM[:, 1:]
+    model = make_decoder(graph, params)
+    x_BxLxD, _ = model.hidden_states(decode_masked_ids(tokens_BxM[:, :-1]))
+    nats_BxL, is_largest_BxL = cross_entropy_of_targets(
+        x_BxLxD, model.head(), targets_BxL, model.config.logits_chunk_tokens
+    )
+    scores = jnp.sum(nats_BxL, axis=1), jnp.all(is_largest_BxL | (targets_BxL < 0), axis=1)
+    return jax.reshard(scores, P(None))
 
 
 def evaluate(graph: nnx.GraphDef, params: Params, batches: Iterable[jax.Array]) -> np.ndarray:

@@ -6,7 +6,7 @@
     RUN/block_means/<step>/    the same for the mean of the parameters since the previous snapshot
     RUN/states/<step>/         parameters, optimizer, block mean and data position: what resuming and forking need
     RUN/metrics.jsonl          one record per line, written by the training process
-    RUN/watch.jsonl            preview records written by `pma watch`; a separate file, so that each file has one writer
+    RUN/watch.jsonl            records written by `pma watch` and `pma evaluate --tasks`, while a process may train
     RUN/lock                   held by the training process (runs/lock.py)
     RUN/damaged/               corrupt steps that resuming set aside (training/resume.py)
 
@@ -35,6 +35,7 @@ from pma_jax.runs.steps import StepWriter
 from pma_jax.storage import atomic, locks
 from pma_jax.storage.json_files import read_json, read_json_lines
 from pma_jax.storage.json_schema import Count, Loss, check_schema
+from pma_jax.storage.lines import LineFile
 from pma_jax.storage.paths import absolute_path, as_path, exists, is_bucket
 
 # Folder of steps -> function that reads the metadata of a step.
@@ -81,6 +82,14 @@ class _PreviewRecord(_LossRecord):
     recipe: str
 
 
+class _TaskRecord(MetricRecord):
+    model: str  # point, block_mean, or a merge such as sma:10
+    task: str
+    metric: str
+    value: Loss
+    standard_error: NotRequired[Loss | None]
+
+
 class _SpikeRecord(MetricRecord):
     onset_tokens: Count
     verdict: str
@@ -99,6 +108,7 @@ _RECORD_TYPES = {
     **{kind.record_kind: _LossRecord for kind in SNAPSHOT_KINDS.values()},
     "train": _LossRecord,
     "preview": _PreviewRecord,
+    "task": _TaskRecord,
     "spike": _SpikeRecord,
     "recovery": _RecoveryRecord,
 }
@@ -269,6 +279,17 @@ def _check_record(record: Any) -> None:
 def lock_watch_records(run_dir: epath.Path) -> contextlib.AbstractContextManager[Any]:
     """Hold the lock of RUN/watch.jsonl, for each change of that file. A bucket is not locked."""
     return contextlib.nullcontext() if is_bucket(run_dir) else locks.locked(Path(run_dir / ".watch.lock"))
+
+
+def append_watch_records(run_dir: epath.Path, records: Iterable[dict[str, Any]]) -> None:
+    """Append records to RUN/watch.jsonl. Call it while holding `lock_watch_records`."""
+    path = run_dir / "watch.jsonl"
+    # A killed process may have written part of a line; the next record would be appended to it.
+    data = path.read_bytes() if exists(path) else b""
+    if data and not data.endswith(b"\n"):
+        atomic.write_bytes(path, data[: data.rfind(b"\n") + 1])
+    with contextlib.closing(LineFile(path)) as file:
+        file.write_lines(record_lines(records))
 
 
 def record_lines(records: Iterable[dict[str, Any]]) -> str:

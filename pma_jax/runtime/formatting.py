@@ -31,8 +31,12 @@ def format_duration(seconds: float, digits: int = 3) -> str:
 
 def format_loss(evaluated: Mapping[str, Any]) -> str:
     """Format the keys loss and standard_error, if it is known: 1.2345 ± 0.0123."""
-    error = evaluated.get("standard_error")
-    return f"{evaluated['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+    return format_estimate(evaluated["loss"], evaluated.get("standard_error"))
+
+
+def format_estimate(value: float, standard_error: float | None) -> str:
+    """Format a number and its standard error, if it is known: 1.2345 ± 0.0123."""
+    return f"{value:.4f}" + ("" if standard_error is None else f" ± {standard_error:.4f}")
 
 
 def format_difference(compared: Mapping[str, Any]) -> str:

@@ -1,0 +1,36 @@
+"""`pma evaluate --tasks`: from the options to scores, and scores as text."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pma_jax.evaluation.task_targets import score_targets
+from pma_jax.runtime.formatting import format_estimate
+
+
+def evaluate(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Score the targets that the options name."""
+    return score_targets(
+        options.target, options.tasks, options.overrides, limit=options.limit, shots=options.shots, part=options.part
+    )
+
+
+def score_table(rows: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
+    """Return the rows of a table: one per target, task and metric."""
+    table: list[Sequence[str]] = [["target", "tokens", "task", "documents", "metric", "value"]]
+    for row in rows:
+        tokens = "-" if row["tokens"] is None else f"{row['tokens']:,}"
+        for score in row["tasks"]:
+            for metric, estimate in score["metrics"].items():
+                value = format_estimate(estimate["value"], estimate["standard_error"])
+                table.append([row["target"], tokens, score["task"], f"{score['documents']:,}", metric, value])
+    return table
+
+
+def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return notes on the scores: sequences that were too long for the model."""
+    return [
+        f"{row['target']}: {row['truncated']:,} sequences were cut from the left, because the model reads fewer tokens"
+        for row in rows
+        if row["truncated"]
+    ]

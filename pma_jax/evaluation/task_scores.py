@@ -1,0 +1,120 @@
+"""Score a model on tasks with lm-eval (the extra `eval`), and the scores as JSON values.
+
+lm-eval chooses the questions, asks the model for log-likelihoods or text, and computes the metrics. The bits per byte
+of the gold answers are added to them, because they move before accuracy does.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from pma_jax.evaluation.snapshot_tokenizer import TextTokenizer
+from pma_jax.evaluation.token_scores import MeshModel, run_on_mesh
+
+GOLD_BITS = "bits_per_byte_of_answer"
+_BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are no mean, such as perplexity
+
+
+class Estimate(TypedDict):
+    """A metric on a task."""
+
+    value: float
+    standard_error: float | None
+
+
+class TaskScore(TypedDict):
+    """The scores of a model on one task or group of tasks."""
+
+    task: str
+    documents: int
+    metrics: dict[str, Estimate]
+
+
+class TaskScores(TypedDict):
+    """The scores of a model on several tasks."""
+
+    tasks: list[TaskScore]
+    truncated: int  # sequences that the model could not read in full
+
+
+def score_on_mesh(
+    model: MeshModel, tokenizer: TextTokenizer, tasks: Mapping[str, Any], limit: int | None = None
+) -> TaskScores:
+    """Score a model on the mesh. Call in all processes; the first one runs lm-eval, and all return its scores.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        tasks: The tasks (`evaluation.tasks.load_tasks`).
+        limit: Number of documents of each task, from its first; None: all.
+    """
+
+    def work() -> TaskScores:
+        from pma_jax.evaluation.harness_model import HarnessModel
+
+        harness = HarnessModel(model, tokenizer)
+        return {"tasks": score(harness, tasks, limit), "truncated": harness.truncated}
+
+    return run_on_mesh(model, work)
+
+
+def score(harness: Any, tasks: Mapping[str, Any], limit: int | None) -> list[TaskScore]:
+    """Score a model of lm-eval (`lm_eval.api.model.LM`) on tasks and their groups."""
+    from lm_eval import evaluator
+
+    from pma_jax.evaluation.tasks.bits_per_byte import measure_gold_bits
+
+    with quiet():
+        results = evaluator.evaluate(harness, dict(tasks), limit=limit, bootstrap_iters=_BOOTSTRAP_SAMPLES)
+    bits = measure_gold_bits(results["samples"], tasks["tasks"])
+    scores = []
+    for name, values in results["results"].items():
+        metrics = _metrics(values)
+        gold = bits.get(name)
+        if gold is not None and gold.bits_per_byte is not None:
+            metrics[GOLD_BITS] = {"value": gold.bits_per_byte, "standard_error": gold.standard_error}
+        documents = int(values.get("sample_len", len(results["samples"].get(name, ()))))
+        scores.append(TaskScore(task=name, documents=documents, metrics=metrics))
+    return scores
+
+
+def _metrics(values: Mapping[str, Any]) -> dict[str, Estimate]:
+    """Return the metrics of a task by name: `acc`, or `exact_match/strict-match` if its answers are filtered."""
+    metrics: dict[str, Estimate] = {}
+    for key, value in values.items():
+        name, _, filter_name = key.partition(",")
+        if not filter_name or name.endswith("_stderr"):
+            continue
+        error = values.get(f"{name}_stderr,{filter_name}")
+        full_name = name if filter_name == "none" else f"{name}/{filter_name}"
+        metrics[full_name] = {"value": float(value), "standard_error": _finite(error)}
+    return metrics
+
+
+def _finite(error: Any) -> float | None:
+    return float(error) if isinstance(error, int | float) and math.isfinite(error) else None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the logs, warnings and progress bars of lm-eval out of the terminal; errors are raised."""
+    with without_logs(), Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield
+
+
+@contextlib.contextmanager
+def without_logs() -> Iterator[None]:
+    """Keep the logs and warnings of libraries out of the terminal; errors are raised."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)

@@ -1,0 +1,135 @@
+"""Tasks of the targets of `pma evaluate --tasks`: snapshots, runs, and directories of Hugging Face models.
+
+The scores of what lies in a run are appended to RUN/watch.jsonl, from which `pma report` draws them.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from pma_jax import config as configuration
+from pma_jax.config import Config
+from pma_jax.config.errors import UserError
+from pma_jax.data.sampling import REPORT
+from pma_jax.evaluation import hf_backend
+from pma_jax.evaluation.snapshot_tokenizer import TextTokenizer, tokenizer_of_snapshot
+from pma_jax.evaluation.task_scores import TaskScores, score_on_mesh, without_logs
+from pma_jax.evaluation.tasks import load
+from pma_jax.evaluation.token_scores import make_model
+from pma_jax.model.decoder import abstract_params
+from pma_jax.runs import snapshots
+from pma_jax.runs.directory import append_watch_records, is_run, lock_watch_records, newest_snapshot
+from pma_jax.runs.snapshots import Snapshot
+from pma_jax.runtime import hosts
+from pma_jax.runtime.mesh import make_mesh
+
+
+def score_targets(
+    paths: Sequence[epath.PathLike],
+    names: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    limit: int | None = None,
+    shots: int | None = None,
+    part: str = REPORT,
+) -> list[dict[str, Any]]:
+    """Score each target on the tasks; all targets answer the same questions.
+
+    Args:
+        paths: Snapshots, runs (their newest snapshot) and directories of Hugging Face models.
+        names: The tasks (`evaluation.tasks.load.load_tasks`).
+        overrides: Changes of each configuration as `section.key=value`.
+        limit: Number of documents of each task, from its first; None: all.
+        shots: Number of examples in each prompt; None: what each task says.
+        part: The part of the held-out text that `pma:` tasks are made from.
+
+    Returns:
+        One dict per path: target (the path), tokens (None for a Hugging Face model), `TaskScores`.
+
+    Raises:
+        UserError: lm-eval is not installed, a task does not exist, a path is no target, or its tokenizer does not fit.
+    """
+    targets = [_open_target(path, overrides) for path in paths]
+    own = [target for target in targets if target.config is not None]
+    config = own[0].config if own else None
+    for target in own[1:]:
+        _check_same_text(own[0], target, names)
+    tasks: dict[str, Any] = {}  # in the first process, which alone runs lm-eval
+    with without_logs():
+        hosts.run_on_first(lambda: tasks.update(load.load_tasks(names, config, shots=shots, part=part)))
+    rows = []
+    for target in targets:
+        scores = _score(target, tasks, limit)
+        if target.snapshot is not None:
+            _record(target.snapshot, scores, {"limit": limit, "shots": shots})
+        rows.append({"target": target.path, "tokens": target.snapshot and target.snapshot.tokens, **scores})
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """A model to score; without a snapshot, a Hugging Face model."""
+
+    path: str
+    snapshot: Snapshot | None = None
+    config: Config | None = None
+    tokenizer: TextTokenizer | None = None
+
+
+def _open_target(path: epath.PathLike, overrides: Sequence[str]) -> _Target:
+    if hf_backend.is_model_directory(path):
+        hf_backend.check_installed()
+        if overrides:
+            raise UserError(f"{path} is a Hugging Face model, which has no --config keys: leave them out")
+        return _Target(str(path))
+    snapshot = newest_snapshot(path)
+    config = configuration.resolve(snapshot.config, overrides)
+    make_mesh(config.mesh)  # sets the number of simulated devices, which is fixed after the first use of JAX
+    return _Target(str(path), snapshot, config, tokenizer_of_snapshot(snapshot, config))
+
+
+def _check_same_text(first: _Target, other: _Target, names: Sequence[str]) -> None:
+    """Raise UserError if `other` may have been trained on the held-out text of `first` that tasks are made from."""
+    assert first.config is not None and other.config is not None
+    data = [dataclasses.replace(t.config.data, cache_dir="", tokenizer="bytes") for t in (first, other) if t.config]
+    own = [name for name in names if name.startswith(load.OWN_PREFIX)]
+    if own and data[0] != data[1]:
+        raise UserError(
+            f"{own[0]} is made from held-out text, and {first.path} and {other.path} have other data keys: "
+            "score them one at a time"
+        )
+
+
+def _score(target: _Target, tasks: Mapping[str, Any], limit: int | None) -> TaskScores:
+    if target.snapshot is None or target.config is None or target.tokenizer is None:
+        return hf_backend.score_directory(target.path, tasks, limit)
+    mesh = make_mesh(target.config.mesh)
+    params = snapshots.restore_params(target.snapshot, abstract_params(target.snapshot.config.model, mesh))
+    return score_on_mesh(make_model(target.config, params, mesh), target.tokenizer, tasks, limit)
+
+
+def _record(snapshot: Snapshot, scores: TaskScores, settings: Mapping[str, Any]) -> None:
+    """Append the scores to the records of the run that holds the snapshot, if there is one."""
+    run = snapshot.path.parent.parent  # RUN/snapshots/STEP, RUN/merged/NAME
+    if hosts.is_first_process() and is_run(run):
+        with lock_watch_records(run):
+            append_watch_records(run, task_records(snapshot, scores, settings))
+
+
+def task_records(snapshot: Snapshot, scores: TaskScores, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the metric records of a snapshot's scores: one per task and metric."""
+    return [
+        {"kind": "task", "tokens": snapshot.tokens, "step": snapshot.step, "model": model_label(snapshot)}
+        | {"task": score["task"], "metric": metric, **estimate, "documents": score["documents"], **settings}
+        for score in scores["tasks"]
+        for metric, estimate in score["metrics"].items()
+    ]
+
+
+def model_label(snapshot: Snapshot) -> str:
+    """Return what records call the model of a snapshot: `point`, `block_mean`, or a merge as `sma:10`."""
+    if snapshot.merge is None:
+        return snapshot.kind
+    return f"{snapshot.merge['recipe']}:{len(snapshot.merge['sources'])}"

@@ -1,0 +1,133 @@
+"""`pma evaluate --tasks`: scores of runs, snapshots and merges as a table, JSON and records of the run."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+pytest.importorskip("lm_eval")
+
+import harness_tasks
+import processes
+import tiny
+
+from pma_jax.cli import main
+from pma_jax.config.errors import UserError
+from pma_jax.evaluation.task_targets import score_targets
+from pma_jax.runs.directory import open_run
+
+NAMES = ("tiny_choice", "tiny_text", "tiny_generation")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Return the paths of tasks whose texts fit into the tiny run's sequences of 32 tokens."""
+    folder = tmp_path_factory.mktemp("tasks")
+    harness_tasks.write_tasks(folder, documents=6, generated_tokens=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        yield [str(folder / f"{name}.yaml") for name in NAMES]
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    shutil.copytree(finished.path, tmp_path / "run")
+    return open_run(tmp_path / "run")
+
+
+def metrics(scores):
+    return {score["task"]: score["metrics"] for score in scores["tasks"]}
+
+
+def test_a_merge_of_one_snapshot_scores_as_the_snapshot(run, tasks, tmp_path, capsys):
+    newest = run.snapshots[-1].path
+    out = run.path / "merged" / "sma-1"
+    assert main(["merge", str(run.path), "--last", "1", "--out", str(out)]) == 0
+    first, same, older = score_targets([run.path, out, run.snapshots[0].path], tasks, [])
+    assert (first["tokens"], older["tokens"]) == (run.snapshots[-1].tokens, run.snapshots[0].tokens)
+    assert metrics(first).keys() == set(NAMES)
+    assert metrics(same) == metrics(first)
+    assert metrics(older) != metrics(first)
+    capsys.readouterr()
+    # The command prints the same numbers.
+    assert main(["evaluate", str(newest), "--tasks", ",".join(tasks), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert metrics(row) == metrics(first)
+    assert row["truncated"] > 0
+
+
+def test_scores_are_records_of_the_run(run, tasks, capsys):
+    assert main(["evaluate", str(run.path), "--tasks", tasks[0], "--limit", "3"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["target", "tokens", "task", "documents", "metric", "value"]
+    records = [record for record in open_run(run.path).metrics if record["kind"] == "task"]
+    assert len(records) == len(table) - 1
+    assert {(r["tokens"], r["model"], r["task"], r["documents"]) for r in records} == {
+        (run.snapshots[-1].tokens, "point", "tiny_choice", 3)
+    }
+    for record, line in zip(records, table[1:], strict=True):
+        assert f"{record['value']:.4f}" in line and record["metric"] in line
+
+
+def test_the_limit_and_the_accuracy_are_those_of_the_documents(run, tasks):
+    whole = metrics(score_targets([run.path], tasks[:1], [])[0])["tiny_choice"]["acc"]["value"]
+    parts = [
+        metrics(score_targets([run.path], tasks[:1], [], limit=n)[0])["tiny_choice"]["acc"]["value"] for n in (1, 5)
+    ]
+    assert parts[0] in (0, 1)
+    assert 0 <= 6 * whole - 5 * parts[1] <= 1 + 1e-9
+
+
+def test_a_lost_line_of_the_records_does_not_damage_the_next(run, tasks):
+    log = Path(run.path) / "watch.jsonl"
+    log.write_text('{"kind": "task", "tok')
+    score_targets([run.path], tasks[:1], [], limit=1)
+    assert next(r["task"] for r in open_run(run.path).metrics if r["kind"] == "task") == "tiny_choice"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "tiny_choise.yaml"], "no file or folder of tasks tiny_choise.yaml"),
+        (["--tasks", "pma:last_lin"], "no task 'pma:last_lin': the nearest are pma:last_line"),
+        (["--limit", "3"], "--limit needs --tasks"),
+        (["--shots", "0"], "--shots needs --tasks"),
+    ],
+)
+def test_bad_input_is_one_line(finished, arguments, message, capsys):
+    assert main(["evaluate", str(finished.path), *arguments]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(finished, tasks, tmp_path):
+    from pma_jax.data.tokenizer import train_bpe
+
+    train_bpe(["a text of a few words"] * 3, 270).save(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"has ids up to .* but the model"):
+        score_targets([finished.path], tasks, [f"data.tokenizer={tmp_path / 'tokenizer.json'}"])
+
+
+@pytest.mark.mesh
+def test_two_processes_score_as_one(run, tasks):
+    arguments = ["evaluate", str(run.path), "--tasks", ",".join(tasks), "--json"]
+    job = processes.pma([*arguments, "--distributed"], count=2).check()
+    (several,) = json.loads(job.out(0))
+    assert job.out(1) == ""
+    ended = tiny.pma(*arguments, devices=1)
+    assert ended.returncode == 0, ended.stderr
+    (alone,) = json.loads(ended.stdout)
+    assert metrics(several).keys() == metrics(alone).keys()
+    for task, values in metrics(alone).items():
+        for metric, estimate in values.items():
+            assert metrics(several)[task][metric]["value"] == pytest.approx(estimate["value"], rel=1e-4), (task, metric)
+
+
+@pytest.mark.mesh
+def test_an_error_of_lm_eval_ends_all_processes(run, tasks):
+    arguments = ["evaluate", str(run.path), "--tasks", f"{tasks[0]},pma:nothing", "--distributed"]
+    assert processes.pma(arguments, count=2).wait() == [1, 1]
