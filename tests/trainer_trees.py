@@ -11,6 +11,7 @@ from flax import serialization as flax_serialization
 from flax import traverse_util
 from jax.experimental.array_serialization import serialization
 from ml_dtypes import bfloat16
+from orbax.checkpoint import v1 as ocp_v1
 
 
 def state(seed, parameters):
@@ -131,16 +132,18 @@ def collection(seed):
 
 
 def maxtext_state(seed):
+    """Return a state with the keys that MaxText 0.2.5 wrote, when it was run: a chain of optimizers is a list."""
     optimizer = jax.tree.map(lambda x: x + 1, parameters(seed))
     return {
         "step": jnp.int32(100 * seed),
         "params": {"params": parameters(seed)} | collection(seed),
-        "opt_state": {"mu": {"params": optimizer}, "count": jnp.int32(seed)},
+        "opt_state": [{"mu": {"params": optimizer}, "count": jnp.int32(seed)}, None, {"count": jnp.int32(seed)}],
+        "nnx_aux": {"model": {"rngs": {"dropout": {"count": jnp.uint32(seed), "key": jnp.zeros(2, jnp.uint32)}}}},
     }
 
 
 def save_maxtext(folder, seeds):
-    """Save as MaxText 0.2: `checkpoints/N/items` beside the iterator's `iter`."""
+    """Save as MaxText 0.2 until it used Orbax v1: `checkpoints/N/items` beside the iterator's `iter`."""
     handlers = {
         "items": ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True),
         "iter": ocp.JsonCheckpointHandler(),
@@ -153,12 +156,24 @@ def save_maxtext(folder, seeds):
     return folder / "checkpoints"
 
 
-def save_kauldron(folder, seeds):
+def save_maxtext_v1(folder, seeds, loss=None):
+    """Save as MaxText 0.2.5: by Orbax v1, with how the model is built in the custom metadata."""
+    for seed in seeds:
+        metadata = {"scan_layers": True, "lora": {"lora_rank": 8}} | ({"loss": loss[seed]} if loss else {})
+        context = ocp_v1.Context()
+        context.array.saving.use_ocdbt = context.array.saving.use_zarr3 = True
+        with context:
+            state = {"items": maxtext_state(seed)}
+            ocp_v1.save_checkpointables(folder / "checkpoints" / str(100 * seed), state, custom_metadata=metadata)
+    return folder / "checkpoints"
+
+
+def save_kauldron(folder, seeds, collections=collection):
     """Save as Kauldron 1.4: `checkpoints/ckpt_N`, with the state as the default item."""
     options = ocp.CheckpointManagerOptions(step_prefix="ckpt")
     with ocp.CheckpointManager(folder / "checkpoints", options=options) as manager:
         for seed in seeds:
-            state = {"step": seed, "params": parameters(seed), "collections": collection(seed)}
+            state = {"step": seed, "params": parameters(seed), "collections": collections(seed)}
             state["opt_state"] = {"0": {"mu": parameters(seed + 9)}}
             manager.save(100 * seed, args=ocp.args.StandardSave(state))
     return folder / "checkpoints"

@@ -80,6 +80,22 @@ def test_values_that_are_no_arrays_are_refused_in_what_is_merged_only(tmp_path):
         open_source(path)
 
 
+def test_leaves_without_a_value_are_where_restore_expects_them(tmp_path):
+    empty = {"state/param_states/embedding": None, "state/param_states/extra": {}, "flax_mutables": {}}
+    for seed in (1, 2):
+        save(tmp_path / "run", seed, state(seed) | empty)
+    series = open_checkpoints([tmp_path / "run"], subtrees=["target", "state", "flax_mutables"])
+    merge(plan_merge(series, ["sma"], integers="newest")[0], [tmp_path / "merged"])
+    contents = [
+        serialization.msgpack_restore((path / "checkpoint").read_bytes())["optimizer"]
+        for path in (tmp_path / "merged", tmp_path / "run" / "checkpoint_2000")
+    ]
+    merged, newest = (traverse_util.flatten_dict(tree, sep="/", keep_empty_nodes=True) for tree in contents)
+    assert {name: merged[name] for name in empty} == {name: newest[name] for name in empty}
+    with pytest.raises(UserError, match="the subtree 'flax_mutables' holds no arrays; it has "):
+        open_source(tmp_path / "run" / "checkpoint_1000", ["flax_mutables"])
+
+
 def test_damage_is_refused_or_harmless(tmp_path):
     path = save(tmp_path, 1)
     file = path / "checkpoint"

@@ -16,6 +16,7 @@ from pma_jax.merging.engine.rounding import validate_weights
 from pma_jax.merging.engine.schedule import Schedule, make_schedule
 from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS
 from pma_jax.storage.formats.layout import OutputLayout
+from pma_jax.storage.formats.orbax_write import shared_custom_metadata
 from pma_jax.storage.formats.outputs import plan_output
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, leaf_differences
 from pma_jax.storage.matching import files_below
@@ -115,7 +116,8 @@ def plan(
         format: "keep" (the first source's), "safetensors" or "orbax".
         memory_limit_bytes: Maximum resident memory of the merge.
         shard_bytes: Maximum bytes of leaves per safetensors file.
-        metadata: Custom metadata of a merged Orbax checkpoint; if None, tokens and step of the newest source.
+        metadata: Custom metadata of a merged Orbax checkpoint; if None, tokens and step of the newest source, and what
+            is the same in all.
         cores: Number of cores to use; if None, all that this process may use.
         is_alone: Whether this process does nothing but merge, so that the memory that it has taken counts.
 
@@ -137,6 +139,7 @@ def plan(
     if metadata is None:
         progress = {"tokens": sources[-1].tokens, "step": sources[-1].step}
         metadata = {key: value for key, value in progress.items() if value is not None}
+        metadata = shared_custom_metadata(sources) | metadata
     layout = plan_output(sources, leaves, output_format, shard_bytes, dtype, metadata)
     schedule = make_schedule(sources, len(rows), memory_limit_bytes, cores, is_alone)
     notes = [note for source in sources for note in source.notes]

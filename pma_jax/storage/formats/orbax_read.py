@@ -19,6 +19,7 @@ from pma_jax.config.errors import DamageError, UserError
 from pma_jax.storage.digests import check_metadata_digest
 from pma_jax.storage.formats.orbax_tree import (
     ARRAY_METADATA_FOLDER,
+    EMPTY_TYPES,
     NUMPY_ARRAY,
     SCALAR,
     STRINGS_FILE,
@@ -83,9 +84,9 @@ def open_orbax(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
         structure = nested_tree(names, NUMPY_ARRAY)
     if not any(leaf.is_array for leaf in structure.leaves):
         raise UserError(f"{directory}: holds no arrays; it is empty, or parts of it are missing")
-    prefixes, subtree_notes = choose_subtrees(
-        directory, [leaf.key_names for leaf in structure.leaves if leaf.is_array], named
-    )
+    paths = [leaf.key_names for leaf in structure.leaves if leaf.is_array]
+    empty_paths = [leaf.key_names for leaf in structure.leaves if leaf.value_type in EMPTY_TYPES and leaf.keys]
+    prefixes, subtree_notes = choose_subtrees(directory, paths, named, empty_paths)
     notes += subtree_notes
     if "tree_metadata" not in tree:
         check_arrays_have_metadata(store, prefixes, ".")

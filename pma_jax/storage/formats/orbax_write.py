@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from pma_jax.config.errors import UserError
+from pma_jax.storage.digests import METADATA_DIGEST_KEY
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.orbax_read import INDICATOR_FILE
 from pma_jax.storage.formats.orbax_tree import NUMPY_ARRAY, OrbaxItem, flat_tree, structure_differences, tree_texts
@@ -88,3 +89,19 @@ def merged_item(sources: Sequence[CheckpointSource]) -> OrbaxItem | None:
     # The text of a typed tree also has shapes and types of leaves; it is left out unless all sources agree on it.
     is_same = all(item.tree.typed_tree == first.tree.typed_tree for _, item in items)
     return first if is_same else replace(first, tree=replace(first.tree, typed_tree=None))
+
+
+def shared_custom_metadata(sources: Sequence[CheckpointSource]) -> dict[str, Any]:
+    """Return the custom metadata that are the same in all Orbax sources, without the step and the tokens.
+
+    They describe the model, as MaxText's `scan_layers`, by which it loads parameters. Those of pma_jax's own snapshots
+    describe a snapshot, and are left out.
+    """
+    metadata = [source.metadata["custom"] for source in sources if source.format == "orbax"]
+    if not metadata or any(METADATA_DIGEST_KEY in custom or {"config", "kind"} <= custom.keys() for custom in metadata):
+        return {}
+    return {
+        key: value
+        for key, value in metadata[0].items()
+        if key not in ("step", "tokens") and all(key in custom and custom[key] == value for custom in metadata[1:])
+    }

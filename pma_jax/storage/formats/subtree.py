@@ -15,7 +15,10 @@ STATE_KEYS = frozenset(
 
 
 def choose_subtrees(
-    what: Path, paths: Sequence[Sequence[str]], subtrees: Sequence[Sequence[str]]
+    what: Path,
+    paths: Sequence[Sequence[str]],
+    subtrees: Sequence[Sequence[str]],
+    empty_paths: Sequence[Sequence[str]] = (),
 ) -> tuple[list[list[str]], list[str]]:
     """Return the key paths of the subtrees to read, and notes on what was guessed and what is left out.
 
@@ -24,14 +27,17 @@ def choose_subtrees(
         paths: Key path of each stored array, outermost key first.
         subtrees: Key paths of the subtrees that the user named. If there are none, it is the complete tree, or the
             parameters of a tree that also holds a training state.
+        empty_paths: Key path of each leaf without a value: None, or an empty container. It may be named beside others.
 
     Raises:
-        UserError: A subtree does not exist, or it is not clear where the parameters are.
+        UserError: A subtree does not exist, none holds an array, or it is not clear where the parameters are.
     """
     top = list(dict.fromkeys(path[0] for path in paths))
     for keys in subtrees:
-        if not any(is_below(path, [keys]) for path in paths):
+        if not any(is_below(path, [keys]) for path in (*paths, *empty_paths)):
             raise UserError(f"{what}: has no subtree {'/'.join(keys)!r}; it has {', '.join(top[:10])}")
+    if subtrees and not any(is_below(path, subtrees) for path in paths):
+        raise UserError(f"{what}: the subtree {'/'.join(subtrees[0])!r} holds no arrays; it has {', '.join(top[:10])}")
     if subtrees:
         return [list(keys) for keys in subtrees], []
     state = [key for key in top if key in STATE_KEYS]

@@ -2,11 +2,12 @@
 
 `checkpoint_1000/checkpoint` is a msgpack file {"version": 3, "optimizer": {"target": …, "state": …}} whose leaves are
 tensorstore specs of zarr arrays beside it (`target.encoder.….kernel/`), or, for leaves that T5X does not partition, the
-arrays themselves in Flax's encoding. `t5x.checkpoints.load_t5x_checkpoint` restores what the file lists
-(google-research/t5x at cc342d4, t5x/checkpoints.py). Leaves that are in the file are read and written in place there.
+arrays themselves in Flax's encoding, which are read and written in place there. None and {} are leaves too: T5X's
+restore expects them (google-research/t5x at cc342d4, t5x/checkpoints.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from pma_jax.storage.json_files import MAX_JSON_BYTES
 from pma_jax.storage.paths import name_file, read_file
 
 _FILE = "checkpoint"
-_VERSION_KEY, _TREE_KEY = "version", "optimizer"
+_VERSION_KEY, _TREE_KEY, _STEP = "version", "optimizer", "state/step"
 _NDARRAY, _SCALAR = 1, 3  # Flax's msgpack extension types of NumPy arrays and scalars
 _CHUNKED_KEY = "__msgpack_chunked_array__"
 
@@ -57,12 +58,14 @@ def open_t5x(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
     data = read_file(file, MAX_JSON_BYTES)
     contents = _unpack(file, data)
     values = dict(_leaves_of(contents.get(_TREE_KEY)))
-    keys = {name: name.split("/") for name, value in values.items() if _is_array(value)}
-    if not keys:
+    paths = [name.split("/") for name, value in values.items() if _is_array(value)]
+    if not paths:
         raise UserError(f"{file}: lists no arrays; it is empty, or parts of it are missing")
-    prefixes, notes = choose_subtrees(path, list(keys.values()), split_subtrees(subtrees))
+    empty = {name: value for name, value in values.items() if value in (None, {})}
+    empty_paths = [name.split("/") for name in empty]
+    prefixes, notes = choose_subtrees(path, paths, split_subtrees(subtrees), empty_paths)
     chosen = {name: value for name, value in values.items() if is_below(name.split("/"), prefixes)}
-    constants = [name for name, value in chosen.items() if not _is_array(value) and value not in (None, {})]
+    constants = [name for name, value in chosen.items() if not _is_array(value) and name not in empty]
     if constants:
         raise UserError(f"{file}: {constants[0][:80]!r} is no array, and cannot be averaged; merge another subtree")
     store = open_store(path, stores_all_chunks=None)
@@ -71,13 +74,13 @@ def open_t5x(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
         for name, value in chosen.items()
         if isinstance(value, dict) and value
     }
-    fields = source_fields(arrays)
+    inline = {name: value.leaf for name, value in chosen.items() if isinstance(value, _Inline)}
     offsets = _find_offsets(file, data, contents)
-    for name, value in chosen.items():
-        if isinstance(value, _Inline):
-            fields["leaves"][name] = value.leaf
-            fields["byte_ranges"][name] = (ByteRange(file, offsets[name], value.leaf.nbytes),)
-    progress = read_progress(path, step=_step_of(values.get("state/step")))
+    fields = source_fields(arrays)
+    fields["leaves"] |= inline
+    fields["byte_ranges"] |= {name: (ByteRange(file, offsets[name], leaf.nbytes),) for name, leaf in inline.items()}
+    progress = read_progress(path, step=_step_of(values.get(_STEP)))
+    version = contents.get(_VERSION_KEY, 3)
     return CheckpointSource(
         format="t5x",
         path=path,
@@ -86,7 +89,7 @@ def open_t5x(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
         tokens=progress.tokens,
         step=progress.step,
         epoch=progress.epoch,
-        metadata={_VERSION_KEY: contents.get(_VERSION_KEY, 3), "inline": [n for n in chosen if n not in arrays]},
+        metadata={_VERSION_KEY: version, "inline": inline, "empty": {n: x for n, x in empty.items() if n in chosen}},
         notes=(*notes, *absent_chunks_notes(path, arrays), *progress.notes),
     )
 
@@ -105,25 +108,19 @@ def t5x_layout(
     sizes: dict[str, int] = {}
     texts: dict[str, bytes] = {}
     byte_ranges: dict[str, tuple[ByteRange, ...]] = {}
-    tree: dict[str, Any] = {}
+    values: dict[str, Any] = dict(newest.metadata["empty"])
     for name, leaf in leaves.items():
-        value: Any = _Inline(leaf, bytes(leaf.nbytes))
+        values[name] = _Inline(leaf, bytes(leaf.nbytes))
         if name not in newest.metadata["inline"]:
             directory = name.replace("/", ".")
             array = plan_array(directory, leaf)
             texts |= dict([array.metadata])
             sizes |= array.sizes
             byte_ranges[name] = array.byte_ranges
-            value = _spec(directory, leaf, array.chunk)
-        *parents, last = name.split("/")
-        place = tree
-        for key in parents:
-            place = place.setdefault(key, {})
-        place[last] = value
-    if sources[-1].step is not None and "step" not in tree.setdefault("state", {}):
-        step = LeafInfo((), "int32")
-        tree["state"]["step"] = _Inline(step, sources[-1].step.to_bytes(4, "little"))
-    contents = {_VERSION_KEY: newest.metadata[_VERSION_KEY], _TREE_KEY: tree}
+            values[name] = _spec(directory, leaf, array.chunk)
+    if sources[-1].step is not None:
+        values.setdefault(_STEP, _Inline(LeafInfo((), "int32"), sources[-1].step.to_bytes(4, "little")))
+    contents = {_VERSION_KEY: newest.metadata[_VERSION_KEY], _TREE_KEY: _nest(values)}
     header = _pack(contents)
     offsets = _find_offsets(Path(_FILE), header, contents)
     byte_ranges |= {
@@ -134,6 +131,15 @@ def t5x_layout(
     check_paths([*texts, *sizes, _FILE])
     # The file with leaves is created with placeholders for their bytes.
     return OutputLayout(texts, sizes | {_FILE: len(header)}, byte_ranges, headers={_FILE: header})
+
+
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries, given the value of each leaf by its keys joined by "/"."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, last = name.split("/")
+        reduce(lambda place, key: place.setdefault(key, {}), parents, tree)[last] = value
+    return tree
 
 
 def _unpack(file: Path, data: bytes) -> dict[str, Any]:
@@ -223,11 +229,10 @@ def _pack(contents: Mapping[str, Any]) -> bytes:
     import msgpack
 
     def pack_array(value: Any) -> Any:
-        leaf, data = value
-        return msgpack.ExtType(_NDARRAY, msgpack.packb((leaf.shape, leaf.dtype, data), use_bin_type=True))
+        fields = (value.leaf.shape, value.leaf.dtype, value.data)
+        return msgpack.ExtType(_NDARRAY, msgpack.packb(fields, use_bin_type=True))
 
-    packed = msgpack.packb(contents, default=pack_array, strict_types=True)
-    assert packed is not None
+    packed: Any = msgpack.packb(contents, default=pack_array, strict_types=True)
     return packed
 
 
