@@ -1,5 +1,6 @@
 """Write small checkpoints as other trainers do, with the calls of their savers."""
 
+import hashlib
 import json
 
 import jax
@@ -70,9 +71,12 @@ def save_easydel(folder, seed):
     prefixes = {"model": [], "tx": []}
     for name, x in leaves.items():
         prefixes[name.split("/")[0]].append({"path": name, "shape": list(x.shape), "dtype": str(x.dtype)})
-    index = {"format": "tensorstore", "version": "2.0.0", "prefixes": prefixes}
+    index = {"format": "tensorstore", "version": "0.0.99.12", "prefixes": prefixes}
     files = {"tensorstore_index": index, "model_structure": {"prefix": "model"}, "tx_structure": {}, "config": {}}
     files["metadata"] = {"step": 100 * seed, "is_temporary": False, "has_optimizer_state": True}
+    # As with `AsyncCheckpointManager(enable_validation=True)`.
+    checksums = {name: hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for name, x in leaves.items()}
+    files["checkpoint_metadata"] = {"version": "0.0.99.12", "checksum": checksums, "custom_metadata": {}}
     for name, content in files.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return path

@@ -176,8 +176,37 @@ def test_files_of_easydel_are_those_of_what_is_merged(tmp_path):
     metadata = json.loads((tmp_path / "merged" / "metadata.json").read_text())
     assert metadata["step"] == 200 and not metadata["has_optimizer_state"]
     names = {path.name for path in (tmp_path / "merged").iterdir() if path.is_file()}
-    own = {"tensorstore_index.json", "metadata.json", "model_structure.json", "config.json"}
+    own = {"tensorstore_index.json", "metadata.json", "model_structure.json", "checkpoint_metadata.json", "config.json"}
     assert names == own | {"provenance.json"}
+
+
+def test_checksums_of_an_input_of_easydel_are_not_those_of_the_merge(tmp_path):
+    for seed in (1, 2):
+        save_easydel(tmp_path / "run", seed)
+    made, _ = plan_merge(open_checkpoints([tmp_path / "run"]), ["sma"])
+    merge(made, [tmp_path / "merged"])
+    # eformer 0.0.99 compares them for some layouts.
+    metadata = json.loads((tmp_path / "merged" / "checkpoint_metadata.json").read_text())
+    assert metadata == {"version": "0.0.99.12", "checksum": {}, "array_metadata": {}, "custom_metadata": {}}
+    assert verify(tmp_path / "merged", with_sources=True) == []
+
+
+def test_step_of_easydel_without_metadata_is_in_the_name(tmp_path):
+    for seed in (1, 2):
+        (save_easydel(tmp_path, seed) / "metadata.json").unlink()
+    series = open_checkpoints([tmp_path])
+    assert [source.step for source in series.sources] == [100, 200]
+    merge(plan_merge(series, ["sma"])[0], [tmp_path / "merged"])
+    assert json.loads((tmp_path / "merged" / "metadata.json").read_text())["step"] == 200
+
+
+def test_structure_of_easydel_is_left_out_where_a_part_is_written(tmp_path):
+    path = save_easydel(tmp_path, 1)
+    made, _ = plan_merge(open_checkpoints([path], subtrees=["model/Dense_0", "tx"]), ["sma"])
+    merge(made, [tmp_path / "merged"])
+    assert sorted(file.name for file in (tmp_path / "merged").glob("*_structure.json")) == ["tx_structure.json"]
+    assert any("2 of the 4 arrays of model are written, without model_structure.json" in note for note in made.notes)
+    assert not any("arrays of tx" in note for note in made.notes)
 
 
 def test_index_of_easydel_that_does_not_fit_is_refused(tmp_path):

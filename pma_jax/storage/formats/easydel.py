@@ -2,24 +2,28 @@
 
 `run-500/` holds `tensorstore_index.json` (format "tensorstore", version 2.0), which lists for each prefix (`model`, and
 `tx` for the optimizer) the directory, shape and dtype of its zarr arrays: `model/…`. Beside it are `metadata.json` with
-the step, `model_structure.json` with the tree, `config.json` and the tokenizer. `AsyncCheckpointManager.load_pytree`
-restores one prefix by its structure and the index (eformer 0.0.99, serialization/async_manager.py; EasyDeL 0.3).
+the step, `model_structure.json` with the tree, `checkpoint_metadata.json` with checksums of the arrays if they were
+enabled, `config.json` and the tokenizer. `AsyncCheckpointManager.load_pytree` restores one prefix by its structure and
+the index (eformer 0.0.99, serialization/async_manager.py; EasyDeL 0.3).
 """
 
 import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import DamageError, UserError
 from pma_jax.storage.formats.layout import OutputLayout
+from pma_jax.storage.formats.names import parse_name
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, are_sizes
 from pma_jax.storage.formats.zarr_tree import open_zarr_tree, zarr_tree_layout
 from pma_jax.storage.json_files import read_json_object
 
 _INDEX_FILE, _METADATA_FILE = "tensorstore_index.json", "metadata.json"
+_CHECKSUMS_FILE = "checkpoint_metadata.json"
 _RUN_NAME = re.compile(r"run-(\d+)")
 _STRUCTURE_SUFFIX = "_structure.json"
 _MAX_COPIED_BYTES = 2**28
@@ -53,7 +57,7 @@ def open_easydel(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
         "easydel",
         subtrees,
         names=list(entries),
-        step=metadata.get("step"),
+        step=metadata.get("step", parse_name(name_with_step(path)).step),
         metadata={"index": index, "metadata": metadata},
         other_files=tuple(file for file in others if file.stat().st_size <= _MAX_COPIED_BYTES),
     )
@@ -71,6 +75,8 @@ def easydel_layout(
 ) -> OutputLayout:
     """Plan the files of a merged checkpoint: its arrays, an index of them, and copies of the newest source's files.
 
+    The checksums of the newest source's arrays are left out, as is the structure of a prefix that is written in part.
+
     Raises:
         UserError: No source is EasyDeL's.
     """
@@ -79,23 +85,34 @@ def easydel_layout(
         raise UserError("the output is EasyDeL's only if an input is")
     index = dict(newest.metadata["index"])
     entry_of = {name: {"path": name, "shape": list(leaf.shape), "dtype": leaf.dtype} for name, leaf in leaves.items()}
-    merged = {key: _keep(arrays, entry_of) for key, arrays in index.get("prefixes", {}).items()}
+    all_prefixes = index.get("prefixes", {})
+    merged = {key: _keep(arrays, entry_of) for key, arrays in all_prefixes.items()}
     prefixes = {key: arrays for key, arrays in merged.items() if arrays}
     for key, value in (("prefixes", prefixes), ("arrays", _keep(index.get("arrays", []), entry_of))):
         index.pop(key, None)
         index |= {key: value} if value else {}
+    partial = {key: len(arrays) for key, arrays in prefixes.items() if len(arrays) < len(all_prefixes[key])}
     metadata = newest.metadata["metadata"] | {"is_temporary": False, "has_resume_model": False}
-    metadata |= {"has_optimizer_state": "tx" in prefixes}
+    metadata |= {"has_optimizer_state": "tx" in prefixes.keys() - partial.keys()}
     if sources[-1].step is not None:
         metadata["step"] = sources[-1].step
     texts = {_INDEX_FILE: json.dumps(index, indent=2).encode(), _METADATA_FILE: json.dumps(metadata).encode()}
-    structures = {f"{prefix}{_STRUCTURE_SUFFIX}" for prefix in prefixes}
+    checksums = next((file for file in newest.other_files if file.name == _CHECKSUMS_FILE), None)
+    if checksums is not None:
+        without = read_json_object(checksums) | {"checksum": {}, "array_metadata": {}}
+        texts[_CHECKSUMS_FILE] = json.dumps(without).encode()
+    structures = {f"{prefix}{_STRUCTURE_SUFFIX}" for prefix in prefixes.keys() - partial.keys()}
     copies = {
         file.name: file
         for file in newest.other_files
-        if not file.name.endswith(_STRUCTURE_SUFFIX) or file.name in structures
+        if file.name not in texts and (not file.name.endswith(_STRUCTURE_SUFFIX) or file.name in structures)
     }
-    return zarr_tree_layout(leaves, texts=texts, copies=copies)
+    notes = tuple(
+        f"{count} of the {len(all_prefixes[key])} arrays of {key} are written, without {key}{_STRUCTURE_SUFFIX}, which "
+        "lists all; EasyDeL restores them by their index"
+        for key, count in partial.items()
+    )
+    return replace(zarr_tree_layout(leaves, texts=texts, copies=copies), notes=notes)
 
 
 def _keep(arrays: Sequence[Mapping[str, Any]], entry_of: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
