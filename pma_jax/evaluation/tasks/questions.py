@@ -9,8 +9,10 @@ which tokenizers and harnesses treat in different ways.
 """
 
 import dataclasses
+import functools
 import hashlib
-from collections import Counter, defaultdict
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pma_jax.evaluation.tasks.python_source import find_closing_brackets, find_functions
@@ -92,12 +94,14 @@ def bracket_questions(documents: Iterable[str]) -> list[Question]:
     """
     found = _gather(documents, _find_brackets)
     counts = Counter(candidate.answer for candidates in found for candidate in candidates)
-    frequent = defaultdict(list)
-    for brackets in sorted(counts, key=lambda brackets: (-counts[brackets], brackets)):
-        frequent[len(brackets)].append(brackets)
+
+    @functools.cache
+    def most_frequent(length: int) -> list[str]:
+        all_brackets = map("".join, itertools.product(")]}", repeat=length))
+        return sorted(all_brackets, key=lambda brackets: (-counts[brackets], brackets))
 
     def choose(candidate: _Candidate) -> list[str]:
-        return [brackets for brackets in frequent[len(candidate.answer)] if brackets != candidate.answer]
+        return [brackets for brackets in most_frequent(len(candidate.answer)) if brackets != candidate.answer]
 
     return _ask(found, choose, most_per_answer=_MAX_PER_BRACKETS)
 
@@ -129,13 +133,15 @@ def _gather(documents: Iterable[str], find: Callable[[str], Iterator[_Candidate]
 def _similar_answers(found: Sequence[Sequence[_Candidate]]) -> Callable[[_Candidate], list[str]]:
     """Return a function that orders all answers from the best wrong one of a candidate to the worst."""
     kinds = {candidate.answer: candidate.kind for candidates in found for candidate in candidates}
+    # Functions may share a prompt: then the answers of all of them are right.
+    right = {(candidate.prompt, candidate.answer) for candidates in found for candidate in candidates}
 
     def choose(candidate: _Candidate) -> list[str]:
         def unlikeness(answer: str) -> tuple[bool, int, int]:
             difference = abs(len(answer) - len(candidate.answer))
             return kinds[answer] != candidate.kind, difference // 4, _hash("wrong", candidate.prompt, answer)
 
-        return sorted((answer for answer in kinds if answer != candidate.answer), key=unlikeness)
+        return sorted((answer for answer in kinds if (candidate.prompt, answer) not in right), key=unlikeness)
 
     return choose
 
