@@ -68,7 +68,9 @@ def score(harness: Any, tasks: Mapping[str, Any], limit: int | None) -> list[Tas
     from lm_eval import evaluator
 
     from pma_jax.evaluation.tasks.bits_per_byte import measure_gold_bits
+    from pma_jax.evaluation.tasks.load import seed_examples
 
+    seed_examples(tasks)
     with quiet():
         results = evaluator.evaluate(harness, dict(tasks), limit=limit, bootstrap_iters=_BOOTSTRAP_SAMPLES)
     bits = measure_gold_bits(results["samples"], tasks["tasks"])

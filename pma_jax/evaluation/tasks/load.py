@@ -6,7 +6,7 @@ import importlib.util
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +68,19 @@ def load_tasks(
         for name, task in loaded["tasks"].items():
             _check_runnable(name, task)
             _set_shots(name, task, shots)
+    seed_examples(loaded)
     return loaded
+
+
+def seed_examples(loaded: Mapping[str, Any]) -> None:
+    """Make the next evaluation of the tasks draw the same examples for its prompts as the one before.
+
+    `lm_eval.evaluator.evaluate` goes on drawing where the evaluation of another model stopped.
+    """
+    from lm_eval.defaults import DEFAULT_OTHER_SEED
+
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
 
 
 def _load(name: str, run_config: Config | None, part: str) -> tuple[str, dict[str, Any]]:
@@ -175,8 +187,6 @@ def _set_shots(name: str, task: Any, shots: int | None) -> None:
     Raises:
         UserError: The requests are given with another number, or the task has too few documents for it.
     """
-    from lm_eval.defaults import DEFAULT_OTHER_SEED
-
     own = task.get_config("num_fewshot")
     if shots is not None and name.startswith((OLMO_PREFIX, OWN_PREFIX)):
         if shots != own:
@@ -187,7 +197,6 @@ def _set_shots(name: str, task: Any, shots: int | None) -> None:
         task.set_config(key="num_fewshot", value=shots)
     elif own is None:
         task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     wanted, examples = task.get_config("num_fewshot"), getattr(getattr(task, "sampler", None), "df", None)
     # lm-eval draws one more where examples come from the documents that are asked about.
     is_shared = examples is not None and task.fewshot_cfg.split == task.get_config("test_split")

@@ -15,6 +15,7 @@ from lm_eval import evaluator
 
 from pma_jax.config import Config, DataConfig
 from pma_jax.config.errors import UserError
+from pma_jax.evaluation.task_scores import score
 from pma_jax.evaluation.tasks import yaml_tasks
 from pma_jax.evaluation.tasks.bits_per_byte import measure_gold_bits
 from pma_jax.evaluation.tasks.load import load_tasks
@@ -141,6 +142,16 @@ def test_shots_are_set_and_more_than_there_are_refused(folder):
     with pytest.raises(UserError, match="lower --shots from 3"):
         load_tasks([path], shots=3)
     _evaluate(load_tasks([path], shots=2))
+
+
+def test_every_model_is_asked_with_the_same_examples(folder):
+    rows = [{"country": f"Land {i}", "choices": [f"City {i}", "Rome"], "gold": i % 2} for i in range(30)]
+    (folder / "data" / "capitals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_tasks([str(folder / "capitals.yaml")], shots=3)
+    first, second = (score(DummyModel(), loaded, limit=None) for _ in range(2))
+    assert first == second
+    prompts = {sample["arguments"][0][0].rsplit("The", 1)[0] for sample in _evaluate(loaded)["samples"]["capitals"]}
+    assert len(prompts) > 20  # they differ between documents
 
 
 def test_a_task_that_says_no_shots_keeps_none_as_in_lm_eval(folder):
