@@ -43,7 +43,7 @@ def save_big_vision(folder, seed):
     return path
 
 
-def save_levanter(folder, seed, database):
+def save_levanter(folder, seed, database, has_index=True):
     path = folder / f"step-{100 * seed}"
     leaves = state(seed, "model")
     specs = [
@@ -58,6 +58,12 @@ def save_levanter(folder, seed, database):
     if database:
         path.mkdir(parents=True)
     serialize(list(leaves.values()), specs)
+    if database and has_index:
+        arrays = [
+            {"path": n, "shape": x.shape, "dtype": str(x.dtype), "chunk_shape": x.shape} for n, x in leaves.items()
+        ]
+        index = {"format_version": 1, "array_driver": "zarr3", "kvstore_driver": "ocdbt", "arrays": arrays}
+        (path / "manifest.json").write_text(json.dumps(index))
     metadata = {"step": 100 * seed, "timestamp": "2025-09-26T12:04:00", "is_temporary": seed == 2}
     (path / "metadata.json").write_text(json.dumps(metadata))
     return path

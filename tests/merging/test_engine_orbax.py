@@ -226,6 +226,19 @@ def test_trees_without_metadata_are_read_from_their_arrays(tmp_path):
         open_source(tmp_path / "0")
 
 
+def test_array_without_metadata_in_a_tree_without_metadata_is_not_left_out(tmp_path):
+    state = {"target": {"w": jnp.ones((3, 4)), "b": jnp.ones(4)}, "state": {"v": jnp.ones(3)}}
+    v0.Checkpointer(v0.PyTreeCheckpointHandler(use_ocdbt=False)).save(tmp_path / "0", state)
+    for file in ("_METADATA", "_sharding", "_CHECKPOINT_METADATA", "state.v/.zarray"):
+        (tmp_path / "0" / file).unlink()
+    shutil.rmtree(tmp_path / "0" / "array_metadatas")
+    # `state` is not read; without all of its arrays, it is not even known to be there.
+    assert list(open_source(tmp_path / "0", ["target"]).leaves) == ["target.b", "target.w"]
+    (tmp_path / "0" / "target.b" / ".zarray").unlink()
+    with pytest.raises(ValueError, match=r"1 arrays have no metadata, such as 'target\.b'"):
+        open_source(tmp_path / "0", ["target"])
+
+
 def one_line(call):
     with pytest.raises(ValueError) as error:
         call()

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from jax.experimental.array_serialization import serialization
 from trainer_trees import save_big_vision, save_easydel, save_levanter, state
 
@@ -138,6 +139,17 @@ def test_array_that_lost_its_metadata_is_not_left_out(tmp_path, trainer, name):
         open_source(path)
 
 
+def test_array_of_a_database_that_lost_its_metadata_is_not_left_out(tmp_path):
+    for listed in (True, False):
+        path = save_levanter(tmp_path / str(listed), 1, True, has_index=listed)
+        database = ts.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}).result()
+        database.write("opt/0/count/zarr.json", None).result()
+        assert "model/embedding" in open_source(path).leaves
+        database.write("model/embedding/zarr.json", None).result()
+        with pytest.raises(DamageError, match="1 arrays have no metadata, such as 'model/embedding'"):
+            open_source(path)
+
+
 def test_interrupted_checkpoint_of_levanter_is_left_out_of_its_series(tmp_path):
     for seed in (1, 2, 3):
         save_levanter(tmp_path, seed, True)
@@ -158,6 +170,40 @@ def test_levanter_without_its_metadata_is_not_complete(tmp_path):
     (path / "metadata.json").write_text('{"timestamp": "now"}')
     with pytest.raises(DamageError, match="has no step"):
         open_source(path)
+
+
+def test_database_of_levanter_is_compared_with_its_list(tmp_path):
+    file = save_levanter(tmp_path, 1, True) / "manifest.json"
+    intact = file.read_text()
+    assert json.loads(intact)["arrays"][0]["path"] == "model/Dense_0/kernel"
+    for old, new, message in (
+        ("[6, 4]", "[4, 6]", "is float32 of shape \\[6, 4\\], and manifest.json says float32 of shape \\[4, 6\\]"),
+        ('"bfloat16"', '"float32"', "'model/embedding' is bfloat16 of shape"),
+        ("model/embedding", "model/other", "'model/other': its array is missing"),
+        ('"format_version": 1', '"format_version": 2', "has the format version 2; up to 1 is read, update pma_jax"),
+        ('"format_version": 1', '"format_version": "1"', "it has no format_version or no list"),
+        ('"arrays": [', '"arrays": 3, "others": [', "it has no format_version or no list"),
+        ('"path": "model/embedding"', '"path": 3', "manifest.json: is corrupt"),
+        ("model/embedding", "model/Dense_0/kernel", "lists 'model/Dense_0/kernel'"),
+    ):
+        assert old in intact
+        file.write_text(intact.replace(old, new))
+        with pytest.raises(UserError, match=message) as refusal:
+            open_source(tmp_path / "step-100")
+        assert "\n" not in str(refusal.value)
+    # An array that the list has not is one of an earlier save into the same database, which levanter does not load.
+    index = json.loads(intact)
+    left_out = index["arrays"].pop(0)["path"]
+    file.write_text(json.dumps(index))
+    assert left_out not in open_source(tmp_path / "step-100").leaves
+
+
+def test_levanters_database_without_a_list_is_that_with_it(tmp_path):
+    opened = [open_source(save_levanter(tmp_path / str(listed), 1, True, has_index=listed)) for listed in (True, False)]
+    assert opened[0].leaves == opened[1].leaves
+    merge(plan_merge(open_checkpoints([tmp_path / "True"]), ["sma"])[0], [tmp_path / "merged"])
+    # With a list, levanter would look for a database.
+    assert not (tmp_path / "merged" / "manifest.json").exists()
 
 
 def test_files_of_easydel_are_those_of_what_is_merged(tmp_path):

@@ -18,8 +18,8 @@ from typing import Any
 from pma_jax.config.errors import DamageError, UserError
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.names import parse_name
-from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, are_sizes
-from pma_jax.storage.formats.zarr_tree import open_zarr_tree, zarr_tree_layout
+from pma_jax.storage.formats.source import CheckpointSource, LeafInfo
+from pma_jax.storage.formats.zarr_tree import ArrayIndex, open_zarr_tree, parse_index, zarr_tree_layout
 from pma_jax.storage.json_files import read_json_object
 
 _INDEX_FILE, _METADATA_FILE = "tensorstore_index.json", "metadata.json"
@@ -48,26 +48,18 @@ def open_easydel(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
         UserError: It is not supported, or the parameters cannot be located.
     """
     index = read_json_object(path / _INDEX_FILE)
-    entries = _read_entries(path / _INDEX_FILE, index)
     metadata = read_json_object(path / _METADATA_FILE) if (path / _METADATA_FILE).is_file() else {}
     others = [file for file in sorted(path.iterdir()) if file.is_file() and not file.is_symlink()]
     others = [file for file in others if file.name not in (_INDEX_FILE, _METADATA_FILE, "provenance.json")]
-    source = open_zarr_tree(
+    return open_zarr_tree(
         path,
         "easydel",
         subtrees,
-        names=list(entries),
+        index=_read_index(path / _INDEX_FILE, index),
         step=metadata.get("step", parse_name(name_with_step(path)).step),
         metadata={"index": index, "metadata": metadata},
         other_files=tuple(file for file in others if file.stat().st_size <= _MAX_COPIED_BYTES),
     )
-    for name, leaf in source.leaves.items():
-        if entries[name] != (list(leaf.shape), leaf.dtype):
-            raise DamageError(
-                f"{path}: {name[:80]!r} is {leaf.dtype} of shape {list(leaf.shape)}, and {_INDEX_FILE} says "
-                f"{entries[name][1]} of shape {entries[name][0]}; fetch or save the checkpoint again"
-            )
-    return source
 
 
 def easydel_layout(
@@ -120,8 +112,8 @@ def _keep(arrays: Sequence[Mapping[str, Any]], entry_of: Mapping[str, dict[str, 
     return [entry_of[array["path"]] for array in arrays if array["path"] in entry_of]
 
 
-def _read_entries(file: Path, index: Mapping[str, Any]) -> dict[str, tuple[list[int], str]]:
-    """Return the arrays of an index: name -> (shape, dtype).
+def _read_index(file: Path, index: Mapping[str, Any]) -> ArrayIndex:
+    """Return the arrays of all prefixes of an index.
 
     Raises:
         DamageError: The index is corrupt.
@@ -133,13 +125,4 @@ def _read_entries(file: Path, index: Mapping[str, Any]) -> dict[str, tuple[list[
     lists: list[Any] = [*(prefixes.values() if isinstance(prefixes, dict) else [None]), index.get("arrays", [])]
     if not all(isinstance(arrays, list) for arrays in lists):
         raise DamageError(f"{file}: is corrupt: its prefixes are not lists of arrays")
-    entries: dict[str, tuple[list[int], str]] = {}
-    for entry in itertools.chain(*lists):
-        fields = entry if isinstance(entry, dict) else {}
-        name, shape, dtype = (fields.get(key) for key in ("path", "shape", "dtype"))
-        if not isinstance(name, str) or not isinstance(dtype, str) or not are_sizes(shape):
-            raise DamageError(f"{file}: is corrupt: {str(entry)[:80]}")
-        if name in entries or any(part in ("", ".", "..") for part in name.split("/")):
-            raise DamageError(f"{file}: lists {name[:80]!r}, which is no path of an array, or twice")
-        entries[name] = (shape, dtype)
-    return entries
+    return parse_index(file, itertools.chain(*lists))

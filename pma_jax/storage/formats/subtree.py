@@ -1,5 +1,6 @@
 """Choose the leaves of a stored training state that hold the parameters."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,11 +8,14 @@ from pma_jax.config.errors import UserError
 
 # Top-level keys of the subtree that holds the parameters, in order of preference.
 PARAMETER_KEYS = ("params", "target", "model", "weights")
-# Top-level keys of trees that hold more than the parameters.
+# Top-level keys of trees that hold more than the parameters. MaxText keeps the state of its modules in `nnx_aux`.
 STATE_KEYS = frozenset(
     {"opt_state", "opt", "optim", "optimizer", "optimizer_state", "param_states", "state", "tx"}
-    | {"step", "global_step", "rng", "rngs", "ema", "ema_params", "iterator", "data_iter"}
+    | {"step", "global_step", "rng", "rngs", "training_key", "nnx_aux", "iterator", "data_iter"}
 )
+# Words in the top-level key of a running average of the parameters, such as `ema_params` and levanter's
+# `model_averaging`. It is another model, not a part of the parameters.
+_AVERAGE_WORDS = frozenset({"ema", "averaged", "averaging", "polyak"})
 
 
 def choose_subtrees(
@@ -40,7 +44,7 @@ def choose_subtrees(
         raise UserError(f"{what}: the subtree {'/'.join(subtrees[0])!r} holds no arrays; it has {', '.join(top[:10])}")
     if subtrees:
         return [list(keys) for keys in subtrees], []
-    state = [key for key in top if key in STATE_KEYS]
+    state = [key for key in top if _is_state(key)]
     if not state:
         return [[]], []
     parameters = next((key for key in PARAMETER_KEYS if key in top), None)
@@ -50,6 +54,11 @@ def choose_subtrees(
             f"name the subtree, one of {', '.join(top[:10])}"
         )
     return [[parameters]], [f"the parameters are taken from the subtree {parameters!r} (of {', '.join(top[:10])})"]
+
+
+def _is_state(key: str) -> bool:
+    """Return whether the top-level key of a tree tells that the tree holds more than the parameters."""
+    return key in STATE_KEYS or not _AVERAGE_WORDS.isdisjoint(re.split(r"[^a-z]+", key.lower()))
 
 
 def split_subtrees(subtrees: Sequence[str]) -> list[list[str]]:
