@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,6 +248,20 @@ def test_own_tasks_are_scored(tmp_path):
     assert not first & {d["contexts"][0] for d in other["tasks"]["pma:last_line"].eval_docs}
     with pytest.raises(UserError, match="pma:last_line has 0 examples in its prompts, not 2: leave --shots out"):
         load_tasks(names, Config(data=data), shots=2)
+
+
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
+    yaml, python = (re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)[1] for language in ("yaml", "python"))
+    (tmp_path / "my_tasks" / "data").mkdir(parents=True)
+    (tmp_path / "my_tasks" / "capitals.yaml").write_text(yaml)
+    row = {"country": "Italy", "cities": ["Paris", "Rome"], "answer": 1}
+    (tmp_path / "my_tasks" / "data" / "capitals.jsonl").write_text(json.dumps(row))
+    monkeypatch.chdir(tmp_path)
+    assert _evaluate(load_tasks(["./my_tasks"]))["results"]["capitals"]["sample_len"] == 1
+    names = {"model": DummyModel()}
+    exec(python.replace("pma:last_line", "./my_tasks"), names)
+    assert names["results"]["samples"]["capitals"][0]["target"] == 1
 
 
 @pytest.mark.slow
