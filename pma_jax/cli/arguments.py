@@ -241,6 +241,7 @@ def _add_preview_verbs(subparsers: Any) -> None:
         "--intervals", default="1", type=values.positives, metavar="I,I", help="merge every I-th snapshot (default 1)"
     )
     verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots, if a run is given (default point)")
+    _add_task_options(verb)
     _add_score_options(verb)
 
     verb = _add_verb(subparsers, verbs.watch, hosts=True)
@@ -267,15 +268,7 @@ def _add_evaluation_verbs(subparsers: Any) -> None:
         default="report",
         help="the part of the held-out documents (default: report; training, previews and sweeps use select)",
     )
-    group = verb.add_argument_group("tasks")
-    group.add_argument(
-        "--tasks",
-        type=values.names,
-        metavar="T,T",
-        help="score tasks of lm-eval instead (arc_easy,hellaswag), folders of YAML tasks, olmo:NAME or pma:NAME",
-    )
-    group.add_argument("--limit", type=values.positive, metavar="N", help="only the first N documents of each task")
-    group.add_argument("--shots", type=values.whole, metavar="K", help="examples in each prompt (default: the task's)")
+    _add_task_options(verb)
 
     verb = _add_verb(subparsers, verbs.inspect, json=True)
     verb.add_argument("target", help="a run, a snapshot, or a checkpoint or directory of them that `pma merge` reads")
@@ -286,6 +279,19 @@ def _add_evaluation_verbs(subparsers: Any) -> None:
     verb = _add_verb(subparsers, verbs.report, json=True)
     verb.add_argument("run", nargs="+", help="the run, then the runs forked from it")
     verb.add_argument("--out", help="the directory to write to (default: that of the first run)")
+
+
+def _add_task_options(verb: Any) -> None:
+    """Add the options of scores of tasks."""
+    group = verb.add_argument_group("tasks")
+    group.add_argument(
+        "--tasks",
+        type=values.names,
+        metavar="T,T",
+        help="score tasks of lm-eval instead (arc_easy,hellaswag), folders of YAML tasks, olmo:NAME or pma:NAME",
+    )
+    group.add_argument("--limit", type=values.positive, metavar="N", help="only the first N documents of each task")
+    group.add_argument("--shots", type=values.whole, metavar="K", help="examples in each prompt (default: the task's)")
 
 
 def _add_conversion_verbs(subparsers: Any) -> None:

@@ -116,33 +116,22 @@ def sweep(options: argparse.Namespace) -> None:
 
     Example:
         pma sweep runs/demo --recipes sma,wma --windows 3,6,10,15
+        pma sweep runs/demo --windows 3,6,10 --tasks pma:last_line,arc_easy
         pma sweep checkpoints --windows 3,6 --ends 60%,100% --score 'python score.py {}' --out scored
     """
+    _check_task_options(options)
     if options.score is not None:
         _sweep_with_program(options)
         return
     _check_sweep_of_run(options)
-    from pma_jax.evaluation import sweep as sweeping
-    from pma_jax.runs.directory import open_run
+    from pma_jax.cli import run_sweep
     from pma_jax.runtime import hosts
-    from pma_jax.runtime.formatting import format_difference, format_loss, format_text
 
-    run = open_run(options.source[0])
-    result = sweeping.sweep(run, options.recipes, options.windows, options.intervals, options.kind or "point")
-    if not hosts.is_first_process():
-        return
-    from pma_jax.reporting.heat_map import write_sweep_figure
-
-    header = ["merge", "loss", "minus raw"]
-    rows = [header, *([r["text"], format_loss(r), format_difference(r)] for r in result["rows"])]
-    _print_table(options, result, rows)
-    notes = [f"skipped {text}: {why}" for text, why in result["left_out"].items()]
-    if result["passes"] > 1:
-        notes.append(f"not all merges fit into memory at once: the snapshots were read {result['passes']} times")
-    text = format_text(result["held_out"])
-    notes.append(f"losses are on {text}, for choosing a merge: `pma report` judges it on other documents")
-    _print_notes(notes)
-    print(f"wrote {write_sweep_figure(result, run.path)}", file=sys.stderr)
+    result = run_sweep.sweep(options)
+    if hosts.is_first_process():
+        _print_table(options, result, run_sweep.table(result))
+        _print_notes(run_sweep.notes(result))
+        print(f"wrote {run_sweep.write_figure(options, result)}", file=sys.stderr)
 
 
 def watch(options: argparse.Namespace) -> None:
@@ -170,11 +159,10 @@ def evaluate(options: argparse.Namespace) -> None:
         pma evaluate runs/demo runs/demo/merged/sma-10 --config.evaluation.tokens=131072
         pma evaluate runs/demo runs/demo/merged/sma-10 --tasks pma:last_line,arc_easy --limit 200
     """
+    _check_task_options(options)
     if options.tasks is not None:
         _evaluate_tasks(options)
         return
-    if given := {"limit", "shots"} & getattr(options, "given", set()):
-        raise UserError(f"--{min(given)} needs --tasks: name the tasks, such as --tasks arc_easy")
     from pma_jax.evaluation import targets
     from pma_jax.runtime import hosts
     from pma_jax.runtime.formatting import format_difference, format_loss, format_text
@@ -339,6 +327,14 @@ def _check_sweep_of_run(options: argparse.Namespace) -> None:
         raise UserError(
             f"{option} needs --score: without it, a run's merges are evaluated in memory; leave out {option}"
         )
+
+
+def _check_task_options(options: argparse.Namespace) -> None:
+    given = {"limit", "shots"} & getattr(options, "given", set())
+    if given and options.tasks is None:
+        raise UserError(f"--{min(given)} needs --tasks: name the tasks, such as --tasks arc_easy")
+    if options.tasks is not None and getattr(options, "score", None) is not None:
+        raise UserError("--tasks and --score are two ways to score the same merges: leave one of them out")
 
 
 def _load_config(options: argparse.Namespace) -> Any:

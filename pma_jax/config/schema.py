@@ -226,6 +226,10 @@ class EvaluationConfig:
     # Held-out tokens per evaluation, a sample of all documents of a part; every evaluation of a part uses the same.
     tokens: PositiveTokens = 65_536
     batch_size_sequences: Sequences = 64  # sequences per evaluation batch, over all devices
+    # Tasks of lm-eval that each point snapshot and each preview is scored on, such as pma:last_line; needs the extra
+    # `eval`. None by default.
+    tasks: tuple[Text, ...] = ()
+    tasks_limit: Number = 100  # documents of each task, from its first
 
 
 @dataclasses.dataclass(frozen=True)

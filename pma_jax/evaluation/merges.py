@@ -1,4 +1,4 @@
-"""Held-out loss of merges of stored snapshots. Each merge is a row of weights, one per snapshot.
+"""Scores of merges of stored snapshots, such as held-out losses. Each merge is a row of weights, one per snapshot.
 
 Dimensions: R merges, K snapshots, D documents.
 """
@@ -19,7 +19,7 @@ from pma_jax.config import Config
 from pma_jax.data.sampling import HeldOutLoss, estimate
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.merging.averager import weighted_sums_of_stream
-from pma_jax.model.decoder import abstract_params
+from pma_jax.model.decoder import Params, abstract_params
 from pma_jax.runs.snapshots import Snapshot, restore_params
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
@@ -42,11 +42,7 @@ class EvaluatedMerges:
 def evaluate_merges(
     config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike, part: str
 ) -> EvaluatedMerges:
-    """Compute the held-out loss of the merge that each row of weights defines.
-
-    Each snapshot is read and added to all merges while the next one is read; snapshots that no row uses are not read.
-    Device memory holds the merges and two snapshots. If these do not fit into half of a device's free memory, the
-    merges are made in several passes, each of which reads the snapshots again.
+    """Compute the held-out loss of the merge that each row of weights defines. See `score_merges` for cost and memory.
 
     Args:
         config: Determines the model, the held-out text and the mesh; its `evaluation` may differ from that of the
@@ -58,6 +54,34 @@ def evaluate_merges(
     Raises:
         UserError: A snapshot is corrupt or does not fit the model.
     """
+    evaluator = make_evaluator(config, make_mesh(config.mesh), part)
+    scored = score_merges(config, snapshots, weights_RxK, evaluator.sum_by_document)
+    counts_D = evaluator.sample.counts_D
+    losses = [estimate(nats_D, counts_D) for nats_D in scored.scores]
+    return EvaluatedMerges(losses, np.array(scored.scores), counts_D, scored.passes, scored.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredMerges:
+    """What a function returned for each merge, and what that cost, as in `EvaluatedMerges`."""
+
+    scores: list[Any]
+    passes: int
+    seconds: dict[str, float]
+
+
+def score_merges(
+    config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike, score: Callable[[Params], Any]
+) -> ScoredMerges:
+    """Call a function with the parameters of the merge that each row of weights defines.
+
+    Each snapshot is read and added to all merges while the next one is read; snapshots that no row uses are not read.
+    Device memory holds the merges and two snapshots. If these do not fit into half of a device's free memory, the
+    merges are made in several passes, each of which reads the snapshots again.
+
+    Raises:
+        UserError: A snapshot is corrupt or does not fit the model.
+    """
     rows_RxK = np.asarray(weights_RxK, np.float64)
     mesh = make_mesh(config.mesh)
     abstract = abstract_params(config.model, mesh)
@@ -65,19 +89,16 @@ def evaluate_merges(
     passes = math.ceil(len(rows_RxK) / merges_per_pass)
     seconds = {"read": 0.0, "evaluate": 0.0}
     read = _add_timer(restore_params, seconds, "read")
-    evaluator = make_evaluator(config, mesh, part)
-    evaluate = _add_timer(evaluator.sum_by_document, seconds, "evaluate")
-    nats_RxD: list[np.ndarray] = []
+    evaluate = _add_timer(score, seconds, "evaluate")
+    scores: list[Any] = []
     for group_RxK in np.array_split(rows_RxK, passes):
         used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
         trees: Iterator[Any] = (read(snapshots[k], abstract) for k in used)
         with jax.set_mesh(mesh):
             merged = weighted_sums_of_stream(trees, group_RxK[:, used])
-        nats_RxD += map(evaluate, merged)
+        scores += map(evaluate, merged)
         del merged
-    counts_D = evaluator.sample.counts_D
-    losses = [estimate(nats_D, counts_D) for nats_D in nats_RxD]
-    return EvaluatedMerges(losses, np.array(nats_RxD), counts_D, passes, seconds)
+    return ScoredMerges(scores, passes, seconds)
 
 
 def _add_timer(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:

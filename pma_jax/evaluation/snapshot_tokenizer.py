@@ -12,7 +12,7 @@ import tokenizers
 
 from pma_jax.config import Config
 from pma_jax.config.errors import UserError, first_line
-from pma_jax.data.tokenizer import byte_tokenizer, load_tokenizer
+from pma_jax.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from pma_jax.merging.tokenizer_files import CONFIG_NAME, FILE_NAME, FOLDER, find_trained_bpe
 from pma_jax.runs import steps
 from pma_jax.runs.snapshots import Snapshot
@@ -79,10 +79,7 @@ def tokenizer_of_snapshot(snapshot: Snapshot, config: Config) -> TextTokenizer:
             )
         found = _imported_tokenizer(folder)
     else:
-        trained = _trained_tokenizer(snapshot, config)
-        found = TextTokenizer(
-            trained.name, trained.end_of_document, trained.end_of_document, trained.vocabulary_size, trained.backend
-        )
+        found = text_tokenizer(_trained_tokenizer(snapshot, config))
     if found.vocabulary_size > config.model.vocabulary_size:
         raise UserError(
             f"the tokenizer {found.name} has ids up to {found.vocabulary_size - 1}, but the model of {snapshot.path} "
@@ -91,7 +88,13 @@ def tokenizer_of_snapshot(snapshot: Snapshot, config: Config) -> TextTokenizer:
     return found
 
 
-def _trained_tokenizer(snapshot: Snapshot, config: Config):
+def text_tokenizer(trained: Tokenizer) -> TextTokenizer:
+    """Return the tokenizer of training data as one that reads tasks."""
+    end = trained.end_of_document
+    return TextTokenizer(trained.name, end, end, trained.vocabulary_size, trained.backend)
+
+
+def _trained_tokenizer(snapshot: Snapshot, config: Config) -> Tokenizer:
     name = config.data.tokenizer
     if name == "bytes":
         return byte_tokenizer()

@@ -167,13 +167,7 @@ def sweep(
         UserError: A recipe is invalid, no merge of the grid can be made, or sweep.json is corrupt.
     """
     began = time.perf_counter()
-    for text in recipe_texts:
-        recipes.parse(text)
-    if not (snapshots := run.of_kind(kind)):
-        kinds = ", ".join(run.config.checkpoint.kinds)
-        raise UserError(f"{run.path} has no snapshots of kind {kind}: it saves {kinds}")
-    grid = dict.fromkeys(Cell(r, n, i, kind) for r, n, i in itertools.product(recipe_texts, windows, intervals))
-    left_out = _impossible_merges(run, grid, snapshots)
+    snapshots, grid, left_out = plan_grid(run, recipe_texts, windows, intervals, kind)
     text = read_sample_of_run(run, SELECT, run.config.evaluation).describe()
     empty = _EMPTY | {"tokens": snapshots[-1].tokens, "held_out": text}
     # Read on the first process and broadcast, so that all processes evaluate the same merges.
@@ -193,6 +187,23 @@ def sweep(
 
         return update_json(run.path / SWEEP_FILE_NAME, SweepResult, add)
     return result
+
+
+def plan_grid(
+    run: Run, recipe_texts: Sequence[str], windows: Sequence[int], intervals: Sequence[int], kind: str
+) -> tuple[list[Snapshot], list[Cell], dict[str, str]]:
+    """Return the snapshots of a kind, the cells of a grid, and why some of them, by their texts, cannot be made.
+
+    Raises:
+        UserError: A recipe is invalid, the run has no snapshots of the kind, or no merge of the grid can be made.
+    """
+    for text in recipe_texts:
+        recipes.parse(text)
+    if not (snapshots := run.of_kind(kind)):
+        kinds = ", ".join(run.config.checkpoint.kinds)
+        raise UserError(f"{run.path} has no snapshots of kind {kind}: it saves {kinds}")
+    grid = list(dict.fromkeys(Cell(r, n, i, kind) for r, n, i in itertools.product(recipe_texts, windows, intervals)))
+    return snapshots, grid, _impossible_merges(run, grid, snapshots)
 
 
 def _impossible_merges(run: Run, grid: Collection[Cell], snapshots: Sequence[Snapshot]) -> dict[str, str]:
@@ -226,13 +237,20 @@ def evaluate_cells(
     Raises:
         UserError: No snapshot was scheduled at a token count, too few precede it, or a recipe rejects them.
     """
+    return evaluate_merges(config, *weigh_snapshots(config, snapshots, cells_and_tokens), part)
+
+
+def weigh_snapshots(
+    config: Config, snapshots: Mapping[str, Sequence[Snapshot]], cells_and_tokens: Sequence[tuple[Cell, int]]
+) -> tuple[list[Snapshot], np.ndarray]:
+    """Return the snapshots of all kinds, and float64 [R, K], their weights in each cell. See `evaluate_cells`."""
     all_snapshots = [s for kind_snapshots in snapshots.values() for s in kind_snapshots]
     coefficients_RxK = np.zeros((len(cells_and_tokens), len(all_snapshots)))
     for row_K, (cell, scheduled_tokens) in zip(coefficients_RxK, cells_and_tokens, strict=True):
         used = snapshots_through(snapshots[cell.kind], scheduled_tokens, config.batch_tokens)
         start = all_snapshots.index(used[0])
         row_K[start : start + len(used)] = cell.coefficients(config, [s.tokens for s in used])
-    return evaluate_merges(config, all_snapshots, coefficients_RxK, part)
+    return all_snapshots, coefficients_RxK
 
 
 def snapshots_through(snapshots: Sequence[Snapshot], scheduled_tokens: int, batch_tokens: int) -> Sequence[Snapshot]:

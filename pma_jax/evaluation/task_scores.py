@@ -9,14 +9,18 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from pma_jax.config import Config
 from pma_jax.evaluation.snapshot_tokenizer import TextTokenizer
+from pma_jax.evaluation.tasks import load
 from pma_jax.evaluation.token_scores import MeshModel, run_on_mesh
+from pma_jax.runtime import hosts
 
 GOLD_BITS = "bits_per_byte_of_answer"
+RAW_LABEL = "raw"  # what records call a model that is not merged
 _BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are no mean, such as perplexity
 
 
@@ -25,6 +29,7 @@ class Estimate(TypedDict):
 
     value: float
     standard_error: float | None
+    is_higher_better: bool
 
 
 class TaskScore(TypedDict):
@@ -42,6 +47,20 @@ class TaskScores(TypedDict):
     truncated: int  # sequences that the model could not read in full
 
 
+def load_on_first(
+    names: Sequence[str], config: Config | None, *, shots: int | None = None, part: str
+) -> dict[str, Any]:
+    """Load tasks in the first process, which alone runs lm-eval; return nothing in the others.
+
+    Raises:
+        UserError: As `load_tasks`, in all processes.
+    """
+    tasks: dict[str, Any] = {}
+    with without_logs():
+        hosts.run_on_first(lambda: tasks.update(load.load_tasks(names, config, shots=shots, part=part)))
+    return tasks
+
+
 def score_on_mesh(
     model: MeshModel, tokenizer: TextTokenizer, tasks: Mapping[str, Any], limit: int | None = None
 ) -> TaskScores:
@@ -50,7 +69,7 @@ def score_on_mesh(
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        tasks: The tasks (`evaluation.tasks.load_tasks`).
+        tasks: The tasks (`load_on_first`).
         limit: Number of documents of each task, from its first; None: all.
     """
 
@@ -76,16 +95,39 @@ def score(harness: Any, tasks: Mapping[str, Any], limit: int | None) -> list[Tas
     bits = measure_gold_bits(results["samples"], tasks["tasks"])
     scores = []
     for name, values in results["results"].items():
-        metrics = _metrics(values)
+        metrics = _metrics(values, results["higher_is_better"].get(name, {}))
         gold = bits.get(name)
         if gold is not None and gold.bits_per_byte is not None:
-            metrics[GOLD_BITS] = {"value": gold.bits_per_byte, "standard_error": gold.standard_error}
+            metrics[GOLD_BITS] = Estimate(
+                value=gold.bits_per_byte, standard_error=gold.standard_error, is_higher_better=False
+            )
         documents = int(values.get("sample_len", len(results["samples"].get(name, ()))))
         scores.append(TaskScore(task=name, documents=documents, metrics=metrics))
     return scores
 
 
-def _metrics(values: Mapping[str, Any]) -> dict[str, Estimate]:
+def task_records(place: Mapping[str, Any], scores: TaskScores, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the metric records of scores, one per task and metric.
+
+    Args:
+        place: `tokens`, `step` and `model`: `raw`, or a merge as `sma:10`.
+        scores: The scores.
+        settings: `limit` and `shots`.
+    """
+    return [
+        {"kind": "task", **place, "task": score["task"], "metric": metric}
+        | {**estimate, "documents": score["documents"], **settings}
+        for score in scores["tasks"]
+        for metric, estimate in score["metrics"].items()
+    ]
+
+
+def main_metric(score: TaskScore) -> str:
+    """Return the metric by which models are compared: the bits per byte of the answers, or the task's first."""
+    return GOLD_BITS if GOLD_BITS in score["metrics"] else next(iter(score["metrics"]))
+
+
+def _metrics(values: Mapping[str, Any], higher_is_better: Mapping[str, Any]) -> dict[str, Estimate]:
     """Return the metrics of a task by name: `acc`, or `exact_match/strict-match` if its answers are filtered."""
     metrics: dict[str, Estimate] = {}
     for key, value in values.items():
@@ -94,7 +136,11 @@ def _metrics(values: Mapping[str, Any]) -> dict[str, Estimate]:
             continue
         error = values.get(f"{name}_stderr,{filter_name}")
         full_name = name if filter_name == "none" else f"{name}/{filter_name}"
-        metrics[full_name] = {"value": float(value), "standard_error": _finite(error)}
+        metrics[full_name] = Estimate(
+            value=float(value),
+            standard_error=_finite(error),
+            is_higher_better=higher_is_better.get(name) is not False,
+        )
     return metrics
 
 

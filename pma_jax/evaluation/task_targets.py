@@ -10,12 +10,12 @@ from typing import Any
 from etils import epath
 
 from pma_jax import config as configuration
-from pma_jax.config import Config
+from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation import hf_backend
 from pma_jax.evaluation.snapshot_tokenizer import TextTokenizer, tokenizer_of_snapshot
-from pma_jax.evaluation.task_scores import TaskScores, score_on_mesh, without_logs
+from pma_jax.evaluation.task_scores import RAW_LABEL, TaskScores, load_on_first, score_on_mesh, task_records
 from pma_jax.evaluation.tasks import load
 from pma_jax.evaluation.token_scores import make_model
 from pma_jax.model.decoder import abstract_params
@@ -56,14 +56,12 @@ def score_targets(
     config = own[0].config if own else None
     for target in own[1:]:
         _check_same_text(own[0], target, names)
-    tasks: dict[str, Any] = {}  # in the first process, which alone runs lm-eval
-    with without_logs():
-        hosts.run_on_first(lambda: tasks.update(load.load_tasks(names, config, shots=shots, part=part)))
-    rows = []
+    tasks = load_on_first(names, config, shots=shots, part=part)
+    rows, settings = [], {"limit": limit, "shots": shots}
     for target in targets:
         scores = _score(target, tasks, limit)
         if target.snapshot is not None:
-            _record(target.snapshot, scores, {"limit": limit, "shots": shots})
+            _record(target.snapshot, scores, settings)
         rows.append({"target": target.path, "tokens": target.snapshot and target.snapshot.tokens, **scores})
     return rows
 
@@ -114,22 +112,14 @@ def _record(snapshot: Snapshot, scores: TaskScores, settings: Mapping[str, Any])
     """Append the scores to the records of the run that holds the snapshot, if there is one."""
     run = snapshot.path.parent.parent  # RUN/snapshots/STEP, RUN/merged/NAME
     if hosts.is_first_process() and is_run(run):
+        place = {"tokens": snapshot.tokens, "step": snapshot.step, "model": _model_label(snapshot)}
         with lock_watch_records(run):
-            append_watch_records(run, task_records(snapshot, scores, settings))
+            append_watch_records(run, task_records(place, scores, settings))
 
 
-def task_records(snapshot: Snapshot, scores: TaskScores, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the metric records of a snapshot's scores: one per task and metric."""
-    return [
-        {"kind": "task", "tokens": snapshot.tokens, "step": snapshot.step, "model": model_label(snapshot)}
-        | {"task": score["task"], "metric": metric, **estimate, "documents": score["documents"], **settings}
-        for score in scores["tasks"]
-        for metric, estimate in score["metrics"].items()
-    ]
-
-
-def model_label(snapshot: Snapshot) -> str:
-    """Return what records call the model of a snapshot: `point`, `block_mean`, or a merge as `sma:10`."""
+def _model_label(snapshot: Snapshot) -> str:
+    """Return what records call the model of a snapshot: `raw`, `block/raw`, or a merge as `sma:10`."""
+    prefix = SNAPSHOT_KINDS[snapshot.kind].label_prefix
     if snapshot.merge is None:
-        return snapshot.kind
-    return f"{snapshot.merge['recipe']}:{len(snapshot.merge['sources'])}"
+        return prefix + RAW_LABEL
+    return f"{prefix}{snapshot.merge['recipe']}:{len(snapshot.merge['sources'])}"

@@ -5,7 +5,7 @@ Each cell shows its number; the lowest loss of all is framed.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from pma_jax.config import SNAPSHOT_KINDS
+from pma_jax.evaluation.task_scores import main_metric
 from pma_jax.reporting.drawing import (
     CHARACTER_INCHES,
     LIGHT,
@@ -52,6 +53,23 @@ def write_sweep_figure(sweep: dict[str, Any], folder: epath.Path) -> epath.Path:
     target = folder / "sweep.png"
     atomic.write_bytes(target, to_png(draw_sweep(sweep), PAGE_DPI))
     return target
+
+
+def write_task_figure(result: Mapping[str, Any], folder: epath.Path) -> epath.Path:
+    """Write FOLDER/task_sweep.png atomically and return its path. `result` is that of `sweep_tasks`."""
+    target = folder / "task_sweep.png"
+    atomic.write_bytes(target, to_png(draw_task_sweep(result), PAGE_DPI))
+    return target
+
+
+def draw_task_sweep(result: Mapping[str, Any]) -> Figure:
+    """Draw heat maps of the main metric of the first task; tasks and metrics have no common scale."""
+    first = result["rows"][0]["tasks"][0]
+    metric = main_metric(first)
+    rows = [row | {"loss": row["tasks"][0]["metrics"][metric]["value"]} for row in result["rows"]]
+    raw = "" if result["raw"] is None else f"; raw {result['raw']['tasks'][0]['metrics'][metric]['value']:.4f}"
+    title = f"{first['task']}, {metric}, at {result['tokens'] / 1e6:.2f}M tokens{raw}"
+    return draw_heat_maps(sweep_heat_maps(rows), title, is_highest_best=first["metrics"][metric]["is_higher_better"])
 
 
 def sweep_heat_maps(records: Sequence[dict[str, Any]]) -> list[HeatMap]:

@@ -83,7 +83,7 @@ class _PreviewRecord(_LossRecord):
 
 
 class _TaskRecord(MetricRecord):
-    model: str  # point, block_mean, or a merge such as sma:10
+    model: str  # raw, block/raw, or a merge such as sma:10
     task: str
     metric: str
     value: Loss

@@ -13,6 +13,7 @@ from pma_jax.config import Config
 from pma_jax.data import batches, shards
 from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation.held_out import describe_text_of_marks, make_evaluator
+from pma_jax.evaluation.task_scorer import make_task_scorer
 from pma_jax.model.decoder import graph_definition, parameter_count
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run, is_run
@@ -119,7 +120,7 @@ def _start_session(
 
     log = stack.enter_context(MetricsLog(run, progress.tokens, is_writer=hosts.is_first_process()))
     evaluator = make_evaluator(config, mesh, SELECT, tokens)
-    periodic = PeriodicActions(run, evaluator, log, stack)
+    periodic = PeriodicActions(run, evaluator, log, stack, make_task_scorer(config, mesh, tokens))
     stack.enter_context(hosts.exit_on_error())
     messages += describe_text_of_marks(run, tokens, evaluator.sample)
     for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, rollbacks)]:

@@ -28,6 +28,7 @@ _LINE_FORMATS = {
     "evaluation": "held-out loss {loss:.4f}",
     "block_mean": "held-out loss of the block mean {loss:.4f}",
     "preview": "held-out loss of {recipe} {loss:.4f}",
+    "task": "{task} of {model}: {metric} {value:.4f}",
 }
 
 
@@ -110,6 +111,8 @@ def _scalars(record: Record, text: str | None) -> list[tuple[str, float]]:
     suffix = f" on {record['text']}" if record.get("text", text) != text else ""
     if record["kind"] == "preview":
         return [(f"preview/{record['recipe']}{suffix}", record["loss"])]
+    if record["kind"] == "task":
+        return [(f"task/{record['task']}/{record['metric']}/{record['model']}", record["value"])]
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("tokens", "step")}
     return [(f"{record['kind']}/{key}{suffix}", v) for key, v in numbers.items()]
 

@@ -14,6 +14,8 @@ from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import HeldOutLoss
 from pma_jax.evaluation.held_out import Evaluator
+from pma_jax.evaluation.task_scorer import TaskScorer
+from pma_jax.evaluation.task_scores import RAW_LABEL
 from pma_jax.merging import preview
 from pma_jax.model.decoder import Params
 from pma_jax.runs import snapshots, states
@@ -38,6 +40,7 @@ class PeriodicActions:
         evaluator: Evaluator,
         log: MetricsLog,
         exit_stack: contextlib.ExitStack,
+        task_scorer: TaskScorer | None = None,
     ):
         """Open the writers of snapshots and training states, and register them with `exit_stack`, which closes them."""
         self._run, self._config, self._log = run, run.config, log
@@ -46,7 +49,7 @@ class PeriodicActions:
         self._snapshots = {kind: exit_stack.enter_context(run.writer(SNAPSHOT_KINDS[kind].folder)) for kind in kinds}
         folders = {SNAPSHOT_KINDS[kind].folder: writer for kind, writer in self._snapshots.items()}
         self._retention = Retention(run.config, folders | {STATES: self._states})
-        self._evaluator = evaluator
+        self._evaluator, self._task_scorer = evaluator, task_scorer
         size = max(run.config.preview.windows, default=0)
         self._window = preview.Window(size, functools.partial(snapshots.are_consecutive, run.config))
 
@@ -133,6 +136,8 @@ class PeriodicActions:
         if kind in self._snapshots:
             snapshot = Snapshot(self._run.path, progress.step, progress.tokens, evaluated.loss, self._config, kind=kind)
             snapshots.save_snapshot(self._snapshots[kind], params, snapshot)
+        if kind == "point":
+            self._score_tasks(params, progress, RAW_LABEL)
 
     def _preview_merges(self, params: Params, progress: Progress) -> None:
         preview_config = self._config.preview
@@ -140,6 +145,13 @@ class PeriodicActions:
             self._window.add(progress.tokens, params)
         for recipe, merged in self._window.merges(preview_config.recipe, preview_config.windows):
             self._write("preview", progress, self._evaluator(merged), recipe=recipe)
+            self._score_tasks(merged, progress, recipe)
+
+    def _score_tasks(self, params: Params, progress: Progress, model: str) -> None:
+        if self._task_scorer is not None:
+            place = {"tokens": progress.tokens, "step": progress.step, "model": model}
+            for record in self._task_scorer(params, place):
+                self._log.write(record)
 
     def _write(self, kind: str, progress: Progress, evaluated: HeldOutLoss, **values: Any) -> None:
         record = {"kind": kind, "tokens": progress.tokens, "step": progress.step} | values

@@ -67,7 +67,7 @@ def test_scores_are_records_of_the_run(run, tasks, capsys):
     records = [record for record in open_run(run.path).metrics if record["kind"] == "task"]
     assert len(records) == len(table) - 1
     assert {(r["tokens"], r["model"], r["task"], r["documents"]) for r in records} == {
-        (run.snapshots[-1].tokens, "point", "tiny_choice", 3)
+        (run.snapshots[-1].tokens, "raw", "tiny_choice", 3)
     }
     for record, line in zip(records, table[1:], strict=True):
         assert f"{record['value']:.4f}" in line and record["metric"] in line
