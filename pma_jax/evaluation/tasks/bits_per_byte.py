@@ -66,7 +66,7 @@ def _gold_bits(sample: Mapping[str, Any], task: Any) -> float | None:
         context, continuation = sample["arguments"][index][:2]
         text = context[len(context.rstrip()) :] + continuation
         log_likelihood = sample["filtered_resps"][index][0]
-        if text:
+        if continuation:
             bits.append(-float(log_likelihood) / (math.log(2) * len(text.encode())))
     return min(bits, default=None)
 

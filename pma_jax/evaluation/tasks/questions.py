@@ -23,6 +23,7 @@ MAX_PER_DOCUMENT = 16
 CHOICES = 4
 _LINE_CHARACTERS = (8, 80)  # of an answer that is a line: least and most
 _SUMMARY_CHARACTERS = (12, 90)
+_OPEN_BYTES = 120  # from the outermost open bracket's line on: models that read only the last 128 bytes see it
 _MAX_PER_BRACKETS = MAX_QUESTIONS // CHOICES  # "))" alone would be more than half of all
 
 
@@ -108,6 +109,8 @@ def bracket_questions(documents: Iterable[str]) -> list[Question]:
 
 def _find_brackets(text: str) -> Iterator[_Candidate]:
     for closing in find_closing_brackets(text):
+        if len(closing.before.encode()) > _OPEN_BYTES:
+            continue
         prompt = closing.before
         for line in reversed(closing.preceding.splitlines(keepends=True)):
             if len((line + prompt + closing.brackets).encode()) > PROMPT_BYTES:

@@ -86,8 +86,9 @@ def test_documents_without_a_gold_answer_are_left_out_and_counted(target):
     assert measured.bits_per_byte == pytest.approx(0.5 / math.log(2))
 
 
-def test_no_document_with_a_gold_answer_has_no_mean():
-    assert _measure([_sample([("Q", "")], [0.0], "")], _task("loglikelihood")) == GoldBits(None, None, 0, 1)
+@pytest.mark.parametrize("context", ["Q", "Q: "])
+def test_no_document_with_a_gold_answer_has_no_mean(context):
+    assert _measure([_sample([(context, "")], [0.0], "")], _task("loglikelihood")) == GoldBits(None, None, 0, 1)
 
 
 def test_a_document_counts_once_where_a_task_has_several_filters():
