@@ -33,6 +33,7 @@ KINDS = {
     "llama": {},
     "llama tied": {"tie_embeddings": True, "rope_theta": 500.0},
     "llama, one key head": {"kv_heads": 1, "width": 24},
+    "mistral": {"attention_window_tokens": 5, "rope_theta": 1e6},
     "qwen3": {"qk_norm": True, "rope_theta": 1e6, "norm_epsilon": 1e-5},
     "qwen3, a window": {"qk_norm": True, "attention_window_tokens": 5},
     "qwen3 tied": {"qk_norm": True, "tie_embeddings": True, "head_dim": 6},
@@ -40,7 +41,12 @@ KINDS = {
     "mixture tied": MIXTURE | {"tie_embeddings": True, "router_normalized": False, "experts_per_token": 3},
     "mixture, a window": MIXTURE | {"attention_window_tokens": 5, "experts_per_token": 1, "rope_theta": 1e6},
 }
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 TOKENS = np.random.default_rng(1).integers(0, SIZES["vocabulary_size"], (8, 12)).astype(np.int32)
 
 
@@ -131,7 +137,9 @@ def write_random_hf_model(
 
 def model_type(made: ModelConfig) -> str:
     """Return the name of such a model in transformers."""
-    return "qwen3_moe" if made.experts else "qwen3" if made.qk_norm else "llama"
+    if not made.qk_norm:
+        return "mistral" if made.attention_window_tokens else "llama"
+    return "qwen3_moe" if made.experts else "qwen3"
 
 
 def write_hf_tensors(path: Path, made: ModelConfig, tensors: dict[str, np.ndarray], shards: int = 1, **fields) -> None:
@@ -152,7 +160,9 @@ def write_hf_tensors(path: Path, made: ModelConfig, tensors: dict[str, np.ndarra
         "tie_word_embeddings": made.tie_embeddings,
         "max_position_embeddings": 64,
     }
-    if made.attention_window_tokens:
+    if model_type(made) == "mistral":
+        described |= {"sliding_window": made.attention_window_tokens}
+    elif made.attention_window_tokens:
         described |= {"use_sliding_window": True, "sliding_window": made.attention_window_tokens}
         described |= {"layer_types": ["sliding_attention"] * made.layers}
     if made.experts:

@@ -235,7 +235,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def import_(options: argparse.Namespace) -> None:
-    """Convert a Hugging Face model (Llama, Qwen3, Qwen3-MoE) to a snapshot.
+    """Convert a Hugging Face model (Llama, Mistral, Qwen3, Qwen3-MoE) to a snapshot.
 
     Example:
         pma import models/Qwen3-0.6B --out imported/qwen3

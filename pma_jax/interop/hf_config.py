@@ -12,8 +12,9 @@ from pma_jax.config.errors import UserError
 
 T = TypeVar("T", bool, int, float, list)
 
-LLAMA, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-MODEL_TYPES = {LLAMA: "llama", QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe"}
+LLAMA, MISTRAL, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+MODEL_TYPES = {LLAMA: "llama", MISTRAL: "mistral", QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe"}
+_QWEN = (QWEN3, QWEN3_MOE)
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_LAYERS = 10_000
 
@@ -88,7 +89,10 @@ def architecture_of(model: ModelConfig) -> str:
     """Return the name of the transformers class that computes the same function as the model."""
     if model.experts:
         return QWEN3_MOE
-    return QWEN3 if model.qk_norm else LLAMA
+    if model.qk_norm:
+        return QWEN3
+    # Without a window, both compute the same function, and more programs load Llama.
+    return MISTRAL if model.attention_window_tokens else LLAMA
 
 
 def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, ...]]:
@@ -101,7 +105,7 @@ def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, 
         UserError: The architecture or a field is not supported, or a value is invalid; the message names it.
     """
     architecture = _parse_architecture(fields)
-    for name, neutral in (_ONLY_VALUES | {"use_qk_norm": architecture != LLAMA}).items():
+    for name, neutral in (_ONLY_VALUES | {"use_qk_norm": architecture in _QWEN}).items():
         if name in fields and fields[name] not in (neutral, None):
             raise UserError(f"{name} is {_short(fields[name])}, which the decoder does not have")
     layers = _read(fields, "num_hidden_layers", int)
@@ -113,7 +117,7 @@ def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, 
         key: _read(fields, name, type(getattr(ModelConfig(), key)), defaults[name]) for name, (key, _) in shared.items()
     }
     sizes |= {
-        "qk_norm": architecture != LLAMA,
+        "qk_norm": architecture in _QWEN,
         "attention_window_tokens": _parse_window(fields, architecture, layers),
         "rope_theta": _parse_rope_theta(fields),
     }
@@ -161,7 +165,9 @@ def make_hf_config(
     fields |= others
     if architecture == LLAMA:
         fields |= {"mlp_bias": False, "pretraining_tp": 1}
-    else:
+    if architecture == MISTRAL:
+        fields |= {"sliding_window": model.attention_window_tokens}
+    if architecture in _QWEN:
         window = model.attention_window_tokens
         fields |= {"sliding_window": window or None, "use_sliding_window": window > 0}
         fields |= {"max_window_layers": 0 if window else model.layers}  # this layer and all later ones have the window
@@ -181,11 +187,6 @@ def check_exportable(model: ModelConfig) -> None:
         raise UserError(
             f"model.width ({model.width}) is not divisible by model.heads ({model.heads}), as {LLAMA} of "
             "transformers requires"
-        )
-    if architecture == LLAMA and model.attention_window_tokens:
-        raise UserError(
-            f"model.attention_window_tokens is {model.attention_window_tokens}, but {LLAMA} has no window: train with "
-            f"model.qk_norm=True to export as {QWEN3}"
         )
     different = [
         f"model.{key} is {getattr(model, key)!r} instead of {value!r}"
@@ -218,7 +219,8 @@ def _class_defaults(fields: Mapping[str, Any], architecture: str) -> dict[str, i
     """Return the defaults that depend on the architecture or on other fields."""
     heads, width = _read(fields, "num_attention_heads", int), _read(fields, "hidden_size", int)
     # In a present num_key_value_heads, null means one key and value head per query head.
-    kv_heads = heads if "num_key_value_heads" in fields else {LLAMA: heads, QWEN3: 32, QWEN3_MOE: 4}[architecture]
+    absent = {LLAMA: heads, MISTRAL: 8, QWEN3: 32, QWEN3_MOE: 4}[architecture]
+    kv_heads = heads if "num_key_value_heads" in fields else absent
     defaults = {"head_dim": 128 if architecture == QWEN3 else width // heads, "num_key_value_heads": kv_heads}
     if architecture == QWEN3_MOE:
         experts = _MIXTURE_FIELDS["num_experts"][1]
@@ -228,12 +230,16 @@ def _class_defaults(fields: Mapping[str, Any], architecture: str) -> dict[str, i
 
 def _parse_window(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
     """Return the attention window in tokens, the same in all layers; 0 if there is none."""
-    # Qwen3 has the window in layers max_window_layers and later, if use_sliding_window is true. Qwen3-MoE does too in
-    # older versions of transformers, but has it in all layers in current ones.
-    is_qwen, is_mixture = architecture != LLAMA, architecture == QWEN3_MOE
-    window = fields.get("sliding_window", 4096 if is_qwen else None)
+    # Mistral has the window in all layers. Qwen3 has it in layers max_window_layers and later, if use_sliding_window is
+    # true. Qwen3-MoE does too in older versions of transformers, but has it in all layers in current ones.
+    is_qwen, has_one_window = architecture in _QWEN, architecture in (QWEN3_MOE, MISTRAL)
+    window = fields.get("sliding_window", None if architecture == LLAMA else 4096)
     is_used = window is not None and _read(fields, "use_sliding_window", bool, not is_qwen)
-    first = fields.get("max_window_layers", 0 if is_mixture else 28) if is_used else layers
+    if architecture == MISTRAL and is_used != (window is not None):
+        raise UserError(
+            f"use_sliding_window is False and sliding_window {_short(window)}: {MISTRAL} has only the latter"
+        )
+    first = fields.get("max_window_layers", 0 if has_one_window else 28) if is_used else layers
     if type(first) is not int:
         raise UserError(f"max_window_layers is {_short(first)}, not an integer")
     default_kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
@@ -243,13 +249,13 @@ def _parse_window(fields: Mapping[str, Any], architecture: str, layers: int) -> 
         raise UserError(
             f"layer_types has {_short(unknown[0] if unknown else len(kinds))}, which the decoder does not have"
         )
-    if is_used and not is_qwen:
+    if is_used and architecture == LLAMA:
         raise UserError(f"sliding_window is {_short(window)}, which {architecture} does not have")
-    if is_used and is_mixture and first:
+    if is_used and has_one_window and first:
         raise UserError(
             f"max_window_layers is {first}: versions of transformers interpret it differently in {architecture}"
         )
-    if "sliding_attention" not in kinds and not (is_used and is_mixture):
+    if "sliding_attention" not in kinds and not (is_used and has_one_window):
         return 0
     if "full_attention" in kinds or not is_used:
         raise UserError("layer_types and sliding_window set a window for some layers only: the decoder has one for all")

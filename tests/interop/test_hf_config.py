@@ -14,6 +14,7 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
 MIXTURE = QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 12}
 OURS = ModelConfig(vocabulary_size=128, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=48, rope_theta=5e5)
@@ -22,7 +23,7 @@ OURS = ModelConfig(vocabulary_size=128, width=32, layers=2, heads=4, kv_heads=2,
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("tie", [False, True])
 def test_configuration_round_trips(qk_norm, tie):
-    window = 9 if qk_norm and tie else 0
+    window = 9 if tie else 0
     model = dataclasses.replace(
         OURS, qk_norm=qk_norm, tie_embeddings=tie, norm_epsilon=3e-5, attention_window_tokens=window
     )
@@ -57,7 +58,7 @@ def test_configuration_round_trips(qk_norm, tie):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, "'Gemma3ForCausalLM' is not supported"),
         ({"model_type": "mixtral"}, "model_type is 'mixtral', but architectures is"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
@@ -78,7 +79,9 @@ def test_configuration_round_trips(qk_norm, tie):
         ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
     ],
 )
-@pytest.mark.parametrize("base", [LLAMA, QWEN3, MIXTURE], ids=["llama", "qwen3", "mixture"])
+@pytest.mark.parametrize(
+    "base", [LLAMA, MISTRAL | {"sliding_window": None}, QWEN3, MIXTURE], ids=["llama", "mistral", "qwen3", "mixture"]
+)
 def test_unsupported_fields_are_named(base, fields, message):
     with pytest.raises(ValueError) as raised:
         parse_hf_config(base | fields)
@@ -199,6 +202,8 @@ def test_absent_fields_take_the_defaults_of_transformers():
     llama = parse_hf_config({name: value for name, value in LLAMA.items() if name != "num_key_value_heads"})[0]
     assert (llama.kv_heads, llama.head_dim, llama.rope_theta, llama.norm_epsilon) == (4, 8, 1e4, 1e-6)
     assert not llama.tie_embeddings and not llama.qk_norm
+    mistral = {name: value for name, value in MISTRAL.items() if name != "num_key_value_heads"}
+    assert parse_hf_config(mistral | {"num_attention_heads": 16})[0].kv_heads == 8
     qwen3 = parse_hf_config({name: value for name, value in QWEN3.items() if name != "head_dim"})[0]
     assert qwen3.head_dim == 128 and qwen3.qk_norm
     few = ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -245,6 +250,10 @@ def test_window_of_a_mixture_applies_to_all_layers(fields, window):
     [
         (LLAMA, {"sliding_window": 4096}, "sliding_window is 4096"),
         (LLAMA, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window is 4096"),
+        (MISTRAL, {"sliding_window": 9, "max_window_layers": 1}, "max_window_layers is 1"),
+        (MISTRAL, {"sliding_window": 9, "layer_types": ["full_attention"] * 2}, "one for all"),
+        (MISTRAL, {"sliding_window": 9, "use_sliding_window": False}, "use_sliding_window is False"),
+        (MISTRAL, {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "one for all"),
         (QWEN3, {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}, "one for all"),
         (QWEN3, {"use_sliding_window": True, "sliding_window": -1, "max_window_layers": 0}, "sliding_window is -1"),
         (QWEN3, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": "x"}, "max_window_layers"),
@@ -262,14 +271,18 @@ def test_unread_fields_are_reported():
     assert "num_experts, router_aux_loss_coef" in note and "Qwen3ForCausalLM has no such" in note
 
 
-def test_llama_with_a_window_is_not_exported():
-    with pytest.raises(ValueError, match="attention_window_tokens is 7"):
-        make_hf_config(
-            dataclasses.replace(OURS, attention_window_tokens=7),
-            dtype="float32",
-            max_position_embeddings=64,
-            others={},
-        )
+@pytest.mark.parametrize(("fields", "window"), [({}, 4096), ({"sliding_window": None}, 0), ({"sliding_window": 9}, 9)])
+def test_window_of_mistral_applies_to_all_layers(fields, window):
+    llama = parse_hf_config(LLAMA)[0]
+    assert parse_hf_config(MISTRAL | fields) == (dataclasses.replace(llama, attention_window_tokens=window), ())
+    made = make_hf_config(
+        dataclasses.replace(llama, attention_window_tokens=window),
+        dtype="float32",
+        max_position_embeddings=64,
+        others={},
+    )
+    assert made["architectures"] == ["MistralForCausalLM" if window else "LlamaForCausalLM"]
+    assert made.get("sliding_window") == (window or None)
 
 
 def test_shape_that_transformers_refuses_is_not_exported():

@@ -44,12 +44,13 @@ def random_transformers_model(kind: str):
     }
     if made.attention_window_tokens:
         window = made.attention_window_tokens
-        sizes |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+        sizes |= {"sliding_window": window}
+        sizes |= {"use_sliding_window": True, "max_window_layers": 0} if made.qk_norm else {}
     if made.experts:
         sizes |= {"num_experts": made.experts, "num_experts_per_tok": made.experts_per_token}
         sizes |= {"moe_intermediate_size": made.expert_hidden, "norm_topk_prob": made.router_normalized}
-    name = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[hf_models.model_type(made)]
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    name = hf_models.ARCHITECTURES[hf_models.model_type(made)]
+    model = getattr(transformers, name)(getattr(transformers, name.replace("ForCausalLM", "Config"))(**sizes))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -112,7 +113,7 @@ def test_bytes_tokenizer_is_exported(tmp_path):
     assert theirs.eos_token_id == 0 == json.loads((tmp_path / "theirs" / "config.json").read_text())["eos_token_id"]
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Qwen3Moe"])
 def test_config_fields_and_their_defaults_match_transformers(name):
     kind = getattr(transformers, f"{name}Config")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2}
