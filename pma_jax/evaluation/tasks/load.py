@@ -28,6 +28,7 @@ _OFFLINE = (
     f"without internet, fill the cache in HF_HOME beforehand, or name tasks that need none: {OLMO_PREFIX}NAME, "
     f"{OWN_PREFIX}NAME, or a folder with its data"
 )
+_RUNS_CODE = "the task {} runs the code that a model writes, which is not supported: leave it out"
 
 
 def load_tasks(
@@ -145,18 +146,20 @@ def _build(manager: "TaskManager", names: Sequence[str], where: str) -> dict[str
     """
     import datasets
 
+    from pma_jax.evaluation.tasks.yaml_tasks import dataset_names, find_code_task
+
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         task = f"the task {name}" + (f" of {where}" if where != name else "")
+        if (code := find_code_task(manager, name)) is not None:  # before its data and its metrics are loaded
+            raise UserError(_RUNS_CODE.format(code))
         try:
             new = manager.load([name])
         except UserError:
             raise
         except (ConnectionError, FileNotFoundError) as error:
-            from pma_jax.evaluation.tasks.yaml_tasks import dataset_names
-
             data = dataset_names(manager, name)
             which = "the dataset " + ", ".join(data[:3]) + (", ..." if len(data) > 3 else "")
             raise UserError(f"cannot read {which} of {task} ({error_line(error)[:300]}): {_OFFLINE}") from error
@@ -176,7 +179,7 @@ def _check_installed() -> None:
 
 def _check_runnable(name: str, task: Any) -> None:
     if getattr(task, "UNSAFE_CODE", False):
-        raise UserError(f"the task {name} runs the code that a model writes, which is not supported: leave it out")
+        raise UserError(_RUNS_CODE.format(name))
     if getattr(task, "MULTIMODAL", False):
         raise UserError(f"the task {name} has images or sound, and these models read text: leave it out")
 

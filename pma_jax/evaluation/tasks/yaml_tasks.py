@@ -58,17 +58,27 @@ def open_file(path: Path) -> tuple[TaskManager, list[str]]:
 
 def dataset_names(manager: TaskManager, name: str) -> list[str]:
     """Return the names of the datasets that a task, or the members of a group or tag, are read from."""
-    names, waiting, seen = set(), [name], set()
+    configs = [config for _, config in _definitions(manager, name) if isinstance(config.get("dataset_path"), str)]
+    keys = ("dataset_path", "dataset_name")
+    return sorted({" ".join(str(config[key]) for key in keys if config.get(key)) for config in configs})
+
+
+def find_code_task(manager: TaskManager, name: str) -> str | None:
+    """Return a task that runs what a model writes, among a task or the members of a group or tag; None if none does."""
+    return next((task for task, config in _definitions(manager, name) if config.get("unsafe_code")), None)
+
+
+def _definitions(manager: TaskManager, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name and definition of a task, or of a group or tag and all that it refers to."""
+    waiting, seen = [name], set()
     while waiting:
         entry = manager.task_index.get(waiting.pop())
         if entry is None or entry.name in seen:
             continue
         seen.add(entry.name)
         config = entry.cfg or {}
-        if isinstance(config.get("dataset_path"), str):
-            names.add(" ".join(str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key)))
-        waiting += [*_member_names(config), *(entry.tags if entry.yaml_path is None and not config else ())]
-    return sorted(names)
+        yield entry.name, config
+        waiting += [*_member_names(config), *(() if config else entry.tags)]
 
 
 def _list_files(path: Path) -> list[Path]:

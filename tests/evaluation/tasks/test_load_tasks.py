@@ -276,6 +276,8 @@ def test_names_of_lm_eval_and_the_nearest_to_unknown_ones(tmp_path, monkeypatch)
         load_tasks(["mmlu_stem"])
     with pytest.raises(UserError, match="no task 'arc_eesy': the nearest are arc_easy"):
         load_tasks(["arc_eesy"])
+    with pytest.raises(UserError, match="the task humaneval runs the code that a model writes"):
+        load_tasks(["humaneval"])
     (tmp_path / "arc_easy").mkdir()
     with pytest.raises(UserError, match=r"'arc_easy' is a task of lm-eval and a file or folder: write ./arc_easy"):
         load_tasks(["arc_easy"])
