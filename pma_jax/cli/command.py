@@ -70,10 +70,14 @@ def _stopped_message(argv: Sequence[str]) -> str:
 def _parse(argv: Sequence[str]) -> "argparse.Namespace | int":
     """Return the parsed options, or the exit status of `--help` or of a wrong call, which is reported."""
     from pma_jax.cli.arguments import parser
+    from pma_jax.storage.paths import is_utf8
 
     overrides = [word.removeprefix(CONFIG_PREFIX) for word in argv if word.startswith(CONFIG_PREFIX)]
     if any("\0" in word for word in argv):
         _print_error("an argument contains a NUL character: remove it")
+        return 2
+    if word := next((word for word in argv if not is_utf8(word)), None):
+        _print_error(f"the argument {word!r} is not UTF-8 text: rename the file, or write it otherwise")
         return 2
     try:
         options = parser().parse_args([word for word in argv if not word.startswith(CONFIG_PREFIX)])

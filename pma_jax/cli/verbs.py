@@ -344,8 +344,8 @@ def _load_config(options: argparse.Namespace) -> Any:
 
 
 def _print_result(options: argparse.Namespace, data: Any, as_text: Callable[[], str]) -> None:
-    """Print `data` as JSON with --json, otherwise as text."""
-    print(json.dumps(data, indent=2) if options.json else as_text())
+    """Print `data` as JSON with --json, otherwise as text. Of a name that is not UTF-8, its bytes are escaped."""
+    print((json.dumps(data, indent=2) if options.json else as_text()).encode(errors="backslashreplace").decode())
 
 
 def _print_table(options: argparse.Namespace, data: Any, rows: Sequence[Sequence[str]]) -> None:

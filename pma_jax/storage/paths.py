@@ -73,13 +73,20 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
         raise UserError(f"{path}: {error_line(error)} Give the directory by its name") from None
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be encoded: a name of a file or an argument that is not UTF-8 has lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def check_supported(path: str | os.PathLike[str]) -> None:
-    """Raise UserError if the path is empty or contains a NUL character, or if its bucket is not supported.
+    """Raise UserError if the path is empty, not UTF-8 or contains a NUL character, or if its bucket is not supported.
 
     The scheme of a bucket may be unsupported, or its libraries not installed. The bucket is not accessed.
     """
     if not str(path) or "\0" in str(path):
         raise UserError(f"{str(path)!r} is not a path: it is empty or contains a NUL character")
+    if not is_utf8(str(path)):
+        raise UserError(f"{str(path)!r} is not UTF-8 text, as the JSON files are that record it: rename it")
     if not is_bucket(path):
         return
     text = str(path)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from pma_jax.storage.formats.orbax_write import shared_custom_metadata
 from pma_jax.storage.formats.outputs import plan_output
 from pma_jax.storage.formats.source import CheckpointSource, LeafInfo, leaf_differences
 from pma_jax.storage.matching import files_below
+from pma_jax.storage.paths import is_utf8
 
 DTYPES = ("keep", "float32", "bfloat16", "float16")
 INTEGERS = ("equal", "newest")
@@ -137,10 +138,9 @@ def plan(
     output_format = sources[0].format if format == "keep" else format
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
     if metadata is None:
-        progress = {"tokens": sources[-1].tokens, "step": sources[-1].step}
-        metadata = {key: value for key, value in progress.items() if value is not None}
-        metadata = shared_custom_metadata(sources) | metadata
+        metadata = shared_custom_metadata(sources) | _known_progress(sources[-1])
     layout = plan_output(sources, leaves, output_format, shard_bytes, dtype, metadata)
+    _check_file_names(layout.copies)
     schedule = make_schedule(sources, len(rows), memory_limit_bytes, cores, is_alone)
     notes = [note for source in sources for note in source.notes]
     if len({source.format for source in sources}) > 1:
@@ -180,6 +180,18 @@ def _check_leaves(sources: Sequence[CheckpointSource]) -> None:
         raise UserError(
             f"the checkpoints differ from {first.origin} in {len(differences)} places: {'; '.join(differences[:10])}"
         )
+
+
+def _known_progress(source: CheckpointSource) -> dict[str, int]:
+    """Return the tokens and the step of a checkpoint, as far as they are known."""
+    progress = {"tokens": source.tokens, "step": source.step}
+    return {key: value for key, value in progress.items() if value is not None}
+
+
+def _check_file_names(names: Iterable[str]) -> None:
+    """Raise UserError if a file's name, which is any bytes, is not UTF-8, as the provenance is that lists it."""
+    if name := next((name for name in names if not is_utf8(name)), None):
+        raise UserError(f"the file {name[:80]!r} is not named in UTF-8, as provenance.json is: rename it")
 
 
 def _merged_leaf(leaf: LeafInfo, dtype: str) -> LeafInfo:

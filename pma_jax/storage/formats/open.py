@@ -18,7 +18,7 @@ from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, CheckpointSo
 from pma_jax.storage.formats.unread import describe_unread
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.matching import match_files
-from pma_jax.storage.paths import as_path
+from pma_jax.storage.paths import as_path, check_supported
 
 # One of several shards, as in model-00001-of-00002.safetensors.
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -91,6 +91,7 @@ def open_source(address: str | Path, subtrees: Sequence[str] = ()) -> Checkpoint
         raise UserError(f"{path}: no such file or directory")
     # Make the path absolute, so that it names the same files in processes with another working directory.
     path = path.absolute()
+    check_supported(path)
     try:
         return _open_file(path, subtrees) if path.is_file() else _open_directory(path, subtrees)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:

@@ -20,7 +20,7 @@ from pma_jax.storage.formats.source import ByteRange, LeafInfo
 from pma_jax.storage.formats.zarr_metadata import Encoding
 from pma_jax.storage.formats.zstd import ChunkGrid, ZstdFrames
 from pma_jax.storage.json_files import parse_untrusted_json
-from pma_jax.storage.paths import file_sizes, is_bucket, name_file
+from pma_jax.storage.paths import file_sizes, is_bucket, is_utf8, name_file
 
 # Arrays with more chunks are read by tensorstore, which needs no list of chunks.
 _MAX_CHUNKS = 2**16
@@ -113,9 +113,11 @@ def read_array_layout(store: Store, name: str) -> ArrayLayout:
 
     Raises:
         DamageError: The array or one of its chunks is missing, or its metadata is corrupt.
-        UserError: Its metadata is not supported.
+        UserError: Its metadata is not supported, or its name is not UTF-8.
     """
     what = f"{store.directory}: {name[:80]!r}"
+    if not is_utf8(name):
+        raise UserError(f"{what}: its name is not UTF-8 text, as the JSON files are that list it: rename it")
     driver, parse, text = "zarr", zarr_metadata.parse_v2, store.read_metadata(f"{name}/.zarray")
     if text is None:
         driver, parse, text = "zarr3", zarr_metadata.parse_v3, store.read_metadata(f"{name}/zarr.json")
