@@ -28,6 +28,9 @@ demo: setup
 		--config.schedule.decay=linear --config.schedule.decay_start_tokens=$(FORK_TOKENS)
 	$(BIN)/pma sweep runs/demo --recipes sma,ema:alpha=0.1,ema:alpha=0.2,wma --windows 3,6,10,15
 	$(BIN)/pma sweep runs/demo --kind block_mean --recipes sma,wma,lagfree:lag=0.5,lagfree --windows 6,10,15,20,25
+	test -d runs/demo/merged/sma-15 || $(BIN)/pma merge runs/demo --last 15 --out runs/demo/merged/sma-15
+	$(BIN)/pma evaluate runs/demo runs/demo/merged/sma-15 runs/demo-annealed runs/demo-annealed-linear \
+		--tasks pma:last_line,pma:docstring,pma:brackets
 	$(BIN)/pma report runs/demo runs/demo-annealed runs/demo-annealed-linear
 
 test: setup

@@ -5,6 +5,8 @@ of the gold answers are added to them, because they move before accuracy does.
 """
 
 import contextlib
+import hashlib
+import json
 import logging
 import math
 import os
@@ -37,6 +39,7 @@ class TaskScore(TypedDict):
 
     task: str
     documents: int
+    questions: str  # digest of the documents, prompts and right answers: scores with equal digests are comparable
     metrics: dict[str, Estimate]
 
 
@@ -101,9 +104,23 @@ def score(harness: Any, tasks: Mapping[str, Any], limit: int | None) -> list[Tas
             metrics[GOLD_BITS] = Estimate(
                 value=gold.bits_per_byte, standard_error=gold.standard_error, is_higher_better=False
             )
-        documents = int(values.get("sample_len", len(results["samples"].get(name, ()))))
-        scores.append(TaskScore(task=name, documents=documents, metrics=metrics))
+        samples = [sample for member in _members(name, results) for sample in results["samples"][member]]
+        documents = int(values.get("sample_len", len(samples)))
+        scores.append(TaskScore(task=name, documents=documents, questions=_digest(samples), metrics=metrics))
     return scores
+
+
+def _members(name: str, results: Mapping[str, Any]) -> list[str]:
+    """Return the tasks of a group, and of the groups in it, or the task itself."""
+    if name in results["samples"]:
+        return [name]
+    return [task for member in results["group_subtasks"].get(name, ()) for task in _members(member, results)]
+
+
+def _digest(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return a SHA-256 (first 16 hex digits) of what a model is asked."""
+    asked = sorted([sample[f"{part}_hash"] for part in ("doc", "prompt", "target")] for sample in samples)
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
 def task_records(place: Mapping[str, Any], scores: TaskScores, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -116,7 +133,7 @@ def task_records(place: Mapping[str, Any], scores: TaskScores, settings: Mapping
     """
     return [
         {"kind": "task", **place, "task": score["task"], "metric": metric}
-        | {**estimate, "documents": score["documents"], **settings}
+        | {**estimate, "documents": score["documents"], "questions": score["questions"], **settings}
         for score in scores["tasks"]
         for metric, estimate in score["metrics"].items()
     ]

@@ -10,7 +10,9 @@ from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting.drawing import group_by_series_and_window
 
 
-def render_page(report: dict[str, Any], config_json: str, light_png: bytes, dark_png: bytes) -> str:
+def render_page(
+    report: dict[str, Any], config_json: str, light_png: bytes, dark_png: bytes, tasks_png: bytes | None = None
+) -> str:
     """Render a report as a page that follows the reader's light or dark colour scheme.
 
     Args:
@@ -18,12 +20,14 @@ def render_page(report: dict[str, Any], config_json: str, light_png: bytes, dark
         config_json: The run's configuration.
         light_png: The figure for the light colour scheme.
         dark_png: The figure for the dark colour scheme.
+        tasks_png: The figure of the task scores, if there are any.
     """
     return _TEMPLATE.render(
         r=report,
         config=config_json,
         light=base64.b64encode(light_png).decode(),
         dark=base64.b64encode(dark_png).decode(),
+        tasks=None if tasks_png is None else base64.b64encode(tasks_png).decode(),
         models=_model_rows(report),
         bytes_only=report["tokenizer"] == "bytes",
         grid=group_by_series_and_window(report["merges"]),

@@ -25,6 +25,7 @@ from pma_jax.reporting.drawing import DARK, LIGHT, PAGE_DPI, to_png
 from pma_jax.reporting.judging import judge
 from pma_jax.reporting.recorded import Curve, by_select_loss, drop_nonfinite
 from pma_jax.reporting.report_figure import draw_report
+from pma_jax.reporting.task_curves import draw_task_curves, format_task_scores, task_curves
 from pma_jax.runs.directory import Run
 from pma_jax.runtime.formatting import align_columns, format_loss
 from pma_jax.runtime.mesh import AXES
@@ -80,6 +81,7 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
     return report | {
         "notes": notes,
         "spikes": losses["spikes"],
+        "tasks": task_curves(run, forks),
         "merges": merges,
         "annealed_runs": [{k: v for k, v in a.items() if k not in ("curve", "path")} for a in annealed],
         "parameters": _parameter_count(run),
@@ -108,7 +110,8 @@ def write_report(report: Report, run: Run, folder: epath.PathLike | None = None)
     target = absolute_path(folder) if folder is not None else run.path
     target.mkdir(parents=True, exist_ok=True)
     light, dark = (to_png(draw_report(report, theme), PAGE_DPI) for theme in (LIGHT, DARK))
-    page = html.render_page(report, configuration.to_json(run.config), light, dark)
+    tasks = to_png(draw_task_curves(report["tasks"]), PAGE_DPI) if report["tasks"] else None
+    page = html.render_page(report, configuration.to_json(run.config), light, dark, tasks)
     # JSON last: if report.json exists, the report is complete.
     atomic.write_bytes(target / "report.png", light)
     atomic.write_bytes(target / "report.html", page.encode())
@@ -142,6 +145,8 @@ def format_report(report: Report) -> str:
     lines.append(report["judged"])
     if report["previews_total"]:
         lines.append(f"previews below the raw loss: {report['previews_below_raw']} of {report['previews_total']}")
+    tasks = format_task_scores(report["tasks"])
+    lines += ["", *tasks] if tasks else []
     return "\n".join([report["finding"], "", *lines, *(f"note: {note}" for note in report["notes"])])
 
 

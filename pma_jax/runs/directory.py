@@ -87,7 +87,10 @@ class _TaskRecord(MetricRecord):
     task: str
     metric: str
     value: Loss
-    standard_error: NotRequired[Loss | None]
+    standard_error: Loss | None
+    is_higher_better: bool
+    documents: Count
+    questions: str  # digest: values with equal digests are comparable
 
 
 class _SpikeRecord(MetricRecord):
