@@ -4,8 +4,9 @@ The questions depend only on the documents, on every machine and in every versio
 is drawn is drawn by SHA-256. They are ordered so that every prefix is spread over the documents, and each position
 among the four is right equally often.
 
-A prompt and its longest answer are at most `PROMPT_BYTES` UTF-8 bytes together. Prompts do not end in white space,
-which tokenizers and harnesses treat in different ways.
+A prompt and its longest answer are at most `SHORT_BYTES` UTF-8 bytes together, the sequence length of the default
+configuration; of `pma:last_line` at most `LONG_BYTES`, because few functions are as short. Prompts do not end in white
+space, which tokenizers and harnesses treat in different ways.
 """
 
 import dataclasses
@@ -17,14 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pma_jax.evaluation.tasks.python_source import find_closing_brackets, find_functions
 
-PROMPT_BYTES = 256
+SHORT_BYTES, LONG_BYTES = 128, 256
 MAX_QUESTIONS = 500
 MAX_PER_DOCUMENT = 16
 CHOICES = 4
 _LINE_CHARACTERS = (8, 80)  # of an answer that is a line: least and most
 _SUMMARY_CHARACTERS = (12, 90)
-_OPEN_BYTES = 120  # from the outermost open bracket's line on: models that read only the last 128 bytes see it
-_MAX_PER_BRACKETS = MAX_QUESTIONS // CHOICES  # "))" alone would be more than half of all
+_MAX_PER_BRACKETS = MAX_QUESTIONS // 6  # "))" alone would be more than half of all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +45,12 @@ class _Candidate:
     kind: str = ""  # answers of the same kind are preferred as wrong ones
     before: str = ""  # precedes every choice
     after: str = ""  # follows every choice
+    most_bytes: int = SHORT_BYTES  # of the prompt and a choice
 
     def fits(self, least: int, most: int) -> bool:
         """Return whether the answer has that many characters and is short enough with its prompt."""
         text = self.prompt + self.before + self.answer + self.after
-        return least <= len(self.answer) <= most and len(text.encode()) <= PROMPT_BYTES
+        return least <= len(self.answer) <= most and len(text.encode()) <= self.most_bytes
 
 
 def last_line_questions(documents: Iterable[str]) -> list[Question]:
@@ -62,7 +63,7 @@ def last_line_questions(documents: Iterable[str]) -> list[Question]:
         for function in find_functions(text):
             keyword = function.last_line.split(" ")[0] if function.last_line.startswith(("return ", "raise ")) else ""
             indentation = f"\n{function.indentation}"
-            candidate = _Candidate(function.head, function.last_line, keyword, indentation, "\n")
+            candidate = _Candidate(function.head, function.last_line, keyword, indentation, "\n", LONG_BYTES)
             if "\n" in function.head and candidate.fits(*_LINE_CHARACTERS):
                 yield candidate
 
@@ -90,7 +91,7 @@ def bracket_questions(documents: Iterable[str]) -> list[Question]:
     """Ask which closing brackets stand side by side after source with open ones.
 
     The prompt begins at the outermost open bracket's line, or with as many lines before it as fit. No bracket sequence
-    answers more than a quarter of the questions, and wrong answers are the most frequent ones of the same length, so
+    answers more than a sixth of `MAX_QUESTIONS`, and wrong answers are the most frequent ones of the same length, so
     that a model which only knows the frequencies gains little.
     """
     found = _gather(documents, _find_brackets)
@@ -109,11 +110,9 @@ def bracket_questions(documents: Iterable[str]) -> list[Question]:
 
 def _find_brackets(text: str) -> Iterator[_Candidate]:
     for closing in find_closing_brackets(text):
-        if len(closing.before.encode()) > _OPEN_BYTES:
-            continue
         prompt = closing.before
         for line in reversed(closing.preceding.splitlines(keepends=True)):
-            if len((line + prompt + closing.brackets).encode()) > PROMPT_BYTES:
+            if len((line + prompt + closing.brackets).encode()) > SHORT_BYTES:
                 break
             prompt = line + prompt
         candidate = _Candidate(prompt, closing.brackets)
@@ -171,7 +170,7 @@ def _ask(
 
 
 def _fits_prompt(candidate: _Candidate, answer: str) -> bool:
-    return dataclasses.replace(candidate, answer=answer).fits(1, PROMPT_BYTES)
+    return dataclasses.replace(candidate, answer=answer).fits(1, LONG_BYTES)
 
 
 def _position(index: int) -> int:
