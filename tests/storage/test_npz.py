@@ -130,6 +130,19 @@ def test_what_cannot_be_read_in_place_is_refused_in_one_line(tmp_path, save):
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("save", [save_compressed, save_objects, save_big_endian, save_transposed])
+def test_what_is_not_merged_need_not_be_readable(tmp_path, save):
+    save(tmp_path / "part.npz")
+    with zipfile.ZipFile(tmp_path / "part.npz") as part, zipfile.ZipFile(tmp_path / "0.npz", "w") as archive:
+        member = part.infolist()[0]
+        archive.writestr("opt/0.npy", part.read(member), compress_type=member.compress_type)
+        with archive.open("params/w.npy", "w") as file:
+            np.save(file, np.ones(3))
+    assert list(open_source(tmp_path / "0.npz").leaves) == ["params/w"]
+    with pytest.raises(UserError, match=REFUSED[save]):
+        open_source(tmp_path / "0.npz", ["params", "opt"])
+
+
 def test_every_damaged_byte_is_refused_or_harmless(tmp_path):
     path = tmp_path / "0.npz"
     np.savez(path, w=np.arange(4, dtype=np.float32), b=np.ones(2))

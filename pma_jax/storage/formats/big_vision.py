@@ -1,8 +1,9 @@
 """Read and write checkpoints of big_vision.
 
 `checkpoint.bv-000000200/` holds one zarr array per leaf, whose name has "~" between the keys (`params~head~kernel`),
-with the optimizer's (`opt~…`) beside the parameters. `big_vision.utils.load_params` reads the arrays below `params`,
-and `tsload` all (google-research/big_vision at 0127fb6, big_vision/utils.py).
+with the optimizer's (`opt~…`) beside the parameters. `big_vision.utils.load_params` reads the arrays below `params`.
+`load_checkpoint_ts` and `tsload` take all names in the directory, also that of a merge's provenance.json, for arrays,
+unless they get a tree or a regex (google-research/big_vision at 0127fb6, big_vision/utils.py).
 """
 
 from collections.abc import Mapping, Sequence

@@ -58,7 +58,12 @@ def open_npz(path: Path, subtrees: Sequence[str] = ()) -> CheckpointSource:
     separator = "/" if any("/" in name for name in arrays) else "."
     keys = {name: name.split(separator) for name in arrays}
     prefixes, notes = choose_subtrees(file, list(keys.values()), split_subtrees(subtrees))
-    chosen = {name: array for name, array in arrays.items() if is_below(keys[name], prefixes)}
+    chosen: dict[str, tuple[LeafInfo, ByteRange]] = {}
+    for name, array in arrays.items():
+        if is_below(keys[name], prefixes):
+            if isinstance(array, UserError):
+                raise array
+            chosen[name] = array
     progress = read_progress(
         path, step=next((_read_step(arrays[name]) for name in _STEP_NAMES if name in arrays), None)
     )
@@ -117,16 +122,24 @@ def _npy_header(leaf: LeafInfo) -> bytes:
     return b"\x93NUMPY\x01\x00" + (len(text) + padding + 1).to_bytes(2, "little") + f"{text}{' ' * padding}\n".encode()
 
 
-def _read_headers(file: Path) -> dict[str, tuple[LeafInfo, ByteRange]]:
-    """Return the arrays of a file by name: shape and dtype, and where their bytes are."""
-    arrays: dict[str, tuple[LeafInfo, ByteRange]] = {}
+def _read_headers(file: Path) -> dict[str, tuple[LeafInfo, ByteRange] | UserError]:
+    """Return the arrays of a file by name: shape and dtype, and where their bytes are, or why they cannot be read."""
+    arrays: dict[str, tuple[LeafInfo, ByteRange] | UserError] = {}
     try:
         with name_file(file), file.open("rb") as data, zipfile.ZipFile(data) as archive:
             for member in archive.infolist():
                 name = member.filename.removesuffix(".npy")
                 if name in arrays:
                     raise DamageError(f"{file}: has two arrays named {name[:80]!r}")
-                arrays[name] = _read_member(file, data, member)
+                if name == member.filename or not name.isprintable() or ".." in name.split("/") or name.startswith("/"):
+                    what = f"{file}: {member.filename[:80]!r}"
+                    raise UserError(f"{what} is not an array that numpy.savez wrote; remove it")
+                try:
+                    arrays[name] = _read_member(file, data, member)
+                except UserError as error:
+                    if isinstance(error, DamageError):
+                        raise
+                    arrays[name] = error
     except UserError:
         raise
     except (zipfile.BadZipFile, struct.error, NotImplementedError, EOFError, ValueError, OverflowError) as error:
@@ -138,9 +151,6 @@ def _read_headers(file: Path) -> dict[str, tuple[LeafInfo, ByteRange]]:
 
 def _read_member(file: Path, data: Any, member: zipfile.ZipInfo) -> tuple[LeafInfo, ByteRange]:
     what = f"{file}: {member.filename[:80]!r}"
-    name = member.filename.removesuffix(".npy")
-    if name == member.filename or not name.isprintable() or ".." in name.split("/") or name.startswith("/"):
-        raise UserError(f"{what} is not an array that numpy.savez wrote; remove it")
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
         raise UserError(f"{what} is compressed or encrypted, and is not read; save the arrays with numpy.savez")
     data.seek(max(0, member.header_offset))
@@ -183,7 +193,9 @@ def _parse_npy_header(what: str, data: bytes) -> tuple[tuple[int, ...], str, int
         raise DamageError(f"{what} has a corrupt header")
     dtype = _dtype_of(code)
     if dtype is None:
-        raise UserError(f"{what} has the dtype {code[:40]!r}, which is not read; save it as little-endian numbers")
+        raise UserError(
+            f"{what} has the dtype {code[:40]!r}, which is not read; save it as little-endian numbers of NumPy"
+        )
     if is_fortran and len(shape) > 1:
         raise UserError(f"{what} is in Fortran order, which is not read; save it with numpy.ascontiguousarray")
     return shape, dtype, end
@@ -197,8 +209,10 @@ def _dtype_of(code: str) -> str | None:
     return dtype.name if dtype.name in DTYPES and dtype.str[0] != ">" else None
 
 
-def _read_step(array: tuple[LeafInfo, ByteRange]) -> int | None:
+def _read_step(array: tuple[LeafInfo, ByteRange] | UserError) -> int | None:
     """Return the value of a scalar integer; None if the array is something else."""
+    if isinstance(array, UserError):
+        return None
     leaf, part = array
     if leaf.elements != 1 or not leaf.is_integer:
         return None
