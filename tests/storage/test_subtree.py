@@ -7,8 +7,10 @@ from pma_jax.config.errors import UserError
 from pma_jax.storage.formats.open import open_source
 
 
-@pytest.mark.parametrize("key", ["model_averaging", "ema_weights", "params_ema", "EMA", "polyak_params", "nnx_aux"])
-def test_running_average_beside_the_parameters_is_another_model(tmp_path, key):
+@pytest.mark.parametrize(
+    "key", ["model_averaging", "ema_weights", "params_ema", "EMA", "polyak_params", "nnx_aux", "training_state"]
+)
+def test_averages_and_states_beside_the_parameters_are_left_out(tmp_path, key):
     for seed in (1, 2):
         leaves = {f"model/{name}": np.full((2, 3), 1.0 * seed, np.float32) for name in ("w", "ema_scale")}
         np.savez(tmp_path / f"step_{seed}.npz", **leaves, **{f"{key}/w": np.zeros((2, 3), np.float32)})

@@ -8,10 +8,11 @@ from pma_jax.config.errors import UserError
 
 # Top-level keys of the subtree that holds the parameters, in order of preference.
 PARAMETER_KEYS = ("params", "target", "model", "weights")
-# Top-level keys of trees that hold more than the parameters. MaxText keeps the state of its modules in `nnx_aux`.
+# Top-level keys of trees that hold more than the parameters. MaxText keeps the state of its modules in `nnx_aux`, and
+# levanter 1.1 its optimizer's in `training_state`.
 STATE_KEYS = frozenset(
     {"opt_state", "opt", "optim", "optimizer", "optimizer_state", "param_states", "state", "tx"}
-    | {"step", "global_step", "rng", "rngs", "training_key", "nnx_aux", "iterator", "data_iter"}
+    | {"step", "global_step", "rng", "rngs", "training_key", "training_state", "nnx_aux", "iterator", "data_iter"}
 )
 # Words in the top-level key of a running average of the parameters, such as `ema_params` and levanter's
 # `model_averaging`. It is another model, not a part of the parameters.
