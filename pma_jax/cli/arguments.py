@@ -180,7 +180,7 @@ def _add_merge_options(verb: Any) -> None:
 
 def _add_score_options(verb: Any) -> None:
     """Add the options of a sweep of any checkpoints."""
-    group = verb.add_argument_group("any checkpoints, scored by a program")
+    group = verb.add_argument_group("any checkpoints, scored by `pma evaluate` or a program")
     group.add_argument(
         "--score",
         metavar="COMMAND",
@@ -198,10 +198,16 @@ def _add_score_options(verb: Any) -> None:
         "--keep", default="best", choices=("best", "all", "none"), help="the merges that stay (default best)"
     )
     group.add_argument(
-        "--best", default="lowest", choices=("lowest", "highest"), help="the score that is best (default lowest)"
+        "--best",
+        default="lowest",
+        choices=("lowest", "highest"),
+        help="the score that is best (default: with --score lowest, else as the metric says)",
     )
     group.add_argument(
-        "--metric", type=values.name, metavar="NAME", help="the score, if the JSON object has several numbers"
+        "--metric",
+        type=values.name,
+        metavar="NAME",
+        help="the score, if there are several numbers, such as arc_easy/acc",
     )
     group.add_argument("--parallel", default=1, type=values.positive, metavar="N", help="programs at once (default 1)")
     group.add_argument(
@@ -223,12 +229,12 @@ def _add_score_options(verb: Any) -> None:
 
 
 def _add_preview_verbs(subparsers: Any) -> None:
-    verb = _add_verb(subparsers, verbs.sweep, json=True, hosts=True)
+    verb = _add_verb(subparsers, verbs.sweep, config=True, json=True, hosts=True)
     verb.add_argument(
         "source",
         nargs="+",
-        help="the run whose newest snapshots are merged; RUN/sweep.json is written; with --score, any checkpoints "
-        "that `pma merge` reads",
+        help="the run whose newest snapshots are merged; RUN/sweep.json is written; or any checkpoints that `pma "
+        "merge` reads",
     )
     recipes, windows = "sma,ema:alpha=0.1,ema:alpha=0.2,wma", "3,6,10,15"
     verb.add_argument(
@@ -260,13 +266,18 @@ def _add_preview_verbs(subparsers: Any) -> None:
 def _add_evaluation_verbs(subparsers: Any) -> None:
     verb = _add_verb(subparsers, verbs.evaluate, config=True, json=True, hosts=True)
     verb.add_argument(
-        "target", nargs="+", help="a run (its newest snapshot), a snapshot or, with --tasks, a Hugging Face model"
+        "target", nargs="+", help="a run (its newest snapshot), a snapshot, or a directory of a Hugging Face model"
     )
     verb.add_argument(
         "--part",
         choices=["report", "select", "fit", "all"],
         default="report",
         help="the part of the held-out documents (default: report; training, previews and sweeps use select)",
+    )
+    verb.add_argument(
+        "--numbers",
+        action="store_true",
+        help="print one line, a JSON object of the numbers of one target, and record nothing in its run",
     )
     _add_task_options(verb)
 

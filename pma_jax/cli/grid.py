@@ -1,4 +1,7 @@
-"""`pma sweep … --score COMMAND`: from the options to a grid of merges that a program scores, and results as text."""
+"""`pma sweep CHECKPOINTS`: from the options to a grid of merges that a program scores, and results as text.
+
+The program is that of --score, or `pma evaluate`.
+"""
 
 import argparse
 import sys
@@ -6,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pma_jax.cli import own_scorer
 from pma_jax.config.errors import UserError
 from pma_jax.evaluation import grid_file
 from pma_jax.evaluation.grid import End, Grid, make_grid
@@ -24,7 +28,9 @@ def plan_options(options: argparse.Namespace) -> tuple[Grid, SweepSettings]:
         UserError: An option or a checkpoint is wrong.
     """
     if options.distributed:
-        raise UserError("--score runs programs on this machine: leave out --distributed")
+        raise UserError("the merges are scored by programs on this machine: leave out --distributed")
+    if options.overrides and options.score is not None:
+        raise UserError(f"--config.{options.overrides[0]}: a scorer has no configuration: leave it out, or --score")
     if is_bucket(options.out):
         raise UserError(f"--out {options.out}: the merges are scored on a disk: give a directory on it")
     out = Path(options.out).expanduser().absolute()
@@ -39,10 +45,15 @@ def plan_options(options: argparse.Namespace) -> tuple[Grid, SweepSettings]:
         order=options.order,
         memory_limit_bytes=options.memory_limit if is_alone else sys.maxsize,
     )
+    text, words = options.score, ()
+    if options.score is None:
+        own_scorer.check_checkpoints(series.sources, options)
+        text, words = own_scorer.command(options)
     ends = [End(*end) for end in options.ends]
     grid = make_grid(series, options.recipes, options.windows, options.intervals, ends, options.across_stages)
     settings = SweepSettings(
-        command=options.score,
+        command=text,
+        words=words,
         addresses=tuple(grid_file.absolute_addresses(options.source)),
         out=out,
         keep=options.keep,
@@ -72,6 +83,8 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 def sweep(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, Any]:
     """Run a sweep, write its figures, and return the content of its sweep.json."""
     grid, settings = plan_options(options)
+    if options.score is None:
+        settings = own_scorer.choose_metric(grid, settings, options, log)
     content = sweep_grid(grid, settings, log)
     from pma_jax.reporting.grid_figures import write_grid_figures
 

@@ -1,6 +1,7 @@
 """`pma evaluate --tasks`: from the options to scores, and scores as text."""
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,20 +12,33 @@ from pma_jax.runtime.formatting import format_estimate
 def evaluate(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Score the targets that the options name."""
     return score_targets(
-        options.target, options.tasks, options.overrides, limit=options.limit, shots=options.shots, part=options.part
+        options.target,
+        options.tasks,
+        options.overrides,
+        limit=options.limit,
+        shots=options.shots,
+        part=options.part,
+        is_recorded=not options.numbers,
     )
 
 
-def score_table(rows: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
+def table(rows: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
     """Return the rows of a table: one per target, task and metric."""
-    table: list[Sequence[str]] = [["target", "tokens", "task", "documents", "metric", "value"]]
+    cells: list[Sequence[str]] = [["target", "tokens", "task", "documents", "metric", "value"]]
     for row in rows:
         tokens = "-" if row["tokens"] is None else f"{row['tokens']:,}"
         for score in row["tasks"]:
             for metric, estimate in score["metrics"].items():
                 value = format_estimate(estimate["value"], estimate["standard_error"])
-                table.append([row["target"], tokens, score["task"], f"{score['documents']:,}", metric, value])
-    return table
+                cells.append([row["target"], tokens, score["task"], f"{score['documents']:,}", metric, value])
+    return cells
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a target by TASK/METRIC, None if they are not finite, and those of which more is better."""
+    metrics = {f"{score['task']}/{name}": m for score in row["tasks"] for name, m in score["metrics"].items()}
+    finite = {name: m["value"] if math.isfinite(m["value"]) else None for name, m in metrics.items()}
+    return finite | {"higher_is_better": [name for name, m in metrics.items() if m["is_higher_better"]]}
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -112,15 +112,18 @@ def merge(options: argparse.Namespace) -> None:
 
 
 def sweep(options: argparse.Namespace) -> None:
-    """Evaluate a grid of merges of a run's newest snapshots, or, with --score, of any checkpoints.
+    """Evaluate a grid of merges of a run's newest snapshots in memory, or of any checkpoints with programs.
+
+    Several runs, or checkpoints of Hugging Face models, are scored by `pma evaluate`; any others need --score.
 
     Example:
         pma sweep runs/demo --recipes sma,wma --windows 3,6,10,15
         pma sweep runs/demo --windows 3,6,10 --tasks pma:last_line,arc_easy
-        pma sweep checkpoints --windows 3,6 --ends 60%,100% --score 'python score.py {}' --out scored
+        pma sweep models --windows 3,6 --ends 60%,100% --tasks arc_easy --out scored
+        pma sweep checkpoints --windows 3,6 --score 'python score.py {}' --out scored
     """
     _check_task_options(options)
-    if options.score is not None:
+    if options.score is not None or not _is_one_run(options.source):
         _sweep_with_program(options)
         return
     _check_sweep_of_run(options)
@@ -153,39 +156,30 @@ def watch(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Compute the held-out loss of runs and snapshots, with its standard error over documents, or their task scores.
+    """Compute the held-out loss of models, with its standard error over documents, or their scores on tasks.
 
     Example:
         pma evaluate runs/demo runs/demo/merged/sma-10 --config.evaluation.tokens=131072
         pma evaluate runs/demo runs/demo/merged/sma-10 --tasks pma:last_line,arc_easy --limit 200
+        pma evaluate models/demo --config.data.source=files --config.data.files=text/*.txt
     """
     _check_task_options(options)
-    if options.tasks is not None:
-        _evaluate_tasks(options)
-        return
-    from pma_jax.evaluation import targets
+    if options.numbers and (options.json or len(options.target) > 1):
+        raise UserError("--numbers prints the numbers of one target, as JSON: give one, and leave out --json")
     from pma_jax.runtime import hosts
-    from pma_jax.runtime.formatting import format_difference, format_loss, format_text
 
-    rows = targets.evaluate_targets(options.target, options.overrides, options.part)
+    if options.tasks is None:
+        from pma_jax.cli import losses as scores
+    else:
+        from pma_jax.cli import tasks as scores
+    rows = scores.evaluate(options)
     if not hosts.is_first_process():
         return
-    compared = ["minus the first"] if len(rows) > 1 else []
-    header = ["target", "tokens", "loss", *compared, "perplexity", "bits/byte", "held-out text"]
-    cells = [
-        [
-            r["target"],
-            f"{r['tokens']:,}",
-            format_loss(r),
-            *(["-" if r is rows[0] else format_difference(r)] if compared else []),
-            f"{r['perplexity']:.3f}",
-            f"{r['bits_per_byte']:.4f}",
-            format_text(r["held_out"]),
-        ]
-        for r in rows
-    ]
-    _print_table(options, rows, [header, *cells])
-    _print_notes(list(dict.fromkeys(note for row in rows for note in row["notes"])))
+    if options.numbers:
+        print(json.dumps(scores.numbers(rows[0]), allow_nan=False))
+    else:
+        _print_table(options, rows, scores.table(rows))
+    _print_notes(scores.notes(rows))
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -286,16 +280,6 @@ def report(options: argparse.Namespace) -> None:
         print(f"wrote {path}", file=sys.stderr)
 
 
-def _evaluate_tasks(options: argparse.Namespace) -> None:
-    from pma_jax.cli import tasks
-    from pma_jax.runtime import hosts
-
-    rows = tasks.evaluate(options)
-    if hosts.is_first_process():
-        _print_table(options, rows, tasks.score_table(rows))
-        _print_notes(tasks.notes(rows))
-
-
 def _sweep_with_program(options: argparse.Namespace) -> None:
     from pma_jax.cli import grid
 
@@ -310,16 +294,21 @@ def _sweep_with_program(options: argparse.Namespace) -> None:
     grid.check_scored(content)
 
 
-def _check_sweep_of_run(options: argparse.Namespace) -> None:
-    """Raise UserError if a sweep without --score has several addresses, one that is no run, or options of --score."""
+def _is_one_run(addresses: Sequence[str]) -> bool:
+    """Return whether the addresses are one run, whose merges are evaluated in memory, or a path that does not exist."""
     from pma_jax.merging.listing import is_run_directory
+    from pma_jax.storage.formats import hub
 
-    path = as_path(options.source[0])
-    if len(options.source) > 1 or (exists(path) and not is_run_directory(path)):
-        raise UserError(
-            f"{options.source[0]} is not one run of pma_jax: give --score 'COMMAND {{}}', a program that scores the "
-            "directory of a merge"
-        )
+    if len(addresses) > 1 or addresses[0].startswith(hub.PREFIX):
+        return False
+    path = as_path(addresses[0])
+    return is_run_directory(path) or not exists(path)
+
+
+def _check_sweep_of_run(options: argparse.Namespace) -> None:
+    """Raise UserError if a sweep of one run has options of sweeps that programs score, or configuration keys."""
+    if options.overrides:
+        raise UserError(f"--config.{options.overrides[0]}: a run's merges are evaluated with its keys: leave it out")
     given = {name for name in _SCORE_OPTIONS if name in getattr(options, "given", ()) or getattr(options, name) is True}
     given |= {"subtree"} if options.subtrees else set()
     if given:

@@ -39,6 +39,7 @@ class GridContent(TypedDict):
     score: str
     checkpoints: list[str]
     unit: str
+    held_out: NotRequired[str | None]
     metric: str | None
     best: Literal["lowest", "highest"]
     rows: list[GridRow]
@@ -63,12 +64,15 @@ def write_grid(out: Path, content: Mapping[str, Any]) -> None:
     atomic.write_text(out / FILE_NAME, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def check_same_sweep(content: Mapping[str, Any], out: Path, command: str, addresses: Sequence[str]) -> None:
-    """Raise UserError if sweep.json has scores of another command or of other checkpoints."""
+def check_same_sweep(
+    content: Mapping[str, Any], out: Path, command: str, addresses: Sequence[str], held_out: str | None = None
+) -> None:
+    """Raise UserError if sweep.json has scores of another command or text, or of other checkpoints."""
     has_scores = any(row["metrics"] for row in [*content["rows"], *content["raw"]])
     for name, old, new in (
         ("scores of another command", content["score"], command),
         ("merges of other checkpoints", content["checkpoints"], list(addresses)),
+        ("losses on other held-out text", content.get("held_out") or "", held_out or content.get("held_out") or ""),
     ):
         if has_scores and old != new:
             shown = old if isinstance(old, str) else " ".join(old)

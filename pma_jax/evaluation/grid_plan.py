@@ -38,6 +38,8 @@ class SweepSettings:
         subtrees: The subtrees that are read of each checkpoint.
         merge_options: `dtype`, `integers`, `format`, `memory_limit_bytes` and `is_alone` of `from_storage.plan_merge`.
         pma_command: The command line of `pma`, for the provenance.
+        words: The words that run the command, if they are not those of `command`.
+        held_out: Digest of the held-out text that the scores are losses on, if they are.
     """
 
     command: str
@@ -52,6 +54,17 @@ class SweepSettings:
     subtrees: tuple[str, ...] = ()
     merge_options: Mapping[str, Any] = field(default_factory=dict)
     pma_command: str = ""
+    words: tuple[str, ...] = ()
+    held_out: str | None = None
+
+    @property
+    def scorer_words(self) -> tuple[str, ...]:
+        """The words that run the scorer.
+
+        Raises:
+            UserError: As `scorer.parse_command`.
+        """
+        return self.words or scorer.parse_command(self.command)
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,7 @@ def plan_sweep(grid: Grid, settings: SweepSettings) -> SweepPlan:
             directory that would be written exists.
     """
     command, out = settings.command, settings.out
-    scorer.parse_command(command)
+    settings.scorer_words  # noqa: B018  checks the command
     paths = [Path(source.path).absolute() for source in grid.series.sources if source.format != "deferred"]
     if any(
         out == path.parent or out.is_relative_to(path) for path in [Path(a) / "x" for a in settings.addresses] + paths
@@ -118,7 +131,7 @@ def plan_sweep(grid: Grid, settings: SweepSettings) -> SweepPlan:
         raise UserError(f"--out {out} is among the inputs: give another directory for the merges and their scores")
     stored = grid_file.read_grid(out)
     if stored is not None:
-        grid_file.check_same_sweep(stored, out, command, settings.addresses)
+        grid_file.check_same_sweep(stored, out, command, settings.addresses, settings.held_out)
     cells = {cell.key: cell for cell in grid.cells}
     if stored is not None:
         cells = find_cells(grid.series, [*stored["rows"], *stored["raw"]]) | cells
@@ -169,6 +182,7 @@ def _reusable(
         "score": settings.command,
         "checkpoints": list(settings.addresses),
         "unit": grid.series.unit,
+        "held_out": settings.held_out or (stored or {}).get("held_out"),
         "metric": settings.metric,
         "best": settings.best,
         "rows": [],

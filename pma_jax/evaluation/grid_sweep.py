@@ -65,7 +65,7 @@ class _Sweep:
         self.plan, self.log = plan, log
         self.settings = plan.settings
         self.work = plan.settings.out / _WORK_DIRECTORY
-        self.words = scorer.parse_command(plan.settings.command)
+        self.words = plan.settings.scorer_words
         self.content = plan.content
         self.order = {cell.key: i for i, cell in enumerate(plan.grid.cells)}
         self.merged = [0.0, 0.0]  # bytes read and written, seconds

@@ -91,10 +91,10 @@ class RunningScorers:
             failure = f"the scorer cannot be started: {error.strerror or error}"
         seconds = time.perf_counter() - began
         if failure is None:
-            metrics, failure = parse_output(_last_line(outputs[0]))
+            metrics, failure = parse_output(last_line(outputs[0]))
             return Score(metrics, failure, seconds)
-        last_line = _last_line(outputs[1])
-        return Score({}, failure + (f": {_shorten(last_line)}" if last_line else ""), seconds)
+        error = last_line(outputs[1])
+        return Score({}, failure + (f": {_shorten(error)}" if error else ""), seconds)
 
     def stop(self) -> None:
         """End all scorers with SIGTERM, after a second with SIGKILL, and start no other."""
@@ -202,7 +202,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _last_line(path: Path) -> str:
+def last_line(path: Path) -> str:
     """Return the last line with text of a file; empty if there is none."""
     if not path.exists():
         return ""

@@ -13,7 +13,7 @@ from pma_jax import config as configuration
 from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT
-from pma_jax.evaluation import hf_backend
+from pma_jax.evaluation import hf_backend, hf_directory
 from pma_jax.evaluation.snapshot_tokenizer import TextTokenizer, tokenizer_of_snapshot
 from pma_jax.evaluation.task_scores import RAW_LABEL, TaskScores, load_on_first, score_on_mesh, task_records
 from pma_jax.evaluation.tasks import load
@@ -34,6 +34,7 @@ def score_targets(
     limit: int | None = None,
     shots: int | None = None,
     part: str = REPORT,
+    is_recorded: bool = True,
 ) -> list[dict[str, Any]]:
     """Score each target on the tasks; all targets answer the same questions.
 
@@ -44,6 +45,7 @@ def score_targets(
         limit: Number of documents of each task, from its first; None: all.
         shots: Number of examples in each prompt; None: what each task says.
         part: The part of the held-out text that `pma:` tasks are made from.
+        is_recorded: Whether to record the scores of what lies in a run there.
 
     Returns:
         One dict per path: target (the path), tokens (None for a Hugging Face model), `TaskScores`.
@@ -60,7 +62,7 @@ def score_targets(
     rows, settings = [], {"limit": limit, "shots": shots}
     for target in targets:
         scores = _score(target, tasks, limit)
-        if target.snapshot is not None:
+        if target.snapshot is not None and is_recorded:
             _record(target.snapshot, scores, settings)
         rows.append({"target": target.path, "tokens": target.snapshot and target.snapshot.tokens, **scores})
     return rows
@@ -77,8 +79,8 @@ class _Target:
 
 
 def _open_target(path: epath.PathLike, overrides: Sequence[str]) -> _Target:
-    if hf_backend.is_model_directory(path):
-        hf_backend.check_installed()
+    if hf_directory.is_model_directory(path):
+        hf_directory.check_installed()
         if overrides:
             raise UserError(f"{path} is a Hugging Face model, which has no --config keys: leave them out")
         return _Target(str(path))

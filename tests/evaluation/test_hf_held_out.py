@@ -1,0 +1,96 @@
+"""`pma evaluate` of Hugging Face models: the held-out loss of an exported snapshot is that of the snapshot."""
+
+import json
+import os
+import sys
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import tiny
+
+from pma_jax.cli import main
+from pma_jax.config.errors import UserError
+from pma_jax.evaluation.targets import evaluate_targets
+from pma_jax.interop import hf
+
+
+@pytest.fixture(scope="module")
+def exported(finished, tmp_path_factory):
+    """Return the directory of the tiny run's newest snapshot as transformers loads it."""
+    out = tmp_path_factory.mktemp("exported") / "model"
+    hf.export_snapshot(finished.snapshots[-1].path, out)
+    return out
+
+
+def overrides(run, **data) -> list[str]:
+    """Return the overrides with which the default configuration has the run's text."""
+    data = {"source": "files", "files": run.config.data.files[0], "cache_dir": run.config.data.cache_dir} | data
+    keys = {f"data.{key}": value for key, value in data.items()}
+    keys |= {"data.held_out_percent": 20, "evaluation.tokens": 500, "training.sequence_length_tokens": 32}
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def test_the_loss_of_an_exported_snapshot_is_that_of_the_snapshot(finished, exported, tmp_path):
+    pytest.importorskip("torch")
+    functions = tiny.write_functions(tmp_path / "functions")  # only the targets of bodies are counted
+    for data, part in ({}, "report"), ({}, "all"), ({"task": "functions", "files": functions}, "select"):
+        keys = overrides(finished, **data)
+        paths = [finished.snapshots[-1].path, exported]
+        own, other = evaluate_targets(paths, keys, part)
+        assert own.keys() == other.keys()
+        assert (own["held_out"]["part"], other["held_out"]) == (part, own["held_out"])
+        assert own["held_out"]["documents"] > 1
+        for key in ("loss", "standard_error", "perplexity", "bits_per_byte"):
+            assert other[key] == pytest.approx(own[key], rel=1e-5), key
+        assert other["difference"] == pytest.approx(0, abs=1e-5)
+        assert other["tokens"] is None
+        assert any("may have been trained on this text" in note for note in other["notes"])
+
+
+def test_the_table_and_the_numbers(finished, exported, capsys):
+    pytest.importorskip("torch")
+    words = ["evaluate", str(exported), *(f"--config.{key}" for key in overrides(finished))]
+    (row,) = evaluate_targets([exported], overrides(finished))
+    assert main(words) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split()[1] == "-" and f"{row['loss']:.4f}" in table[1]
+    assert main([*words, "--numbers"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    names = ("loss", "standard_error", "perplexity", "bits_per_byte")
+    assert json.loads(lines[0]) == {name: row[name] for name in names} | {"held_out": row["held_out"]["digest"]}
+
+
+def test_other_text_is_not_compared(finished, exported):
+    pytest.importorskip("torch")
+    with pytest.raises(UserError, match="cannot be compared: their held-out text differs"):
+        evaluate_targets([finished.path, exported], ["evaluation.tokens=400"])
+
+
+def test_models_that_cannot_read_the_text_are_refused(finished, exported, tmp_path):
+    pytest.importorskip("torch")
+    from pma_jax.data.tokenizer import train_bpe
+
+    with pytest.raises(UserError, match=r"reads \d+ tokens at once.*lower --config.training.sequence_length_tokens"):
+        long = [key for key in overrides(finished) if "sequence_length" not in key]
+        evaluate_targets([exported], [*long, "training.sequence_length_tokens=400"])
+    file = tmp_path / "tokenizer.json"
+    train_bpe([path.read_text() for path in sorted((finished.path.parent / "text").glob("*.txt"))], 300).save(file)
+    with pytest.raises(UserError, match=r"gives the id \d+, and the model has 256 tokens"):
+        evaluate_targets([exported], overrides(finished, tokenizer=file))
+
+
+def test_a_model_without_a_tokenizer_is_refused(finished, exported, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_bytes((exported / "config.json").read_bytes())
+    monkeypatch.setattr("pma_jax.evaluation.hf_directory.check_installed", lambda: None)
+    with pytest.raises(UserError, match=r"has no tokenizer.json: name the model's with --config.data.tokenizer=FILE"):
+        evaluate_targets([tmp_path], overrides(finished))
+
+
+def test_packages_that_are_missing_are_named(exported, monkeypatch, capsys):
+    for name in ("lm_eval", "torch", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["evaluate", str(exported)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "lm_eval and torch and transformers: pip install 'pma-jax[eval,torch]'" in lines[0]
