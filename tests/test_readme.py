@@ -15,6 +15,7 @@ import processes
 import pytest
 import tiny
 import tokenizers
+import trainer_models
 import trainer_trees
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
@@ -169,9 +170,18 @@ def test_merging_page_commands_run(tmp_path, monkeypatch, capfd):
 
 def write_trainer_trees(name: str, folder: Path) -> None:
     """Write three checkpoints of the trainer of a page, at steps 100, 200 and 300."""
-    if name in ("maxtext", "kauldron"):
-        save = {"maxtext": trainer_trees.save_maxtext, "kauldron": trainer_trees.save_kauldron}[name]
-        save(folder / "saved", (1, 2, 3)).rename(folder / name)
+    if name in ("maxtext", "levanter"):  # decoders, which the page exports
+        made = hf_models.model("llama" if name == "maxtext" else "qwen3")
+        trainer_models.write_config(folder / "config.json", made)
+        for seed in (1, 2, 3):
+            if name == "maxtext":
+                tree = trainer_models.maxtext_tree(*trainer_models.maxtext_layers(made, seed), "scanned")
+                trainer_models.save_maxtext(folder / name, tree, 100 * seed)
+            else:
+                trainer_models.save_levanter(folder / name, trainer_models.levanter_model(made, seed)[0], 100 * seed)
+        return
+    if name == "kauldron":
+        trainer_trees.save_kauldron(folder / "saved", (1, 2, 3)).rename(folder / name)
         return
     for seed in (1, 2, 3):
         if name == "numpy":
@@ -180,8 +190,6 @@ def write_trainer_trees(name: str, folder: Path) -> None:
                 folder / name / f"step_{100 * seed}.npz",
                 **{"params/w": np.full((3, 2), 1.0 * seed), "step": np.int64(100 * seed)},
             )
-        elif name == "levanter":
-            trainer_trees.save_levanter(folder / name, seed, database=True)
         else:
             save = {
                 "big_vision": trainer_trees.save_big_vision,

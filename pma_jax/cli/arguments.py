@@ -311,13 +311,35 @@ def _add_conversion_verbs(subparsers: Any) -> None:
     verb.add_argument("--out", required=True, help="the snapshot to write; must not exist")
 
     verb = _add_verb(subparsers, verbs.export, json=True)
-    verb.add_argument("snapshot", help="a snapshot of any kind, a merge, an imported model, or a run (its newest)")
+    verb.add_argument(
+        "snapshot",
+        help="a snapshot of any kind, a merge, an imported model, or a run (its newest); or a checkpoint or merge of "
+        "MaxText or levanter (Llama, Qwen3, Qwen3-MoE)",
+    )
     verb.add_argument("--out", required=True, help="the directory to write; must not exist")
     verb.add_argument("--dtype", default="keep", choices=_OUTPUT_DTYPES, help="dtype of the output")
     verb.add_argument(
         "--shard-size", default="5GB", type=values.size, metavar="SIZE", help="largest file (default 5GB)"
     )
     verb.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the run's")
+    group = verb.add_argument_group(
+        "checkpoints of MaxText and levanter, which do not contain the model's configuration"
+    )
+    group.add_argument(
+        "--model-config",
+        metavar="FILE",
+        help="config.json of the model, with rope_theta, rms_norm_eps, hidden_act and all sizes; what is missing, or "
+        "differs from the tree, is refused",
+    )
+    group.add_argument(
+        "--maxtext",
+        dest="maxtext_settings",
+        action="append",
+        type=values.setting,
+        metavar="KEY=VALUE",
+        help="a key of MaxText's configuration on which its weights depend: rope_type=default or llama3.1, and with "
+        "tied embeddings normalize_embedding_logits=true or false; may be repeated",
+    )
 
 
 def _add_subtree(verb: argparse.ArgumentParser) -> None:

@@ -144,3 +144,11 @@ def name(text: str) -> str:
     if not text or not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} is no name: give printable text")
     return text
+
+
+def setting(text: str) -> tuple[str, str]:
+    """Parse KEY=VALUE."""
+    key, separator, value = text.partition("=")
+    if not (key and separator and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as rope_type=default")
+    return key, value.lower()

@@ -242,7 +242,7 @@ def import_(options: argparse.Namespace) -> None:
 
 
 def export(options: argparse.Namespace) -> None:
-    """Convert a snapshot to a directory that Hugging Face transformers loads.
+    """Convert a snapshot, or a checkpoint of MaxText or levanter, to a directory that Hugging Face transformers loads.
 
     Example:
         pma export runs/demo/merged/sma-10 --out models/demo
@@ -256,6 +256,8 @@ def export(options: argparse.Namespace) -> None:
             dtype=options.dtype,
             shard_bytes=options.shard_size,
             tokenizer=options.tokenizer,
+            model_config=options.model_config,
+            maxtext_settings=dict(options.maxtext_settings or ()),
             progress=progress,
         )
     _print_conversion(options, result)

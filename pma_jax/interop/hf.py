@@ -6,10 +6,7 @@ Tensors are read, converted and written one at a time, so that a complete model 
 written to a temporary directory next to its target, synced and renamed.
 """
 
-import contextlib
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +16,7 @@ import numpy as np
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.config.errors import UserError
-from pma_jax.interop import hf_config, hf_tokenizer
+from pma_jax.interop import hf_config, hf_tokenizer, levanter, maxtext, trainer_trees
 from pma_jax.interop.hf_weights import (
     DTYPES,
     LeafMapping,
@@ -28,12 +25,8 @@ from pma_jax.interop.hf_weights import (
     drop_zero_router_bias,
     map_leaves,
 )
-from pma_jax.merging.engine import journal
+from pma_jax.interop.output_directory import Progress, TensorWrite, prefix_errors, write_directory
 from pma_jax.merging.gather import open_checkpoints, select_checkpoints, snapshot_metadata
-from pma_jax.storage import atomic
-from pma_jax.storage.formats import publish
-from pma_jax.storage.formats.byte_ranges import open_files, write_range
-from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.open import open_source, read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.orbax_tree import NUMPY_ARRAY, OrbaxItem, nested_tree
 from pma_jax.storage.formats.orbax_write import orbax_layout
@@ -42,28 +35,15 @@ from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource, LeafInf
 from pma_jax.storage.json_files import read_json_object, serialize_json
 from pma_jax.storage.paths import as_path
 
-Progress = Callable[[int, int], None]
-
-
-class _TensorWrite(NamedTuple):
-    """An array and its destination in the output."""
-
-    name: str  # leaf or tensor of the output
-    offset_bytes: int  # position of the array in that leaf or tensor
-    array: np.ndarray
-    bytes_read: int  # bytes read from the source to make the array, for progress
-
-
 # Defaults for evaluating an imported model: the logits of one such batch fit into the memory of most devices.
 _MAX_SEQUENCE_TOKENS, _BATCH_SEQUENCES = 1024, 8
-# All imports and exports share this identifier, so that any of them may overwrite an interrupted upload to a bucket.
-_UPLOAD_ID = "model"
 _PACKED_NOTE = (
     "transformers lets packed documents attend to each other, despite model.separator_token: use one document per "
     "sequence"
 )
 # Fields of config.json that have no counterpart in ModelConfig: they are exported with their imported values.
 _COPIED_FIELDS = (*hf_config.TOKEN_IDS, "router_aux_loss_coef")
+_KEPT_FIELDS = (*_COPIED_FIELDS, "max_position_embeddings")
 # Maximum bytes per read of a storage chunk that contains several slices of a leaf.
 _MAX_READ_BYTES = 4 * 2**30
 
@@ -90,7 +70,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
         raise UserError(
             f"{address}: has no config.json, or no safetensors files: specify the directory of a Hugging Face model"
         )
-    with _prefix_errors(f"{source.origin}: config.json"):
+    with prefix_errors(f"{source.origin}: config.json"):
         model, notes = hf_config.parse_hf_config(fields)
     if model.layers * max(model.experts, 1) > len(source.leaves):
         experts = f" of {model.experts} experts" if model.experts else ""
@@ -113,7 +93,7 @@ def import_model(address: str | Path, out: str | Path, *, progress: Progress | N
     copies = {f"{hf_tokenizer.FOLDER}/{path.name}": path for path in tokenizer_files.values()}
     layout = orbax_layout(leaf_infos, OrbaxItem("params", nested_tree(leaf_infos, NUMPY_ARRAY)), metadata)
     total_bytes = sum(leaf.nbytes for leaf in leaves.values())
-    _write_directory(replace(layout, copies=copies), target, _leaf_writes(source, mappings), total_bytes, progress)
+    write_directory(replace(layout, copies=copies), target, _leaf_writes(source, mappings), total_bytes, progress)
     return {
         "out": str(target),
         "architecture": hf_config.architecture_of(model),
@@ -131,38 +111,37 @@ def export_snapshot(
     dtype: str = "keep",
     shard_bytes: int = 5 * 10**9,
     tokenizer: str | Path | None = None,
+    model_config: str | Path | None = None,
+    maxtext_settings: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write a snapshot as a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
     Args:
         snapshot: A snapshot of a run (of a single step, or the mean over a block of steps), a merge or an imported
-            model. For the directory of a run, its newest snapshot is exported.
+            model; or a checkpoint or a merge of MaxText or levanter. For the directory of a run, its newest snapshot is
+            exported.
         out: The directory to write; must not exist.
         dtype: Dtype of the tensors: "keep" (the dtype in the snapshot), "float32", "bfloat16" or "float16".
         shard_bytes: Maximum bytes of tensors in one file.
         tokenizer: A tokenizer.json to export instead of the tokenizer of the run.
+        model_config: The config.json of the model, for a checkpoint of another trainer only.
+        maxtext_settings: Keys of MaxText's configuration (`maxtext.SETTINGS`), for a checkpoint of MaxText only.
         progress: Called with (bytes read so far, bytes to read).
 
     Returns:
         A JSON-serialisable summary; "notes" lists one-line messages for the user.
 
     Raises:
-        UserError: `snapshot` is not a snapshot of pma_jax; transformers has no such model; a leaf is missing,
-            unexpected or of another shape; a value overflows `dtype`; or `out` exists. The message is one line, and
-            nothing is written.
+        UserError: `snapshot` is not a snapshot of pma_jax, MaxText or levanter; transformers has no such model; a leaf
+            is missing, unexpected or of another shape; a value overflows `dtype`; or `out` exists. The message is one
+            line, and nothing is written.
     """
-    source, metadata = _open_snapshot(snapshot)
-    config = configuration.resolve(metadata["config"])
-    with _prefix_errors(source.origin):
-        hf_config.check_exportable(config.model)
-        leaves, bias_notes = drop_zero_router_bias(source, config.model)
-    mappings = map_leaves(config.model)
-    check_leaves(source.origin, leaves, {mapping.leaf_name: mapping.leaf_shape for mapping in mappings}, "the model")
-    tensors = _tensor_infos(source, mappings, dtype)
+    source, opened = _open_model(snapshot, model_config, maxtext_settings or {})
+    config, imported = opened.config, opened.imported
+    tensors = _tensor_infos(opened.mappings, opened.dtypes, dtype)
     dtypes = sorted({tensor.dtype for tensor in tensors.values()})
-    with _prefix_errors(source.origin):
-        imported = metadata.get("imported") or {}
+    with prefix_errors(source.origin):
         files = hf_tokenizer.find_tokenizer_files(
             source, config, bool(imported), None if tokenizer is None else Path(tokenizer)
         )
@@ -170,8 +149,7 @@ def export_snapshot(
     layout = safetensors_layout(tensors, shard_bytes, {"format": "pt"})
     layout = replace(layout, texts={**layout.texts, **texts, **files.texts}, copies=files.copies)
     target = as_path(out).absolute()
-    total_bytes = sum(leaf.nbytes for leaf in leaves.values())
-    _write_directory(layout, target, _tensor_writes(source, mappings, tensors), total_bytes, progress)
+    write_directory(layout, target, _tensor_writes(source, opened, tensors), opened.nbytes, progress)
     packed_notes = [_PACKED_NOTE] if config.model.separator_token >= 0 else []
     return {
         "out": str(target),
@@ -182,42 +160,113 @@ def export_snapshot(
         "dtypes": dtypes,
         "files": sorted([*layout.sizes, *layout.texts, *layout.copies]),
         "tokenizer": sorted([*files.copies, *(name for name in files.texts if name.startswith("tokenizer"))]),
-        "notes": [*source.notes, *files.notes, *bias_notes, *packed_notes],
+        "notes": [*source.notes, *files.notes, *opened.notes, *packed_notes],
     }
 
 
-def _open_snapshot(address: str | Path) -> tuple[CheckpointSource, dict[str, Any]]:
-    """Open a snapshot of pma_jax, or the newest snapshot of a run, and return it with its metadata."""
+class _OpenedModel(NamedTuple):
+    """A model to export, and how to read it."""
+
+    config: Config
+    imported: Mapping[str, Any]  # as in the metadata of an imported snapshot; empty for a run's
+    mappings: list[LeafMapping]
+    dtypes: Mapping[str, str]  # tensor -> dtype in which it is stored
+    nbytes: int
+    notes: list[str]
+    slices: Iterable[tuple[LeafMapping, str, np.ndarray, int]]  # with the tensor's name, and the bytes read
+
+
+def _open_model(
+    address: str | Path, model_config: str | Path | None, maxtext_settings: Mapping[str, str]
+) -> tuple[CheckpointSource, _OpenedModel]:
+    """Open the checkpoint at an address, or the newest of several, of pma_jax or of another trainer."""
     (source,) = select_checkpoints(open_checkpoints([address]), last=1).sources
     metadata = snapshot_metadata(source)
     if metadata is None:
-        raise UserError(f"{address} is not a snapshot of pma_jax: pass a run, one of its snapshots, or a merge")
-    return source, metadata
+        return source, _open_trainers_model(source, model_config, maxtext_settings)
+    if model_config is not None or maxtext_settings:
+        raise UserError(f"{source.origin}: contains its configuration: leave out --model-config and --maxtext")
+    return source, _open_own_model(source, metadata)
 
 
-def _leaf_writes(source: CheckpointSource, mappings: list[LeafMapping]) -> Iterator[_TensorWrite]:
+def _open_own_model(source: CheckpointSource, metadata: Mapping[str, Any]) -> _OpenedModel:
+    """Open a snapshot of pma_jax, checking its leaves."""
+    config = configuration.resolve(metadata["config"])
+    with prefix_errors(source.origin):
+        hf_config.check_exportable(config.model)
+        leaves, notes = drop_zero_router_bias(source, config.model)
+    mappings = map_leaves(config.model)
+    check_leaves(source.origin, leaves, {mapping.leaf_name: mapping.leaf_shape for mapping in mappings}, "the model")
+    slices = (
+        (mapping, name, part, part.nbytes)
+        for mapping in mappings
+        for name, part in zip(mapping.tensor_names, _read_slices(source, mapping), strict=True)
+    )
+    return _OpenedModel(
+        config=config,
+        imported=metadata.get("imported") or {},
+        mappings=mappings,
+        dtypes={name: leaves[mapping.leaf_name].dtype for mapping in mappings for name in mapping.tensor_names},
+        nbytes=sum(leaf.nbytes for leaf in leaves.values()),
+        notes=notes,
+        slices=slices,
+    )
+
+
+def _open_trainers_model(
+    source: CheckpointSource, model_config: str | Path | None, maxtext_settings: Mapping[str, str]
+) -> _OpenedModel:
+    """Open a checkpoint of MaxText or levanter, checking its leaves."""
+    is_maxtext = maxtext.is_maxtext(source.leaves)
+    if not is_maxtext and not levanter.is_levanter(source.leaves):
+        raise UserError(
+            f"{source.origin} is not a snapshot of pma_jax, nor a decoder of MaxText or levanter: pass a run, one of "
+            "its snapshots, or a merge"
+        )
+    if maxtext_settings and not is_maxtext:
+        raise UserError(f"{source.origin}: is levanter's: leave out --maxtext")
+    model, fields, notes = trainer_trees.read_model_config(model_config, "MaxText" if is_maxtext else "levanter")
+    with prefix_errors(source.origin):
+        hf_config.check_exportable(model)
+        if is_maxtext:
+            arrays, more_notes = maxtext.list_arrays(source.leaves, model, maxtext_settings)
+        else:
+            arrays, more_notes = levanter.list_arrays(source.leaves, model), []
+    name = f"{hf_config.architecture_of(model)} of {model_config}"
+    check_leaves(source.origin, source.leaves, {array.name: array.shape for array in arrays}, name)
+    return _OpenedModel(
+        config=_imported_config(model, fields, source.path / hf_tokenizer.FOLDER / hf_tokenizer.FILE_NAME),
+        imported={"fields": {name: fields[name] for name in _KEPT_FIELDS if name in fields}},
+        mappings=map_leaves(model),
+        dtypes={name: source.leaves[array.name].dtype for array in arrays for name in array.tensor_names},
+        nbytes=source.nbytes,
+        notes=[*notes, *more_notes],
+        slices=((array.mapping, *read) for array in arrays for read in trainer_trees.read_slices(source, array)),
+    )
+
+
+def _leaf_writes(source: CheckpointSource, mappings: list[LeafMapping]) -> Iterator[TensorWrite]:
     """Read and convert the tensors of `source`, each of which is one slice (a layer or expert) of a leaf."""
     float32 = numpy_dtype("float32")
     for mapping in mappings:
         start = 0
         for name in mapping.tensor_names:
             part = mapping.to_slice(read_leaf(source, name), float32)
-            yield _TensorWrite(mapping.leaf_name, start, part, source.leaves[name].nbytes)
+            yield TensorWrite(mapping.leaf_name, start, part, source.leaves[name].nbytes)
             start += part.nbytes
 
 
 def _tensor_writes(
-    source: CheckpointSource, mappings: list[LeafMapping], tensors: Mapping[str, LeafInfo]
-) -> Iterator[_TensorWrite]:
-    """Read and convert the slices of each leaf of `source`, each of which is exported as one tensor."""
-    for mapping in mappings:
-        for name, part in zip(mapping.tensor_names, _read_slices(source, mapping), strict=True):
-            dtype = tensors[name].dtype
-            with np.errstate(over="ignore"):
-                tensor = mapping.to_tensor(part, numpy_dtype(dtype))
-            if dtype != source.leaves[mapping.leaf_name].dtype and not np.isfinite(tensor).all():
-                raise UserError(f"{source.origin}: {name} has values that overflow {dtype}: use --dtype keep")
-            yield _TensorWrite(name, 0, tensor, part.nbytes)
+    source: CheckpointSource, model: _OpenedModel, tensors: Mapping[str, LeafInfo]
+) -> Iterator[TensorWrite]:
+    """Read and convert the slices of each leaf of the model, each of which is exported as one tensor."""
+    for mapping, name, part, bytes_read in model.slices:
+        dtype = tensors[name].dtype
+        with np.errstate(over="ignore"):
+            tensor = mapping.to_tensor(part, numpy_dtype(dtype))
+        if part.dtype != tensor.dtype and not np.isfinite(tensor).all():
+            raise UserError(f"{source.origin}: {name} has values that overflow {dtype}: use --dtype keep or float32")
+        yield TensorWrite(name, 0, tensor, bytes_read)
 
 
 def _read_slices(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.ndarray]:
@@ -235,16 +284,20 @@ def _read_slices(source: CheckpointSource, mapping: LeafMapping) -> Iterator[np.
         yield from data.view(numpy_dtype(leaf.dtype)).reshape(-1, *mapping.slice_shape)
 
 
-def _tensor_infos(source: CheckpointSource, mappings: list[LeafMapping], dtype: str) -> dict[str, LeafInfo]:
-    """Return the shape and dtype of each tensor to export; `dtype` is "keep" or the dtype of all of them."""
+def _tensor_infos(mappings: list[LeafMapping], stored: Mapping[str, str], dtype: str) -> dict[str, LeafInfo]:
+    """Return the shape and dtype of each tensor to export; `dtype` is "keep" or the dtype of all of them.
+
+    `stored` is the dtype in which each tensor is stored.
+    """
     if dtype not in ("keep", *DTYPES):
         raise UserError(f"the dtype {dtype!r} is not one of keep, {', '.join(DTYPES)}")
-    tensors = {}
-    for mapping in mappings:
-        stored = source.leaves[mapping.leaf_name].dtype
-        info = LeafInfo(mapping.tensor_shape, stored if dtype == "keep" else dtype)
-        tensors |= dict.fromkeys(mapping.tensor_names, info)
-    return _sort_by_layer(tensors)
+    return _sort_by_layer(
+        {
+            name: LeafInfo(mapping.tensor_shape, stored[name] if dtype == "keep" else dtype)
+            for mapping in mappings
+            for name in mapping.tensor_names
+        }
+    )
 
 
 def _sort_by_layer(tensors: Mapping[str, LeafInfo]) -> dict[str, LeafInfo]:
@@ -286,7 +339,7 @@ def _imported_metadata(source: CheckpointSource, fields: Mapping[str, Any], conf
         "imported": {
             "source": source.origin,
             "architecture": hf_config.architecture_of(config.model),
-            "fields": {name: fields[name] for name in (*_COPIED_FIELDS, "max_position_embeddings") if name in fields},
+            "fields": {name: fields[name] for name in _KEPT_FIELDS if name in fields},
             "generation_config": _read_json(source, "generation_config.json"),
         },
     }
@@ -325,44 +378,3 @@ def _config_texts(
 def _read_json(source: CheckpointSource, name: str) -> dict[str, Any] | None:
     path = next((file for file in source.other_files if file.name == name), None)
     return None if path is None else read_json_object(path)
-
-
-@contextlib.contextmanager
-def _prefix_errors(prefix: str) -> Iterator[None]:
-    """Prefix the message of a UserError that the block raises."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{prefix}: {error}") from error
-
-
-def _write_directory(
-    layout: OutputLayout, target: Path, writes: Iterable[_TensorWrite], total_bytes: int, progress: Progress | None
-) -> None:
-    """Write the arrays of all leaves into a temporary directory, and publish it as `target`."""
-    work = publish.working_directory(target, suffix="")
-    directory = work / "checkpoint"
-    if not work.exists():  # else a killed process left it, perhaps after publishing: it is removed in any case
-        _check_not_existing(target)
-    with journal.lock_work_directory(work, process=0), atomic.remove_if_stopped(work):
-        try:
-            _check_not_existing(target)
-            if directory.exists():  # left by a killed process
-                shutil.rmtree(directory)
-            layout.create_files(directory)
-            byte_ranges, done = layout.byte_ranges_in(directory), 0
-            for name, offset_bytes, array, bytes_read in writes:
-                with open_files([part.path for part in byte_ranges[name]], os.O_WRONLY) as files:
-                    write_range(files, byte_ranges[name], offset_bytes, array.reshape(-1).view("uint8"))
-                done += bytes_read
-                if progress is not None:
-                    progress(done, total_bytes)
-            _check_not_existing(target)
-            publish.publish(directory, target, list(layout.sizes), _UPLOAD_ID)
-        finally:
-            shutil.rmtree(work)
-
-
-def _check_not_existing(target: Path) -> None:
-    if (target.exists() or target.is_symlink()) and not publish.has_incomplete_upload(target, _UPLOAD_ID):
-        raise UserError(f"{target}: exists already: remove it or choose another output path")

@@ -33,7 +33,7 @@ from pma_jax.config import MeshConfig
 from pma_jax.config.errors import UserError
 from pma_jax.data import shards
 from pma_jax.data import tokenizer as tokenizing
-from pma_jax.interop import hf, hf_weights
+from pma_jax.interop import hf, hf_weights, output_directory
 from pma_jax.merging.from_storage import merge
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.directory import create_run
@@ -497,7 +497,7 @@ def test_failure_half_way_leaves_no_files(tmp_path, monkeypatch, capsys, error):
     def fails(*_):
         raise error
 
-    monkeypatch.setattr(hf, "write_range", fails)
+    monkeypatch.setattr(output_directory, "write_range", fails)
     status = main(["export", str(tmp_path / "ours"), "--out", str(tmp_path / "deep" / "theirs")])
     err = capsys.readouterr().err
     assert status == (130 if isinstance(error, KeyboardInterrupt) else 1) and len(err.splitlines()) == 1
