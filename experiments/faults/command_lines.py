@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LIMIT_SECONDS = 20
+LIMIT_SECONDS = 60  # the first name of a task takes 10 s of processor time: lm-eval lists its tasks
 CONFIG = """
 from pma_jax import config
 def get_config():
@@ -173,6 +173,7 @@ def actions_of(package_parser: Any) -> dict[str, list[argparse.Action]]:
 def make_cases(workspace: Workspace, actions: dict[str, list[argparse.Action]]) -> Iterator[Case]:
     """Yield the wrong command lines."""
     yield from random_words()
+    yield from of_scores(workspace)
     for verb in actions:
         valid = workspace.valid(verb)
         yield Case(verb, "unknown option", [*valid, "--nonsense"])
@@ -207,6 +208,28 @@ def random_words() -> Iterator[Case]:
         yield Case("none", "random words", [first, *rng.choices(words, k=rng.randrange(6))])
     yield Case("none", "random words", ["merg", "x" * 100_000])
     yield Case("merge", "long argument", ["merge", "x" * 100_000, "--out", "y" * 100_000])
+
+
+def of_scores(workspace: Workspace) -> Iterator[Case]:
+    """Yield mistakes with sweeps that `pma evaluate` scores, and with `pma evaluate --numbers`."""
+    snapshots, run, model = (str(path) for path in (workspace.run / "snapshots", workspace.run, workspace.model))
+    for words in (
+        [snapshots, "--limit", "1"],
+        [snapshots, "--tasks", "pma:brackets", "--score", "echo 1"],
+        [snapshots, "--tasks", "{}"],
+        [snapshots, "--windows", "99"],
+        [snapshots, "--subtree", "params"],
+        [snapshots, "--format", "safetensors"],
+        [snapshots, "--out", run],
+        [snapshots, "--score", "echo 1", "--config.training.seed=1"],
+        [snapshots, "--disk-limit", "1KB", "--windows", "2"],
+        [model],
+        [run, model],
+        [run, "--tasks", "pma:brackets", "--ends", "50%"],
+    ):
+        yield Case("sweep", "scored by pma evaluate", ["sweep", *words])
+    yield Case("evaluate", "--numbers", ["evaluate", run, snapshots, "--numbers"])
+    yield Case("evaluate", "--numbers", ["evaluate", run, "--numbers", "--json"])
 
 
 def of_action(workspace: Workspace, verb: str, valid: list[str], action: argparse.Action) -> Iterator[Case]:

@@ -316,7 +316,8 @@ def _check_sweep_of_run(options: argparse.Namespace) -> None:
     if given:
         option = f"--{min(given).replace('_', '-')}"
         raise UserError(
-            f"{option} needs --score: without it, a run's merges are evaluated in memory; leave out {option}"
+            f"{option} needs --score: without it, a run's merges are evaluated in memory; leave out {option}, or name "
+            f"{options.source[0]}/snapshots instead"
         )
 
 
