@@ -15,6 +15,14 @@ T = TypeVar("T", bool, int, float, list)
 LLAMA, MISTRAL, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 MODEL_TYPES = {LLAMA: "llama", MISTRAL: "mistral", QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe"}
 _QWEN = (QWEN3, QWEN3_MOE)
+# Architectures that are close to the decoder -> what differs, for the message that refuses them.
+_OLMO = "its norms come after attention and MLP, not before, and that of queries and keys is over all heads together"
+_DIFFERENCES = {
+    "Olmo2ForCausalLM": _OLMO,
+    "Olmo3ForCausalLM": f"{_OLMO}; and only some layers have a window",
+    "SmolLM3ForCausalLM": "some layers (no_rope_layers, every fourth by default) have no rotary positions",
+    "Qwen2ForCausalLM": "its queries, keys and values have biases",
+}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_LAYERS = 10_000
 
@@ -203,7 +211,10 @@ def _parse_architecture(fields: Mapping[str, Any]) -> str:
         raise UserError(f"architectures is {_short(names)}, not one class such as {LLAMA}")
     name = names[0]
     if name not in MODEL_TYPES:
-        raise UserError(f"the architecture {_short(name)} is not supported: use one of {', '.join(MODEL_TYPES)}")
+        difference = f", because {_DIFFERENCES[name]}" if name in _DIFFERENCES else ""
+        raise UserError(
+            f"the architecture {_short(name)} is not supported{difference}: use one of {', '.join(MODEL_TYPES)}"
+        )
     # transformers selects the class by model_type only.
     model_type = fields.get("model_type", MODEL_TYPES[name])
     if model_type != MODEL_TYPES[name]:

@@ -59,6 +59,13 @@ def test_configuration_round_trips(qk_norm, tie):
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"architectures": ["Gemma3ForCausalLM"]}, "'Gemma3ForCausalLM' is not supported"),
+        (
+            {"architectures": ["Olmo2ForCausalLM"]},
+            "norms come after attention and MLP, not before, and that of queries",
+        ),
+        ({"architectures": ["Olmo3ForCausalLM"]}, "only some layers have a window"),
+        ({"architectures": ["SmolLM3ForCausalLM"]}, "every fourth by default) have no rotary positions"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "queries, keys and values have biases"),
         ({"model_type": "mixtral"}, "model_type is 'mixtral', but architectures is"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
