@@ -53,6 +53,13 @@ def test_one_collection_of_maxtext_can_be_merged(tmp_path):
     assert_close(restored["opt_state"][0]["mu"], expected)
 
 
+@pytest.mark.parametrize("part", ["opt_state/2", "opt_state/1"])
+def test_part_of_a_list_that_orbax_does_not_restore_is_refused(tmp_path, part):
+    series = open_checkpoints([save_maxtext(tmp_path, (1, 2))], subtrees=["params/params", part])
+    with pytest.raises(UserError, match=f"of the list 'opt_state', element {part[-1]} is to be written without those"):
+        plan_merge(series, ["sma"], integers="newest")
+
+
 def load_maxtext_v1(path, tree):
     """Restore as MaxText 0.2.5's `load_params_from_path`: what is wanted of the stored tree, with its shardings."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])

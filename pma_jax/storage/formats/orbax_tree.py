@@ -22,7 +22,7 @@ TREE_FILE, STRINGS_FILE, ARRAY_METADATA_FOLDER = "_METADATA", "_strings.json", "
 JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"
 # Types of leaves that have no value: Orbax restores None or an empty container.
 EMPTY_TYPES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple"})
-_SEQUENCE_KEY, _DICT_KEY = 1, 2
+SEQUENCE_KEY, _DICT_KEY = 1, 2
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,9 @@ def _parse_leaf(what: Path, entry: Any) -> TreeLeaf:
     parsed = []
     for key in keys:
         name, kind = (key.get("key"), key.get("key_type", _DICT_KEY)) if isinstance(key, dict) else (None, None)
-        if type(name) not in (str, int) or kind not in (_SEQUENCE_KEY, _DICT_KEY):
+        if type(name) not in (str, int) or kind not in (SEQUENCE_KEY, _DICT_KEY):
             raise DamageError(f"{what}: is corrupt: {str(key)[:80]} is not a key")
-        if kind == _SEQUENCE_KEY and not re.fullmatch(r"[0-9]{1,9}", str(name)):
+        if kind == SEQUENCE_KEY and not re.fullmatch(r"[0-9]{1,9}", str(name)):
             raise DamageError(f"{what}: is corrupt: {str(name)[:80]!r} is not an index of a list")
         parsed.append((str(name), kind))
     leaf = TreeLeaf(tuple(parsed), value_type)

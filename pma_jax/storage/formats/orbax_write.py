@@ -13,7 +13,15 @@ from pma_jax.config.errors import UserError
 from pma_jax.storage.digests import METADATA_DIGEST_KEY
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.orbax_read import INDICATOR_FILE
-from pma_jax.storage.formats.orbax_tree import NUMPY_ARRAY, OrbaxItem, flat_tree, structure_differences, tree_texts
+from pma_jax.storage.formats.orbax_tree import (
+    NUMPY_ARRAY,
+    SEQUENCE_KEY,
+    OrbaxItem,
+    TreeStructure,
+    flat_tree,
+    structure_differences,
+    tree_texts,
+)
 from pma_jax.storage.formats.source import ByteRange, CheckpointSource, LeafInfo
 from pma_jax.storage.formats.zarr_write import check_name, check_paths, json_bytes, plan_array
 
@@ -33,9 +41,10 @@ def orbax_layout(
         custom_metadata: The checkpoint's custom metadata.
 
     Raises:
-        UserError: A leaf's name cannot be a path.
+        UserError: A leaf's name cannot be a path, or the tree has a part of a list.
     """
     item = item or OrbaxItem("state", flat_tree(leaves, NUMPY_ARRAY))
+    _check_lists_are_complete(item.tree)
     folder = f"{item.name}/" if item.name else ""
     texts: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
@@ -67,6 +76,25 @@ def orbax_layout(
         texts[INDICATOR_FILE] = b""
     check_paths([*texts, *sizes])
     return OutputLayout(texts, sizes, byte_ranges)
+
+
+def _check_lists_are_complete(tree: TreeStructure) -> None:
+    """Check that each list has its elements from the first on, without which Orbax restores none of the tree.
+
+    Raises:
+        UserError: A subtree was chosen without the elements before it.
+    """
+    indexes: dict[str, set[int]] = {}
+    for leaf in tree.leaves:
+        for depth, (key, kind) in enumerate(leaf.keys):
+            if kind == SEQUENCE_KEY:
+                indexes.setdefault("/".join(leaf.key_names[:depth]), set()).add(int(key))
+    for name, present in indexes.items():
+        if max(present) >= len(present):
+            raise UserError(
+                f"of the list {name[:80]!r}, element {max(present)} is to be written without those before it, which "
+                "Orbax does not restore; merge the complete list"
+            )
 
 
 def merged_item(sources: Sequence[CheckpointSource]) -> OrbaxItem | None:
