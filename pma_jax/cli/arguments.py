@@ -337,8 +337,8 @@ def _add_conversion_verbs(subparsers: Any) -> None:
         action="append",
         type=values.setting,
         metavar="KEY=VALUE",
-        help="a key of MaxText's configuration on which its weights depend: rope_type=default or llama3.1, and with "
-        "tied embeddings normalize_embedding_logits=true or false; may be repeated",
+        help="a key of MaxText's configuration on which its weights depend: rope_type=default or llama3.1; for "
+        "Llama decoder_block; with tied embeddings normalize_embedding_logits=true or false; may be repeated",
     )
 
 

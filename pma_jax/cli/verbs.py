@@ -249,6 +249,9 @@ def export(options: argparse.Namespace) -> None:
     """
     from pma_jax.interop import hf
 
+    settings = dict(options.maxtext_settings or ())
+    if len(settings) < len(options.maxtext_settings or ()):
+        raise UserError("--maxtext: a key is given twice; give each once")
     with _progress_bar() as progress:
         result = hf.export_snapshot(
             options.snapshot,
@@ -257,7 +260,7 @@ def export(options: argparse.Namespace) -> None:
             shard_bytes=options.shard_size,
             tokenizer=options.tokenizer,
             model_config=options.model_config,
-            maxtext_settings=dict(options.maxtext_settings or ()),
+            maxtext_settings=settings,
             progress=progress,
         )
     _print_conversion(options, result)

@@ -7,9 +7,10 @@ Shape suffixes: T layers, D width, N query heads, K key and value heads, H head 
 
 Arrays have inputs before outputs, as pma_jax's leaves. Scanned layers are stacked along dim 1 (`param_scan_axis`), so a
 query is [D, T, N, H]; experts are [E, T, D, F]. Layers that are not scanned are named `layers_0` (Linen) or `layers.0`
-(NNX). Three things depend on MaxText's configuration, which the tree does not contain:
+(NNX). These depend on MaxText's configuration, which the tree does not contain:
 
-- Llama's queries are not scaled by 1 / sqrt(H): the factor is part of the query projection. Qwen3's are.
+- With `decoder_block` llama2 or mistral, queries are not scaled by 1 / sqrt(H): the factor is part of their projection.
+  With qwen2 and qwen3 they are, also if the tree has neither biases nor norms of queries, and so looks like Llama's.
 - With `rope_type: llama3.1` the rotary pairs are (x[2i], x[2i + 1]); with `default` they are (x[i], x[i + H/2]), as in
   Hugging Face.
 - With `logits_via_embedding` the logits are divided by sqrt(D) if `normalize_embedding_logits` is true.
@@ -28,7 +29,9 @@ from pma_jax.interop.hf_weights import LeafMapping, map_leaves
 from pma_jax.interop.trainer_trees import EXPERT, LAYER, StoredArray
 from pma_jax.storage.formats.source import LeafInfo
 
+_UNSCALED_BLOCKS = ("llama2", "mistral")
 SETTINGS: dict[str, tuple[str, ...]] = {
+    "decoder_block": (*_UNSCALED_BLOCKS, "qwen2", "qwen3"),
     "rope_type": ("default", "llama3.1"),
     "normalize_embedding_logits": ("true", "false"),
 }
@@ -124,7 +127,7 @@ def _converters(
     """Return leaf of pma_jax -> conversion of a stored slice, for the leaves whose values differ, and notes."""
     is_interleaved = settings["rope_type"] == "llama3.1"
     order = _half_split if is_interleaved else _keep
-    query_scale = 1.0 if model.qk_norm else math.sqrt(model.head_dim)
+    query_scale = math.sqrt(model.head_dim) if settings.get("decoder_block") in _UNSCALED_BLOCKS else 1.0
     converters: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "query_DxNxH": lambda stored: _scale(order(stored), query_scale),
         "key_DxKxH": order,
@@ -138,7 +141,8 @@ def _converters(
 
 
 def _check_settings(model: ModelConfig, settings: Mapping[str, str]) -> None:
-    needed = ["rope_type", *(["normalize_embedding_logits"] if model.tie_embeddings else [])]
+    needed = ["rope_type", *([] if model.qk_norm else ["decoder_block"])]
+    needed += ["normalize_embedding_logits"] if model.tie_embeddings else []
     for name, value in settings.items():
         if name not in SETTINGS:
             raise UserError(f"--maxtext {name}: is not one of {', '.join(SETTINGS)}")
@@ -151,6 +155,8 @@ def _check_settings(model: ModelConfig, settings: Mapping[str, str]) -> None:
                 f"the weights of MaxText's tree depend on {name}, which it does not contain: pass {values}, as in the "
                 "run's configuration (a model_name that begins with llama3.1 has rope_type llama3.1)"
             )
+    if model.qk_norm and settings.get("decoder_block", "qwen3") != "qwen3":
+        raise UserError(f"--maxtext decoder_block={settings['decoder_block']}: has no norms of queries, but Qwen3 has")
     if model.experts and not model.router_normalized:
         raise UserError("norm_topk_prob is false, but MaxText's routers always normalise the chosen experts' weights")
 

@@ -27,6 +27,7 @@ from pma_jax.merging.from_storage import merge
 
 KINDS = ("llama", "llama tied", "llama, one key head", "qwen3", "qwen3 tied", "mixture", "mixture tied")
 MAXTEXT_KINDS = tuple(kind for kind in KINDS if kind != "mixture tied")  # whose router is not normalised
+LLAMA = {"decoder_block": "llama2", "rope_type": "default"}
 FORMS = ("scanned", "unscanned", "nnx")
 
 
@@ -35,7 +36,7 @@ def test_map_of_names_is_complete():
     for kind in KINDS:
         made = hf_models.model(kind)
         expected = {name for mapping in map_leaves(made) for name in mapping.tensor_names}
-        settings = {"rope_type": "default", "normalize_embedding_logits": "false"}
+        settings = {"decoder_block": "qwen3", "rope_type": "default", "normalize_embedding_logits": "false"}
         if made.router_normalized:
             arrays, _ = maxtext.list_arrays({}, made, settings)
             assert {name for array in arrays for name in array.tensor_names} == expected
@@ -47,6 +48,7 @@ def export_maxtext(folder, made, tree, **settings):
     save_maxtext(folder / "maxtext", tree)
     config = write_config(folder / "config.json", made)
     needed = {"normalize_embedding_logits": "false"} if made.tie_embeddings else {}
+    needed |= {} if made.qk_norm else {"decoder_block": "llama2"}
     hf.export_snapshot(folder / "maxtext", folder / "theirs", model_config=config, maxtext_settings=needed | settings)
     return read_hf_tensors(folder / "theirs")
 
@@ -132,6 +134,16 @@ def test_export_computes_what_maxtext_does(tmp_path, kind):
     hf.import_model(tmp_path / "theirs", tmp_path / "ours")
     expected = np.stack([maxtext_logits(made, top, layers, tokens_L) for tokens_L in hf_models.TOKENS])
     hf_models.assert_logits(hf_models.pma_logits(tmp_path / "ours"), expected)
+
+
+def test_queries_of_qwens_blocks_are_not_scaled(tmp_path):
+    made = hf_models.model("llama")
+    top, layers = maxtext_layers(made)
+    tree = maxtext_tree(top, layers, "scanned")
+    actual = export_maxtext(tmp_path, made, tree, rope_type="default", decoder_block="qwen2")
+    for number, layer in enumerate(layers):
+        expected = np.concatenate([*np.moveaxis(layer["self_attention/query/kernel"], 0, -1)])
+        np.testing.assert_array_equal(actual[f"model.layers.{number}.self_attn.q_proj.weight"], expected)
 
 
 def test_scaled_queries_are_rounded_once(tmp_path):
@@ -252,9 +264,11 @@ def test_export_equals_levanters_converter(tmp_path, kind, scan_layers):
     ("kind", "settings", "message"),
     [
         ("llama", {}, "depend on rope_type"),
-        ("llama tied", {"rope_type": "default"}, "depend on normalize_embedding_logits"),
+        ("llama", {"rope_type": "default"}, "depend on decoder_block"),
+        ("qwen3", {"rope_type": "default", "decoder_block": "llama2"}, "has no norms of queries, but Qwen3 has"),
+        ("qwen3 tied", {"rope_type": "default"}, "depend on normalize_embedding_logits"),
         ("llama", {"rope_type": "yarn"}, "--maxtext rope_type=yarn: is not supported"),
-        ("llama", {"rope": "default"}, "--maxtext rope: is not one of rope_type"),
+        ("llama", {"rope": "default"}, "--maxtext rope: is not one of decoder_block, rope_type"),
         ("mixture tied", {"rope_type": "default", "normalize_embedding_logits": "true"}, "norm_topk_prob is false"),
     ],
 )
@@ -295,7 +309,7 @@ def test_config_that_is_incomplete_or_does_not_fit_is_refused(tmp_path, fields, 
     assert "\n" not in str(raised.value) and not (tmp_path / "out").exists()
 
 
-def test_options_that_do_not_fit_the_checkpoint_are_refused(tmp_path, finished):
+def test_options_that_do_not_fit_the_checkpoint_are_refused(tmp_path, finished, capsys):
     made = hf_models.model("llama")
     config = write_config(tmp_path / "config.json", made)
     saved = save_levanter(tmp_path, levanter_model(made)[0])
@@ -306,6 +320,9 @@ def test_options_that_do_not_fit_the_checkpoint_are_refused(tmp_path, finished):
     with pytest.raises(UserError, match="leave out --model-config"):
         hf.export_snapshot(finished.path, tmp_path / "out", model_config=config)
     assert main(["export", str(saved), "--out", str(tmp_path / "out"), "--maxtext", "rope_type"]) == 2
+    twice = ["--maxtext", "rope_type=default", "--maxtext", "rope_type=llama3.1"]
+    assert main(["export", str(saved), "--out", str(tmp_path / "out"), *twice]) != 0
+    assert "a key is given twice" in capsys.readouterr().err
 
 
 def test_biases_and_further_arrays_are_refused(tmp_path):
@@ -316,7 +333,7 @@ def test_biases_and_further_arrays_are_refused(tmp_path):
     saved = save_maxtext(tmp_path / "maxtext", maxtext_tree(top, layers, "unscanned"))
     config = write_config(tmp_path / "config.json", made)
     with pytest.raises(UserError, match=r"query\.bias is unexpected"):
-        hf.export_snapshot(saved, tmp_path / "out", model_config=config, maxtext_settings={"rope_type": "default"})
+        hf.export_snapshot(saved, tmp_path / "out", model_config=config, maxtext_settings=LLAMA)
 
 
 def test_dim_of_the_layers_that_is_not_known_is_refused(tmp_path):
@@ -325,7 +342,7 @@ def test_dim_of_the_layers_that_is_not_known_is_refused(tmp_path):
     saved = save_maxtext(tmp_path / "maxtext", maxtext_tree(*maxtext_layers(square), "scanned"))
     config = write_config(tmp_path / "config.json", square)
     with pytest.raises(UserError, match="the width is the number of layers"):
-        hf.export_snapshot(saved, tmp_path / "out", model_config=config, maxtext_settings={"rope_type": "default"})
+        hf.export_snapshot(saved, tmp_path / "out", model_config=config, maxtext_settings=LLAMA)
 
 
 def test_tokenizer_is_the_one_that_is_named(tmp_path, monkeypatch, capsys):
