@@ -16,6 +16,7 @@ from pma_jax.cli import main, own_scorer
 from pma_jax.evaluation import sweep as memory_sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.interop import hf
+from pma_jax.runs.directory import open_run
 
 NEEDS_TORCH = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None or importlib.util.find_spec("lm_eval") is None, reason="needs torch"
@@ -54,6 +55,13 @@ def calls() -> list[str]:
     lines = Path("calls").read_text().splitlines()
     Path("calls").unlink()
     return lines
+
+
+def losses_in_memory(run, folder: Path, windows: list[int]) -> dict[str, float]:
+    """Return the losses of the run's merges by `pma sweep RUN`."""
+    shutil.copytree(run.path, folder / "run")
+    rows = memory_sweep.sweep(open_run(folder / "run"), ["sma"], windows)["rows"]
+    return {row["text"]: row["loss"] for row in rows}
 
 
 def test_a_merge_is_scored_by_our_own_program(snapshots, evaluator, capsys):
@@ -177,10 +185,10 @@ def test_keys_are_refused_for_a_run(finished, capsys):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_the_sweep_in_memory(finished, snapshots):
+def test_losses_are_those_of_the_sweep_in_memory(finished, snapshots, tmp_path):
     status, content = sweep("--parallel", "2", windows="2,3")
     assert status == 0
-    expected = {row["text"]: row["loss"] for row in memory_sweep.sweep(finished, ["sma"], [2, 3])["rows"]}
+    expected = losses_in_memory(finished, tmp_path, [2, 3])
     assert {row["text"]: pytest.approx(row["score"], rel=1e-5) for row in content["rows"]} == expected
     (raw,) = content["raw"]
     assert raw["score"] == evaluate_targets([snapshots[-1]], [], "select")[0]["loss"]
@@ -205,7 +213,7 @@ def test_merges_of_hugging_face_models(finished, snapshots, tmp_path, capsys):
     keys |= {"data.held_out_percent": 20, "evaluation.tokens": 500, "training.sequence_length_tokens": 32}
     status, content = sweep(*(f"--config.{key}={value}" for key, value in keys.items()))
     assert status == 0
-    expected = {row["text"]: row["loss"] for row in memory_sweep.sweep(finished, ["sma"], [2])["rows"]}
+    expected = losses_in_memory(finished, tmp_path, [2])
     assert {row["text"]: pytest.approx(row["score"], rel=1e-5) for row in content["rows"]} == expected
     # Tasks.
     harness_tasks.write_tasks(tmp_path / "tasks", documents=4, generated_tokens=8)
