@@ -6,11 +6,14 @@ import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import pytest
 import tiny
 
 from pma_jax.cli import main
 from pma_jax.config.errors import UserError
+from pma_jax.data.tokenizer import byte_tokenizer
+from pma_jax.evaluation import hf_held_out
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.interop import hf
 
@@ -46,6 +49,26 @@ def test_the_loss_of_an_exported_snapshot_is_that_of_the_snapshot(finished, expo
         assert other["difference"] == pytest.approx(0, abs=1e-5)
         assert other["tokens"] is None
         assert any("may have been trained on this text" in note for note in other["notes"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_of_a_family_that_we_do_not_have_is_that_of_its_logits_in_float64(finished, tmp_path, dtype):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = transformers.GPTNeoXConfig(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes)
+    model = transformers.GPTNeoXForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path / "tokenizer.json")
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    (row,) = evaluate_targets([tmp_path], overrides(finished))
+    sample = hf_held_out.read_text(str(tmp_path), overrides(finished), "report")[1]
+    with torch.no_grad():
+        logits = model(torch.tensor(np.maximum(sample.windows[:, :-1], 0)).long()).logits.double().numpy()
+    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    nats = -np.take_along_axis(log_p, np.maximum(sample.windows[:, 1:], 0)[..., None], axis=-1)[..., 0]
+    assert row["loss"] == pytest.approx(nats[sample.documents >= 0].mean(), rel=1e-6)
 
 
 def test_the_table_and_the_numbers(finished, exported, capsys):
