@@ -41,6 +41,18 @@ def commands(program: str, page: Path = ROOT / "README.md") -> list[list[str]]:
     return [line[1:] for line in arguments if line[:1] == [program]]
 
 
+def write_small_task(folder: Path) -> str:
+    """Write a task for the small demo, whose text has no Python functions that `pma:` tasks could ask about."""
+    rows = [{"question": f"w{i} w{i + 1}", "answers": [f" w{i + 2}", " w0"]} for i in range(8)]
+    (folder / "small.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "small.yaml").write_text(
+        "task: small\ndataset_path: json\ndataset_kwargs: {data_files: {test: small.jsonl}}\ntest_split: test\n"
+        "output_type: multiple_choice\ntarget_delimiter: ''\ndoc_to_text: '{{question}}'\n"
+        "doc_to_choice: '{{answers}}'\ndoc_to_target: 0\nmetric_list: [{metric: acc}]\n"
+    )
+    return str(folder / "small.yaml")
+
+
 def write_small_demo(folder: Path) -> str:
     """Write the shipped demo with the same token marks, one step per snapshot interval and a small vocabulary."""
     arguments = [f"w{i}" for i in range(14)]
@@ -83,7 +95,7 @@ def test_make_commands_are_targets_of_the_makefile():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pma_commands_of_other_pages_parse(page):
-    lines = [line for block in blocks("bash", page) for line in block.splitlines() if line]
+    lines = [line for block in blocks("bash", page) for line in block.replace("\\\n", " ").splitlines() if line]
     programs = {shlex.split(line, comments=True)[0] for line in lines}
     assert programs <= {"pma", "make", "git", "cd", "pip"}
 
@@ -336,14 +348,15 @@ def test_hosts_page_commands_run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_pages_commands_run_in_reading_order(tmp_path, monkeypatch, capfd):
-    small = write_small_demo(tmp_path)
+    small, task = write_small_demo(tmp_path), write_small_task(tmp_path)
     monkeypatch.chdir(tmp_path)
     # In reading order: later pages use the runs and merges of the README.
-    for name in ("README", "docs/training", "docs/sweeps_and_previews", "docs/averaging_while_training"):
+    for name in ("README", "docs/training", "docs/sweeps_and_previews", "docs/tasks", "docs/averaging_while_training"):
         page = ROOT / f"{name}.md"
         for arguments in commands("pma", page):
+            replaced = {"--config": small, "--tasks": task}
             small_words = [
-                small if before == "--config" else word
+                replaced.get(before, word).replace("tasks=pma:brackets", f"tasks={task}")
                 for before, word in zip(["", *arguments], arguments, strict=False)
             ]
             assert main(small_words) == 0, f"{name}: pma {shlex.join(arguments)}\n{capfd.readouterr().err}"

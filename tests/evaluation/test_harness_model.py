@@ -1,6 +1,9 @@
 """lm-eval scores a model on the mesh as its own `hf` backend scores the exported model."""
 
+import dataclasses
+import json
 import os
+import random
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -11,7 +14,9 @@ import pytest
 pytest.importorskip("lm_eval")
 
 import harness_tasks
+import hf_models
 import tiny
+import tokenizers
 from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
 
@@ -79,6 +84,19 @@ def responses(results, name):
     return [response[0] for sample in results["samples"][name] for response in sample["resps"]]
 
 
+def check_equal(ours, theirs, tasks):
+    for name in tasks["tasks"]:
+        pairs = list(zip(responses(ours, name), responses(theirs, name), strict=True))
+        assert pairs
+        for our, their in pairs:
+            if isinstance(our, str):
+                assert our == their
+            else:
+                (value, *picks), (other, *other_picks) = np.atleast_1d(our), np.atleast_1d(their)
+                assert value == pytest.approx(other, rel=1e-5, abs=1e-4), name
+                assert picks == other_picks, name
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_answer_agrees_with_the_hf_backend(tasks, family, tmp_path):
     pytest.importorskip("torch")
@@ -93,17 +111,52 @@ def test_every_answer_agrees_with_the_hf_backend(tasks, family, tmp_path):
     assert {task.OUTPUT_TYPE for task in tasks["tasks"].values()} == {
         *("multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until")
     }
-    for name in tasks["tasks"]:
-        pairs = list(zip(responses(ours, name), responses(theirs, name), strict=True))
-        assert pairs
-        for our, their in pairs:
-            if isinstance(our, str):
-                assert our == their
-            else:
-                (value, *picks), (other, *other_picks) = np.atleast_1d(our), np.atleast_1d(their)
-                assert value == pytest.approx(other, rel=1e-5, abs=1e-4), name
-                assert picks == other_picks, name
+    check_equal(ours, theirs, tasks)
     assert harness.truncated > 0  # some questions are longer than the model reads, and both cut them alike
+
+
+def write_tokenizer(folder, corpus):
+    """Write a BPE that adds `<s>` before each text, as Llama's does, and its tokenizer_config.json."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus, trainer)
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    backend.save(str(folder / "tokenizer.json"))
+    fields = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_imported_model_reads_text_as_transformers_does(tasks, kind, tmp_path):
+    pytest.importorskip("torch")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    made = dataclasses.replace(hf_models.model(kind), vocabulary_size=300)
+    hf_models.write_random_hf_model(
+        tmp_path / "hf", made, bos_token_id=0, eos_token_id=1, pad_token_id=1, max_position_embeddings=LENGTH
+    )
+    write_tokenizer(tmp_path / "hf", [harness_tasks.words(random.Random(i), 20) for i in range(50)])
+    hf.import_model(str(tmp_path / "hf"), str(tmp_path / "imported"))
+    snapshot = snapshots.read_snapshot(tmp_path / "imported")
+    config = configuration.resolve(snapshot.config, ["model.compute_dtype=float32"])
+    harness = make_harness(dataclasses.replace(snapshot, config=config))
+    with quiet():
+        peer = huggingface.HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=8)
+    assert harness.max_length == peer.max_length
+    for text in ("ara bena", "<s>ara</s> bena", "é\n", ""):
+        assert harness.tok_encode(text) == peer.tok_encode(text), text
+    check_equal(evaluate(harness, tasks), evaluate(peer, tasks), tasks)
 
 
 class Request:
