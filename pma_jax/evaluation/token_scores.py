@@ -1,7 +1,7 @@
 """Log-likelihoods and greedy continuations of token sequences, on the mesh.
 
-Sequences are grouped by length and padded to one of a few lengths, because each shape is compiled once. Only one number
-per sequence, or the generated ids, leave the devices.
+Sequences are grouped by length and padded to one of a few lengths, which are chosen so that little is padding, because
+each shape is compiled once. Only one number per sequence, or the generated ids, leave the devices.
 
 With several processes, the first one calls `run_on_mesh` with the work, and the others compute the batches that it
 broadcasts.
@@ -9,7 +9,9 @@ broadcasts.
 Dimensions: B sequences per batch, M = L + 1 tokens per sequence, P tokens of the longest prompt.
 """
 
+import collections
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +30,8 @@ from pma_jax.model.loss import MAX_BATCHES_IN_FLIGHT, score_step
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import RULES, axes_of, local_rows, put_batch
 
-SHORTEST = 32  # tokens; shorter sequences are padded to it
+LENGTHS = 6  # lengths that the sequences of one call are padded to, at most
+LENGTH_MULTIPLE = 16  # tokens
 GENERATED_PER_CALL = 16  # tokens that are generated before the stop strings are looked for
 
 
@@ -63,8 +66,8 @@ class MeshModel:
         """
         results: list[tuple[float, bool]] = [(0.0, True)] * len(sequences)
         pending: list[tuple[Sequence[int], Any]] = []
-        for length, rows in self._group([len(ids) - 1 for ids, _ in sequences]):
-            tokens_BxM = np.full((self._round_rows(len(rows)), length + 1), PADDING_ID, np.int32)
+        for length, B, rows in self._group([len(ids) - 1 for ids, _ in sequences]):
+            tokens_BxM = np.full((B, length + 1), PADDING_ID, np.int32)
             for row, index in enumerate(rows):
                 ids, scored = sequences[index]
                 tokens_BxM[row, : len(ids)] = ids
@@ -92,8 +95,7 @@ class MeshModel:
             The tokens of each continuation; after it is finished, it may hold more.
         """
         results: list[list[int]] = [[] for _ in prompts]
-        for length, rows in self._group([len(prompt) for prompt in prompts], room=max_tokens):
-            B = self._round_rows(len(rows))
+        for length, B, rows in self._group([len(prompt) for prompt in prompts], room=max_tokens):
             tokens_BxP, first_B = np.zeros((B, length), np.int32), np.full(B, length - 1, np.int32)
             for row, index in enumerate(rows):
                 first_B[row] = length - len(prompts[index])
@@ -109,28 +111,27 @@ class MeshModel:
                     break
         return [tokens[:max_tokens] for tokens in results]
 
-    def _group(self, lengths: Sequence[int], room: int = 0) -> list[tuple[int, list[int]]]:
+    def _group(self, lengths: Sequence[int], room: int = 0) -> list[tuple[int, int, list[int]]]:
         """Divide sequences into batches, the longest first.
 
         Args:
             lengths: Number of tokens of each sequence.
-            room: Number of tokens that are added to each.
+            room: Number of tokens that are added to each; with them it has at most `sequence_tokens`.
 
         Returns:
-            For each batch the length to pad to, and the indices of its sequences.
+            For each batch the length to pad to, its number of rows, and the indices of its sequences, at most as many.
         """
-        batches: list[tuple[int, list[int]]] = []
+        padded = choose_lengths(lengths, self.sequence_tokens - room)
+        by_length: dict[int, list[int]] = {}
         for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-            length = min(padded_length(lengths[index]), self.sequence_tokens)
-            rows = max(self.batch_tokens // (length + room) // self._shares, 1) * self._shares
-            if not batches or batches[-1][0] != length or len(batches[-1][1]) == rows:
-                batches.append((length, []))
-            batches[-1][1].append(index)
+            by_length.setdefault(min(p for p in padded if p >= lengths[index]), []).append(index)
+        batches: list[tuple[int, int, list[int]]] = []
+        for length, indices in by_length.items():
+            most = max(self.batch_tokens // (length + room) // self._shares, 1) * self._shares
+            count = math.ceil(len(indices) / most)
+            rows = math.ceil(len(indices) / count / self._shares) * self._shares
+            batches += [(length, rows, indices[i : i + rows]) for i in range(0, len(indices), rows)]
         return batches
-
-    def _round_rows(self, rows: int) -> int:
-        """Return the number of rows of a batch with padding, a power of two per device that the batch is split over."""
-        return self._shares * 2 ** max(math.ceil(math.log2(rows / self._shares)), 0)
 
     @property
     def _shares(self) -> int:
@@ -207,10 +208,29 @@ def run_on_mesh(model: MeshModel, work: Callable[[], Any]) -> Any:
     return result
 
 
-def padded_length(tokens: int) -> int:
-    """Return the least of 32, 48, 64, 96, 128, … that is not below `tokens`."""
-    power = 2 ** max(math.ceil(math.log2(max(tokens, 1))), int(math.log2(SHORTEST)))
-    return power * 3 // 4 if power > SHORTEST and tokens <= power * 3 // 4 else power
+def choose_lengths(lengths: Sequence[int], longest: int) -> list[int]:
+    """Choose the lengths to pad sequences to, with the fewest tokens of padding.
+
+    Args:
+        lengths: Number of tokens of each sequence.
+        longest: The largest length that a sequence has.
+
+    Returns:
+        At most `LENGTHS` lengths, ascending: multiples of `LENGTH_MULTIPLE`, or `longest`.
+    """
+    counts = collections.Counter(min(-(-n // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, longest) for n in lengths)
+    sizes = sorted(counts)
+    up_to = [0, *itertools.accumulate(counts[size] for size in sizes)]  # sequences of the first j sizes
+    # For each size as the largest: the tokens with padding, and the chosen lengths.
+    best = [(up_to[j + 1] * size, [size]) for j, size in enumerate(sizes)]
+    for _ in range(LENGTHS - 1):
+        best = [
+            min(
+                [best[j], *((best[i][0] + (up_to[j + 1] - up_to[i + 1]) * size, [*best[i][1], size]) for i in range(j))]
+            )
+            for j, size in enumerate(sizes)
+        ]
+    return best[-1][1] if best else []
 
 
 def truncate(context: Sequence[int], continuation: Sequence[int], sequence_tokens: int) -> list[int]:

@@ -90,22 +90,24 @@ def _extend(model: Decoder, generation: Generation, length: int) -> Generation:
     ]
     segments_BxM = _segments(c, generation)
 
-    def step(x_BxLxD: jax.Array, layer: tuple[Block, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
-        block, cache = layer[0], list(layer[1:])
+    def step(carry: tuple[jax.Array, Any], layer: tuple[Block, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+        (x_BxLxD, caches), (block, t) = carry, layer
+        caches = list(caches)  # carried, so that XLA writes to them in place
 
         def attend(q_BxLxNxH: jax.Array, k_BxLxKxH: jax.Array, v_BxLxKxH: jax.Array) -> jax.Array:
             for i, new in enumerate((k_BxLxKxH, v_BxLxKxH)):
-                cache[i] = jax.lax.dynamic_update_slice_in_dim(cache[i], new, start, axis=1)
+                caches[i] = jax.lax.dynamic_update_slice(caches[i], new[None], (t, 0, start, 0, 0))
             if length > 1:  # the prompts, which are read first
                 window = c.attention_window_tokens
                 return attention(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH, segments_BxM[:, :length], window)
-            return _attend_to_cache(q_BxLxNxH, cache[0], cache[1], _visible(c, segments_BxM, start))
+            keys, values = (jax.lax.dynamic_index_in_dim(cache, t, keepdims=False) for cache in caches)
+            return _attend_to_cache(q_BxLxNxH, keys, values, _visible(c, segments_BxM, start))
 
         x_BxLxD, _ = block(x_BxLxD, rotary, attend)
-        return x_BxLxD, tuple(cache)
+        return (x_BxLxD, tuple(caches)), None
 
-    caches = generation.keys, generation.values
-    x_BxLxD, (keys, values) = jax.lax.scan(step, x_BxLxD, (model.blocks, *caches))
+    carry = x_BxLxD, (generation.keys, generation.values)
+    (x_BxLxD, (keys, values)), _ = jax.lax.scan(step, carry, (model.blocks, jnp.arange(c.layers)))
     x_BxD = rms_norm(x_BxLxD[:, -1], model.final_norm_D[...], c.norm_epsilon)
     head_DxV = gather_batch_axes(model.head())
     spec = RULES.spec("batch", "vocabulary")

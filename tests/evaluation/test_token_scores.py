@@ -1,17 +1,20 @@
 """Scores of token sequences on the mesh agree with float64 log-softmax of the reference decoder."""
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pma_jax.config import ModelConfig
 from pma_jax.config.errors import UserError
 from pma_jax.evaluation import token_scores
-from pma_jax.evaluation.token_scores import MeshModel, padded_length, truncate
+from pma_jax.evaluation.token_scores import MeshModel, choose_lengths, truncate
 from pma_jax.model import decoder
 from pma_jax.runtime import mesh as meshes
 
@@ -76,10 +79,17 @@ def test_padding_and_the_order_of_sequences_do_not_change_scores():
         assert model.score([sequence])[0][0] == pytest.approx(score[0], rel=1e-5)
 
 
-def test_lengths_are_padded_to_few():
-    lengths = sorted({padded_length(n) for n in range(1, 2049)})
-    assert lengths == [32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
-    assert all(n <= padded_length(n) <= max(1.5 * n, 32) for n in range(1, 2049))
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=12))
+def test_the_chosen_lengths_pad_least(lengths):
+    chosen = choose_lengths(lengths, 150)
+    sizes = sorted({min(-(-n // 16) * 16, 150) for n in lengths})
+    assert chosen == sorted(chosen) and set(chosen) <= set(sizes) and len(chosen) <= 6
+
+    def padded(candidates):
+        return sum(min(c for c in candidates if c >= n) for n in lengths)
+
+    others = [c for k in range(1, 7) for c in itertools.combinations(sizes, k) if c[-1] == sizes[-1]]
+    assert padded(chosen) == min(map(padded, others))
 
 
 def test_a_long_context_is_cut_from_the_left_and_a_long_answer_is_refused():

@@ -260,7 +260,8 @@ def test_own_tasks_are_scored(tmp_path):
 
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
-    yaml, python = (re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)[1] for language in ("yaml", "python"))
+    fences = ("yaml", r"\{code-block\} python")
+    yaml, python = (re.search(rf"```{fence}\n(.*?)```", page, re.DOTALL)[1] for fence in fences)
     (tmp_path / "my_tasks" / "data").mkdir(parents=True)
     (tmp_path / "my_tasks" / "capitals.yaml").write_text(yaml)
     row = {"country": "Italy", "cities": ["Paris", "Rome"], "answer": 1}
