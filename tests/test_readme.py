@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from pma_jax import config as configuration
 from pma_jax.cli import main
 from pma_jax.data.tokenizer import byte_tokenizer
+from pma_jax.evaluation.task_scores import GOLD_BITS
 
 ROOT = Path(__file__).parent.parent
 TRAINER_PAGES = sorted((ROOT / "docs" / "trainers").glob("*.md"))
@@ -115,6 +116,15 @@ def test_tables_match_the_report():
             assert cell == f"{report['merged_loss'][text]:.4f} ({report['recovered_shares'][text]:.0%})", text
             cells += 1
     assert cells == 36
+    bits = {group["task"]: group for group in report["tasks"] if group["metric"] == GOLD_BITS}
+    for task, documents, *values in re.findall(
+        r"^\| `(pma:.+?)` \| (\d+) \| " + r"(.+) \| " * 3 + r"(.+) \|$", page, re.M
+    ):
+        models = ("raw", "sma:15", "demo-annealed", "demo-annealed-linear")
+        ends = [bits[task]["curves"][model][-1] for model in models]
+        assert values == [f"{value:.4f} ± {error:.4f}" for _, value, error in ends]
+        assert int(documents) == bits.pop(task)["documents"]
+    assert not bits
     for value in ("raw_loss", "annealed_loss"):
         assert f"**{report[value]:.4f}**" in page
 
