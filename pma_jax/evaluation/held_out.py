@@ -115,13 +115,18 @@ def read_sample_of_run(run: Run, part: str, evaluation: EvaluationConfig) -> Sam
     """
     config = dataclasses.replace(run.config, evaluation=evaluation)
     tokens = prepare_tokens(config)
+    check_corpus(run, tokens)
+    return read_sample(tokens, config, part)
+
+
+def check_corpus(run: Run, tokens: shards.TokenSet) -> None:
+    """Raise UserError unless the tokens are those that the run was trained on and without."""
     trained_on = run.metadata.get("corpus")
     if trained_on != tokens.digest:
         raise UserError(
             f"{run.path} was trained on another corpus ({trained_on}) than the one that its configuration finds here "
             f"({tokens.digest}): restore the old text"
         )
-    return read_sample(tokens, config, part)
 
 
 def put_sample(sample: Sample, batch_size_sequences: int, mesh: jax.sharding.Mesh) -> list[jax.Array]:

@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pma_jax.data.sampling import SELECT
+from pma_jax.evaluation.held_out import check_corpus, prepare_tokens
 from pma_jax.evaluation.merges import score_merges
-from pma_jax.evaluation.snapshot_tokenizer import tokenizer_of_snapshot
+from pma_jax.evaluation.snapshot_tokenizer import TextTokenizer, tokenizer_of_snapshot
 from pma_jax.evaluation.sweep import RAW, Cell, plan_grid, weigh_snapshots
 from pma_jax.evaluation.task_scores import RAW_LABEL, TaskScores, load_on_first, score_on_mesh, task_records
+from pma_jax.evaluation.tasks.load import OWN_PREFIX
 from pma_jax.evaluation.token_scores import make_model
 from pma_jax.runs.directory import Run, append_watch_records, lock_watch_records
+from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
 
@@ -50,23 +53,23 @@ def sweep_tasks(
         passes and seconds: as `EvaluatedMerges`.
 
     Raises:
-        UserError: As `plan_grid` and `load_tasks`, or the run's tokenizer is not found.
+        UserError: As `plan_grid` and `load_tasks`, the run's tokenizer is not found, or the text is another one.
     """
     began = time.perf_counter()
     snapshots, grid, left_out = plan_grid(run, recipe_texts, windows, intervals, kind)
     newest, mesh = snapshots[-1], make_mesh(run.config.mesh)
-    tokenizer = tokenizer_of_snapshot(newest, run.config)
+    tokenizer = _open_text(run, newest, names)
     tasks = load_on_first(names, run.config, shots=shots, part=SELECT)
     kinds = {k: run.of_kind(k) for k in dict.fromkeys([kind, RAW.kind])}
     has_raw = any(snapshot.tokens == newest.tokens for snapshot in kinds[RAW.kind])
     cells = [cell for cell in grid if cell.text not in left_out and cell != RAW]
     scored_cells = [*([RAW] if has_raw else []), *cells]
-    merges = weigh_snapshots(run.config, kinds, [(cell, newest.tokens) for cell in scored_cells])
+    weighed = weigh_snapshots(run.config, kinds, [(cell, newest.tokens) for cell in scored_cells])
 
     def score(params: Any) -> TaskScores:
         return score_on_mesh(make_model(run.config, params, mesh), tokenizer, tasks, limit)
 
-    scored = score_merges(run.config, *merges, score)
+    scored = score_merges(run.config, *weighed, score)
     scores = dict(zip(scored_cells, scored.scores, strict=True))
     _record(run, newest.tokens, newest.step, scores, {"limit": limit, "shots": shots})
     return {
@@ -77,6 +80,13 @@ def sweep_tasks(
         "passes": scored.passes,
         "seconds": scored.seconds | {"all": time.perf_counter() - began},
     }
+
+
+def _open_text(run: Run, newest: Snapshot, names: Sequence[str]) -> TextTokenizer:
+    """Return the run's tokenizer, and check the text that `pma:` tasks are made from."""
+    if any(name.startswith(OWN_PREFIX) for name in names):
+        check_corpus(run, prepare_tokens(run.config))
+    return tokenizer_of_snapshot(newest, run.config)
 
 
 def _record(

@@ -4,6 +4,7 @@ The scores of what lies in a run are appended to RUN/watch.jsonl, from which `pm
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,14 @@ from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation import hf_backend, hf_directory
+from pma_jax.evaluation.held_out import check_corpus, prepare_tokens
 from pma_jax.evaluation.snapshot_tokenizer import TextTokenizer, tokenizer_of_snapshot
 from pma_jax.evaluation.task_scores import RAW_LABEL, TaskScores, load_on_first, score_on_mesh, task_records
 from pma_jax.evaluation.tasks import load
 from pma_jax.evaluation.token_scores import make_model
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots
-from pma_jax.runs.directory import append_watch_records, is_run, lock_watch_records, newest_snapshot
+from pma_jax.runs.directory import append_watch_records, is_run, lock_watch_records, newest_snapshot, open_run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
@@ -56,8 +58,8 @@ def score_targets(
     targets = [_open_target(path, overrides) for path in paths]
     own = [target for target in targets if target.config is not None]
     config = own[0].config if own else None
-    for target in own[1:]:
-        _check_same_text(own[0], target, names)
+    if made := [name for name in names if name.startswith(load.OWN_PREFIX)]:
+        _check_text(own, made[0])
     tasks = load_on_first(names, config, shots=shots, part=part)
     rows, settings = [], {"limit": limit, "shots": shots}
     for target in targets:
@@ -90,16 +92,34 @@ def _open_target(path: epath.PathLike, overrides: Sequence[str]) -> _Target:
     return _Target(str(path), snapshot, config, tokenizer_of_snapshot(snapshot, config))
 
 
-def _check_same_text(first: _Target, other: _Target, names: Sequence[str]) -> None:
-    """Raise UserError if `other` may have been trained on the held-out text of `first` that tasks are made from."""
-    assert first.config is not None and other.config is not None
-    data = [dataclasses.replace(t.config.data, cache_dir="", tokenizer="bytes") for t in (first, other) if t.config]
-    own = [name for name in names if name.startswith(load.OWN_PREFIX)]
-    if own and data[0] != data[1]:
-        raise UserError(
-            f"{own[0]} is made from held-out text, and {first.path} and {other.path} have other data keys: "
-            "score them one at a time"
-        )
+def _check_text(targets: Sequence[_Target], name: str) -> None:
+    """Check that no target may have been trained on the held-out text that a task is made from.
+
+    Raises:
+        UserError: Targets have different data keys, or the text of a run has changed.
+    """
+    checked: dict[epath.Path, None] = {}
+    for target in targets:
+        assert target.config is not None and target.snapshot is not None and targets[0].config is not None
+        data = [
+            dataclasses.replace(c.data, cache_dir="", tokenizer="bytes") for c in (targets[0].config, target.config)
+        ]
+        if data[0] != data[1]:
+            raise UserError(
+                f"{name} is made from held-out text, and {targets[0].path} and {target.path} have other data keys: "
+                "score them one at a time"
+            )
+        run = _run_of(target.snapshot)
+        if run is not None and run not in checked and target.config.data == target.snapshot.config.data:
+            check_corpus(open_run(run), prepare_tokens(target.config))
+            checked[run] = None
+
+
+def _run_of(snapshot: Snapshot) -> epath.Path | None:
+    """Return the run that holds a snapshot (RUN/snapshots/STEP) or a merge of its snapshots (RUN/merged/NAME)."""
+    run = snapshot.path.parent.parent
+    sources = [] if snapshot.merge is None else snapshot.merge["sources"]
+    return run if is_run(run) and all(epath.Path(source["path"]).parent.parent == run for source in sources) else None
 
 
 def _score(target: _Target, tasks: Mapping[str, Any], limit: int | None) -> TaskScores:
@@ -112,16 +132,22 @@ def _score(target: _Target, tasks: Mapping[str, Any], limit: int | None) -> Task
 
 def _record(snapshot: Snapshot, scores: TaskScores, settings: Mapping[str, Any]) -> None:
     """Append the scores to the records of the run that holds the snapshot, if there is one."""
-    run = snapshot.path.parent.parent  # RUN/snapshots/STEP, RUN/merged/NAME
-    if hosts.is_first_process() and is_run(run):
+    run = _run_of(snapshot)
+    if hosts.is_first_process() and run is not None:
         place = {"tokens": snapshot.tokens, "step": snapshot.step, "model": _model_label(snapshot)}
         with lock_watch_records(run):
             append_watch_records(run, task_records(place, scores, settings))
 
 
 def _model_label(snapshot: Snapshot) -> str:
-    """Return what records call the model of a snapshot: `raw`, `block/raw`, or a merge as `sma:10`."""
+    """Return what records call the model of a snapshot: `raw`, `block/raw`, or a merge as `sma:10` or `sma:10@2`."""
     prefix = SNAPSHOT_KINDS[snapshot.kind].label_prefix
     if snapshot.merge is None:
         return prefix + RAW_LABEL
-    return f"{prefix}{snapshot.merge['recipe']}:{len(snapshot.merge['sources'])}"
+    sources = snapshot.merge["sources"]
+    numbers = [snapshot.config.snapshot_number(source["tokens"]) for source in sources]
+    distances = {newer - older for older, newer in itertools.pairwise(numbers)}
+    label = f"{prefix}{snapshot.merge['recipe']}:{len(sources)}"
+    if distances <= {1}:
+        return label
+    return f"{label}@{distances.pop()}" if len(distances) == 1 else f"{label} ({snapshot.path.name})"

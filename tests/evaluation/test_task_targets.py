@@ -7,6 +7,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import pytest
 
 pytest.importorskip("lm_eval")
@@ -15,8 +16,10 @@ import harness_tasks
 import processes
 import tiny
 
+import pma_jax as pma
 from pma_jax.cli import main
 from pma_jax.config.errors import UserError
+from pma_jax.evaluation.task_sweep import sweep_tasks
 from pma_jax.evaluation.task_targets import score_targets
 from pma_jax.runs.directory import open_run
 
@@ -80,6 +83,30 @@ def test_the_limit_and_the_accuracy_are_those_of_the_documents(run, tasks):
     ]
     assert parts[0] in (0, 1)
     assert 0 <= 6 * whole - 5 * parts[1] <= 1 + 1e-9
+
+
+def test_merges_are_recorded_by_their_interval_and_only_in_their_own_run(run, tasks, tmp_path):
+    outs = [run.path / "merged" / name for name in ("next", "second", "uneven")]
+    for out, indices in zip(outs, ([-2, -1], [-3, -1], [-4, -3, -1]), strict=True):
+        pma.merge([run.snapshots[i] for i in indices], np.full(len(indices), 1 / len(indices)), out=out)
+    other = open_run(shutil.copytree(run.path, tmp_path / "other"))
+    pma.merge(run.snapshots[-2:], np.full(2, 0.5), out=other.path / "merged" / "foreign")
+    score_targets([*outs, other.path / "merged" / "foreign"], tasks[:1], [], limit=1)
+    models = dict.fromkeys(r["model"] for r in open_run(run.path).metrics if r["kind"] == "task")
+    texts = [pma.read_snapshot(out).merge["recipe"] for out in outs]
+    assert list(models) == [f"{texts[0]}:2", f"{texts[1]}:2@2", f"{texts[2]}:3 (uneven)"]
+    assert not [r for r in other.metrics if r["kind"] == "task"]
+
+
+def test_a_run_whose_text_has_changed_is_not_asked_about_it(run):
+    metadata = json.loads((run.path / "run.json").read_text())
+    (run.path / "run.json").write_text(json.dumps(metadata | {"corpus": "another"}))
+    for score in (
+        lambda: score_targets([run.path], ["pma:brackets"], []),
+        lambda: sweep_tasks(open_run(run.path), ["pma:brackets"], ["sma"], [2]),
+    ):
+        with pytest.raises(UserError, match="was trained on another corpus"):
+            score()
 
 
 def test_a_lost_line_of_the_records_does_not_damage_the_next(run, tasks):
