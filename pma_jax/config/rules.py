@@ -87,6 +87,15 @@ def _validate_sizes(config: Config) -> None:
         raise UserError(
             f"model.experts_per_token ({model.experts_per_token}) is more than the {model.experts} of model.experts"
         )
+    if model.experts and model.norm_position != "before":
+        raise UserError(f"model.norm_position={model.norm_position} is for dense models, and model.experts is not 0")
+    if model.qk_norm_over != "head" and not model.qk_norm:
+        raise UserError(f"model.qk_norm_over={model.qk_norm_over} needs model.qk_norm=true")
+    if model.no_rope_interval > model.layers:
+        raise UserError(
+            f"model.no_rope_interval ({model.no_rope_interval}) is more than model.layers ({model.layers}), so that "
+            "all blocks would have rotary positions: set it to 0"
+        )
     if config.mesh.expert not in (-1, 1) and not model.experts:
         raise UserError(
             f"mesh.expert is {config.mesh.expert}, and the model has no experts: use mesh.fsdp or mesh.data"

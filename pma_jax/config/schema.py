@@ -107,7 +107,12 @@ class ModelConfig:
     # Auxiliary-loss-free load balancing: add a per-expert bias to the scores when choosing experts, and adjust it at
     # every step. The weights of the chosen experts do not depend on the bias.
     router_bias: bool = True
-    qk_norm: bool = False  # normalise queries and keys by RMSNorm, with a learned scale per dim of the head
+    # Place of a block's norms. `before`: on the inputs of attention and MLP; `after`: on their outputs, before they are
+    # added to the residual stream (arXiv 2501.00656).
+    norm_position: Literal["before", "after"] = "before"
+    qk_norm: bool = False  # normalise queries and keys by RMSNorm, with learned scales
+    # For `qk_norm`: dims of one norm. `head`: those of a head, and all heads share the scale; `projection`: all heads'.
+    qk_norm_over: Literal["head", "projection"] = "head"
     tie_embeddings: bool = False  # use the transposed embedding as output projection
     # Sliding window: number of positions that a token attends to, including its own; 0: full causal attention.
     attention_window_tokens: Annotated[int, Range(0, 2**31 - 1)] = 0
@@ -115,6 +120,7 @@ class ModelConfig:
     # across document boundaries.
     separator_token: Annotated[int, Range(-1, 2**24)] = -1
     rope_theta: PositiveFloat = 10_000.0  # base of the wavelengths of the rotary position embedding
+    no_rope_interval: NumberOrNone = 0  # every n-th block has no rotary positions (arXiv 2501.18795); 0: all have them
     norm_epsilon: Annotated[float, Range(0, 1)] = 1e-6  # constant that RMSNorm adds to the mean square
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of activations; parameters stay float32
     # Activations that the backward pass recomputes to save memory. `none`: none; `full`: all inside a block;

@@ -111,6 +111,16 @@ def rotary_tables(length: int, head_dim: int, theta: float) -> tuple[jax.Array, 
     return jnp.cos(angle_Lx1xh), jnp.sin(angle_Lx1xh)
 
 
+def rotary_tables_of_layer(
+    tables: tuple[jax.Array, jax.Array], layer: jax.Array, no_rope_interval: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return the tables of a layer, counted from 0: every `no_rope_interval`-th does not rotate; 0: all do."""
+    if not no_rope_interval:
+        return tables
+    is_rotated = (layer + 1) % no_rope_interval != 0
+    return jnp.where(is_rotated, tables[0], 1.0), jnp.where(is_rotated, tables[1], 0.0)
+
+
 def apply_rotary(x_BxLxNxH: jax.Array, cos_Lx1xh: jax.Array, sin_Lx1xh: jax.Array) -> jax.Array:
     """Rotate each pair (x[i], x[i + h]) of H by the angle of its position and i, in float32 (arXiv 2104.09864)."""
     a, b = jnp.split(x_BxLxNxH.astype(jnp.float32), 2, axis=-1)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pma_jax.config import ModelConfig
-from pma_jax.model.attention import apply_rotary, attention, rotary_tables
+from pma_jax.model.attention import apply_rotary, attention, rotary_tables, rotary_tables_of_layer
 from pma_jax.model.kernels.matmul import MATMUL_CHECKPOINT_NAME, sharded_matmul
 from pma_jax.model.layers import embed_tokens, ones_param, rms_norm, swiglu, truncated_normal_param
 from pma_jax.model.moe import MixtureOfExperts, RouterBias, RouterSums
@@ -30,7 +30,7 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each with a norm before it, added to the residual stream."""
+    """One layer: attention and MLP, each with a norm before or after it, added to the residual stream."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c, spec = config, RULES.spec
@@ -51,8 +51,12 @@ class Block(nnx.Module):
         if c.experts:
             self.moe = MixtureOfExperts(c, rngs)
         if c.qk_norm:
-            self.query_norm_H = ones_param(H)
-            self.key_norm_H = ones_param(H)
+            if c.qk_norm_over == "projection":
+                self.query_norm_NxH = ones_param(N, H, spec=spec("heads", None))
+                self.key_norm_KxH = ones_param(K, H, spec=spec("heads", None))
+            else:
+                self.query_norm_H = ones_param(H)
+                self.key_norm_H = ones_param(H)
 
     def __call__(
         self, x_BxLxD: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attention
@@ -62,6 +66,10 @@ class Block(nnx.Module):
         `rotary` is the rows of `rotary_tables` at the L positions; `attend` computes the attention of all heads.
         """
         c, router = self.config, {}
+        if c.norm_position == "after":  # a dense model
+            y_BxLxD = self._attend(x_BxLxD, rotary, attend)
+            x_BxLxD = x_BxLxD + rms_norm(y_BxLxD, self.attention_norm_D[...], c.norm_epsilon)
+            return x_BxLxD + rms_norm(self._mlp(x_BxLxD), self.mlp_norm_D[...], c.norm_epsilon), router
         normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm_D[...], c.norm_epsilon)
         x_BxLxD = x_BxLxD + self._attend(normed_BxLxD, rotary, attend)
         y_BxLxD = rms_norm(x_BxLxD, self.mlp_norm_D[...], c.norm_epsilon)
@@ -78,8 +86,12 @@ class Block(nnx.Module):
             _project_in(x_BxLxD, w[...], "heads") for w in (self.query_DxNxH, self.key_DxKxH, self.value_DxKxH)
         )
         if c.qk_norm:
-            q_BxLxNxH = rms_norm(q_BxLxNxH, self.query_norm_H[...], c.norm_epsilon)
-            k_BxLxKxH = rms_norm(k_BxLxKxH, self.key_norm_H[...], c.norm_epsilon)
+            is_joint = c.qk_norm_over == "projection"
+            query_norm, key_norm = (
+                (self.query_norm_NxH, self.key_norm_KxH) if is_joint else (self.query_norm_H, self.key_norm_H)
+            )
+            q_BxLxNxH = rms_norm(q_BxLxNxH, query_norm[...], c.norm_epsilon)
+            k_BxLxKxH = rms_norm(k_BxLxKxH, key_norm[...], c.norm_epsilon)
         q_BxLxNxH, k_BxLxKxH = apply_rotary(q_BxLxNxH, *rotary), apply_rotary(k_BxLxKxH, *rotary)
         return _project_out(attend(q_BxLxNxH, k_BxLxKxH, v_BxLxKxH), self.output_NxHxD[...], "heads")
 
@@ -195,8 +207,9 @@ def _apply_blocks(
     rotary = rotary_tables(x_BxLxD.shape[1], config.head_dim, config.rope_theta)
     attend = functools.partial(attention, segment_ids_BxL=segment_ids_BxL, window_tokens=config.attention_window_tokens)
 
-    def step(x_BxLxD, block):
-        return block(x_BxLxD, rotary, attend)
+    def step(x_BxLxD, layer):
+        block, number = layer
+        return block(x_BxLxD, rotary_tables_of_layer(rotary, number, config.no_rope_interval), attend)
 
     policies = {
         "none": step,
@@ -204,11 +217,12 @@ def _apply_blocks(
         "dots": jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(MATMUL_CHECKPOINT_NAME)),
     }
     step = policies[config.remat]
+    layers = blocks, jnp.arange(config.layers) if config.no_rope_interval else None
     if config.scan_layers:
-        return jax.lax.scan(step, x_BxLxD, blocks)
+        return jax.lax.scan(step, x_BxLxD, layers)
     routers = []
     for layer in range(config.layers):
-        x_BxLxD, router = step(x_BxLxD, jax.tree.map(lambda leaf, i=layer: leaf[i], blocks))
+        x_BxLxD, router = step(x_BxLxD, jax.tree.map(lambda leaf, i=layer: leaf[i], layers))
         routers.append(router)
     return x_BxLxD, jax.tree.map(lambda *sums: jnp.stack(sums), *routers)
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import P
 
 from pma_jax.config import ModelConfig
-from pma_jax.model.attention import attention, rotary_tables
+from pma_jax.model.attention import attention, rotary_tables, rotary_tables_of_layer
 from pma_jax.model.decoder import Block, Decoder, Params, make_decoder, segment_ids
 from pma_jax.model.layers import embed_tokens, rms_norm
 from pma_jax.runtime.mesh import RULES, gather_batch_axes
@@ -103,7 +103,7 @@ def _extend(model: Decoder, generation: Generation, length: int) -> Generation:
             keys, values = (jax.lax.dynamic_index_in_dim(cache, t, keepdims=False) for cache in caches)
             return _attend_to_cache(q_BxLxNxH, keys, values, _visible(c, segments_BxM, start))
 
-        x_BxLxD, _ = block(x_BxLxD, rotary, attend)
+        x_BxLxD, _ = block(x_BxLxD, rotary_tables_of_layer(rotary, t, c.no_rope_interval), attend)
         return (x_BxLxD, tuple(caches)), None
 
     carry = x_BxLxD, (generation.keys, generation.values)

@@ -26,16 +26,19 @@ def truncated_normal_param(
     return nnx.Param(initializer(rngs.params(), shape, jnp.float32, out_sharding=spec))
 
 
-def ones_param(size: int) -> nnx.Param:
-    """Make the float32 scale [size] of a norm."""
-    return nnx.Param(jnp.ones((size,), jnp.float32))
+def ones_param(*shape: int, spec: P | None = None) -> nnx.Param:
+    """Make the float32 scale of a norm, partitioned as `spec`; None: replicated."""
+    return nnx.Param(jnp.ones(shape, jnp.float32, out_sharding=spec))
 
 
 @functools.partial(jax.checkpoint, static_argnums=2)  # saves its inputs for the gradient, not their float32 copies
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """Return x / rms(x) * scale over the last dim (arXiv 1910.07467), computed in float32, in the dtype of `x`."""
-    x32 = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
+    """Return x / rms(x) * scale (arXiv 1910.07467), computed in float32, in the dtype of `x`.
+
+    The root mean square is over the last dims of `x`, as many as `scale` has.
+    """
+    x32, dims = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=dims, keepdims=True) + epsilon)
     return (x32 * inverse * scale).astype(x.dtype)
 
 

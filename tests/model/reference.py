@@ -14,7 +14,16 @@ def logits(config: ModelConfig, params: Params, tokens_BxL: np.ndarray) -> np.nd
     apart = documents(config, tokens_BxL)
     for layer in range(config.layers):
         block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
-        x_BxLxD = x_BxLxD + attend(config, block, norm(config, x_BxLxD, block["attention_norm_D"]), apart)
+        is_rotated = not config.no_rope_interval or (layer + 1) % config.no_rope_interval > 0
+        if config.norm_position == "after":
+            x_BxLxD = x_BxLxD + norm(
+                config, attend(config, block, x_BxLxD, apart, is_rotated), block["attention_norm_D"]
+            )
+            y_BxLxD = mlp(x_BxLxD, block["gate_DxF"], block["up_DxF"], block["down_FxD"])
+            x_BxLxD = x_BxLxD + norm(config, y_BxLxD, block["mlp_norm_D"])
+            continue
+        y_BxLxD = norm(config, x_BxLxD, block["attention_norm_D"])
+        x_BxLxD = x_BxLxD + attend(config, block, y_BxLxD, apart, is_rotated)
         y_BxLxD = norm(config, x_BxLxD, block["mlp_norm_D"])
         if config.unrouted_hidden:
             x_BxLxD = x_BxLxD + mlp(y_BxLxD, block["gate_DxF"], block["up_DxF"], block["down_FxD"])
@@ -64,20 +73,35 @@ def documents(config: ModelConfig, tokens_BxL: np.ndarray) -> np.ndarray | None:
 
 
 def attend(
-    config: ModelConfig, block: dict[str, np.ndarray], x_BxLxD: np.ndarray, segment_ids_BxL: np.ndarray | None
+    config: ModelConfig,
+    block: dict[str, np.ndarray],
+    x_BxLxD: np.ndarray,
+    segment_ids_BxL: np.ndarray | None,
+    is_rotated: bool = True,
 ) -> np.ndarray:
     """Return the attention of one block, computed one head at a time; [B, L, D]."""
     out_BxLxD = np.zeros_like(x_BxLxD)
+    if config.qk_norm_over == "projection":  # one number per token, from all columns of the matrix
+        q_rms_BxLx1, k_rms_BxLx1 = (
+            np.sqrt(
+                np.mean((x_BxLxD @ block[name].reshape(config.width, -1)) ** 2, -1, keepdims=True) + config.norm_epsilon
+            )
+            for name in ("query_DxNxH", "key_DxKxH")
+        )
     for head in range(config.heads):
         shared = head // (config.heads // config.kv_heads)
         q_BxLxH = x_BxLxD @ block["query_DxNxH"][:, head]
         k_BxLxH = x_BxLxD @ block["key_DxKxH"][:, shared]
-        if config.qk_norm:
+        if config.qk_norm_over == "projection":
+            q_BxLxH = q_BxLxH / q_rms_BxLx1 * block["query_norm_NxH"][head]
+            k_BxLxH = k_BxLxH / k_rms_BxLx1 * block["key_norm_KxH"][shared]
+        elif config.qk_norm:
             q_BxLxH = norm(config, q_BxLxH, block["query_norm_H"])
             k_BxLxH = norm(config, k_BxLxH, block["key_norm_H"])
         v_BxLxH = x_BxLxD @ block["value_DxKxH"][:, shared]
-        turned = rotate(q_BxLxH, config.rope_theta), rotate(k_BxLxH, config.rope_theta)
-        y_BxLxH = one_head(*turned, v_BxLxH, segment_ids_BxL, config.attention_window_tokens)
+        if is_rotated:
+            q_BxLxH, k_BxLxH = rotate(q_BxLxH, config.rope_theta), rotate(k_BxLxH, config.rope_theta)
+        y_BxLxH = one_head(q_BxLxH, k_BxLxH, v_BxLxH, segment_ids_BxL, config.attention_window_tokens)
         out_BxLxD += y_BxLxH @ block["output_NxHxD"][head]
     return out_BxLxD
 

@@ -20,6 +20,17 @@ TINY = ModelConfig(vocabulary_size=32, width=16, layers=2, heads=4, kv_heads=2, 
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 11)).astype(np.int32)
 
 
+# What OLMo 2 and SmolLM3 have and Llama lacks.
+AFTER = {"norm_position": "after", "qk_norm": True, "qk_norm_over": "projection"}
+JOINT_SCALES = {"query_norm_NxH": TINY.heads, "key_norm_KxH": TINY.kv_heads}
+OTHER_BLOCKS = [
+    AFTER,
+    AFTER | {"kv_heads": 4, "scan_layers": False, "remat": "full", "no_rope_interval": 1},
+    {"layers": 5, "no_rope_interval": 2, "tie_embeddings": True},
+    {"no_rope_interval": 2, "scan_layers": False, "qk_norm": True, "separator_token": 7},
+]
+
+
 def mesh_of(data=1, fsdp=1, tensor=1, expert=1):
     devices = jax.devices()[: data * fsdp * tensor * expert]
     return jax.make_mesh((data, fsdp, tensor, expert), meshes.AXES, devices=devices)
@@ -74,6 +85,7 @@ def assert_close(actual, expected, rtol=1e-4, atol=1e-4):
         {"kv_heads": 4, "tie_embeddings": True},
         {"kv_heads": 1, "qk_norm": True, "rope_theta": 100.0},
         {"attention_window_tokens": 3, "separator_token": 7},
+        *OTHER_BLOCKS,
     ],
     ids=str,
 )
@@ -85,8 +97,49 @@ def test_logits_equal_float64(changes):
     assert np.std(expected) > 0.1
 
 
-def test_leaves_are_float32_and_named_by_their_shapes():
-    config = dataclasses.replace(TINY, qk_norm=True, compute_dtype="bfloat16")
+@pytest.mark.parametrize("changes", OTHER_BLOCKS, ids=str)
+def test_gradients_equal_central_differences_in_float64(changes):
+    """Move one leaf at a time in a random direction, and compare the change of the loss with the gradient."""
+    config = dataclasses.replace(TINY, **changes)
+    params = jax.tree.map(lambda leaf: leaf.astype(np.float64), fresh(config))
+
+    def loss(params):
+        z = reference.logits(config, params, TOKENS)[:, :-1]
+        z = z - z.max(axis=-1, keepdims=True)
+        nats = np.log(np.exp(z).sum(axis=-1)) - np.take_along_axis(z, TOKENS[:, 1:, None], axis=-1)[..., 0]
+        return nats.sum()
+
+    graph = decoder.graph_definition(config)
+    gradients = jax.device_get(jax.jit(jax.grad(lambda p: loss_sums(graph, p, TOKENS)[0]))(fresh(config)))
+    rng = np.random.default_rng(3)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        direction = rng.standard_normal(gradient.shape)
+
+        def moved(step, path=path, direction=direction):
+            return jax.tree_util.tree_map_with_path(
+                lambda at, leaf: leaf + step * direction if at == path else leaf, params
+            )
+
+        slope = (loss(moved(1e-5)) - loss(moved(-1e-5))) / 2e-5
+        scale = np.linalg.norm(gradient) * np.linalg.norm(direction)
+        assert np.isfinite(gradient).all() and scale > 0
+        assert abs(np.sum(gradient * direction) - slope) < 1e-4 * scale, path
+
+
+def test_a_norm_over_the_projection_is_not_one_over_each_head():
+    heads = dataclasses.replace(TINY, qk_norm=True)
+    ones = {name: np.ones((TINY.layers, TINY.head_dim), np.float32) for name in ("query_norm_H", "key_norm_H")}
+    params = fresh(heads) | {"blocks": fresh(heads)["blocks"] | ones}
+    blocks = {name: leaf for name, leaf in params["blocks"].items() if name not in ones}
+    blocks |= {name: np.ones((TINY.layers, n, TINY.head_dim), np.float32) for name, n in JOINT_SCALES.items()}
+    joint = dataclasses.replace(heads, qk_norm_over="projection")
+    difference = logits(joint, params | {"blocks": blocks}, TOKENS) - logits(heads, params, TOKENS)
+    assert np.abs(difference).max() > 1e-3
+
+
+@pytest.mark.parametrize("over", ["head", "projection"])
+def test_leaves_are_float32_and_named_by_their_shapes(over):
+    config = dataclasses.replace(TINY, qk_norm=True, qk_norm_over=over, compute_dtype="bfloat16")
     leaves = jax.tree_util.tree_leaves_with_path(fresh(config))
     sizes = {"V": 32, "D": 16, "N": 4, "K": 2, "H": 4, "F": 24}
     for path, leaf in leaves:
@@ -191,8 +244,11 @@ SHAPES = [(2, 2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1, 
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_mesh_does_not_change_the_result(shape):
-    config = dataclasses.replace(TINY, scan_layers=shape != (4, 1, 2), qk_norm=True, remat="dots")
+@pytest.mark.parametrize("changes", [{}, AFTER | {"no_rope_interval": 2}], ids=["norms before", "norms after"])
+def test_mesh_does_not_change_the_result(shape, changes):
+    config = dataclasses.replace(
+        TINY, **{"scan_layers": shape != (4, 1, 2), "qk_norm": True, "remat": "dots"} | changes
+    )
     expected = on_one_device(config)
     mesh = mesh_of(*shape)
     with jax.set_mesh(mesh):

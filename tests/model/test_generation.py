@@ -21,6 +21,8 @@ VARIANTS = {
     "window": {"attention_window_tokens": 3},
     "separator": {"separator_token": 5},
     "qk-norm-tied": {"qk_norm": True, "tie_embeddings": True},
+    "norms-after": {"norm_position": "after", "qk_norm": True, "qk_norm_over": "projection", "separator_token": 5},
+    "no-rope": {"layers": 3, "no_rope_interval": 2, "attention_window_tokens": 4},
     "experts": {"experts": 4, "experts_per_token": 2, "expert_hidden": 8, "hidden": 0},
 }
 
@@ -74,9 +76,9 @@ def test_the_cache_does_not_change_what_is_generated(changes):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("changes", [{}, VARIANTS["experts"]], ids=["dense", "experts"])
-def test_a_mesh_generates_the_same(changes):
-    config = dataclasses.replace(TINY, **changes)
+@pytest.mark.parametrize("name", ["dense", "experts", "norms-after", "no-rope"])
+def test_a_mesh_generates_the_same(name):
+    config = dataclasses.replace(TINY, **VARIANTS[name])
     results = []
     for sizes in ({}, {"data": 2, "tensor": 2}, {"fsdp": 2, "expert": 2}):
         mesh = mesh_of(**sizes)
