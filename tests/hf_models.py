@@ -29,11 +29,16 @@ MIXTURE = {
     "expert_hidden": 12,
     "router_bias": False,
 }
+OLMO2 = {"norm_position": "after", "qk_norm": True, "qk_norm_over": "projection"}
 KINDS = {
     "llama": {},
     "llama tied": {"tie_embeddings": True, "rope_theta": 500.0},
     "llama, one key head": {"kv_heads": 1, "width": 24},
     "mistral": {"attention_window_tokens": 5, "rope_theta": 1e6},
+    "smollm3": {"no_rope_interval": 2, "rope_theta": 2e6, "tie_embeddings": True},
+    "smollm3, no rotary positions": {"no_rope_interval": 1, "layers": 2},
+    "olmo2": OLMO2 | {"norm_epsilon": 1e-5, "kv_heads": 4},
+    "olmo2, grouped queries": OLMO2 | {"rope_theta": 5e5, "tie_embeddings": True},
     "qwen3": {"qk_norm": True, "rope_theta": 1e6, "norm_epsilon": 1e-5},
     "qwen3, a window": {"qk_norm": True, "attention_window_tokens": 5},
     "qwen3 tied": {"qk_norm": True, "tie_embeddings": True, "head_dim": 6},
@@ -44,6 +49,8 @@ KINDS = {
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
@@ -99,8 +106,9 @@ def shapes(made: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor that transformers has for such a model."""
     D, F, V = made.width, made.expert_hidden if made.experts else made.hidden, made.vocabulary_size
     queries, keys = made.heads * made.head_dim, made.kv_heads * made.head_dim
+    is_olmo = model_type(made) == "olmo2"
     block = {
-        "input_layernorm": (D,),
+        "post_feedforward_layernorm" if is_olmo else "input_layernorm": (D,),
         "post_attention_layernorm": (D,),
         "self_attn.q_proj": (queries, D),
         "self_attn.k_proj": (keys, D),
@@ -113,7 +121,8 @@ def shapes(made: ModelConfig) -> dict[str, tuple[int, ...]]:
     if made.experts:
         block["mlp.gate"] = (made.experts, D)
     if made.qk_norm:
-        block |= {"self_attn.q_norm": (made.head_dim,), "self_attn.k_norm": (made.head_dim,)}
+        normed = (queries, keys) if is_olmo else (made.head_dim, made.head_dim)
+        block |= {"self_attn.q_norm": normed[:1], "self_attn.k_norm": normed[1:]}
     result = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
     if not made.tie_embeddings:
         result["lm_head.weight"] = (V, D)
@@ -137,6 +146,10 @@ def write_random_hf_model(
 
 def model_type(made: ModelConfig) -> str:
     """Return the name of such a model in transformers."""
+    if made.norm_position == "after":
+        return "olmo2"
+    if made.no_rope_interval:
+        return "smollm3"
     if not made.qk_norm:
         return "mistral" if made.attention_window_tokens else "llama"
     return "qwen3_moe" if made.experts else "qwen3"
@@ -165,6 +178,8 @@ def write_hf_tensors(path: Path, made: ModelConfig, tensors: dict[str, np.ndarra
     elif made.attention_window_tokens:
         described |= {"use_sliding_window": True, "sliding_window": made.attention_window_tokens}
         described |= {"layer_types": ["sliding_attention"] * made.layers}
+    if made.no_rope_interval:
+        described |= {"no_rope_layer_interval": made.no_rope_interval}
     if made.experts:
         described |= {
             "num_experts": made.experts,
@@ -199,6 +214,7 @@ def read_hf_tensors(path: Path) -> dict[str, np.ndarray]:
 def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
     """Convert Hugging Face tensors to the input of `reference.logits`, one head and row at a time."""
     wide = {name: values.astype(np.float64) for name, values in tensors.items()}
+    is_olmo = model_type(made) == "olmo2"
 
     def columns(name: str, heads: int) -> np.ndarray:
         rows = wide[name]  # Row n * H + h becomes number h of head n.
@@ -209,13 +225,15 @@ def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
         start = f"model.layers.{layer}"
         out = wide[f"{start}.self_attn.o_proj.weight"]
         H = made.head_dim
+        norms = ["input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"]
+        attention_norm, mlp_norm = norms[1:] if is_olmo else norms[:2]
         result = {
-            "attention_norm_D": wide[f"{start}.input_layernorm.weight"],
+            "attention_norm_D": wide[f"{start}.{attention_norm}.weight"],
             "query_DxNxH": columns(f"{start}.self_attn.q_proj.weight", made.heads),
             "key_DxKxH": columns(f"{start}.self_attn.k_proj.weight", made.kv_heads),
             "value_DxKxH": columns(f"{start}.self_attn.v_proj.weight", made.kv_heads),
             "output_NxHxD": np.stack([out[:, n * H : (n + 1) * H].T for n in range(made.heads)]),
-            "mlp_norm_D": wide[f"{start}.post_attention_layernorm.weight"],
+            "mlp_norm_D": wide[f"{start}.{mlp_norm}.weight"],
         }
         if made.experts:
             result["moe"] = {"router_DxE": np.stack([*wide[f"{start}.mlp.gate.weight"]], axis=-1)}
@@ -225,7 +243,12 @@ def as_reference(made: ModelConfig, tensors: dict[str, np.ndarray]) -> dict:
         else:
             for name, ours in (("gate", "gate_DxF"), ("up", "up_DxF"), ("down", "down_FxD")):
                 result[ours] = wide[f"{start}.mlp.{name}_proj.weight"].T
-        if made.qk_norm:
+        if is_olmo:
+            rows = {"query_norm_NxH": "q_norm", "key_norm_KxH": "k_norm"}
+            for ours, name in rows.items():
+                scale = wide[f"{start}.self_attn.{name}.weight"]
+                result[ours] = np.stack([scale[n : n + H] for n in range(0, len(scale), H)])
+        elif made.qk_norm:
             result["query_norm_H"] = wide[f"{start}.self_attn.q_norm.weight"]
             result["key_norm_H"] = wide[f"{start}.self_attn.k_norm.weight"]
         return result

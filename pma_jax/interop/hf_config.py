@@ -12,15 +12,20 @@ from pma_jax.config.errors import UserError
 
 T = TypeVar("T", bool, int, float, list)
 
-LLAMA, MISTRAL, QWEN3, QWEN3_MOE = "LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-MODEL_TYPES = {LLAMA: "llama", MISTRAL: "mistral", QWEN3: "qwen3", QWEN3_MOE: "qwen3_moe"}
+LLAMA, MISTRAL, SMOLLM3 = "LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM"
+OLMO2, QWEN3, QWEN3_MOE = "Olmo2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+MODEL_TYPES = {
+    LLAMA: "llama",
+    MISTRAL: "mistral",
+    SMOLLM3: "smollm3",
+    OLMO2: "olmo2",
+    QWEN3: "qwen3",
+    QWEN3_MOE: "qwen3_moe",
+}
 _QWEN = (QWEN3, QWEN3_MOE)
 # Architectures that are close to the decoder -> what differs, for the message that refuses them.
-_OLMO = "its norms come after attention and MLP, not before, and that of queries and keys is over all heads together"
 _DIFFERENCES = {
-    "Olmo2ForCausalLM": _OLMO,
-    "Olmo3ForCausalLM": f"{_OLMO}; and only some layers have a window",
-    "SmolLM3ForCausalLM": "some layers (no_rope_layers, every fourth by default) have no rotary positions",
+    "Olmo3ForCausalLM": "only some of its layers have a window",
     "Qwen2ForCausalLM": "its queries, keys and values have biases",
 }
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -46,14 +51,14 @@ _ONLY_VALUES: dict[str, Any] = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "query_pre_attn_scalar": None,
-    "no_rope_layers": None,
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "attention_multiplier": None,
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
 }
-# Fields that correspond to a key of `ModelConfig` -> (key, value if the field is absent; None: it is required).
+# Fields that correspond to a key of `ModelConfig` -> (key, value if the field is absent; None: that of
+# `_class_defaults`, and a field that it lacks is required).
 _FIELDS: dict[str, tuple[str, Any]] = {
     "head_dim": ("head_dim", None),
     "hidden_size": ("width", None),
@@ -61,8 +66,8 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     "num_attention_heads": ("heads", None),
     "num_hidden_layers": ("layers", None),
     "num_key_value_heads": ("kv_heads", None),
-    "rms_norm_eps": ("norm_epsilon", 1e-6),
-    "tie_word_embeddings": ("tie_embeddings", False),
+    "rms_norm_eps": ("norm_epsilon", None),
+    "tie_word_embeddings": ("tie_embeddings", None),
     "vocab_size": ("vocabulary_size", None),
 }
 _MIXTURE_FIELDS: dict[str, tuple[str, Any]] = {
@@ -72,12 +77,31 @@ _MIXTURE_FIELDS: dict[str, tuple[str, Any]] = {
     "num_experts_per_tok": ("experts_per_token", 8),
 }
 # Fields that are converted by code below.
-_SPECIAL_FIELDS = """architectures layer_types max_position_embeddings model_type max_window_layers rope_parameters
-    rope_scaling rope_theta sliding_window use_qk_norm use_sliding_window"""
+_SPECIAL_FIELDS = """architectures layer_types max_position_embeddings model_type max_window_layers no_rope_layers
+    rope_parameters rope_scaling rope_theta sliding_window use_qk_norm use_sliding_window"""
 # Further fields of a mixture of experts. The router's auxiliary loss is used only in training.
 _OTHER_MIXTURE_FIELDS = "num_local_experts output_router_logits router_aux_loss_coef"
-# Keys of `ModelConfig` whose value is fixed in Qwen3-MoE. (A router bias is exported if all its values are zero.)
-_QWEN3_MOE_VALUES = {"qk_norm": True, "router_scores": "softmax", "shared_experts": 0}
+# Architecture -> keys of `ModelConfig` whose value it fixes. (A router bias is exported if all its values are zero.)
+_FIXED_KEYS: dict[str, dict[str, Any]] = {
+    LLAMA: {},
+    MISTRAL: {},
+    SMOLLM3: {"attention_window_tokens": 0},
+    OLMO2: {
+        "norm_position": "after",
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "attention_window_tokens": 0,
+        "no_rope_interval": 0,
+    },
+    QWEN3: {"qk_norm": True, "no_rope_interval": 0},
+    QWEN3_MOE: {
+        "qk_norm": True,
+        "qk_norm_over": "head",
+        "no_rope_interval": 0,
+        "router_scores": "softmax",
+        "shared_experts": 0,
+    },
+}
 # Fields that do not affect the logits.
 _IGNORED_FIELDS = """attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id id2label
     initializer_range is_decoder label2id name_or_path output_attentions output_hidden_states pad_token_id
@@ -97,8 +121,12 @@ def architecture_of(model: ModelConfig) -> str:
     """Return the name of the transformers class that computes the same function as the model."""
     if model.experts:
         return QWEN3_MOE
+    if model.norm_position == "after" or model.qk_norm_over == "projection":
+        return OLMO2
     if model.qk_norm:
         return QWEN3
+    if model.no_rope_interval:
+        return SMOLLM3
     # Without a window, both compute the same function, and more programs load Llama.
     return MISTRAL if model.attention_window_tokens else LLAMA
 
@@ -124,16 +152,18 @@ def parse_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, tuple[str, 
     sizes: dict[str, Any] = {
         key: _read(fields, name, type(getattr(ModelConfig(), key)), defaults[name]) for name, (key, _) in shared.items()
     }
-    sizes |= {
-        "qk_norm": architecture in _QWEN,
+    sizes |= _FIXED_KEYS[architecture] | {
         "attention_window_tokens": _parse_window(fields, architecture, layers),
-        "rope_theta": _parse_rope_theta(fields),
+        "no_rope_interval": _parse_no_rope_interval(fields, architecture, layers),
+        "rope_theta": _parse_rope_theta(fields, default=2_000_000.0 if architecture == SMOLLM3 else 10_000.0),
     }
     known = {*_ONLY_VALUES, *shared, *_SPECIAL_FIELDS.split(), *_IGNORED_FIELDS.split()}
+    if architecture == SMOLLM3:
+        known.add("no_rope_layer_interval")
     if architecture == QWEN3_MOE:
         if _read(fields, "num_local_experts", int, sizes["experts"]) != sizes["experts"]:
             raise UserError(f"num_experts is {sizes['experts']} but num_local_experts is {fields['num_local_experts']}")
-        sizes |= {"router_bias": False} | _QWEN3_MOE_VALUES
+        sizes |= {"router_bias": False}
         known |= {*_OTHER_MIXTURE_FIELDS.split()}
     model = configuration.resolve({"model": sizes}).model
     unknown = sorted(name for name in fields if name not in known and not name.startswith("_"))
@@ -175,6 +205,10 @@ def make_hf_config(
         fields |= {"mlp_bias": False, "pretraining_tp": 1}
     if architecture == MISTRAL:
         fields |= {"sliding_window": model.attention_window_tokens}
+    if architecture == SMOLLM3:
+        interval = model.no_rope_interval
+        fields |= {"mlp_bias": False, "sliding_window": None, "use_sliding_window": False}
+        fields |= {"no_rope_layer_interval": interval, "no_rope_layers": _no_rope_layers(interval, model.layers)}
     if architecture in _QWEN:
         window = model.attention_window_tokens
         fields |= {"sliding_window": window or None, "use_sliding_window": window > 0}
@@ -198,11 +232,14 @@ def check_exportable(model: ModelConfig) -> None:
         )
     different = [
         f"model.{key} is {getattr(model, key)!r} instead of {value!r}"
-        for key, value in _QWEN3_MOE_VALUES.items()
-        if architecture == QWEN3_MOE and getattr(model, key) != value
+        for key, value in _FIXED_KEYS[architecture].items()
+        if getattr(model, key) != value
     ]
     if different:
-        raise UserError(f"a mixture of experts is exported as {QWEN3_MOE}, which differs: {', '.join(different)}")
+        raise UserError(
+            f"transformers has no class that computes this model; the closest, {architecture}, differs: "
+            f"{', '.join(different)}"
+        )
 
 
 def _parse_architecture(fields: Mapping[str, Any]) -> str:
@@ -226,13 +263,18 @@ def _fields_of(architecture: str) -> dict[str, tuple[str, Any]]:
     return _FIELDS | (_MIXTURE_FIELDS if architecture == QWEN3_MOE else {})
 
 
-def _class_defaults(fields: Mapping[str, Any], architecture: str) -> dict[str, int]:
+def _class_defaults(fields: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Return the defaults that depend on the architecture or on other fields."""
     heads, width = _read(fields, "num_attention_heads", int), _read(fields, "hidden_size", int)
     # In a present num_key_value_heads, null means one key and value head per query head.
-    absent = {LLAMA: heads, MISTRAL: 8, QWEN3: 32, QWEN3_MOE: 4}[architecture]
+    absent = {MISTRAL: 8, SMOLLM3: 4, QWEN3: 32, QWEN3_MOE: 4}.get(architecture, heads)
     kv_heads = heads if "num_key_value_heads" in fields else absent
-    defaults = {"head_dim": 128 if architecture == QWEN3 else width // heads, "num_key_value_heads": kv_heads}
+    defaults = {
+        "head_dim": 128 if architecture == QWEN3 else width // heads,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-5 if architecture == OLMO2 else 1e-6,
+        "tie_word_embeddings": architecture == SMOLLM3,
+    }
     if architecture == QWEN3_MOE:
         experts = _MIXTURE_FIELDS["num_experts"][1]
         defaults["num_experts"] = _read(fields, "num_local_experts", int, experts)  # the name in transformers 5
@@ -244,8 +286,9 @@ def _parse_window(fields: Mapping[str, Any], architecture: str, layers: int) -> 
     # Mistral has the window in all layers. Qwen3 has it in layers max_window_layers and later, if use_sliding_window is
     # true. Qwen3-MoE does too in older versions of transformers, but has it in all layers in current ones.
     is_qwen, has_one_window = architecture in _QWEN, architecture in (QWEN3_MOE, MISTRAL)
-    window = fields.get("sliding_window", None if architecture == LLAMA else 4096)
-    is_used = window is not None and _read(fields, "use_sliding_window", bool, not is_qwen)
+    window = fields.get("sliding_window", 4096 if is_qwen or architecture == MISTRAL else None)
+    is_off = is_qwen or architecture == SMOLLM3  # by default
+    is_used = window is not None and _read(fields, "use_sliding_window", bool, not is_off)
     if architecture == MISTRAL and is_used != (window is not None):
         raise UserError(
             f"use_sliding_window is False and sliding_window {_short(window)}: {MISTRAL} has only the latter"
@@ -260,7 +303,11 @@ def _parse_window(fields: Mapping[str, Any], architecture: str, layers: int) -> 
         raise UserError(
             f"layer_types has {_short(unknown[0] if unknown else len(kinds))}, which the decoder does not have"
         )
-    if is_used and architecture == LLAMA:
+    if is_used and architecture == SMOLLM3:
+        raise UserError(
+            "use_sliding_window is True, for layers without rotary positions only: the decoder has one for all"
+        )
+    if is_used and architecture in (LLAMA, OLMO2):
         raise UserError(f"sliding_window is {_short(window)}, which {architecture} does not have")
     if is_used and has_one_window and first:
         raise UserError(
@@ -273,9 +320,35 @@ def _parse_window(fields: Mapping[str, Any], architecture: str, layers: int) -> 
     return _read(fields, "sliding_window", int, window)
 
 
-def _parse_rope_theta(fields: Mapping[str, Any]) -> float:
+def _no_rope_layers(interval: int, layers: int) -> list[int]:
+    """Return SmolLM3's list with 1 for each layer that has rotary positions, and 0 for every `interval`-th."""
+    return [int(not interval or (layer + 1) % interval != 0) for layer in range(layers)]
+
+
+def _parse_no_rope_interval(fields: Mapping[str, Any], architecture: str, layers: int) -> int:
+    """Return n if every n-th layer has no rotary positions; 0 if all have them."""
+    listed = _read(fields, "no_rope_layers", list, [])
+    if architecture != SMOLLM3:
+        if listed:
+            raise UserError(f"no_rope_layers is {_short(listed)}, which {architecture} does not have")
+        return 0
+    interval = _read(fields, "no_rope_layer_interval", int, 4)
+    interval = interval if interval <= layers else 0
+    if not listed:
+        return interval
+    listed = listed[:layers]  # transformers reads no more of them
+    interval = listed.index(0) + 1 if 0 in listed else 0
+    if listed != _no_rope_layers(interval, layers):
+        raise UserError(
+            f"no_rope_layers is {_short(listed)}: the decoder has rotary positions in all {layers} layers, or in all "
+            "but every n-th"
+        )
+    return interval
+
+
+def _parse_rope_theta(fields: Mapping[str, Any], default: float) -> float:
     """Return the base of the rotary wavelengths, from the top level or from `rope_parameters` (transformers 5)."""
-    theta = _read(fields, "rope_theta", float, 10_000.0)
+    theta = _read(fields, "rope_theta", float, default)
     for location in ("rope_parameters", "rope_scaling"):
         rope = fields.get(location) or {}
         if not isinstance(rope, Mapping):

@@ -4,7 +4,8 @@ Shape suffixes: T layers, D width, N query heads, K key and value heads, H head 
 
 Leaves are stacked over layers (and experts) and have inputs before outputs (`query_DxNxH`). Hugging Face stores one
 tensor per layer (and expert) with outputs before inputs, as PyTorch does (`q_proj.weight`, [N * H, D]). Heads and the
-rotary halves of H have the same order in both, so no rows are permuted.
+rotary halves of H have the same order in both, so no rows are permuted. A norm over all heads ([N, H]) is stored as a
+vector [N * H].
 """
 
 import itertools
@@ -27,15 +28,20 @@ _MAX_LISTED = 4  # maximum number of mismatches of each kind that an error messa
 # The only leaf without a Hugging Face counterpart: Qwen3-MoE has no router bias, so it must be zero for export.
 ROUTER_BIAS_LEAF = "blocks.moe.router_bias_E"
 # The leaves of the blocks: (leaf, module of one layer, `LeafMapping.input_dims`).
+_NORMS = {
+    "before": (("attention_norm_D", "input_layernorm", 0), ("mlp_norm_D", "post_attention_layernorm", 0)),
+    "after": (("attention_norm_D", "post_attention_layernorm", 0), ("mlp_norm_D", "post_feedforward_layernorm", 0)),
+}
 _ATTENTION = (
-    ("attention_norm_D", "input_layernorm", 0),
     ("query_DxNxH", "self_attn.q_proj", 1),
     ("key_DxKxH", "self_attn.k_proj", 1),
     ("value_DxKxH", "self_attn.v_proj", 1),
     ("output_NxHxD", "self_attn.o_proj", 2),
-    ("mlp_norm_D", "post_attention_layernorm", 0),
 )
-_QK_NORM = (("query_norm_H", "self_attn.q_norm", 0), ("key_norm_H", "self_attn.k_norm", 0))
+_QK_NORMS = {
+    "head": (("query_norm_H", "self_attn.q_norm", 0), ("key_norm_H", "self_attn.k_norm", 0)),
+    "projection": (("query_norm_NxH", "self_attn.q_norm", 2), ("key_norm_KxH", "self_attn.k_norm", 2)),
+}
 _MLP = (("gate_DxF", "mlp.gate_proj", 1), ("up_DxF", "mlp.up_proj", 1), ("down_FxD", "mlp.down_proj", 1))
 _EXPERTS = (
     ("moe.router_DxE", "mlp.gate", 1),
@@ -53,7 +59,8 @@ class LeafMapping:
         leaf_name: Name of the leaf in storage.
         name_pattern: Name of the tensors, with a `{}` for each dim of `stack_shape`.
         slice_shape: Shape of one slice of the leaf, which corresponds to one tensor.
-        input_dims: Number of leading dims of `slice_shape` that are input dims; 0 if the tensor is not transposed.
+        input_dims: Number of leading dims of `slice_shape` that are input dims; 0 if the tensor is not transposed. If
+            all are, the tensor is a vector.
         stack_shape: Sizes of the leaf's leading dims, along which tensors are stacked: (T,) for layers, (T, E) for
             experts, () for a single tensor.
     """
@@ -74,6 +81,8 @@ class LeafMapping:
         """Shape of each tensor."""
         if not self.input_dims:
             return self.slice_shape
+        if self.input_dims == len(self.slice_shape):
+            return (math.prod(self.slice_shape),)
         return math.prod(self.slice_shape[self.input_dims :]), math.prod(self.slice_shape[: self.input_dims])
 
     @property
@@ -92,11 +101,9 @@ class LeafMapping:
 
 
 def map_leaves(model: ModelConfig) -> list[LeafMapping]:
-    """Return the mapping of every leaf of the model except the router bias.
-
-    The order within a layer is that in which Hugging Face Transformers writes the tensors.
-    """
-    block = [*_ATTENTION, *(_QK_NORM if model.qk_norm else ()), *(_EXPERTS if model.experts else _MLP)]
+    """Return the mapping of every leaf of the model except the router bias."""
+    norms = *_NORMS[model.norm_position], *(_QK_NORMS[model.qk_norm_over] if model.qk_norm else ())
+    block = [*norms, *_ATTENTION, *(_EXPERTS if model.experts else _MLP)]
     return [
         _map_leaf(model, "embedding_VxD", "model.embed_tokens.weight"),
         *(

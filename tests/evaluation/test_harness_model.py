@@ -138,7 +138,7 @@ def write_tokenizer(folder, corpus):
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "smollm3", "olmo2", "qwen3"])
 def test_an_imported_model_reads_text_as_transformers_does(tasks, kind, tmp_path):
     pytest.importorskip("torch")
     huggingface = pytest.importorskip("lm_eval.models.huggingface")

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from pma_jax.config import ModelConfig
+from pma_jax.config.errors import UserError
 from pma_jax.interop.hf_config import make_hf_config, parse_hf_config
 
 LLAMA = {
@@ -15,6 +16,8 @@ LLAMA = {
     "num_key_value_heads": 2,
 }
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+SMOLLM3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layer_interval": 2}
+OLMO2 = LLAMA | {"architectures": ["Olmo2ForCausalLM"]}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
 MIXTURE = QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 12}
 OURS = ModelConfig(vocabulary_size=128, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden=48, rope_theta=5e5)
@@ -59,12 +62,7 @@ def test_configuration_round_trips(qk_norm, tie):
         ({"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "auto_map"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"architectures": ["Gemma3ForCausalLM"]}, "'Gemma3ForCausalLM' is not supported"),
-        (
-            {"architectures": ["Olmo2ForCausalLM"]},
-            "norms come after attention and MLP, not before, and that of queries",
-        ),
-        ({"architectures": ["Olmo3ForCausalLM"]}, "only some layers have a window"),
-        ({"architectures": ["SmolLM3ForCausalLM"]}, "every fourth by default) have no rotary positions"),
+        ({"architectures": ["Olmo3ForCausalLM"]}, "only some of its layers have a window"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "queries, keys and values have biases"),
         ({"model_type": "mixtral"}, "model_type is 'mixtral', but architectures is"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
@@ -87,7 +85,9 @@ def test_configuration_round_trips(qk_norm, tie):
     ],
 )
 @pytest.mark.parametrize(
-    "base", [LLAMA, MISTRAL | {"sliding_window": None}, QWEN3, MIXTURE], ids=["llama", "mistral", "qwen3", "mixture"]
+    "base",
+    [LLAMA, MISTRAL | {"sliding_window": None}, SMOLLM3, OLMO2, QWEN3, MIXTURE],
+    ids=["llama", "mistral", "smollm3", "olmo2", "qwen3", "mixture"],
 )
 def test_unsupported_fields_are_named(base, fields, message):
     with pytest.raises(ValueError) as raised:
@@ -115,6 +115,93 @@ def test_invalid_mixture_fields_are_named(fields, message):
     with pytest.raises(ValueError) as raised:
         parse_hf_config(MIXTURE | fields)
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"no_rope_interval": 2},
+        {"no_rope_interval": 1, "tie_embeddings": True, "norm_epsilon": 1e-5},
+        {"norm_position": "after", "qk_norm": True, "qk_norm_over": "projection"},
+    ],
+    ids=str,
+)
+def test_other_blocks_round_trip(keys):
+    model = dataclasses.replace(OURS, **keys)
+    fields = make_hf_config(model, dtype="float32", max_position_embeddings=64, others={})
+    assert parse_hf_config(fields) == (model, ())
+    # Nothing depends on a default that another version of transformers may change.
+    assert (
+        parse_hf_config({name: value for name, value in fields.items() if name != "no_rope_layer_interval"})[0] == model
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "interval"),
+    [
+        ({}, 2),
+        ({"no_rope_layer_interval": None}, 4),
+        ({"no_rope_layer_interval": 5}, 0),
+        ({"no_rope_layers": None}, 2),
+        ({"no_rope_layers": [1, 1, 1, 1]}, 0),
+        ({"no_rope_layers": [1, 1, 0, 1]}, 3),
+        ({"no_rope_layers": [1, 1, 1, 0, 0, 0]}, 4),
+        ({"no_rope_layers": [0, 0, 0, 0]}, 1),
+    ],
+    ids=str,
+)
+def test_layers_without_rotary_positions_are_read(fields, interval):
+    model, notes = parse_hf_config(SMOLLM3 | {"num_hidden_layers": 4} | fields)
+    assert model.no_rope_interval == interval and notes == () and model.tie_embeddings and model.rope_theta == 2e6
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "message"),
+    [
+        (
+            SMOLLM3,
+            {"no_rope_layers": [0, 1, 1]},
+            "no_rope_layers is [0, 1, 1]: the decoder has rotary positions in all 3",
+        ),
+        (SMOLLM3, {"no_rope_layers": [1, 1]}, "no_rope_layers is [1, 1]: the decoder"),
+        (SMOLLM3, {"no_rope_layers": [2, 1, 1]}, "no_rope_layers is [2, 1, 1]"),
+        (SMOLLM3, {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0, not an integer above 0"),
+        (SMOLLM3, {"use_sliding_window": True, "sliding_window": 9}, "for layers without rotary positions only"),
+        (OLMO2, {"no_rope_layers": [1, 1, 0]}, "no_rope_layers is [1, 1, 0], which Olmo2ForCausalLM does not have"),
+        (OLMO2, {"sliding_window": 9}, "sliding_window is 9, which Olmo2ForCausalLM does not have"),
+    ],
+    ids=str,
+)
+def test_other_blocks_that_the_decoder_lacks_are_named(base, fields, message):
+    with pytest.raises(UserError) as raised:
+        parse_hf_config(base | {"num_hidden_layers": 3} | fields)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"no_rope_interval": 2, "attention_window_tokens": 9},
+            "SmolLM3ForCausalLM, differs: model.attention_window_tok",
+        ),
+        (
+            {"no_rope_interval": 2, "qk_norm": True},
+            "Qwen3ForCausalLM, differs: model.no_rope_interval is 2 instead of 0",
+        ),
+        ({"norm_position": "after"}, "differs: model.qk_norm is False instead of True, model.qk_norm_over is 'head'"),
+        ({"qk_norm": True, "qk_norm_over": "projection"}, "model.norm_position is 'before' instead of 'after'"),
+        (
+            {"experts": 4, "experts_per_token": 2, "expert_hidden": 8, "hidden": 0, "no_rope_interval": 1},
+            "Qwen3MoeForCausalLM, differs: model.qk_norm is False instead of True, model.no_rope_interval is 1",
+        ),
+    ],
+    ids=str,
+)
+def test_models_that_transformers_lacks_are_not_exported(keys, message):
+    with pytest.raises(UserError) as raised:
+        make_hf_config(dataclasses.replace(OURS, **keys), dtype="float32", max_position_embeddings=64, others={})
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("normalized", [False, True])

@@ -46,6 +46,9 @@ def random_transformers_model(kind: str):
         window = made.attention_window_tokens
         sizes |= {"sliding_window": window}
         sizes |= {"use_sliding_window": True, "max_window_layers": 0} if made.qk_norm else {}
+    if made.no_rope_interval:
+        # The default of pad_token_id is larger than the vocabulary.
+        sizes |= {"no_rope_layer_interval": made.no_rope_interval, "pad_token_id": None}
     if made.experts:
         sizes |= {"num_experts": made.experts, "num_experts_per_tok": made.experts_per_token}
         sizes |= {"moe_intermediate_size": made.expert_hidden, "norm_topk_prob": made.router_normalized}
@@ -86,7 +89,7 @@ def test_export_computes_what_the_decoder_does(tmp_path, kind, dtype):
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3 tied", "mixture"])
+@pytest.mark.parametrize("kind", ["llama", "smollm3", "olmo2", "qwen3 tied", "mixture"])
 def test_exported_merge_loads_and_generates_like_the_decoder(tmp_path, kind):
     for seed in (0, 1):
         # Without a tokenizer no token ends a document, so that generation reaches its full length.
@@ -113,16 +116,18 @@ def test_bytes_tokenizer_is_exported(tmp_path):
     assert theirs.eos_token_id == 0 == json.loads((tmp_path / "theirs" / "config.json").read_text())["eos_token_id"]
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "SmolLM3", "Olmo2", "Qwen3", "Qwen3Moe"])
 def test_config_fields_and_their_defaults_match_transformers(name):
     kind = getattr(transformers, f"{name}Config")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2}
     few = sizes | {"num_attention_heads": 32, "architectures": [f"{name}ForCausalLM"]}
+    few |= {"num_hidden_layers": 6} if name == "SmolLM3" else {}  # so that one layer has no rotary positions
     complete = kind(**few)
     model, notes = parse_hf_config(few)
     assert notes == ()
-    # Where the configuration of a mixture has no head dim, its attention takes width / heads.
-    assert model.head_dim == (2 if name == "Qwen3Moe" else complete.head_dim)
+    # Where a configuration has no head dim, attention takes width / heads.
+    assert model.head_dim == (2 if name in ("Qwen3Moe", "SmolLM3", "Olmo2") else complete.head_dim)
+    assert model.no_rope_interval == (4 if name == "SmolLM3" else 0)
     assert model.kv_heads == complete.num_key_value_heads
     if model.experts:
         assert (model.experts, model.experts_per_token) == (complete.num_experts, complete.num_experts_per_tok)

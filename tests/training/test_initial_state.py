@@ -54,6 +54,31 @@ def test_another_model_is_refused_with_the_keys_to_set(finished, workspace, tmp_
     assert not is_run(tmp_path / "run")
 
 
+@pytest.mark.slow
+@pytest.mark.mesh
+@pytest.mark.parametrize("kind", ["mistral", "smollm3", "olmo2, grouped queries"])
+def test_imported_model_trains_exports_and_starts_on_another_mesh(workspace, tmp_path, kind):
+    made = hf_models.model(kind)
+    theirs = hf_models.write_random_hf_model(tmp_path / "theirs", made)
+    hf.import_model(tmp_path / "theirs", tmp_path / "ours")
+
+    def config(start_from, **changes):
+        model = {f"model__{key}": value for key, value in (hf_models.SIZES | hf_models.KINDS[kind]).items()}
+        return tiny.config(workspace, training__start_from=str(start_from), **model | changes)
+
+    short = {"training__total_tokens": 2048, "preview__windows": ()}
+    run = train(config(tmp_path / "ours", mesh__data=2, mesh__tensor=2, mesh__fsdp=2, **short), tmp_path / "run")
+    assert run.snapshots[-1].loss < run.snapshots[0].loss
+    hf.export_snapshot(run.path, tmp_path / "learnt")
+    learnt = hf_models.read_hf_tensors(tmp_path / "learnt")
+    assert {name: tensor.shape for name, tensor in learnt.items()} == hf_models.shapes(made)
+    assert all((tensor != theirs[name]).any() for name, tensor in learnt.items())  # every tensor was trained
+    hf.import_model(tmp_path / "learnt", tmp_path / "again")
+    # Another mesh reads the same weights: after steps of a rate near zero, the loss is the last one.
+    again = config(tmp_path / "again", mesh__fsdp=4, mesh__data=2, schedule__peak_rate=1e-12, **short)
+    assert train(again, tmp_path / "next").snapshots[0].loss == pytest.approx(run.snapshots[-1].loss, rel=1e-5)
+
+
 # --- Mixtures of experts ----------------------------------------------------------------------------------------------
 
 BIAS = "blocks/moe/router_bias_E"
