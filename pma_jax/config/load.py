@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _TYPES = {section: get_type_hints(section_type) for section, section_type in get_type_hints(Config).items()}
 MAX_CONFIG_BYTES = 2**20  # of a configuration file
 _SHOWN_CHARACTERS = 100
+# Sections and keys that do not affect the results of a run: they may change when it is resumed, on another machine.
+_WITHOUT_EFFECT = {"mesh": None, "runtime": None, "data": ("cache_dir",), "training": ("profile_at_tokens",)}
 _NOT_DECIMAL = re.compile(r"[^\s\d_+-]")
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -155,15 +157,12 @@ def from_json(text: str) -> Config:
 
 
 def digest(config: Config) -> str:
-    """Compute the SHA-256 (first 16 hex digits) of all keys except `mesh` and `data.cache_dir`.
-
-    These two do not affect the results of a run.
-    """
+    """Compute the SHA-256 (first 16 hex digits) of all keys that affect the results of a run."""
     return hashlib.sha256(json.dumps(_sections_affecting_results(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences_affecting_results(old: Config, new: Config) -> list[str]:
-    """List `section.key: old -> new` for each key that differs, except `mesh` and `data.cache_dir`."""
+    """List `section.key: old -> new` for each key that differs and affects the results of a run."""
     a, b = _sections_affecting_results(old), _sections_affecting_results(new)
     return [
         f"{section}.{key}: {a[section][key]} -> {b[section][key]}"
@@ -175,9 +174,11 @@ def differences_affecting_results(old: Config, new: Config) -> list[str]:
 
 def _sections_affecting_results(config: Config) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = dataclasses.asdict(config)
-    # The mesh and the cache directory may change when a run moves to another machine.
-    del sections["mesh"]
-    del sections["data"]["cache_dir"]
+    for section, keys in _WITHOUT_EFFECT.items():
+        if keys is None:
+            del sections[section]
+        else:
+            sections[section] = {key: value for key, value in sections[section].items() if key not in keys}
     return sections
 
 

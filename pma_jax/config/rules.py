@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pma_jax.config.bounds import NON_EMPTY, Range
+from pma_jax.config.choices import SNAPSHOT_KINDS
 from pma_jax.config.errors import UserError, shorten
-from pma_jax.config.schema import SNAPSHOT_KINDS, Config
+from pma_jax.config.schema import Config
 
 MAX_STEPS = 2**31 - 1  # steps are counted in an int32
 MAX_BATCH_TOKENS = 2**30  # 4 GiB of token ids

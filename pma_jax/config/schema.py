@@ -6,56 +6,23 @@ self-contained.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pma_jax.config.bounds import MAX_INTEGER, NON_EMPTY, Range
-
-# Annotated types of keys; `config.rules` checks their ranges. The upper ends lie far beyond any real run: they turn a
-# mistyped exponent into a message instead of an allocation that the machine cannot make.
-MAX_TOKENS = 10**16
-MAX_FLOAT32 = 3e38  # larger numbers are infinite in float32
-TokenCount = Annotated[int, Range(0, MAX_TOKENS)]
-PositiveTokens = Annotated[int, Range(1, MAX_TOKENS)]
-Width = Annotated[int, Range(1, 2**24)]  # of a layer, a table or a head
-Number = Annotated[int, Range(1, 10**6)]  # of layers, heads, snapshots, states
-NumberOrNone = Annotated[int, Range(0, 10**6)]
-Sequences = Annotated[int, Range(1, 2**30)]
-PositiveFloat = Annotated[float, Range(0, MAX_FLOAT32, excludes_low=True)]
-NonNegativeFloat = Annotated[float, Range(0, MAX_FLOAT32)]
-DecayRate = Annotated[float, Range(0, 1, excludes_high=True)]
-AxisSize = Annotated[int, Range(-1, 2**20)]
-Text = Annotated[str, NON_EMPTY]
-
-# Decay shapes: rate(t) = final + shape(t) * (peak - final), where t in [0, 1] is the elapsed fraction of the decay. All
-# shapes end at 0. All start at 1, except `exponential`, which starts at 0.9.
-DECAY_SHAPES: dict[str, Callable[[float], float]] = {
-    "linear": lambda t: 1 - t,
-    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,  # annealing of PMA, arXiv 2505.12082, Section 3
-    "minus_sqrt": lambda t: 1 - math.sqrt(t),  # arXiv 2405.18392, Section 3
-    "exponential": lambda t: 1 - 0.1 ** (1 - t),  # WSM, arXiv 2507.17634, Figure 2; for merge recipes only
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class SnapshotKind:
-    """One kind of snapshot: its names on disk, in the metrics and in reports."""
-
-    name: str  # name in configurations and metadata
-    folder: str  # subdirectory of a run directory
-    record_kind: str  # value of `kind` in the records of its loss in metrics.jsonl
-    label_prefix: str  # prefix of a merge's label in sweeps and reports, such as block/ in block/sma:10
-    title: str  # title in figures
-
-
-SNAPSHOT_KINDS = {
-    kind.name: kind
-    for kind in (
-        SnapshotKind("point", "snapshots", "evaluation", "", "points"),
-        SnapshotKind("block_mean", "block_means", "block_mean", "block/", "block means"),
-    )
-}
+from pma_jax.config.bounds import (
+    MAX_INTEGER,
+    AxisSize,
+    DecayRate,
+    NonNegativeFloat,
+    Number,
+    NumberOrNone,
+    PositiveFloat,
+    PositiveTokens,
+    Range,
+    Sequences,
+    Text,
+    TokenCount,
+    Width,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +161,9 @@ class TrainingConfig:
     log_interval_tokens: PositiveTokens = 100_000  # tokens between training records in metrics.jsonl
     seed: Annotated[int, Range(-MAX_INTEGER - 1)] = 0  # seed of the initial parameters and of the order of the data
     start_from: str = ""  # path of a snapshot, such as an imported model, with the initial weights; empty: random ones
+    # Token counts at which three steps are profiled. The trace of JAX's profiler is stored in RUN/tensorboard, whose
+    # Profile page shows it. Process 0 records its devices.
+    profile_at_tokens: tuple[PositiveTokens, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,6 +273,16 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RuntimeConfig:
+    """What stays on a disk or in a bucket for the next process. Its keys do not affect the results of a run."""
+
+    # Directory of compiled programs, local or in a bucket, which all processes of a run and its restarts share: a
+    # program that is there is loaded, not compiled. Empty: the one that JAX_COMPILATION_CACHE_DIR names, if any.
+    # Whoever can write to it can run code in the processes that read it.
+    compile_cache_dir: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The complete, validated configuration of a run."""
 
@@ -316,6 +296,7 @@ class Config:
     preview: PreviewConfig = PreviewConfig()
     spikes: SpikesConfig = SpikesConfig()
     mesh: MeshConfig = MeshConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
 
     @property
     def batch_tokens(self) -> int:

@@ -21,10 +21,12 @@ from pma_jax.runs.states import Progress
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import check_mesh, local_rows, make_mesh, put_batch
 from pma_jax.runtime.signals import Stopped, StopRequest
+from pma_jax.storage.compile_cache import compile_cache
 from pma_jax.storage.paths import absolute_path, check_supported
 from pma_jax.training import initial_state, resume, rollback
 from pma_jax.training.metrics import MetricsLog
 from pma_jax.training.periodic_actions import PeriodicActions
+from pma_jax.training.profiling import StepProfiler
 from pma_jax.training.resume import open_or_create
 from pma_jax.training.schedule import learning_rate_with_rewarmup
 from pma_jax.training.state import TrainState, abstract_state, update_block_mean
@@ -48,12 +50,13 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         Stopped: SIGTERM or SIGINT was received after the first step had started, and a state was saved.
     """
     check_supported(workdir)  # now, because preparing the data may take hours
-    tokens, metadata = resume.prepare_inputs(config, is_new=not is_run(workdir))
-    mesh = make_mesh(config.mesh)
-    check_mesh(config, mesh)
-    if config.training.start_from and not is_run(workdir):
-        initial_state.find_compatible_snapshot(config, config.training.start_from, "training.start_from")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(compile_cache(config.runtime.compile_cache_dir))
+        tokens, metadata = resume.prepare_inputs(config, is_new=not is_run(workdir))
+        mesh = make_mesh(config.mesh)
+        check_mesh(config, mesh)
+        if config.training.start_from and not is_run(workdir):
+            initial_state.find_compatible_snapshot(config, config.training.start_from, "training.start_from")
         request = stack.enter_context(hosts.record_stop_signals())
         lock_message = hosts.broadcast_from_first(lambda: stack.enter_context(lock.hold(absolute_path(workdir))) or "")
         run = hosts.run_on_first_then_rest(lambda: open_or_create(config, workdir, metadata))
@@ -71,6 +74,7 @@ class _Session(NamedTuple):
     train_step: Callable[[TrainState, jax.Array, float], tuple[TrainState, Metrics]]
     records: StepRecords
     periodic: PeriodicActions
+    profiler: StepProfiler
 
 
 def _train_to_horizon_or_spike(
@@ -90,9 +94,11 @@ def _train_to_horizon_or_spike(
         while not config.is_run_complete(progress.tokens):
             progress = progress.after_step(config)
             rate = session.learning_rate(progress.tokens)
+            session.profiler.before_step(progress, state)
             state, metrics = session.train_step(state, put_batch(mesh, next(session.batches)), rate)
             request.start()  # only now, when the step is compiled and there is something to save
             state = update_block_mean(config, state, progress.tokens)
+            session.profiler.after_step(progress, state)
             spike = session.records.add(progress, rate, metrics, state.params)
             stopping = not config.is_run_complete(progress.tokens) and hosts.is_stop_requested(request, progress.step)
             if stopping or config.is_snapshot_due(progress.tokens) or config.is_state_due(progress.tokens):
@@ -126,6 +132,8 @@ def _start_session(
     for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, rollbacks)]:
         log.print(message)
     periodic.load_preview_window(progress.tokens, abstract.params)
+    profiler = StepProfiler(run, progress.tokens, log.print)
+    stack.callback(profiler.close)
     rows = local_rows(mesh, config.training.batch_size_sequences)
     session = _Session(
         batches.train_batches(tokens, config.training, consumed_sequences=progress.position, rows=rows),
@@ -133,6 +141,7 @@ def _start_session(
         make_train_step(config, graph),
         StepRecords(config, log, progress.tokens),
         periodic,
+        profiler,
     )
     return state, progress, session
 

@@ -76,7 +76,7 @@ def run_metadata(tokens: TokenSet, config: Config) -> dict[str, Any]:
 
 
 def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, Any]) -> Run:
-    """Open the run in `workdir`, or create it.
+    """Open the run in `workdir`, or create it. Keys that do not affect results, such as `mesh`, are those of `config`.
 
     Raises:
         UserError: `workdir` contains a run with another configuration (the message names the keys that differ) or
@@ -96,7 +96,7 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
             f"the corpus has changed since {workdir} was started ({run.metadata['corpus']} -> {metadata['corpus']}): "
             "restore the old text to resume, or choose another --workdir"
         )
-    return run
+    return dataclasses.replace(run, config=config)
 
 
 def clean_up(run: Run, warn: Warn) -> None:
