@@ -4,13 +4,17 @@
 """
 
 import ast
+import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+import pma_jax
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pma_jax"
@@ -167,3 +171,12 @@ def test_imported_packages_are_declared_and_declared_packages_are_imported():
     assert imported <= required | optional
     # jax imports jaxlib; it is declared to exclude versions with defects.
     assert required - {"jaxlib"} <= imported
+
+
+def test_one_version_is_named_everywhere_and_a_tag_of_another_is_refused():
+    citation = re.search(r"^version: (.+)", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert citation and citation[1] == importlib.metadata.version("pma-jax") == pma_jax.__version__
+    command = [sys.executable, ROOT / ".ci" / "check_version.py", "v99.0.0"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.startswith("error: 99.0.0 in the tag, ")
+    assert f"{pma_jax.__version__} in CITATION.cff" in result.stderr and result.stderr.count("\n") == 1
