@@ -23,4 +23,5 @@ from pma_jax.config.schema import PreviewConfig as PreviewConfig
 from pma_jax.config.schema import RuntimeConfig as RuntimeConfig
 from pma_jax.config.schema import ScheduleConfig as ScheduleConfig
 from pma_jax.config.schema import SpikesConfig as SpikesConfig
+from pma_jax.config.schema import TrackingConfig as TrackingConfig
 from pma_jax.config.schema import TrainingConfig as TrainingConfig

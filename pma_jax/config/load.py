@@ -29,7 +29,11 @@ _TYPES = {section: get_type_hints(section_type) for section, section_type in get
 MAX_CONFIG_BYTES = 2**20  # of a configuration file
 _SHOWN_CHARACTERS = 100
 # Sections and keys that do not affect the results of a run: they may change when it is resumed, on another machine.
-_WITHOUT_EFFECT = {"mesh": None, "runtime": None, "data": ("cache_dir",), "training": ("profile_at_tokens",)}
+_WITHOUT_EFFECT: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(("mesh", "runtime", "tracking")),
+    "data": ("cache_dir",),
+    "training": ("profile_at_tokens",),
+}
 _NOT_DECIMAL = re.compile(r"[^\s\d_+-]")
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 

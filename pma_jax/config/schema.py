@@ -283,6 +283,16 @@ class RuntimeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrackingConfig:
+    """An experiment tracker that gets the metrics of a run, as TensorBoard does. It does not affect the results."""
+
+    # Library to log to, from process 0; it needs the extra of its name. Its own environment variables apply, such as
+    # WANDB_MODE=offline and TRACKIO_DIR.
+    name: Literal["none", "wandb", "trackio"] = "none"
+    project: Text = "pma_jax"  # project of the tracker to which the run belongs
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """The complete, validated configuration of a run."""
 
@@ -297,6 +307,7 @@ class Config:
     spikes: SpikesConfig = SpikesConfig()
     mesh: MeshConfig = MeshConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @property
     def batch_tokens(self) -> int:

@@ -7,6 +7,7 @@
     RUN/states/<step>/         parameters, optimizer, block mean and data position: what resuming and forking need
     RUN/metrics.jsonl          one record per line, written by the training process
     RUN/watch.jsonl            records written by `pma watch` and `pma evaluate --tasks`, while a process may train
+    RUN/tracking.json          the name of the run in the trackers of `tracking.name`
     RUN/lock                   held by the training process (runs/lock.py)
     RUN/damaged/               corrupt steps that resuming set aside (training/resume.py)
 

@@ -32,6 +32,7 @@ from pma_jax.training.schedule import learning_rate_with_rewarmup
 from pma_jax.training.state import TrainState, abstract_state, update_block_mean
 from pma_jax.training.step import Metrics, make_train_step
 from pma_jax.training.step_records import StepRecords
+from pma_jax.training.tracking import check_installed
 
 
 def train(config: Config, workdir: epath.PathLike) -> Run:
@@ -50,6 +51,7 @@ def train(config: Config, workdir: epath.PathLike) -> Run:
         Stopped: SIGTERM or SIGINT was received after the first step had started, and a state was saved.
     """
     check_supported(workdir)  # now, because preparing the data may take hours
+    check_installed(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(compile_cache(config.runtime.compile_cache_dir))
         tokens, metadata = resume.prepare_inputs(config, is_new=not is_run(workdir))

@@ -1,8 +1,10 @@
-"""The log of a run: metrics.jsonl, TensorBoard, and the terminal."""
+"""The log of a run: metrics.jsonl, TensorBoard, an experiment tracker, and the terminal."""
 
+import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import rich.console
@@ -15,6 +17,7 @@ from pma_jax.runs.directory import Run, read_metric_records, record_lines
 from pma_jax.runs.steps import report_write_errors
 from pma_jax.storage import atomic
 from pma_jax.storage.lines import LineFile
+from pma_jax.training import tracking
 
 _Event: Any = vars(event_pb2)["Event"]  # created by protobuf at import: type checkers do not see it
 _START = 1  # SessionLog.START: TensorBoard discards events of earlier processes at this event's step and later
@@ -33,7 +36,7 @@ _LINE_FORMATS = {
 
 
 class MetricsLog:
-    """Log that appends records to RUN/metrics.jsonl and TensorBoard, and prints them.
+    """Log that appends records to RUN/metrics.jsonl, TensorBoard and a tracker, and prints them.
 
     On a terminal it shows a progress bar with the latest record, else one line per record.
 
@@ -50,7 +53,8 @@ class MetricsLog:
         if not is_writer:
             return
         path = run.path / "metrics.jsonl"
-        kept = [r for r in read_metric_records(path) if r["tokens"] <= tokens]
+        records = read_metric_records(path)
+        kept = [r for r in records if r["tokens"] <= tokens]
         atomic.write_text(path, record_lines(kept))
         self._path, self._file, self._text = path, LineFile(path), run.metadata.get("evaluation")
         folder = run.path / "tensorboard"
@@ -58,6 +62,7 @@ class MetricsLog:
         # tensorboardX's public writers use a thread: on a full disk it dies, and training waits for it forever.
         self._board = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
         self._board.write_event(_Event(step=tokens + 1, session_log={"status": _START}))
+        self._start_tracker(run, records, tokens)
         self._console = rich.console.Console(stderr=True)
         columns = (bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
         description = bars.TextColumn("{task.description}")
@@ -74,6 +79,7 @@ class MetricsLog:
             for tag, value in _scalars(record, self._text):
                 scalar = summary.scalar(tag, value)
                 self._board.write_event(_Event(wall_time=time.time(), step=record["tokens"], summary=scalar))
+        self._track(record)
         line = _format_record(record)
         self._bar.update(self._bar.task_ids[0], completed=record["tokens"], description=line)
         if not self._console.is_terminal:
@@ -104,6 +110,26 @@ class MetricsLog:
             with report_write_errors(self._path):
                 self._file.close()
                 self._board.close()
+            if self._tracker:
+                self._tracker.finish()
+
+    def _start_tracker(self, run: Run, records: Sequence[Record], tokens: int) -> None:
+        """Start the tracker. What it has, it does not get again; a new one gets the records of a run that it lacks."""
+        was_tracked = tracking.is_tracked(run)
+        self._tracker = None if run.config.tracking.name == "none" else tracking.Tracker(run)
+        self._tracked = {_without_clock(record) for record in records if was_tracked and record["tokens"] > tokens}
+        for record in records:
+            if not was_tracked and record["tokens"] <= tokens:
+                self._track(record)
+
+    def _track(self, record: Record) -> None:
+        if self._tracker and _without_clock(record) not in self._tracked:
+            self._tracker.log(dict(_scalars(record, self._text)), record["tokens"])
+
+
+def _without_clock(record: Record) -> str:
+    """Format what a resumed run writes again when it repeats a step."""
+    return json.dumps({k: v for k, v in record.items() if k not in ("seconds", "tokens_per_second")}, sort_keys=True)
 
 
 def _scalars(record: Record, text: str | None) -> list[tuple[str, float]]:

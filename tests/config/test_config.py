@@ -248,7 +248,7 @@ def test_every_key_except_locations_is_part_of_the_digest():
                 base, **{section.name: dataclasses.replace(getattr(base, section.name), **{key.name: new})}
             )
             name = f"{section.name}.{key.name}"
-            lives_there = section.name in ("mesh", "runtime") or name in (
+            lives_there = section.name in ("mesh", "runtime", "tracking") or name in (
                 "data.cache_dir",
                 "training.profile_at_tokens",
             )
