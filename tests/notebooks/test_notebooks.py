@@ -1,14 +1,19 @@
-"""Execute the notebooks on a tiny run and its annealed fork, in a kernel of this Python; stored without outputs."""
+"""Execute the notebooks, stored without outputs, on a tiny run and its annealed fork, in a kernel of this Python."""
 
+import http.server
+import importlib.util
 import json
 import shutil
 import sys
+import threading
+import types
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
 import tiny
+from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
@@ -46,15 +51,73 @@ class Client(nbclient.NotebookClient):
         return self.km
 
 
-def test_there_are_five_notebooks():
+def test_there_are_six_notebooks():
     names = [path.stem for path in NOTEBOOKS]
     assert names == [
+        "compare_a_grid",
         "explore_a_run",
         "forecasts_and_scaling",
         "landscape_and_curvature",
         "quickstart",
         "sweep_windows_and_recipes",
     ]
+
+
+def install_cell() -> str:
+    """Return the cell that installs the package, without what trains the demo on Colab."""
+    cells = json.loads((FOLDER / "compare_a_grid.ipynb").read_text())["cells"]
+    return "".join(cells[1]["source"])
+
+
+def run_install_cell(monkeypatch) -> list[str]:
+    """Run the cell as in an environment without the package; return what it gives to pip."""
+    installed = []
+    shell = types.SimpleNamespace(run_line_magic=lambda name, line: installed.append((name, line)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    # IPython expands {package} in a line magic before it calls it.
+    names = {"get_ipython": lambda: shell}
+    exec(TransformerManager().transform_cell(install_cell()), names)
+    [(name, line)] = installed
+    assert name == "pip"
+    return line.format_map(names)
+
+
+def test_notebook_in_a_clone_installs_the_clone(monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    assert run_install_cell(monkeypatch) == 'install --quiet "..[frames]"'
+
+
+@pytest.mark.parametrize(
+    ("opened", "package"),
+    [
+        (
+            "fileId=https%3A//github.com/some/fork/blob/main/notebooks/quickstart.ipynb",
+            "git+https://github.com/some/fork@main",
+        ),
+        ("fileId=1aBcD", None),
+    ],
+)
+def test_notebook_on_colab_installs_the_repository_that_it_was_opened_from(monkeypatch, tmp_path, opened, package):
+    # As Colab's server answers; its address is in the environment of the kernel.
+    class Sessions(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            assert self.path == "/api/sessions"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps([{"path": opened}]).encode())
+
+        def log_message(self, *_):
+            """Log nothing."""
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Sessions)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("google.colab"))
+    monkeypatch.setenv("COLAB_JUPYTER_IP", "127.0.0.1")
+    monkeypatch.setenv("KMP_TARGET_PORT", str(server.server_address[1]))
+    name = "pma-jax[frames]"
+    assert run_install_cell(monkeypatch) == f'install --quiet "{f"{name} @ {package}" if package else name}"'
+    server.shutdown()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -65,7 +128,7 @@ def test_notebook_is_stored_without_outputs_and_installs_the_package_on_colab(pa
         assert not cell["metadata"]
         if cell["cell_type"] == "code":
             assert not cell["outputs"] and cell["execution_count"] is None
-    assert "%pip install --quiet pma-jax" in "".join(cells[1]["source"])
+    assert "".join(cells[1]["source"]).startswith(install_cell())
     nbformat.validate(nbformat.read(path, as_version=4))
 
 
@@ -75,6 +138,7 @@ def test_notebook_runs_from_top_to_bottom(path, runs, tmp_path, monkeypatch):
     shutil.copytree(runs / "run", tmp_path / "run")  # A sweep adds its rows to it.
     monkeypatch.setenv("PMA_RUN", str(tmp_path / "run"))
     monkeypatch.setenv("PMA_ANNEALED", str(runs / "annealed"))
+    monkeypatch.setenv("PMA_GRID", str(runs))
     monkeypatch.setenv("PMA_TEXT_TOKENS", "128")
     monkeypatch.setenv("PMA_POINTS", "5")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
