@@ -6,6 +6,7 @@ from typing import Any
 
 from etils import epath
 
+from pma_jax.cli.tasks import left_out_of_bits
 from pma_jax.evaluation import sweep as losses
 from pma_jax.evaluation import task_sweep
 from pma_jax.evaluation.task_scores import RAW_LABEL, main_metric
@@ -49,8 +50,10 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     if "raw" not in result:
         text = format_text(result["held_out"])
         lines.append(f"losses are on {text}, for choosing a merge: `pma report` judges it on other documents")
-    elif cut := sum(row["truncated"] for row in result["rows"]):
-        lines.append(f"{cut:,} sequences were cut from the left, because the model reads fewer tokens")
+    else:
+        if cut := sum(row["truncated"] for row in result["rows"]):
+            lines.append(f"{cut:,} sequences were cut from the left, because the model reads fewer tokens")
+        lines += left_out_of_bits(result["rows"][0]["tasks"])
     return lines
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pma_jax.evaluation.task_scores import GOLD_BITS, TaskScore
 from pma_jax.evaluation.task_targets import score_targets
 from pma_jax.runtime.formatting import format_estimate
 
@@ -30,7 +31,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
         for score in row["tasks"]:
             for metric, estimate in score["metrics"].items():
                 value = format_estimate(estimate["value"], estimate["standard_error"])
-                cells.append([row["target"], tokens, score["task"], f"{score['documents']:,}", metric, value])
+                documents = f"{estimate['documents']:,}"
+                cells.append([row["target"], tokens, score["task"], documents, metric, value])
     return cells
 
 
@@ -42,9 +44,24 @@ def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return notes on the scores: sequences that were too long for the model."""
-    return [
+    """Return notes on the scores: sequences that were too long for the model, and questions without bits per byte."""
+    lines = [
         f"{row['target']}: {row['truncated']:,} sequences were cut from the left, because the model reads fewer tokens"
         for row in rows
         if row["truncated"]
+    ]
+    return lines + left_out_of_bits(rows[0]["tasks"])
+
+
+def left_out_of_bits(scores: Sequence[TaskScore]) -> list[str]:
+    """Return a note per task of which some documents have no gold answer to score; they are those of every model."""
+    counts = {
+        score["task"]: score["documents"] - score["metrics"][GOLD_BITS]["documents"]
+        for score in scores
+        if GOLD_BITS in score["metrics"]
+    }
+    return [
+        f"{task}: {GOLD_BITS} leaves out {count:,} documents, whose right answer is empty, unknown or no choice"
+        for task, count in counts.items()
+        if count
     ]

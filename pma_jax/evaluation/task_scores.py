@@ -31,6 +31,7 @@ class Estimate(TypedDict):
 
     value: float
     standard_error: float | None
+    documents: int  # that it is computed from
     is_higher_better: bool
 
 
@@ -38,7 +39,7 @@ class TaskScore(TypedDict):
     """The scores of a model on one task or group of tasks."""
 
     task: str
-    documents: int
+    documents: int  # that the model was asked about
     questions: str  # digest of the documents, prompts and right answers: scores with equal digests are comparable
     metrics: dict[str, Estimate]
 
@@ -95,18 +96,24 @@ def score(harness: Any, tasks: Mapping[str, Any], limit: int | None) -> list[Tas
     seed_examples(tasks)
     with quiet():
         results = evaluator.evaluate(harness, dict(tasks), limit=limit, bootstrap_iters=_BOOTSTRAP_SAMPLES)
-    bits = measure_gold_bits(results["samples"], tasks["tasks"])
+    members = {name: list(dict.fromkeys(_members(name, results))) for name in results["results"]}
+    groups = {name: tasks_of for name, tasks_of in members.items() if name not in results["samples"]}
+    bits = measure_gold_bits(results["samples"], tasks["tasks"], groups)
     scores = []
     for name, values in results["results"].items():
-        metrics = _metrics(values, results["higher_is_better"].get(name, {}))
+        samples = [sample for member in members[name] for sample in results["samples"][member]]
+        documents = sum(int(results["results"][member]["sample_len"]) for member in members[name])
+        metrics = _metrics(values, results["higher_is_better"].get(name, {}), documents)
         gold = bits.get(name)
         if gold is not None and gold.bits_per_byte is not None:
             metrics[GOLD_BITS] = Estimate(
-                value=gold.bits_per_byte, standard_error=gold.standard_error, is_higher_better=False
+                value=gold.bits_per_byte,
+                standard_error=gold.standard_error,
+                documents=gold.documents,
+                is_higher_better=False,
             )
-        samples = [sample for member in _members(name, results) for sample in results["samples"][member]]
-        documents = int(values.get("sample_len", len(samples)))
-        scores.append(TaskScore(task=name, documents=documents, questions=_digest(samples), metrics=metrics))
+        if metrics:  # a group may aggregate nothing
+            scores.append(TaskScore(task=name, documents=documents, questions=_digest(samples), metrics=metrics))
     return scores
 
 
@@ -133,7 +140,7 @@ def task_records(place: Mapping[str, Any], scores: TaskScores, settings: Mapping
     """
     return [
         {"kind": "task", **place, "task": score["task"], "metric": metric}
-        | {**estimate, "documents": score["documents"], "questions": score["questions"], **settings}
+        | {**estimate, "questions": score["questions"], **settings}
         for score in scores["tasks"]
         for metric, estimate in score["metrics"].items()
     ]
@@ -144,7 +151,7 @@ def main_metric(score: TaskScore) -> str:
     return GOLD_BITS if GOLD_BITS in score["metrics"] else next(iter(score["metrics"]))
 
 
-def _metrics(values: Mapping[str, Any], higher_is_better: Mapping[str, Any]) -> dict[str, Estimate]:
+def _metrics(values: Mapping[str, Any], higher_is_better: Mapping[str, Any], documents: int) -> dict[str, Estimate]:
     """Return the metrics of a task by name: `acc`, or `exact_match/strict-match` if its answers are filtered."""
     metrics: dict[str, Estimate] = {}
     for key, value in values.items():
@@ -156,6 +163,7 @@ def _metrics(values: Mapping[str, Any], higher_is_better: Mapping[str, Any]) -> 
         metrics[full_name] = Estimate(
             value=float(value),
             standard_error=_finite(error),
+            documents=documents,
             is_higher_better=higher_is_better.get(name) is not False,
         )
     return metrics

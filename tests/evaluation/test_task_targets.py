@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import textwrap
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,6 +20,7 @@ import tiny
 import pma_jax as pma
 from pma_jax.cli import main
 from pma_jax.config.errors import UserError
+from pma_jax.evaluation.task_scores import GOLD_BITS
 from pma_jax.evaluation.task_sweep import sweep_tasks
 from pma_jax.evaluation.task_targets import score_targets
 from pma_jax.runs.directory import open_run
@@ -83,6 +85,40 @@ def test_the_limit_and_the_accuracy_are_those_of_the_documents(run, tasks):
     ]
     assert parts[0] in (0, 1)
     assert 0 <= 6 * whole - 5 * parts[1] <= 1 + 1e-9
+
+
+def test_groups_have_bits_per_byte_and_documents_without_a_right_answer_are_told(run, tasks, tmp_path, capsys):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    task = """
+        dataset_path: json
+        dataset_kwargs: {{data_files: {{test: {name}.jsonl}}}}
+        test_split: test
+        output_type: multiple_choice
+        doc_to_text: "is"
+        doc_to_choice: ["a", "bc"]
+        doc_to_target: gold
+        metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+        task: {name}
+    """
+    for name, golds in {"three": [0, 1, -1], "one": [1]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"gold": gold}) + "\n" for gold in golds))
+        (folder / f"{name}.yaml").write_text(textwrap.dedent(task.format(name=name)))
+    # A group without aggregated metrics has only the bits per byte.
+    (folder / "all.yaml").write_text("group: together\ntask: [three, one]\n")
+    assert main(["evaluate", str(run.path), "--tasks", str(folder)]) == 0
+    captured = capsys.readouterr()
+    rows = {tuple(line.split()[2:5]): line.split()[5:] for line in captured.out.splitlines()[1:]}
+    assert rows.keys() == {
+        *(("three", "3", "acc"), ("one", "1", "acc"), ("three", "2", GOLD_BITS), ("one", "1", GOLD_BITS)),
+        ("together", "3", GOLD_BITS),
+    }
+    value = {task: float(cells[0]) for (task, _, metric), cells in rows.items() if metric == GOLD_BITS}
+    assert value["together"] == pytest.approx((2 * value["three"] + value["one"]) / 3, abs=1e-4)
+    notes = [line for line in captured.err.splitlines() if "leaves out" in line]
+    assert [line.partition(", whose")[0] for line in notes] == [
+        f"note: {task}: {GOLD_BITS} leaves out 1 documents" for task in ("three", "together")
+    ]
 
 
 def test_merges_are_recorded_by_their_interval_and_only_in_their_own_run(run, tasks, tmp_path):

@@ -27,24 +27,31 @@ class GoldBits:
 
 
 def measure_gold_bits(
-    samples: Mapping[str, Sequence[Mapping[str, Any]]], tasks: Mapping[str, Any]
+    samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    tasks: Mapping[str, Any],
+    groups: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, GoldBits]:
-    """Compute the bits per byte of the gold answers of each task.
+    """Compute the bits per byte of the gold answers of each task, and of groups over all documents of their tasks.
 
     If several answers are right, the one with the fewest bits per byte counts, as any of them counts for accuracy.
 
     Args:
         samples: `samples` of the results of `lm_eval.evaluator.evaluate(..., log_samples=True)`, by task.
         tasks: The tasks by name (`load_tasks(...)["tasks"]`).
+        groups: The tasks of each group by name.
 
     Returns:
-        By task, for tasks of the types `multiple_choice` and `loglikelihood`.
+        By name, for tasks of the types `multiple_choice` and `loglikelihood` and groups that have only such tasks.
     """
-    return {
-        name: _average([_gold_bits(sample, tasks[name]) for sample in _one_filter(documents)])
+    bits = {
+        name: [_gold_bits(sample, tasks[name]) for sample in _one_filter(documents)]
         for name, documents in samples.items()
         if tasks[name].OUTPUT_TYPE in ("multiple_choice", "loglikelihood")
     }
+    for group, members in (groups or {}).items():
+        if members and all(member in bits for member in members):
+            bits[group] = [value for member in members for value in bits[member]]
+    return {name: _average(values) for name, values in bits.items()}
 
 
 def _one_filter(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

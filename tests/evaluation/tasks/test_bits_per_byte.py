@@ -42,6 +42,19 @@ def test_mean_and_standard_error_over_documents():
     assert (measured.documents, measured.left_out) == (3, 0)
 
 
+def test_a_group_is_averaged_over_the_documents_of_all_its_tasks():
+    nats = {"few": [1.0], "many": [2.0, 4.0, 6.0], "text": [1.0]}
+    samples = {name: [_sample([("Q", "ab")], [value], "ab") for value in values] for name, values in nats.items()}
+    tasks = {name: _task("generate_until" if name == "text" else "loglikelihood") for name in nats}
+    groups = {"both": ["few", "many"], "mixed": ["few", "text"], "empty": []}
+    measured = measure_gold_bits(samples, tasks, groups)
+    assert measured.keys() == {"few", "many", "both"}
+    bits = np.array([1.0, 2.0, 4.0, 6.0]) / math.log(2) / 2
+    assert measured["both"].bits_per_byte == pytest.approx(bits.mean(), rel=1e-14)
+    assert measured["both"].standard_error == pytest.approx(bits.std(ddof=1) / 2, rel=1e-14)
+    assert measured["both"].documents == 4
+
+
 def test_a_fair_coin_for_each_byte_is_one_bit_per_byte_in_any_script():
     for text in (" word", "été", "漢字", "\n"):
         nats = len(text.encode()) * math.log(2)
