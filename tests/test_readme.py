@@ -249,6 +249,20 @@ def test_grids_page_commands_run(tmp_path, monkeypatch, capfd):
     assert {path.name for path in Path("scored").iterdir() if path.suffix} >= {"sweep.json", "sweep.png", "ends.png"}
 
 
+@pytest.mark.slow
+def test_grids_of_runs_page_commands_run(tmp_path, monkeypatch, capfd):
+    small = write_small_demo(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # of the runs
+    for arguments in commands("pma", ROOT / "docs" / "grids_of_runs.md"):
+        short = "--config.training.total_tokens=204800"
+        assert main([*(small if word == "demo" else word for word in arguments), short]) == 0, capfd.readouterr().err
+    assert sorted(path.name for path in Path("runs/grid").iterdir()) == [
+        f"schedule.peak_rate={rate},training.seed={seed}" for rate in (0.001, 0.002) for seed in (0, 1)
+    ]
+    assert len(re.findall("^schedule.* finished ", capfd.readouterr().out, re.M)) == 8
+
+
 def write_models(finished, folder: Path) -> None:
     """Write the inputs of docs/huggingface.md: three models with their tokenizer, a run, and texts."""
     for name, kind in (("llama", "llama"), ("other", "llama"), ("mixture", "mixture")):
@@ -307,6 +321,7 @@ def test_safety_page_commands_run(finished, tmp_path, monkeypatch, capfd):
         ("huggingface", "export"),
         ("planning", "plan"),
         ("grids", "sweep"),
+        ("grids_of_runs", "grid"),
         ("hosts", "train"),
     ],
 )

@@ -21,6 +21,7 @@ CONFIG_PREFIX = "--config."
 STOPPED_MESSAGES = {
     "train": "the same command resumes from the last saved state",
     "fork": "the same command resumes from the last saved state",
+    "grid": "the states of the runs are saved; the same command continues",
     "merge": "nothing was published; the same command resumes the merge",
     "sweep": "what sweep.json has stays; the same command continues",
     "watch": "the same command continues after the last preview",

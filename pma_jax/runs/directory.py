@@ -9,6 +9,7 @@
     RUN/watch.jsonl            records written by `pma watch` and `pma evaluate --tasks`, while a process may train
     RUN/tracking.json          the name of the run in the trackers of `tracking.name`
     RUN/lock                   held by the training process (runs/lock.py)
+    RUN/job.*                  what `pma grid` did to the run (launch/job.py)
     RUN/damaged/               corrupt steps that resuming set aside (training/resume.py)
 
 Snapshots and states are written asynchronously and published atomically: a step without its commit marker does not

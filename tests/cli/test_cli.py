@@ -19,7 +19,20 @@ from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import loop
 
-VERBS = ["train", "fork", "merge", "sweep", "watch", "evaluate", "inspect", "plan", "import", "export", "report"]
+VERBS = [
+    "train",
+    "fork",
+    "grid",
+    "merge",
+    "sweep",
+    "watch",
+    "evaluate",
+    "inspect",
+    "plan",
+    "import",
+    "export",
+    "report",
+]
 
 
 @pytest.fixture

@@ -1,0 +1,73 @@
+"""The verb `grid` and its options. Does not import JAX."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+
+from pma_jax.cli import values
+from pma_jax.config.errors import UserError
+
+ENGINES = ("local",)
+
+
+def grid(options: argparse.Namespace) -> None:
+    r"""Train many runs from one configuration, each in a directory named by its overrides; continue what is not done.
+
+    Example:
+        pma grid --config demo --root runs/grid --vary schedule.peak_rate=1e-3,2e-3 --vary training.seed=0,1 \
+            --parallel 2 --then 'sweep --windows 3,6,10'
+    """
+    from pma_jax.cli import run_grid
+    from pma_jax.launch import progress
+
+    runs, jobs = run_grid.plan(options)
+    if options.dry_run:
+        description = run_grid.describe(runs, jobs)
+        print(json.dumps(description, indent=2) if options.json else run_grid.format_description(description))
+        return
+    failed = {} if options.status else run_grid.start(options, jobs)
+    rows = run_grid.rows(runs, jobs)
+    if options.json:
+        print(json.dumps(list(map(progress.as_json, rows)), indent=2))
+    else:
+        print(progress.format_progress(rows))
+    if failed:
+        raise UserError(f"{len(failed)} of {len(jobs)} runs failed: {run_grid.describe_failures(failed)}")
+
+
+def add_options(
+    verb: argparse.ArgumentParser,
+    config_help: str,
+    append_once: type[argparse.Action],
+    parse: Callable[[Sequence[str]], argparse.Namespace],
+) -> None:
+    """Add the options of `pma grid` to its parser; `parse` parses the words after `pma`, to check --then."""
+    verb.set_defaults(parse=parse)
+    verb.add_argument("--config", required=True, help=config_help)
+    verb.add_argument("--root", required=True, metavar="DIR", help="the directory of the runs, one below it for each")
+    for name, text in {
+        "--vary": "values of a key; with several of these, every combination; (3,6),(10) are lists",
+        "--zip": "values that go together with those of the other --zip, the first with the first",
+    }.items():
+        verb.add_argument(name, action=append_once, default=(), metavar="KEY=A,B", help=f"{text}; may be repeated")
+    verb.add_argument(
+        "--overrides-file", metavar="FILE", help="combinations, one per line: KEY=VALUE KEY=VALUE; # is a comment"
+    )
+    verb.add_argument(
+        "--then",
+        action=append_once,
+        default=(),
+        metavar="'VERB …'",
+        help="a verb to run on each run after its training, in its job, such as 'sweep --windows 3,6'; {} is the run, "
+        "which follows the verb unless a word is {}; may be repeated",
+    )
+    verb.add_argument("--engine", choices=ENGINES, default="local", help="where the runs train (default local)")
+    verb.add_argument(
+        "--parallel",
+        type=values.positive,
+        default=1,
+        metavar="N",
+        help="runs at a time; each has an equal share of the cores, and of the GPUs if there are any (default 1)",
+    )
+    verb.add_argument("--status", action="store_true", help="print how far the runs are, and start none")
+    verb.add_argument("--dry-run", action="store_true", help="print the commands that would run, and start none")
