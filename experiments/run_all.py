@@ -14,14 +14,14 @@ If a script fails, the failure is reported, the others continue, and the exit st
 """
 
 import argparse
-import concurrent.futures
-import os
-import queue
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from pma_jax.config.errors import UserError
+from pma_jax.launch.job import Job, Step
+from pma_jax.launch.local import run_jobs
+from pma_jax.runtime.signals import Stopped
 
 FOLDER = Path(__file__).parent
 # Ordered so that runs that several experiments use are trained first, and concurrent jobs rarely wait for the same run.
@@ -60,9 +60,13 @@ def main() -> int:
         return 0
     if not options.runs:
         parser.error("--runs is missing: give the directory of the runs")
-    if not 1 <= options.jobs <= len(available_cores()):
-        parser.error(f"--jobs is {options.jobs}: give 1 to {len(available_cores())}, the number of cores")
-    failed = run_scripts(chosen, options.runs, options.out, rest, options.jobs)
+    try:
+        failed = run_scripts(chosen, options.runs, options.out, rest, options.jobs)
+    except UserError as error:
+        parser.error(f"--jobs: {error}")
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.status
     if failed:
         print(
             f"error: {', '.join(failed)} failed: fix the errors above and run the same command again", file=sys.stderr
@@ -71,54 +75,24 @@ def main() -> int:
 
 
 def run_scripts(names: Sequence[str], runs: Path, out: Path | None, options: Sequence[str], jobs: int) -> list[str]:
-    """Run the scripts of experiments.
+    """Run the scripts of experiments with the local engine of `pma grid`.
 
     Args:
         names: experiments, in order.
         runs: directory of runs, shared by all experiments.
         out: directory of the results, one subdirectory per experiment; None: next to each script.
         options: passed to every script.
-        jobs: scripts that run at a time, each on its share of the cores.
+        jobs: scripts that run at a time, each on its share of the cores, and of the GPUs if there are any.
 
     Returns:
         The names of the experiments that failed.
     """
-    began = time.monotonic()
-    shares: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
-    for share in split_cores(jobs):
-        shares.put(share)
 
-    def run_one(numbered: tuple[int, str]) -> bool:
-        number, name = numbered
-        label = f"[{number} of {len(names)}] {name}"
-        print(label, file=sys.stderr, flush=True)
+    def job(name: str) -> Job:
         arguments = ["--runs", str(runs), *options, *(["--out", str(out / name)] if out else [])]
-        started = time.monotonic()
-        status = subprocess.run([sys.executable, str(FOLDER / name / "script.py"), *arguments], check=False).returncode
-        outcome = f"failed with status {status}" if status else "done"
-        minutes, total = ((time.monotonic() - t) / 60 for t in (started, began))
-        print(f"{label}: {outcome} in {minutes:.1f} minutes, {total:.1f} in total", file=sys.stderr, flush=True)
-        return status == 0
+        return Job(name, (Step(name, (sys.executable, str(FOLDER / name / "script.py"), *arguments)),))
 
-    with concurrent.futures.ThreadPoolExecutor(jobs, initializer=lambda: bind_to_cores(shares.get())) as pool:
-        succeeded = list(pool.map(run_one, enumerate(names, start=1)))
-    return [name for name, success in zip(names, succeeded, strict=True) if not success]
-
-
-def available_cores() -> list[int]:
-    """Return the cores that this process may use; all cores if the system cannot bind processes to cores."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
-def split_cores(jobs: int) -> list[set[int]]:
-    """Split the available cores into `jobs` disjoint sets."""
-    return [set(available_cores()[job::jobs]) for job in range(jobs)]
-
-
-def bind_to_cores(cores: set[int]) -> None:
-    """Bind this thread, and the processes that it starts, to `cores`, if the system supports that."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+    return list(run_jobs(list(map(job, names)), jobs, lambda line: print(line, file=sys.stderr, flush=True)))
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ class _Engine:
 
     def _end_failed_step(self, job: Job, step: Step, status: int, output: str) -> None:
         """Put the job back among those that wait if trying again may help; else record the failure."""
-        line = failure_line(output, status)
+        line = failure_line(output)
         if job.directory is not None and (holder := lock.holder_of(job.directory)):
             self._tell(job, f"is not trained here, because {holder} trains it")
             self._waiting.append(_Waiting(job, time.monotonic() + _HELD_SECONDS, held_by=holder))

@@ -48,11 +48,17 @@ def test_killed_grid_trains_what_undisturbed_runs_train_and_little_of_it_twice(t
         return [p for p in root.glob("*/states/*") if (p / steps.COMMIT_MARKER).exists()]
 
     def in_training():
-        """Return the process of a run that has saved a state since it started and is not at its end."""
+        """Return the process of a run that has just published a state and its snapshot, and is not at its end."""
         for path in states():
             run = path.parent.parent
+            is_resumable = (run / "snapshots" / path.name / steps.COMMIT_MARKER).exists()
             holder = (run / "lock").read_text()
-            if holder and not (run / "states" / str(STEPS)).exists():
+            if (
+                holder
+                and is_resumable
+                and int(path.name) < STEPS
+                and not (run / "states" / str(int(path.name) + STATE_STEPS)).exists()
+            ):
                 return json.loads(holder)["process"]
         return None
 

@@ -1,0 +1,79 @@
+"""What does the local engine of `pma grid` cost over the same commands by hand?
+
+Six runs of the demo's model train two at a time: by `pma grid --parallel 2`, and as six `pma train` commands of which
+two run at any time, without the grid's binding to cores. Bar: the grid takes at most 1.05 times as long. Rounds
+alternate, and the first is discarded, as it compiles what later ones read from JAX's compilation cache.
+
+Command:   python experiments/benchmarks/grid_engine.py SCRATCH
+
+    --tokens 409600   of each run
+    --rounds 3        in turn, after the discarded one
+"""
+
+import argparse
+import concurrent.futures
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PARALLEL, SEEDS = 2, tuple(range(6))
+
+
+def main() -> int:
+    """Measure and print both times and their ratio; return 1 if the bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scratch", type=Path)
+    parser.add_argument("--tokens", type=int, default=409_600)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    common = [f"--config.training.total_tokens={options.tokens}", "--config.mesh.cpu_devices=1"]
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(options.scratch.resolve() / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    seconds: dict[str, list[float]] = {"grid": [], "hand": []}
+    for number in range(options.rounds + 1):
+        for name, run in {"hand": by_hand, "grid": by_grid}.items():
+            folder = options.scratch / name
+            shutil.rmtree(folder, ignore_errors=True)
+            started = time.perf_counter()
+            run(folder, common, environment)
+            if number:
+                seconds[name].append(time.perf_counter() - started)
+                print(f"round {number}: {name} {seconds[name][-1]:.1f} s", flush=True)
+    grid, hand = (statistics.median(seconds[name]) for name in ("grid", "hand"))
+    print(f"grid {grid:.1f} s, by hand {hand:.1f} s: {grid / hand:.3f}x (bar 1.05x)")
+    return int(grid > 1.05 * hand)
+
+
+def by_grid(folder: Path, common: list[str], environment: dict[str, str]) -> None:
+    """Train all runs by the grid."""
+    vary = f"training.seed={','.join(map(str, SEEDS))}"
+    words = ["grid", "--config", "demo", "--root", str(folder), "--vary", vary, "--parallel", str(PARALLEL)]
+    call([*words, *common], environment)
+
+
+def by_hand(folder: Path, common: list[str], environment: dict[str, str]) -> None:
+    """Train all runs by commands of their own."""
+
+    def train(seed: int) -> None:
+        workdir = str(folder / str(seed))
+        call(
+            ["train", "--config", "demo", "--workdir", workdir, f"--config.training.seed={seed}", *common], environment
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(PARALLEL) as pool:
+        list(pool.map(train, SEEDS))
+
+
+def call(words: list[str], environment: dict[str, str]) -> None:
+    """Run `pma` and raise if it fails."""
+    subprocess.run([sys.executable, "-m", "pma_jax.cli", *words], check=True, capture_output=True, env=environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
