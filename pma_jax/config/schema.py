@@ -30,10 +30,11 @@ class DataConfig:
     """Source of the text, and how it is tokenized."""
 
     # Where the text comes from. `packaged`: the sources of an installed Python package; `files`: local files;
-    # `hub`: a Hugging Face dataset.
-    source: Literal["packaged", "files", "hub"] = "packaged"
+    # `tokens`: files of ids, which `tokenizer` has made; `hub`: a Hugging Face dataset.
+    source: Literal["packaged", "files", "tokens", "hub"] = "packaged"
     package: str = ""  # for `packaged`: name of an installed package, such as scipy; empty: Python's standard library
-    files: tuple[Text, ...] = ()  # for `files`: globs of .txt, .jsonl or .parquet files
+    # For `files`: globs of .txt, .jsonl or .parquet files; for `tokens`: of .npy or .bin files (docs/training.md).
+    files: tuple[Text, ...] = ()
     text_field: str = "text"  # for `files` and `hub`: field (JSONL) or column (Parquet, dataset) that holds the text
     hub_name: str = ""  # for `hub`: name of a dataset, or local path of one
     hub_subset: str = ""  # for `hub`: name of the dataset's configuration (subset); empty: its default one

@@ -1,13 +1,11 @@
-"""Corpora: documents with stable names, streamed in a fixed order.
+"""Corpora: documents with stable names, streamed in a fixed order, from files, installed packages and the hub.
 
 `open_corpus` opens a corpus, which can then be read any number of times. At most one document, or one batch of rows, is
 in memory at a time. Invalid user data raises a ValueError with a one-line message.
 
-A hash of a document's name decides its split, and its place in the held-out text (data/sampling.py). The name is the
-path of the file, relative to the directory before the first wildcard, plus the row number for JSONL, Parquet and hub
-data. It does not depend on where the corpus is stored. Training documents whose text equals a held-out text are dropped
-(`split_documents`), so that repeated texts, such as licence files and boilerplate `__init__.py` files, do not leak from
-training into validation.
+The name of a document is the path of the file, relative to the directory before the first wildcard, plus the number of
+the row in JSONL, Parquet and hub data, and of the document in files of tokens. It does not depend on where the corpus
+is stored.
 """
 
 import contextlib
@@ -19,12 +17,14 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pma_jax import config
 from pma_jax.config.errors import UserError, first_line
+from pma_jax.data import token_files
+from pma_jax.data.documents import Corpus, Document
 from pma_jax.data.pairs import extract_function_pairs
 from pma_jax.runtime.failures import as_read_error
 from pma_jax.storage.matching import match_files
@@ -41,41 +41,9 @@ from pma_jax.storage.paths import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-TRAIN, VALIDATION = "train", "validation"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 MAX_DOCUMENT_BYTES = 2**30  # of a .txt file or a line of a .jsonl file; a document is held in memory
 _BATCH_ROWS = 1024  # rows of a Parquet file or a hub dataset in memory at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """A text and the name that decides its split. Documents may share a name; they then belong to the same split."""
-
-    name: str
-    text: str
-    prompt: str = ""  # precedes the text and is excluded from the loss
-
-    @property
-    def full_text(self) -> str:
-        """The prompt followed by the text."""
-        return self.prompt + self.text
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """An opened corpus. `read()` starts a new pass over the documents, always in the same order."""
-
-    digest: str  # SHA-256 (hex) of the names and contents of all files, or of all rows
-    read: Callable[[], Iterator[Document]]
-
-
-@dataclasses.dataclass(frozen=True)
-class CorpusScan:
-    """Counts and hashes of held-out texts from one pass over a corpus."""
-
-    document_count: int
-    utf8_bytes: int
-    held_out_keys: Mapping[bytes, int]  # SHA-256 of every held-out text -> `document_key` of its first document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +62,18 @@ def open_corpus(data_config: config.DataConfig) -> Corpus:
     Raises:
         UserError: The corpus is missing or cannot be read. An invalid row raises ValueError when `read` reaches it.
     """
+    if data_config.source == "tokens" and data_config.task != "text":
+        raise UserError(f"data.task={data_config.task} needs text: use data.source=files")
     if data_config.source == "hub":
         table = _load_hub(data_config)
         digest, read = _digest_rows(data_config, table), lambda: _read_hub(data_config, table)
     elif data_config.source == "files":
-        files = _match_files(data_config.files)
+        files = _match_files(data_config, SUFFIXES)
         digest, read = _digest_files(files), lambda: _read_files(files, data_config.text_field)
+    elif data_config.source == "tokens":
+        files = _match_files(data_config, token_files.SUFFIXES)
+        parts = [_File(file.name, path) for file in files for path in token_files.parts(file.path)]
+        return Corpus(_digest_files(parts), lambda: _read_tokens(files))
     else:
         assert data_config.source == "packaged", data_config.source
         files = _list_package_files(data_config.package)
@@ -107,55 +81,6 @@ def open_corpus(data_config: config.DataConfig) -> Corpus:
     if data_config.task == "functions":
         return Corpus(digest, lambda: _make_function_documents(_remove_nuls(read()), data_config.pair_bytes))
     return Corpus(digest, lambda: _remove_nuls(read()))
-
-
-def is_held_out(name: str, percent: float) -> bool:
-    """Return whether the document `name` belongs to the `percent` of documents held out for validation."""
-    fraction = int.from_bytes(_hash_name(name)[:8], "big") / 2**64
-    return 100 * fraction < percent
-
-
-def document_key(name: str) -> int:
-    """Return 64 bits of a hash of the name, independent of those that decide `is_held_out`."""
-    return int.from_bytes(_hash_name(name)[8:16], "big")
-
-
-def hash_text(document: Document) -> bytes:
-    """Return the SHA-256 of the document's full text."""
-    return hashlib.sha256(document.full_text.encode()).digest()
-
-
-def scan_corpus(corpus: Corpus, held_out_percent: float, advance: Callable[[int], None] = lambda _: None) -> CorpusScan:
-    """Count documents and bytes, and collect the hashes of the held-out texts.
-
-    Args:
-        corpus: The corpus to read.
-        held_out_percent: Percentage of documents held out for validation.
-        advance: Called with the number of UTF-8 bytes of each document after it is read.
-    """
-    document_count = utf8_bytes = 0
-    held_out: dict[bytes, int] = {}
-    for document in corpus.read():
-        text_bytes = document.full_text.encode()
-        document_count += 1
-        utf8_bytes += len(text_bytes)
-        advance(len(text_bytes))
-        if is_held_out(document.name, held_out_percent):
-            held_out.setdefault(hashlib.sha256(text_bytes).digest(), document_key(document.name))
-    return CorpusScan(document_count, utf8_bytes, held_out)
-
-
-def split_documents(corpus: Corpus, held_out_percent: float, scan: CorpusScan) -> Iterator[tuple[str, Document]]:
-    """Yield (split, document) for each document, except training documents that repeat a held-out text."""
-    for document in corpus.read():
-        if is_held_out(document.name, held_out_percent):
-            yield VALIDATION, document
-        elif hash_text(document) not in scan.held_out_keys:
-            yield TRAIN, document
-
-
-def _hash_name(name: str) -> bytes:
-    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
 def _remove_nuls(documents: Iterator[Document]) -> Iterator[Document]:
@@ -229,16 +154,17 @@ def _read_package_files(files: list[_File]) -> Iterator[Document]:
 # --- Files: globs of text, JSONL and Parquet --------------------------------------------------------------------------
 
 
-def _match_files(patterns: tuple[str, ...]) -> list[_File]:
+def _match_files(data: config.DataConfig, suffixes: tuple[str, ...]) -> list[_File]:
     """Return the files of all globs without duplicates, ordered by glob and then by name."""
-    if not patterns:
-        raise UserError("data.source=files needs data.files: set it to globs of .txt, .jsonl or .parquet files")
+    kinds = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
+    if not data.files:
+        raise UserError(f"data.source={data.source} needs data.files: set it to globs of {kinds} files")
     matches: dict[Path, _File] = {}
-    for pattern in patterns:
+    for pattern in data.files:
         files = _match_glob(pattern)
         for file in files:
-            if file.path.suffix not in SUFFIXES:
-                raise UserError(f"{file.path} is not a .txt, .jsonl or .parquet file: narrow data.files or convert it")
+            if file.path.suffix not in suffixes:
+                raise UserError(f"{file.path} is not a {kinds} file: narrow data.files or convert it")
             with _convert_os_errors(file.path):
                 _check_start(file.path)
             matches.setdefault(Path(os.path.realpath(file.path)), file)
@@ -288,6 +214,14 @@ def _read_files(files: list[_File], field: str) -> Iterator[Document]:
     for file in files:
         with _convert_os_errors(file.path):
             yield from readers[file.path.suffix](file, field)
+
+
+def _read_tokens(files: list[_File]) -> Iterator[Document]:
+    for file in files:
+        with _convert_os_errors(file.path):
+            for number, ids_T in enumerate(token_files.read_documents(file.path), start=1):
+                if ids_T.size:
+                    yield Document(f"{file.name}:{number}", "", ids=ids_T)
 
 
 def _read_text(file: _File, field: str) -> Iterator[Document]:

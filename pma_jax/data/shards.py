@@ -30,7 +30,7 @@ from rich import progress as bars
 
 from pma_jax import config
 from pma_jax.config.errors import DamageError, StorageError, UserError
-from pma_jax.data import corpus
+from pma_jax.data import corpus, documents
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.storage import atomic, locks
 from pma_jax.storage.json_files import read_json_object
@@ -39,12 +39,13 @@ from pma_jax.storage.paths import expand_user, is_bucket, name_file
 
 FORMAT = 1  # of the ids; part of their digest
 LAYOUT = 2  # of the directory; part of its name
-# `end`: offset after the document's last token in its split. `key`: `corpus.document_key` of its name, or of the first
-# held-out document with the same text.
+# `end`: offset after the document's last token in its split. `key`: `documents.document_key` of its name, or of the
+# first held-out document with the same text.
 DOCUMENT_DTYPE = np.dtype([("end", "<u8"), ("key", "<u8")])
 _STORED_FIELDS = ("digest", "corpus_digest", "tokenizer", "vocabulary_size", "end_of_document")  # in meta.json
 _DOCUMENTS_FILE = "validation-documents.bin"
-_ENCODE_CHARACTERS = 2**22  # characters of text per call of the tokenizer
+_ENCODE_BYTES = 2**22  # bytes of documents per call of the tokenizer
+_Named = tuple[str, documents.Document]  # a document and its split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +126,8 @@ def open_tokens(directory: str | Path) -> TokenSet:
         return TokenSet(
             directory=directory,
             **{field: meta[field] for field in _STORED_FIELDS},
-            train=_open_split(directory, corpus.TRAIN, meta),
-            validation=(validation := _open_split(directory, corpus.VALIDATION, meta)),
+            train=_open_split(directory, documents.TRAIN, meta),
+            validation=(validation := _open_split(directory, documents.VALIDATION, meta)),
             held_out_documents=_map_file(directory / _DOCUMENTS_FILE, DOCUMENT_DTYPE, validation.documents),
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
@@ -195,7 +196,7 @@ def _lock_cache_entry(cache: Path, key: str, console: rich.console.Console) -> I
 
 
 def _prepare_directory(
-    target: Path, data: config.DataConfig, source: corpus.Corpus, console: rich.console.Console
+    target: Path, data: config.DataConfig, source: documents.Corpus, console: rich.console.Console
 ) -> None:
     """Tokenise the corpus into a temporary directory and publish it as `target`."""
     temporary = target.parent / f".{target.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
@@ -217,14 +218,16 @@ def _prepare_directory(
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    counts = {name: meta["splits"][name]["tokens"] for name in (corpus.TRAIN, corpus.VALIDATION)}
+    counts = {name: meta["splits"][name]["tokens"] for name in (documents.TRAIN, documents.VALIDATION)}
     console.print(f"prepared {counts['train']:,} train and {counts['validation']:,} validation tokens in {target}")
 
 
-def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, bar: bars.Progress) -> dict[str, Any]:
+def _write_tokens(
+    folder: Path, data: config.DataConfig, source: documents.Corpus, bar: bars.Progress
+) -> dict[str, Any]:
     """Write the token files and tokenizer.json; return the content of meta.json."""
     read_task = bar.add_task("reading", total=None)
-    scan = corpus.scan_corpus(source, data.held_out_percent, lambda size: bar.advance(read_task, size))
+    scan = documents.scan_corpus(source, data.held_out_percent, lambda size: bar.advance(read_task, size))
     if not scan.document_count:
         raise UserError(f"the {data.source} corpus has no text: every document is empty")
     bar.remove_task(read_task)
@@ -234,26 +237,26 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
     # With prompts the dtype must also hold -t - 1. One-byte dtypes ignore the byte order.
     vocabulary_size = tokenizer.vocabulary_size
     dtype = np.min_scalar_type(vocabulary_size - 1 if data.task == "text" else -vocabulary_size).newbyteorder("<")
-    names = (corpus.TRAIN, corpus.VALIDATION)
+    names = (documents.TRAIN, documents.VALIDATION)
     splits = {name: {"documents": 0, "tokens": 0, "utf8_bytes": 0} for name in names}
-    encode_task = bar.add_task("tokenising", total=scan.utf8_bytes)
+    encode_task = bar.add_task("tokenising", total=scan.content_bytes)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(_token_path(folder, name).open("wb")) for name in names}
         held_out = stack.enter_context((folder / _DOCUMENTS_FILE).open("wb"))
-        for block in _group_documents(corpus.split_documents(source, data.held_out_percent, scan)):
+        for block in _group_documents(documents.split_documents(source, data.held_out_percent, scan)):
             prompts = tokenizer.encode_many([document.prompt for _, document in block])
-            ids = tokenizer.encode_many([document.text for _, document in block])
+            ids = _encode_texts(tokenizer, block)
             for (name, document), prompt_P, ids_T in zip(block, prompts, ids, strict=True):
                 document_T = np.concatenate([~prompt_P, ids_T, [tokenizer.end_of_document]])
                 files[name].write(document_T.astype(dtype).tobytes())
-                size = len(document.full_text.encode())
+                size = len(document.content) if document.ids is None else tokenizer.count_bytes(ids_T)
                 splits[name]["documents"] += 1
                 splits[name]["tokens"] += document_T.size
                 splits[name]["utf8_bytes"] += size + 1
-                if name == corpus.VALIDATION:
-                    key = scan.held_out_keys[corpus.hash_text(document)]
+                if name == documents.VALIDATION:
+                    key = scan.held_out_keys[documents.hash_content(document)]
                     held_out.write(struct.pack("<QQ", splits[name]["tokens"], key))
-                bar.advance(encode_task, size)
+                bar.advance(encode_task, len(document.content))
     for name, split in splits.items():
         if not split["documents"]:
             raise UserError(
@@ -272,34 +275,60 @@ def _write_tokens(folder: Path, data: config.DataConfig, source: corpus.Corpus, 
     }
 
 
+def _encode_texts(tokenizer: tokenizing.Tokenizer, block: list[_Named]) -> list[np.ndarray]:
+    """Return the ids of each document's text; those of a document that was tokenised before, if the tokenizer has them.
+
+    Raises:
+        UserError: An id is outside the tokenizer's vocabulary.
+    """
+    if block[0][1].ids is None:
+        return tokenizer.encode_many([document.text for _, document in block])
+    end = tokenizer.end_of_document
+    all_ids = [document.ids for _, document in block if document.ids is not None]
+    ids = [ids_T[: -1 if ids_T[-1] == end else None] for ids_T in all_ids]
+    for (_, document), ids_T in zip(block, ids, strict=True):
+        if ids_T.size and ids_T.max() >= tokenizer.vocabulary_size:
+            raise UserError(
+                f"{document.name} has the id {ids_T.max()}, and the {tokenizer.name} tokenizer has "
+                f"{tokenizer.vocabulary_size:,} ids: set data.tokenizer to the one that the files were written with"
+            )
+    return ids
+
+
 def _select_tokenizer(
-    data: config.DataConfig, source: corpus.Corpus, scan: corpus.CorpusScan, bar: bars.Progress
+    data: config.DataConfig, source: documents.Corpus, scan: documents.CorpusScan, bar: bars.Progress
 ) -> tokenizing.Tokenizer:
-    """Return the tokenizer that `data` names; train it on the training documents if it is a BPE."""
+    """Return the tokenizer that `data` names; train it on the training documents if it is a BPE.
+
+    Raises:
+        UserError: It cannot be read, or is to be trained on tokens.
+    """
     if data.tokenizer == "bytes":
         return tokenizing.byte_tokenizer()
     if data.tokenizer != "bpe":
         return tokenizing.load_tokenizer(data.tokenizer)
-    task = bar.add_task("training a tokenizer", total=scan.utf8_bytes)
+    if data.source == "tokens":
+        raise UserError("data.tokenizer=bpe needs text: name the tokenizer.json that the tokens were written with")
+    task = bar.add_task("training a tokenizer", total=scan.content_bytes)
 
     def train_texts() -> Iterator[str]:
-        for split, document in corpus.split_documents(source, data.held_out_percent, scan):
-            if split == corpus.TRAIN:
+        for split, document in documents.split_documents(source, data.held_out_percent, scan):
+            if split == documents.TRAIN:
                 bar.advance(task, len(document.full_text.encode()))
                 yield document.full_text
 
     return tokenizing.train_bpe(train_texts(), data.bpe_vocabulary_size)
 
 
-def _group_documents(documents: Iterator[tuple[str, corpus.Document]]) -> Iterator[list[tuple[str, corpus.Document]]]:
-    """Yield blocks of consecutive documents, each of at least `_ENCODE_CHARACTERS` characters except the last."""
-    block, characters = [], 0
-    for document in documents:
+def _group_documents(split: Iterator[_Named]) -> Iterator[list[_Named]]:
+    """Yield blocks of consecutive documents, each of at least `_ENCODE_BYTES` except the last."""
+    block, size = [], 0
+    for document in split:
         block.append(document)
-        characters += len(document[1].full_text)
-        if characters >= _ENCODE_CHARACTERS:
+        size += len(document[1].content)
+        if size >= _ENCODE_BYTES:
             yield block
-            block, characters = [], 0
+            block, size = [], 0
     if block:
         yield block
 

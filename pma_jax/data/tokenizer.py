@@ -48,6 +48,14 @@ class Tokenizer:
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
+    def count_bytes(self, ids_T: np.ndarray) -> int:
+        """Return the number of UTF-8 bytes of the text of these ids."""
+        return (
+            ids_T.size
+            if self.is_bytes
+            else len(self.backend.decode(ids_T.tolist(), skip_special_tokens=False).encode())
+        )
+
     def save(self, path: str | Path) -> None:
         """Write a Hugging Face tokenizer.json; `load_tokenizer` reads it back."""
         Path(path).write_text(self.backend.to_str(pretty=True) + "\n", encoding="utf-8")

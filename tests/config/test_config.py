@@ -97,7 +97,7 @@ def test_invalid_override_is_refused_with_what_is_valid(assignment, message):
         ({"training": {"seed": "1"}}, "a whole number"),
         ({"training": {"seed": True}}, "a whole number"),
         ({"model": {"qk_norm": 1}}, "true or false"),
-        ({"data": {"source": "web"}}, "packaged, files, hub"),
+        ({"data": {"source": "web"}}, "packaged, files, tokens, hub"),
         ({"schedule": {"decay": "step"}}, "minus_sqrt"),
         ({"model": {"compute_dtype": "float16"}}, "bfloat16"),
         ({"model": {"heads": 4, "kv_heads": 3}}, "divide"),

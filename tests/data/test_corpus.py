@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pma_jax import config
-from pma_jax.data import corpus
+from pma_jax.data import corpus, documents
 
 
 def files(*globs, **keys):
@@ -77,22 +77,22 @@ def test_digest_depends_on_content_and_names_but_not_on_the_location(tmp_path):
 
 def test_held_out_share_is_stable_and_near_the_percentage():
     names = [f"document {i}" for i in range(20_000)]
-    held_out = {percent: {n for n in names if corpus.is_held_out(n, percent)} for percent in (2, 10)}
+    held_out = {percent: {n for n in names if documents.is_held_out(n, percent)} for percent in (2, 10)}
     assert held_out[2] < held_out[10], "raising the percentage only adds documents"
     assert abs(len(held_out[2]) / 20_000 - 0.02) < 0.004
-    assert corpus.is_held_out("document 3", 2) == corpus.is_held_out("document 3", 2)
+    assert documents.is_held_out("document 3", 2) == documents.is_held_out("document 3", 2)
 
 
 def test_held_out_text_is_never_trained_even_under_another_name(tmp_path):
     rows = [{"text": f"text {i % 50}"} for i in range(400)]
     opened = corpus.open_corpus(files(write_jsonl(tmp_path / "a.jsonl", rows)))
-    actual = corpus.scan_corpus(opened, 5)
-    splits = list(corpus.split_documents(opened, 5, actual))
+    actual = documents.scan_corpus(opened, 5)
+    splits = list(documents.split_documents(opened, 5, actual))
     train = {document.text for split, document in splits if split == "train"}
     validation = {document.text for split, document in splits if split == "validation"}
     assert train and validation and not train & validation
     assert train | validation == {row["text"] for row in rows}
-    assert actual.document_count == 400 and actual.utf8_bytes == sum(len(row["text"]) for row in rows)
+    assert actual.document_count == 400 and actual.content_bytes == sum(len(row["text"]) for row in rows)
 
 
 def bad_corpora(tmp_path):

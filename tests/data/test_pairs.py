@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from pma_jax import config as configuration
-from pma_jax.data import corpus, shards
+from pma_jax.data import corpus, documents, shards
 from pma_jax.data.pairs import extract_function_pairs
 from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation.held_out import make_evaluator
@@ -104,7 +104,7 @@ def test_prompts_are_stored_separately_from_targets(data):
     pairs = [
         (document.name, document.prompt, document.text)
         for document in corpus.open_corpus(data).read()
-        if not corpus.is_held_out(document.name, 20)
+        if not documents.is_held_out(document.name, 20)
     ]
     stored = tokens.train.ids
     assert tokens.train.documents == len(pairs) == list(stored).count(0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pma_jax import config
-from pma_jax.data import corpus, shards, tokenizer
+from pma_jax.data import corpus, documents, shards, tokenizer
 
 WORDS = [f"word{i}" for i in range(5000)]
 
@@ -77,10 +77,10 @@ def test_index_holds_the_end_and_the_key_of_each_held_out_document(tmp_path):
     make_files(tmp_path / "text")
     data = data_config(tmp_path)
     tokens = shards.prepare_tokens(data, progress=False)
-    documents = [d for d in corpus.open_corpus(data).read() if corpus.is_held_out(d.name, data.held_out_percent)]
+    held_out = [d for d in corpus.open_corpus(data).read() if documents.is_held_out(d.name, data.held_out_percent)]
     index = tokens.held_out_documents
     assert index["end"].tolist() == (np.flatnonzero(tokens.validation.ids == tokens.end_of_document) + 1).tolist()
-    expected = [hashlib.sha256(document.name.encode()).digest()[8:16] for document in documents]
+    expected = [hashlib.sha256(document.name.encode()).digest()[8:16] for document in held_out]
     assert index["key"].tolist() == [int.from_bytes(key, "big") for key in expected]
     assert not tokens.train.ids.flags.writeable
 

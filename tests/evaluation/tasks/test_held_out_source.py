@@ -6,7 +6,8 @@ import pytest
 
 from pma_jax.config import Config, DataConfig
 from pma_jax.config.errors import UserError
-from pma_jax.data.corpus import is_held_out, open_corpus
+from pma_jax.data.corpus import open_corpus
+from pma_jax.data.documents import is_held_out
 from pma_jax.data.sampling import ALL, PARTS
 from pma_jax.evaluation.tasks.held_out_source import open_held_out_text
 from pma_jax.evaluation.tasks.own import OWN_TASKS, make_questions
