@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HEARTBEAT_SECONDS = 10
@@ -61,19 +62,32 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def start(arguments: list[str], count: int, devices: int = 2) -> Job:
-    """Start `count` processes of one command (its arguments after `python`) with `devices` devices each."""
+def start(
+    arguments: list[str], count: int, devices: int = 2, environments: Sequence[Mapping[str, str]] | None = None
+) -> Job:
+    """Start `count` processes of one command (its arguments after `python`) with `devices` devices each.
+
+    Args:
+        arguments: What follows `python`.
+        count: Number of processes.
+        devices: Number of devices of each.
+        environments: Further variables of each process.
+    """
     address = f"127.0.0.1:{free_port()}"
     job = Job(Path(tempfile.mkdtemp(prefix="pma-processes-")), [])
     for index in range(count):
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": str(count),
-            "JAX_PROCESS_ID": str(index),
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        }
+        environment = (
+            os.environ
+            | {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(count),
+                "JAX_PROCESS_ID": str(index),
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+            }
+            | dict(environments[index] if environments else {})
+        )
         with (job.folder / f"out-{index}").open("w") as out, (job.folder / f"error-{index}").open("w") as error:
             job.processes.append(
                 subprocess.Popen([sys.executable, *map(str, arguments)], stdout=out, stderr=error, env=environment)
@@ -81,11 +95,13 @@ def start(arguments: list[str], count: int, devices: int = 2) -> Job:
     return job
 
 
-def pma(arguments: list[str], count: int, devices: int = 2) -> Job:
+def pma(
+    arguments: list[str], count: int, devices: int = 2, environments: Sequence[Mapping[str, str]] | None = None
+) -> Job:
     """Start `count` processes of `pma` with these arguments and --distributed."""
     main = "import sys; from pma_jax.cli import main; sys.exit(main())"
     heartbeat = [] if "--heartbeat-seconds" in arguments else ["--heartbeat-seconds", HEARTBEAT_SECONDS]
-    return start(["-c", main, *arguments, "--distributed", *heartbeat], count, devices)
+    return start(["-c", main, *arguments, "--distributed", *heartbeat], count, devices, environments)
 
 
 def script(text: str, arguments: list[str], count: int, devices: int = 2) -> Job:

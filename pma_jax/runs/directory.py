@@ -183,7 +183,7 @@ class Run:
 
     def writer(self, folder: str) -> StepWriter:
         """Open one of STEP_FOLDERS for writing."""
-        return StepWriter(self.path / folder)
+        return StepWriter(self.path / folder, lambda path: self.read_step(path).tokens)
 
     def read_steps(self, folder: str, skip_corrupt: bool = False) -> list[Any]:
         """List the published steps in one of STEP_FOLDERS, sorted by tokens.
@@ -194,7 +194,7 @@ class Run:
         entries = []
         for path in steps.published_steps(self.path / folder):
             try:
-                entries.append(self._read_cached(path, STEP_FOLDERS[folder]))
+                entries.append(self.read_step(path))
             except DamageError:
                 if not skip_corrupt:
                     raise
@@ -204,7 +204,13 @@ class Run:
         intact = self.read_steps(SNAPSHOT_KINDS[kind].folder, skip_corrupt=True)
         return intact[-1].tokens if intact else 0
 
-    def _read_cached(self, path: epath.Path, read: Callable[[epath.Path], Any]) -> Any:
+    def read_step(self, path: epath.Path) -> Any:
+        """Read the metadata of a step in one of STEP_FOLDERS, unless this run has read them and they did not change.
+
+        Raises:
+            DamageError: They are corrupt.
+        """
+        read = STEP_FOLDERS[path.parent.name]
         try:
             status = as_path(path / steps.METADATA_FILE).stat()
             version = (status.st_mtime_ns, status.st_size)

@@ -63,7 +63,7 @@ def restore_trees(path: epath.Path, items: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_stored(path: epath.Path, items: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return `items` with their stored dtypes, which the digests cover, and the digests."""
-    stored, as_stored = _read_array_metadata(path), {}
+    (stored, digests), as_stored = _read_array_metadata(path), {}
     for item, abstract in items.items():
         if not jax.tree.leaves(stored.get(item)):
             raise DamageError(
@@ -78,7 +78,7 @@ def _as_stored(path: epath.Path, items: Mapping[str, Any]) -> tuple[dict[str, An
             jax.ShapeDtypeStruct(leaf.shape, dtypes[key], sharding=leaf.sharding)
             for key, leaf in integrity.named_leaves(abstract).items()
         )
-    return as_stored, read_digests(path)
+    return as_stored, digests
 
 
 def _load(path: epath.Path, items: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,23 +118,25 @@ def read_array_metadata(path: epath.Path) -> dict[str, Any]:
         DamageError: The metadata of an item are missing or cannot be parsed.
         StorageError: The metadata cannot be read.
     """
-    return confirm_damage(path, lambda: _read_array_metadata(path))
+    return confirm_damage(path, lambda: _read_array_metadata(path))[0]
 
 
-def _read_array_metadata(path: epath.Path) -> dict[str, Any]:
+def _read_array_metadata(path: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the shapes and dtypes of all leaves, and their digests; see `read_digests`."""
     if not is_bucket(path):
         file_sizes(as_path(path))  # raises if TensorStore would wait for a named pipe
     with report_read_errors(path):
         stored = ocp.checkpointables_metadata(path).metadata
-        leaves = read_digests(path)
-    is_state = "position" in steps.read_metadata(path, ())
+        metadata = steps.read_metadata(path, ())
+        digests = _recorded_digests(path, metadata)
+    is_state = "position" in metadata
     # A folder without tree metadata, such as an imported model's tokenizer, holds no arrays.
-    items = {name.partition(".")[0] if is_state else "params" for name in leaves}
+    items = {name.partition(".")[0] if is_state else "params" for name in digests}
     items |= {name for name in stored if exists(path / name / "_METADATA")}
     missing = sorted(name for name in items if stored.get(name) is None)  # Orbax returns None if it cannot read an item
     if missing:
         raise DamageError(f"cannot read {path}: corrupt or incomplete: {', '.join(missing)} is missing")
-    return stored
+    return stored, digests
 
 
 def read_params_metadata(path: epath.Path) -> dict[str, dict[str, Any]]:
@@ -150,7 +152,11 @@ def read_digests(path: epath.Path) -> dict[str, str]:
 
     Return an empty dict for checkpoints that earlier versions of pma_jax wrote without digests.
     """
-    digests = steps.read_metadata(path, ()).get("leaves")
+    return _recorded_digests(path, steps.read_metadata(path, ()))
+
+
+def _recorded_digests(path: epath.Path, metadata: Mapping[str, Any]) -> dict[str, str]:
+    digests = metadata.get("leaves")
     if digests is None:
         provenance = read_provenance(path)
         digests = provenance.get("leaves") if provenance.get("checksum") == CHECKSUM else None

@@ -21,7 +21,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -160,14 +160,18 @@ class StepWriter:
 
     With several processes, all must call the same methods in the same order. Process 0 removes steps.
 
+    Args:
+        folder: The folder of the steps.
+        read_tokens: Returns the tokens of a published step, given its path; by default they are read.
+
     Attributes:
         published: Maps each published step to its tokens.
         pending: The step that is being written, or None.
     """
 
-    def __init__(self, folder: epath.Path):
+    def __init__(self, folder: epath.Path, read_tokens: Callable[[epath.Path], int] | None = None):
         self._folder = folder
-        self.published = _read_published(folder)
+        self.published = _read_published(folder, read_tokens or _read_tokens)
         self.pending: PendingStep | None = None
         self._is_listing_stale = False  # whether steps were removed that Orbax has listed
         with uncompressed_context(folder.name), report_write_errors(folder):
@@ -260,14 +264,17 @@ class StepWriter:
         return bool(hosts.broadcast_from_first(is_equal))
 
 
-def _read_published(folder: epath.Path) -> dict[int, int]:
+def _read_published(folder: epath.Path, read_tokens: Callable[[epath.Path], int]) -> dict[int, int]:
     """Map each published step to its tokens, as process 0 reads them: all processes must save and skip the same."""
 
     def read() -> str:
-        paths = published_steps(folder)
-        return json.dumps([[int(path.name), read_metadata(path, ("tokens",))["tokens"]] for path in paths])
+        return json.dumps([[int(path.name), read_tokens(path)] for path in published_steps(folder)])
 
     return dict(json.loads(hosts.broadcast_from_first(read)))
+
+
+def _read_tokens(path: epath.Path) -> int:
+    return read_metadata(path, ("tokens",))["tokens"]
 
 
 def _publish(response: Any, path: epath.Path, errors: list[Exception]) -> None:

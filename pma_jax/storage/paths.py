@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from pma_jax.config.errors import UserError, error_line
 
@@ -111,7 +111,7 @@ def name_file(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def open_regular_file(path: Path, max_bytes: int | None = None) -> io.BufferedReader:
+def open_regular_file(path: Path, max_bytes: int | None = None, buffering: int = -1) -> io.BufferedReader:
     """Open a regular file, or an object in a bucket, for reading.
 
     A named pipe, a device or a socket is refused, because reading it could wait or go on forever.
@@ -119,6 +119,7 @@ def open_regular_file(path: Path, max_bytes: int | None = None) -> io.BufferedRe
     Args:
         path: The file.
         max_bytes: Its largest size; None: any.
+        buffering: Bytes that are read at once at least; the default suits a file that is read whole.
 
     Raises:
         OSError: The file cannot be opened, such as FileNotFoundError.
@@ -126,11 +127,11 @@ def open_regular_file(path: Path, max_bytes: int | None = None) -> io.BufferedRe
     """
     if is_bucket(path):
         _check_size(path, path.stat().st_size, max_bytes)
-        return path.open("rb")
+        return cast(io.BufferedReader, path.open("rb", buffering))
     descriptor = open_descriptor(path, os.O_RDONLY)
     try:
         _check_size(path, os.fstat(descriptor).st_size, max_bytes)
-        return os.fdopen(descriptor, "rb")
+        return cast(io.BufferedReader, os.fdopen(descriptor, "rb", buffering))
     except BaseException:
         os.close(descriptor)
         raise
@@ -222,6 +223,12 @@ def file_system(address: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(address)
 
 
+def write_object(path: Path, data: bytes) -> None:
+    """Write an object in a bucket, by one request unless it is large."""
+    system, key = file_system(str(path))
+    system.pipe_file(key, data)
+
+
 def list_objects(address: str) -> list[Path]:
     """List the objects of a bucket, sorted by name.
 
@@ -264,13 +271,22 @@ def raise_unless_absent(error: OSError) -> None:
 
 
 class RangeReader:
-    """Reader of byte ranges of an object; fetches at least `READ_AHEAD_BYTES`, because most reads are sequential."""
+    """Reader of byte ranges of an object.
+
+    Of a range that `expect` announced, it fetches `READ_AHEAD_BYTES` at once, because most reads are sequential, and
+    nothing behind its end, which another reader may read.
+    """
 
     READ_AHEAD_BYTES = 8 * 2**20
 
     def __init__(self, path: Path):
         self._system, self._key = file_system(str(path))
         self._buffer_offset, self._buffer = 0, b""
+        self._expected: list[tuple[int, int]] = []
+
+    def expect(self, start: int, stop: int) -> None:
+        """Announce that bytes [start, stop) will be read, in order."""
+        self._expected.append((start, stop))
 
     def read_into(self, into: memoryview, offset: int) -> int:
         """Read up to `len(into)` bytes at `offset` into `into`, and return their number.
@@ -279,7 +295,8 @@ class RangeReader:
         """
         skip = offset - self._buffer_offset
         if not 0 <= skip < len(self._buffer):
-            end = offset + max(len(into), self.READ_AHEAD_BYTES)
+            ahead = (stop for start, stop in self._expected if start <= offset < stop)
+            end = max(offset + len(into), min(next(ahead, 0), offset + self.READ_AHEAD_BYTES))
             self._buffer_offset, self._buffer, skip = offset, self._system.cat_file(self._key, offset, end), 0
         part = self._buffer[skip : skip + len(into)]
         into[: len(part)] = part
@@ -304,7 +321,13 @@ def _bucket_path_class() -> Any:
             return False
 
         def open(self, mode: str = "r", buffering: int = -1, **options: Any) -> Any:
-            del buffering
-            return super().open(mode, **options)
+            if mode != "rb":
+                return super().open(mode, **options)
+            # Without fsspec's own cache, which reads 5 MiB more than it is asked for. Its files have no limit in
+            # `readline`, either.
+            system, key = file_system(str(self))
+            return io.BufferedReader(
+                system.open(key, "rb", cache_type="none"), buffering if buffering > 0 else _READ_BYTES
+            )
 
     return BucketPath

@@ -103,11 +103,11 @@ def clean_up(run: Run, warn: Warn) -> None:
     """In process 0, remove unpublished steps and set aside saved steps with corrupt metadata."""
 
     def remove_and_set_aside() -> None:
-        for name, read in STEP_FOLDERS.items():
+        for name in STEP_FOLDERS:
             _remove_unpublished(run.path / name)
             for path in steps.published_steps(run.path / name):
                 try:
-                    read(path)
+                    run.read_step(path)
                 except DamageError as error:
                     _set_aside(run, path, str(error), warn)
 
@@ -148,8 +148,15 @@ def agree_on_states(run: Run) -> list[SavedState]:
 
 def agree_on_snapshots(choose: Callable[[], list[Snapshot]]) -> list[Snapshot]:
     """Call `choose` in process 0, and return in all processes the snapshots that it returned."""
-    paths = hosts.broadcast_from_first(lambda: json.dumps([str(snapshot.path) for snapshot in choose()]))
-    return hosts.run_in_all(lambda: [snapshots.read_snapshot(path) for path in json.loads(paths)])
+    chosen: list[Snapshot] = []
+
+    def describe() -> str:
+        chosen.extend(choose())
+        return json.dumps([str(snapshot.path) for snapshot in chosen])
+
+    paths = json.loads(hosts.broadcast_from_first(describe))
+    # Process 0 has read their metadata already.
+    return hosts.run_in_all(lambda: chosen or [snapshots.read_snapshot(path) for path in paths])
 
 
 def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tuple[SavedState | None, Any]:

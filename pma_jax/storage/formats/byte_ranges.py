@@ -98,13 +98,14 @@ def write_all(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def prefetch(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], start: int, stop: int) -> None:
-    """Advise the kernel to read bytes [start, stop) of the concatenated `ranges` into its page cache.
+    """Announce that bytes [start, stop) of the concatenated `ranges` will be read, in order.
 
-    Reading then overlaps with the summing of blocks. Buckets and systems without `posix_fadvise` ignore the advice.
+    The kernel reads those of a disk into its page cache, so that reading overlaps with the summing of blocks; systems
+    without `posix_fadvise` do not. Those of a bucket are fetched in large parts.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return
     for part in slice_ranges(ranges, start, stop):
         file = files[part.path]
-        if isinstance(file, int):
+        if isinstance(file, RangeReader):
+            file.expect(part.offset, part.offset + part.nbytes)
+        elif hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_WILLNEED)

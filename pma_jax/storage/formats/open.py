@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pma_jax.config.errors import UserError
-from pma_jax.storage.formats import big_vision, easydel, hub, levanter, npz, orbax_read, t5x, zarr_read
+from pma_jax.storage.formats import big_vision, easydel, hub, levanter, npz, orbax_read, publish, t5x, zarr_read
 from pma_jax.storage.formats import safetensors as safetensors_file
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.progress import read_progress
@@ -18,7 +18,7 @@ from pma_jax.storage.formats.source import ITEM_BYTES, PACKED_BITS, CheckpointSo
 from pma_jax.storage.formats.unread import describe_unread
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.matching import match_files
-from pma_jax.storage.paths import as_path, check_supported
+from pma_jax.storage.paths import as_path, check_supported, exists, is_bucket
 
 # One of several shards, as in model-00001-of-00002.safetensors.
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -92,6 +92,11 @@ def open_source(address: str | Path, subtrees: Sequence[str] = ()) -> Checkpoint
     # Make the path absolute, so that it names the same files in processes with another working directory.
     path = path.absolute()
     check_supported(path)
+    if is_bucket(path) and exists(path / publish.IN_PROGRESS_FILE):
+        raise UserError(
+            f"{path}: is still being uploaded, or its upload was interrupted ({publish.IN_PROGRESS_FILE}); repeat the "
+            "command that writes it"
+        )
     try:
         return _open_file(path, subtrees) if path.is_file() else _open_directory(path, subtrees)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:

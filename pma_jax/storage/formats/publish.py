@@ -9,14 +9,14 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.matching import files_below
-from pma_jax.storage.paths import exists, is_bucket
+from pma_jax.storage.paths import exists, is_bucket, write_object
 
 IN_PROGRESS_FILE = "publishing.json"
 _UPLOADED_LAST = ("provenance.json", "commit_success.txt")
@@ -52,15 +52,37 @@ def has_incomplete_upload(target: Path, digest: str) -> bool:
     return is_bucket(target) and exists(marker) and read_json_object(marker).get("digest") == digest
 
 
-def _upload(directory: Path, target: Path, array_files: Sequence[str], digest: str) -> None:
+def begin(target: Path, digest: str) -> None:
+    """Mark a directory in a bucket as incomplete, before its first object is written."""
     (target / IN_PROGRESS_FILE).write_text(json.dumps({"digest": digest}))
+
+
+def write_small_files(target: Path, contents: Mapping[str, bytes]) -> None:
+    """Write the small files of a checkpoint in a bucket, in order, once its arrays are there."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for names in _ordered(contents):
+            list(pool.map(lambda name: write_object(target / name, contents[name]), names))
+
+
+def finish(target: Path) -> None:
+    """Mark a directory in a bucket as complete."""
+    (target / IN_PROGRESS_FILE).unlink()
+
+
+def _upload(directory: Path, target: Path, array_files: Sequence[str], digest: str) -> None:
+    begin(target, digest)
     files = {path.relative_to(directory).as_posix() for path in files_below(directory)}
-    small_files = files - set(array_files) - set(_UPLOADED_LAST)
-    for names in (sorted(array_files), sorted(small_files), *([name] for name in _UPLOADED_LAST if name in files)):
+    for names in (sorted(array_files), *_ordered(files - set(array_files))):
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(lambda name: _copy(directory / name, target / name), names):
                 pass
-    (target / IN_PROGRESS_FILE).unlink()
+    finish(target)
+
+
+def _ordered(small_files: Iterable[str]) -> list[list[str]]:
+    """Return the names of small files in the groups that are written one after the other."""
+    names = set(small_files)
+    return [sorted(names - set(_UPLOADED_LAST)), *([name] for name in _UPLOADED_LAST if name in names)]
 
 
 def _copy(source: Path, target: Path) -> None:

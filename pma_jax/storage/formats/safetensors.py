@@ -29,6 +29,8 @@ CODE_OF_DTYPE = {
 DTYPE_OF_CODE = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
 _PACKED_CODES = {CODE_OF_DTYPE[dtype]: bits for dtype, bits in PACKED_BITS.items()}
 _MAX_DIMENSIONS = 64
+# Holds the headers of most files; what is read of the data too is read again.
+_HEADER_BUFFER_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def read_header(path: Path) -> Header:
     Raises:
         UserError: The file violates the safetensors specification.
     """
-    with name_file(path), open_regular_file(path) as file:
+    with name_file(path), open_regular_file(path, buffering=_HEADER_BUFFER_BYTES) as file:
         file_bytes = path.stat().st_size
         prefix = file.read(8)
         if len(prefix) < 8:

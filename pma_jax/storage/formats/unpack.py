@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from pma_jax.config.errors import DamageError
 from pma_jax.storage.formats.byte_ranges import write_all
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource
 from pma_jax.storage.formats.zarr_read import read_box
-from pma_jax.storage.formats.zstd import ChunkGrid, ZstdFrames, ZstdReader, decoder_bytes
+from pma_jax.storage.formats.zstd import ChunkGrid, ZstdFrames, ZstdReader, decoder_bytes, fetch_bytes
 from pma_jax.storage.paths import RangeReader, is_bucket, name_file
 
 # Adjacent chunks that are read at once, and the bytes of their lines that are held.
@@ -152,7 +153,7 @@ class _RawReader:
             raise DamageError(f"{part.path}: a chunk has {part.nbytes} bytes instead of {nbytes}; the file is corrupt")
         self._path = part.path
         try:
-            self._file = part.path.open("rb")
+            self._file: Any = part.path.open("rb", buffering=fetch_bytes(part) if is_bucket(part.path) else -1)
         except FileNotFoundError:
             raise DamageError(f"{part.path}: no such file; was it deleted or moved while it was in use?") from None
         self._file.seek(part.offset)

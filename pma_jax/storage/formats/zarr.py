@@ -81,7 +81,7 @@ class Store:
             return value
         if value.nbytes >= _MAX_METADATA_BYTES:
             return None
-        with name_file(value.path), value.path.open("rb") as file:
+        with name_file(value.path), value.path.open("rb", buffering=max(2, value.nbytes)) as file:
             file.seek(value.offset)
             return file.read(value.nbytes)
 
@@ -253,7 +253,7 @@ def _length_in_shard(shard: ByteRange) -> int | None:
     """Return the length of a shard's only chunk; None if the shard is not the chunk followed by its index."""
     if shard.nbytes < _SHARD_INDEX_BYTES:
         return None
-    with name_file(shard.path), shard.path.open("rb") as file:
+    with name_file(shard.path), shard.path.open("rb", buffering=_SHARD_INDEX_BYTES) as file:
         file.seek(shard.offset + shard.nbytes - _SHARD_INDEX_BYTES)
         index = file.read(16)
     offset, length = (int.from_bytes(part, "little") for part in (index[:8], index[8:]))

@@ -12,7 +12,7 @@ import numpy as np
 
 from pma_jax.config.errors import DamageError
 from pma_jax.storage.formats.source import ByteRange
-from pma_jax.storage.paths import name_file
+from pma_jax.storage.paths import RangeReader, is_bucket, name_file
 
 # A frame may request a window of any size; zstd's levels up to 19 use at most 8 MiB.
 _MAX_WINDOW_BYTES = 2**25
@@ -58,7 +58,7 @@ def decoder_bytes(frame: ByteRange) -> int:
     import zstandard  # pyrefly: ignore
 
     try:
-        with frame.path.open("rb", buffering=0) as file:
+        with frame.path.open("rb", buffering=_HEADER_BYTES if is_bucket(frame.path) else 0) as file:
             file.seek(frame.offset)
             window_bytes = zstandard.get_frame_parameters(file.read(_HEADER_BYTES)).window_size
     except (OSError, zstandard.ZstdError):  # the merge reports it
@@ -78,6 +78,12 @@ class _BoundedReader:
             data = self._file.read(min(nbytes, self._remaining_bytes))
         self._remaining_bytes -= len(data)
         return data
+
+
+def fetch_bytes(chunk: ByteRange) -> int:
+    """Return how many bytes of a chunk in a bucket to fetch at once: equal parts, so that none goes on behind it."""
+    parts = max(1, -(-chunk.nbytes // RangeReader.READ_AHEAD_BYTES))
+    return max(2, -(-chunk.nbytes // parts))
 
 
 class ZstdReader:
@@ -154,7 +160,7 @@ class ZstdReader:
         self.close()
         frame = self._frames.byte_ranges[self._next_frame]
         try:
-            self._file = frame.path.open("rb", buffering=0)
+            self._file = frame.path.open("rb", buffering=fetch_bytes(frame) if is_bucket(frame.path) else 0)
         except FileNotFoundError:
             raise DamageError(f"{frame.path}: no such file; was it deleted or moved while it was in use?") from None
         self._file.seek(frame.offset)
