@@ -149,6 +149,13 @@ def _add_merge_verb(subparsers: Any) -> None:
     verb.add_argument(
         "--shard-size", default="5GB", type=values.size, metavar="SIZE", help="largest file (default 5GB)"
     )
+    verb.add_argument(
+        "--on",
+        default="host",
+        choices=("host", "mesh"),
+        help="add on the cores of the host, part by part (default), or on the devices of all processes, which hold a "
+        "share of the model each and write to buckets without a local disk",
+    )
     verb.add_argument("--dry-run", action="store_true", help="print the plan of the merge and write nothing")
 
 

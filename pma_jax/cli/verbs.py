@@ -55,56 +55,22 @@ def merge(options: argparse.Namespace) -> None:
 
     Example:
         pma merge runs/demo --last 10 --recipe sma --out runs/demo/merged/sma-10
+        pma merge gs://bucket/run --last 10 --out gs://bucket/merged --on mesh --distributed
     """
-    from pma_jax.merging import from_storage, gather
-    from pma_jax.merging.engine import merge as merging
+    from pma_jax.cli import merging
+    from pma_jax.merging import from_storage
 
-    # A process that has loaded JAX, other than with --distributed, does more than merge: its memory is not a merge's.
-    is_alone = options.distributed or "jax" not in sys.modules
-    series = gather.select_checkpoints(
-        gather.open_checkpoints(
-            options.source,
-            subtrees=options.subtrees,
-            snapshot_kind=options.kind,
-            tokens_per_step=options.tokens_per_step,
-            order=options.order,
-            memory_limit_bytes=options.memory_limit if is_alone else sys.maxsize,
-        ),
-        last=options.last,
-        between_tokens=options.tokens,
-        every_tokens=options.every,
-        tolerance_tokens=options.tolerance,
-        across_stages=options.across_stages,
-    )
-    recipes = options.recipe or ["sma"]
-    plan, series = from_storage.plan_merge(
-        series,
-        recipes,
-        dtype=options.dtype,
-        integers=options.integers,
-        format=options.format,
-        memory_limit_bytes=options.memory_limit,
-        is_alone=is_alone,
-        shard_bytes=options.shard_size,
-    )
-    outs = from_storage.output_paths(options.out, recipes)
+    plan, series = merging.plan_selected(options)
+    outs = from_storage.output_paths(options.out, plan.recipes)
     description = from_storage.describe_merge(plan, series, outs)
-    index_and_count, barrier = (0, 1), None
-    if options.distributed:  # without --distributed, `pma merge` does not import JAX
-        from pma_jax.runtime import hosts
-
-        index_and_count, barrier = hosts.process_index_and_count(), hosts.raise_if_any_failed
     if options.dry_run:
-        merging.resolve_outputs(plan, outs)
+        description |= merging.check_outputs(options, plan, outs)
     else:
-        with _progress_bar(is_shown=index_and_count[0] == 0) as progress:
-            command = " ".join(["pma", *options.argv])
+        with _progress_bar(is_shown=merging.process_index_and_count(options)[0] == 0) as progress:
             started = time.perf_counter()
-            result = merging.merge(
-                plan, outs, command=command, progress=progress, process_index_and_count=index_and_count, barrier=barrier
-            )
+            result = merging.run(options, plan, outs, progress)
         description |= {"notes": [*series.notes, *result.notes], "seconds": time.perf_counter() - started}
-    if index_and_count[0] > 0:
+    if merging.process_index_and_count(options)[0] > 0:
         return
     _print_notes(description["notes"])
     format_text = from_storage.format_plan if options.dry_run else from_storage.format_result

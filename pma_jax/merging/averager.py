@@ -84,16 +84,17 @@ def weighted_sum(params_K: Sequence[Any], weights_K: ArrayLike, *, out: Any | No
     return _divide(total, divisor, outputs, params_K[-1], multipliers_K)
 
 
-def weighted_sums_of_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tuple[Any, ...]:
+def weighted_sums_of_stream(trees: Iterable[Any], weights_RxK: ArrayLike, dtypes: Any | None = None) -> tuple[Any, ...]:
     """Compute R weighted sums of K trees that are loaded one after the other: tree k+1 loads while tree k is added.
 
     Args:
         trees: K trees of arrays, oldest first; further trees are not read. A background thread prefetches one tree,
             under the caller's mesh. Trees with other shardings are resharded to the first tree's.
         weights_RxK: Finite weights, one row per sum, not normalised.
+        dtypes: Tree of the dtypes of the results; by default those of the first input.
 
     Returns:
-        R trees with the dtypes and shardings of the first input.
+        R trees with these dtypes and the shardings of the first input.
 
     Raises:
         UserError: See `weighted_sum`; also if there are fewer than K trees. Invalid trees are reported when they are
@@ -118,7 +119,7 @@ def weighted_sums_of_stream(trees: Iterable[Any], weights_RxK: ArrayLike) -> tup
                 totals_R[r] = add_weighted(totals_R[r], [params], multipliers_K[k : k + 1].astype(_weight_dtype()))
             if k == last_used_R[r]:
                 used = multipliers_K[multipliers_K != 0].astype(_weight_dtype())
-                totals_R[r] = _divide(totals_R[r], divisors_R[r], _outputs(abstract, C[r]), params, used)
+                totals_R[r] = _divide(totals_R[r], divisors_R[r], _outputs(abstract, C[r], dtypes), params, used)
         # Dispatch is asynchronous: without waiting, more than two trees would be in memory.
         jax.block_until_ready(totals_R)
         del params
@@ -285,11 +286,13 @@ def _weight_dtype() -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(np.float64))
 
 
-def _outputs(tree: Any, weights_K: np.ndarray) -> tuple[tuple[str, bool], ...]:
+def _outputs(tree: Any, weights_K: np.ndarray, dtypes: Any | None = None) -> tuple[tuple[str, bool], ...]:
     """Return for each leaf its output dtype, and whether its mean is compared with that of copies (see `rounding`)."""
-    dtypes = [jax.dtypes.canonicalize_dtype(x.dtype).name for x in jax.tree.leaves(tree)]
-    is_compared = {dtype: ulps_of_copies(weights_K, dtype, dtype) > 0 for dtype in dtypes}
-    return tuple((dtype, is_compared[dtype]) for dtype in dtypes)
+    names = [jax.dtypes.canonicalize_dtype(x.dtype).name for x in jax.tree.leaves(tree)]
+    out_names = names if dtypes is None else [np.dtype(dtype).name for dtype in jax.tree.leaves(dtypes)]
+    pairs = list(zip(names, out_names, strict=True))
+    is_compared = {pair: ulps_of_copies(weights_K, *pair) > 0 for pair in pairs}
+    return tuple((pair[1], is_compared[pair]) for pair in pairs)
 
 
 def _non_float_leaves(tree: Any) -> Any:

@@ -149,6 +149,7 @@ VALUES = {
     **{"--at-tokens": "4.9M", "--tokens": "1:2", "--every": "20B", "--tolerance": "0", "--tokens-per-step": "1"},
     **{"--memory-limit": "1GiB", "--shard-size": "1GB", "--storage-bandwidth": "1GB/s", "--annealing-share": "0.2"},
     **{"--kind": "point", "--dtype": "float32", "--format": "keep", "--order": "given", "--integers": "equal"},
+    **{"--on": "host"},
     **{"--recipes": "sma", "--keep": "best", "--best": "lowest", "--disk-limit": "1GB"},
 }
 

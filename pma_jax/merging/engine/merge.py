@@ -117,15 +117,15 @@ def merge(
     outputs = resolve_outputs(plan, output_paths)
     if process_count > 1 and any(is_bucket(output.target) for output in outputs):
         raise UserError(
-            f"{outputs[0].target}: only one process can merge to a bucket; several processes need an output on a "
-            "disk that all of them share"
+            f"{outputs[0].target}: on the host, only one process can merge to a bucket: give --on mesh, or an output "
+            "on a disk that all processes share"
         )
     for source in plan.sources:
         provenance.recorded_digests(source)  # raises if they cannot be read, before anything is written
     merged = MergeResult([], 0)
     notes: list[str] = []
     directories = [output.work_directory for output in outputs]
-    with journal.lock_work_directory(directories[0], process_index), _remove_on_user_error(directories, process_index):
+    with journal.lock_work_directory(directories[0], process_index), remove_on_user_error(directories, process_index):
         with _barrier_after(barrier):
             # Check again while holding the lock: another process may have finished the same merge in the meantime.
             outputs = resolve_outputs(plan, output_paths)
@@ -156,7 +156,7 @@ def _barrier_after(barrier: Barrier | None) -> Iterator[None]:
 
 
 @contextmanager
-def _remove_on_user_error(work_directories: Sequence[Path], process_index: int) -> Iterator[None]:
+def remove_on_user_error(work_directories: Sequence[Path], process_index: int) -> Iterator[None]:
     """Remove the working directories if a merge raises a UserError, because a resumed merge would raise it again.
 
     An OSError and a failure that may pass keep them: the same command resumes the merge. Only process 0 removes them,
@@ -171,8 +171,13 @@ def _remove_on_user_error(work_directories: Sequence[Path], process_index: int) 
         raise
 
 
-def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list[Output]:
+def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path], is_uploaded: bool = True) -> list[Output]:
     """Check the output paths as `merge` does before it writes, and return one `Output` per path.
+
+    Args:
+        plan: The merge.
+        output_paths: One output directory per row of coefficients.
+        is_uploaded: Whether an output in a bucket is first written to a local disk, which needs space for it.
 
     Raises:
         UserError: An output exists that was not published by an interrupted run of this merge, two paths are equal,
@@ -187,16 +192,18 @@ def resolve_outputs(plan: MergePlan, output_paths: Sequence[str | Path]) -> list
         exists = target.exists() or target.is_symlink()
         is_published = exists and not publish.has_incomplete_upload(target, plan.digest)
         if is_published and not (first_work.exists() and provenance.read_plan_digest(target) == plan.digest):
-            raise UserError(_exists_message(target))
+            raise UserError(exists_message(target))
         outputs.append(Output(target, work, is_published))
-    if not any(output.work_directory.exists() for output in outputs):
+    is_written_to_disk = is_uploaded or not any(is_bucket(output.target) for output in outputs)
+    if is_written_to_disk and not any(output.work_directory.exists() for output in outputs):
         # An upload needs local disk space for the finished checkpoint.
         written = [output.work_directory if is_bucket(output.target) else output.target for output in outputs]
         check_outputs(plan, written)
     return outputs
 
 
-def _exists_message(target: Path) -> str:
+def exists_message(target: Path) -> str:
+    """Return the message about an output that exists."""
     return f"{target}: exists already, and a merge never overwrites: choose another output (--out), or remove it"
 
 
@@ -389,4 +396,4 @@ def _publish_output(plan: MergePlan, output: Output, directory: Path) -> None:
     except OSError as error:
         if is_bucket(output.target) or not output.target.exists():
             raise
-        raise UserError(_exists_message(output.target)) from error
+        raise UserError(exists_message(output.target)) from error

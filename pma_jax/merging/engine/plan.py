@@ -104,6 +104,7 @@ def plan(
     metadata: Mapping[str, Any] | None = None,
     cores: int | None = None,
     is_alone: bool = False,
+    writers: int = 1,
 ) -> MergePlan:
     """Validate that the sources can be merged, and plan the merge without writing anything.
 
@@ -121,12 +122,12 @@ def plan(
             is the same in all.
         cores: Number of cores to use; if None, all that this process may use.
         is_alone: Whether this process does nothing but merge, so that the memory that it has taken counts.
+        writers: Number of processes that write complete files of an Orbax checkpoint (`merging.on_mesh`).
 
     Raises:
         UserError: There are no sources or their leaves differ, `coefficients` are not one finite number per recipe and
-            source, all coefficients of a recipe are zero, the number of `recipes` is wrong, `dtype`, `integers` or
-            `format` is unknown, a source is quantised or an adapter, the format cannot store the leaves, or the memory
-            limit is too low.
+            source or all zero, the number of `recipes` is wrong, an option is unknown, a source is quantised or an
+            adapter, the format cannot store the leaves, or the memory limit is too low.
     """
     if not sources:
         raise UserError("nothing to merge: give at least one checkpoint")
@@ -139,7 +140,7 @@ def plan(
     leaves = {name: _merged_leaf(leaf, dtype) for name, leaf in sources[0].leaves.items()}
     if metadata is None:
         metadata = shared_custom_metadata(sources) | _known_progress(sources[-1])
-    layout = plan_output(sources, leaves, output_format, shard_bytes, dtype, metadata)
+    layout = plan_output(sources, leaves, output_format, shard_bytes, dtype, metadata, writers)
     _check_file_names(layout.copies)
     schedule = make_schedule(sources, len(rows), memory_limit_bytes, cores, is_alone)
     notes = [note for source in sources for note in source.notes]

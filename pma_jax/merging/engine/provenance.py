@@ -185,11 +185,15 @@ def equal_source_notes(provenance: Mapping[str, Any]) -> list[str]:
     return notes
 
 
+def serialize(provenance: Mapping[str, Any]) -> bytes:
+    """Return the content of `provenance.json`."""
+    return (json.dumps(provenance, indent=1, ensure_ascii=False) + "\n").encode()
+
+
 def write(directory: Path, provenance: Mapping[str, Any]) -> None:
     """Write `provenance.json` into a directory."""
-    text = json.dumps(provenance, indent=1, ensure_ascii=False) + "\n"
     with name_file(directory / FILE_NAME):
-        (directory / FILE_NAME).write_text(text, encoding="utf-8")
+        (directory / FILE_NAME).write_bytes(serialize(provenance))
 
 
 def read(directory: Path) -> dict[str, Any]:

@@ -254,11 +254,12 @@ def _finish_without_overflow(plan: MergePlan, name: str, start: int, means: np.n
         means[bad] = np.where(is_copied & is_average(plan.coefficients[row], leaf.dtype), values[-1], wide_means)
         merged = means.astype(numpy_dtype(out.dtype))
     if not (np.isfinite(merged).all() and all(np.isfinite(value).all() for value in values)):
-        raise UserError(_not_finite_message(plan, name, start, stop))
+        raise UserError(not_finite_message(plan, name, start, stop))
     return merged.view(np.uint8)
 
 
-def _not_finite_message(plan: MergePlan, name: str, start: int, stop: int) -> str:
+def not_finite_message(plan: MergePlan, name: str, start: int, stop: int) -> str:
+    """Return the message about a result between two elements of a leaf, naming a source with such a value, if any."""
     for source in plan.sources:
         with np.errstate(invalid="ignore"):  # a signalling NaN
             values = read_leaf(source, name, start, stop).astype(np.float64)

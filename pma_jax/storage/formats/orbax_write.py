@@ -30,7 +30,7 @@ _V0_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCh
 
 
 def orbax_layout(
-    leaves: Mapping[str, LeafInfo], item: OrbaxItem | None, custom_metadata: Mapping[str, Any]
+    leaves: Mapping[str, LeafInfo], item: OrbaxItem | None, custom_metadata: Mapping[str, Any], writers: int = 1
 ) -> OutputLayout:
     """Plan the files of an Orbax checkpoint.
 
@@ -39,6 +39,7 @@ def orbax_layout(
         item: The tree of the leaves. If None, they become one flat dictionary of NumPy arrays, as
             `orbax.checkpoint.v1.save` writes it.
         custom_metadata: The checkpoint's custom metadata.
+        writers: Number of processes that write the arrays, each of them complete files.
 
     Raises:
         UserError: A leaf's name cannot be a path, or the tree has a part of a list.
@@ -52,7 +53,7 @@ def orbax_layout(
     shapes = {}
     for name, leaf in leaves.items():
         check_name(name)
-        array = plan_array(folder + name, leaf)
+        array = plan_array(folder + name, leaf, writers=writers)
         shapes[name] = (leaf.shape, array.chunk)
         texts |= dict([array.metadata])
         byte_ranges[name] = array.byte_ranges

@@ -42,13 +42,16 @@ SIDECAR_PATTERNS = (
 _MAX_SIDECAR_BYTES = 256 * 2**20
 
 
-_Writer = Callable[[Sequence[CheckpointSource], Mapping[str, LeafInfo], Mapping[str, Any]], OutputLayout]
+_Writer = Callable[..., OutputLayout]
 
 
 def _plan_orbax(
-    sources: Sequence[CheckpointSource], leaves: Mapping[str, LeafInfo], custom_metadata: Mapping[str, Any]
+    sources: Sequence[CheckpointSource],
+    leaves: Mapping[str, LeafInfo],
+    custom_metadata: Mapping[str, Any],
+    writers: int = 1,
 ) -> OutputLayout:
-    return orbax_layout(leaves, merged_item(sources), custom_metadata)
+    return orbax_layout(leaves, merged_item(sources), custom_metadata, writers)
 
 
 # Format -> function that plans its files, given the sources, the merged leaves and the custom metadata. All but Orbax
@@ -72,6 +75,7 @@ def plan_output(
     shard_bytes: int,
     config_dtype: str,
     custom_metadata: Mapping[str, Any],
+    writers: int = 1,
 ) -> OutputLayout:
     """Lay out the files of a merged checkpoint.
 
@@ -85,6 +89,7 @@ def plan_output(
         config_dtype: New value of the keys `dtype` and `torch_dtype` in config.json, where present, or "keep" to copy
             the file unchanged (safetensors only). Does not change the dtype of any leaf.
         custom_metadata: Custom metadata of the checkpoint (Orbax only).
+        writers: Number of processes that write, each of them complete files (Orbax only).
 
     Raises:
         UserError: The format is unknown, or cannot store these leaves.
@@ -94,7 +99,8 @@ def plan_output(
     if unsupported is not None:
         raise UserError(f"{unsupported} cannot be stored as {format}; choose another --format or --dtype")
     if format in WRITERS:
-        layout = WRITERS[format](sources, leaves, custom_metadata)
+        options = {"writers": writers} if format == "orbax" else {}
+        layout = WRITERS[format](sources, leaves, custom_metadata, **options)
         return replace(layout, notes=(*layout.notes, *_unlike_notes(sources, format)))
     if format != "safetensors":
         raise UserError(f"the output format {format!r} is not {', '.join(('safetensors', *WRITERS))}")

@@ -4,6 +4,7 @@ Because no database must be kept consistent, threads, processes and a resumed me
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pma_jax.config.errors import UserError
+from pma_jax.storage.digests import SEGMENT_ELEMENTS
 from pma_jax.storage.formats.source import ML_DTYPES, ByteRange, LeafInfo
 
 # Small enough that a host which restores its shard reads few other bytes; large enough for the disk's full rate.
@@ -33,9 +35,16 @@ class RawArray(NamedTuple):
     sizes: dict[str, int]
 
 
-def plan_array(directory: str, leaf: LeafInfo, separator: str = ".") -> RawArray:
-    """Plan the files of an array in `directory`, with `separator` between the indexes in the names of its chunks."""
-    chunk = _chunk_shape(leaf)
+def plan_array(directory: str, leaf: LeafInfo, separator: str = ".", writers: int = 1) -> RawArray:
+    """Plan the files of an array.
+
+    Args:
+        directory: The array's directory.
+        leaf: Its shape and dtype.
+        separator: Text between the indexes in the names of its chunks.
+        writers: Number of processes that write it, each of them complete chunks.
+    """
+    chunk = _chunk_shape(leaf) if writers == 1 else _shared_chunk_shape(leaf, writers)
     ranges = tuple(_chunk_ranges(directory, leaf, chunk, separator))
     metadata = {
         "zarr_format": 2,
@@ -93,6 +102,21 @@ def _chunk_shape(leaf: LeafInfo) -> tuple[int, ...]:
     # padded last chunk costs less than one file per row.
     exact = next((parts for parts in range(count, min(rows, 4 * count) + 1) if rows % parts == 0), count)
     return (-(-rows // exact), *leaf.shape[1:])
+
+
+def _shared_chunk_shape(leaf: LeafInfo, writers: int) -> tuple[int, ...]:
+    """Return a chunk such that a leaf has one for each writer, if these can be complete segments of its digest.
+
+    Then no process needs another's values to hash its own. Otherwise one process writes the leaf.
+    """
+    chunk = _chunk_shape(leaf)
+    row_elements = math.prod(leaf.shape[1:])
+    if not leaf.shape or not leaf.elements or leaf.elements < 2 * SEGMENT_ELEMENTS:
+        return chunk
+    step = SEGMENT_ELEMENTS // math.gcd(row_elements, SEGMENT_ELEMENTS)
+    steps = -(-leaf.shape[0] // step)
+    count = max(writers, -(-leaf.nbytes // CHUNK_BYTES))
+    return (step * max(1, steps // count), *leaf.shape[1:]) if steps > 1 else chunk
 
 
 def _zarr_dtype(dtype: str) -> str:
