@@ -63,6 +63,7 @@ def expected_bytes(folder: Path, out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_merge_reads_each_byte_once_and_survives_faults(server, proxy, checkpoints, tmp_path):
     expected = expected_bytes(checkpoints, tmp_path / "local")
     fake_gcs.run(proxy, "merge", "gs://bucket/steps", "--out", "gs://bucket/merged")
@@ -84,6 +85,7 @@ def test_merge_reads_each_byte_once_and_survives_faults(server, proxy, checkpoin
     )
 
 
+@pytest.mark.slow
 def test_killed_upload_is_no_checkpoint_and_is_completed(server, proxy, checkpoints, tmp_path):
     arguments = ["merge", "gs://bucket/steps", "--out", "gs://bucket/killed"]
     environment = tiny.environment(devices=1) | proxy.environment | {"TMPDIR": str(tmp_path)}
