@@ -28,7 +28,7 @@ from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import evaluate
 from pma_jax.runs.directory import Run
 from pma_jax.runtime import hosts
-from pma_jax.runtime.mesh import local_rows, put_batch
+from pma_jax.runtime.mesh import local_rows, put_batch, round_up_to_batch_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +132,10 @@ def check_corpus(run: Run, tokens: shards.TokenSet) -> None:
 def put_sample(sample: Sample, batch_size_sequences: int, mesh: jax.sharding.Mesh) -> list[jax.Array]:
     """Place the windows of a sample on the mesh in int32 [B, M] batches, sharded over the batch axes.
 
-    The last batch is filled with padding, so the loss does not depend on the batch size.
+    The last batch is filled with padding, so the loss does not depend on the batch size. B is `batch_size_sequences`,
+    or the next multiple of the number of devices that split a batch.
     """
-    B = batch_size_sequences
+    B = round_up_to_batch_axes(mesh, batch_size_sequences)
     count = math.ceil(len(sample.windows) / B)
     padding = ((0, count * B - len(sample.windows)), (0, 0))
     batches_KxBxM = np.split(np.pad(sample.windows, padding, constant_values=PADDING_ID), count)

@@ -167,6 +167,12 @@ def _check_divides(sizes: Mapping[str, tuple[str, int]], axis_sizes: Mapping[str
             raise UserError(f"{key} is {size}, and {' x '.join(axes)} splits it in {parts}: change it or the mesh")
 
 
+def round_up_to_batch_axes(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> int:
+    """Return the smallest multiple, at least `batch_size_sequences`, of the parts in which the mesh splits a batch."""
+    parts = math.prod(mesh.shape[axis] for axis in axes_of(RULES.batch))
+    return -(-batch_size_sequences // parts) * parts
+
+
 def local_rows(mesh: jax.sharding.Mesh, batch_size_sequences: int) -> np.ndarray:
     """Return the indices, ascending, of the batch rows that this process's devices hold, so that it must read them.
 

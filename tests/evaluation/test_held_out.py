@@ -47,6 +47,16 @@ def test_losses_and_standard_errors_are_those_of_numpy_for_any_batch_size(finish
     assert evaluator.sample.describe()["tokens"] == finished.config.evaluation.tokens
 
 
+@pytest.mark.mesh
+def test_a_batch_of_fewer_sequences_than_devices_is_filled(finished):
+    evaluation = dataclasses.replace(finished.config.evaluation, batch_size_sequences=3)
+    config = dataclasses.replace(finished.config, evaluation=evaluation)
+    evaluator = make_evaluator(config, make_mesh(config.mesh), SELECT)
+    assert all(batch.shape == (8, 33) for batch in evaluator.batches)
+    params = tiny.read(finished.snapshots[-1])
+    assert evaluator(params).loss == pytest.approx(numpy_loss(finished, evaluator.sample, params)[0], rel=1e-6)
+
+
 def test_marks_are_evaluated_on_the_sample_that_the_run_records(finished):
     sample = read_sample_of_run(finished, SELECT, finished.config.evaluation)
     assert finished.metadata["held_out"] == sample.describe()
