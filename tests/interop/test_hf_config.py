@@ -47,6 +47,7 @@ def test_configuration_round_trips(qk_norm, tie):
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters has 'full_attention'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": [1]}, "rope_parameters is [1]"),
+        ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 70.0}}, "rope_scaling differ"),
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_theta": "1e4"}, "rope_theta is '1e4', not a finite number"),
         ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf, not a finite number"),
