@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -9,12 +10,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import pytest
 import tiny
+from safetensors.numpy import load_file, save_file
 
 from pma_jax.cli import main
 from pma_jax.config.errors import UserError
 from pma_jax.data.tokenizer import byte_tokenizer
 from pma_jax.evaluation import hf_held_out
 from pma_jax.evaluation.targets import evaluate_targets
+from pma_jax.evaluation.task_targets import score_targets
 from pma_jax.interop import hf
 
 
@@ -102,6 +105,62 @@ def test_models_that_cannot_read_the_text_are_refused(finished, exported, tmp_pa
     train_bpe([path.read_text() for path in sorted((finished.path.parent / "text").glob("*.txt"))], 300).save(file)
     with pytest.raises(UserError, match=r"gives the id \d+, and the model has 256 tokens"):
         evaluate_targets([exported], overrides(finished, tokenizer=file))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("model.layers.1.self_attn.q_proj.weight"), r"lacks 1 weights of .*1.self_attn.q_proj.*random"),
+        (lambda w: w.update({"model.norm.weight": w["model.norm.weight"][1:]}), r"another shape \(model.norm.weight\)"),
+        (lambda w: w["model.norm.weight"].__setitem__(0, np.nan), r"are not finite, do not use it: model.norm.weight"),
+        (None, "is no model that transformers loads: .*header"),
+    ],
+    ids=["missing", "shape", "nan", "cut"],
+)
+def test_a_model_with_wrong_weights_is_not_scored(finished, exported, tmp_path, change, message):
+    pytest.importorskip("torch")
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    file = model / "model.safetensors"
+    if change is None:
+        file.write_bytes(file.read_bytes()[:5000])
+    else:
+        weights = {name: np.array(values) for name, values in load_file(file).items()}
+        change(weights)
+        save_file(weights, file, {"format": "pt"})
+    for score in (
+        lambda: evaluate_targets([model], overrides(finished)),
+        lambda: score_targets([model], ["pma:brackets"], [], limit=1, shots=None, part="report"),
+    ):
+        with pytest.raises(UserError, match=message):
+            score()
+
+
+@pytest.mark.parametrize("output_type", ["multiple_choice", "generate_until"])
+def test_a_tokenizer_that_does_not_fit_is_refused(finished, exported, tmp_path, output_type):
+    pytest.importorskip("torch")
+    from tokenizers import Tokenizer, models
+
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    Tokenizer(models.WordLevel({"?": 300, "<|endoftext|>": 0}, unk_token="?")).save(str(model / "tokenizer.json"))
+    (tmp_path / "task.json").write_text('{"q": "a", "choices": ["b", "c"], "answer": 0}')
+    task = {
+        "task": "fits",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "task.json"}},
+        "test_split": "test",
+        "output_type": output_type,
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "answer",
+    }
+    if output_type == "multiple_choice":
+        task["doc_to_choice"] = "{{choices}}"
+    else:
+        task["generation_kwargs"] = {"until": ["."], "do_sample": False, "max_gen_toks": 4}
+    (tmp_path / "task.yaml").write_text(json.dumps(task))
+    with pytest.raises(UserError, match="the tokenizer gives the id 300, and the model has 256 tokens"):
+        score_targets([model], [str(tmp_path / "task.yaml")], [], limit=None, shots=None, part="report")
 
 
 def test_a_model_without_a_tokenizer_is_refused(finished, exported, tmp_path, monkeypatch):
