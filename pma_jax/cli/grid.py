@@ -96,7 +96,8 @@ def sweep(options: argparse.Namespace, log: Callable[[str], None]) -> dict[str, 
 def format_description(description: Mapping[str, Any]) -> str:
     """Format the result of `describe` as lines of text."""
     read, written, disk = (format_storage_bytes(description[f"{name}_bytes"]) for name in ("read", "write", "disk"))
-    known = description["read_bytes"] > 0
+    again = description["again"]
+    known = description["read_bytes"] > 0 or not description["passes"]
     size = f"reads {read}, writes {written}, at most {disk} at the same time"
     seconds = description["seconds"]
     ends = ", ".join(f"{end:,}" for end in description["ends"]) or "none"
@@ -104,7 +105,7 @@ def format_description(description: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             f"{description['merges']} merges and {description['raw']} raw checkpoints to score, "
-            f"{description['finished']} finished; ends: {ends}",
+            f"{description['finished']} finished" + (f", {again} to make again" if again else "") + f"; ends: {ends}",
             f"{description['passes']} passes over checkpoints; {size if known else 'sizes are known after a download'}",
             f"duration: {duration}",
         ]

@@ -24,7 +24,7 @@ class GridRow(TypedDict):
     interval: Count
     end: Count
     score: float | None
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     failure: str | None
     seconds: float
     digest: str
@@ -84,17 +84,14 @@ def absolute_addresses(addresses: Sequence[str | Path]) -> list[str]:
     return [str(a) if "://" in str(a) else str(Path(a).expanduser().absolute()) for a in addresses]
 
 
-def choose_metric(metrics: Mapping[str, float], metric: str | None) -> tuple[float | None, str | None]:
+def choose_metric(metrics: Mapping[str, float | None], metric: str | None) -> tuple[float | None, str | None]:
     """Return the number of a scorer's output that ranks the merges, or why there is none, in one line."""
-    if metric is not None:
-        if metric in metrics:
-            return metrics[metric], None
-        return None, f"the scorer's numbers are {_names(metrics)}, not {metric} (--metric)"
-    if len(metrics) == 1:
-        return next(iter(metrics.values())), None
-    if SCORE in metrics:
-        return metrics[SCORE], None
-    return None, f"the scorer gives several numbers ({_names(metrics)}): choose one with --metric"
+    if metric is None and len(metrics) > 1 and SCORE not in metrics:
+        return None, f"the scorer gives several numbers ({_names(metrics)}): choose one with --metric"
+    name = metric or (SCORE if SCORE in metrics else next(iter(metrics)))
+    if name not in metrics:
+        return None, f"the scorer's numbers are {_names(metrics)}, not {name} (--metric)"
+    return metrics[name], f"the scorer's {name} is not finite" if metrics[name] is None else None
 
 
 def rank_rows(content: Mapping[str, Any], metric: str | None) -> None:
@@ -115,5 +112,5 @@ def best_row(rows: Sequence[dict[str, Any]], best: str) -> dict[str, Any] | None
     return choose(scored, key=lambda row: row["score"], default=None)
 
 
-def _names(metrics: Mapping[str, float]) -> str:
+def _names(metrics: Mapping[str, float | None]) -> str:
     return ", ".join(list(metrics)[:10])

@@ -107,12 +107,23 @@ class SweepPlan:
         """Upper limit of the size of the merges that are kept beside those that are being made or scored."""
         kept = {(row["text"], row["end"]): row["kept"] for row in self.content["rows"] if row["path"] is not None}
         if self.settings.keep == "all":  # and the raw checkpoint of an end
-            count = len(kept.keys() | {cell.key for cell in self.grid.merges}) + 1
+            merges = [*self.grid.merges, *self.missing]
+            count = len(kept.keys() | {cell.key for cell in merges}) + bool(self.todo)
         elif self.settings.keep == "best":
             count = list(kept.values()).count("all") + (1 if len(self.grid.merges) > 1 else 0)
         else:
             count = len(kept)
         return count * self.merge_bytes
+
+    @property
+    def missing(self) -> list[GridCell]:
+        """The merges that have a score and are kept, and whose directories do not exist: they are made again."""
+        rows, out = self.content["rows"], self.settings.out
+        best = grid_file.best_row(rows, self.settings.best)
+        chosen = {"best": [best] if best else [], "all": rows, "none": []}[self.settings.keep]
+        found = [row for row in chosen if row["score"] is not None and (row["text"], row["end"]) in self.cells]
+        is_made = [row["path"] is not None and (out / row["path"]).exists() for row in found]
+        return [self.cells[row["text"], row["end"]] for row, made in zip(found, is_made, strict=True) if not made]
 
 
 def plan_sweep(grid: Grid, settings: SweepSettings) -> SweepPlan:
@@ -149,9 +160,11 @@ def plan_sweep(grid: Grid, settings: SweepSettings) -> SweepPlan:
 
 def describe_sweep(plan: SweepPlan) -> dict[str, Any]:
     """Return what a sweep will do as JSON values: merges, bytes, and seconds if they are known."""
-    batches = plan.batches(plan.todo)
+    # With "best", which merge is kept is known when all have a score.
+    again = plan.missing if plan.settings.keep == "all" or not plan.todo else []
+    batches = [*plan.batches(plan.todo), *plan.batches(again)]
     counts = [int(np.any([cell.coefficients != 0 for cell in batch], axis=0).sum()) for batch in batches]
-    read, written = sum(counts) * plan.read_bytes, len(plan.todo) * plan.merge_bytes
+    read, written = sum(counts) * plan.read_bytes, (len(plan.todo) + len(again)) * plan.merge_bytes
     rates, seconds = plan.content["rates"], None
     if {"bytes_per_second", "score_seconds"} <= rates.keys():
         scoring = rates["score_seconds"] * len(plan.todo) / plan.settings.parallel
@@ -159,6 +172,7 @@ def describe_sweep(plan: SweepPlan) -> dict[str, Any]:
     return {
         "merges": sum(not cell.is_raw for cell in plan.todo),
         "raw": sum(cell.is_raw for cell in plan.todo),
+        "again": len(again),
         "finished": len(plan.grid.cells) - len(plan.todo),
         "ends": sorted({cell.end for cell in plan.todo}),
         "passes": len(batches),
@@ -234,7 +248,8 @@ def _disk_bytes(plan: MergePlan) -> int:
 
 def _check_disk(plan: SweepPlan) -> None:
     """Raise UserError if the merges that exist at the same time exceed the limit or the free space."""
-    if not plan.todo or not plan.merge_bytes:
+    is_all_made = not (plan.todo or (plan.settings.keep == "all" and plan.missing))
+    if is_all_made or not plan.merge_bytes:
         return
     settings, parent = plan.settings, plan.settings.out
     while not parent.exists():

@@ -101,11 +101,10 @@ class _Sweep:
             if row["kept"] == "best" and row is not best and self.settings.keep == "best":
                 shutil.rmtree(out / row["path"], ignore_errors=True)
                 row |= {"path": None, "kept": None}
-        cells = self.plan.cells
-        chosen = {"best": [best] if best else [], "all": self.content["rows"], "none": []}[self.settings.keep]
-        rows = {(row["text"], row["end"]): row for row in chosen if row["score"] is not None}
-        missing = [cells[key] for key, row in rows.items() if key in cells and not _exists(out, row["path"])]
-        for batch in self.plan.batches(missing):
+        if self.settings.keep == "all":  # they stay when another is the best
+            self.content["rows"] = [row | {"kept": row["path"] and "all"} for row in self.content["rows"]]
+        rows = {(row["text"], row["end"]): row for row in self.content["rows"]}
+        for batch in self.plan.batches(self.plan.missing):
             for cell, path in self._merge(batch):
                 self._move(rows[cell.key], cell, path)
         self.write()
@@ -219,10 +218,6 @@ def _new_row(cell: GridCell, score: scorer.Score, digest: str) -> dict[str, Any]
         "path": None,
         "kept": None,
     }
-
-
-def _exists(out: Path, name: str | None) -> bool:
-    return name is not None and (out / name).exists()
 
 
 def _raise_in_use(file: Any) -> None:

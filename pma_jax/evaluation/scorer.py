@@ -35,12 +35,12 @@ class Score:
     """What a scorer returned.
 
     Attributes:
-        metrics: Name -> number; empty if it failed.
+        metrics: Name -> number, None if it is not finite; empty if it failed.
         failure: Why it failed, in one line; None if it did not.
         seconds: How long it ran.
     """
 
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     failure: str | None
     seconds: float
 
@@ -155,8 +155,11 @@ def running_scorers() -> Iterator[RunningScorers]:
             scorers.stop()
 
 
-def parse_output(line: str) -> tuple[dict[str, float], str | None]:
-    """Return the numbers of the last line that a scorer printed, by name, or why there are none, in one line."""
+def parse_output(line: str) -> tuple[dict[str, float | None], str | None]:
+    """Return the numbers of the last line that a scorer printed, by name, or why there are none, in one line.
+
+    A number that is not finite, or null, is None: its name stays, so that no other number takes its place as the score.
+    """
     if not line:
         return {}, "the scorer printed nothing: it must print a number, or a JSON object with numbers, as its last line"
     shown = f"the scorer's last line is {_shorten(line)!r}"
@@ -165,7 +168,7 @@ def parse_output(line: str) -> tuple[dict[str, float], str | None]:
             values = parse_untrusted_json(line.encode(errors="surrogateescape"), "", allow_nan=True)
         except (UserError, UnicodeError):
             return {}, f"{shown}, which is no valid JSON"
-        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        numbers = {name: value for name, value in values.items() if value is None or type(value) in (int, float)}
     else:
         try:
             numbers = {} if "_" in line else {SCORE: float(line)}
@@ -173,12 +176,17 @@ def parse_output(line: str) -> tuple[dict[str, float], str | None]:
             numbers = {}
     if not numbers:
         return {}, f"{shown}, which is neither a number nor a JSON object with numbers"
-    finite = {}
-    for name, value in numbers.items():
-        with contextlib.suppress(OverflowError):
-            if math.isfinite(number := float(value)):
-                finite[name] = number
-    return finite, None if finite else f"{shown}: the score is not finite"
+    metrics = {name: _finite(value) for name, value in numbers.items()}
+    if all(value is None for value in metrics.values()):
+        return {}, f"{shown}: the score is not finite"
+    return metrics, None
+
+
+def _finite(value: float | None) -> float | None:
+    try:
+        return float(value) if value is not None and math.isfinite(value) else None
+    except OverflowError:  # an integer of more than 308 digits
+        return None
 
 
 def _terminate(process: subprocess.Popen) -> None:

@@ -238,6 +238,34 @@ def test_metrics(tmp_path, grid, capsys):
     assert status == 1 and "loss, accuracy, not f1" in capsys.readouterr().err
 
 
+def test_a_number_that_is_not_finite_is_not_replaced_by_another(tmp_path, grid, capsys):
+    line = '{"loss": NaN, "n": -5}'
+    command = write_program(tmp_path, f"case \"$1\" in *wma*) echo '{line}';; *) echo 2;; esac")
+    options = ["--windows", "2", "--recipes", "sma,wma", "--keep", "none"]
+    for metric, failure in ([], "several numbers (loss, n)"), (["--metric", "loss"], "loss is not finite"):
+        _, content = grid(command, *options, *metric)
+        rows = {row["text"]: row for row in content["rows"]}
+        assert rows["wma:2"]["score"] is None and failure in rows["wma:2"]["failure"]
+        assert rows["wma:2"]["metrics"] == {"loss": None, "n": -5}
+    capsys.readouterr()
+
+
+def test_merges_that_keep_all_makes_again_are_in_the_plan(tmp_path, grid, capsys):
+    options = ["--recipes", "sma,wma", "--windows", "2,3,4"]
+    assert grid("echo 1", *options)[0] == 0
+    capsys.readouterr()
+    assert grid("echo 1", *options, "--dry-run")[0] == 0
+    assert "0 passes over checkpoints; reads 0 B" in capsys.readouterr().out
+    grid("echo 1", *options, "--keep", "all", "--dry-run", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["merges"], plan["finished"], plan["again"], plan["passes"]) == (0, 7, 5, 1)
+    each = plan["write_bytes"] // 5
+    assert grid("echo 1", *options, "--keep", "all", "--disk-limit", f"{5 * each}")[0] == 1
+    assert "does not fit the disk" in capsys.readouterr().err and kept(tmp_path / "out") == ["sma-2-at-600"]
+    status, content = grid("echo 1", *options, "--keep", "all", "--disk-limit", f"{6 * each}")
+    assert status == 0 and len(kept(tmp_path / "out")) == 6 and {row["kept"] for row in content["rows"]} == {"all"}
+
+
 def test_changed_checkpoints_are_scored_again(tmp_path, grid, capsys):
     options = ["--recipes", "sma", "--windows", "2", "--ends", "300,600", "--keep", "none"]
     command = write_program(tmp_path, f'echo "$1" >> {tmp_path}/calls; echo 1')
@@ -343,7 +371,11 @@ def test_ends_are_the_nearest_checkpoints(tmp_path):
     [
         ("1", {"score": 1.0}),
         ("-2.5e-3", {"score": -0.0025}),
-        ('{"a": 1, "b": 0.5, "c": null, "d": {"e": 1}, "f": true, "g": NaN}', {"a": 1.0, "b": 0.5}),
+        (
+            '{"a": 1, "b": 0.5, "c": null, "d": {"e": 1}, "f": true, "g": NaN}',
+            {"a": 1.0, "b": 0.5, "c": None, "g": None},
+        ),
+        ('{"loss": NaN, "n": null}', {}),
         ("1_000", {}),
         ("inf", {}),
         ("{}", {}),
