@@ -17,7 +17,7 @@ setup: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(INSTALL) '.[eval,gcs,hub,test,lint]'
+	$(INSTALL) '.[eval,gcs,hub,slurm,test,lint]'
 	touch $@
 
 demo: setup

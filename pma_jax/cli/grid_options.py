@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pma_jax.cli import values
 from pma_jax.config.errors import UserError
 
-ENGINES = ("local",)
+ENGINES = ("local", "slurm")
 
 
 def grid(options: argparse.Namespace) -> None:
@@ -26,7 +26,7 @@ def grid(options: argparse.Namespace) -> None:
         print(json.dumps(description, indent=2) if options.json else run_grid.format_description(description))
         return
     failed = {} if options.status else run_grid.start(options, jobs)
-    rows = run_grid.rows(runs, jobs)
+    rows = run_grid.rows(options, runs, jobs)
     if options.json:
         print(json.dumps(list(map(progress.as_json, rows)), indent=2))
     else:
@@ -67,7 +67,17 @@ def add_options(
         type=values.positive,
         default=1,
         metavar="N",
-        help="runs at a time; each has an equal share of the cores, and of the GPUs if there are any (default 1)",
+        help="runs at a time; each has an equal share of the cores, and of the GPUs if there are any (default 1; with "
+        "--engine slurm, as many as it starts)",
+    )
+    verb.add_argument(
+        "--slurm",
+        action=append_once,
+        type=values.parameter,
+        default=(),
+        metavar="KEY=VALUE",
+        help="with --engine slurm: a parameter of submitit's executor, such as time=240 (minutes, required), "
+        "partition=gpu, account=lab, gpus_per_node=1; may be repeated",
     )
     verb.add_argument("--status", action="store_true", help="print how far the runs are, and start none")
     verb.add_argument("--dry-run", action="store_true", help="print the commands that would run, and start none")

@@ -146,6 +146,14 @@ def name(text: str) -> str:
     return text
 
 
+def parameter(text: str) -> tuple[str, str]:
+    """Parse KEY=VALUE, with the value as it is."""
+    key, _, value = text.partition("=")
+    if not (key and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE, such as partition=gpu")
+    return key, value
+
+
 def setting(text: str) -> tuple[str, str]:
     """Parse KEY=VALUE."""
     key, separator, value = text.partition("=")

@@ -193,6 +193,12 @@ def check_root(root: epath.Path) -> None:
             raise UserError(f"--root {root} holds {path.name}, which no grid writes: give another directory")
 
 
+def grid_name(root: epath.Path) -> str:
+    """Return a name for all jobs of a grid in a scheduler: at most 40 characters, a label of DNS (RFC 1123)."""
+    text = re.sub(r"[^a-z0-9]+", "-", root.name.lower()).strip("-")[:25].strip("-")
+    return f"pma-{text}-{hashlib.sha256(str(root).encode()).hexdigest()[:10]}"
+
+
 def is_grid(root: epath.PathLike) -> bool:
     """Return whether a directory has runs of a grid, named by their overrides."""
     folder = absolute_path(root)

@@ -81,7 +81,7 @@ def run_jobs(jobs: Sequence[Job], parallel: int, say: Say) -> dict[str, str]:
         UserError: There are fewer cores or GPUs than `parallel`.
         Stopped: SIGINT or SIGTERM was received; all processes have saved their states and ended.
     """
-    engine = _Engine(jobs, divide(parallel), say)
+    engine = LocalEngine(jobs, divide(parallel), say)
     with record_signals() as request:
         request.start()
         try:
@@ -91,17 +91,18 @@ def run_jobs(jobs: Sequence[Job], parallel: int, say: Say) -> dict[str, str]:
     if request.signal is not None:
         raise Stopped(
             request.signal,
-            f"stopped by {request.name}: {engine.count_done()} of {len(jobs)} jobs are done, and the states of the "
+            f"stopped by {request.name}: {engine.done} of {len(jobs)} jobs are done, and the states of the "
             "others are saved; repeat the command to continue",
         )
     return engine.failed
 
 
-class _Engine:
+class LocalEngine:
     """The jobs that wait and those that run."""
 
     def __init__(self, jobs: Sequence[Job], shares: list[Share], say: Say):
-        self.failed: dict[str, str] = {}
+        self.failed: dict[str, str] = {}  # the line that says why, by the name of the job
+        self.done = 0  # jobs
         self._count, self._number = len(jobs), {job.name: number for number, job in enumerate(jobs, start=1)}
         self._shares, self._say = shares, say
         self._waiting = collections.deque(_Waiting(job) for job in jobs)
@@ -120,17 +121,15 @@ class _Engine:
 
     def stop(self) -> None:
         """Send SIGTERM to all processes, and wait until they have saved their states and ended."""
-        for active in self._active:
+        stopped, self._active = self._active, []
+        for active in stopped:
             active.process.terminate()
-        for active in self._active:
+        for active in stopped:
             if active.process.wait() == 0:
                 record_step(active.job, active.steps[0])
+                self.done += len(active.steps) == 1
             active.log.close()
             active.claimed.close()
-
-    def count_done(self) -> int:
-        """Return the number of jobs that are done."""
-        return self._count - len(self._waiting) - len(self._active) - len(self.failed)
 
     def _start_jobs(self) -> None:
         """Start waiting jobs while there is a share for one."""
@@ -144,6 +143,7 @@ class _Engine:
         job = waiting.job
         if not steps_left(job):
             self._tell(job, "is done")
+            self.done += 1
             return True
         claimed = contextlib.ExitStack()
         holder = claimed.enter_context(claim(job))
@@ -155,6 +155,7 @@ class _Engine:
             return False
         if not (steps := steps_left(job)):  # another process has finished it in the meantime
             claimed.close()
+            self.done += 1
             return True
         record_start(job)
         self._begin(job, self._shares.pop(0), claimed, steps, time.monotonic())
@@ -178,6 +179,7 @@ class _Engine:
             if len(active.steps) > 1:
                 self._begin(job, active.share, active.claimed, active.steps[1:], active.started)
                 return
+            self.done += 1
             self._tell(job, f"done in {format_duration(time.monotonic() - active.started)}")
         else:
             self._end_failed_step(job, step, status, output)
