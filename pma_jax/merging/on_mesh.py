@@ -139,6 +139,8 @@ class _ShareMerger:
         self._leaves, self._lock = plan.sources[0].leaves, threading.Lock()
         self._devices = jax.local_devices()
         self._flats = self._plan_flats()
+        # Of two checkpoints: the bytes of each of `_flats`. Devices of the CPU use them without a copy.
+        self._buffers: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
         self._total_bytes = len(plan.sources) * sum(map(self._part_bytes, share))
         self._hashes = {part: PartHashes([], [], []) for part in share}
         # Not added: integers, for example. As the first or the newest source has them.
@@ -154,6 +156,7 @@ class _ShareMerger:
         with ThreadPoolExecutor(_THREADS) as pool:
             trees = (self._load(k, pool) for k in range(len(plan.sources)))
             sums = weighted_sums_of_stream(trees, plan.coefficients, dtypes)
+            self._buffers = ({}, {})
             self._check_unsummed_leaves()
             for row, (output, tree) in enumerate(zip(self._outputs, sums, strict=True)):
                 is_finite = all(bool(jnp.isfinite(leaf).all()) for leaf in tree.values())
@@ -188,10 +191,12 @@ class _ShareMerger:
 
     def _load(self, k: int, pool: ThreadPoolExecutor) -> dict[str, jax.Array]:
         """Read this process's parts of checkpoint number `k`, and return the floating-point ones on its devices."""
-        buffers = {}
+        # Checkpoint k - 2 is added and no longer used: the sums of a stream wait for it before they take the next.
+        buffers = self._buffers[k % 2]
         for key, flat in self._flats.items():
-            width = ITEM_BYTES[flat.dtype]
-            buffers[key] = _aligned_zeros(flat.shard_elements * len(self._devices) * width)
+            if key not in buffers:
+                nbytes = flat.shard_elements * len(self._devices) * ITEM_BYTES[flat.dtype]
+                buffers[key] = _aligned_zeros(nbytes)
         into: dict[Part, np.ndarray] = {}
         for key, flat in self._flats.items():
             width = ITEM_BYTES[flat.dtype]
