@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pma_jax.evaluation.targets import evaluate_targets
+from pma_jax.runtime import hosts
 from pma_jax.runtime.formatting import format_difference, format_loss, format_text
+from pma_jax.runtime.progress import show_progress
 
 NUMBERS = ("loss", "standard_error", "perplexity", "bits_per_byte")
 
 
 def evaluate(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Evaluate the targets that the options name."""
-    return evaluate_targets(options.target, options.overrides, options.part)
+    with show_progress("models", is_shown=hosts.is_first_process()) as progress:
+        return evaluate_targets(options.target, options.overrides, options.part, progress)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:

@@ -11,16 +11,20 @@ from pma_jax.evaluation import sweep as losses
 from pma_jax.evaluation import task_sweep
 from pma_jax.evaluation.task_scores import RAW_LABEL, main_metric
 from pma_jax.runs.directory import open_run
+from pma_jax.runtime import hosts
 from pma_jax.runtime.formatting import format_difference, format_estimate, format_loss, format_text
+from pma_jax.runtime.progress import show_progress
 
 
 def sweep(options: argparse.Namespace) -> dict[str, Any]:
     """Evaluate the merges that the options describe."""
     run, kind = open_run(options.source[0]), options.kind or "point"
     grid = (options.recipes, options.windows, options.intervals, kind)
-    if options.tasks is None:
-        return losses.sweep(run, *grid)
-    return task_sweep.sweep_tasks(run, options.tasks, *grid, limit=options.limit, shots=options.shots)
+    with show_progress("reads and evaluations", is_shown=hosts.is_first_process()) as progress:
+        if options.tasks is None:
+            return losses.sweep(run, *grid, progress=progress)
+        settings = {"limit": options.limit, "shots": options.shots}
+        return task_sweep.sweep_tasks(run, options.tasks, *grid, **settings, progress=progress)
 
 
 def table(result: Mapping[str, Any]) -> list[Sequence[str]]:

@@ -7,20 +7,24 @@ from typing import Any
 
 from pma_jax.evaluation.task_scores import GOLD_BITS, TaskScore
 from pma_jax.evaluation.task_targets import score_targets
+from pma_jax.runtime import hosts
 from pma_jax.runtime.formatting import format_estimate
+from pma_jax.runtime.progress import show_progress
 
 
 def evaluate(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Score the targets that the options name."""
-    return score_targets(
-        options.target,
-        options.tasks,
-        options.overrides,
-        limit=options.limit,
-        shots=options.shots,
-        part=options.part,
-        is_recorded=not options.numbers,
-    )
+    with show_progress("models", is_shown=hosts.is_first_process()) as progress:
+        return score_targets(
+            options.target,
+            options.tasks,
+            options.overrides,
+            limit=options.limit,
+            shots=options.shots,
+            part=options.part,
+            is_recorded=not options.numbers,
+            progress=progress,
+        )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:

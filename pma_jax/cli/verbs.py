@@ -4,15 +4,15 @@ Each function imports what it needs, so that `--help` does not import JAX.
 """
 
 import argparse
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError
+from pma_jax.runtime.progress import show_progress
 from pma_jax.storage.paths import absolute_path, as_path, exists, is_bucket
 
 # Options of `pma sweep` that a sweep of a run in memory does not have.
@@ -66,7 +66,7 @@ def merge(options: argparse.Namespace) -> None:
     if options.dry_run:
         description |= merging.check_outputs(options, plan, outs)
     else:
-        with _progress_bar(is_shown=merging.process_index_and_count(options)[0] == 0) as progress:
+        with show_progress("bytes", is_shown=merging.process_index_and_count(options)[0] == 0) as progress:
             started = time.perf_counter()
             result = merging.run(options, plan, outs, progress)
         description |= {"notes": [*series.notes, *result.notes], "seconds": time.perf_counter() - started}
@@ -202,7 +202,7 @@ def import_(options: argparse.Namespace) -> None:
     """
     from pma_jax.interop import hf
 
-    with _progress_bar() as progress:
+    with show_progress("bytes") as progress:
         result = hf.import_model(options.model, options.out, progress=progress)
     _print_conversion(options, result)
 
@@ -218,7 +218,7 @@ def export(options: argparse.Namespace) -> None:
     settings = dict(options.maxtext_settings or ())
     if len(settings) < len(options.maxtext_settings or ()):
         raise UserError("--maxtext: a key is given twice; give each once")
-    with _progress_bar() as progress:
+    with show_progress("bytes") as progress:
         result = hf.export_snapshot(
             options.snapshot,
             options.out,
@@ -337,18 +337,3 @@ def _print_run_summary(run: Any) -> None:
     newest = snapshots[-1]
     loss = "" if newest.loss is None else f", held-out loss {newest.loss:.4f}"
     print(f"{run.path}: {newest.tokens:,} tokens, {len(snapshots)} snapshots{loss}")
-
-
-@contextlib.contextmanager
-def _progress_bar(is_shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar of bytes if standard error is a terminal; yield the callback that updates it, or None."""
-    if not is_shown or not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
-    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

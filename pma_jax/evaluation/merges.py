@@ -4,6 +4,7 @@ Dimensions: R merges, K snapshots, D documents.
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -23,6 +24,7 @@ from pma_jax.model.decoder import Params, abstract_params
 from pma_jax.runs.snapshots import Snapshot, restore_params
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.progress import Progress
 
 MEMORY_SHARE = 0.5  # share of the free memory that merges may use; evaluation needs the rest
 SNAPSHOTS_IN_MEMORY = 2  # the one that is being added to the merges, and the next one, which is being read
@@ -40,7 +42,7 @@ class EvaluatedMerges:
 
 
 def evaluate_merges(
-    config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike, part: str
+    config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike, part: str, progress: Progress | None = None
 ) -> EvaluatedMerges:
     """Compute the held-out loss of the merge that each row of weights defines. See `score_merges` for cost and memory.
 
@@ -50,12 +52,13 @@ def evaluate_merges(
         snapshots: K snapshots of one model. Both kinds may be listed, as long as no row mixes them.
         weights_RxK: float64 [R, K], one row per merge.
         part: The part of the held-out text (`data.sampling.PARTS`).
+        progress: As in `score_merges`.
 
     Raises:
         UserError: A snapshot is corrupt or does not fit the model.
     """
     evaluator = make_evaluator(config, make_mesh(config.mesh), part)
-    scored = score_merges(config, snapshots, weights_RxK, evaluator.sum_by_document)
+    scored = score_merges(config, snapshots, weights_RxK, evaluator.sum_by_document, progress)
     counts_D = evaluator.sample.counts_D
     losses = [estimate(nats_D, counts_D) for nats_D in scored.scores]
     return EvaluatedMerges(losses, np.array(scored.scores), counts_D, scored.passes, scored.seconds)
@@ -71,13 +74,18 @@ class ScoredMerges:
 
 
 def score_merges(
-    config: Config, snapshots: Sequence[Snapshot], weights_RxK: ArrayLike, score: Callable[[Params], Any]
+    config: Config,
+    snapshots: Sequence[Snapshot],
+    weights_RxK: ArrayLike,
+    score: Callable[[Params], Any],
+    progress: Progress | None = None,
 ) -> ScoredMerges:
     """Call a function with the parameters of the merge that each row of weights defines.
 
     Each snapshot is read and added to all merges while the next one is read; snapshots that no row uses are not read.
     Device memory holds the merges and two snapshots. If these do not fit into half of a device's free memory, the
-    merges are made in several passes, each of which reads the snapshots again.
+    merges are made in several passes, each of which reads the snapshots again. `progress` is called after each read and
+    each call of `score`, with the number of these so far and in all.
 
     Raises:
         UserError: A snapshot is corrupt or does not fit the model.
@@ -88,11 +96,19 @@ def score_merges(
     merges_per_pass = min(map(int, hosts.all_gather_text(str(_count_fitting_merges(abstract, _usable_bytes(mesh))))))
     passes = math.ceil(len(rows_RxK) / merges_per_pass)
     seconds = {"read": 0.0, "evaluate": 0.0}
-    read = _add_timer(restore_params, seconds, "read")
-    evaluate = _add_timer(score, seconds, "evaluate")
+    groups = [
+        (group_RxK, np.flatnonzero(group_RxK.any(axis=0)).tolist()) for group_RxK in np.array_split(rows_RxK, passes)
+    ]
+    done, total = itertools.count(1), len(rows_RxK) + sum(len(used) for _, used in groups)
+
+    def advance() -> None:
+        if progress:
+            progress(next(done), total)
+
+    read = _add_timer(restore_params, seconds, "read", advance)
+    evaluate = _add_timer(score, seconds, "evaluate", advance)
     scores: list[Any] = []
-    for group_RxK in np.array_split(rows_RxK, passes):
-        used = np.flatnonzero(group_RxK.any(axis=0)).tolist()
+    for group_RxK, used in groups:
         trees: Iterator[Any] = (read(snapshots[k], abstract) for k in used)
         with jax.set_mesh(mesh):
             merged = weighted_sums_of_stream(trees, group_RxK[:, used])
@@ -101,13 +117,16 @@ def score_merges(
     return ScoredMerges(scores, passes, seconds)
 
 
-def _add_timer(function: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
-    """Wrap `function` so that each call adds its wall time to `seconds[name]`."""
+def _add_timer(
+    function: Callable[..., Any], seconds: dict[str, float], name: str, advance: Callable[[], None]
+) -> Callable[..., Any]:
+    """Wrap `function` so that each call adds its wall time to `seconds[name]` and then calls `advance`."""
 
     def timed(*arguments: Any) -> Any:
         start = time.perf_counter()
         result = function(*arguments)
         seconds[name] += time.perf_counter() - start
+        advance()
         return result
 
     return timed

@@ -22,6 +22,7 @@ from pma_jax.merging import recipes
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
+from pma_jax.runtime.progress import Progress
 from pma_jax.storage.json_files import read_json, update_json
 from pma_jax.storage.json_schema import Count, Loss
 from pma_jax.storage.paths import as_path, exists
@@ -139,6 +140,7 @@ def sweep(
     windows: Sequence[int],
     intervals: Sequence[int] = (1,),
     kind: str = "point",
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Evaluate every recipe with every window and interval at the newest snapshot, and cache the rows in sweep.json.
 
@@ -152,6 +154,7 @@ def sweep(
         windows: Numbers of snapshots to merge.
         intervals: Distances between merged snapshots, in snapshots: 2 is every second, counted back from the newest.
         kind: The kind of snapshots, "point" or "block_mean".
+        progress: Called with what is done, of how many reads and evaluations.
 
     Returns:
         The content of sweep.json:
@@ -176,7 +179,7 @@ def sweep(
     new = [cell for cell in grid if cell.text not in excluded]
     result = stored | {"left_out": left_out}
     if new:
-        result |= _evaluate_new(run, new, stored)
+        result |= _evaluate_new(run, new, stored, progress)
         result["seconds"]["all"] = time.perf_counter() - began
     if result != stored and hosts.is_first_process():
 
@@ -223,7 +226,11 @@ def _impossible_merges(run: Run, grid: Collection[Cell], snapshots: Sequence[Sna
 
 
 def evaluate_cells(
-    config: Config, snapshots: Mapping[str, Sequence[Snapshot]], cells_and_tokens: Sequence[tuple[Cell, int]], part: str
+    config: Config,
+    snapshots: Mapping[str, Sequence[Snapshot]],
+    cells_and_tokens: Sequence[tuple[Cell, int]],
+    part: str,
+    progress: Progress | None = None,
 ) -> EvaluatedMerges:
     """Evaluate each cell at a token count of its own. See `evaluate_merges` for cost, memory and the result.
 
@@ -233,11 +240,12 @@ def evaluate_cells(
         cells_and_tokens: Pairs of a cell and the token count at which its newest snapshot was scheduled (see
             `snapshots_through`). The token count of that snapshot is also accepted.
         part: The part of the held-out text (`data.sampling.PARTS`).
+        progress: As in `score_merges`.
 
     Raises:
         UserError: No snapshot was scheduled at a token count, too few precede it, or a recipe rejects them.
     """
-    return evaluate_merges(config, *weigh_snapshots(config, snapshots, cells_and_tokens), part)
+    return evaluate_merges(config, *weigh_snapshots(config, snapshots, cells_and_tokens), part, progress)
 
 
 def weigh_snapshots(
@@ -284,7 +292,7 @@ def _with_all_keys(content: dict[str, Any] | None) -> dict[str, Any] | None:
     return content and content | {"rows": [row | (_ROW_DEFAULTS | row) for row in content["rows"]]}
 
 
-def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str, Any]:
+def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any], progress: Progress | None) -> dict[str, Any]:
     """Evaluate `new` and return the keys of sweep.json that change."""
     tokens, raw = stored["tokens"], HeldOutLoss(stored["raw_loss"], stored["raw_standard_error"])
     snapshots = {kind: run.of_kind(kind) for kind in dict.fromkeys([new[0].kind, RAW.kind])}
@@ -292,7 +300,7 @@ def _evaluate_new(run: Run, new: list[Cell], stored: dict[str, Any]) -> dict[str
     # The raw loss is evaluated as one more merge, so that the newest point is not read twice. The standard errors of
     # differences need the raw loss of each document, which is not stored.
     cells = list(dict.fromkeys([*new, RAW] if has_raw else new))
-    evaluated = evaluate_cells(run.config, snapshots, [(cell, tokens) for cell in cells], SELECT)
+    evaluated = evaluate_cells(run.config, snapshots, [(cell, tokens) for cell in cells], SELECT, progress)
     losses = dict(zip(cells, evaluated.losses, strict=True))
     raw_nats_D = evaluated.sums[cells.index(RAW)] if has_raw else None
     rows = [

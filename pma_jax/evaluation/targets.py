@@ -27,10 +27,11 @@ from pma_jax.runs.directory import newest_snapshot
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.formatting import format_text
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.progress import Progress
 
 
 def evaluate_targets(
-    paths: Sequence[epath.PathLike], overrides: Sequence[str], part: str = REPORT
+    paths: Sequence[epath.PathLike], overrides: Sequence[str], part: str = REPORT, progress: Progress | None = None
 ) -> list[dict[str, Any]]:
     """Compute the held-out loss of each model in `paths`, and of the newest snapshot of each run.
 
@@ -38,6 +39,7 @@ def evaluate_targets(
         paths: Directories of snapshots, runs and Hugging Face models.
         overrides: Changes of each configuration as `section.key=value`, such as another held-out text or more tokens.
         part: The part of the held-out text (`data.sampling.PARTS`), or `ALL`.
+        progress: Called after each model, with the number of models so far and in all.
 
     Returns:
         One dict per path: target (the path), tokens (None for a Hugging Face model), loss (nats per token),
@@ -56,6 +58,8 @@ def evaluate_targets(
     first_D: Any = None
     for target in targets:
         nats_D = target.sum_by_document()
+        if progress:
+            progress(len(rows) + 1, len(targets))
         first_D = nats_D if first_D is None else first_D
         evaluated = estimate(nats_D, target.sample.counts_D)
         difference = estimate(nats_D - first_D, target.sample.counts_D)

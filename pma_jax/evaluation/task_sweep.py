@@ -19,6 +19,7 @@ from pma_jax.runs.directory import Run, append_watch_records, lock_watch_records
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.progress import Progress
 
 
 def sweep_tasks(
@@ -31,11 +32,11 @@ def sweep_tasks(
     *,
     limit: int | None = None,
     shots: int | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Score every recipe with every window and interval at the newest snapshot.
 
-    Each snapshot is read once, if the merges fit into memory (`score_merges`). Tasks that are made from held-out text
-    are made from the part `select`, because the scores serve to choose a merge.
+    Each snapshot is read once, if the merges fit into memory (`score_merges`). Held-out text is the part `select`.
 
     Args:
         run: The run, with snapshots of `kind`.
@@ -46,6 +47,7 @@ def sweep_tasks(
         kind: The kind of snapshots, "point" or "block_mean".
         limit: Number of documents of each task, from its first; None: all.
         shots: Number of examples in each prompt; None: what each task says.
+        progress: As in `score_merges`.
 
     Returns:
         tokens: of the newest snapshot. raw: `TaskScores` of the point snapshot there, or None. rows: the keys of a
@@ -69,7 +71,7 @@ def sweep_tasks(
     def score(params: Any) -> TaskScores:
         return score_on_mesh(make_model(run.config, params, mesh), tokenizer, tasks, limit)
 
-    scored = score_merges(run.config, *weighed, score)
+    scored = score_merges(run.config, *weighed, score, progress)
     scores = dict(zip(scored_cells, scored.scores, strict=True))
     _record(run, newest.tokens, newest.step, scores, {"limit": limit, "shots": shots})
     return {

@@ -26,6 +26,7 @@ from pma_jax.runs.directory import append_watch_records, is_run, lock_watch_reco
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.progress import Progress
 
 
 def score_targets(
@@ -37,6 +38,7 @@ def score_targets(
     shots: int | None = None,
     part: str = REPORT,
     is_recorded: bool = True,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Score each target on the tasks; all targets answer the same questions.
 
@@ -48,6 +50,7 @@ def score_targets(
         shots: Number of examples in each prompt; None: what each task says.
         part: The part of the held-out text that `pma:` tasks are made from.
         is_recorded: Whether to record the scores of what lies in a run there.
+        progress: Called after each model, with the number of models so far and in all.
 
     Returns:
         One dict per path: target (the path), tokens (None for a Hugging Face model), `TaskScores`.
@@ -64,6 +67,8 @@ def score_targets(
     rows, settings = [], {"limit": limit, "shots": shots}
     for target in targets:
         scores = _score(target, tasks, limit)
+        if progress:
+            progress(len(rows) + 1, len(targets))
         if target.snapshot is not None and is_recorded:
             _record(target.snapshot, scores, settings)
         rows.append({"target": target.path, "tokens": target.snapshot and target.snapshot.tokens, **scores})

@@ -38,7 +38,8 @@ _LINE_FORMATS = {
 class MetricsLog:
     """Log that appends records to RUN/metrics.jsonl, TensorBoard and a tracker, and prints them.
 
-    On a terminal it shows a progress bar with the latest record, else one line per record.
+    On a terminal it shows a progress bar with the loss and the speed of the latest steps, below the lines of the other
+    records, else one line per record.
 
     The constructor removes records after `tokens` from metrics.jsonl, because a resumed run writes them again.
 
@@ -64,10 +65,11 @@ class MetricsLog:
         self._board.write_event(_Event(step=tokens + 1, session_log={"status": _START}))
         self._start_tracker(run, records, tokens)
         self._console = rich.console.Console(stderr=True)
-        columns = (bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
-        description = bars.TextColumn("{task.description}")
-        self._bar = bars.Progress(*columns, description, console=self._console, disable=not self._console.is_terminal)
-        self._bar.add_task("starting", total=run.config.training.total_tokens, completed=tokens)
+        total = run.config.training.total_tokens
+        columns = (bars.BarColumn(), bars.TaskProgressColumn(), bars.TextColumn("{task.description}"))
+        left = (bars.TextColumn("left:"), bars.TimeRemainingColumn())
+        self._bar = bars.Progress(*columns, *left, console=self._console, disable=not self._console.is_terminal)
+        self._bar.add_task(f"of {total / 1e6:.2f}M tokens", total=total, completed=tokens)
         self._bar.start()
 
     def write(self, record: Record) -> None:
@@ -81,9 +83,13 @@ class MetricsLog:
                 self._board.write_event(_Event(wall_time=time.time(), step=record["tokens"], summary=scalar))
         self._track(record)
         line = _format_record(record)
-        self._bar.update(self._bar.task_ids[0], completed=record["tokens"], description=line)
+        self._bar.update(self._bar.task_ids[0], completed=record["tokens"])
         if not self._console.is_terminal:
             print(line, file=sys.stderr, flush=True)
+        elif record["kind"] == "train":
+            self._bar.update(self._bar.task_ids[0], description=line)
+        else:
+            self.print(line)
 
     def print(self, line: str) -> None:
         """Print one line to stderr, above the progress bar if there is one."""

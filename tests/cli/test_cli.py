@@ -195,7 +195,7 @@ def test_tokens_take_units(text, tokens):
     [
         ("checkpoint.intervall_tokens=4e6", "checkpoint.interval_tokens"),
         ("training.seed=one", "a whole number"),
-        ("data.source=web", "packaged, files, hub"),
+        ("data.source=web", "packaged, files, tokens, hub"),
         ("data.files=nowhere/*.txt", "nowhere/*.txt"),
         ("data.files=~no-such-user/*.txt", "~no-such-user/*.txt: Could not determine home directory"),
         ("data.cache_dir=~no-such-user/cache", "~no-such-user/cache: Could not determine home directory"),
