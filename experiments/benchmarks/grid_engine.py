@@ -2,7 +2,8 @@
 
 Six runs of the demo's model train two at a time: by `pma grid --parallel 2`, and as six `pma train` commands of which
 two run at any time, without the grid's binding to cores. Bar: the grid takes at most 1.05 times as long. Rounds
-alternate, and the first is discarded, as it compiles what later ones read from JAX's compilation cache.
+alternate, and the first is discarded, as it compiles what later ones read from JAX's compilation cache. The CPU seconds
+of all processes are printed too: on a machine with other work, they say more than the time.
 
 Command:   python experiments/benchmarks/grid_engine.py SCRATCH
 
@@ -13,6 +14,7 @@ Command:   python experiments/benchmarks/grid_engine.py SCRATCH
 import argparse
 import concurrent.futures
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -40,14 +42,20 @@ def main() -> int:
         for name, run in {"hand": by_hand, "grid": by_grid}.items():
             folder = options.scratch / name
             shutil.rmtree(folder, ignore_errors=True)
-            started = time.perf_counter()
+            started, cpu = time.perf_counter(), cpu_seconds()
             run(folder, common, environment)
             if number:
                 seconds[name].append(time.perf_counter() - started)
-                print(f"round {number}: {name} {seconds[name][-1]:.1f} s", flush=True)
+                print(f"round {number}: {name} {seconds[name][-1]:.1f} s, CPU {cpu_seconds() - cpu:.1f} s", flush=True)
     grid, hand = (statistics.median(seconds[name]) for name in ("grid", "hand"))
     print(f"grid {grid:.1f} s, by hand {hand:.1f} s: {grid / hand:.3f}x (bar 1.05x)")
     return int(grid > 1.05 * hand)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of all processes that were started here and have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def by_grid(folder: Path, common: list[str], environment: dict[str, str]) -> None:

@@ -26,8 +26,7 @@ from pma_jax.storage.json_files import read_json
 from pma_jax.storage.paths import absolute_path, as_path, exists, is_bucket, read_file
 
 MAX_RUNS = 10_000
-# Files that `pma report ROOT` and an engine write into the root of a grid.
-ROOT_FILES = ("report.json", "report.png", "report.html", "slurm")
+ROOT_FOLDERS = ("slurm",)  # what engines write into the root of a grid
 _MAX_NAME_CHARACTERS = 120
 _MAX_FILE_BYTES = 2**20
 _RUN_NAME = re.compile(r"[a-z_]+\.[a-z0-9_]+=")
@@ -188,7 +187,7 @@ def check_root(root: epath.Path) -> None:
     if is_run_directory(as_path(root)):
         raise UserError(f"--root {root} is a run: give a directory of its own to the grid")
     for path in sorted(root.iterdir()):
-        is_known = path.name in ROOT_FILES or path.name.startswith(".") or _RUN_NAME.match(path.name)
+        is_known = path.name in ROOT_FOLDERS or path.name.startswith(".") or _RUN_NAME.match(path.name)
         if not is_known:
             raise UserError(f"--root {root} holds {path.name}, which no grid writes: give another directory")
 
@@ -197,19 +196,6 @@ def grid_name(root: epath.Path) -> str:
     """Return a name for all jobs of a grid in a scheduler: at most 40 characters, a label of DNS (RFC 1123)."""
     text = re.sub(r"[^a-z0-9]+", "-", root.name.lower()).strip("-")[:25].strip("-")
     return f"pma-{text}-{hashlib.sha256(str(root).encode()).hexdigest()[:10]}"
-
-
-def is_grid(root: epath.PathLike) -> bool:
-    """Return whether a directory has runs of a grid, named by their overrides."""
-    folder = absolute_path(root)
-    return exists(folder) and not is_run_directory(as_path(folder)) and bool(run_paths(folder))
-
-
-def run_paths(root: epath.Path) -> list[epath.Path]:
-    """Return the directories of the runs below the root of a grid, sorted by name."""
-    if not is_bucket(root) and not root.is_dir():
-        return []
-    return sorted(path for path in root.iterdir() if _RUN_NAME.match(path.name))
 
 
 def _convert(varied: Overrides) -> dict[str, str]:

@@ -6,7 +6,6 @@ import tiny
 from pma_jax.config.errors import UserError
 from pma_jax.launch.combinations import (
     combine,
-    is_grid,
     make_runs,
     read_overrides_file,
     run_name,
@@ -129,13 +128,11 @@ def test_root_that_holds_something_else_is_refused(tmp_path, workspace):
     run = create_run(tmp_path / "notes" / "run", tiny.config(workspace), {})
     with pytest.raises(UserError, match="is a run: give a directory of its own"):
         make_runs("demo", run.path, combined)
-    assert not is_grid(run.path) and not is_grid(tmp_path / "absent")
 
 
 def test_root_with_runs_of_another_configuration_is_refused(tmp_path):
     (run,) = make_runs("demo", tmp_path / "grid", combine(["training.seed=7"], []))
     create_run(run.path, run.config, {})
-    assert is_grid(tmp_path / "grid")
     assert make_runs("demo", tmp_path / "grid", combine(["training.seed=7,8"], []))[0] == run
     with pytest.raises(UserError, match=r"another configuration \(schedule.peak_rate: 0.002 -> 0.01\)"):
         make_runs("demo", tmp_path / "grid", combine(["training.seed=7"], []), ["schedule.peak_rate=0.01"])
