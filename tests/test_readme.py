@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from pma_jax import config as configuration
 from pma_jax.cli import main
+from pma_jax.cli.arguments import parser
 from pma_jax.data.tokenizer import byte_tokenizer
 from pma_jax.evaluation.task_scores import GOLD_BITS
 
@@ -304,6 +305,21 @@ def test_hugging_face_page_python_runs(finished, tmp_path, monkeypatch, capfd):
     assert "def main" in capfd.readouterr().out
 
 
+def test_cloud_page_launches_are_rendered_and_its_other_commands_parse(capfd):
+    page = ROOT / "docs" / "cloud_tpu.md"
+    launches = commands("pma", page)
+    assert len(launches) == 4
+    for arguments in launches:
+        assert arguments[0] == "launch" and "--dry-run" in arguments
+        assert main(arguments) == 0, f"pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
+        assert capfd.readouterr().out.startswith("apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\n")
+    lines = "".join(blocks("text", page)).splitlines()
+    others = [shlex.split(line)[1:] for line in lines if line.startswith("pma ")]
+    assert {arguments[0] for arguments in others} == {"plan", "inspect", "watch", "report", "export"}
+    for arguments in others:
+        parser().parse_args(arguments)  # exits for a wrong command line
+
+
 def test_safety_page_commands_run(finished, tmp_path, monkeypatch, capfd):
     shutil.copytree(finished.path, tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
@@ -323,6 +339,7 @@ def test_safety_page_commands_run(finished, tmp_path, monkeypatch, capfd):
         ("grids", "sweep"),
         ("grids_of_runs", "grid"),
         ("hosts", "train"),
+        ("cloud_tpu", "launch"),
     ],
 )
 def test_page_documents_every_option_of_the_verb(page, verb, capsys):

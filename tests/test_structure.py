@@ -40,6 +40,7 @@ IMPORT_NAMES = {
     "ml-collections": "ml_collections",
     "tensorboardx": "tensorboardX",
     "huggingface-hub": "huggingface_hub",
+    "pyyaml": "yaml",
     "google-cloud-storage": "google",
     "absl-py": "absl",
 }

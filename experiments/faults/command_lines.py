@@ -38,6 +38,9 @@ def get_config():
     c.evaluation.tokens, c.evaluation.batch_size_sequences = 500, 8
     return c
 """
+LAUNCHED = ("--", "train", "--config", "demo", "--workdir", "gs://bucket/run")  # what `pma launch` runs
+# Options that take any name, or, of `grid`, any new directory.
+FREE_TEXTS = ("root", "image", "name", "queue", "namespace", "service_account", "gpu_type")
 LONG = "a" * 300  # longer than a file's name may be
 NOT_PATHS = {
     "empty": "",
@@ -140,6 +143,8 @@ class Workspace:
             "import": ["import", str(self.model), "--out", out],
             "export": ["export", str(self.merged), "--out", out],
             "report": ["report", str(self.run), "--out", str(self.folder / "empty")],
+            "grid": ["grid", *config, "--root", out, "--vary", "training.seed=0,1"],
+            "launch": ["launch", "--engine", "gke", "--topology", "v6e:4x4", "--image", "registry/pma", "--dry-run"],
         }[verb]
 
     def not_sources(self) -> dict[str, str]:
@@ -175,13 +180,20 @@ def make_cases(workspace: Workspace, actions: dict[str, list[argparse.Action]]) 
     yield from random_words()
     yield from of_scores(workspace)
     for verb in actions:
-        valid = workspace.valid(verb)
-        yield Case(verb, "unknown option", [*valid, "--nonsense"])
-        yield Case(verb, "unknown option", [*valid, "--nonsense=\udcff\n"])
-        yield Case(verb, "missing arguments", [verb])
-        for override in OVERRIDES:
-            yield Case(verb, "override", [*valid, f"--config.{override}"])
-        for action in actions[verb]:
+        for case in of_verb(workspace, verb, actions[verb]):
+            yield case._replace(words=[*case.words, *(LAUNCHED if verb == "launch" else ())])
+
+
+def of_verb(workspace: Workspace, verb: str, actions: list[argparse.Action]) -> Iterator[Case]:
+    """Yield the mistakes with one verb."""
+    valid = workspace.valid(verb)
+    yield Case(verb, "unknown option", [*valid, "--nonsense"])
+    yield Case(verb, "unknown option", [*valid, "--nonsense=\udcff\n"])
+    yield Case(verb, "missing arguments", [verb])
+    for override in OVERRIDES:
+        yield Case(verb, "override", [*valid, f"--config.{override}"])
+    for action in actions:
+        if action.dest not in FREE_TEXTS:
             yield from of_action(workspace, verb, valid, action)
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from pma_jax.cli import grid_options, values, verbs
+from pma_jax.cli import grid_options, launch_options, values, verbs
 from pma_jax.config import SNAPSHOT_KINDS
 
 _OUTPUT_DTYPES = ("keep", "float32", "bfloat16", "float16")
@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     _add_training_verbs(subparsers)
     verb = _add_verb(subparsers, grid_options.grid, config=True, json=True)
     grid_options.add_options(verb, CONFIG_HELP, _AppendOnce, lambda words: parser().parse_args(words))
+    launch_options.add_options(_add_verb(subparsers, launch_options.launch), _AppendOnce)
     _add_plan_verb(subparsers)
     _add_merge_verb(subparsers)
     _add_preview_verbs(subparsers)

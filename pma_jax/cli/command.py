@@ -71,8 +71,10 @@ def _stopped_message(argv: Sequence[str]) -> str:
 def _parse(argv: Sequence[str]) -> "argparse.Namespace | int":
     """Return the parsed options, or the exit status of `--help` or of a wrong call, which is reported."""
     from pma_jax.cli.arguments import parser
+    from pma_jax.cli.launch_options import split_command
     from pma_jax.storage.paths import is_utf8
 
+    argv, command = split_command(list(argv))
     overrides = [word.removeprefix(CONFIG_PREFIX) for word in argv if word.startswith(CONFIG_PREFIX)]
     if any("\0" in word for word in argv):
         _print_error("an argument contains a NUL character: remove it")
@@ -93,6 +95,21 @@ def _parse(argv: Sequence[str]) -> "argparse.Namespace | int":
         _print_error(f"{CONFIG_PREFIX}{repeated} is given twice; keep one")
         return 2
     options.overrides, options.argv = overrides, list(argv)
+    return options if options.verb != "launch" else _parse_launched(options, command)
+
+
+def _parse_launched(options: "argparse.Namespace", command: list[str]) -> "argparse.Namespace | int":
+    """Parse the command that `pma launch` is to run, so that a mistake in it is found here."""
+    if not command:
+        _print_error("pma launch runs a command on other machines: give it after --, such as -- train --config …")
+        return 2
+    launched = _parse(command)
+    if isinstance(launched, int):
+        return launched
+    if launched.verb in ("grid", "launch"):
+        _print_error(f"pma launch runs one command, and `pma {launched.verb}` starts others: run it here")
+        return 2
+    options.command, options.command_options = command, launched
     return options
 
 

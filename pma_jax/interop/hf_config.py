@@ -349,9 +349,9 @@ def _parse_no_rope_interval(fields: Mapping[str, Any], architecture: str, layers
 def _parse_rope_theta(fields: Mapping[str, Any], default: float) -> float:
     """Return the base of the rotary wavelengths, from the top level or from `rope_parameters` (transformers 5)."""
     theta = _read(fields, "rope_theta", float, default)
-    if all(fields.get(name) for name in ("rope_parameters", "rope_scaling")):
-        if fields["rope_parameters"] != fields["rope_scaling"]:  # transformers then reads rope_scaling only
-            raise UserError("rope_parameters and rope_scaling differ: leave one of them out")
+    both = [fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
+    if len(both) == 2 and both[0] != both[1]:  # transformers then reads rope_scaling only
+        raise UserError("rope_parameters and rope_scaling differ: leave one of them out")
     for location in ("rope_parameters", "rope_scaling"):
         rope = fields.get(location) or {}
         if not isinstance(rope, Mapping):

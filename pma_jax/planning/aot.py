@@ -6,7 +6,6 @@ libtpu contains the compiler and needs no TPU to compile for one.
 import dataclasses
 import importlib.util
 import os
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from pma_jax.merging.averager import abstract_totals, add_weighted
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import evaluation_step
 from pma_jax.planning import hlo
-from pma_jax.planning.cost import CHIPS, Chip, format_known_topologies
+from pma_jax.planning.cost import CHIPS, Chip, format_known_topologies, parse_topology
 from pma_jax.runtime.mesh import RULES, check_mesh
 from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
@@ -82,14 +81,8 @@ def tpu_topology(name: str) -> Topology:
     Raises:
         UserError: The package libtpu is not installed, or the name is not that of a topology.
     """
-    parts = re.fullmatch(r"(?:([1-9]\d*)\*)?([^:*]+):([1-9]\d*(?:x[1-9]\d*){1,2})", name)
-    chip = CHIPS.get(parts[2]) if parts else None
-    if parts is None or chip is None:
-        raise UserError(
-            f"unknown topology {name!r}: give a chip and a shape, one of {format_known_topologies()}; prefix the "
-            "number of slices if there are several, such as 2*v5e:4x4"
-        )
-    slice_count, one_slice = int(parts[1] or 1), f"{parts[2]}:{parts[3]}"
+    slice_count, chip_name, shape = parse_topology(name)
+    chip, one_slice = CHIPS[chip_name], name.partition("*")[2] or name
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise UserError("compiling for TPU needs its compiler, which is not installed: pip install 'pma-jax[plan]'")
     # libtpu must not search for a TPU or lock it, so that several processes can compile at once.
@@ -103,12 +96,12 @@ def tpu_topology(name: str) -> Topology:
         options["chip_config_name"] = chip.libtpu_config
     if slice_count > 1:
         options["num_slices"] = slice_count
-    if all(size == "1" for size in parts[3].split("x")):
+    if set(shape) == {1}:
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         description = topologies.get_topology_desc(platform="tpu", topology_name=one_slice, **options)
     except (RuntimeError, ValueError) as error:  # of libtpu and of JAX
-        known = format_known_topologies(parts[2])
+        known = format_known_topologies(chip_name)
         raise UserError(
             f"libtpu does not support the topology {name!r} ({first_line(error)}): give one of {known}"
         ) from error

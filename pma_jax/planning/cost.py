@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import re
 
 from pma_jax.config import ModelConfig
+from pma_jax.config.errors import UserError
 from pma_jax.planning import counts, hlo
 
 _TOPOLOGIES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -84,6 +86,21 @@ CHIPS = {
 def format_known_topologies(chip: str | None = None) -> str:
     """Format the topologies of one type of chip, or of all types, in one line."""
     return "; ".join(f"{name}:{{{','.join(c.topologies)}}}" for name, c in CHIPS.items() if chip in (None, name))
+
+
+def parse_topology(name: str) -> tuple[int, str, tuple[int, ...]]:
+    """Split a name such as `2*v5p:4x4x8` into the number of slices, the type of chip, and the shape of a slice.
+
+    Raises:
+        UserError: It is not of this form, or there is no such chip.
+    """
+    parts = re.fullmatch(r"(?:([1-9]\d{0,5})\*)?([^:*]+):([1-9]\d{0,5}(?:x[1-9]\d{0,5}){1,2})", name)
+    if parts is None or parts[2] not in CHIPS:
+        raise UserError(
+            f"unknown topology {name!r}: give a chip and a shape, one of {format_known_topologies()}; prefix the "
+            "number of slices if there are several, such as 2*v5e:4x4"
+        )
+    return int(parts[1] or 1), parts[2], tuple(map(int, parts[3].split("x")))
 
 
 def active_matrix_parameters(model: ModelConfig) -> int:

@@ -23,6 +23,7 @@ VERBS = [
     "train",
     "fork",
     "grid",
+    "launch",
     "merge",
     "sweep",
     "watch",
@@ -167,7 +168,7 @@ def test_a_second_value_of_an_option_is_refused(pma, verb):
     options = options_of(pma, verb)
     assert options or verb in ("evaluate", "inspect"), "this test finds the options of the verb"
     for option in options:
-        value = VALUES.get(option, "7")
+        value = "gke" if (verb, option) == ("launch", "--engine") else VALUES.get(option, "7")
         status, _, err = pma(verb, option, value, f"{option}={value}")
         assert status == 2 and f"argument {option}: is given twice" in err and len(err.splitlines()) == 1, err
 

@@ -1,0 +1,69 @@
+"""The verb `launch` and its options. Does not import JAX."""
+
+import argparse
+import sys
+
+from pma_jax.cli import values
+
+ENGINES = ("gke",)
+
+
+def launch(options: argparse.Namespace) -> None:
+    r"""Run one command on many hosts of a cluster, and start it again after a failure that may pass.
+
+    Example:
+        pma launch --engine gke --topology '2*v6e:4x4' --image us-docker.pkg.dev/my/repo/pma --queue tpus --dry-run \
+            -- train --config dense_1b --workdir gs://my-bucket/runs/dense_1b
+    """
+    from pma_jax.cli import run_launch
+    from pma_jax.launch import jobset
+
+    setting, machines, command = run_launch.plan(options)
+    for note in run_launch.check_memory(options):
+        print(f"note: {note}", file=sys.stderr)
+    manifest = jobset.make_jobset(setting, machines, command)
+    if options.dry_run:
+        print(jobset.to_yaml(manifest), end="")
+        return
+    from pma_jax.launch.kubernetes_cluster import create_jobset
+
+    create_jobset(manifest)
+    print(f"created {jobset.describe(setting, machines, command)}")
+    print(f"kubectl get jobset {setting.name} --namespace {setting.namespace}")
+
+
+def add_options(verb: argparse.ArgumentParser, append_once: type[argparse.Action]) -> None:
+    """Add the options of `pma launch` to its parser."""
+    verb.usage = "pma launch --engine gke (--topology T | --gpus N) --image IMAGE [options] -- VERB …"
+    verb.add_argument("--engine", choices=ENGINES, required=True, help="gke: a JobSet on a Kubernetes cluster")
+    machines = verb.add_mutually_exclusive_group(required=True)
+    machines.add_argument("--topology", metavar="CHIP:SHAPE", help="TPUs, such as v6e:4x4; 2*v6e:4x4 is two slices")
+    machines.add_argument("--gpus", type=values.positive, metavar="N", help="GPUs in all, 8 on each host")
+    verb.add_argument("--gpu-type", metavar="TYPE", help="GKE's name of the GPUs, such as nvidia-h100-80gb")
+    verb.add_argument("--image", required=True, help="container image with pma (docs/cloud_tpu.md builds one)")
+    verb.add_argument("--name", help="of the JobSet (default: from the command, the same for the same command)")
+    verb.add_argument("--queue", metavar="NAME", help="Kueue's queue of the namespace (default: none, start at once)")
+    verb.add_argument("--namespace", default="default", help="of Kubernetes (default: default)")
+    verb.add_argument("--service-account", metavar="NAME", help="of Kubernetes, with access to the bucket")
+    verb.add_argument("--spot", action="store_true", help="use spot nodes")
+    verb.add_argument(
+        "--max-restarts",
+        type=values.whole,
+        default=50,
+        metavar="N",
+        help="start again at most so often after a lost peer, a preemption or a signal (default 50)",
+    )
+    for name, form, text in (
+        ("--env", "NAME=VALUE", "an environment variable of the processes"),
+        ("--volume", "CLAIM:PATH", "mount a PersistentVolumeClaim at a path of the pods"),
+    ):
+        verb.add_argument(name, action=append_once, default=(), metavar=form, help=f"{text}; may be repeated")
+    verb.add_argument("--dry-run", action="store_true", help="print the manifest as YAML, and start nothing")
+
+
+def split_command(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Split the words of `pma launch` at `--` into those of launch and those of the command that it runs."""
+    if argv[:1] != ["launch"] or "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]

@@ -1,0 +1,118 @@
+"""`pma launch`: from the options to a job on other machines, checked before it starts."""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from pma_jax import config as configuration
+from pma_jax.config.errors import UserError
+from pma_jax.launch import jobset
+from pma_jax.launch.jobset import JobSetting
+from pma_jax.launch.machines import Machines, gpu_hosts, tpu_slices
+from pma_jax.storage.paths import is_bucket
+
+# Options and arguments of the verbs that name directories.
+_PATHS = ("workdir", "run", "source", "target", "snapshot", "model", "weights", "out")
+
+
+def plan(options: argparse.Namespace) -> tuple[JobSetting, Machines, list[str]]:
+    """Return the job, its machines, and the words of the command that each host runs.
+
+    Raises:
+        UserError: The command cannot run on these machines, or an option is not one that the cluster takes.
+    """
+    verb = options.command_options
+    if options.gpu_type is not None and options.gpus is None:
+        raise UserError("--gpu-type is for --gpus")
+    machines = tpu_slices(options.topology) if options.gpus is None else gpu_hosts(options.gpus, options.gpu_type)
+    command = ["pma", *options.command]
+    if machines.hosts > 1:
+        if not hasattr(verb, "distributed"):
+            raise UserError(f"`pma {verb.verb}` runs in one process, and this is a job of {machines.hosts}")
+        command += [] if verb.distributed else ["--distributed"]
+    volumes = _pairs(options.volume, ":", "--volume CLAIM:PATH", is_key_last=True)
+    _check_paths(verb, list(volumes))
+    names = {"--queue": options.queue, "--namespace": options.namespace, "--service-account": options.service_account}
+    for option, text in names.items():
+        if text is not None:
+            jobset.check_label(option, text)
+    if not re.fullmatch(r"[\w][\w./:@-]*", options.image, re.ASCII):
+        raise UserError(f"--image {options.image[:80]!r} is not the name of a container image, such as registry/pma:1")
+    setting = JobSetting(
+        name=jobset.check_name(options.name or _name(options.command)),
+        image=options.image,
+        queue=options.queue,
+        namespace=options.namespace,
+        max_restarts=options.max_restarts,
+        service_account=options.service_account,
+        is_spot=options.spot,
+        environment=_pairs(options.env, "=", "--env NAME=VALUE"),
+        volumes=volumes,
+    )
+    return setting, machines, command
+
+
+def check_memory(options: argparse.Namespace) -> list[str]:
+    """Check that a run fits into the memory of the TPUs, by `pma plan`.
+
+    Returns:
+        Notes on what could not be checked.
+
+    Raises:
+        UserError: It does not fit, or its mesh or batch does not fit the devices.
+    """
+    verb = options.command_options
+    if verb.verb != "train" or options.topology is None:
+        return []
+    if verb.config.endswith(".py") and not Path(verb.config).is_file():
+        return [f"{verb.config} is not on this machine: whether the run fits into memory was not checked"]
+    notes = [] if not verb.config.endswith(".py") else [f"{verb.config} must be in the image, at the same path"]
+    config = configuration.resolve(configuration.load(verb.config), verb.overrides)
+    if importlib.util.find_spec("libtpu") is None:
+        return [*notes, "whether the run fits into memory was not checked: pip install 'pma-jax[plan]'"]
+    from pma_jax.planning import aot, run_plan
+
+    topology = aot.tpu_topology(options.topology)
+    # The bandwidth and the share do not affect the memory.
+    estimates = run_plan.plan_run(config, topology, storage_bytes_per_second=1e9, annealing_share=0.2)
+    messages = run_plan.out_of_memory_messages(estimates)
+    if messages:
+        raise UserError(f"the run does not fit in the memory of {options.topology}: {'; '.join(messages)}")
+    return notes
+
+
+def _name(command: Sequence[str]) -> str:
+    """Return a name for a command: its verb, the last part of its directory, and a digest of all words."""
+    directory = next((word for word in command if is_bucket(word)), "")
+    words = re.sub(r"[^a-z0-9]+", "-", f"{command[0]}-{PurePosixPath(directory).name}".lower()).strip("-")
+    digest = hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()[:8]
+    return f"pma-{words[: jobset.MAX_NAME_CHARACTERS - 13].strip('-')}-{digest}"
+
+
+def _check_paths(verb: argparse.Namespace, mounted: Sequence[str]) -> None:
+    """Check that the directories of a command exist for the pods, whose own disks are lost with them."""
+    for attribute in _PATHS:
+        value = getattr(verb, attribute, None)
+        for path in [value] if isinstance(value, str) else value or ():
+            is_mounted = any(PurePosixPath(path).is_relative_to(folder) for folder in mounted)
+            if not is_bucket(path) and not is_mounted and not path.startswith("hf://"):
+                raise UserError(
+                    f"{path} is a path of this machine, and the disk of a pod is lost with it: give a gs:// address, "
+                    "or mount a volume with --volume CLAIM:PATH"
+                )
+
+
+def _pairs(texts: Sequence[str], separator: str, form: str, is_key_last: bool = False) -> dict[str, str]:
+    """Split texts at their first separator into a dict; `is_key_last`: the second part is the key."""
+    pairs = {}
+    for text in texts:
+        first, _, second = text.partition(separator)
+        key, value = (second, first) if is_key_last else (first, second)
+        if not first or not second or key in pairs:
+            raise UserError(f"{form.split()[0]} {text!r}: give {form} once for each")
+        pairs[key] = value
+    return pairs
