@@ -183,21 +183,3 @@ def test_verbs_print_what_they_print_on_disk(server, proxy, finished, tmp_path):
     assert tiny.pma("export", tmp_path / "merged", "--out", tmp_path / "exported", devices=1).returncode == 0
     exported = fake_gcs.read_object(server, "bucket", "exported/model.safetensors")
     assert exported == (tmp_path / "exported" / "model.safetensors").read_bytes()
-
-
-@pytest.mark.slow
-def test_requests_grow_with_the_number_of_snapshots_not_its_square(server, proxy, workspace, tmp_path):
-    counts = {}
-    for steps in (2, 1):  # 12 and 24 snapshots
-        config = tiny.write_config(
-            tmp_path / f"config_{steps}.py", workspace, checkpoint__interval_tokens=steps * tiny.BATCH_TOKENS
-        )
-        name = f"gs://bucket/every-{steps}"
-        fake_gcs.run(proxy, "train", "--config", config, "--workdir", name)
-        counts["train", steps] = len(proxy.take())
-        fake_gcs.run(proxy, "merge", name, "--out", f"{name}-merged")
-        counts["merge", steps] = len(proxy.take())
-        fake_gcs.run(proxy, "watch", name, "--once", "--windows", "2")
-        counts["watch", steps] = len(proxy.take())
-    for verb in ("train", "merge", "watch"):
-        assert counts[verb, 1] < 2.2 * counts[verb, 2], counts
