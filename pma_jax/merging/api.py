@@ -10,6 +10,7 @@ from etils import epath
 from numpy.typing import ArrayLike
 
 from pma_jax.config.errors import UserError
+from pma_jax.config.same_model import check_one_model
 from pma_jax.merging import from_storage
 from pma_jax.merging.averager import weighted_sums_of_stream
 from pma_jax.merging.engine.rounding import validate_weights
@@ -41,14 +42,14 @@ def average(
 
     Raises:
         UserError: The number of weights and snapshots differs, a weight is not finite, one snapshot is given twice, a
-            path is not a snapshot, or a snapshot is corrupt, does not fit the model of the first one, or is of another
-            kind.
+            path is not a snapshot, or a snapshot is corrupt, or of another model or kind than the first one.
     """
     elements = _check_sequence(snapshots)
     weights_K = validate_weights(np.atleast_2d(weights), len(elements))[0]
     opened = [x if isinstance(x, Snapshot) else _read_one_snapshot(x) for x in elements]
     check_distinct([str(s.path) for s in opened])
     check_one_snapshot_kind({str(s.path): s.kind for s in opened})
+    check_one_model({str(s.path): s.config.model for s in opened})
     # `merge` adds the newest last too: both return the same bits.
     newest = max(range(len(opened)), key=lambda k: (opened[k].tokens, k))
     order = [*(k for k in range(len(opened)) if k != newest), newest]

@@ -15,7 +15,7 @@ from pma_jax.merging.engine.plan import MergePlan, plan
 from pma_jax.merging.engine.rounding import validate_weights
 from pma_jax.merging.gather import (
     CheckpointSeries,
-    check_same_snapshot_kind,
+    check_snapshots_match,
     load_used,
     open_each,
     order_advice,
@@ -78,7 +78,7 @@ def merge(
     """
     row = validate_weights(np.atleast_2d(weights), len(addresses))[0]
     sources, stages = zip(*open_each(addresses), strict=True)
-    check_same_snapshot_kind(sources)
+    check_snapshots_match(sources)
     newest = order_checkpoints(sources, stages).indices[-1]
     indices = [*(i for i in range(len(sources)) if i != newest), newest]
     sources = [sources[i] for i in indices]

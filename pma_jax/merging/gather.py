@@ -4,6 +4,7 @@
 Orbax is imported, so that a merge starts without delay.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from pma_jax.config import resolve_stored
 from pma_jax.config.errors import UserError
+from pma_jax.config.same_model import check_one_model
 from pma_jax.merging import selection
 from pma_jax.merging.listing import is_run_directory, list_checkpoints, resolve_address
 from pma_jax.merging.ordering import Ordering, keep_given_order, order_checkpoints
@@ -119,7 +122,7 @@ def open_checkpoints(
         is_reordered=numbers != sorted(numbers),
         is_expanded=any(listing.is_expanded for listing in listings),
     )
-    check_same_snapshot_kind(series.sources)
+    check_snapshots_match(series.sources)
     return series
 
 
@@ -263,8 +266,8 @@ def snapshot_metadata(source: CheckpointSource) -> dict[str, Any] | None:
     return metadata if {"tokens", "step", "config", "kind"} <= metadata.keys() else None
 
 
-def check_same_snapshot_kind(sources: Sequence[CheckpointSource]) -> None:
-    """Check that the sources are all point snapshots, all block-mean snapshots, or all not snapshots of pma_jax.
+def check_snapshots_match(sources: Sequence[CheckpointSource]) -> None:
+    """Check that the sources are point snapshots or block-mean snapshots of one model, or no snapshots of pma_jax.
 
     Raises:
         UserError: They are mixed.
@@ -277,6 +280,9 @@ def check_same_snapshot_kind(sources: Sequence[CheckpointSource]) -> None:
         raise UserError(
             f"{odd} has no metadata of pma_jax, but other inputs have: merge them apart, unless it is corrupt"
         )
+    configs = {source.origin: entry["config"] for entry, source in zip(metadata, sources, strict=True) if entry}
+    if len({json.dumps(config, sort_keys=True) for config in configs.values()}) > 1:
+        check_one_model({path: resolve_stored(config, path).model for path, config in configs.items()})
 
 
 def _check_memory(leaves: int, limit_bytes: int) -> None:

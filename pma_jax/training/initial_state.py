@@ -6,12 +6,11 @@ example, one imported from Hugging Face), a run with `model.router_bias` initial
 routing unchanged.
 """
 
-import dataclasses
-
 from etils import epath
 
 from pma_jax.config import Config, ModelConfig
 from pma_jax.config.errors import UserError
+from pma_jax.config.same_model import model_differences
 from pma_jax.model.moe import ROUTER_BIAS
 from pma_jax.runs import snapshots
 from pma_jax.runs.directory import Run, newest_snapshot
@@ -19,14 +18,6 @@ from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import Progress
 from pma_jax.training import resume
 from pma_jax.training.state import TrainState, init_state_from_seed, replace_params
-
-# Model options that may differ between the run and the snapshot, because they do not change the role of any parameter.
-_IGNORED_OPTIONS = frozenset({"compute_dtype", "remat", "scan_layers", "logits_chunk_tokens", "separator_token"})
-# Options that are used only by dense models, or only by mixtures of experts.
-_DENSE_ONLY = frozenset({"hidden"})
-_MOE_ONLY = frozenset(
-    {"experts_per_token", "expert_hidden", "shared_experts", "router_scores", "router_normalized", "router_bias"}
-)
 
 
 def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[TrainState, Progress]:
@@ -81,12 +72,10 @@ def find_compatible_snapshot(config: Config, path: epath.PathLike, option: str) 
             to change).
     """
     snapshot = newest_snapshot(path)
-    run_model, snapshot_model = dataclasses.asdict(config.model), dataclasses.asdict(snapshot.config.model)
-    ignored = _IGNORED_OPTIONS | (_DENSE_ONLY if snapshot.config.model.experts else _MOE_ONLY)
+    differing = model_differences(snapshot.config.model, config.model)
     if _has_router_bias(config.model) and not _has_router_bias(snapshot.config.model):
-        ignored |= {"router_bias"}
-    differing = {key: value for key, value in snapshot_model.items() if value != run_model[key]}
-    options = [f"--config.model.{key}={value}" for key, value in differing.items() if key not in ignored]
+        differing.pop("router_bias", None)
+    options = [f"--config.model.{key}={value}" for key, value in differing.items()]
     if options:
         raise UserError(f"{option}: the model of {path} does not match the run's: pass {' '.join(options)}")
     return snapshot

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -9,7 +10,9 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 import pma_jax as pma
+from pma_jax.cli import main
 from pma_jax.config import MeshConfig
+from pma_jax.config.errors import UserError
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.mesh import make_mesh
@@ -51,7 +54,7 @@ def test_counts_of_snapshots_and_weights_must_agree(finished):
         pma.average(finished.snapshots[:3], [0.5, 0.5])
 
 
-def test_snapshots_of_another_model_are_refused_by_leaf(finished, workspace, tmp_path):
+def test_snapshots_of_another_model_are_refused_by_key(finished, workspace, tmp_path):
     other = tiny.config(workspace, model__hidden=48)
     with jax.set_mesh(make_mesh(other.mesh)):
         params = jax.tree.map(
@@ -60,9 +63,25 @@ def test_snapshots_of_another_model_are_refused_by_leaf(finished, workspace, tmp
         )
     odd = Snapshot(absolute_path(tmp_path / "odd"), 1, 256, None, other)
     tiny.write_snapshot(params, odd)
-    with pytest.raises(ValueError, match=r"in 3 places.*gate_DxF has shape \(2, 16, 48\), not \(2, 16, 32\) in"):
+    with pytest.raises(UserError, match=r"are different models: model.hidden is 32 and 48; merge them apart$"):
         pma.merge([*finished.snapshots[:2], odd], [0.4, 0.3, 0.3], tmp_path / "out")
     assert not (tmp_path / "out").exists(), "a failed merge leaves no files"
+
+
+@pytest.mark.parametrize("changes", [{"rope_theta": 5e5}, {"no_rope_interval": 2, "norm_epsilon": 1e-5}], ids=str)
+def test_snapshots_of_equal_shapes_that_compute_other_functions_are_refused(finished, tmp_path, changes, capsys):
+    newest = finished.snapshots[-1]
+    for name, model in (("other", changes), ("same", {"remat": "full", "scan_layers": False})):
+        config = dataclasses.replace(newest.config, model=dataclasses.replace(newest.config.model, **model))
+        tiny.write_snapshot(tiny.read(newest), Snapshot(absolute_path(tmp_path / name), 1, 256, None, config))
+    paths = [str(tmp_path / "other"), str(newest.path)]
+    with pytest.raises(UserError, match=f"are different models: model.{next(iter(changes))} is "):
+        pma.average(paths, [0.5, 0.5])
+    assert main(["merge", *paths, "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert all(f"model.{key} is {value} and " in error for key, value in changes.items()) and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert main(["merge", str(tmp_path / "same"), str(newest.path), "--out", str(tmp_path / "out")]) == 0
 
 
 def test_merge_is_a_snapshot_that_records_its_provenance(finished, tmp_path):
