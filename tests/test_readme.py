@@ -188,7 +188,7 @@ def test_merging_page_commands_run(tmp_path, monkeypatch, capfd):
     for arguments in commands("pma", ROOT / "docs" / "merging.md"):
         assert main(arguments) == 0, f"pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
     made = sorted(str(path.relative_to("merged")) for path in Path("merged").rglob("provenance.json"))
-    assert len(made) == 12, made
+    assert len(made) == 13, made
 
 
 def write_trainer_trees(name: str, folder: Path) -> None:

@@ -48,7 +48,7 @@ def test_another_run_and_a_resumed_one_compile_nothing(workspace, tmp_path, plac
     config_file = tmp_path / "config.json"
     config_file.write_text(config.to_json(tiny.config(workspace, runtime__compile_cache_dir=cache)))
     compiled, _ = count_programs(config_file, tmp_path / "first", environment if place == "bucket" else {})
-    assert compiled > 10
+    assert compiled > 5
     assert len(list((tmp_path / "bucket" / "compiled").glob("*-cache"))) == compiled
     if place == "disk":
         assert count_programs(config_file, tmp_path / "second", {}) == [0, compiled]
@@ -58,7 +58,7 @@ def test_another_run_and_a_resumed_one_compile_nothing(workspace, tmp_path, plac
         if saved.step > 8:
             saved.path.rmtree()
     again, loaded = count_programs(config_file, tmp_path / "first", environment if place == "bucket" else {})
-    assert (again, loaded > 10) == (0, True)
+    assert again == 0 and loaded > 0
     server.shutdown()
 
 
