@@ -13,7 +13,7 @@ from typing import Any
 
 from pma_jax.config.errors import UserError
 from pma_jax.runtime.progress import show_progress
-from pma_jax.storage.paths import absolute_path, as_path, exists, is_bucket
+from pma_jax.storage.paths import as_path, exists, is_bucket
 
 # Options of `pma sweep` that a sweep of a run in memory does not have.
 _SCORE_OPTIONS = (
@@ -233,20 +233,16 @@ def export(options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write report.json, report.png and report.html of a run and its forks.
+    """Write report.json, report.png and report.html of a run and its forks, or of all runs of a grid.
 
     Example:
         pma report runs/demo runs/demo-annealed
+        pma report runs/grid
     """
-    from pma_jax.reporting import report as reporting
-    from pma_jax.runs.directory import open_run
+    from pma_jax.cli import reports
 
-    run, *forks = [open_run(path) for path in options.run]
-    if options.out:  # before the evaluations, which take minutes and write RUN/losses.json
-        absolute_path(options.out).mkdir(parents=True, exist_ok=True)
-    contents = reporting.build_report(run, forks)
-    written = reporting.write_report(contents, run, options.out or run.path)
-    _print_result(options, contents, lambda: reporting.format_report(contents))
+    contents, text, written = reports.write(options)
+    _print_result(options, contents, lambda: text)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
 

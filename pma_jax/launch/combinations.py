@@ -26,7 +26,8 @@ from pma_jax.storage.json_files import read_json
 from pma_jax.storage.paths import absolute_path, as_path, exists, is_bucket, read_file
 
 MAX_RUNS = 10_000
-ROOT_FOLDERS = ("slurm",)  # what engines write into the root of a grid
+# What engines and `pma report ROOT` write into the root of a grid.
+ROOT_FILES = ("slurm", "report.json", "report.png", "report.html")
 _MAX_NAME_CHARACTERS = 120
 _MAX_FILE_BYTES = 2**20
 _RUN_NAME = re.compile(r"[a-z_]+\.[a-z0-9_]+=")
@@ -187,7 +188,7 @@ def check_root(root: epath.Path) -> None:
     if is_run_directory(as_path(root)):
         raise UserError(f"--root {root} is a run: give a directory of its own to the grid")
     for path in sorted(root.iterdir()):
-        is_known = path.name in ROOT_FOLDERS or path.name.startswith(".") or _RUN_NAME.match(path.name)
+        is_known = path.name in ROOT_FILES or path.name.startswith(".") or _RUN_NAME.match(path.name)
         if not is_known:
             raise UserError(f"--root {root} holds {path.name}, which no grid writes: give another directory")
 

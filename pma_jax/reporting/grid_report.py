@@ -26,6 +26,7 @@ from pma_jax.storage.paths import absolute_path
 
 RAW, MERGED, ANNEALED = "raw", "merged", "annealed"
 MINIMUM_RANKED = 3  # fewer runs have no meaningful rank correlation
+SEED_KEY = "training.seed"  # repeats a run: its values have no order, and are averaged over
 _LOG_RATIO = 8  # values that span more than this factor are drawn on a logarithmic axis
 
 
@@ -144,7 +145,8 @@ def format_rows(report: GridReport) -> list[list[str]]:
 
 def draw_grid_report(report: GridReport) -> Figure:
     """Draw the losses over each varied key, as means and ranges over the others, and the rank correlations."""
-    panels = [_panel_of_key(report["runs"], key) for key in report["keys"]]
+    keys = [key for key in report["keys"] if key != SEED_KEY] or report["keys"]
+    panels = [_panel_of_key(report["runs"], key) for key in keys]
     if report["agreement"]:
         tokens = [a["tokens"] / 1e6 for a in report["agreement"]]
         raw, merged = ([a[kind] for a in report["agreement"]] for kind in ("raw", "merged"))

@@ -25,9 +25,9 @@ def render_page(
     return _TEMPLATE.render(
         r=report,
         config=config_json,
-        light=base64.b64encode(light_png).decode(),
-        dark=base64.b64encode(dark_png).decode(),
-        tasks=None if tasks_png is None else base64.b64encode(tasks_png).decode(),
+        light=png_data(light_png),
+        dark=png_data(dark_png),
+        tasks=None if tasks_png is None else png_data(tasks_png),
         models=_model_rows(report),
         bytes_only=report["tokenizer"] == "bytes",
         grid=group_by_series_and_window(report["merges"]),
@@ -88,7 +88,13 @@ def _capitalize_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _load_template() -> jinja2.Template:
+def png_data(png: bytes) -> str:
+    """Return an image as the address that an `img` of a self-contained page takes."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+def make_environment() -> jinja2.Environment:
+    """Return the environment of the templates of pages."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pma_jax.reporting", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -99,7 +105,7 @@ def _load_template() -> jinja2.Template:
         "signed": _signed,
         "capitalize_first": _capitalize_first,
     }
-    return environment.get_template("page.html")
+    return environment
 
 
-_TEMPLATE = _load_template()
+_TEMPLATE = make_environment().get_template("page.html")

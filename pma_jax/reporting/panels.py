@@ -44,6 +44,7 @@ class LinePanel:
     lines: Sequence[Line]
     zero_line: bool = False  # draw a horizontal line at 0
     log_x: bool = False
+    tick_labels: Sequence[str] = ()  # of x = 0, 1, …, which are not numbers then
     percent: bool = False  # format y, a share, in percent
     y_limits: tuple[float, float] | None = None  # None: chosen by matplotlib
 
@@ -99,7 +100,9 @@ def _draw_line_panel(axes: Axes, panel: LinePanel, names: Sequence[str]) -> None
     x_values = sorted({x for line in panel.lines for x in line.x})
     if panel.log_x:
         axes.set_xscale("log", base=2)
-    if len(x_values) <= MAX_TICKS:
+    if panel.tick_labels:
+        axes.set_xticks(range(len(panel.tick_labels)), panel.tick_labels)
+    elif len(x_values) <= MAX_TICKS:
         axes.set_xticks(x_values, [f"{x:.3g}" for x in x_values])
         axes.minorticks_off()
     elif all(float(x).is_integer() for x in x_values):
