@@ -26,7 +26,7 @@ OLMO_PREFIX = "olmo:"
 OWN_PREFIX = "pma:"
 _OFFLINE = (
     f"without internet, fill the cache in HF_HOME beforehand, or name tasks that need none: {OLMO_PREFIX}NAME, "
-    f"{OWN_PREFIX}NAME, or a folder with its data"
+    f"{OWN_PREFIX}NAME, or a folder with its data (HF_HUB_OFFLINE=1 reads the cache alone, at once)"
 )
 _RUNS_CODE = "the task {} runs the code that a model writes, which is not supported: leave it out"
 
