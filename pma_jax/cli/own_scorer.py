@@ -21,6 +21,7 @@ from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation import hf_directory, scorer
 from pma_jax.evaluation.grid import Grid
 from pma_jax.evaluation.grid_plan import SweepSettings, plan_sweep
+from pma_jax.storage.formats.open import open_if_deferred
 from pma_jax.storage.formats.source import CheckpointSource
 
 _LOSS = "loss"
@@ -92,8 +93,8 @@ def choose_metric(
     higher = printed.get("higher_is_better", []) if printed else []
     best = settings.best if "best" in getattr(options, "given", ()) else "highest" if metric in higher else "lowest"
     log(f"note: the merge with the {best} {metric} is the best; --metric and --best choose another")
-    held_out = printed.get("held_out") if printed else None
-    return dataclasses.replace(settings, metric=metric, best=best, held_out=held_out)
+    held_out, asked = (printed.get(name) if printed else None for name in ("held_out", "asked"))
+    return dataclasses.replace(settings, metric=metric, best=best, held_out=held_out, asked=asked)
 
 
 def _first_answer_bits(tasks: Sequence[str], names: Sequence[str]) -> str:
@@ -105,16 +106,15 @@ def _first_answer_bits(tasks: Sequence[str], names: Sequence[str]) -> str:
 
 def _score_newest(
     grid: Grid, settings: SweepSettings, options: argparse.Namespace, log: Callable[[str], None]
-) -> dict[str, Any] | None:
-    """Return what `pma evaluate` prints of the newest checkpoint of the grid; None if it is not downloaded yet.
+) -> dict[str, Any]:
+    """Return what `pma evaluate` prints of the newest checkpoint of the grid, which is downloaded if it is on the hub.
 
     Raises:
         UserError: It fails.
     """
     newest = max((cell for cell in grid.cells if cell.is_raw), key=lambda cell: cell.end)
-    source = grid.series.sources[int(np.flatnonzero(newest.coefficients)[-1])]
-    if source.format == "deferred":
-        return None
+    source = open_if_deferred(grid.series.sources[int(np.flatnonzero(newest.coefficients)[-1])])
+    check_checkpoints([source], options)
     limit = None if options.tasks is None else 1
     log(f"checking that `pma evaluate` scores {source.path}")
     with tempfile.TemporaryDirectory() as folder, scorer.running_scorers() as scorers:

@@ -41,10 +41,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a target by TASK/METRIC, None if they are not finite, and those of which more is better."""
+    """Return the numbers of a target by TASK/METRIC, None if they are not finite; which rise; and the tasks' digest."""
     metrics = {f"{score['task']}/{name}": m for score in row["tasks"] for name, m in score["metrics"].items()}
     finite = {name: m["value"] if math.isfinite(m["value"]) else None for name, m in metrics.items()}
-    return finite | {"higher_is_better": [name for name, m in metrics.items() if m["is_higher_better"]]}
+    higher = [name for name, m in metrics.items() if m["is_higher_better"]]
+    return finite | {"higher_is_better": higher, "asked": row["asked"]}
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

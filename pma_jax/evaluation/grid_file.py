@@ -40,6 +40,7 @@ class GridContent(TypedDict):
     checkpoints: list[str]
     unit: str
     held_out: NotRequired[str | None]
+    asked: NotRequired[str | None]
     metric: str | None
     best: Literal["lowest", "highest"]
     rows: list[GridRow]
@@ -65,17 +66,23 @@ def write_grid(out: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_same_sweep(
-    content: Mapping[str, Any], out: Path, command: str, addresses: Sequence[str], held_out: str | None = None
+    content: Mapping[str, Any],
+    out: Path,
+    command: str,
+    addresses: Sequence[str],
+    held_out: str | None = None,
+    asked: str | None = None,
 ) -> None:
-    """Raise UserError if sweep.json has scores of another command or text, or of other checkpoints."""
+    """Raise UserError if sweep.json has scores of another command, text or tasks, or of other checkpoints."""
     has_scores = any(row["metrics"] for row in [*content["rows"], *content["raw"]])
     for name, old, new in (
         ("scores of another command", content["score"], command),
         ("merges of other checkpoints", content["checkpoints"], list(addresses)),
         ("losses on other held-out text", content.get("held_out") or "", held_out or content.get("held_out") or ""),
+        ("scores of tasks that have changed since", content.get("asked") or asked, asked or content.get("asked")),
     ):
         if has_scores and old != new:
-            shown = old if isinstance(old, str) else " ".join(old)
+            shown = old if isinstance(old, str) else " ".join(old or ())
             raise UserError(f"{out / FILE_NAME} has {name} ({shown[:200]}): choose another --out, or remove that file")
 
 

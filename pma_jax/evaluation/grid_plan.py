@@ -40,6 +40,7 @@ class SweepSettings:
         pma_command: The command line of `pma`, for the provenance.
         words: The words that run the command, if they are not those of `command`.
         held_out: Digest of the held-out text that the scores are losses on, if they are.
+        asked: Digest of the tasks that the scores are of, if they are.
     """
 
     command: str
@@ -56,6 +57,7 @@ class SweepSettings:
     pma_command: str = ""
     words: tuple[str, ...] = ()
     held_out: str | None = None
+    asked: str | None = None
 
     @property
     def scorer_words(self) -> tuple[str, ...]:
@@ -142,7 +144,7 @@ def plan_sweep(grid: Grid, settings: SweepSettings) -> SweepPlan:
         raise UserError(f"--out {out} is among the inputs: give another directory for the merges and their scores")
     stored = grid_file.read_grid(out)
     if stored is not None:
-        grid_file.check_same_sweep(stored, out, command, settings.addresses, settings.held_out)
+        grid_file.check_same_sweep(stored, out, command, settings.addresses, settings.held_out, settings.asked)
     cells = {cell.key: cell for cell in grid.cells}
     if stored is not None:
         cells = find_cells(grid.series, [*stored["rows"], *stored["raw"]]) | cells
@@ -197,6 +199,7 @@ def _reusable(
         "checkpoints": list(settings.addresses),
         "unit": grid.series.unit,
         "held_out": settings.held_out or (stored or {}).get("held_out"),
+        "asked": settings.asked or (stored or {}).get("asked"),
         "metric": settings.metric,
         "best": settings.best,
         "rows": [],

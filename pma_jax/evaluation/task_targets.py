@@ -19,6 +19,7 @@ from pma_jax.evaluation.held_out import check_corpus, prepare_tokens
 from pma_jax.evaluation.snapshot_tokenizer import TextTokenizer, tokenizer_of_snapshot
 from pma_jax.evaluation.task_scores import RAW_LABEL, TaskScores, load_on_first, score_on_mesh, task_records
 from pma_jax.evaluation.tasks import load
+from pma_jax.evaluation.tasks.digest import digest_tasks
 from pma_jax.evaluation.token_scores import make_model
 from pma_jax.model.decoder import abstract_params
 from pma_jax.runs import snapshots
@@ -53,7 +54,8 @@ def score_targets(
         progress: Called after each model, with the number of models so far and in all.
 
     Returns:
-        One dict per path: target (the path), tokens (None for a Hugging Face model), `TaskScores`.
+        One dict per path: target (the path), tokens (None for a Hugging Face model), `TaskScores`, and, if they are
+        not recorded, asked: the digest of the tasks (`evaluation.tasks.digest`).
 
     Raises:
         UserError: lm-eval is not installed, a task does not exist, a path is no target, or its tokenizer does not fit.
@@ -64,6 +66,7 @@ def score_targets(
     if made := [name for name in names if name.startswith(load.OWN_PREFIX)]:
         _check_text(own, made[0])
     tasks = load_on_first(names, config, shots=shots, part=part)
+    asked = {} if is_recorded or not hosts.is_first_process() else {"asked": digest_tasks(tasks)}
     rows, settings = [], {"limit": limit, "shots": shots}
     for target in targets:
         scores = _score(target, tasks, limit)
@@ -71,7 +74,8 @@ def score_targets(
             progress(len(rows) + 1, len(targets))
         if target.snapshot is not None and is_recorded:
             _record(target.snapshot, scores, settings)
-        rows.append({"target": target.path, "tokens": target.snapshot and target.snapshot.tokens, **scores})
+        tokens = target.snapshot and target.snapshot.tokens
+        rows.append({"target": target.path, "tokens": tokens, **scores, **asked})
     return rows
 
 

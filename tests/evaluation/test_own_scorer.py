@@ -10,9 +10,11 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import harness_tasks
+import hub_server
 import pytest
 
 from pma_jax.cli import main, own_scorer
+from pma_jax.evaluation import hf_directory
 from pma_jax.evaluation import sweep as memory_sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.interop import hf
@@ -22,6 +24,7 @@ NEEDS_TORCH = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None or importlib.util.find_spec("lm_eval") is None, reason="needs torch"
 )
 LOSS = '{"loss": 2, "perplexity": 7.4, "bits_per_byte": 3, "held_out": "abcd"}'
+SUITE = "hf://org/suite@step-*"
 TASK = '{"t/acc": 0.5, "t/bits_per_byte_of_answer": 1.5, "u/acc": 0.25, "higher_is_better": ["t/acc", "u/acc"]}'
 
 
@@ -93,6 +96,37 @@ def test_losses_on_other_text_are_not_mixed(snapshots, evaluator, capsys):
     assert sweep(windows="2,3")[0] == 1
     assert "sweep.json has losses on other held-out text (abcd)" in capsys.readouterr().err
     assert Path("sweep/sweep.json").read_bytes() == stored
+
+
+def test_scores_of_changed_tasks_are_not_mixed(snapshots, evaluator, capsys):
+    evaluator(f'echo \'{TASK[:-1]}, "asked": "abcd"}}\'')
+    assert sweep("--tasks", "t")[0] == 0
+    stored = Path("sweep/sweep.json").read_bytes()
+    evaluator(f'echo \'{TASK[:-1]}, "asked": "efgh"}}\'')
+    for windows in ("2", "2,3"):
+        assert sweep("--tasks", "t", windows=windows)[0] == 1
+        assert "sweep.json has scores of tasks that have changed since (abcd)" in capsys.readouterr().err
+    assert Path("sweep/sweep.json").read_bytes() == stored
+
+
+def test_the_digest_of_tasks_of_a_folder(snapshots, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    harness_tasks.write_tasks(tmp_path / "tasks", documents=4, generated_tokens=8)
+    yaml_file = tmp_path / "tasks" / "tiny_choice.yaml"
+
+    def asked(*options: str) -> str:
+        command = ["evaluate", snapshots[-1], "--numbers", "--tasks", str(yaml_file), *options]
+        assert main(command) == 0
+        return json.loads(capsys.readouterr().out)["asked"]
+
+    before = asked("--limit", "1")
+    assert asked("--limit", "2") == before  # the check of a sweep scores one document
+    (data,) = (tmp_path / "tasks").glob("tiny_choice.jsonl")
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join([*lines[:-1], lines[0]]) + "\n")
+    changed = asked("--limit", "1")
+    yaml_file.write_text(yaml_file.read_text() + 'description: "Answer: "\n')
+    assert len({before, changed, asked("--limit", "1")}) == 3
 
 
 def test_tasks_without_bits_per_byte_need_a_metric(snapshots, evaluator, capsys):
@@ -184,6 +218,56 @@ def test_keys_are_refused_for_a_run(finished, capsys):
     assert "a run's merges are evaluated with its keys" in capsys.readouterr().err
 
 
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """Serve three revisions of a Hugging Face model from a stand-in of the hub; return the files that are asked for."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    monkeypatch.setattr(hf_directory, "check_installed", lambda: None)  # a script stands in for the packages
+    monkeypatch.chdir(tmp_path)
+    revisions = {
+        f"step-{step}": {
+            "model.safetensors": save({"w": np.full(5, step, np.float32)}),
+            "config.json": b'{"model_type": "gpt_neox"}',
+        }
+        for step in (100, 200, 400)
+    }
+    with hub_server.serve(revisions, tmp_path / "cache") as fetched:
+        yield fetched, revisions
+
+
+def test_checkpoints_on_the_hub(suite, evaluator, capsys):
+    fetched, _ = suite
+    evaluator(f"echo '{TASK}'")
+    grid = ["sweep", SUITE, "--recipes", "sma", "--tasks", "t", "--metric", "t/acc", "--keep", "all"]
+    assert main([*grid, "--windows", "2", "--dry-run"]) == 0
+    assert fetched == []  # names alone decide
+    assert main([*grid, "--windows", "2"]) == 0
+    content = json.loads(Path("sweep/sweep.json").read_text())
+    assert (content["metric"], content["best"]) == ("t/acc", "highest")  # as the task says of a downloaded checkpoint
+    assert [row["score"] for row in [*content["raw"], *content["rows"]]] == [0.5, 0.5]
+    check = calls()[0]
+    assert check.split()[1].endswith(hub_server.commit("step-400"))
+    assert json.loads((Path("sweep") / content["rows"][0]["path"] / "config.json").read_text())["model_type"]
+    assert [file for how, file in fetched if how == "GET"].count("model.safetensors") == 2  # 400 once, 200 once
+    assert main([*grid, "--windows", "2,3"]) == 0
+    assert [Path(line.split()[1]).name.split("-at-")[0] for line in calls()[1:]] == ["sma-3"]  # the others are finished
+    evaluator("exit 3")
+    assert main([*grid, "--windows", "2", "--out", "again"]) == 1
+    assert "`pma evaluate` does not score" in capsys.readouterr().err
+    assert not Path("again").exists()
+
+
+def test_checkpoints_on_the_hub_that_are_no_model(suite, evaluator, capsys):
+    _, revisions = suite
+    evaluator(f"echo '{LOSS}'")
+    revisions["step-400"]["config.json"] = b"{}"
+    assert main(["sweep", SUITE, "--recipes", "sma", "--windows", "2"]) == 1
+    assert "is neither a model of pma_jax nor of Hugging Face: give --score" in capsys.readouterr().err
+    assert not Path("sweep").exists() and not Path("calls").exists()
+
+
 @pytest.mark.slow
 def test_losses_are_those_of_the_sweep_in_memory(finished, snapshots, tmp_path):
     status, content = sweep("--parallel", "2", windows="2,3")
@@ -211,8 +295,17 @@ def test_merges_of_hugging_face_models(finished, snapshots, tmp_path, capsys):
     data = finished.config.data
     keys = {"data.source": "files", "data.files": data.files[0], "data.cache_dir": data.cache_dir}
     keys |= {"data.held_out_percent": 20, "evaluation.tokens": 500, "training.sequence_length_tokens": 32}
-    status, content = sweep(*(f"--config.{key}={value}" for key, value in keys.items()))
+    keys = [f"--config.{key}={value}" for key, value in keys.items()]
+    status, content = sweep(*keys)
     assert status == 0
+    # The same models on the hub have the same losses.
+    revisions = {path.name: {file.name: file.read_bytes() for file in path.iterdir()} for path in Path("ck").iterdir()}
+    with hub_server.serve(revisions, tmp_path / "cache"):
+        assert main(["sweep", SUITE, "--recipes", "sma", "--windows", "2", "--out", "hub", *keys]) == 0
+    scores = [
+        [row["score"] for row in json.loads(Path(out, "sweep.json").read_text())["rows"]] for out in ("hub", "sweep")
+    ]
+    assert scores[0] == scores[1]
     expected = losses_in_memory(finished, tmp_path, [2])
     assert {row["text"]: pytest.approx(row["score"], rel=1e-5) for row in content["rows"]} == expected
     # Tasks.
@@ -226,4 +319,5 @@ def test_merges_of_hugging_face_models(finished, snapshots, tmp_path, capsys):
     capsys.readouterr()
     assert main(["evaluate", f"sweep-tasks/{row['path']}", "--numbers", "--part", "select", "--tasks", task]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert row["metrics"] == {name: value for name, value in numbers.items() if name != "higher_is_better"}
+    assert row["metrics"] == {name: value for name, value in numbers.items() if "/" in name}
+    assert content["asked"] == numbers["asked"]

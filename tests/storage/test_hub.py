@@ -1,12 +1,9 @@
 """hf:// addresses, against a local directory served on loopback as the hub's endpoint."""
 
-import hashlib
-import http.server
-import json
-import threading
-
+import hub_server
 import numpy as np
 import pytest
+from hub_server import commit
 from safetensors.numpy import save
 
 from pma_jax.merging import from_storage, gather
@@ -18,12 +15,8 @@ from pma_jax.storage.formats.names import expand_braces
 from pma_jax.storage.formats.open import open_source, read_leaf
 
 
-def commit(revision):
-    return hashlib.sha1(revision.encode()).hexdigest()
-
-
 @pytest.fixture
-def endpoint(tmp_path, monkeypatch):
+def endpoint(tmp_path):
     revisions = {
         f"stage1-step-{step}": {
             "model.safetensors": save({"w": np.full(5, step, np.float32)}),
@@ -34,70 +27,8 @@ def endpoint(tmp_path, monkeypatch):
     }
     revisions["stage2-step-500"] = revisions["stage1-step-400"]
     revisions["pickled"] = {"pytorch_model.bin": b"\x80"}
-    fetched = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *arguments):
-            pass
-
-        def answer(self, body, **headers):
-            self.send_response(200)
-            for key, value in {"Content-Length": str(len(body)), **headers}.items():
-                self.send_header(key.replace("_", "-"), value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def do_GET(self):
-            parts = self.path.split("?")[0].strip("/").split("/")
-            if parts[:4] == ["api", "models", "org", "suite"]:
-                if parts[4] == "refs":
-                    branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": commit(n)} for n in revisions]
-                    return self.answer(json.dumps({"branches": branches, "tags": [], "converts": []}).encode())
-                name = next((n for n in revisions if parts[5] in (n, commit(n))), None)
-                if parts[4] == "revision" and name:
-                    siblings = [{"rfilename": file} for file in revisions[name]]
-                    info = {"id": "org/suite", "sha": commit(name), "siblings": siblings, "private": False}
-                    return self.answer(json.dumps(info).encode())
-                if parts[4] == "tree" and name:
-                    files = [
-                        {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                        for file, data in revisions[name].items()
-                    ]
-                    return self.answer(json.dumps(files).encode())
-            if parts[:3] == ["org", "suite", "resolve"]:
-                name = next(n for n in revisions if parts[3] in (n, commit(n)))
-                data = revisions[name][parts[4]]
-                fetched.append((self.command, parts[4]))
-                etag = f'"{hashlib.sha1(data).hexdigest()}"'
-                return self.answer(data, ETag=etag, X_Repo_Commit=commit(name), Accept_Ranges="bytes")
-            self.send_error(404)
-
-        def do_HEAD(self):
-            self.do_GET()
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(huggingface_hub, "HfApi", _api(huggingface_hub.HfApi, address, tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-    yield fetched
-    server.shutdown()
-
-
-def _api(made, address, cache):
-    """Return the real client with this test's endpoint and cache; it reads the environment when imported."""
-
-    def create():
-        api = made(endpoint=address, token=False)
-        download = api.snapshot_download
-        api.snapshot_download = lambda *a, **k: download(*a, cache_dir=cache, **k)
-        return api
-
-    return create
+    with hub_server.serve(revisions, tmp_path / "cache") as fetched:
+        yield fetched
 
 
 def test_suite_is_expanded_downloaded_and_merged(endpoint, tmp_path):
