@@ -1,18 +1,13 @@
-"""The files of docs/cloud: an image, an installation, a SLURM script and a SkyPilot job."""
+"""The files of docs/cloud: an image, an installation and a SkyPilot job."""
 
 import os
 import re
 import shlex
-import signal
 import subprocess
-import sys
-import time
 import tomllib
 from pathlib import Path
 
-import processes
 import pytest
-import tiny
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -20,11 +15,10 @@ from packaging.utils import canonicalize_name
 from pma_jax import config as configuration
 from pma_jax.cli.arguments import parser
 from pma_jax.cli.command import CONFIG_PREFIX
-from pma_jax.runs.directory import open_run
 
 ROOT = Path(__file__).parent.parent
 CLOUD = ROOT / "docs" / "cloud"
-PAGES = [ROOT / "docs" / "tpu_vms.md", ROOT / "docs" / "slurm.md", CLOUD / "skypilot.yaml", CLOUD / "pma.sbatch"]
+PAGES = [ROOT / "docs" / "tpu_vms.md", CLOUD / "skypilot.yaml"]
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -83,7 +77,6 @@ def test_installation_is_of_existing_extras_and_the_python_of_the_pins():
 def test_commands_are_those_of_pma(page):
     text = page.read_text().replace("\\\n", " ")
     found = re.findall(r"(?<![\w./-])(?:~/pma/bin/)?pma ((?:train|watch|merge|report|sweep|evaluate) [^\n`]*)", text)
-    found += re.findall(r"pma\.sbatch ((?:train|sweep) [^\n`]*)", text)
     assert found
     for command in found:
         words = shlex.split(command.partition(" > ")[0], comments=True)
@@ -101,84 +94,8 @@ def test_sky_job_starts_again_after_statuses_that_may_pass():
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-# What SLURM does for the script, as sbatch(1), srun(1) and scontrol(1) say: srun starts the tasks with these variables,
-# passes SIGTERM to every process of them, and returns their highest status.
-SRUN = """
-import os, pathlib, signal, subprocess, sys
-words = [word for word in sys.argv[1:] if not word.startswith(("--kill-on-bad-exit=", "--wait="))]
-variables = {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-tasks = [
-    subprocess.Popen(words, env=os.environ | variables | {"SLURM_PROCID": i, "SLURM_LOCALID": i}, process_group=0)
-    for i in "01"
-]
-signal.signal(signal.SIGTERM, lambda *_: [os.killpg(task.pid, signal.SIGTERM) for task in tasks])
-pathlib.Path("srun.pid").write_text(str(os.getpid()))
-codes = [task.wait() for task in tasks]
-sys.exit(max(code if code >= 0 else 128 - code for code in codes))
-"""
-
-
-def start_batch(folder: Path, arguments: list[str], restarts: int = 0, pma: str = "") -> subprocess.Popen:
-    """Start the batch script as SLURM does, with `requeued` in `folder` as the queue of jobs."""
-    programs = folder / "bin"
-    programs.mkdir(exist_ok=True)
-    pma = pma or f'exec {sys.executable} -m pma_jax.cli "$@"'
-    for name, text in {
-        "srun": f'exec {sys.executable} {folder}/srun.py "$@"',
-        "squeue": "echo RUNNING",
-        "scontrol": f'echo "$@" >> {folder}/requeued',
-        "pma": pma,
-    }.items():
-        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (programs / name).chmod(0o755)
-    (folder / "srun.py").write_text(SRUN)
-    environment = os.environ | {
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "SLURM_JOB_ID": str(processes.free_port()),  # JAX takes the coordinator's port from it
-        "SLURM_RESTART_COUNT": str(restarts),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    with (folder / "log").open("a") as log:
-        return subprocess.Popen(
-            ["bash", CLOUD / "pma.sbatch", *arguments], env=environment, stdout=log, stderr=log, cwd=folder
-        )
-
-
-@pytest.mark.parametrize(
-    ("statuses", "status", "is_requeued"),
-    [((0, 0), 0, False), ((1, 75), 1, False), ((75, 2), 2, False), ((75, 137), 137, True), ((143, 143), 143, True)],
-)
-def test_batch_script_follows_the_exit_statuses(tmp_path, statuses, status, is_requeued):
-    pma = f"[ $SLURM_PROCID = 0 ] && exit {statuses[0]}; exit {statuses[1]}"
-    assert start_batch(tmp_path, ["train"], pma=pma).wait(60) == status
-    assert (tmp_path / "requeued").exists() == is_requeued
-    if is_requeued:
-        (tmp_path / "requeued").unlink()
-        assert start_batch(tmp_path, ["train"], restarts=50, pma=pma).wait(60) == status
-        assert not (tmp_path / "requeued").exists()
-
-
 def test_repeat_runs_a_command_again_after_a_lost_peer_only(tmp_path):
     command = "echo >> runs; case $(wc -l < runs) in 1) exit 75 ;; 2) exit 137 ;; *) exit 143 ;; esac"
     repeat = ["bash", CLOUD / "repeat.sh", "bash", "-c", command]
     assert subprocess.run(repeat, cwd=tmp_path, env=os.environ | {"WAIT_SECONDS": "0"}).returncode == 143
     assert (tmp_path / "runs").read_text() == "\n" * 3
-
-
-@pytest.mark.slow
-def test_batch_script_trains_saves_a_state_on_a_signal_and_resumes(tmp_path):
-    config, tokens = tiny.write_config(tmp_path / "config.py", tmp_path, training__total_tokens=10**6), [0]
-    for restarts in (0, 1):
-        job = start_batch(tmp_path, ["train", "--config", config, "--workdir", "run"], restarts)
-        begun, end = len((tmp_path / "log").read_text()), time.monotonic() + 120
-        while "loss" not in (tmp_path / "log").read_text()[begun:]:
-            assert time.monotonic() < end and job.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.05)
-        os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)
-        assert job.wait(120) == 143, (tmp_path / "log").read_text()
-        tokens.append(open_run(tmp_path / "run").states[-1].tokens)
-        assert len((tmp_path / "requeued").read_text().splitlines()) == restarts + 1
-    assert 0 < tokens[1] < tokens[2] < 10**6
-    assert f"resuming at {tokens[1]:,} of" in (tmp_path / "log").read_text()

@@ -320,6 +320,15 @@ def test_cloud_page_launches_are_rendered_and_its_other_commands_parse(capfd):
         parser().parse_args(arguments)  # exits for a wrong command line
 
 
+def test_slurm_page_launches_are_rendered(capfd):
+    launches = commands("pma", ROOT / "docs" / "slurm.md")
+    assert len(launches) == 3
+    for arguments in launches:
+        assert arguments[0] == "launch" and "--dry-run" in arguments
+        assert main(arguments) == 0, f"pma {shlex.join(arguments)}\n{capfd.readouterr().err}"
+        assert capfd.readouterr().out.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=pma-")
+
+
 def test_safety_page_commands_run(finished, tmp_path, monkeypatch, capfd):
     shutil.copytree(finished.path, tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)

@@ -100,8 +100,13 @@ def _parse(argv: Sequence[str]) -> "argparse.Namespace | int":
 
 def _parse_launched(options: "argparse.Namespace", command: list[str]) -> "argparse.Namespace | int":
     """Parse the command that `pma launch` is to run, so that a mistake in it is found here."""
+    from pma_jax.cli.launch_options import find_misuse
+
     if not command:
         _print_error("pma launch runs a command on other machines: give it after --, such as -- train --config …")
+        return 2
+    if message := find_misuse(options):
+        _print_error(f"{message}; see `pma launch --help`")
         return 2
     launched = _parse(command)
     if isinstance(launched, int):

@@ -5,7 +5,12 @@ import sys
 
 from pma_jax.cli import values
 
-ENGINES = ("gke",)
+ENGINES = ("gke", "slurm")
+# Options of one engine, by the name of the attribute.
+_OWN_OPTIONS = {
+    "gke": ("topology", "gpu_type", "image", "queue", "namespace", "service_account", "spot", "env", "volume"),
+    "slurm": ("nodes", "slurm"),
+}
 
 
 def launch(options: argparse.Namespace) -> None:
@@ -16,6 +21,10 @@ def launch(options: argparse.Namespace) -> None:
             -- train --config dense_1b --workdir gs://my-bucket/runs/dense_1b
     """
     from pma_jax.cli import run_launch
+
+    if options.engine == "slurm":
+        run_launch.launch_on_slurm(options)
+        return
     from pma_jax.launch import jobset
 
     setting, machines, command = run_launch.plan(options)
@@ -34,16 +43,41 @@ def launch(options: argparse.Namespace) -> None:
 
 def add_options(verb: argparse.ArgumentParser, append_once: type[argparse.Action]) -> None:
     """Add the options of `pma launch` to its parser."""
-    verb.usage = "pma launch --engine gke (--topology T | --gpus N) --image IMAGE [options] -- VERB …"
-    verb.add_argument("--engine", choices=ENGINES, required=True, help="gke: a JobSet on a Kubernetes cluster")
-    machines = verb.add_mutually_exclusive_group(required=True)
+    verb.usage = (
+        "pma launch --engine gke (--topology T | --gpus N) --image IMAGE [options] -- VERB …\n"
+        "       pma launch --engine slurm (--gpus N | --nodes N) --slurm time=MINUTES [options] -- VERB …"
+    )
+    verb.add_argument(
+        "--engine",
+        choices=ENGINES,
+        required=True,
+        help="gke: a JobSet on a Kubernetes cluster; slurm: a batch job (docs/slurm.md)",
+    )
+    machines = verb.add_mutually_exclusive_group()
     machines.add_argument("--topology", metavar="CHIP:SHAPE", help="TPUs, such as v6e:4x4; 2*v6e:4x4 is two slices")
-    machines.add_argument("--gpus", type=values.positive, metavar="N", help="GPUs in all, 8 on each host")
+    machines.add_argument(
+        "--gpus", type=values.positive, metavar="N", help="GPUs in all, 8 on each host (slurm: see --nodes)"
+    )
+    verb.add_argument(
+        "--nodes",
+        type=values.positive,
+        metavar="N",
+        help="slurm: hosts with equal shares of --gpus; without --gpus, one process on the CPUs of each",
+    )
+    verb.add_argument(
+        "--slurm",
+        action=append_once,
+        type=values.parameter,
+        default=(),
+        metavar="KEY=VALUE",
+        help="slurm: an option of sbatch, such as time=240 (minutes, required), partition=gpu, account=lab, "
+        "cpus-per-task=8; may be repeated",
+    )
     verb.add_argument("--gpu-type", metavar="TYPE", help="GKE's name of the GPUs, such as nvidia-h100-80gb")
-    verb.add_argument("--image", required=True, help="container image with pma (docs/cloud_tpu.md builds one)")
-    verb.add_argument("--name", help="of the JobSet (default: from the command, the same for the same command)")
+    verb.add_argument("--image", help="container image with pma (docs/cloud_tpu.md builds one)")
+    verb.add_argument("--name", help="of the job (default: from the command, the same for the same command)")
     verb.add_argument("--queue", metavar="NAME", help="Kueue's queue of the namespace (default: none, start at once)")
-    verb.add_argument("--namespace", default="default", help="of Kubernetes (default: default)")
+    verb.add_argument("--namespace", help="of Kubernetes (default: default)")
     verb.add_argument("--service-account", metavar="NAME", help="of Kubernetes, with access to the bucket")
     verb.add_argument("--spot", action="store_true", help="use spot nodes")
     verb.add_argument(
@@ -58,7 +92,19 @@ def add_options(verb: argparse.ArgumentParser, append_once: type[argparse.Action
         ("--volume", "CLAIM:PATH", "mount a PersistentVolumeClaim at a path of the pods"),
     ):
         verb.add_argument(name, action=append_once, default=(), metavar=form, help=f"{text}; may be repeated")
-    verb.add_argument("--dry-run", action="store_true", help="print the manifest as YAML, and start nothing")
+    verb.add_argument("--dry-run", action="store_true", help="print the manifest or the script, and start nothing")
+
+
+def find_misuse(options: argparse.Namespace) -> str | None:
+    """Return what is wrong with the options of `pma launch` for their engine, in one line."""
+    other = next(engine for engine in ENGINES if engine != options.engine)
+    if given := next((name for name in _OWN_OPTIONS[other] if getattr(options, name)), None):
+        return f"--{given.replace('_', '-')} is for --engine {other}"
+    if options.engine == "slurm":
+        return None if options.gpus or options.nodes else "one of the arguments --gpus --nodes is required"
+    if not (options.topology or options.gpus):
+        return "one of the arguments --topology --gpus is required"
+    return None if options.image is not None else "the following arguments are required: --image"
 
 
 def split_command(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -5,18 +5,21 @@ import hashlib
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from pma_jax import config as configuration
 from pma_jax.config.errors import UserError
-from pma_jax.launch import jobset
+from pma_jax.launch import batch_script, jobset
+from pma_jax.launch.batch_script import BatchSetting
 from pma_jax.launch.jobset import JobSetting
 from pma_jax.launch.machines import Machines, gpu_hosts, tpu_slices
 from pma_jax.storage.paths import is_bucket
 
 # Options and arguments of the verbs that name directories.
 _PATHS = ("workdir", "run", "source", "target", "snapshot", "model", "weights", "out")
+_LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # of each node of a cluster
 
 
 def plan(options: argparse.Namespace) -> tuple[JobSetting, Machines, list[str]]:
@@ -29,11 +32,7 @@ def plan(options: argparse.Namespace) -> tuple[JobSetting, Machines, list[str]]:
     if options.gpu_type is not None and options.gpus is None:
         raise UserError("--gpu-type is for --gpus")
     machines = tpu_slices(options.topology) if options.gpus is None else gpu_hosts(options.gpus, options.gpu_type)
-    command = ["pma", *options.command]
-    if machines.hosts > 1:
-        if not hasattr(verb, "distributed"):
-            raise UserError(f"`pma {verb.verb}` runs in one process, and this is a job of {machines.hosts}")
-        command += [] if verb.distributed else ["--distributed"]
+    command = ["pma", *_command(options, machines.hosts)]
     volumes = _pairs(options.volume, ":", "--volume CLAIM:PATH", is_key_last=True)
     _check_paths(verb, list(volumes))
     names = {"--queue": options.queue, "--namespace": options.namespace, "--service-account": options.service_account}
@@ -43,10 +42,10 @@ def plan(options: argparse.Namespace) -> tuple[JobSetting, Machines, list[str]]:
     if not re.fullmatch(r"[\w][\w./:@-]*", options.image, re.ASCII):
         raise UserError(f"--image {options.image[:80]!r} is not the name of a container image, such as registry/pma:1")
     setting = JobSetting(
-        name=jobset.check_name(options.name or _name(options.command)),
+        name=jobset.check_name(options.name or _name(options)),
         image=options.image,
         queue=options.queue,
-        namespace=options.namespace,
+        namespace=options.namespace or "default",
         max_restarts=options.max_restarts,
         service_account=options.service_account,
         is_spot=options.spot,
@@ -54,6 +53,48 @@ def plan(options: argparse.Namespace) -> tuple[JobSetting, Machines, list[str]]:
         volumes=volumes,
     )
     return setting, machines, command
+
+
+def launch_on_slurm(options: argparse.Namespace) -> None:
+    """Submit the command as a batch job of SLURM; with `--dry-run`, print the script.
+
+    Raises:
+        UserError: The command cannot run on these nodes, or SLURM does not take it.
+    """
+    setting = _batch_setting(options)
+    command = [sys.executable, "-m", "pma_jax.cli", *_command(options, setting.tasks)]
+    _check_shared(options.command_options, setting.nodes)
+    script = batch_script.make_script(setting, command)
+    if options.dry_run:
+        print(script, end="")
+        return
+    print(f"submitted job {batch_script.submit(script, setting.name)} with the name {setting.name}")
+
+
+def _batch_setting(options: argparse.Namespace) -> BatchSetting:
+    if options.gpus is None:
+        nodes, gpus_per_node = options.nodes, 0
+    else:
+        nodes = options.nodes or gpu_hosts(options.gpus, None).hosts
+        gpus_per_node, rest = divmod(options.gpus, nodes)
+        if rest or not gpus_per_node:
+            raise UserError(f"--gpus {options.gpus} is not a multiple of --nodes {nodes}: nodes have equal shares")
+    keys = [key.replace("_", "-") for key, _ in options.slurm]
+    if repeated := next((key for key in keys if keys.count(key) > 1), None):
+        raise UserError(f"--slurm {repeated} is given twice; keep one")
+    name = jobset.check_name(options.name or _name(options))
+    values = dict(zip(keys, (value for _, value in options.slurm), strict=True))
+    return BatchSetting(name, nodes, gpus_per_node, values, options.max_restarts)
+
+
+def _command(options: argparse.Namespace, processes: int) -> list[str]:
+    """Return the words after `pma` that each of the processes runs."""
+    verb = options.command_options
+    if processes == 1:
+        return options.command
+    if not hasattr(verb, "distributed"):
+        raise UserError(f"`pma {verb.verb}` runs in one process, and this is a job of {processes}")
+    return options.command + ([] if verb.distributed else ["--distributed"])
 
 
 def check_memory(options: argparse.Namespace) -> list[str]:
@@ -85,25 +126,38 @@ def check_memory(options: argparse.Namespace) -> list[str]:
     return notes
 
 
-def _name(command: Sequence[str]) -> str:
+def _name(options: argparse.Namespace) -> str:
     """Return a name for a command: its verb, the last part of its directory, and a digest of all words."""
-    directory = next((word for word in command if is_bucket(word)), "")
+    command = options.command
+    directory = next((word for word in command if is_bucket(word)), next(iter(_paths(options.command_options)), ""))
     words = re.sub(r"[^a-z0-9]+", "-", f"{command[0]}-{PurePosixPath(directory).name}".lower()).strip("-")
     digest = hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()[:8]
     return f"pma-{words[: jobset.MAX_NAME_CHARACTERS - 13].strip('-')}-{digest}"
 
 
+def _paths(verb: argparse.Namespace) -> list[str]:
+    # The sweep of a run writes into the run, and not into the default of --out.
+    is_of_run = verb.verb == "sweep" and verb.score is None and len(verb.source) == 1 and verb.out == "sweep"
+    values = [getattr(verb, name, None) or () for name in _PATHS if not (is_of_run and name == "out")]
+    return [path for value in values for path in ([value] if isinstance(value, str) else value)]
+
+
+def _check_shared(verb: argparse.Namespace, nodes: int) -> None:
+    """Check that no directory of a command is in a folder that each node has for itself."""
+    for path in _paths(verb) if nodes > 1 else ():
+        if not is_bucket(path) and any(Path(path).absolute().is_relative_to(folder) for folder in _LOCAL_FOLDERS):
+            raise UserError(f"{path} is on the disk of one node: give a path on a disk that all {nodes} nodes share")
+
+
 def _check_paths(verb: argparse.Namespace, mounted: Sequence[str]) -> None:
     """Check that the directories of a command exist for the pods, whose own disks are lost with them."""
-    for attribute in _PATHS:
-        value = getattr(verb, attribute, None)
-        for path in [value] if isinstance(value, str) else value or ():
-            is_mounted = any(PurePosixPath(path).is_relative_to(folder) for folder in mounted)
-            if not is_bucket(path) and not is_mounted and not path.startswith("hf://"):
-                raise UserError(
-                    f"{path} is a path of this machine, and the disk of a pod is lost with it: give a gs:// address, "
-                    "or mount a volume with --volume CLAIM:PATH"
-                )
+    for path in _paths(verb):
+        is_mounted = any(PurePosixPath(path).is_relative_to(folder) for folder in mounted)
+        if not is_bucket(path) and not is_mounted and not path.startswith("hf://"):
+            raise UserError(
+                f"{path} is a path of this machine, and the disk of a pod is lost with it: give a gs:// address, "
+                "or mount a volume with --volume CLAIM:PATH"
+            )
 
 
 def _pairs(texts: Sequence[str], separator: str, form: str, is_key_last: bool = False) -> dict[str, str]:

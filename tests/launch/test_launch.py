@@ -128,6 +128,13 @@ def test_bad_input_is_one_line(arguments, status, message, capsys):
     assert captured.out == ""
 
 
+def test_a_sweep_of_a_run_writes_into_the_run(capsys):
+    sweep = [*LAUNCH, "--topology", "v6e:4x4", "--", "sweep", "gs://bucket/run"]
+    assert "- sweep\n" in manifest(sweep, capsys)
+    assert main([*sweep, "--score", "program {}"]) == 1
+    assert "sweep is a path of this machine" in capsys.readouterr().err
+
+
 def test_a_run_that_does_not_fit_is_refused(capsys):
     pytest.importorskip("libtpu")
     at = CASES["one_host_spot"].index("--")
