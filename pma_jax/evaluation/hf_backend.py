@@ -1,6 +1,7 @@
 """Hugging Face models of any family, scored through lm-eval's `hf` backend (the extra `torch`)."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError, first_line
@@ -9,6 +10,7 @@ from pma_jax.runtime import hosts
 from pma_jax.storage.paths import expand_user
 
 BATCH_SIZE = 16  # sequences
+_TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")  # how the names of their files begin
 
 
 def score_directory(path: str, tasks: Mapping[str, Any], limit: int | None) -> TaskScores:
@@ -57,11 +59,14 @@ def load_model(path: str, softmax_dtype: str | None = None) -> Any:
             self.truncated += sum(len(request[1]) + len(request[2]) > self.max_length + 1 for request in requests)
             return super()._loglikelihood_tokens(requests, **options)
 
+    folder = Path(expand_user(path))
+    if not any(file.name.startswith(_TOKENIZER_FILES) for file in folder.iterdir()):
+        raise UserError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json of its model into it")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with quiet():
         try:
             return CheckedModel(
-                pretrained=str(expand_user(path)),
+                pretrained=str(folder),
                 device=device,
                 dtype="auto",
                 softmax_dtype=softmax_dtype,

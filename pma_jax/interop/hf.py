@@ -219,6 +219,8 @@ def _open_trainers_model(
     """Open a checkpoint of MaxText or levanter, checking its leaves."""
     is_maxtext = maxtext.is_maxtext(source.leaves)
     if not is_maxtext and not levanter.is_levanter(source.leaves):
+        if any(path.name == "config.json" for path in source.other_files):
+            raise UserError(f"{source.origin} is a Hugging Face model already: use it as it is, or `pma import` it")
         raise UserError(
             f"{source.origin} is not a snapshot of pma_jax, nor a decoder of MaxText or levanter: pass a run, one of "
             "its snapshots, or a merge"

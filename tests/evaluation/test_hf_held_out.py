@@ -136,6 +136,14 @@ def test_a_model_with_wrong_weights_is_not_scored(finished, exported, tmp_path, 
             score()
 
 
+def test_a_model_without_a_tokenizer_is_not_scored(exported, tmp_path):
+    pytest.importorskip("torch")
+    model = tmp_path / "model"
+    shutil.copytree(exported, model, ignore=shutil.ignore_patterns("*token*"))
+    with pytest.raises(UserError, match=r"model has no tokenizer: copy tokenizer.json and"):
+        score_targets([model], ["pma:brackets"], [], limit=1, shots=None, part="report")
+
+
 @pytest.mark.parametrize("output_type", ["multiple_choice", "generate_until"])
 def test_a_tokenizer_that_does_not_fit_is_refused(finished, exported, tmp_path, output_type):
     pytest.importorskip("torch")

@@ -467,6 +467,8 @@ def test_directory_without_a_model_is_refused(tmp_path, finished):
     assert_refused(tmp_path / "ours", "expected a JSON object", hf.import_model, tmp_path / "theirs")
     (tmp_path / "theirs" / "config.json").write_text("{")
     assert_refused(tmp_path / "ours", "invalid JSON", hf.import_model, tmp_path / "theirs")
+    assert_refused(tmp_path / "out", "is a Hugging Face model already", hf.export_snapshot, tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").unlink()
     assert_refused(tmp_path / "out", "is not a snapshot of pma_jax", hf.export_snapshot, tmp_path / "theirs")
     assert_refused(tmp_path / "out", "dtype 'int8'", hf.export_snapshot, finished.path, dtype="int8")
 
