@@ -125,9 +125,9 @@ report(lambda: rollback._write_event(Run, {"number": 1}))
 atomic.write_text = write_text
 steps.published_steps = (lambda _: []) if index else (lambda _: [folder / "3"])
 steps.read_metadata = lambda path, keys: {"tokens": 24}
-report(lambda: steps._read_published(folder))
+report(lambda: steps._read_published(folder, steps._read_tokens))
 steps.read_metadata = fail
-report(lambda: steps._read_published(folder))
+report(lambda: steps._read_published(folder, steps._read_tokens))
 """
 
 
