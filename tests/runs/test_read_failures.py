@@ -251,7 +251,7 @@ def test_two_processes_agree_on_what_is_damaged(finished, copy, workspace, tmp_p
 def test_injected_errors_of_system_calls():
     """Run three cases of the harness, which runs for half an hour otherwise."""
     harness = Path(__file__).parents[2] / "experiments" / "faults" / "system_calls.py"
-    # Seed 0 hits a fault that is known and open: if a process runs out of file descriptors while Orbax adds our metadata
+    # Seed 0 hits a known, open fault: if a process runs out of file descriptors while Orbax adds our metadata
     # to a step, Orbax publishes the step without them. The next resume sets it aside and writes it again.
     command = [sys.executable, harness, "--count", "3", "--seed", "1"]
     command += ["--only", "resume/(open|read)/(EMFILE|EIO)"]
