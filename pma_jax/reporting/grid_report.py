@@ -112,7 +112,8 @@ def format_grid_report(report: GridReport) -> str:
     """Format a report as a table of the runs, and of how early previews rank them as at the end."""
     lines = [align_columns(format_rows(report))]
     if report["agreement"]:
-        rows = [["tokens", f"raw, rho with {report['final']}", f"{report['preview']}, rho with {report['final']}"]]
+        preview = report["preview"] or "no merge"
+        rows = [["tokens", f"raw, rho with {report['final']}", f"{preview}, rho with {report['final']}"]]
         rows += [[f"{a['tokens']:,}", _rho(a["raw"]), _rho(a["merged"])] for a in report["agreement"]]
         lines += ["", align_columns(rows)]
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
