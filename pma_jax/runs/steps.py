@@ -28,7 +28,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from pma_jax.config.errors import DamageError, UserError, error_line
+from pma_jax.config.errors import DamageError, StorageError, UserError, error_line
 from pma_jax.runtime import hosts
 from pma_jax.runtime.failures import is_storage_failure
 from pma_jax.storage import atomic
@@ -278,10 +278,25 @@ def _read_tokens(path: epath.Path) -> int:
 
 
 def _publish(response: Any, path: epath.Path, errors: list[Exception]) -> None:
-    """Wait until Orbax has published the step at `path`, then flush it to the disk."""
+    """Wait until Orbax has published the step at `path`, then check its metadata and flush it to the disk."""
     try:
         response.result()
-        if hosts.is_first_process() and not is_bucket(path):
-            atomic.fsync_tree(Path(path))
+        if hosts.is_first_process():
+            _check_has_metadata(path)
+            if not is_bucket(path):
+                atomic.fsync_tree(Path(path))
     except Exception as error:
         errors.append(error)
+
+
+def _check_has_metadata(path: epath.Path) -> None:
+    """Remove a step that was just published if it lacks our metadata, and raise.
+
+    Orbax writes its own metadata first, and ours into the same file at the end. If it cannot read the file back then
+    (too many files are open), it publishes the step nevertheless.
+    """
+    try:
+        read_metadata(path, ("tokens",))
+    except DamageError as error:
+        remove(path)
+        raise StorageError("its metadata were lost, as when too many files are open", is_temporary=True) from error

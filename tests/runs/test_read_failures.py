@@ -251,9 +251,7 @@ def test_two_processes_agree_on_what_is_damaged(finished, copy, workspace, tmp_p
 def test_injected_errors_of_system_calls():
     """Run three cases of the harness, which runs for half an hour otherwise."""
     harness = Path(__file__).parents[2] / "experiments" / "faults" / "system_calls.py"
-    # Seed 0 hits a known, open fault: if a process runs out of file descriptors while Orbax adds our metadata
-    # to a step, Orbax publishes the step without them. The next resume sets it aside and writes it again.
-    command = [sys.executable, harness, "--count", "3", "--seed", "1"]
+    command = [sys.executable, harness, "--count", "3"]
     command += ["--only", "resume/(open|read)/(EMFILE|EIO)"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0 and "3 failures injected" in done.stdout, done.stdout + done.stderr
