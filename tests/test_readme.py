@@ -320,6 +320,12 @@ def test_cloud_page_launches_are_rendered_and_its_other_commands_parse(capfd):
         parser().parse_args(arguments)  # exits for a wrong command line
 
 
+def test_grids_of_runs_page_commands_of_clusters_parse():
+    lines = "".join(blocks("text", ROOT / "docs" / "grids_of_runs.md")).replace("\\\n", " ").splitlines()
+    others = [shlex.split(line)[1:] for line in lines if line.startswith("pma grid --")]
+    assert [parser().parse_args(arguments).engine for arguments in others] == ["slurm", "gke"]
+
+
 def test_slurm_page_launches_are_rendered(capfd):
     launches = commands("pma", ROOT / "docs" / "slurm.md")
     assert len(launches) == 3

@@ -2,12 +2,13 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from pma_jax.cli import values
-from pma_jax.config.errors import UserError
+from pma_jax.cli import launch_options, values
+from pma_jax.config.errors import TemporaryError, UserError
 
-ENGINES = ("local", "slurm")
+ENGINES = ("local", "slurm", "gke")
 
 
 def grid(options: argparse.Namespace) -> None:
@@ -22,17 +23,30 @@ def grid(options: argparse.Namespace) -> None:
 
     runs, jobs = run_grid.plan(options)
     if options.dry_run:
-        description = run_grid.describe(runs, jobs)
-        print(json.dumps(description, indent=2) if options.json else run_grid.format_description(description))
+        print(run_grid.dry_run(options, runs, jobs))
         return
-    failed = {} if options.status else run_grid.start(options, jobs)
+    failed = {} if options.status else run_grid.start(options, runs, jobs)
+    if options.host is not None:
+        _raise_if_failed(failed, len(jobs))
+        return
     rows = run_grid.rows(options, runs, jobs)
     if options.json:
         print(json.dumps(list(map(progress.as_json, rows)), indent=2))
     else:
         print(progress.format_progress(rows))
+    _raise_if_failed(failed, len(jobs))
+
+
+def _raise_if_failed(failed: Mapping[str, Any], count: int) -> None:
+    """Raise the error of a grid with `count` runs, of which some failed; one that may pass if all of these may."""
+    from pma_jax.launch.job import FINAL_STATUSES
+
     if failed:
-        raise UserError(f"{len(failed)} of {len(jobs)} runs failed: {run_grid.describe_failures(failed)}")
+        first = next(iter(failed.values()))["line"]
+        is_final = any(failure["status"] in FINAL_STATUSES for failure in failed.values())
+        raise (UserError if is_final else TemporaryError)(
+            f"{len(failed)} of {count} runs failed: {', '.join(failed)} ({first}); the same command tries them again"
+        )
 
 
 def add_options(
@@ -79,5 +93,14 @@ def add_options(
         help="with --engine slurm: a parameter of submitit's executor, such as time=240 (minutes, required), "
         "partition=gpu, account=lab, gpus_per_node=1; may be repeated",
     )
+    verb.add_argument(
+        "--host",
+        type=values.host,
+        metavar="I",
+        help="this is one of several hosts that run the steps of each run together: I is 0 on the first, and in "
+        "slices SLICE-HOST; --engine gke adds it",
+    )
+    group = verb.add_argument_group("with --engine gke, for each run")
+    launch_options.add_machine_options(group, append_once)
     verb.add_argument("--status", action="store_true", help="print how far the runs are, and start none")
     verb.add_argument("--dry-run", action="store_true", help="print the commands that would run, and start none")

@@ -2,12 +2,13 @@
 
 import argparse
 import sys
+from typing import Any
 
 from pma_jax.cli import values
 
 ENGINES = ("gke", "slurm")
 # Options of one engine, by the name of the attribute.
-_OWN_OPTIONS = {
+OWN_OPTIONS = {
     "gke": ("topology", "gpu_type", "image", "queue", "namespace", "service_account", "spot", "env", "volume"),
     "slurm": ("nodes", "slurm"),
 }
@@ -34,9 +35,9 @@ def launch(options: argparse.Namespace) -> None:
     if options.dry_run:
         print(jobset.to_yaml(manifest), end="")
         return
-    from pma_jax.launch.kubernetes_cluster import create_jobset
+    from pma_jax.launch.kubernetes_cluster import Cluster
 
-    create_jobset(manifest)
+    Cluster().create(manifest)
     print(f"created {jobset.describe(setting, machines, command)}")
     print(f"kubectl get jobset {setting.name} --namespace {setting.namespace}")
 
@@ -53,16 +54,12 @@ def add_options(verb: argparse.ArgumentParser, append_once: type[argparse.Action
         required=True,
         help="gke: a JobSet on a Kubernetes cluster; slurm: a batch job (docs/slurm.md)",
     )
-    machines = verb.add_mutually_exclusive_group()
-    machines.add_argument("--topology", metavar="CHIP:SHAPE", help="TPUs, such as v6e:4x4; 2*v6e:4x4 is two slices")
-    machines.add_argument(
-        "--gpus", type=values.positive, metavar="N", help="GPUs in all, 8 on each host (slurm: see --nodes)"
-    )
     verb.add_argument(
         "--nodes",
         type=values.positive,
         metavar="N",
-        help="slurm: hosts with equal shares of --gpus; without --gpus, one process on the CPUs of each",
+        help="slurm: hosts with equal shares of --gpus (without it, 8 each); without --gpus, one process on the CPUs "
+        "of each",
     )
     verb.add_argument(
         "--slurm",
@@ -73,9 +70,18 @@ def add_options(verb: argparse.ArgumentParser, append_once: type[argparse.Action
         help="slurm: an option of sbatch, such as time=240 (minutes, required), partition=gpu, account=lab, "
         "cpus-per-task=8; may be repeated",
     )
+    verb.add_argument("--name", help="of the job (default: from the command, the same for the same command)")
+    add_machine_options(verb, append_once)
+    verb.add_argument("--dry-run", action="store_true", help="print the manifest or the script, and start nothing")
+
+
+def add_machine_options(verb: argparse.ArgumentParser | Any, append_once: type[argparse.Action]) -> None:
+    """Add the options that describe the machines of jobs on a cluster."""
+    machines = verb.add_mutually_exclusive_group()
+    machines.add_argument("--topology", metavar="CHIP:SHAPE", help="TPUs, such as v6e:4x4; 2*v6e:4x4 is two slices")
+    machines.add_argument("--gpus", type=values.positive, metavar="N", help="GPUs in all, 8 on each host")
     verb.add_argument("--gpu-type", metavar="TYPE", help="GKE's name of the GPUs, such as nvidia-h100-80gb")
     verb.add_argument("--image", help="container image with pma (docs/cloud_tpu.md builds one)")
-    verb.add_argument("--name", help="of the job (default: from the command, the same for the same command)")
     verb.add_argument("--queue", metavar="NAME", help="Kueue's queue of the namespace (default: none, start at once)")
     verb.add_argument("--namespace", help="of Kubernetes (default: default)")
     verb.add_argument("--service-account", metavar="NAME", help="of Kubernetes, with access to the bucket")
@@ -92,13 +98,12 @@ def add_options(verb: argparse.ArgumentParser, append_once: type[argparse.Action
         ("--volume", "CLAIM:PATH", "mount a PersistentVolumeClaim at a path of the pods"),
     ):
         verb.add_argument(name, action=append_once, default=(), metavar=form, help=f"{text}; may be repeated")
-    verb.add_argument("--dry-run", action="store_true", help="print the manifest or the script, and start nothing")
 
 
 def find_misuse(options: argparse.Namespace) -> str | None:
     """Return what is wrong with the options of `pma launch` for their engine, in one line."""
     other = next(engine for engine in ENGINES if engine != options.engine)
-    if given := next((name for name in _OWN_OPTIONS[other] if getattr(options, name)), None):
+    if given := next((name for name in OWN_OPTIONS[other] if getattr(options, name)), None):
         return f"--{given.replace('_', '-')} is for --engine {other}"
     if options.engine == "slurm":
         return None if options.gpus or options.nodes else "one of the arguments --gpus --nodes is required"

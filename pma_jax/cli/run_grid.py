@@ -6,16 +6,29 @@ An engine is a module of `pma_jax.launch`, a name in `grid_options.ENGINES`, and
 import argparse
 import contextlib
 import io
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pma_jax.cli import run_gke_grid, run_launch
+from pma_jax.cli.launch_options import OWN_OPTIONS
 from pma_jax.config.errors import UserError, shorten
 from pma_jax.launch import combinations, local, slurm
 from pma_jax.launch.combinations import GridRun, grid_name
-from pma_jax.launch.job import Job, format_command, holder_of, make_job, read_record, steps_left, then_words
-from pma_jax.launch.progress import RunProgress, read_progress
+from pma_jax.launch.job import (
+    Failure,
+    Job,
+    format_command,
+    holder_of,
+    make_job,
+    read_record,
+    share_job,
+    steps_left,
+    then_words,
+)
+from pma_jax.launch.progress import QUEUED, RunProgress, read_progress
 from pma_jax.storage.paths import absolute_path, is_bucket
 
 
@@ -28,19 +41,37 @@ def plan(options: argparse.Namespace) -> tuple[list[GridRun], list[Job]]:
     rows = combinations.read_overrides_file(options.overrides_file) if options.overrides_file else []
     combined = combinations.combine(options.vary, options.zip, rows)
     runs = combinations.make_runs(options.config, options.root, combined, options.overrides)
-    if options.slurm and options.engine != "slurm":
-        raise UserError("--slurm needs --engine slurm: leave it out, or name the engine")
-    for text in options.then:
-        _check_then(text, options.parse)
-    return runs, [make_job(run, options.config, options.then) for run in runs]
+    _check_engine_options(options)
+    shared = [text for text in options.then if _parse_then(text, options.parse)]
+    jobs = [make_job(run, options.config, options.then) for run in runs]
+    if options.host is not None:
+        jobs = [share_job(job, shared, is_first_host=set(options.host) <= {0}) for job in jobs]
+    elif options.engine == "gke":
+        run_gke_grid.check(options, runs)
+        if run_launch.machines_of(options).hosts > 1:
+            share_job(jobs[0], shared, is_first_host=True)  # raises if the order of --then is wrong
+    return runs, jobs
 
 
-def start(options: argparse.Namespace, jobs: Sequence[Job]) -> dict[str, str]:
-    """Run the jobs with the engine that the options name, or submit them; return the failed ones, with their lines."""
+def start(options: argparse.Namespace, runs: Sequence[GridRun], jobs: Sequence[Job]) -> dict[str, Failure]:
+    """Run the jobs with the engine that the options name, or submit them; return how the failed ones failed."""
     if options.engine == "slurm":
         _submit_to_slurm(options, jobs)
         return {}
-    return local.run_jobs(jobs, options.parallel, lambda line: print(line, file=sys.stderr, flush=True))
+    if options.engine == "gke":
+        run_gke_grid.submit(options, runs, jobs)
+        return {}
+    # One of several hosts cannot try again alone: the scheduler starts all of them.
+    retries = local.MAX_RETRIES if options.host is None else 0
+    return local.run_jobs(jobs, options.parallel, lambda line: print(line, file=sys.stderr, flush=True), retries)
+
+
+def dry_run(options: argparse.Namespace, runs: Sequence[GridRun], jobs: Sequence[Job]) -> str:
+    """Return what would run: commands, or manifests of Kubernetes."""
+    if options.engine == "gke" and not options.json:
+        return run_gke_grid.format_manifests(options, runs, jobs)
+    description = describe(runs, jobs)
+    return json.dumps(description, indent=2) if options.json else format_description(description)
 
 
 def describe(runs: Sequence[GridRun], jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -59,15 +90,16 @@ def format_description(description: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def describe_failures(failed: Mapping[str, str]) -> str:
-    """Name the jobs that failed, with the line of the first."""
-    return f"{', '.join(failed)} ({next(iter(failed.values()))}); the same command tries them again"
-
-
 def rows(options: argparse.Namespace, runs: Sequence[GridRun], jobs: Sequence[Job]) -> list[RunProgress]:
     """Read how far the runs are."""
-    queued = slurm.queued_ids() if options.engine == "slurm" else set()
-    return [read_progress(run, job, queued) for run, job in zip(runs, jobs, strict=True)]
+    scheduled: dict[str, tuple[str, str]] = {}  # by the name of the run
+    if options.engine == "slurm":
+        queued = slurm.queued_ids()
+        ids = {run.name: read_record(run.path).get("submitted") for run in runs}
+        scheduled = {name: (QUEUED, identifier) for name, identifier in ids.items() if identifier in queued}
+    elif options.engine == "gke":
+        scheduled = run_gke_grid.states(options, runs)
+    return [read_progress(run, job, scheduled.get(run.name)) for run, job in zip(runs, jobs, strict=True)]
 
 
 def _submit_to_slurm(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
@@ -91,8 +123,23 @@ def _submit_to_slurm(options: argparse.Namespace, jobs: Sequence[Job]) -> None:
     print(f"{text}; the others are done, queued or running", file=sys.stderr)
 
 
-def _check_then(text: str, parse: Callable[[Sequence[str]], argparse.Namespace]) -> None:
-    """Raise UserError if a verb of --then has options that its parser refuses."""
+def _check_engine_options(options: argparse.Namespace) -> None:
+    """Raise UserError if an option is for another engine than the one that is named."""
+    if options.slurm and options.engine != "slurm":
+        raise UserError("--slurm needs --engine slurm: leave it out, or name the engine")
+    given = next((name for name in OWN_OPTIONS["gke"] if getattr(options, name)), None)
+    if given and options.engine != "gke":
+        raise UserError(f"--{given.replace('_', '-')} needs --engine gke: leave it out, or name the engine")
+    if options.host is not None and options.engine != "local":
+        raise UserError("--host is for the processes of a job on several hosts: leave it out")
+
+
+def _parse_then(text: str, parse: Callable[[Sequence[str]], argparse.Namespace]) -> bool:
+    """Check the options of a verb of --then, and return whether several hosts can run it together.
+
+    Raises:
+        UserError: Its parser refuses them.
+    """
     words, errors = then_words(text, "RUN"), io.StringIO()
     plain = [word for word in words if not word.startswith("--config.")]
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(errors):
@@ -103,3 +150,4 @@ def _check_then(text: str, parse: Callable[[Sequence[str]], argparse.Namespace])
             raise UserError(f"--then {shorten(text)}: {lines[-1].removeprefix('error: ')}") from None
     if len(words) > len(plain) and not options.takes_config:
         raise UserError(f"--then {shorten(text)}: `pma {options.verb}` does not accept --config.SECTION.KEY=VALUE")
+    return hasattr(options, "distributed")

@@ -1,6 +1,7 @@
 """`pma launch`: from the options to a job on other machines, checked before it starts."""
 
 import argparse
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from pma_jax import config as configuration
+from pma_jax.config import Config
 from pma_jax.config.errors import UserError
 from pma_jax.launch import batch_script, jobset
 from pma_jax.launch.batch_script import BatchSetting
@@ -28,21 +30,34 @@ def plan(options: argparse.Namespace) -> tuple[JobSetting, Machines, list[str]]:
     Raises:
         UserError: The command cannot run on these machines, or an option is not one that the cluster takes.
     """
-    verb = options.command_options
+    machines = machines_of(options)
+    command = ["pma", *_command(options, machines.hosts)]
+    setting = kubernetes_setting(options, options.name or _name(options))
+    check_paths(_paths(options.command_options), setting)
+    return setting, machines, command
+
+
+def machines_of(options: argparse.Namespace) -> Machines:
+    """Return the machines that --topology, or --gpus and --gpu-type, describe."""
     if options.gpu_type is not None and options.gpus is None:
         raise UserError("--gpu-type is for --gpus")
-    machines = tpu_slices(options.topology) if options.gpus is None else gpu_hosts(options.gpus, options.gpu_type)
-    command = ["pma", *_command(options, machines.hosts)]
-    volumes = _pairs(options.volume, ":", "--volume CLAIM:PATH", is_key_last=True)
-    _check_paths(verb, list(volumes))
+    return tpu_slices(options.topology) if options.gpus is None else gpu_hosts(options.gpus, options.gpu_type)
+
+
+def kubernetes_setting(options: argparse.Namespace, name: str) -> JobSetting:
+    """Return what a cluster needs to know of the job `name`.
+
+    Raises:
+        UserError: An option is not one that Kubernetes takes.
+    """
     names = {"--queue": options.queue, "--namespace": options.namespace, "--service-account": options.service_account}
     for option, text in names.items():
         if text is not None:
             jobset.check_label(option, text)
     if not re.fullmatch(r"[\w][\w./:@-]*", options.image, re.ASCII):
         raise UserError(f"--image {options.image[:80]!r} is not the name of a container image, such as registry/pma:1")
-    setting = JobSetting(
-        name=jobset.check_name(options.name or _name(options)),
+    return JobSetting(
+        name=jobset.check_name(name),
         image=options.image,
         queue=options.queue,
         namespace=options.namespace or "default",
@@ -50,9 +65,8 @@ def plan(options: argparse.Namespace) -> tuple[JobSetting, Machines, list[str]]:
         service_account=options.service_account,
         is_spot=options.spot,
         environment=_pairs(options.env, "=", "--env NAME=VALUE"),
-        volumes=volumes,
+        volumes=_pairs(options.volume, ":", "--volume CLAIM:PATH", is_key_last=True),
     )
-    return setting, machines, command
 
 
 def launch_on_slurm(options: argparse.Namespace) -> None:
@@ -111,18 +125,33 @@ def check_memory(options: argparse.Namespace) -> list[str]:
         return []
     if verb.config.endswith(".py") and not Path(verb.config).is_file():
         return [f"{verb.config} is not on this machine: whether the run fits into memory was not checked"]
-    notes = [] if not verb.config.endswith(".py") else [f"{verb.config} must be in the image, at the same path"]
     config = configuration.resolve(configuration.load(verb.config), verb.overrides)
+    return check_runs_fit([("the run", config)], verb.config, options.topology)
+
+
+def check_runs_fit(runs: Sequence[tuple[str, Config]], config_name: str, slices: str) -> list[str]:
+    """Check that runs, given by name and configuration, fit into the memory of TPU slices; as `check_memory` does."""
+    notes = [f"{config_name} must be in the image, at the same path"] if config_name.endswith(".py") else []
     if importlib.util.find_spec("libtpu") is None:
         return [*notes, "whether the run fits into memory was not checked: pip install 'pma-jax[plan]'"]
     from pma_jax.planning import aot, run_plan
 
-    topology = aot.tpu_topology(options.topology)
-    # The bandwidth and the share do not affect the memory.
-    estimates = run_plan.plan_run(config, topology, storage_bytes_per_second=1e9, annealing_share=0.2)
-    messages = run_plan.out_of_memory_messages(estimates)
-    if messages:
-        raise UserError(f"the run does not fit in the memory of {options.topology}: {'; '.join(messages)}")
+    topology = aot.tpu_topology(slices)
+    planned = set()
+    for name, config in runs:
+        # Rates and seeds do not affect the program.
+        program = dataclasses.replace(
+            config,
+            schedule=dataclasses.replace(config.schedule, peak_rate=1.0),
+            training=dataclasses.replace(config.training, seed=0),
+        )
+        if program in planned:
+            continue
+        planned.add(program)
+        # The bandwidth and the share do not affect the memory.
+        estimates = run_plan.plan_run(config, topology, storage_bytes_per_second=1e9, annealing_share=0.2)
+        if messages := run_plan.out_of_memory_messages(estimates):
+            raise UserError(f"{name} does not fit in the memory of {slices}: {'; '.join(messages)}")
     return notes
 
 
@@ -149,10 +178,10 @@ def _check_shared(verb: argparse.Namespace, nodes: int) -> None:
             raise UserError(f"{path} is on the disk of one node: give a path on a disk that all {nodes} nodes share")
 
 
-def _check_paths(verb: argparse.Namespace, mounted: Sequence[str]) -> None:
-    """Check that the directories of a command exist for the pods, whose own disks are lost with them."""
-    for path in _paths(verb):
-        is_mounted = any(PurePosixPath(path).is_relative_to(folder) for folder in mounted)
+def check_paths(paths: Sequence[str], setting: JobSetting) -> None:
+    """Check that directories exist for the pods of a job, whose own disks are lost with them."""
+    for path in paths:
+        is_mounted = any(PurePosixPath(path).is_relative_to(folder) for folder in setting.volumes)
         if not is_bucket(path) and not is_mounted and not path.startswith("hf://"):
             raise UserError(
                 f"{path} is a path of this machine, and the disk of a pod is lost with it: give a gs:// address, "

@@ -46,6 +46,14 @@ def positive_tokens(text: str) -> int:
     return count
 
 
+def host(text: str) -> tuple[int, ...]:
+    """Parse the index of a host, such as 3; or in slices, of its slice and of it there, such as 1-3."""
+    parts = text.split("-")
+    if not (len(parts) <= 2 and all(part.isascii() and part.isdigit() for part in parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the index of a host, such as 0, or of its slice and it, 1-3")
+    return tuple(map(int, parts))
+
+
 def share(text: str) -> float:
     """Parse a share above 0 and up to 1."""
     return number(text, "a share above 0 and up to 1, such as 0.2", lambda share: 0 < share <= 1)

@@ -17,6 +17,10 @@ class UserError(ValueError):
     """A problem that the user can solve. The message is one line: what is wrong, then what to do."""
 
 
+class TemporaryError(UserError):
+    """A problem of other processes or machines: the same command may succeed later."""
+
+
 class DamageError(UserError):
     """Stored data are absent, cannot be parsed, or differ from their digest."""
 

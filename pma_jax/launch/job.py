@@ -13,7 +13,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from etils import epath
@@ -39,6 +39,8 @@ class Step:
 
     text: str
     command: tuple[str, ...]
+    is_shared: bool = False  # whether all hosts of the job run it together
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)  # variables, besides those of the engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,37 @@ def make_job(run: GridRun, config_name: str, then: Sequence[str]) -> Job:
     words += [then_words(text, str(run.path)) for text in then]
     steps = (Step(text, (*_PMA, *command)) for text, command in zip(texts, words, strict=True))
     return Job(run.name, tuple(steps), run.path)
+
+
+def share_job(job: Job, shared: Collection[str], is_first_host: bool) -> Job:
+    """Return what one of several hosts does of a job that `make_job` has made.
+
+    All hosts run training and the steps `shared` together, as processes of one computation. The first host runs the
+    other steps, without the accelerators, which a part of the hosts cannot use. Only the first host records.
+
+    Args:
+        job: The job of a run.
+        shared: Texts of the steps after the training whose verbs take `--distributed`.
+        is_first_host: Whether this is the first host.
+
+    Raises:
+        UserError: A shared step comes after one of the first host, for which the others would wait.
+    """
+    steps = []
+    for step in job.steps:
+        if step.text == TRAIN or step.text in shared:
+            if steps and not steps[-1].is_shared:
+                raise UserError(
+                    f"--then {step.text!r} runs on all hosts, and {steps[-1].text!r} before it on the first only: "
+                    "put the verbs that all hosts run first"
+                )
+            steps.append(dataclasses.replace(step, command=(*step.command, "--distributed"), is_shared=True))
+        else:
+            steps.append(dataclasses.replace(step, environment={"JAX_PLATFORMS": "cpu"}))
+    whole = dataclasses.replace(job, steps=tuple(steps))
+    if is_first_host:
+        return whole
+    return Job(job.name, tuple(step for step in steps_left(whole) if step.is_shared))
 
 
 _PMA = (sys.executable, "-m", "pma_jax.cli")

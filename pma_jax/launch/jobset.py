@@ -22,6 +22,7 @@ MAX_NAME_CHARACTERS = 40
 _REPLICATED_JOB = "workers"
 _FINAL_STATUSES = (1, 2)  # failed, called wrongly: the same command would fail again
 _COORDINATOR_PORT = 8476  # of JAX's coordination service, in the pod of process 0
+HOST = "$(PMA_SLICE)-$(PMA_HOST_OF_SLICE)"  # in a command: the slice and the host of the pod, such as 0-0
 # After SIGTERM `pma` saves a state and exits; then Kubernetes kills it. Spot nodes end sooner.
 _GRACE_SECONDS = 300
 
@@ -40,6 +41,7 @@ class JobSetting:
         is_spot: Whether to use spot nodes, which may be taken away at any time.
         environment: Environment variables of the processes.
         volumes: Path in the pods -> name of a PersistentVolumeClaim.
+        labels: Labels of the JobSet, besides Kueue's.
     """
 
     name: str
@@ -51,6 +53,7 @@ class JobSetting:
     is_spot: bool = False
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     volumes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def check_name(name: str) -> str:
@@ -87,7 +90,9 @@ def make_jobset(setting: JobSetting, machines: Machines, command: Sequence[str])
         machines: The hosts.
         command: The words of the command, with `--distributed` if there are several hosts.
     """
-    labels = {} if setting.queue is None else {"kueue.x-k8s.io/queue-name": setting.queue}
+    labels = dict(setting.labels)
+    if setting.queue is not None:
+        labels["kueue.x-k8s.io/queue-name"] = setting.queue
     annotations = {}
     if machines.is_tpu and machines.groups > 1:
         # Each slice on a node pool of its own: the hosts of one slice must be in one, and no two slices share one.
@@ -162,7 +167,7 @@ def _pod(setting: JobSetting, machines: Machines, command: Sequence[str]) -> dic
         "command": list(command),
         "resources": {"limits": {machines.resource: str(machines.devices_per_host)}},
     }
-    environment = _environment(setting, machines)
+    environment = _environment(setting, machines, command)
     container |= {key: value for key, value in (("env", environment), ("volumeMounts", mounts)) if value}
     selector = {**machines.node_labels, **({"cloud.google.com/gke-spot": "true"} if setting.is_spot else {})}
     pod: dict[str, Any] = {
@@ -174,19 +179,29 @@ def _pod(setting: JobSetting, machines: Machines, command: Sequence[str]) -> dic
     return pod | {key: value for key, value in optional.items() if value}
 
 
-def _environment(setting: JobSetting, machines: Machines) -> list[dict[str, Any]]:
+_SLICE = "metadata.labels['jobset.sigs.k8s.io/job-index']"
+_HOST_OF_SLICE = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def _environment(setting: JobSetting, machines: Machines, command: Sequence[str]) -> list[dict[str, Any]]:
     """Return the variables of a container. GKE sets those by which JAX finds the hosts of TPU slices."""
     variables: list[dict[str, Any]] = [{"name": k, "value": v} for k, v in setting.environment.items()]
     if not machines.is_tpu and machines.hosts > 1:
         # JobSet gives pod I of Job 0 this name in its headless service.
         coordinator = f"{setting.name}-{_REPLICATED_JOB}-0-0.{setting.name}:{_COORDINATOR_PORT}"
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         variables += [
             {"name": "JAX_COORDINATOR_ADDRESS", "value": coordinator},
             {"name": "JAX_NUM_PROCESSES", "value": str(machines.hosts)},
-            {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            _field("JAX_PROCESS_ID", _HOST_OF_SLICE),
         ]
+    if HOST in command:
+        variables += [_field("PMA_SLICE", _SLICE), _field("PMA_HOST_OF_SLICE", _HOST_OF_SLICE)]
     return variables
+
+
+def _field(name: str, path: str) -> dict[str, Any]:
+    """Return a variable with the value of a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def describe(setting: JobSetting, machines: Machines, command: Sequence[str]) -> str:

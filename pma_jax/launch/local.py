@@ -36,7 +36,7 @@ from pma_jax.runtime.formatting import format_duration
 from pma_jax.runtime.signals import Stopped, StopRequest, record_signals
 from pma_jax.storage.paths import exists, is_bucket
 
-MAX_RETRIES = 3  # of one step, after failures that may pass
+MAX_RETRIES = 3  # after failures that may pass
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 2.0  # before the first retry of a step; doubled before each later one
 _HELD_SECONDS = 2.0  # between looks at a run that another process trains
@@ -65,23 +65,24 @@ class _Waiting:
     held_by: str | None = None
 
 
-def run_jobs(jobs: Sequence[Job], parallel: int, say: Say) -> dict[str, str]:
-    """Run jobs, `parallel` at a time, and return the failed ones by name, each with the line that says why.
+def run_jobs(jobs: Sequence[Job], parallel: int, say: Say, max_retries: int = MAX_RETRIES) -> dict[str, Failure]:
+    """Run jobs, `parallel` at a time, and return how the failed ones failed, by name.
 
     What is done is skipped. A job that another process works on is not started: it is looked at again until that
     process has ended, and taken over if it is not done then. A step that fails with a status that may pass is repeated
-    up to `MAX_RETRIES` times. A job that fails does not stop the others.
+    up to `max_retries` times. A job that fails does not stop the others.
 
     Args:
         jobs: The jobs, in the order in which to start them.
         parallel: Processes at a time; each has an equal share of the cores, and of the GPUs if there are any.
         say: Called with one line per event.
+        max_retries: Of one step.
 
     Raises:
         UserError: There are fewer cores or GPUs than `parallel`.
         Stopped: SIGINT or SIGTERM was received; all processes have saved their states and ended.
     """
-    engine = LocalEngine(jobs, divide(parallel), say)
+    engine = LocalEngine(jobs, divide(parallel), say, max_retries)
     with record_signals() as request:
         request.start()
         try:
@@ -100,11 +101,11 @@ def run_jobs(jobs: Sequence[Job], parallel: int, say: Say) -> dict[str, str]:
 class LocalEngine:
     """The jobs that wait and those that run."""
 
-    def __init__(self, jobs: Sequence[Job], shares: list[Share], say: Say):
-        self.failed: dict[str, str] = {}  # the line that says why, by the name of the job
+    def __init__(self, jobs: Sequence[Job], shares: list[Share], say: Say, max_retries: int = MAX_RETRIES):
+        self.failed: dict[str, Failure] = {}  # by the name of the job
         self.done = 0  # jobs
         self._count, self._number = len(jobs), {job.name: number for number, job in enumerate(jobs, start=1)}
-        self._shares, self._say = shares, say
+        self._shares, self._say, self._max_retries = shares, say, max_retries
         self._waiting = collections.deque(_Waiting(job) for job in jobs)
         self._retries: collections.Counter[tuple[str, str]] = collections.Counter()
         self._active: list[_Active] = []
@@ -165,7 +166,7 @@ class LocalEngine:
         """Start the process of the first of `steps`."""
         log = _Log(job)
         log.write(f"$ {format_command(steps[0])}\n")
-        process = start_process(steps[0].command, share, log.file)
+        process = start_process(steps[0], share, log.file)
         self._active.append(_Active(job, share, claimed, steps, process, log, started))
         self._tell(job, steps[0].text.partition(" ")[0] + (f", log in {log.path}" if log.path else ""))
 
@@ -194,28 +195,28 @@ class LocalEngine:
             self._waiting.append(_Waiting(job, time.monotonic() + _HELD_SECONDS, held_by=holder))
             return
         retries = self._retries[job.name, step.text]
-        if status not in FINAL_STATUSES and retries < MAX_RETRIES:
+        if status not in FINAL_STATUSES and retries < self._max_retries:
             self._retries[job.name, step.text] += 1
-            self._tell(job, f"tried again ({retries + 1} of {MAX_RETRIES}) after {_describe(status)}: {line}")
+            self._tell(job, f"tried again ({retries + 1} of {self._max_retries}) after {_describe(status)}: {line}")
             self._waiting.append(_Waiting(job, time.monotonic() + _RETRY_SECONDS * 2**retries))
             return
-        self.failed[job.name] = line
+        self.failed[job.name] = failure = Failure(step=step.text, status=status, line=line)
         self._tell(job, f"failed with {_describe(status)}: {line}")
-        record_step(job, step, Failure(step=step.text, status=status, line=line))
+        record_step(job, step, failure)
 
     def _tell(self, job: Job, text: str) -> None:
         self._say(f"[{self._number[job.name]} of {self._count}] {job.name}: {text}")
 
 
-def start_process(command: Sequence[str], share: Share, output: IO[Any] | None) -> subprocess.Popen:
-    """Start a command on its share of this machine, which ends when this process does."""
-    environment = dict(os.environ)
+def start_process(step: Step, share: Share, output: IO[Any] | None) -> subprocess.Popen:
+    """Start the command of a step on its share of this machine; it ends when this process does."""
+    environment = os.environ | step.environment
     if share.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
     prefix = [sys.executable, "-m", "pma_jax.launch.child", ",".join(map(str, share.cores)), str(os.getpid())]
     errors = None if output is None else subprocess.STDOUT
     return subprocess.Popen(
-        [*prefix, *command],
+        [*prefix, *step.command],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=errors,

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
 
 from pma_jax.launch.combinations import GridRun
@@ -54,13 +54,13 @@ class RunProgress:
     line: str | None  # why it failed, or who works on it
 
 
-def read_progress(run: GridRun, job: Job, queued: Iterable[str] = ()) -> RunProgress:
+def read_progress(run: GridRun, job: Job, scheduled: tuple[str, str] | None = None) -> RunProgress:
     """Read the progress of a run.
 
     Args:
         run: The run.
         job: Its job.
-        queued: Ids of jobs that a scheduler has queued or started.
+        scheduled: What a scheduler says of it: `QUEUED`, `RUNNING` or `FAILED`, and a line; None: nothing.
     """
     record, holder = read_record(run.path), holder_of(run.path)
     failure = record.get("failed")
@@ -69,10 +69,12 @@ def read_progress(run: GridRun, job: Job, queued: Iterable[str] = ()) -> RunProg
         state, line = FINISHED, None
     elif holder:
         state, line = RUNNING, holder
-    elif record.get("submitted") in set(queued):
-        state, line = QUEUED, record.get("submitted")
+    elif scheduled and scheduled[0] != FAILED:
+        state, line = scheduled
     elif failure:
         state, line = FAILED, f"{failure['step'].partition(' ')[0]}: {failure['line']}"
+    elif scheduled:
+        state, line = scheduled
     else:
         state, line = (STOPPED if records or record["done"] else WAITING), None
     merge, merge_loss = _best_merge(run, records)

@@ -40,7 +40,7 @@ class SlurmTask:
         finally:
             self._engine.stop()
         if self._engine.failed:
-            raise RuntimeError(self._engine.failed[self.job.name])
+            raise RuntimeError(self._engine.failed[self.job.name]["line"])
 
     def checkpoint(self) -> Any:
         """Stop the job with its state saved, and return what to queue again."""

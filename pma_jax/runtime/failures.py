@@ -8,7 +8,7 @@ import errno
 import re
 from collections.abc import Iterator
 
-from pma_jax.config.errors import DamageError, StorageError, UserError
+from pma_jax.config.errors import DamageError, StorageError, TemporaryError, UserError
 
 EXIT_FAILED = 1
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
@@ -147,8 +147,8 @@ def _status(error: BaseException) -> str | None:
 
 
 def _is_temporary_itself(error: BaseException) -> bool:
-    if isinstance(error, StorageError):
-        return error.is_temporary
+    if isinstance(error, StorageError | TemporaryError):
+        return isinstance(error, TemporaryError) or error.is_temporary
     number, http, status = _system_error(error), _http_status(error), _status(error)
     if number is not None:
         return number in _TEMPORARY_ERRORS

@@ -4,10 +4,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import kubernetes_server
 import processes
 import pytest
 import yaml
@@ -170,39 +169,10 @@ def test_the_rendered_command_runs_on_as_many_processes(finished, capsys):
     assert json.loads(results[0][0])[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
 
 
-class _Cluster(BaseHTTPRequestHandler):
-    """The one request of Kubernetes' interface that is made: the creation of a JobSet."""
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        created = self.server.created
-        assert self.path == f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{body['metadata']['namespace']}/jobsets"
-        exists = body["metadata"]["name"] in created
-        created[body["metadata"]["name"]] = body
-        self.send_response(self.server.status or (409 if exists else 201))
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps({} if exists else body).encode())
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Serve Kubernetes' interface, and let the client find it by its own configuration file."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Cluster)
-    server.created, server.status = {}, None
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
-    address = f"http://127.0.0.1:{server.server_port}"
-    config = {"clusters": [{"name": "c", "cluster": {"server": address}}], "users": [{"name": "u", "user": {}}]}
-    file = tmp_path / "kubeconfig"
-    file.write_text(yaml.safe_dump(config | {"contexts": [context], "current-context": "c"}))
-    loader = pytest.importorskip("kubernetes").config.kube_config
-    monkeypatch.setattr(loader, "KUBE_CONFIG_DEFAULT_LOCATION", str(file))
-    yield server
-    server.shutdown()
+    with kubernetes_server.serve(tmp_path, monkeypatch) as server:
+        yield server
 
 
 def test_a_jobset_is_created_once(cluster, capsys):

@@ -88,7 +88,10 @@ def test_failed_job_is_named_recorded_and_does_not_stop_others(tmp_path):
     fails = job(tmp_path / "a", "import sys; print('error: no text'); print('later'); sys.exit(1)", "", name="a")
     works = job(tmp_path / "b", "", name="b")
     failed, lines = run([fails, works])
-    assert failed == {"a": "error: no text"} and "[1 of 2] a: failed with status 1: error: no text" in lines
+    assert (
+        failed == {"a": {"step": "step 0", "status": 1, "line": "error: no text"}}
+        and "[1 of 2] a: failed with status 1: error: no text" in lines
+    )
     assert read_record(fails.directory)["failed"] == {"step": "step 0", "status": 1, "line": "error: no text"}
     assert read_record(works.directory)["done"] == ["step 0"]
     assert [step.text for step in steps_left(fails)] == ["step 0", "step 1"]
@@ -145,7 +148,7 @@ def test_gpus_are_divided(monkeypatch):
     with pytest.raises(UserError, match="need a GPU each: give 1 to 3"):
         shares.divide(4)
     process = local.start_process(
-        (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"),
+        Step("print", (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")),
         shares.Share(tuple(os.sched_getaffinity(0)), ("5", "6")),
         subprocess.PIPE,
     )
