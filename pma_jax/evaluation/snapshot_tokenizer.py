@@ -17,7 +17,9 @@ from pma_jax.merging.tokenizer_files import CONFIG_NAME, FILE_NAME, FOLDER, find
 from pma_jax.runs import steps
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.storage.json_files import read_json_object
-from pma_jax.storage.paths import expand_user
+from pma_jax.storage.paths import as_path, expand_user, read_file
+
+_MAX_BYTES = 2**28  # of a tokenizer.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ def tokenizer_of_snapshot(snapshot: Snapshot, config: Config) -> TextTokenizer:
     name = config.data.tokenizer
     metadata = steps.read_metadata(snapshot.path, ())
     if metadata.get("imported") and name == snapshot.config.data.tokenizer:
-        folders = Path(snapshot.path) / FOLDER, Path(name).parent
+        folders = as_path(snapshot.path) / FOLDER, as_path(name).parent
         folder = next((folder for folder in folders if (folder / FILE_NAME).is_file()), None)
         if folder is None:
             raise UserError(
@@ -112,7 +114,9 @@ def _trained_tokenizer(snapshot: Snapshot, config: Config) -> Tokenizer:
 def _imported_tokenizer(folder: Path) -> TextTokenizer:
     path = folder / FILE_NAME
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(read_file(path, _MAX_BYTES))
+    except OSError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"{path} is not a Hugging Face tokenizer.json: {first_line(error)}") from error
     backend.no_truncation()

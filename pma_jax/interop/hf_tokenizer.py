@@ -18,7 +18,7 @@ from pma_jax.merging.tokenizer_files import CONFIG_NAME, FILE_NAME, FOLDER, find
 from pma_jax.storage.formats.outputs import TOKENIZER_PATTERNS, is_sidecar
 from pma_jax.storage.formats.source import CheckpointSource
 from pma_jax.storage.json_files import serialize_json
-from pma_jax.storage.paths import expand_user
+from pma_jax.storage.paths import as_path, expand_user
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def find_tokenizer_files(
     name = config.data.tokenizer
     if is_imported:
         # A merge does not contain the files: they are in the imported snapshot that `data.tokenizer` points to.
-        candidates = (source.path / FOLDER, Path(name).parent)
+        candidates = (source.path / FOLDER, as_path(name).parent)
         folder = next((candidate for candidate in candidates if candidate.is_dir()), None)
         if folder is not None:
             return TokenizerFiles(_list_files(folder))

@@ -63,7 +63,7 @@ def _verify_step(path: epath.Path) -> Iterator[str]:
         digests_of.setdefault(part, {})[name.partition(".")[2] if is_state else name] = digest
     for part, digests in sorted(digests_of.items()):
         try:
-            source = orbax_read.open_orbax(Path(path), [part])
+            source = orbax_read.open_orbax(as_path(path), [part])
         except (UserError, FileNotFoundError, NotADirectoryError) as error:
             yield f"{path}: {part} cannot be read: {error}"
             continue

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from pma_jax import config as configuration
 from pma_jax.cli import main
 from pma_jax.data import corpus, shards
+from pma_jax.evaluation.snapshot_tokenizer import tokenizer_of_snapshot
 from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
 from pma_jax.evaluation.watch import watch
@@ -118,6 +119,31 @@ def test_merge_in_a_bucket_equals_merge_on_disk(finished, run, folder, tmp_path,
     assert main(["export", "gs://bucket/merged/sma-3", "--out", "gs://bucket/models/demo"]) == 0
     assert main(["import", "gs://bucket/models/demo", "--out", "gs://bucket/imported"]) == 0
     assert is_snapshot("gs://bucket/imported")
+
+
+def test_data_in_a_bucket_are_verified(run, folder, capsys):
+    assert main(["inspect", str(run.path), "--verify"]) == 0
+    assert "all data matches its digests" in capsys.readouterr().out
+    shutil.copytree(folder / "runs" / "demo", folder / "runs" / "damaged")
+    step = folder / "runs" / "damaged" / "snapshots" / "8" / "params"
+    file = max((f for f in step.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert main(["inspect", "gs://bucket/runs/damaged", "--verify"]) == 1
+    error = capsys.readouterr().err
+    assert "damaged/snapshots/8: " in error and "snapshots/4" not in error
+
+
+def test_tokenizer_of_a_model_that_was_imported_into_a_bucket(run, folder, tmp_path):
+    assert main(["export", str(run.snapshots[-1].path), "--out", str(tmp_path / "model")]) == 0
+    assert main(["import", str(tmp_path / "model"), "--out", "gs://bucket/model"]) == 0
+    snapshot = read_snapshot("gs://bucket/model")
+    found = tokenizer_of_snapshot(snapshot, snapshot.config)
+    assert found.name.startswith("gs://bucket/model/tokenizer/") and found.decode(found.encode("def f")) == "def f"
+    assert main(["export", "gs://bucket/model", "--out", "gs://bucket/again"]) == 0
+    name = "tokenizer.json"
+    assert (folder / "again" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
 
 
 def test_every_kind_of_checkpoint_is_read_from_a_bucket(folder, tmp_path):
