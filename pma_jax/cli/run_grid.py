@@ -29,6 +29,7 @@ from pma_jax.launch.job import (
     then_words,
 )
 from pma_jax.launch.progress import QUEUED, RunProgress, read_progress
+from pma_jax.runtime.progress import show_progress
 from pma_jax.storage.paths import absolute_path, is_bucket
 
 
@@ -63,7 +64,10 @@ def start(options: argparse.Namespace, runs: Sequence[GridRun], jobs: Sequence[J
         return {}
     # One of several hosts cannot try again alone: the scheduler starts all of them.
     retries = local.MAX_RETRIES if options.host is None else 0
-    return local.run_jobs(jobs, options.parallel, lambda line: print(line, file=sys.stderr, flush=True), retries)
+    with show_progress("runs", is_shown=options.host is None) as progress:
+        return local.run_jobs(
+            jobs, options.parallel, lambda line: print(line, file=sys.stderr, flush=True), retries, progress
+        )
 
 
 def dry_run(options: argparse.Namespace, runs: Sequence[GridRun], jobs: Sequence[Job]) -> str:

@@ -33,6 +33,7 @@ from pma_jax.launch.job import (
 from pma_jax.launch.shares import Share, divide
 from pma_jax.runs import lock
 from pma_jax.runtime.formatting import format_duration
+from pma_jax.runtime.progress import Progress
 from pma_jax.runtime.signals import Stopped, StopRequest, record_signals
 from pma_jax.storage.paths import exists, is_bucket
 
@@ -65,7 +66,9 @@ class _Waiting:
     held_by: str | None = None
 
 
-def run_jobs(jobs: Sequence[Job], parallel: int, say: Say, max_retries: int = MAX_RETRIES) -> dict[str, Failure]:
+def run_jobs(
+    jobs: Sequence[Job], parallel: int, say: Say, max_retries: int = MAX_RETRIES, progress: Progress | None = None
+) -> dict[str, Failure]:
     """Run jobs, `parallel` at a time, and return how the failed ones failed, by name.
 
     What is done is skipped. A job that another process works on is not started: it is looked at again until that
@@ -77,12 +80,13 @@ def run_jobs(jobs: Sequence[Job], parallel: int, say: Say, max_retries: int = MA
         parallel: Processes at a time; each has an equal share of the cores, and of the GPUs if there are any.
         say: Called with one line per event.
         max_retries: Of one step.
+        progress: Called with the number of jobs that have ended, and of those that were not done before.
 
     Raises:
         UserError: There are fewer cores or GPUs than `parallel`.
         Stopped: SIGINT or SIGTERM was received; all processes have saved their states and ended.
     """
-    engine = LocalEngine(jobs, divide(parallel), say, max_retries)
+    engine = LocalEngine(jobs, divide(parallel), say, max_retries, progress)
     with record_signals() as request:
         request.start()
         try:
@@ -101,9 +105,17 @@ def run_jobs(jobs: Sequence[Job], parallel: int, say: Say, max_retries: int = MA
 class LocalEngine:
     """The jobs that wait and those that run."""
 
-    def __init__(self, jobs: Sequence[Job], shares: list[Share], say: Say, max_retries: int = MAX_RETRIES):
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        shares: list[Share],
+        say: Say,
+        max_retries: int = MAX_RETRIES,
+        progress: Progress | None = None,
+    ):
         self.failed: dict[str, Failure] = {}  # by the name of the job
-        self.done = 0  # jobs
+        self.done = self._skipped = 0  # jobs; those that were done before count as both
+        self._progress = progress
         self._count, self._number = len(jobs), {job.name: number for number, job in enumerate(jobs, start=1)}
         self._shares, self._say, self._max_retries = shares, say, max_retries
         self._waiting = collections.deque(_Waiting(job) for job in jobs)
@@ -143,8 +155,7 @@ class LocalEngine:
         """Start a job, unless it is done; return False if another process works on it."""
         job = waiting.job
         if not steps_left(job):
-            self._tell(job, "is done")
-            self.done += 1
+            self._skip(job)
             return True
         claimed = contextlib.ExitStack()
         holder = claimed.enter_context(claim(job))
@@ -156,7 +167,7 @@ class LocalEngine:
             return False
         if not (steps := steps_left(job)):  # another process has finished it in the meantime
             claimed.close()
-            self.done += 1
+            self._skip(job)
             return True
         record_start(job)
         self._begin(job, self._shares.pop(0), claimed, steps, time.monotonic())
@@ -182,6 +193,7 @@ class LocalEngine:
                 return
             self.done += 1
             self._tell(job, f"done in {format_duration(time.monotonic() - active.started)}")
+            self._show_progress()
         else:
             self._end_failed_step(job, step, status, output)
         self._shares.append(active.share)
@@ -203,6 +215,18 @@ class LocalEngine:
         self.failed[job.name] = failure = Failure(step=step.text, status=status, line=line)
         self._tell(job, f"failed with {_describe(status)}: {line}")
         record_step(job, step, failure)
+        self._show_progress()
+
+    def _skip(self, job: Job) -> None:
+        """Count a job that is done already."""
+        self._tell(job, "is done")
+        self.done += 1
+        self._skipped += 1
+        self._show_progress()
+
+    def _show_progress(self) -> None:
+        if self._progress is not None:
+            self._progress(self.done + len(self.failed) - self._skipped, self._count - self._skipped)
 
     def _tell(self, job: Job, text: str) -> None:
         self._say(f"[{self._number[job.name]} of {self._count}] {job.name}: {text}")

@@ -173,6 +173,7 @@ def test_a_second_value_of_an_option_is_refused(pma, verb):
         assert status == 2 and f"argument {option}: is given twice" in err and len(err.splitlines()) == 1, err
 
 
+@pytest.mark.slow
 def test_recipes_may_be_repeated(pma, finished, tmp_path):
     recipes = ["--recipe", "sma", "--recipe", "wma"]
     assert pma("merge", finished.path, *recipes, "--out", tmp_path / "out", "--dry-run")[0] == 0

@@ -175,6 +175,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(finished, tasks, tmp_path):
         score_targets([finished.path], tasks, [f"data.tokenizer={tmp_path / 'tokenizer.json'}"])
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_two_processes_score_as_one(run, tasks):
     arguments = ["evaluate", str(run.path), "--tasks", ",".join(tasks), "--json"]
@@ -190,6 +191,7 @@ def test_two_processes_score_as_one(run, tasks):
             assert metrics(several)[task][metric]["value"] == pytest.approx(estimate["value"], rel=1e-4), (task, metric)
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_an_error_of_lm_eval_ends_all_processes(run, tasks):
     arguments = ["evaluate", str(run.path), "--tasks", f"{tasks[0]},pma:nothing", "--distributed"]

@@ -66,7 +66,9 @@ def test_scores_agree_with_float64(changes):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"fsdp": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "tensor": 2}, pytest.param({"fsdp": 4}, marks=pytest.mark.slow)], ids=str
+)
 def test_scores_on_a_mesh_agree_with_float64(sizes):
     check(TINY, make(**sizes))
 

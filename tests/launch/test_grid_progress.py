@@ -128,6 +128,7 @@ def test_wrong_call_is_one_line_and_starts_nothing(pma, tmp_path, arguments, sta
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.slow
 def test_failing_run_is_named_and_the_exit_status_is_1(pma, tmp_path):
     # No run can start: its text is not there.
     status, out, error = pma("--vary", "data.cache_dir=/dev/null/a,/dev/null/b")

@@ -141,6 +141,7 @@ def test_a_run_that_does_not_fit_is_refused(capsys):
     assert "the run does not fit in the memory of v5e:2x2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_rendered_command_runs_on_as_many_processes(finished, capsys):
     """The pods of the manifest as local processes, with the variables that Kubernetes would resolve."""
     folder = finished.path.parent

@@ -226,3 +226,11 @@ def test_jobs_without_a_directory_write_to_the_output_of_the_engine(tmp_path, ca
     jobs = [Job("a", (Step("a", (sys.executable, "-c", "print('seen')")),))]
     assert run(jobs)[0] == {} and run(jobs)[0] == {}
     assert capfd.readouterr().out == "seen\nseen\n" and not list(Path(tmp_path).iterdir())
+
+
+def test_progress_counts_the_jobs_that_were_not_done_before(tmp_path):
+    before, works, fails = (job(tmp_path / n, script, name=n) for n, script in (("a", ""), ("b", ""), ("c", "1/0")))
+    assert run([before])[0] == {}
+    seen = []
+    assert set(run_jobs([before, works, fails], 1, lambda _: None, progress=lambda *now: seen.append(now))) == {"c"}
+    assert seen == [(0, 2), (1, 2), (2, 2)]

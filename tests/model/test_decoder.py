@@ -244,7 +244,13 @@ SHAPES = [(2, 2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1, 
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("changes", [{}, AFTER | {"no_rope_interval": 2}], ids=["norms before", "norms after"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="norms before"),
+        pytest.param(AFTER | {"no_rope_interval": 2}, marks=pytest.mark.slow, id="norms after"),
+    ],
+)
 def test_mesh_does_not_change_the_result(shape, changes):
     config = dataclasses.replace(
         TINY, **{"scan_layers": shape != (4, 1, 2), "qk_norm": True, "remat": "dots"} | changes

@@ -77,7 +77,9 @@ def test_the_cache_does_not_change_what_is_generated(changes):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("name", ["dense", "experts", "norms-after", "no-rope"])
+@pytest.mark.parametrize(
+    "name", ["dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("experts", "norms-after", "no-rope"))]
+)
 def test_a_mesh_generates_the_same(name):
     config = dataclasses.replace(TINY, **VARIANTS[name])
     results = []

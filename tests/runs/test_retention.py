@@ -65,7 +65,8 @@ def folders(run):
     }
 
 
-@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.slow) for step in (9, 14)), 22])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [9, 14, 22])
 def test_killed_run_resumes_with_the_same_previews_and_files(uninterrupted, tmp_path, monkeypatch, step):
     train_and_kill(uninterrupted.config, tmp_path / "run", step, monkeypatch)
     train_and_kill(uninterrupted.config, tmp_path / "run", min(step + 5, 23), monkeypatch)

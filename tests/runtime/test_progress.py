@@ -6,6 +6,7 @@ import re
 import subprocess
 import threading
 
+import pytest
 import tiny
 
 from pma_jax.evaluation.merges import evaluate_merges
@@ -36,6 +37,7 @@ def run_on_terminal(*arguments):
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
+@pytest.mark.slow
 def test_training_shows_tokens_loss_speed_and_time_left(workspace, tmp_path):
     # Of 0.01M tokens in steps of 256, the bar may show any.
     name = tiny.write_config(tmp_path / "tiny.py", workspace)
@@ -44,6 +46,7 @@ def test_training_shows_tokens_loss_speed_and_time_left(workspace, tmp_path):
     assert re.search(r"0\.\d\dM tokens  held-out loss of sma:3 \d\.\d{4} *\r?\n", shown), "it stays above the bar"
 
 
+@pytest.mark.slow
 def test_sweep_and_merge_show_what_is_done_of_how_much(finished, tmp_path):
     run = tmp_path / "run"
     subprocess.run(["cp", "-r", str(finished.path), str(run)], check=True)
@@ -51,6 +54,15 @@ def test_sweep_and_merge_show_what_is_done_of_how_much(finished, tmp_path):
     assert re.search(r"\b6/6 reads and evaluations", shown), shown  # three snapshots, two merges and the raw model
     shown = run_on_terminal("merge", str(run), "--last", "3", "--out", str(tmp_path / "merged"))
     assert re.search(r"(\d+\.\d)/\1 [kM]B", shown), shown
+
+
+@pytest.mark.slow
+def test_grid_shows_how_many_runs_have_ended(workspace, tmp_path):
+    name = tiny.write_config(tmp_path / "tiny.py", workspace)
+    shown = run_on_terminal(
+        *("grid", "--config", name, "--root", str(tmp_path / "root"), "--vary", "training.seed=0,1", "--parallel", "2")
+    )
+    assert re.search(r"\b1/2 runs", shown) and re.search(r"\[1 of 2\] training.seed=0: done in .*\r?\n", shown), shown
 
 
 def test_progress_counts_each_read_and_each_evaluation(finished):

@@ -50,6 +50,7 @@ def run(finished, folder):
     return open_run("gs://bucket/runs/demo")
 
 
+@pytest.mark.slow
 def test_training_in_a_bucket_equals_training_on_disk(finished, workspace, folder, monkeypatch):
     config, save = tiny.config(workspace), states.save_state
 

@@ -40,6 +40,7 @@ def count_programs(config_file, workdir, environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["disk", "bucket"])
 def test_another_run_and_a_resumed_one_compile_nothing(workspace, tmp_path, place):
     (tmp_path / "bucket").mkdir()

@@ -32,6 +32,7 @@ def test_three_steps_are_profiled_at_each_token_count_and_the_run_is_the_same(wo
     assert tiny.numbers(run) == tiny.numbers(finished)
 
 
+@pytest.mark.slow
 def test_trace_ends_with_the_run_and_another_one_in_progress_is_refused(workspace, tmp_path):
     config = tiny.config(workspace, training__profile_at_tokens=(tiny.HORIZON - 1,))
     with pytest.raises(UserError, match=r"training\.profile_at_tokens: .*one profile"), jax.profiler.trace(tmp_path):
