@@ -391,7 +391,7 @@ def test_planning_page_commands_run(tmp_path, monkeypatch, capfd):
     assert json.loads(Path("plan.json").read_text())["topology"]["chips"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hosts_page_commands_run(tmp_path, monkeypatch):
     small, page = write_small_demo(tmp_path), ROOT / "docs" / "hosts.md"
     monkeypatch.chdir(tmp_path)

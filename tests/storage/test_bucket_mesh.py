@@ -83,8 +83,7 @@ def test_processes_on_the_mesh_read_and_write_their_shares_of_objects(server, tw
     assert "give --on mesh" in refused.error(0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
 def test_mesh_merge_killed_before_the_commit_publishes_nothing(server, two_proxies, models, killed):
     name, out = f"killed-{killed}", f"gs://bucket/killed-{killed}"
     job = mesh_merge(two_proxies, out)

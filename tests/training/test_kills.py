@@ -19,14 +19,13 @@ def run(script, *arguments):
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cells", "kills"),
     [
-        (["train"], 16),
-        (["fork"], 8),
-        (["merge", "sweep", "watch", "report", "export", "import", "prepare"], 21),
-        (["two processes"], 3),
+        pytest.param(["train"], 16, marks=pytest.mark.slow),
+        pytest.param(["merge", "sweep", "watch", "report", "export", "import", "prepare"], 21, marks=pytest.mark.slow),
+        pytest.param(["fork"], 8, marks=pytest.mark.long),
+        pytest.param(["two processes"], 3, marks=pytest.mark.long),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
