@@ -104,13 +104,12 @@ def _add_plan_verb(subparsers: Any) -> None:
         "--topology", required=True, metavar="CHIP:SHAPE", help="TPUs, such as v5p:4x4x8; 2*v5e:4x4 is two slices"
     )
     verb.add_argument("--out", metavar="FILE", help="also write the plan to FILE, as JSON")
-    verb.add_argument(
-        "--storage-bandwidth",
-        default="1GB/s",
-        type=values.rate,
-        metavar="SIZE/s",
-        help="bandwidth of the checkpoint storage, for all devices together (default 1GB/s)",
-    )
+    for name, default, text in (
+        ("--storage-bandwidth", "10GB/s", "of the checkpoint storage, for all hosts together"),
+        ("--host-bandwidth", "1GB/s", "between one host and the storage"),
+    ):
+        text = f"bandwidth {text} (default {default})"
+        verb.add_argument(name, default=default, type=values.rate, metavar="SIZE/s", help=text)
     verb.add_argument(
         "--annealing-share",
         default=0.2,

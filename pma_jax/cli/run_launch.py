@@ -148,8 +148,10 @@ def check_runs_fit(runs: Sequence[tuple[str, Config]], config_name: str, slices:
         if program in planned:
             continue
         planned.add(program)
-        # The bandwidth and the share do not affect the memory.
-        estimates = run_plan.plan_run(config, topology, storage_bytes_per_second=1e9, annealing_share=0.2)
+        # The bandwidths and the share do not affect the memory.
+        estimates = run_plan.plan_run(
+            config, topology, storage_bytes_per_second=1e9, host_bytes_per_second=1e9, annealing_share=0.2
+        )
         if messages := run_plan.out_of_memory_messages(estimates):
             raise UserError(f"{name} does not fit in the memory of {slices}: {'; '.join(messages)}")
     return notes

@@ -183,6 +183,7 @@ def plan(options: argparse.Namespace) -> None:
         _load_config(options),
         aot.tpu_topology(options.topology),
         storage_bytes_per_second=options.storage_bandwidth,
+        host_bytes_per_second=options.host_bandwidth,
         annealing_share=options.annealing_share,
         log=lambda line: print(line, file=sys.stderr, flush=True),
     )

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from pma_jax.config.errors import UserError
-from pma_jax.planning.cost import CHIPS, parse_topology
+from pma_jax.planning.cost import CHIPS, CHIPS_PER_HOST, parse_topology
 
 # TPU -> (value of GKE's label for its nodes, dims of its topologies), as in "Plan TPUs in GKE"
 # (cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus).
@@ -16,7 +16,6 @@ _ACCELERATORS = {
     "v6e": ("tpu-v6e-slice", 2),
     "tpu7x": ("tpu7x", 3),
 }
-CHIPS_PER_HOST = 4  # of every machine type of a slice with several hosts, such as ct6e-standard-4t
 GPUS_PER_HOST = 8
 
 

@@ -21,7 +21,7 @@ from pma_jax.merging.averager import abstract_totals, add_weighted
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import evaluation_step
 from pma_jax.planning import hlo
-from pma_jax.planning.cost import CHIPS, Chip, format_known_topologies, parse_topology
+from pma_jax.planning.cost import CHIPS, CHIPS_PER_HOST, Chip, format_known_topologies, parse_topology
 from pma_jax.runtime.mesh import RULES, check_mesh
 from pma_jax.training.state import abstract_state
 from pma_jax.training.step import make_train_step
@@ -49,6 +49,11 @@ class Topology:
     def chip_count(self) -> int:
         """Number of chips in all slices; each chip has `chip.devices` JAX devices, 1 or 2."""
         return len(self.devices) // self.chip.devices
+
+    @property
+    def host_count(self) -> int:
+        """Number of hosts of all slices."""
+        return self.slice_count * -(-self.chip_count // self.slice_count // CHIPS_PER_HOST)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Chip:
     libtpu_config: str = ""  # libtpu's name of the configuration with one device per chip; "": the default
 
 
+CHIPS_PER_HOST = 4  # of every machine type of a slice with several hosts, such as ct6e-standard-4t
 # The sources state ICI bandwidth either for one direction or for the sum of both: for v5e, 1600 Gbit/s and 400 GB/s.
 CHIPS = {
     "v4": Chip(

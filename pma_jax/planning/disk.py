@@ -66,16 +66,30 @@ def estimate_storage_bytes(config: Config, state: TrainState) -> dict[str, objec
     }
 
 
-def estimate_write_and_merge_seconds(config: Config, state: TrainState, bytes_per_second: float) -> dict[str, float]:
+def estimate_write_and_merge_seconds(
+    config: Config, state: TrainState, hosts: int, bytes_per_second: float, host_bytes_per_second: float
+) -> dict[str, float]:
     """Estimate the seconds to write one snapshot, to write one training state, and to merge one window.
 
-    A merge reads `checkpoint.window` snapshots and writes one. `bytes_per_second` is the bandwidth of the storage, for
-    reads and writes alike.
+    A merge reads `checkpoint.window` snapshots and writes one. It is as long as this takes, because the additions run
+    meanwhile: those of the mesh read and write device memory, which is faster than any storage.
+
+    Args:
+        config: Configuration of the run.
+        state: Abstract training state.
+        hosts: Hosts of the run. All of them write snapshots and states, and merge with `--on mesh`.
+        bytes_per_second: Bandwidth of the storage for all hosts together, for reads and writes alike.
+        host_bytes_per_second: Bandwidth between one host and the storage.
     """
-    snapshot_seconds = tree_bytes(state.params) / bytes_per_second
+    one_host, all_hosts = (min(bytes_per_second, n * host_bytes_per_second) for n in (1, hosts))
+    snapshot_bytes = tree_bytes(state.params)
+    merge_bytes = (config.checkpoint.window + 1) * snapshot_bytes
     return {
+        "hosts": hosts,
         "bytes_per_second": bytes_per_second,
-        "write_snapshot_seconds": snapshot_seconds,
-        "write_state_seconds": tree_bytes(state) / bytes_per_second,
-        "merge_window_seconds": (config.checkpoint.window + 1) * snapshot_seconds,
+        "host_bytes_per_second": host_bytes_per_second,
+        "write_snapshot_seconds": snapshot_bytes / all_hosts,
+        "write_state_seconds": tree_bytes(state) / all_hosts,
+        "merge_window_seconds": merge_bytes / one_host,
+        "merge_window_on_mesh_seconds": merge_bytes / all_hosts,
     }

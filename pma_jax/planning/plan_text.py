@@ -115,9 +115,10 @@ def _storage_lines(stored: dict[str, Any], times: dict[str, float]) -> list[str]
         f"{stored['snapshots_saved_of_each_kind']} saved, {stored['snapshots_kept_of_each_kind']} kept of each kind, "
         f"and {stored['states_kept']} of {stored['states_saved']} states: "
         f"{size['bytes_at_the_end']} at the end, {size['bytes_at_most']} at most",
-        f"at {format_storage_bytes(times['bytes_per_second'])}/s of storage: {duration['write_snapshot_seconds']} to "
-        f"write a snapshot, {duration['write_state_seconds']} a state, "
-        f"{duration['merge_window_seconds']} to merge a window",
+        f"at {format_storage_bytes(times['bytes_per_second'])}/s of storage and "
+        f"{format_storage_bytes(times['host_bytes_per_second'])}/s of each host: {duration['write_snapshot_seconds']} "
+        f"to write a snapshot, {duration['write_state_seconds']} a state; {duration['merge_window_seconds']} to merge "
+        f"a window on one host, {duration['merge_window_on_mesh_seconds']} on the mesh of {times['hosts']}",
     ]
     if stored["block_mean_bytes_per_device"]:
         memory = format_memory_bytes(stored["block_mean_bytes_per_device"])

@@ -25,6 +25,7 @@ def plan_run(
     topology: aot.Topology,
     *,
     storage_bytes_per_second: float,
+    host_bytes_per_second: float,
     annealing_share: float,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -33,7 +34,8 @@ def plan_run(
     Args:
         config: The run's configuration.
         topology: The devices, from `aot.tpu_topology`.
-        storage_bytes_per_second: Aggregate storage bandwidth over all devices.
+        storage_bytes_per_second: Bandwidth of the checkpoint storage, for all hosts together.
+        host_bytes_per_second: Bandwidth between one host and the storage.
         annealing_share: Tokens of the annealing that merging would replace, as a fraction of the run's tokens.
         log: Called with one line before each program is compiled.
 
@@ -55,19 +57,11 @@ def plan_run(
         report = aot.compile_program(lower, mesh)
         programs[name] = _program_numbers(report, topology.chip, _kernel_flops(config, mesh, name, report.program))
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
-    chip = dataclasses.asdict(topology.chip)
     leaves = jax.tree.leaves(state.params)
     return {
         "config_digest": configuration.digest(config),
         "versions": package_versions(),
-        "topology": {
-            "name": topology.name,
-            "slices": topology.slice_count,
-            "chips": topology.chip_count,
-            "devices": len(topology.devices),
-            "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices,
-            "figures": {key: value for key, value in chip.items() if key not in ("topologies", "libtpu_config")},
-        },
+        "topology": _topology_numbers(topology),
         "mesh": dict(mesh.shape),
         "parameters": parameter_count(state.params),
         "activated_parameters": activated_parameter_count(state.params, config.model),
@@ -76,7 +70,9 @@ def plan_run(
         "programs": programs,
         "training": _training_numbers(config, topology, step_seconds),
         "storage": disk.estimate_storage_bytes(config, state),
-        "storage_times": disk.estimate_write_and_merge_seconds(config, state, storage_bytes_per_second),
+        "storage_times": disk.estimate_write_and_merge_seconds(
+            config, state, topology.host_count, storage_bytes_per_second, host_bytes_per_second
+        ),
         "annealing": _annealing_numbers(config, topology, step_seconds, annealing_share),
     }
 
@@ -91,6 +87,19 @@ def package_versions() -> dict[str, str]:
     """Return the versions of the packages that a plan depends on."""
     names = ["pma-jax", "jax", "jaxlib", *(["libtpu"] if importlib.util.find_spec("libtpu") else [])]
     return {name: importlib.metadata.version(name) for name in names}
+
+
+def _topology_numbers(topology: aot.Topology) -> dict[str, Any]:
+    chip = dataclasses.asdict(topology.chip)
+    return {
+        "name": topology.name,
+        "slices": topology.slice_count,
+        "chips": topology.chip_count,
+        "hosts": topology.host_count,
+        "devices": len(topology.devices),
+        "device_memory_bytes": topology.chip.memory_bytes // topology.chip.devices,
+        "figures": {key: value for key, value in chip.items() if key not in ("topologies", "libtpu_config")},
+    }
 
 
 def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, program: hlo.Program | None) -> float:

@@ -147,8 +147,15 @@ def test_invalid_call_exits_with_status_2_and_one_line(pma, arguments):
 VALUES = {
     "--part": "select",
     "--engine": "local",
+    "--host": "0",
     **{"--at-tokens": "4.9M", "--tokens": "1:2", "--every": "20B", "--tolerance": "0", "--tokens-per-step": "1"},
-    **{"--memory-limit": "1GiB", "--shard-size": "1GB", "--storage-bandwidth": "1GB/s", "--annealing-share": "0.2"},
+    **{
+        "--memory-limit": "1GiB",
+        "--shard-size": "1GB",
+        "--storage-bandwidth": "10GB/s",
+        "--host-bandwidth": "1GB/s",
+        "--annealing-share": "0.2",
+    },
     **{"--kind": "point", "--dtype": "float32", "--format": "keep", "--order": "given", "--integers": "equal"},
     **{"--on": "host"},
     **{"--recipes": "sma", "--keep": "best", "--best": "lowest", "--disk-limit": "1GB"},

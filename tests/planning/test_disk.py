@@ -94,7 +94,10 @@ def test_block_means_take_one_float32_copy_of_the_model(workspace):
 def test_write_time_is_bytes_over_bandwidth(workspace):
     config = tiny.config(workspace, spikes__detect=False)
     state = jax.eval_shape(lambda s: s, abstract_state(config, make_mesh(config.mesh)))
-    actual = disk.estimate_write_and_merge_seconds(config, state, 1e6)
-    assert actual["write_snapshot_seconds"] == pytest.approx(disk.tree_bytes(state.params) / 1e6)
-    assert actual["merge_window_seconds"] == pytest.approx((3 + 1) * actual["write_snapshot_seconds"])
-    assert actual["write_state_seconds"] == pytest.approx(3 * actual["write_snapshot_seconds"], rel=1e-3)
+    for hosts, storage, host, one, every in ((1, 1e6, 1e9, 1e6, 1e6), (8, 1e9, 1e6, 1e6, 8e6), (8, 3e6, 1e6, 1e6, 3e6)):
+        actual = disk.estimate_write_and_merge_seconds(config, state, hosts, storage, host)
+        size = disk.tree_bytes(state.params)
+        assert actual["write_snapshot_seconds"] == pytest.approx(size / every)
+        assert actual["merge_window_seconds"] == pytest.approx((3 + 1) * size / one)
+        assert actual["merge_window_on_mesh_seconds"] == pytest.approx((3 + 1) * size / every)
+        assert actual["write_state_seconds"] == pytest.approx(3 * actual["write_snapshot_seconds"], rel=1e-3)

@@ -15,7 +15,7 @@ CHIP = cost.CHIPS["v5e"]
 def planned(config, **changes):
     """Return a plan for the eight simulated devices, as if each were a chip."""
     topology = aot.Topology("8 CPU devices", CHIP, tuple(jax.devices()))
-    options = {"storage_bytes_per_second": 1e6, "annealing_share": 0.25} | changes
+    options = {"storage_bytes_per_second": 1e6, "host_bytes_per_second": 1e6, "annealing_share": 0.25} | changes
     return run_plan.plan_run(config, topology, **options)
 
 
@@ -119,6 +119,7 @@ def test_mixture_on_tpu_multiplies_only_its_tokens_products():
         mixture(**{"mesh.expert": 4, "training.batch_size_sequences": 64}),
         aot.tpu_topology("v5e:2x2"),
         storage_bytes_per_second=1e9,
+        host_bytes_per_second=1e9,
         annealing_share=0.2,
     )
     step, evaluation, merge = numbers["programs"].values()
