@@ -51,7 +51,7 @@ class DataConfig:
     # Percentage of documents that are held out for evaluation, between 0 and 100, chosen by a hash of their names. They
     # are divided into three parts: to choose models, to report losses, and to fit weights. Lower it for large text.
     held_out_percent: Annotated[float, Range(0, 100, True, True)] = 15.0
-    cache_dir: Text = "~/.cache/pma_jax"  # local directory of prepared tokens, which runs on the same data share
+    cache_dir: Text = "~/.cache/pma_jax"  # prepared tokens, which runs on the same data share; may be in a bucket
 
 
 @dataclasses.dataclass(frozen=True)

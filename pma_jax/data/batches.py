@@ -19,6 +19,7 @@ import numpy as np
 from pma_jax import config
 from pma_jax.config.errors import UserError
 from pma_jax.data import shards
+from pma_jax.data.bucket_ids import BucketIds
 
 _READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # elements are batches
 
@@ -87,6 +88,8 @@ def read_windows(split: shards.TokenStream, starts_b: np.ndarray, window_tokens:
     Returns:
         int32 [b, W].
     """
+    if isinstance(split.ids, BucketIds):
+        return split.ids.read_windows(starts_b, window_tokens).astype(np.int32)
     windows_bxW = np.empty((len(starts_b), window_tokens), np.int32)
     for window_W, start in zip(windows_bxW, starts_b.tolist(), strict=True):
         window_W[:] = split.ids[start : start + window_tokens]

@@ -1,4 +1,4 @@
-"""Tokenised corpora: memory-mapped token shards in a directory named by a digest of all that determines the ids.
+"""Tokenised corpora: token shards in a directory named by a digest of all that determines the ids.
 
     CACHE_DIR/KEY/meta.json                   counts, dtype, digests
                   tokenizer.json              Hugging Face format
@@ -7,7 +7,11 @@
 
 The ids of each document are followed by the tokenizer's end-of-document id. In data with prompts, ids are signed, and
 an id t of a prompt is stored as -t - 1, so that it is no target of training (model/loss.py). A directory is published
-atomically: it is written under a temporary name, synced and renamed.
+atomically: it is written under a temporary name, synced and renamed. The ids are memory-mapped.
+
+In a bucket, the files are KEY/NAME/…, and KEY/meta.json, which is written last, has NAME as its "folder". So what one
+process has published is complete, also if another publishes the same tokens at the same time. Ranges of the ids are
+read as they are needed.
 
 Shapes: T tokens, P tokens of a prompt.
 """
@@ -20,6 +24,7 @@ import os
 import shutil
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +35,14 @@ from rich import progress as bars
 
 from pma_jax import config
 from pma_jax.config.errors import DamageError, StorageError, UserError
-from pma_jax.data import corpus, documents
+from pma_jax.data import corpus, documents, encoding
 from pma_jax.data import tokenizer as tokenizing
+from pma_jax.data.bucket_ids import BucketIds
+from pma_jax.runtime import hosts
 from pma_jax.storage import atomic, locks
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.matching import match_files
-from pma_jax.storage.paths import expand_user, is_bucket, name_file
+from pma_jax.storage.paths import as_path, exists, expand_user, file_system, is_bucket, name_file, write_object
 
 FORMAT = 1  # of the ids; part of their digest
 LAYOUT = 2  # of the directory; part of its name
@@ -43,9 +50,8 @@ LAYOUT = 2  # of the directory; part of its name
 # first held-out document with the same text.
 DOCUMENT_DTYPE = np.dtype([("end", "<u8"), ("key", "<u8")])
 _STORED_FIELDS = ("digest", "corpus_digest", "tokenizer", "vocabulary_size", "end_of_document")  # in meta.json
+_META_FILE = "meta.json"
 _DOCUMENTS_FILE = "validation-documents.bin"
-_ENCODE_BYTES = 2**22  # bytes of documents per call of the tokenizer
-_Named = tuple[str, documents.Document]  # a document and its split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +61,7 @@ class TokenStream:
     documents: int
     tokens: int  # T, including one end-of-document token per document
     utf8_bytes: int  # of the text, plus one per document for its end-of-document token
-    ids: np.ndarray  # memory-mapped, read-only [T]: the smallest unsigned dtype; signed with prompts
+    ids: np.ndarray | BucketIds  # read-only [T]: the smallest unsigned dtype; signed with prompts
 
     @property
     def bytes_per_token(self) -> float:
@@ -67,7 +73,7 @@ class TokenStream:
 class TokenSet:
     """A tokenised corpus."""
 
-    directory: Path
+    directory: Path  # or its address in a bucket
     digest: str  # SHA-256 (hex) of all that determines the ids: corpus, split, tokenizer, format
     corpus_digest: str
     tokenizer: str  # "bytes", "bpe" or a file name
@@ -75,7 +81,7 @@ class TokenSet:
     end_of_document: int
     train: TokenStream
     validation: TokenStream
-    held_out_documents: np.ndarray  # memory-mapped [D] of DOCUMENT_DTYPE: the documents of `validation`, in its order
+    held_out_documents: np.ndarray  # read-only [D] of DOCUMENT_DTYPE: the documents of `validation`, in its order
 
 
 def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSet:
@@ -93,14 +99,14 @@ def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSe
     Raises:
         UserError: The corpus or the tokenizer cannot be read, a split has no document, or the cache cannot be written.
     """
-    if is_bucket(data.cache_dir):
-        raise UserError(f"data.cache_dir: {data.cache_dir}: tokens are memory-mapped: set it to a local directory")
     source = corpus.open_corpus(data)
     key = _cache_key(data, source.digest)
+    console = rich.console.Console(stderr=True, quiet=not progress, highlight=False, soft_wrap=True)
+    if is_bucket(data.cache_dir):
+        return _prepare_in_bucket(as_path(data.cache_dir) / key, data, source, console)
     cache = expand_user(data.cache_dir)
     target = cache / key
     if not target.exists():
-        console = rich.console.Console(stderr=True, quiet=not progress, highlight=False, soft_wrap=True)
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _lock_cache_entry(cache, key, console):
@@ -113,22 +119,33 @@ def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSe
     return open_tokens(target)
 
 
+def prepare_tokens_in_all(data: config.DataConfig) -> TokenSet:
+    """Do as `prepare_tokens` in all processes; those that share the cache of the first do not read the corpus.
+
+    A collective operation: all processes must call it.
+    """
+    directory = hosts.broadcast_from_first(lambda: str(prepare_tokens(data).directory))
+    if hosts.is_first_process() or exists(as_path(directory) / _META_FILE):
+        return open_tokens(directory)
+    return prepare_tokens(data, progress=False)  # the host has a disk of its own
+
+
 def open_tokens(directory: str | Path) -> TokenSet:
-    """Memory-map the tokens that `prepare_tokens` wrote to `directory`.
+    """Open the tokens that `prepare_tokens` wrote to `directory`.
 
     Raises:
         DamageError: The tokens are missing or corrupt.
         OSError: They cannot be read.
     """
-    directory = Path(directory)
+    directory = as_path(directory)
     try:
-        meta = read_json_object(directory / "meta.json")
+        meta = read_json_object(directory / _META_FILE)
         return TokenSet(
             directory=directory,
             **{field: meta[field] for field in _STORED_FIELDS},
             train=_open_split(directory, documents.TRAIN, meta),
             validation=(validation := _open_split(directory, documents.VALIDATION, meta)),
-            held_out_documents=_map_file(directory / _DOCUMENTS_FILE, DOCUMENT_DTYPE, validation.documents),
+            held_out_documents=_open_file(directory / _DOCUMENTS_FILE, DOCUMENT_DTYPE, validation.documents)[:],
         )
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         raise DamageError(f"the tokens in {directory} are corrupt ({error}): delete it and run again") from error
@@ -136,10 +153,12 @@ def open_tokens(directory: str | Path) -> TokenSet:
 
 def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
     """Return the path of the tokenizer.json of the cached tokens with this digest, or None if they are not cached."""
-    for meta in sorted(match_files(expand_user(data.cache_dir), "*/meta.json")):
+    cache = as_path(data.cache_dir) if is_bucket(data.cache_dir) else expand_user(data.cache_dir)
+    for path in sorted(match_files(cache, f"*/{_META_FILE}")):
         with contextlib.suppress(UserError, KeyError, FileNotFoundError):  # of another version, or corrupt
-            if read_json_object(meta)["digest"] == digest:
-                return meta.parent / "tokenizer.json"
+            meta = read_json_object(path)
+            if meta["digest"] == digest:
+                return path.parent / meta.get("folder", "") / "tokenizer.json"
     return None
 
 
@@ -209,7 +228,7 @@ def _prepare_directory(
             meta = _write_tokens(temporary, data, source, bar)
         if corpus.open_corpus(data).digest != source.digest:
             raise UserError("the corpus changed while it was being tokenised: run again")
-        atomic.write_text(temporary / "meta.json", json.dumps(meta, indent=2, sort_keys=True) + "\n")
+        atomic.write_text(temporary / _META_FILE, json.dumps(meta, indent=2, sort_keys=True) + "\n")
         try:
             atomic.publish_directory(temporary, target)
         except OSError:
@@ -222,6 +241,32 @@ def _prepare_directory(
     console.print(f"prepared {counts['train']:,} train and {counts['validation']:,} validation tokens in {target}")
 
 
+def _prepare_in_bucket(
+    target: Path, data: config.DataConfig, source: documents.Corpus, console: rich.console.Console
+) -> TokenSet:
+    """Open the tokens that KEY/meta.json names; without one, tokenise the corpus on the local disk and upload it.
+
+    A killed upload leaves objects that nothing reads.
+    """
+    pointer = target / _META_FILE
+    try:
+        if not exists(pointer):
+            with tempfile.TemporaryDirectory() as scratch:
+                _prepare_directory(Path(scratch) / "tokens", data, source, console)
+                folder = os.urandom(8).hex()
+                system, key = file_system(str(target / folder))
+                for path in sorted((Path(scratch) / "tokens").iterdir()):
+                    system.put_file(str(path), f"{key}/{path.name}")
+                meta = read_json_object(Path(scratch) / "tokens" / _META_FILE) | {"folder": folder}
+            write_object(pointer, json.dumps(meta, indent=2, sort_keys=True).encode())
+            console.print(f"uploaded them to {target}")
+    except StorageError:
+        raise
+    except OSError as error:
+        raise UserError(f"cannot write tokens to data.cache_dir {data.cache_dir}: {error}") from error
+    return open_tokens(target / read_json_object(pointer)["folder"])
+
+
 def _write_tokens(
     folder: Path, data: config.DataConfig, source: documents.Corpus, bar: bars.Progress
 ) -> dict[str, Any]:
@@ -231,7 +276,7 @@ def _write_tokens(
     if not scan.document_count:
         raise UserError(f"the {data.source} corpus has no text: every document is empty")
     bar.remove_task(read_task)
-    tokenizer = _select_tokenizer(data, source, scan, bar)
+    tokenizer = encoding.select_tokenizer(data, source, scan, bar)
     tokenizer.save(folder / "tokenizer.json")
 
     # With prompts the dtype must also hold -t - 1. One-byte dtypes ignore the byte order.
@@ -243,9 +288,9 @@ def _write_tokens(
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(_token_path(folder, name).open("wb")) for name in names}
         held_out = stack.enter_context((folder / _DOCUMENTS_FILE).open("wb"))
-        for block in _group_documents(documents.split_documents(source, data.held_out_percent, scan)):
+        for block in encoding.group_documents(documents.split_documents(source, data.held_out_percent, scan)):
             prompts = tokenizer.encode_many([document.prompt for _, document in block])
-            ids = _encode_texts(tokenizer, block)
+            ids = encoding.encode_texts(tokenizer, block)
             for (name, document), prompt_P, ids_T in zip(block, prompts, ids, strict=True):
                 document_T = np.concatenate([~prompt_P, ids_T, [tokenizer.end_of_document]])
                 files[name].write(document_T.astype(dtype).tobytes())
@@ -275,77 +320,22 @@ def _write_tokens(
     }
 
 
-def _encode_texts(tokenizer: tokenizing.Tokenizer, block: list[_Named]) -> list[np.ndarray]:
-    """Return the ids of each document's text; those of a document that was tokenised before, if the tokenizer has them.
-
-    Raises:
-        UserError: An id is outside the tokenizer's vocabulary.
-    """
-    if block[0][1].ids is None:
-        return tokenizer.encode_many([document.text for _, document in block])
-    end = tokenizer.end_of_document
-    all_ids = [document.ids for _, document in block if document.ids is not None]
-    ids = [ids_T[: -1 if ids_T[-1] == end else None] for ids_T in all_ids]
-    for (_, document), ids_T in zip(block, ids, strict=True):
-        if ids_T.size and ids_T.max() >= tokenizer.vocabulary_size:
-            raise UserError(
-                f"{document.name} has the id {ids_T.max()}, and the {tokenizer.name} tokenizer has "
-                f"{tokenizer.vocabulary_size:,} ids: set data.tokenizer to the one that the files were written with"
-            )
-    return ids
-
-
-def _select_tokenizer(
-    data: config.DataConfig, source: documents.Corpus, scan: documents.CorpusScan, bar: bars.Progress
-) -> tokenizing.Tokenizer:
-    """Return the tokenizer that `data` names; train it on the training documents if it is a BPE.
-
-    Raises:
-        UserError: It cannot be read, or is to be trained on tokens.
-    """
-    if data.tokenizer == "bytes":
-        return tokenizing.byte_tokenizer()
-    if data.tokenizer != "bpe":
-        return tokenizing.load_tokenizer(data.tokenizer)
-    if data.source == "tokens":
-        raise UserError("data.tokenizer=bpe needs text: name the tokenizer.json that the tokens were written with")
-    task = bar.add_task("training a tokenizer", total=scan.content_bytes)
-
-    def train_texts() -> Iterator[str]:
-        for split, document in documents.split_documents(source, data.held_out_percent, scan):
-            if split == documents.TRAIN:
-                bar.advance(task, len(document.full_text.encode()))
-                yield document.full_text
-
-    return tokenizing.train_bpe(train_texts(), data.bpe_vocabulary_size)
-
-
-def _group_documents(split: Iterator[_Named]) -> Iterator[list[_Named]]:
-    """Yield blocks of consecutive documents, each of at least `_ENCODE_BYTES` except the last."""
-    block, size = [], 0
-    for document in split:
-        block.append(document)
-        size += len(document[1].content)
-        if size >= _ENCODE_BYTES:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
-
-
 def _token_path(folder: Path, split: str) -> Path:
     return folder / f"{split}.bin"
 
 
 def _open_split(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:
     counts = meta["splits"][name]
-    ids = _map_file(_token_path(folder, name), np.dtype(meta["dtype"]), counts["tokens"])
+    ids = _open_file(_token_path(folder, name), np.dtype(meta["dtype"]), counts["tokens"])
     return TokenStream(counts["documents"], counts["tokens"], counts["utf8_bytes"], ids)
 
 
-def _map_file(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    if path.stat().st_size != count * dtype.itemsize:
-        raise UserError(f"{path.name} has {path.stat().st_size} bytes instead of {count * dtype.itemsize}")
+def _open_file(path: Path, dtype: np.dtype, count: int) -> Any:
+    size = path.stat().st_size
+    if size != count * dtype.itemsize:
+        raise UserError(f"{path.name} has {size} bytes instead of {count * dtype.itemsize}")
+    if is_bucket(path):
+        return BucketIds(path, dtype, count)
     # np.asarray: slicing a np.memmap takes several times longer than slicing a plain array over it.
     with name_file(path):
         return np.asarray(np.memmap(path, dtype, mode="r"))

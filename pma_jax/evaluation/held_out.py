@@ -27,7 +27,6 @@ from pma_jax.data.sampling import (
 from pma_jax.model.decoder import graph_definition
 from pma_jax.model.loss import evaluate
 from pma_jax.runs.directory import Run
-from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import local_rows, put_batch, round_up_to_batch_axes
 
 
@@ -79,7 +78,7 @@ def make_evaluator(
 
 def prepare_tokens(config: Config) -> shards.TokenSet:
     """Open the tokenised corpus of `config`, tokenise it if needed, and check that the model can use its ids."""
-    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
+    tokens = shards.prepare_tokens_in_all(config.data)
     shards.check_tokens_match_model(tokens, config.model)
     return tokens
 

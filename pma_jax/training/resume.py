@@ -59,7 +59,7 @@ def prepare_inputs(config: Config, is_new: bool) -> tuple[TokenSet, dict[str, An
         coefficients(config.preview.recipe, range(1, window + 1))
     if config.spikes.attempts:
         coefficients(config.spikes.recipe, range(1, config.spikes.snapshots + 1))
-    tokens = shards.prepare_tokens(config.data, progress=hosts.is_first_process())
+    tokens = shards.prepare_tokens_in_all(config.data)
     shards.check_tokens_match_model(tokens, config.model)
     batches.train_windows_per_epoch(tokens, config.training.sequence_length_tokens)
     if is_new:

