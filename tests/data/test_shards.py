@@ -8,7 +8,9 @@ import sys
 import time
 
 import numpy as np
+import processes
 import pytest
+import tiny
 
 from pma_jax import config
 from pma_jax.data import corpus, documents, shards, tokenizer
@@ -209,3 +211,29 @@ def test_end_token_separates_documents(tmp_path):
     wrong = tokens.end_of_document + 1
     with pytest.raises(ValueError, match=rf"separator_token is {wrong}, .* ends documents with {wrong - 1}"):
         shards.check_tokens_match_model(tokens, config.ModelConfig(separator_token=wrong))
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from pma_jax import config
+from pma_jax.data import corpus, shards
+read, index = corpus.open_corpus, hosts.process_index_and_count()[0]
+opened = []
+corpus.open_corpus = lambda data: opened.append(data) or read(data)
+cache = Path(sys.argv[2]) / (f"disk{index}" if sys.argv[3] == "own" else "shared")
+exists = shards.exists
+shards.exists = lambda path: path.is_relative_to(cache) and exists(path)  # another host's disk is not seen
+tokens = shards.prepare_tokens_in_all(config.DataConfig(source="files", files=(sys.argv[1],), cache_dir=str(cache)))
+print(len(opened) > 0, tokens.directory.is_relative_to(cache), tokens.digest)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disks", ["shared", "own"])
+def test_hosts_that_share_a_cache_read_the_text_once_and_others_each(tmp_path, disks):
+    files = tiny.write_corpus(tmp_path / "text")
+    job = processes.script(PREPARE, [files, str(tmp_path), disks], 2, devices=1).check(120)
+    first, second = job.out(0).split(), job.out(1).split()
+    assert first[:2] == ["True", "True"] and second[:2] == [str(disks == "own"), "True"] and first[2] == second[2]
+    assert len(list(tmp_path.glob("*/*/meta.json"))) == (2 if disks == "own" else 1)
