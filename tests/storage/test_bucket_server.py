@@ -183,3 +183,21 @@ def test_verbs_print_what_they_print_on_disk(server, proxy, finished, tmp_path):
     assert tiny.pma("export", tmp_path / "merged", "--out", tmp_path / "exported", devices=1).returncode == 0
     exported = fake_gcs.read_object(server, "bucket", "exported/model.safetensors")
     assert exported == (tmp_path / "exported" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_grid_of_runs_in_a_bucket(server, proxy, config, finished):
+    grid = ["grid", "--config", config, "--root", "gs://bucket/grid", "--vary", "training.seed=0,1"]
+    then = ["--then", "sweep --recipes wma --windows 2", "--parallel", "2"]
+    table = fake_gcs.run(proxy, *grid, *then)
+    assert table.count(" finished ") == 2
+    rows = json.loads(fake_gcs.run(proxy, *grid, *then, "--status", "--json"))
+    assert all(row["state"] == "finished" and row["best_merge"].endswith(":2") for row in rows)
+    assert rows[0]["loss"] == pytest.approx(finished.snapshots[-1].loss)
+    proxy.take()
+    assert fake_gcs.run(proxy, *grid, *then).count(" finished ") == 2
+    assert not [r for r in proxy.take() if r.kind == "write"], "nothing is left to do"
+    log = fake_gcs.read_object(server, "bucket", "grid/training.seed=1/job.log").decode()
+    assert [log.count(f"$ pma {verb} ") for verb in ("train", "sweep")] == [1, 1]
+    fake_gcs.run(proxy, "report", "gs://bucket/grid")
+    assert "grid/report.html" in fake_gcs.list_objects(server, "bucket", "grid/report")
