@@ -30,9 +30,11 @@ from pma_jax.reporting.drawing import (
     series_name,
 )
 
-WIDTH_INCHES, HEIGHT_INCHES = 11.0, 4.9
+HEIGHT_INCHES = 4.9
+_CURVES_INCHES, _MERGES_INCHES = 5.0, 3.4  # widths of the panels
+_TICKS_INCHES = 0.68  # left of a panel, for the labels of its y axis
 LABEL_OFFSET_INCHES = 0.34  # between a panel and the labels of its lines
-_MAX_NAME_CHARACTERS_AT_FULL_WIDTH = 9  # longer names of curves make the left panel narrower
+_LOSS_CHARACTERS = 8  # of the loss that follows the name of a curve
 
 
 def draw_report(report: dict[str, Any], theme: Theme = LIGHT) -> Figure:
@@ -42,22 +44,30 @@ def draw_report(report: dict[str, Any], theme: Theme = LIGHT) -> Figure:
     window the share of the annealed run's gain in loss that each merge recovers, or, if a merge has no such share (as
     without an annealed run), the loss of each merge.
     """
-    figure = new_figure(WIDTH_INCHES, HEIGHT_INCHES, theme)
+    names = [*report["curves"]["previews"], (report["best_merge"] or {}).get("text", ""), "annealed"]
+    curves_end = _TICKS_INCHES + _CURVES_INCHES
+    merges_start = curves_end + _room_for(names, _LOSS_CHARACTERS) + _TICKS_INCHES
     if not report["merges"]:
-        _draw_curves(_add_panel(figure, left=0.68, right=WIDTH_INCHES - 1.75), report, theme)
+        figure = new_figure(merges_start - _TICKS_INCHES, HEIGHT_INCHES, theme)
+        _draw_curves(_add_panel(figure, _TICKS_INCHES, _CURVES_INCHES), report, theme)
         return figure
-    room = LABEL_OFFSET_INCHES + CHARACTER_INCHES * max(len(display_name(series_name(m))) for m in report["merges"])
-    # The names of the curves are drawn between the panels.
-    names = [*report["curves"]["previews"], (report["best_merge"] or {}).get("text", "")]
-    longer = CHARACTER_INCHES * max(len(display_name(name)) - _MAX_NAME_CHARACTERS_AT_FULL_WIDTH for name in names)
-    _draw_curves(_add_panel(figure, left=0.68, right=5.7 - max(longer, 0)), report, theme)
-    _draw_merges(_add_panel(figure, left=7.85, right=max(WIDTH_INCHES - max(room, 1.25), 8.9)), report, theme)
+    room = _room_for([*(series_name(m) for m in report["merges"]), "annealed"])
+    figure = new_figure(merges_start + _MERGES_INCHES + room, HEIGHT_INCHES, theme)
+    _draw_curves(_add_panel(figure, _TICKS_INCHES, _CURVES_INCHES), report, theme)
+    _draw_merges(_add_panel(figure, merges_start, _MERGES_INCHES), report, theme)
     return figure
 
 
-def _add_panel(figure: Figure, left: float, right: float) -> Axes:
-    """Add axes between two positions in inches, with room above for a title and below for the x label."""
-    return figure.add_axes((left / WIDTH_INCHES, 0.125, (right - left) / WIDTH_INCHES, 0.765))
+def _room_for(names: Sequence[str], more_characters: int = 0) -> float:
+    """Return the inches that the labels of lines take right of a panel."""
+    longest = max(len(display_name(name)) for name in names)
+    return LABEL_OFFSET_INCHES + CHARACTER_INCHES * (longest + more_characters)
+
+
+def _add_panel(figure: Figure, left: float, width: float) -> Axes:
+    """Add axes at a position in inches, with room above for a title and below for the x label."""
+    whole = figure.get_figwidth()
+    return figure.add_axes((left / whole, 0.125, width / whole, 0.765))
 
 
 def _draw_curves(axes: Axes, report: dict[str, Any], theme: Theme) -> None:
@@ -209,7 +219,7 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str, bool]], them
     low, high = axes.get_ylim()
     gap = (high - low) * min(0.047, 1 / len(labels))
     positions = spread_labels([y for y, *_ in labels], gap, low + gap / 2, high)
-    width = axes.get_position().width * WIDTH_INCHES
+    width = axes.get_position().width * axes.get_figure().get_figwidth()
     start, end, at = (1 + inches / width for inches in (0.07, LABEL_OFFSET_INCHES - 0.06, LABEL_OFFSET_INCHES))
     beside = axes.get_yaxis_transform()  # x in widths of the panel, y in data coordinates
     for (y, text, color, bold), position in zip(labels, positions, strict=True):
