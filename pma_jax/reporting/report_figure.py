@@ -219,7 +219,9 @@ def _label_ends(axes: Axes, labels: Sequence[tuple[float, str, str, bool]], them
     low, high = axes.get_ylim()
     gap = (high - low) * min(0.047, 1 / len(labels))
     positions = spread_labels([y for y, *_ in labels], gap, low + gap / 2, high)
-    width = axes.get_position().width * axes.get_figure().get_figwidth()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    width = axes.get_position().width * figure.get_figwidth()
     start, end, at = (1 + inches / width for inches in (0.07, LABEL_OFFSET_INCHES - 0.06, LABEL_OFFSET_INCHES))
     beside = axes.get_yaxis_transform()  # x in widths of the panel, y in data coordinates
     for (y, text, color, bold), position in zip(labels, positions, strict=True):
