@@ -38,7 +38,6 @@ from pma_jax.config.errors import DamageError, StorageError, UserError
 from pma_jax.data import corpus, documents, encoding
 from pma_jax.data import tokenizer as tokenizing
 from pma_jax.data.bucket_ids import BucketIds
-from pma_jax.runtime import hosts
 from pma_jax.storage import atomic, locks
 from pma_jax.storage.json_files import read_json_object
 from pma_jax.storage.matching import match_files
@@ -50,7 +49,7 @@ LAYOUT = 2  # of the directory; part of its name
 # first held-out document with the same text.
 DOCUMENT_DTYPE = np.dtype([("end", "<u8"), ("key", "<u8")])
 _STORED_FIELDS = ("digest", "corpus_digest", "tokenizer", "vocabulary_size", "end_of_document")  # in meta.json
-_META_FILE = "meta.json"
+META_FILE = "meta.json"
 _DOCUMENTS_FILE = "validation-documents.bin"
 
 
@@ -119,17 +118,6 @@ def prepare_tokens(data: config.DataConfig, *, progress: bool = True) -> TokenSe
     return open_tokens(target)
 
 
-def prepare_tokens_in_all(data: config.DataConfig) -> TokenSet:
-    """Do as `prepare_tokens` in all processes; those that share the cache of the first do not read the corpus.
-
-    A collective operation: all processes must call it.
-    """
-    directory = hosts.broadcast_from_first(lambda: str(prepare_tokens(data).directory))
-    if hosts.is_first_process() or exists(as_path(directory) / _META_FILE):
-        return open_tokens(directory)
-    return prepare_tokens(data, progress=False)  # the host has a disk of its own
-
-
 def open_tokens(directory: str | Path) -> TokenSet:
     """Open the tokens that `prepare_tokens` wrote to `directory`.
 
@@ -139,7 +127,7 @@ def open_tokens(directory: str | Path) -> TokenSet:
     """
     directory = as_path(directory)
     try:
-        meta = read_json_object(directory / _META_FILE)
+        meta = read_json_object(directory / META_FILE)
         return TokenSet(
             directory=directory,
             **{field: meta[field] for field in _STORED_FIELDS},
@@ -154,7 +142,7 @@ def open_tokens(directory: str | Path) -> TokenSet:
 def find_cached_tokenizer(data: config.DataConfig, digest: str) -> Path | None:
     """Return the path of the tokenizer.json of the cached tokens with this digest, or None if they are not cached."""
     cache = as_path(data.cache_dir) if is_bucket(data.cache_dir) else expand_user(data.cache_dir)
-    for path in sorted(match_files(cache, f"*/{_META_FILE}")):
+    for path in sorted(match_files(cache, f"*/{META_FILE}")):
         with contextlib.suppress(UserError, KeyError, FileNotFoundError):  # of another version, or corrupt
             meta = read_json_object(path)
             if meta["digest"] == digest:
@@ -228,7 +216,7 @@ def _prepare_directory(
             meta = _write_tokens(temporary, data, source, bar)
         if corpus.open_corpus(data).digest != source.digest:
             raise UserError("the corpus changed while it was being tokenised: run again")
-        atomic.write_text(temporary / _META_FILE, json.dumps(meta, indent=2, sort_keys=True) + "\n")
+        atomic.write_text(temporary / META_FILE, json.dumps(meta, indent=2, sort_keys=True) + "\n")
         try:
             atomic.publish_directory(temporary, target)
         except OSError:
@@ -248,7 +236,7 @@ def _prepare_in_bucket(
 
     A killed upload leaves objects that nothing reads.
     """
-    pointer = target / _META_FILE
+    pointer = target / META_FILE
     try:
         if not exists(pointer):
             with tempfile.TemporaryDirectory() as scratch:
@@ -257,7 +245,7 @@ def _prepare_in_bucket(
                 system, key = file_system(str(target / folder))
                 for path in sorted((Path(scratch) / "tokens").iterdir()):
                     system.put_file(str(path), f"{key}/{path.name}")
-                meta = read_json_object(Path(scratch) / "tokens" / _META_FILE) | {"folder": folder}
+                meta = read_json_object(Path(scratch) / "tokens" / META_FILE) | {"folder": folder}
             write_object(pointer, json.dumps(meta, indent=2, sort_keys=True).encode())
             console.print(f"uploaded them to {target}")
     except StorageError:

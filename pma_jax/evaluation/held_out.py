@@ -14,7 +14,7 @@ from flax import nnx
 
 from pma_jax.config import Config, EvaluationConfig
 from pma_jax.config.errors import UserError
-from pma_jax.data import shards
+from pma_jax.data import shards, shared_tokens
 from pma_jax.data.sampling import (
     MINIMUM_DOCUMENTS,
     PADDING_ID,
@@ -78,7 +78,7 @@ def make_evaluator(
 
 def prepare_tokens(config: Config) -> shards.TokenSet:
     """Open the tokenised corpus of `config`, tokenise it if needed, and check that the model can use its ids."""
-    tokens = shards.prepare_tokens_in_all(config.data)
+    tokens = shared_tokens.prepare_tokens_in_all(config.data)
     shards.check_tokens_match_model(tokens, config.model)
     return tokens
 

@@ -24,7 +24,7 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.config.errors import DamageError, UserError
-from pma_jax.data import batches, shards
+from pma_jax.data import batches, shards, shared_tokens
 from pma_jax.data.sampling import SELECT
 from pma_jax.data.shards import TokenSet
 from pma_jax.evaluation.held_out import check_part_sizes, read_sample
@@ -59,7 +59,7 @@ def prepare_inputs(config: Config, is_new: bool) -> tuple[TokenSet, dict[str, An
         coefficients(config.preview.recipe, range(1, window + 1))
     if config.spikes.attempts:
         coefficients(config.spikes.recipe, range(1, config.spikes.snapshots + 1))
-    tokens = shards.prepare_tokens_in_all(config.data)
+    tokens = shared_tokens.prepare_tokens_in_all(config.data)
     shards.check_tokens_match_model(tokens, config.model)
     batches.train_windows_per_epoch(tokens, config.training.sequence_length_tokens)
     if is_new:

@@ -217,14 +217,15 @@ PREPARE = """
 import sys
 from pathlib import Path
 from pma_jax import config
-from pma_jax.data import corpus, shards
+from pma_jax.data import corpus, shared_tokens
 read, index = corpus.open_corpus, hosts.process_index_and_count()[0]
 opened = []
 corpus.open_corpus = lambda data: opened.append(data) or read(data)
 cache = Path(sys.argv[2]) / (f"disk{index}" if sys.argv[3] == "own" else "shared")
-exists = shards.exists
-shards.exists = lambda path: path.is_relative_to(cache) and exists(path)  # another host's disk is not seen
-tokens = shards.prepare_tokens_in_all(config.DataConfig(source="files", files=(sys.argv[1],), cache_dir=str(cache)))
+exists = shared_tokens.exists
+shared_tokens.exists = lambda path: path.is_relative_to(cache) and exists(path)  # another host's disk is not seen
+data = config.DataConfig(source="files", files=(sys.argv[1],), cache_dir=str(cache))
+tokens = shared_tokens.prepare_tokens_in_all(data)
 print(len(opened) > 0, tokens.directory.is_relative_to(cache), tokens.digest)
 """
 
