@@ -168,10 +168,11 @@ def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tu
         warn: Called with one line for each newer, corrupt state. These states are set aside.
 
     Returns:
-        The state's metadata and its arrays; (None, None) if the run has no state yet.
+        The state's metadata and its arrays; (None, None) if the run has no state yet, or only a corrupt first one,
+        as after a power failure before that was flushed. The run then starts from its first step.
 
     Raises:
-        UserError: No state is intact, although the run had states: all are corrupt or were set aside earlier, or the
+        UserError: No state is intact, although the run had several: all are corrupt or were set aside earlier, or the
             run is a fork, which is created with a state. The user must decide whether to start over.
     """
     corrupt: list[tuple[SavedState, str]] = []  # with error messages
@@ -184,14 +185,24 @@ def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tu
         for other, message in corrupt:
             hosts.run_on_first(functools.partial(_set_aside, run, other.path, message, warn))
         return saved, state
-    had_states = hosts.broadcast_from_first(lambda: ",".join(steps_set_aside(run, STATES)))
-    if corrupt or had_states or "forked_from" in run.metadata:
+    set_aside = hosts.broadcast_from_first(lambda: ",".join(steps_set_aside(run, STATES)))
+    set_aside_steps = [int(name.removeprefix(f"{STATES}-").split(".")[0]) for name in set_aside.split(",") if name]
+    lost_steps = [saved.progress.step for saved, _ in corrupt] + set_aside_steps
+    if "forked_from" in run.metadata or any(_was_state_due_before(step, run.config) for step in lost_steps):
         reason = f" ({corrupt[0][1]})" if corrupt else ""
         raise UserError(
             f"no state of {run.path} is intact{reason}: copy one from a backup to {run.path / STATES}, or remove "
             "the run to start over"
         )
+    for saved, message in corrupt:
+        hosts.run_on_first(functools.partial(_set_aside, run, saved.path, message, warn))
     return None, None
+
+
+def _was_state_due_before(step: int, config: Config) -> bool:
+    """Return whether a run saves a state before `step`, so that the one of `step` is not its first."""
+    step_ends = range(config.batch_tokens, step * config.batch_tokens, config.batch_tokens)
+    return any(config.is_state_due(tokens) for tokens in step_ends)
 
 
 def restore_or_set_aside(run: Run, snapshot: Snapshot, abstract_params: Any, warn: Warn) -> Any:

@@ -136,6 +136,20 @@ def test_run_with_only_corrupt_states_does_not_restart_by_itself(copy):
     assert tiny.contents(Path(copy.path)) == before
 
 
+def test_run_that_lost_only_its_first_state_starts_over(finished, copy, capsys):
+    for step in (16, 24):
+        shutil.rmtree(copy.path / "states" / str(step))
+    flip(array_file(copy.path / "states" / "8"))
+    run = train(copy.config, copy.path)
+    assert str(copy.path / "states" / "8") in read_stderr(capsys)
+    assert tiny.numbers(run) == tiny.numbers(finished) and verify(run.path) == []
+    assert [p.name for p in (copy.path / "damaged").iterdir()] == ["states-8.0"]
+    # It was set aside; a power failure before the state was written again must not stop the run either.
+    for step in (8, 16, 24):
+        shutil.rmtree(copy.path / "states" / str(step))
+    assert tiny.numbers(train(copy.config, copy.path)) == tiny.numbers(finished)
+
+
 def test_leftovers_are_removed(finished, copy):
     shutil.rmtree(copy.path / "states" / "24")
     (copy.path / "states" / "24").mkdir()  # An empty directory.
