@@ -403,7 +403,7 @@ def test_hosts_page_commands_run(tmp_path, monkeypatch):
     assert all(Path(path).exists() for path in made)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pages_commands_run_in_reading_order(tmp_path, monkeypatch, capfd):
     small, task = write_small_demo(tmp_path), write_small_task(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -306,4 +306,4 @@ def test_bits_per_byte_are_given_for_bytes_only(make_run):
     run = make_run("demo", RAW, sweep=SWEEP, tokenizer="bpe")
     report = build_report(run, [])
     assert "bits" not in format_report(report)
-    assert "bits a byte" not in write_report(report, run)[2].read_text()
+    assert "bits per byte" not in write_report(report, run)[2].read_text()

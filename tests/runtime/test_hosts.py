@@ -404,7 +404,7 @@ def test_preemption_notice_to_any_process_stops_all_at_one_step_with_a_state(wor
     assert tiny.numbers(open_run(tmp_path / "run")) == tiny.numbers(open_run(uninterrupted))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_roll_back_from_a_spike_together(workspace, tmp_path):
     """Compare two runs of two processes (one: test_rollback.py). Diverging runs are too chaotic to compare with one."""
     spike = {

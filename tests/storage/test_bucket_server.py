@@ -121,7 +121,7 @@ def stored_digests(server, folder: str) -> dict[str, dict[str, str]]:
     return {name.split("/")[-2]: leaves for name, leaves in stored.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_killed_between_shards_and_commit_equals_training_on_disk(server, proxy, config, finished):
     arguments = ["train", "--config", config, "--workdir", "gs://bucket/killed-run"]
     environment = tiny.environment(devices=1) | proxy.environment
@@ -151,7 +151,7 @@ def test_training_killed_between_shards_and_commit_equals_training_on_disk(serve
         assert stored_digests(server, f"killed-run/{kind}") == expected
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_verbs_print_what_they_print_on_disk(server, proxy, finished, tmp_path):
     local = tmp_path / "run"
     fake_gcs.upload(server, "bucket", Path(finished.path), "run")

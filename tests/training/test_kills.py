@@ -19,13 +19,14 @@ def run(script, *arguments):
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cells", "kills"),
     [
-        pytest.param(["train"], 16, marks=pytest.mark.slow),
-        pytest.param(["merge", "sweep", "watch", "report", "export", "import", "prepare"], 21, marks=pytest.mark.slow),
-        pytest.param(["fork"], 8, marks=pytest.mark.long),
-        pytest.param(["two processes"], 3, marks=pytest.mark.long),
+        (["train"], 16),
+        (["merge", "sweep", "watch", "report", "export", "import", "prepare"], 21),
+        (["fork"], 8),
+        (["two processes"], 3),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
