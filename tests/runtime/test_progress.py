@@ -60,7 +60,7 @@ def test_sweep_and_merge_show_what_is_done_of_how_much(finished, tmp_path):
 def test_grid_shows_how_many_runs_have_ended(workspace, tmp_path):
     name = tiny.write_config(tmp_path / "tiny.py", workspace)
     shown = run_on_terminal(
-        *("grid", "--config", name, "--root", str(tmp_path / "root"), "--vary", "training.seed=0,1", "--parallel", "2")
+        *("grid", "--config", name, "--root", str(tmp_path / "root"), "--vary", "training.seed=0,1", "--parallel", "1")
     )
     assert re.search(r"\b1/2 runs", shown) and re.search(r"\[1 of 2\] training.seed=0: done in .*\r?\n", shown), shown
 

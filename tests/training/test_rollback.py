@@ -233,9 +233,9 @@ def set_aside_states(run):
 @pytest.mark.slow
 def test_spike_with_zero_attempts_is_reported_and_training_continues(recovered, workspace, tmp_path):
     run = train(config(workspace, spikes__attempts=0), tmp_path / "run")
-    reports = [r for r in run.metrics if r["kind"] == "spike"]
-    spike = event_of(recovered)["spike"]
-    assert reports[0] == spike
+    # On some processors the rounding makes an earlier spike, which recovers.
+    reports = [r for r in run.metrics if r["kind"] == "spike" and r["verdict"] == "irrecoverable"]
+    assert reports[0] == event_of(recovered)["spike"]
     assert rollback.events(run) == [] and not (run.path / "spikes").exists()
     assert losses(run.metrics) | losses(set_aside_records(recovered)) == losses(run.metrics), (
         "identical up to the spike"
@@ -349,7 +349,8 @@ def test_state_saved_during_an_open_spike_resumes_to_the_same_event(recovered, w
     shutil.copytree(run.path, again)
     # The run as it was on disk at that state: no event declared.
     for path in [*(again / "snapshots").iterdir(), *(again / "states").iterdir()]:
-        if int(path.name) >= event["step"]:
+        is_state = path.parent.name == "states"  # the state at the rollback point is that of the merged model
+        if int(path.name) > event["step"] or (is_state and int(path.name) == event["step"]):
             shutil.rmtree(path)
     for name in ("snapshots", "states"):
         for path in (again / "spikes" / "1" / name).iterdir():
