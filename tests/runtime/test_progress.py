@@ -59,6 +59,7 @@ def test_sweep_and_merge_show_what_is_done_of_how_much(finished, tmp_path):
 @pytest.mark.slow
 def test_grid_shows_how_many_runs_have_ended(workspace, tmp_path):
     name = tiny.write_config(tmp_path / "tiny.py", workspace)
+    # One at a time: two runs that end together would take the bar from 0 to 2.
     shown = run_on_terminal(
         *("grid", "--config", name, "--root", str(tmp_path / "root"), "--vary", "training.seed=0,1", "--parallel", "1")
     )

@@ -69,6 +69,13 @@ def set_aside_records(run, number=1):
     return read_metric_records(run.path / "spikes" / str(number) / "metrics.jsonl")
 
 
+def records_until_rollback(run):
+    """Return the records of a run as they were before its only rollback: those kept, then those set aside."""
+    event = event_of(run)
+    kept = [r for r in run.metrics if r["tokens"] <= event["tokens"] and r["kind"] != "recovery"]
+    return kept + set_aside_records(run)
+
+
 def assert_same_run(actual, expected):
     """Assert that all numbers, snapshots, states and events of two runs are bitwise equal."""
     assert tiny.numbers(actual) == tiny.numbers(expected)
@@ -233,9 +240,11 @@ def set_aside_states(run):
 @pytest.mark.slow
 def test_spike_with_zero_attempts_is_reported_and_training_continues(recovered, workspace, tmp_path):
     run = train(config(workspace, spikes__attempts=0), tmp_path / "run")
-    # On some processors the rounding makes an earlier spike, which recovers.
-    reports = [r for r in run.metrics if r["kind"] == "spike" and r["verdict"] == "irrecoverable"]
-    assert reports[0] == event_of(recovered)["spike"]
+    # How many spikes recover before the irrecoverable one depends on the processor's rounding.
+    actual, expected = (
+        [r for r in records if r["kind"] == "spike"] for records in (run.metrics, records_until_rollback(recovered))
+    )
+    assert actual[: len(expected)] == expected and expected[-1] == event_of(recovered)["spike"]
     assert rollback.events(run) == [] and not (run.path / "spikes").exists()
     assert losses(run.metrics) | losses(set_aside_records(recovered)) == losses(run.metrics), (
         "identical up to the spike"
@@ -348,16 +357,15 @@ def test_state_saved_during_an_open_spike_resumes_to_the_same_event(recovered, w
     again = tmp_path / "again"
     shutil.copytree(run.path, again)
     # The run as it was on disk at that state: no event declared.
-    for path in [*(again / "snapshots").iterdir(), *(again / "states").iterdir()]:
-        is_state = path.parent.name == "states"  # the state at the rollback point is that of the merged model
-        if int(path.name) > event["step"] or (is_state and int(path.name) == event["step"]):
-            shutil.rmtree(path)
-    for name in ("snapshots", "states"):
+    # The rollback left the snapshot at its step, and replaced the state at its step by that of the merged model.
+    for name, last_kept in (("snapshots", event["step"]), ("states", event["step"] - 1)):
+        for path in (again / name).iterdir():
+            if int(path.name) > last_kept:
+                shutil.rmtree(path)
         for path in (again / "spikes" / "1" / name).iterdir():
             if int(path.name) <= inside[0].step:
                 shutil.move(str(path), again / name / path.name)
-    kept = [r for r in run.metrics if r["tokens"] <= event["tokens"] and r["kind"] != "recovery"]
-    kept += [r for r in set_aside_records(run) if r["tokens"] <= inside[0].tokens]
+    kept = [r for r in records_until_rollback(run) if r["tokens"] <= inside[0].tokens]
     (again / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
     shutil.rmtree(again / "spikes")
     assert_same_run(train(keys, again), run)
