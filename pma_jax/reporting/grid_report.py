@@ -12,12 +12,12 @@ from typing import Any, TypedDict
 
 import jinja2
 from etils import epath
-from matplotlib.figure import Figure
 from scipy import stats
 
 from pma_jax.reporting.drawing import PAGE_DPI, to_png
 from pma_jax.reporting.grid_rows import open_grid, results_of, runs_below, value_of, varied_keys
-from pma_jax.reporting.html import make_environment, png_data
+from pma_jax.reporting.html import embedded_plots, make_environment
+from pma_jax.reporting.interactive import plots_of_panels
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
 from pma_jax.runtime.formatting import align_columns, format_estimate
@@ -100,9 +100,10 @@ def write_grid_report(report: GridReport, folder: epath.PathLike) -> list[epath.
     """Write report.png, report.html and report.json of a grid, each atomically, and return their paths."""
     target = absolute_path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    figure = to_png(draw_grid_report(report), PAGE_DPI)
-    page = _TEMPLATE.render(r=report, figure=png_data(figure), table=format_rows(report))
-    atomic.write_bytes(target / "report.png", figure)
+    panels = grid_panels(report)
+    plots = embedded_plots(losses=plots_of_panels(panels))
+    page = _TEMPLATE.render(r=report, table=format_rows(report), **plots)
+    atomic.write_bytes(target / "report.png", to_png(draw_lines(panels), PAGE_DPI))
     atomic.write_bytes(target / "report.html", page.encode())
     atomic.write_bytes(target / "report.json", (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
     return [target / f"report.{kind}" for kind in ("json", "png", "html")]
@@ -144,8 +145,8 @@ def format_rows(report: GridReport) -> list[list[str]]:
     return cells
 
 
-def draw_grid_report(report: GridReport) -> Figure:
-    """Draw the losses over each varied key, as means and ranges over the others, and the rank correlations."""
+def grid_panels(report: GridReport) -> list[LinePanel]:
+    """Return panels of the losses over each varied key (means and ranges over the others) and of the correlations."""
     keys = [key for key in report["keys"] if key != SEED_KEY] or report["keys"]
     panels = [_panel_of_key(report["runs"], key) for key in keys]
     if report["agreement"]:
@@ -159,7 +160,7 @@ def draw_grid_report(report: GridReport) -> Figure:
         panels.append(LinePanel(title, "million tokens", lines, zero_line=True, y_limits=(-1.05, 1.05)))
     if not panels:  # a grid of one run
         panels = [LinePanel("held-out loss", "", _lines_over(report["runs"], lambda row: 0.0), tick_labels=("",))]
-    return draw_lines(panels)
+    return panels
 
 
 def _row(run: Run, keys: Sequence[str], forks: Sequence[Run]) -> Row:

@@ -1,6 +1,6 @@
-"""The page of a report: a self-contained HTML file without scripts, from the Jinja template page.html."""
+"""The page of a report: a self-contained HTML file that needs no network, from the Jinja template page.html."""
 
-import base64
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -8,32 +8,28 @@ import jinja2
 from pma_jax.analysis.comparison import recovered_share
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting.drawing import group_by_series_and_window
+from pma_jax.reporting.interactive import DARK_COLORS, Plot, bokeh_script, plots_of_panels, to_json
+from pma_jax.reporting.report_plots import points_per_drawn, report_plots
+from pma_jax.reporting.task_curves import task_panels
 
 
-def render_page(
-    report: dict[str, Any], config_json: str, light_png: bytes, dark_png: bytes, tasks_png: bytes | None = None
-) -> str:
+def render_page(report: dict[str, Any], config_json: str) -> str:
     """Render a report as a page that follows the reader's light or dark colour scheme.
 
     Args:
         report: The result of `report.build_report`.
         config_json: The run's configuration.
-        light_png: The figure for the light colour scheme.
-        dark_png: The figure for the dark colour scheme.
-        tasks_png: The figure of the task scores, if there are any.
     """
     return _TEMPLATE.render(
         r=report,
         config=config_json,
-        light=png_data(light_png),
-        dark=png_data(dark_png),
-        tasks=None if tasks_png is None else png_data(tasks_png),
+        **embedded_plots(losses=report_plots(report), tasks=plots_of_panels(task_panels(report["tasks"]))),
+        thinning=points_per_drawn(max(map(len, (report["curves"]["raw"], *report["curves"]["previews"].values())))),
         models=_model_rows(report),
         bytes_only=report["tokenizer"] == "bytes",
         grid=group_by_series_and_window(report["merges"]),
         windows=sorted({m["window"] for m in report["merges"]}),
         best=(report["best_merge"] or {}).get("text"),
-        alt=f"Held-out loss against tokens. {report['finding']}",
     )
 
 
@@ -88,9 +84,10 @@ def _capitalize_first(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def png_data(png: bytes) -> str:
-    """Return an image as the address that an `img` of a self-contained page takes."""
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+def embedded_plots(**figures: Sequence[Plot]) -> dict[str, Any]:
+    """Return what plots.html takes: the plots of each figure, whose places have the identifiers `<figure>-<number>`."""
+    plots = {f"{name}-{i}": to_json(plot) for name, plots in figures.items() for i, plot in enumerate(plots, start=1)}
+    return {"plots": plots, "dark_colors": DARK_COLORS, "bokeh": bokeh_script()}
 
 
 def make_environment() -> jinja2.Environment:
@@ -98,6 +95,8 @@ def make_environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pma_jax.reporting", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
+    # Bokeh reads each model where it first occurs, so sorted keys would break references to it.
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     environment.filters |= {
         "loss": _loss,
         "percent": _percent,

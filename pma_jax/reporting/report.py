@@ -21,11 +21,11 @@ from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.model.loss import bits_per_byte, perplexity
 from pma_jax.reporting import html
 from pma_jax.reporting.commands import reproduction_commands
-from pma_jax.reporting.drawing import DARK, LIGHT, PAGE_DPI, to_png
+from pma_jax.reporting.drawing import PAGE_DPI, to_png
 from pma_jax.reporting.judging import judge
 from pma_jax.reporting.recorded import Curve, by_select_loss, drop_nonfinite
 from pma_jax.reporting.report_figure import draw_report
-from pma_jax.reporting.task_curves import draw_task_curves, format_task_scores, task_curves
+from pma_jax.reporting.task_curves import format_task_scores, task_curves
 from pma_jax.runs.directory import Run
 from pma_jax.runtime.formatting import align_columns, format_loss
 from pma_jax.runtime.mesh import AXES
@@ -109,11 +109,10 @@ def write_report(report: Report, run: Run, folder: epath.PathLike | None = None)
     """
     target = absolute_path(folder) if folder is not None else run.path
     target.mkdir(parents=True, exist_ok=True)
-    light, dark = (to_png(draw_report(report, theme), PAGE_DPI) for theme in (LIGHT, DARK))
-    tasks = to_png(draw_task_curves(report["tasks"]), PAGE_DPI) if report["tasks"] else None
-    page = html.render_page(report, configuration.to_json(run.config), light, dark, tasks)
+    figure = to_png(draw_report(report), PAGE_DPI)
+    page = html.render_page(report, configuration.to_json(run.config))
     # JSON last: if report.json exists, the report is complete.
-    atomic.write_bytes(target / "report.png", light)
+    atomic.write_bytes(target / "report.png", figure)
     atomic.write_bytes(target / "report.html", page.encode())
     atomic.write_bytes(target / "report.json", (json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
     return [target / f"report.{kind}" for kind in ("json", "png", "html")]

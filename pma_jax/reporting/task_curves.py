@@ -1,13 +1,11 @@
-"""The task scores of a report: from the records of a run and its forks to curves, a figure and lines of text."""
+"""The task scores of a report: from the records of a run and its forks to curves, panels and lines of text."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from pma_jax.evaluation.task_scores import GOLD_BITS, RAW_LABEL
 from pma_jax.reporting.drawing import display_name
-from pma_jax.reporting.panels import Line, LinePanel, draw_lines
+from pma_jax.reporting.panels import Line, LinePanel
 from pma_jax.runs.directory import Run
 from pma_jax.runtime.formatting import align_columns, format_estimate
 
@@ -47,8 +45,8 @@ def task_curves(run: Run, forks: Sequence[Run]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def draw_task_curves(tasks: Sequence[dict[str, Any]]) -> Figure:
-    """Draw a panel per task, with the bits per byte of the answers or else its first metric."""
+def task_panels(tasks: Sequence[dict[str, Any]]) -> list[LinePanel]:
+    """Return a panel per task, with the bits per byte of the answers or else its first metric."""
     panels = []
     for group in _main_groups(tasks):
         lines = [
@@ -63,7 +61,7 @@ def draw_task_curves(tasks: Sequence[dict[str, Any]]) -> Figure:
         ]
         title = f"{group['task']}, {group['metric'].replace('_', ' ')}"
         panels.append(LinePanel(title, "million tokens", lines))
-    return draw_lines(panels)
+    return panels
 
 
 def format_task_scores(tasks: Sequence[dict[str, Any]]) -> list[str]:

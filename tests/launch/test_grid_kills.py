@@ -80,6 +80,8 @@ def test_killed_grid_trains_what_undisturbed_runs_train_and_little_of_it_twice(t
         log = Path(run.path / "job.log").read_text()
         trained = len(re.findall(r"^[\d.]+M tokens  loss .* tokens/s$", log, re.M))
         again = len(re.findall(", resuming at ", log))
-        assert STEPS <= trained <= STEPS + again * STATE_STEPS
+        # States are saved while training goes on, and each save waits for the one before it. So a kill costs the steps
+        # since the newest published state: an interval, and those trained during a save, at most an interval more.
+        assert STEPS <= trained <= STEPS + again * 2 * STATE_STEPS
         sessions += again
     assert sessions >= 2, "one run was killed, and at least one was stopped with the launcher"

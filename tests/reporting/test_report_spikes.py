@@ -59,7 +59,7 @@ def test_each_spike_is_a_row_with_the_action_taken(spiky):
 
 def test_page_and_files_contain_the_spikes(spiky, tmp_path):
     report = build_report(spiky, [])
-    page = html.render_page(report, to_json(spiky.config), b"", b"")
+    page = html.render_page(report, to_json(spiky.config))
     assert "Loss spikes" in page and "back to sma of 3 snapshots" in " ".join(page.split()) and "not finite" in page
     assert json.loads(write_report(report, spiky, tmp_path)[0].read_text())["spikes"] == report["spikes"]
 
@@ -74,4 +74,4 @@ def test_run_without_spikes_reports_none(make_run):
     run = make_run("calm", [evaluation(6_000_000, 1.5)])
     report = build_report(run, [])
     assert report["spikes"] == []
-    assert "Loss spikes" not in html.render_page(report, to_json(run.config), b"", b"")
+    assert "Loss spikes" not in html.render_page(report, to_json(run.config))

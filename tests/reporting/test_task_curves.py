@@ -4,10 +4,11 @@ import shutil
 
 import pytest
 import tiny
+from report_pages import embedded_plots
 
 from pma_jax.evaluation.task_scores import GOLD_BITS
 from pma_jax.reporting.report import build_report, format_report, write_report
-from pma_jax.reporting.task_curves import draw_task_curves, task_curves
+from pma_jax.reporting.task_curves import task_curves, task_panels
 from pma_jax.runs.directory import append_watch_records, open_run
 
 
@@ -57,10 +58,11 @@ def test_the_report_has_a_figure_a_table_and_lines(run):
     assert lines[start + 2].endswith("3.1250 ± 0.2500") and lines[start + 4].endswith(" 2.5000")
     page = write_report(report, run)[2].read_text()
     assert "<h2>Tasks</h2>" in page and "3.1250<small>± 0.2500</small>" in page
-    axes = draw_task_curves(report["tasks"]).axes
-    assert len(axes) == 2
-    raw = next(line for line in axes[0].lines if len(line.get_xdata()) == 2)
-    assert list(raw.get_ydata()) == [4.5, 3.5]
+    panels = task_panels(report["tasks"])
+    assert len(panels) == 2
+    raw = next(line for line in panels[0].lines if line.name == "raw")
+    assert (raw.y, raw.low, raw.high) == ([4.5, 3.5], [4.25, 3.25], [4.75, 3.75])
+    assert sum(name.startswith("tasks-") for name in embedded_plots(page)) == 2
 
 
 def test_without_scores_the_report_has_no_tasks(finished):
