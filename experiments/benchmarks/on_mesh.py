@@ -13,7 +13,6 @@ script removes its files at the end, and prints one JSON object with the medians
 import argparse
 import json
 import os
-import resource
 import shutil
 import socket
 import statistics
@@ -48,9 +47,13 @@ def kernel_counts() -> tuple[int, int]:
     return int(fields["rchar"]), int(fields["wchar"])
 
 
-def resident_bytes() -> int:
-    """Return the resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def resident_bytes(field: str) -> int:
+    """Return the resident memory of this process now ("VmRSS") or at its peak ("VmHWM").
+
+    getrusage's peak is not used: it includes that of the process which started this one.
+    """
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[field].split()[0]) * 1024
 
 
 def work(checkpoints: str, out: str) -> None:
@@ -67,10 +70,14 @@ def work(checkpoints: str, out: str) -> None:
     plan, _ = from_storage.plan_merge(series, ["sma"], format="orbax", writers=count)
     jax.block_until_ready(jax.device_put(np.zeros(1)))
     hosts.barrier("start")
-    before, began_cpu, began, resident = kernel_counts(), time.process_time(), time.perf_counter(), resident_bytes()
+    before, began_cpu, began, resident = (
+        kernel_counts(),
+        time.process_time(),
+        time.perf_counter(),
+        resident_bytes("VmRSS"),
+    )
     result = on_mesh.merge(plan, [out])
     after = kernel_counts()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     measured = {
         "process": index,
         "wall_seconds": time.perf_counter() - began,
@@ -78,8 +85,8 @@ def work(checkpoints: str, out: str) -> None:
         "cpu_seconds": time.process_time(),
         "leaf_share": result.read_bytes / plan.read_bytes,
         "read_share": (after[0] - before[0]) / plan.read_bytes,
-        "written_share": (after[1] - before[1]) / plan.write_bytes,
-        "memory_bytes": peak - resident,
+        "written_bytes": after[1] - before[1],
+        "memory_bytes": resident_bytes("VmHWM") - resident,
         "memory_bar_bytes": on_mesh.memory_bytes(plan, count),
     }
     print(json.dumps(measured), file=sys.stderr)
@@ -138,10 +145,8 @@ def measure(scratch: Path, megabytes: int, dtype: str, rounds: int) -> dict[str,
             median([e for e in together if e["process"] == p], "merge_cpu_seconds") for p in (0, 1)
         )
         / merge_cpu,
-        **{
-            key: [min(e[key] for e in together), max(e[key] for e in together)]
-            for key in ("leaf_share", "read_share", "written_share")
-        },
+        **{key: [min(e[key] for e in together), max(e[key] for e in together)] for key in ("leaf_share", "read_share")},
+        "written_share": [f(e["written_bytes"] for e in together) / median(alone, "written_bytes") for f in (min, max)],
         "memory_over_bar": max(e["memory_bytes"] / e["memory_bar_bytes"] for e in together),
         "memory_over_bar_of_one": max(e["memory_bytes"] / e["memory_bar_bytes"] for e in alone),
     }

@@ -126,8 +126,8 @@ def _read_array_metadata(path: epath.Path) -> tuple[dict[str, Any], dict[str, st
     if not is_bucket(path):
         file_sizes(as_path(path))  # raises if TensorStore would wait for a named pipe
     with report_read_errors(path):
-        stored = ocp.checkpointables_metadata(path).metadata
-        metadata = steps.read_metadata(path, ())
+        read = ocp.checkpointables_metadata(path)
+        stored, metadata = read.metadata, steps.check_metadata(read.custom_metadata, path)
         digests = _recorded_digests(path, metadata)
     is_state = "position" in metadata
     # A folder without tree metadata, such as an imported model's tokenizer, holds no arrays.

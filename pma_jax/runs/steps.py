@@ -34,7 +34,7 @@ from pma_jax.runtime.failures import is_storage_failure
 from pma_jax.storage import atomic
 from pma_jax.storage.digests import add_metadata_digest, check_metadata_digest
 from pma_jax.storage.json_files import read_json
-from pma_jax.storage.json_schema import Count, Loss
+from pma_jax.storage.json_schema import Count, Loss, check_schema
 from pma_jax.storage.paths import as_path, exists, is_bucket
 
 COMMIT_MARKER = "commit_success.txt"
@@ -94,11 +94,32 @@ def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
         raise DamageError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing") from error
     except UserError as error:
         raise DamageError(f"{path} is corrupt: {error}") from error
+    _check(metadata, file, keys)
+    return metadata
+
+
+def check_metadata(metadata: Any, path: epath.Path) -> dict[str, Any]:
+    """Check the metadata of a step that Orbax has read beside its arrays, as `read_metadata` checks those it reads.
+
+    Raises:
+        DamageError: The metadata are missing or corrupt.
+    """
+    file = path / METADATA_FILE
+    if metadata is None:  # Orbax continues without a file that it cannot read or parse
+        raise DamageError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing or cannot be parsed")
+    try:
+        check_schema(metadata, _Metadata, str(file))
+    except UserError as error:
+        raise DamageError(f"{path} is corrupt: {error}") from error
+    _check(metadata, file, ())
+    return metadata
+
+
+def _check(metadata: Mapping[str, Any], file: epath.Path, keys: Sequence[str]) -> None:
     missing = [key for key in keys if key not in metadata]
     if missing:
         raise DamageError(f"{file} lacks {', '.join(missing)}: it is corrupt, or not from this version of pma_jax")
     check_metadata_digest(metadata, file)
-    return metadata
 
 
 def remove(path: epath.Path) -> None:

@@ -143,7 +143,7 @@ def test_training_killed_between_shards_and_commit_equals_training_on_disk(serve
     proxy.fault = lambda *_: None
     fake_gcs.run(proxy, *arguments)
     requests = proxy.take()
-    assert max(metadata_reads(requests, "killed-run/snapshots/").values()) <= 2 + ORBAX_READS
+    assert max(metadata_reads(requests, "killed-run/snapshots/").values()) <= 1 + ORBAX_READS
     for kind in ("snapshots", "states"):
         paths = {s.path.name: s.path for s in (finished.states if kind == "states" else finished.snapshots)}
         local = {name: json.loads((path / METADATA).read_text()) for name, path in paths.items()}
@@ -170,7 +170,7 @@ def test_verbs_print_what_they_print_on_disk(server, proxy, finished, tmp_path):
         assert here.returncode == 0, here.stderr
         # The columns of tables are as wide as the paths.
         assert there.replace("gs://bucket/run", "RUN").split() == here.stdout.replace(str(local), "RUN").split()
-        assert max(metadata_reads(requests).values(), default=0) <= 2 + ORBAX_READS, verb
+        assert max(metadata_reads(requests).values(), default=0) <= 1 + ORBAX_READS, verb
     objects = fake_gcs.list_objects(server, "bucket", "run/")
     assert {"run/watch.jsonl", "run/sweep.json", "run/report.html"} <= set(objects)
     fake_gcs.run(proxy, "merge", "gs://bucket/run", "--last", "3", "--out", "gs://bucket/run-merged")
