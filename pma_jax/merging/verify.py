@@ -1,5 +1,6 @@
 """Verify the stored arrays of runs, snapshots, states and merges against their digests (`pma inspect --verify`)."""
 
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -57,17 +58,27 @@ def _verify_step(path: epath.Path) -> Iterator[str]:
         raise UserError(f"{path} has no digests: it was imported, or written by an earlier version")
     # A snapshot has one item, "params". In a state, a leaf's name starts with its item and a part of that item.
     is_state = "position" in metadata
-    digests_of: dict[str, dict[str, str]] = {}
+    digests_of: dict[str, dict[str, dict[str, str]]] = {}
     for name, digest in metadata["leaves"].items():
         part = "/".join(name.split(".")[:2]) if is_state else "params"
-        digests_of.setdefault(part, {})[name.partition(".")[2] if is_state else name] = digest
-    for part, digests in sorted(digests_of.items()):
-        try:
-            source = orbax_read.open_orbax(as_path(path), [part])
-        except (UserError, FileNotFoundError, NotADirectoryError) as error:
-            yield f"{path}: {part} cannot be read: {error}"
-            continue
-        yield from _verify_leaves(str(path), source, digests)
+        parts = digests_of.setdefault(part.partition("/")[0], {})
+        parts.setdefault(part, {})[name.partition(".")[2] if is_state else name] = digest
+    for _, parts in sorted(digests_of.items()):
+        yield from _verify_parts(path, parts)
+
+
+def _verify_parts(path: epath.Path, digests_of: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Verify parts of one item, all at once, or each alone if they cannot be opened, to name those that cannot."""
+    try:
+        source = orbax_read.open_orbax(as_path(path), sorted(digests_of))
+    except (UserError, FileNotFoundError, NotADirectoryError) as error:
+        if len(digests_of) == 1:
+            yield f"{path}: {next(iter(digests_of))} cannot be read: {error}"
+            return
+        for part, digests in sorted(digests_of.items()):
+            yield from _verify_parts(path, {part: digests})
+        return
+    yield from _verify_leaves(str(path), source, dict(ChainMap(*map(dict, digests_of.values()))))
 
 
 def _verify_merge(directory: Path, with_sources: bool) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from etils import epath
@@ -21,12 +21,20 @@ from pma_jax.storage.paths import as_path, check_readable, exists, file_sizes, i
 T = TypeVar("T")
 
 
+class ArrayMetadata(NamedTuple):
+    """What is recorded of the arrays of a checkpoint."""
+
+    items: dict[str, Any]  # item -> pytree of the shapes and dtypes of its leaves
+    digests: dict[str, str]  # leaf -> digest; see `read_digests`
+
+
 def restore_tree(path: epath.Path, item: str, abstract: Any) -> Any:
     """Restore one item of the checkpoint at `path`; see `restore_trees`."""
-    return restore_trees(path, {item: abstract})[item]
+    metadata = hosts.run_in_all(lambda: read_array_metadata(path))
+    return restore_trees(path, {item: abstract}, metadata)[item]
 
 
-def restore_trees(path: epath.Path, items: Mapping[str, Any]) -> dict[str, Any]:
+def restore_trees(path: epath.Path, items: Mapping[str, Any], metadata: ArrayMetadata) -> dict[str, Any]:
     """Restore items of the checkpoint at `path` as pytrees. If it fails in one process, it fails in all.
 
     Args:
@@ -34,13 +42,14 @@ def restore_trees(path: epath.Path, items: Mapping[str, Any]) -> dict[str, Any]:
         items: Names of stored pytrees -> pytree of `jax.ShapeDtypeStruct` with shardings, whose shapes, dtypes and
             shardings the result has. The names are `params` in a snapshot; `state`, or an optional field of the train
             state, such as `block` (the block mean), in a training state.
+        metadata: The result of `read_array_metadata`.
 
     Raises:
         DamageError: An item or a file is missing or cannot be parsed, or leaves are missing, unexpected, of another
             shape, or do not match their digests. The message gives the number of such leaves and names the first ten.
         StorageError: Reading failed in this or another process, which says nothing about the checkpoint.
     """
-    as_stored, digests = hosts.run_in_all(lambda: confirm_damage(path, lambda: _as_stored(path, items)))
+    as_stored = hosts.run_in_all(lambda: _as_stored(path, items, metadata.items))
     try:
         restored = hosts.run_in_all(lambda: _load(path, as_stored))
     except DamageError:
@@ -50,7 +59,7 @@ def restore_trees(path: epath.Path, items: Mapping[str, Any]) -> dict[str, Any]:
     problem = None
     for item, tree in restored.items():
         # In the digests, leaf names of a snapshot have no prefix; those of a training state start with the item's name.
-        changed = integrity.mismatched_leaves(tree, digests, "" if item == "params" else f"{item}.")
+        changed = integrity.mismatched_leaves(tree, metadata.digests, "" if item == "params" else f"{item}.")
         if changed:
             listed = ", ".join(changed[:10])
             problem = DamageError(f"{path} is corrupt: {len(changed)} leaves do not match their digests: {listed}")
@@ -61,9 +70,9 @@ def restore_trees(path: epath.Path, items: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _as_stored(path: epath.Path, items: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return `items` with their stored dtypes, which the digests cover, and the digests."""
-    (stored, digests), as_stored = _read_array_metadata(path), {}
+def _as_stored(path: epath.Path, items: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `items` with their stored dtypes, which the digests cover."""
+    as_stored = {}
     for item, abstract in items.items():
         if not jax.tree.leaves(stored.get(item)):
             raise DamageError(
@@ -78,7 +87,7 @@ def _as_stored(path: epath.Path, items: Mapping[str, Any]) -> tuple[dict[str, An
             jax.ShapeDtypeStruct(leaf.shape, dtypes[key], sharding=leaf.sharding)
             for key, leaf in integrity.named_leaves(abstract).items()
         )
-    return as_stored, digests
+    return as_stored
 
 
 def _load(path: epath.Path, items: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +117,7 @@ def confirm_damage(path: epath.Path, read: Callable[[], T]) -> T:
         return read()
 
 
-def read_array_metadata(path: epath.Path) -> dict[str, Any]:
+def read_array_metadata(path: epath.Path) -> ArrayMetadata:
     """Read the shapes and dtypes of all leaves, without reading the arrays.
 
     The keys are the items of the checkpoint: `params` in a snapshot; `state`, and any of the optional fields of the
@@ -118,11 +127,10 @@ def read_array_metadata(path: epath.Path) -> dict[str, Any]:
         DamageError: The metadata of an item are missing or cannot be parsed.
         StorageError: The metadata cannot be read.
     """
-    return confirm_damage(path, lambda: _read_array_metadata(path))[0]
+    return confirm_damage(path, lambda: _read_array_metadata(path))
 
 
-def _read_array_metadata(path: epath.Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the shapes and dtypes of all leaves, and their digests; see `read_digests`."""
+def _read_array_metadata(path: epath.Path) -> ArrayMetadata:
     if not is_bucket(path):
         file_sizes(as_path(path))  # raises if TensorStore would wait for a named pipe
     with report_read_errors(path):
@@ -136,14 +144,14 @@ def _read_array_metadata(path: epath.Path) -> tuple[dict[str, Any], dict[str, st
     missing = sorted(name for name in items if stored.get(name) is None)  # Orbax returns None if it cannot read an item
     if missing:
         raise DamageError(f"cannot read {path}: corrupt or incomplete: {', '.join(missing)} is missing")
-    return stored, digests
+    return ArrayMetadata(stored, digests)
 
 
 def read_params_metadata(path: epath.Path) -> dict[str, dict[str, Any]]:
     """Read the shape, dtype and size (number of elements) of each parameter of a snapshot, without its arrays."""
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "size": math.prod(leaf.shape)}
-        for name, leaf in integrity.named_leaves(read_array_metadata(path)["params"], "/").items()
+        for name, leaf in integrity.named_leaves(read_array_metadata(path).items["params"], "/").items()
     }
 
 

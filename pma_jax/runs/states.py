@@ -88,7 +88,7 @@ def check_fits(saved: SavedState, abstract: Any) -> None:
         StorageError: The metadata cannot be read.
     """
     required = dataclasses.replace(abstract, **dict.fromkeys(_optional_fields(abstract)))
-    differences = restore.shape_differences(restore.read_array_metadata(saved.path).get("state", {}), required)
+    differences = restore.shape_differences(restore.read_array_metadata(saved.path).items.get("state", {}), required)
     if differences:
         listed = "; ".join(differences[:10])
         raise UserError(f"{saved.path} does not fit the configuration: {len(differences)} leaves differ: {listed}")
@@ -108,13 +108,14 @@ def restore_state(saved: SavedState, abstract: Any) -> Any:
     """
     names = _optional_fields(abstract)
     parts = {name: part for name in names if (part := getattr(abstract, name)) is not None}
-    stored = hosts.run_in_all(lambda: restore.read_array_metadata(saved.path))
+    metadata = hosts.run_in_all(lambda: restore.read_array_metadata(saved.path))
+    stored = metadata.items
     restorable = {
         name for name in parts if stored.get(name) and not restore.shape_differences(stored[name], parts[name])
     }
     items = {name: parts[name] for name in sorted(restorable)}
     items["state"] = dataclasses.replace(abstract, **dict.fromkeys(names))
-    restored = restore.restore_trees(saved.path, items)
+    restored = restore.restore_trees(saved.path, items, metadata)
     for name in parts.keys() - restorable:
         restored[name] = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), parts[name])
     return dataclasses.replace(restored["state"], **{name: restored[name] for name in parts})

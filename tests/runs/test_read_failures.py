@@ -100,7 +100,7 @@ def test_missing_item_of_orbax_is_read_again_before_it_counts_as_damage(copy, mo
         return found
 
     monkeypatch.setattr(ocp, "checkpointables_metadata", lose_once)
-    assert restore.read_array_metadata(copy.states[-1].path)["state"] is not None and len(calls) == 2
+    assert restore.read_array_metadata(copy.states[-1].path).items["state"] is not None and len(calls) == 2
     monkeypatch.setattr(
         ocp, "checkpointables_metadata", lambda path: lose_once(path) if calls.clear() is None else None
     )
