@@ -14,7 +14,6 @@ import numpy as np
 import scipy.stats
 from numpy.typing import ArrayLike
 
-from pma_jax.analysis import comparison
 from pma_jax.analysis.scaling import ScalingLaw, fit_loss_curve, fit_scaling_law
 from pma_jax.config import Config
 from pma_jax.data.sampling import SELECT
@@ -23,7 +22,7 @@ from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runtime.mesh import make_mesh
-from pma_jax.studies import pages
+from pma_jax.studies import pages, statistics
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study, run_experiment
 
@@ -229,7 +228,7 @@ def law_report(results: dict[str, Any]) -> str:
     for kind in LAWS:
         fits = [laws[kind] for laws in results["laws"].values()]
         numbers = [f"{np.mean([fit[key] for fit in fits]):.3g}" for key in ("e", "a", "alpha", "b", "beta")]
-        rows.append([kind, *numbers, pages.format_interval(comparison.mean_interval([fit["error"] for fit in fits]))])
+        rows.append([kind, *numbers, pages.format_interval(statistics.mean_interval([fit["error"] for fit in fits]))])
     sizes_shown = ", ".join(f"{entry['parameters']:,}" for entry in next(iter(results["sizes"].values())))
     header = ["fitted to", "E", "A", "alpha", "B", "beta", "largest size, forecast less annealed"]
     extra = extra_share(results)
@@ -274,7 +273,7 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         for name in ("raw", "sma")
     }
     if all(len(each) > 1 for each in errors.values()):
-        shown = {name: pages.format_interval(comparison.mean_interval(each)) for name, each in errors.items()}
+        shown = {name: pages.format_interval(statistics.mean_interval(each)) for name, each in errors.items()}
         effects.append(
             f"annealed loss at the end from {late:.0%}, forecast less measured: {shown['sma']} (raw {shown['raw']})"
         )

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.analysis.comparison import MeanInterval, mean_interval, paired_difference
 from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.model.ladder import recommend_interval_and_window
@@ -16,6 +15,7 @@ from pma_jax.reporting.drawing import PAGE_DPI, to_png
 from pma_jax.reporting.heat_map import HeatMap, draw_heat_maps
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import MeanInterval, mean_interval, paired_difference
 from pma_jax.studies.study import Study, run_experiment
 
 INTERVALS = (1, 2, 4, 8)  # in units: every snapshot of the trunk, every second, ...

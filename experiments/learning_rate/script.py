@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from pma_jax.analysis.comparison import MeanInterval, mean_interval
 from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import MeanInterval, mean_interval
 from pma_jax.studies.study import Study, run_experiment
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the size's own rate

@@ -10,13 +10,13 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from pma_jax.analysis.comparison import mean_interval, paired_difference
 from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import mean_interval, paired_difference
 from pma_jax.studies.study import Study, run_experiment
 
 SHAPES = ("linear", "cosine", "minus_sqrt")

@@ -5,12 +5,12 @@ Command:   python experiments/stable_phase/script.py --runs runs/science
 
 from typing import Any
 
-from pma_jax.analysis.comparison import MeanInterval, paired_difference
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import MeanInterval, paired_difference
 from pma_jax.studies.study import Study, run_experiment
 
 WINDOWS = (3, 6, 10, 15)  # PMA's, Figure 5

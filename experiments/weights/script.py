@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from learned_weights import learn_weights
 
-from pma_jax.analysis.comparison import paired_difference
 from pma_jax.analysis.workbench import text_loss
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.data.sampling import FIT, REPORT, SELECT
@@ -28,6 +27,7 @@ from pma_jax.runs.snapshots import restore_params
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import paired_difference
 from pma_jax.studies.study import Study, run_experiment
 
 KINDS = tuple(SNAPSHOT_KINDS)

@@ -25,7 +25,6 @@ from parameter_path import (
 from replicas import fit_replica_noise, subset_mean_weights
 
 from pma_jax.analysis import curvature, landscape, spectrum
-from pma_jax.analysis.comparison import mean_interval
 from pma_jax.analysis.workbench import Workbench, open_workbench
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.merges import evaluate_merges
@@ -37,6 +36,7 @@ from pma_jax.runs.directory import Run
 from pma_jax.runs.integrity import named_leaves
 from pma_jax.studies import pages
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import mean_interval
 from pma_jax.studies.study import Study, run_experiment
 
 TEXT_TOKENS = 8192  # held-out tokens for curvature and landscape

@@ -1,48 +1,9 @@
-"""Statistics that compare runs: intervals over seeds, recovered shares of annealing, tokens to a loss, roughness."""
-
-import dataclasses
+"""Numbers that compare runs: recovered shares of annealing, tokens to a loss, roughness."""
 
 import numpy as np
-import scipy.stats
 from numpy.typing import ArrayLike
 
 from pma_jax.config.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class MeanInterval:
-    """The mean of `count` values, with its confidence interval from `low` to `high`."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-
-
-def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = 0.95) -> MeanInterval:
-    """Estimate the mean of first - second over pairs, such as seeds, with Student's t confidence interval.
-
-    Raises:
-        UserError: There are fewer than 2 pairs, or the arguments are not 1-D or differ in length.
-    """
-    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    if a.shape != b.shape or a.ndim != 1:
-        raise UserError(f"expected 1-D values of equal length, not the shapes {a.shape} and {b.shape}")
-    if len(a) < 2:
-        raise UserError(f"a confidence interval needs at least 2 samples, not {len(a)}: run more seeds")
-    difference = a - b
-    mean, error = difference.mean(), difference.std(ddof=1) / np.sqrt(len(difference))
-    half_width = error * scipy.stats.t.ppf((1 + confidence) / 2, len(difference) - 1)
-    return MeanInterval(float(mean), float(mean - half_width), float(mean + half_width), len(difference))
-
-
-def mean_interval(values: ArrayLike, confidence: float = 0.95) -> MeanInterval:
-    """Estimate the mean of values, such as one per seed, with Student's t confidence interval.
-
-    Raises:
-        UserError: There are fewer than 2 values, or they are not 1-D.
-    """
-    return paired_difference(values, np.zeros(np.shape(values)), confidence)
 
 
 def recovered_share(raw_loss: float, annealed_loss: float | None, loss: float) -> float | None:

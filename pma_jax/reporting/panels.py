@@ -7,7 +7,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pma_jax.analysis.comparison import MeanInterval
 from pma_jax.reporting.drawing import (
     DASHES,
     LIGHT,
@@ -17,6 +16,7 @@ from pma_jax.reporting.drawing import (
     label_panel,
     new_figure,
 )
+from pma_jax.studies.statistics import MeanInterval
 
 COLUMN_INCHES, ROW_INCHES = 4.2, 3.6
 LEGEND_COLUMNS = 4

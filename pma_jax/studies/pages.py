@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pma_jax.analysis.comparison import MeanInterval, mean_interval, paired_difference
 from pma_jax.config.errors import UserError
+from pma_jax.studies.statistics import MeanInterval, mean_interval, paired_difference
 
 RESULTS_BEGIN, RESULTS_END = "<!-- results: made by the script, not by hand -->", "<!-- end of results -->"
 INDEX_HEADER = ("question", "claim", "what we found", "effect (95% interval)")

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import scipy.stats
 
 from pma_jax.analysis import comparison, scaling
 
@@ -42,24 +41,6 @@ def test_unfittable_data_is_refused(tokens, loss, message):
 def test_single_model_size_has_no_exponent_of_size():
     with pytest.raises(ValueError, match="same number of parameters"):
         scaling.fit_scaling_law([1e6] * 6, [1e6, 2e6, 3e6, 4e6, 5e6, 6e6], [3, 2.9, 2.8, 2.7, 2.6, 2.5])
-
-
-def test_paired_difference_is_the_paired_t_interval():
-    a, b = np.array([1.0, 2.0, 4.0, 3.0]), np.array([0.5, 1.8, 3.1, 2.9])
-    actual = comparison.paired_difference(a, b)
-    low, high = scipy.stats.ttest_rel(a, b).confidence_interval(0.95)
-    assert (actual.mean, actual.low, actual.high) == pytest.approx((np.mean(a - b), low, high))
-    with pytest.raises(ValueError, match="run more seeds"):
-        comparison.paired_difference([1.0], [2.0])
-
-
-def test_interval_of_a_mean_is_the_t_interval():
-    values = np.array([0.3, -0.1, 0.25])
-    actual = comparison.mean_interval(values)
-    low, high = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert (actual.mean, actual.low, actual.high) == pytest.approx((values.mean(), low, high))
-    with pytest.raises(ValueError, match="run more seeds"):
-        comparison.mean_interval([1.0])
 
 
 def test_tokens_to_reach_a_loss_are_interpolated_linearly():

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from pma_jax.analysis.comparison import MeanInterval
 from pma_jax.studies import pages
 from pma_jax.studies.pages import RESULTS_BEGIN, RESULTS_END, IndexRow
+from pma_jax.studies.statistics import MeanInterval
 
 PAGE = f"# Title\n\nwords\n\n{RESULTS_BEGIN}\n\nold\n\n{RESULTS_END}\n\nmore words\n"
 

@@ -1,0 +1,203 @@
+"""Statistics of experiments: estimates with intervals over seeds and documents, tests of equality, fair choices.
+
+Losses have one axis of seeds (S) and, where documents are resampled too, one of held-out documents (D). Two contenders
+are compared by the difference of their losses at the same seed, on the same documents.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import scipy.optimize
+import scipy.stats
+from numpy.typing import ArrayLike
+
+from pma_jax.config.errors import UserError
+
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanInterval:
+    """The mean of `count` values, with its confidence interval from `low` to `high`."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanEstimate:
+    """An estimate with Student's t distribution around the truth."""
+
+    mean: float
+    standard_error: float
+    degrees: float  # of freedom, of the standard error
+    count: int  # seeds
+
+    def interval(self, confidence: float = CONFIDENCE) -> MeanInterval:
+        """Return the confidence interval."""
+        half_width = self.standard_error * float(scipy.stats.t.ppf((1 + confidence) / 2, self.degrees))
+        return MeanInterval(self.mean, self.mean - half_width, self.mean + half_width, self.count)
+
+    def p_value(self) -> float:
+        """Return the p-value of the hypothesis that the truth is 0, against both sides.
+
+        `scipy.stats.false_discovery_control` adjusts the p-values of a table of tests (Benjamini and Hochberg).
+        """
+        return float(2 * scipy.stats.t.sf(abs(self._t(0.0)), self.degrees))
+
+    def equivalence_p_value(self, margin: float) -> float:
+        """Return the p-value of the hypothesis that the truth is not within `margin` of 0: two one-sided tests (TOST).
+
+        It is below 0.05 exactly if the 90% interval lies within -margin and margin.
+        """
+        if not margin > 0:
+            raise UserError(f"the margin of equivalence must be above 0, not {margin}")
+        above, below = (
+            scipy.stats.t.sf(self._t(-margin), self.degrees),
+            scipy.stats.t.cdf(self._t(margin), self.degrees),
+        )
+        return float(max(above, below))
+
+    def _t(self, truth: float) -> float:
+        difference = self.mean - truth
+        if self.standard_error == 0:
+            return float(np.sign(difference)) * np.inf if difference else 0.0
+        return difference / self.standard_error
+
+
+def paired_estimate(first: ArrayLike, second: ArrayLike) -> MeanEstimate:
+    """MeanEstimate the mean of first - second over pairs, such as seeds.
+
+    Raises:
+        UserError: There are fewer than 2 pairs, or the arguments are not 1-D or differ in length.
+    """
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    if a.shape != b.shape or a.ndim != 1:
+        raise UserError(f"expected 1-D values of equal length, not the shapes {a.shape} and {b.shape}")
+    if len(a) < 2:
+        raise UserError(f"a confidence interval needs at least 2 samples, not {len(a)}: run more seeds")
+    difference = a - b
+    error = difference.std(ddof=1) / np.sqrt(len(difference))
+    return MeanEstimate(float(difference.mean()), float(error), len(difference) - 1, len(difference))
+
+
+def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval:
+    """Return the interval of `paired_estimate`."""
+    return paired_estimate(first, second).interval(confidence)
+
+
+def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval:
+    """MeanEstimate the mean of values, such as one per seed, with Student's t confidence interval.
+
+    Raises:
+        UserError: There are fewer than 2 values, or they are not 1-D.
+    """
+    return paired_difference(values, np.zeros(np.shape(values)), confidence)
+
+
+def estimate_over_documents(differences_SD: ArrayLike, tokens_D: ArrayLike) -> MeanEstimate:
+    """MeanEstimate the mean difference of two contenders, with an error that covers new seeds and new documents.
+
+    Seeds and documents are resampled separately: the jackknife over each has the variance of that factor, and both have
+    that of their interaction, which is subtracted once (random effects of two crossed factors; Searle, Casella and
+    McCulloch, Variance Components, 1992, chapter 4). The degrees of freedom are Satterthwaite's.
+
+    Args:
+        differences_SD: Differences of losses, nats per token, of each seed on each document.
+        tokens_D: Tokens of each document, the weights of its differences.
+
+    Raises:
+        UserError: There are fewer than 2 seeds or documents, or the shapes do not match.
+    """
+    x_SD, w_D = np.asarray(differences_SD, np.float64), np.asarray(tokens_D, np.float64)
+    if x_SD.ndim != 2 or w_D.shape != x_SD.shape[1:]:
+        raise UserError(
+            f"expected losses of seeds x documents and tokens of documents, not {x_SD.shape} and {w_D.shape}"
+        )
+    seeds, documents = x_SD.shape
+    if min(seeds, documents) < 2:
+        raise UserError(f"an interval over seeds and documents needs 2 of each, not {seeds} and {documents}")
+    if not (w_D > 0).all():
+        raise UserError("each document needs at least 1 token")
+    share_D = w_D / w_D.sum()
+    by_seed_S, by_document_D = x_SD @ share_D, x_SD.mean(axis=0)
+    mean = by_seed_S.mean()
+    over_seeds = by_seed_S.var(ddof=1) / seeds
+    without_D = (mean - share_D * by_document_D) / (1 - share_D)
+    over_documents = (documents - 1) * np.mean((without_D - without_D.mean()) ** 2)
+    rest_SD = x_SD - by_seed_S[:, None] - by_document_D + mean
+    both = np.sum(share_D**2 * rest_SD**2) / (seeds * (seeds - 1)) * documents / (documents - 1)
+    variance = max(over_seeds + over_documents - both, over_seeds, over_documents)
+    spread = over_seeds**2 / (seeds - 1) + over_documents**2 / (documents - 1)
+    degrees = (over_seeds + over_documents) ** 2 / spread if spread else seeds - 1
+    return MeanEstimate(float(mean), float(np.sqrt(variance)), float(degrees), seeds)
+
+
+def ratio_of_means(numerator: ArrayLike, denominator: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval | None:
+    """MeanEstimate mean(numerator) / mean(denominator) over pairs, such as seeds, with Fieller's interval.
+
+    Fieller, "Some problems in interval estimation", 1954. Return None if the denominator's own interval contains 0: the
+    ratio then has no bounded interval.
+
+    Raises:
+        UserError: As `paired_estimate`.
+    """
+    count = paired_estimate(numerator, denominator).count  # checks the arguments
+    pairs = np.array([numerator, denominator], np.float64)
+    top, bottom = pairs.mean(axis=1)
+    covariance = np.cov(pairs) / count
+    t2 = scipy.stats.t.ppf((1 + confidence) / 2, count - 1) ** 2
+    # The ratios r for which mean(numerator) - r mean(denominator) does not differ from 0: x r² - 2 y r + z <= 0.
+    x = bottom**2 - t2 * covariance[1, 1]
+    y = top * bottom - t2 * covariance[0, 1]
+    z = top**2 - t2 * covariance[0, 0]
+    if x <= 0:
+        return None
+    root = np.sqrt(max(y * y - x * z, 0.0))
+    return MeanInterval(float(top / bottom), float((y - root) / x), float((y + root) / x), count)
+
+
+def choose_leaving_one_out(losses: Mapping[str, Sequence[float]]) -> tuple[list[str], list[float]]:
+    """Choose the best of several contenders for each seed on the other seeds.
+
+    The losses of the choices are those of a choice that has not seen the seed that judges it, so they have no advantage
+    from the choice among many.
+
+    Args:
+        losses: Loss of each seed, by contender.
+
+    Returns:
+        The contender that was chosen for each seed, and its loss there.
+    """
+    names = list(losses)
+    losses_CS = np.array([losses[name] for name in names], np.float64)
+    seeds = losses_CS.shape[1]
+    if seeds < 2:
+        raise UserError(f"a choice on the other seeds needs at least 2 seeds, not {seeds}")
+    others_CS = losses_CS.sum(axis=1, keepdims=True) - losses_CS
+    chosen_S = others_CS.argmin(axis=0)
+    return [names[i] for i in chosen_S], losses_CS[chosen_S, np.arange(seeds)].tolist()
+
+
+def power(difference: float, deviation: float, count: int, significance: float = 0.05) -> float:
+    """Return the probability that a paired t test over `count` seeds finds a true difference.
+
+    Args:
+        difference: The true mean of the paired differences, in nats.
+        deviation: Their standard deviation, in nats.
+        count: Number of seeds, at least 2.
+        significance: Highest p-value that counts as a finding, of both sides.
+    """
+    degrees, shift = count - 1, difference / deviation * np.sqrt(count)
+    critical = scipy.stats.t.ppf(1 - significance / 2, degrees)
+    distribution = scipy.stats.nct(degrees, shift)
+    return float(distribution.sf(critical) + distribution.cdf(-critical))
+
+
+def smallest_difference(deviation: float, count: int, wanted_power: float = 0.8, significance: float = 0.05) -> float:
+    """Return the smallest true difference, in nats, that `count` seeds find with the wanted power; see `power`."""
+    found = scipy.optimize.root_scalar(lambda x: power(x, 1.0, count, significance) - wanted_power, bracket=(1e-9, 1e3))
+    return deviation * found.root
