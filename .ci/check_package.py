@@ -48,6 +48,11 @@ def install(programs: Path, *requirements: str) -> None:
     subprocess.run([*pip, *CONSTRAINTS, *requirements], check=True)
 
 
+def on_path(programs: Path) -> dict[str, str]:
+    """Return the environment variables with these programs first; notebooks also need the system's shell."""
+    return os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+
+
 def build(folder: Path) -> Path:
     """Build both distributions, check the files in them, and return the wheel."""
     programs = make_environment(folder / "builder")
@@ -72,8 +77,8 @@ def check_install_cell(folder: Path) -> None:
     programs = make_environment(folder / "notebook")
     install(programs, "ipykernel", "nbclient", "nbformat")
     command = [programs / "python", "-c", RUN_INSTALL_CELL, "compare_a_grid.ipynb"]
-    environment = {"PATH": str(programs), "PIP_CONSTRAINT": CONSTRAINTS[1]}
-    subprocess.run(command, check=True, cwd=ROOT / "notebooks", env=os.environ | environment)
+    environment = on_path(programs) | {"PIP_CONSTRAINT": CONSTRAINTS[1]}
+    subprocess.run(command, check=True, cwd=ROOT / "notebooks", env=environment)
     subprocess.run([programs / "python", "-c", "import pma_jax, pandas"], check=True, cwd=folder)
 
 
@@ -97,7 +102,7 @@ def main() -> None:
         pma("report", "run")
         install(programs, "ipykernel", "nbclient", "nbformat")
         command = [programs / "python", "-c", RUN_NOTEBOOK, ROOT / "notebooks/quickstart.ipynb"]
-        subprocess.run(command, check=True, cwd=folder, env={"PMA_RUN": str(folder / "run"), "PATH": str(programs)})
+        subprocess.run(command, check=True, cwd=folder, env=on_path(programs) | {"PMA_RUN": str(folder / "run")})
         check_install_cell(folder)
         print(f"{wheel.name}: installed in {installed - started:.0f} s, first preview {trained - started:.0f} s after")
 
