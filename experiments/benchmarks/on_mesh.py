@@ -70,12 +70,8 @@ def work(checkpoints: str, out: str) -> None:
     plan, _ = from_storage.plan_merge(series, ["sma"], format="orbax", writers=count)
     jax.block_until_ready(jax.device_put(np.zeros(1)))
     hosts.barrier("start")
-    before, began_cpu, began, resident = (
-        kernel_counts(),
-        time.process_time(),
-        time.perf_counter(),
-        resident_bytes("VmRSS"),
-    )
+    before, resident = kernel_counts(), resident_bytes("VmRSS")
+    began_cpu, began = time.process_time(), time.perf_counter()
     result = on_mesh.merge(plan, [out])
     after = kernel_counts()
     measured = {

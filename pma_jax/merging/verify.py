@@ -1,6 +1,5 @@
 """Verify the stored arrays of runs, snapshots, states and merges against their digests (`pma inspect --verify`)."""
 
-from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -58,13 +57,13 @@ def _verify_step(path: epath.Path) -> Iterator[str]:
         raise UserError(f"{path} has no digests: it was imported, or written by an earlier version")
     # A snapshot has one item, "params". In a state, a leaf's name starts with its item and a part of that item.
     is_state = "position" in metadata
-    digests_of: dict[str, dict[str, dict[str, str]]] = {}
+    digests_of: dict[str, dict[str, dict[str, str]]] = {}  # item -> part -> leaf -> digest
     for name, digest in metadata["leaves"].items():
         part = "/".join(name.split(".")[:2]) if is_state else "params"
         parts = digests_of.setdefault(part.partition("/")[0], {})
         parts.setdefault(part, {})[name.partition(".")[2] if is_state else name] = digest
-    for _, parts in sorted(digests_of.items()):
-        yield from _verify_parts(path, parts)
+    for item in sorted(digests_of):
+        yield from _verify_parts(path, digests_of[item])
 
 
 def _verify_parts(path: epath.Path, digests_of: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
@@ -78,7 +77,8 @@ def _verify_parts(path: epath.Path, digests_of: Mapping[str, Mapping[str, str]])
         for part, digests in sorted(digests_of.items()):
             yield from _verify_parts(path, {part: digests})
         return
-    yield from _verify_leaves(str(path), source, dict(ChainMap(*map(dict, digests_of.values()))))
+    digests_of_item = {name: digest for digests in digests_of.values() for name, digest in digests.items()}
+    yield from _verify_leaves(str(path), source, digests_of_item)
 
 
 def _verify_merge(directory: Path, with_sources: bool) -> Iterator[str]:

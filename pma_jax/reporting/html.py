@@ -20,11 +20,12 @@ def render_page(report: dict[str, Any], config_json: str) -> str:
         report: The result of `report.build_report`.
         config_json: The run's configuration.
     """
+    curves = report["curves"]
     return _TEMPLATE.render(
         r=report,
         config=config_json,
         **embedded_plots(losses=report_plots(report), tasks=plots_of_panels(task_panels(report["tasks"]))),
-        thinning=points_per_drawn(max(map(len, (report["curves"]["raw"], *report["curves"]["previews"].values())))),
+        thinning=points_per_drawn(max(map(len, (curves["raw"], curves["annealed"], *curves["previews"].values())))),
         models=_model_rows(report),
         bytes_only=report["tokenizer"] == "bytes",
         grid=group_by_series_and_window(report["merges"]),

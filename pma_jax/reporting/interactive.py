@@ -1,4 +1,4 @@
-"""Plots that the reader's browser draws with Bokeh: hover for values, click a name to hide its curve, drag to zoom.
+"""Plots that the reader's browser draws with Bokeh: hover for values, click a name to hide its curve, zoom by tools.
 
 A page contains Bokeh's script and the plots as JSON, so it needs no network. Plots are drawn in the colours of `LIGHT`;
 page.js replaces them by `DARK_COLORS` for readers who prefer a dark page.
@@ -31,7 +31,7 @@ from pma_jax.reporting.panels import MAX_TICKS, LinePanel
 
 PLOT_PIXELS, LEGEND_ROW_PIXELS = 370, 30  # heights of a plot without its legend, and of a row of the legend
 _TWO_COLUMNS_CHARACTERS = 18  # names up to this length fit twice into the width of a phone
-MARKERS = ("circle", "square", "diamond", "triangle", "inverted_triangle", "plus", "x", "star", "hex", "asterisk")
+BOKEH_MARKERS = ("circle", "square", "diamond", "triangle", "inverted_triangle", "plus", "x", "star", "hex", "asterisk")
 _SERIES = [matplotlib.colors.to_hex(color) for color in SERIES_COLORS]
 _ON_DARK = [
     matplotlib.colors.to_hex((0.6 * red + 0.4, 0.6 * green + 0.4, 0.6 * blue + 0.4))
@@ -90,7 +90,7 @@ class Plot:
     percent: bool = False  # format y, a share, in percent
 
 
-def plot_of_panel(panel: LinePanel, names: Sequence[str]) -> Plot:
+def _plot_of_panel(panel: LinePanel, names: Sequence[str]) -> Plot:
     """Return the plot of a panel; `names` has those of all lines of its figure, for equal colours in all panels."""
     curves = []
     for line in panel.lines:
@@ -102,7 +102,7 @@ def plot_of_panel(panel: LinePanel, names: Sequence[str]) -> Plot:
                 list(zip(line.x, line.y, strict=True)),
                 _SERIES[i % len(_SERIES)],
                 dash="dashed" if line.dashed else "solid",
-                marker=MARKERS[i % len(MARKERS)],
+                marker=BOKEH_MARKERS[i % len(BOKEH_MARKERS)],
                 error_bars=list(zip(line.low or (), line.high or (), strict=True)) if has_errors else (),
             )
         )
@@ -128,7 +128,7 @@ def plot_of_panel(panel: LinePanel, names: Sequence[str]) -> Plot:
 def plots_of_panels(panels: Sequence[LinePanel]) -> list[Plot]:
     """Return the plots of the panels of one figure; lines with the same name have the same colour and marker."""
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
-    return [plot_of_panel(panel, names) for panel in panels]
+    return [_plot_of_panel(panel, names) for panel in panels]
 
 
 def bokeh_script() -> str:

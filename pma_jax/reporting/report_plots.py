@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pma_jax.reporting.drawing import LIGHT, display_name
-from pma_jax.reporting.interactive import MARKERS, Curve, Level, Plot
+from pma_jax.reporting.interactive import BOKEH_MARKERS, Curve, Level, Plot
 from pma_jax.reporting.panels import MAX_TICKS
 from pma_jax.reporting.report_lines import annealed_branch, is_block_mean, merge_lines, visible_range
 
@@ -79,7 +79,7 @@ def _plot_merges(report: dict[str, Any]) -> Plot:
             display_name(name),
             points,
             LIGHT.merges[i % len(LIGHT.merges)],
-            marker=MARKERS[i % len(MARKERS)],
+            marker=BOKEH_MARKERS[i % len(BOKEH_MARKERS)],
             dash="dotted" if is_block_mean(name) else "solid",
         )
         for i, (name, points) in enumerate(lines.items())

@@ -94,7 +94,10 @@ def read_metadata(path: epath.Path, keys: Sequence[str]) -> dict[str, Any]:
         raise DamageError(f"{path} is corrupt or incomplete: {METADATA_FILE} is missing") from error
     except UserError as error:
         raise DamageError(f"{path} is corrupt: {error}") from error
-    _check(metadata, file, keys)
+    missing = [key for key in keys if key not in metadata]
+    if missing:
+        raise DamageError(f"{file} lacks {', '.join(missing)}: it is corrupt, or not from this version of pma_jax")
+    check_metadata_digest(metadata, file)
     return metadata
 
 
@@ -111,15 +114,8 @@ def check_metadata(metadata: Any, path: epath.Path) -> dict[str, Any]:
         check_schema(metadata, _Metadata, str(file))
     except UserError as error:
         raise DamageError(f"{path} is corrupt: {error}") from error
-    _check(metadata, file, ())
-    return metadata
-
-
-def _check(metadata: Mapping[str, Any], file: epath.Path, keys: Sequence[str]) -> None:
-    missing = [key for key in keys if key not in metadata]
-    if missing:
-        raise DamageError(f"{file} lacks {', '.join(missing)}: it is corrupt, or not from this version of pma_jax")
     check_metadata_digest(metadata, file)
+    return metadata
 
 
 def remove(path: epath.Path) -> None:

@@ -29,16 +29,16 @@ class MeanInterval:
 
 @dataclasses.dataclass(frozen=True)
 class MeanEstimate:
-    """An estimate with Student's t distribution around the truth."""
+    """The mean of paired differences or of values; its error over its standard error has Student's t distribution."""
 
     mean: float
     standard_error: float
-    degrees: float  # of freedom, of the standard error
+    degrees_of_freedom: float  # of the standard error
     count: int  # seeds
 
     def interval(self, confidence: float = CONFIDENCE) -> MeanInterval:
         """Return the confidence interval."""
-        half_width = self.standard_error * float(scipy.stats.t.ppf((1 + confidence) / 2, self.degrees))
+        half_width = self.standard_error * float(scipy.stats.t.ppf((1 + confidence) / 2, self.degrees_of_freedom))
         return MeanInterval(self.mean, self.mean - half_width, self.mean + half_width, self.count)
 
     def p_value(self) -> float:
@@ -46,7 +46,7 @@ class MeanEstimate:
 
         `scipy.stats.false_discovery_control` adjusts the p-values of a table of tests (Benjamini and Hochberg).
         """
-        return float(2 * scipy.stats.t.sf(abs(self._t(0.0)), self.degrees))
+        return float(2 * scipy.stats.t.sf(abs(self._t(0.0)), self.degrees_of_freedom))
 
     def equivalence_p_value(self, margin: float) -> float:
         """Return the p-value of the hypothesis that the truth is not within `margin` of 0: two one-sided tests (TOST).
@@ -55,11 +55,9 @@ class MeanEstimate:
         """
         if not margin > 0:
             raise UserError(f"the margin of equivalence must be above 0, not {margin}")
-        above, below = (
-            scipy.stats.t.sf(self._t(-margin), self.degrees),
-            scipy.stats.t.cdf(self._t(margin), self.degrees),
-        )
-        return float(max(above, below))
+        is_not_above = scipy.stats.t.sf(self._t(-margin), self.degrees_of_freedom)
+        is_not_below = scipy.stats.t.cdf(self._t(margin), self.degrees_of_freedom)
+        return float(max(is_not_above, is_not_below))
 
     def _t(self, truth: float) -> float:
         difference = self.mean - truth
@@ -69,7 +67,7 @@ class MeanEstimate:
 
 
 def paired_estimate(first: ArrayLike, second: ArrayLike) -> MeanEstimate:
-    """MeanEstimate the mean of first - second over pairs, such as seeds.
+    """Estimate the mean of first - second over pairs, such as seeds.
 
     Raises:
         UserError: There are fewer than 2 pairs, or the arguments are not 1-D or differ in length.
@@ -90,7 +88,7 @@ def paired_difference(first: ArrayLike, second: ArrayLike, confidence: float = C
 
 
 def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval:
-    """MeanEstimate the mean of values, such as one per seed, with Student's t confidence interval.
+    """Estimate the mean of values, such as one per seed, with Student's t confidence interval.
 
     Raises:
         UserError: There are fewer than 2 values, or they are not 1-D.
@@ -99,7 +97,7 @@ def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> MeanInte
 
 
 def estimate_over_documents(differences_SD: ArrayLike, tokens_D: ArrayLike) -> MeanEstimate:
-    """MeanEstimate the mean difference of two contenders, with an error that covers new seeds and new documents.
+    """Estimate the mean difference of two contenders, with an error that covers new seeds and new documents.
 
     Seeds and documents are resampled separately: the jackknife over each has the variance of that factor, and both have
     that of their interaction, which is subtracted once (random effects of two crossed factors; Searle, Casella and
@@ -137,7 +135,7 @@ def estimate_over_documents(differences_SD: ArrayLike, tokens_D: ArrayLike) -> M
 
 
 def ratio_of_means(numerator: ArrayLike, denominator: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval | None:
-    """MeanEstimate mean(numerator) / mean(denominator) over pairs, such as seeds, with Fieller's interval.
+    """Estimate mean(numerator) / mean(denominator) over pairs, such as seeds, with Fieller's interval.
 
     Fieller, "Some problems in interval estimation", 1954. Return None if the denominator's own interval contains 0: the
     ratio then has no bounded interval.
