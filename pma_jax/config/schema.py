@@ -32,7 +32,9 @@ class DataConfig:
     # Where the text comes from. `packaged`: the sources of an installed Python package; `files`: local files;
     # `tokens`: files of ids, which `tokenizer` has made; `hub`: a Hugging Face dataset.
     source: Literal["packaged", "files", "tokens", "hub"] = "packaged"
-    package: str = ""  # for `packaged`: name of an installed package, such as scipy; empty: Python's standard library
+    # For `packaged`: name of an installed package, such as scipy; or `stdlib-without-tests`; or, for the packages that
+    # pma_jax requires, `libraries-without-tests`; empty: Python's standard library, half of which is its tests.
+    package: str = ""
     # For `files`: globs of .txt, .jsonl or .parquet files; for `tokens`: of .npy or .bin files (docs/training.md).
     files: tuple[Text, ...] = ()
     text_field: str = "text"  # for `files` and `hub`: field (JSONL) or column (Parquet, dataset) that holds the text

@@ -12,18 +12,16 @@ import contextlib
 import dataclasses
 import glob
 import hashlib
-import importlib.util
 import json
 import os
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pma_jax import config
 from pma_jax.config.errors import UserError, first_line
-from pma_jax.data import token_files
+from pma_jax.data import packaged, token_files
 from pma_jax.data.documents import Corpus, Document
 from pma_jax.data.pairs import extract_function_pairs
 from pma_jax.runtime.failures import as_read_error
@@ -34,7 +32,6 @@ from pma_jax.storage.paths import (
     is_bucket,
     list_objects,
     open_regular_file,
-    raise_unless_absent,
     read_file,
 )
 
@@ -76,7 +73,7 @@ def open_corpus(data_config: config.DataConfig) -> Corpus:
         return Corpus(_digest_files(parts), lambda: _read_tokens(files))
     else:
         assert data_config.source == "packaged", data_config.source
-        files = _list_package_files(data_config.package)
+        files = [_File(name, path) for name, path in packaged.list_files(data_config.package).items()]
         digest, read = _digest_files(files), lambda: _read_package_files(files)
     if data_config.task == "functions":
         return Corpus(digest, lambda: _make_function_documents(_remove_nuls(read()), data_config.pair_bytes))
@@ -118,27 +115,7 @@ def _convert_os_errors(path: Path) -> Iterator[None]:
         raise as_read_error(error, f"cannot read {path}: {first_line(error)}") from error
 
 
-# --- Packaged: the .py files of Python's standard library or of an installed package ----------------------------------
-
-
-def _list_package_files(package: str) -> list[_File]:
-    root = _package_folder(package) if package else Path(sysconfig.get_path("stdlib"))
-    files = []
-    for folder, subfolders, names in os.walk(root, onerror=raise_unless_absent):
-        subfolders[:] = [name for name in subfolders if name not in ("site-packages", "dist-packages", "__pycache__")]
-        paths = [Path(folder, name) for name in names if name.endswith(".py")]
-        files += [_File(path.relative_to(root).as_posix(), path) for path in paths]
-    if not files:
-        raise UserError(f"no .py files in {root}: choose another data.package or set data.source=files")
-    return sorted(files, key=lambda file: file.name)
-
-
-def _package_folder(package: str) -> Path:
-    # Dotted names are refused: find_spec would import their parent package.
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"data.package: no package {package!r} is installed in this Python: install it or name another")
-    return Path(next(iter(spec.submodule_search_locations)))
+# --- Packaged: the sources of Python and of installed packages --------------------------------------------------------
 
 
 def _read_package_files(files: list[_File]) -> Iterator[Document]:
