@@ -20,7 +20,7 @@ def write(options: argparse.Namespace) -> tuple[Mapping[str, Any], str, Sequence
         written = grid_report.write_grid_report(grid, options.out or root)
         return grid, grid_report.format_grid_report(grid), written
     run, *forks = [open_run(path) for path in options.run]
-    if options.out:  # before the evaluations, which take minutes and write RUN/losses.json
+    if options.out:  # before the evaluations, which take minutes and write RUN/document_losses.json
         absolute_path(options.out).mkdir(parents=True, exist_ok=True)
     contents = report.build_report(run, forks)
     written = report.write_report(contents, run, options.out or run.path)

@@ -1,7 +1,7 @@
-"""Evaluate merges at several token counts of a run, and cache the held-out losses in RUN/losses.json.
+"""Evaluate merges at several token counts of a run, and cache the held-out losses in RUN/document_losses.json.
 
-The file contains {digest of the held-out text: {"CELL at TOKENS": [nats per token, its standard error], or null if
-snapshots are missing}}.
+The file contains {digest of the held-out text: {"CELL at TOKENS": [summed nats of each document], or null if snapshots
+are missing}}. Dimension: D documents of the sample.
 """
 
 import dataclasses
@@ -10,10 +10,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from pma_jax.config import EvaluationConfig
-from pma_jax.data.sampling import HeldOutLoss
+from pma_jax.data.sampling import HeldOutLoss, estimate
 from pma_jax.evaluation.held_out import read_sample_of_run
 from pma_jax.evaluation.sweep import Cell, evaluate_cells, snapshots_through
 from pma_jax.runs.directory import Run
@@ -22,9 +23,17 @@ from pma_jax.storage.json_files import read_json, update_json
 from pma_jax.storage.json_schema import Loss
 from pma_jax.storage.paths import as_path, exists
 
-LOSSES_FILE_NAME = "losses.json"
-# Schema of losses.json. Early versions stored numbers, without standard errors, under digests of other text.
-LossesByDigest = dict[str, dict[str, list[Loss | None] | Loss | None]]
+LOSSES_FILE_NAME = "document_losses.json"
+LossesByDigest = dict[str, dict[str, list[Loss] | None]]  # schema of the file
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentLosses:
+    """The losses of merges on each document of a sample of held-out text."""
+
+    nats: dict[tuple[Cell, int], np.ndarray]  # by merge and its end in tokens: float64 [D], summed loss per document
+    counts: np.ndarray  # float64 [D], number of targets of each document
+    digest: str  # of the sample
 
 
 def evaluate_along_run(
@@ -44,7 +53,22 @@ def evaluate_pairs(
     part: str,
     evaluation: EvaluationConfig | None = None,
 ) -> dict[tuple[Cell, int], HeldOutLoss]:
-    """Evaluate merges at token counts of the run, and cache the losses in RUN/losses.json.
+    """Evaluate merges at token counts of the run. See `evaluate_documents`.
+
+    Returns:
+        The loss for each pair. Pairs with too few snapshots, or with a gap among them, are omitted.
+    """
+    losses = evaluate_documents(run, pairs, part, evaluation)
+    return {pair: estimate(nats_D, losses.counts) for pair, nats_D in losses.nats.items()}
+
+
+def evaluate_documents(
+    run: Run,
+    pairs: Iterable[tuple[Cell, int]],
+    part: str,
+    evaluation: EvaluationConfig | None = None,
+) -> DocumentLosses:
+    """Evaluate merges at token counts of the run, and cache the losses in RUN/document_losses.json.
 
     Each pair is a cell and the tokens at which its newest snapshot is scheduled. For memory use, see
     `evaluation.merges.evaluate_merges`. Several jobs may evaluate the same run at once. In a bucket, which has no file
@@ -58,17 +82,17 @@ def evaluate_pairs(
         evaluation: Evaluation settings, including the number of tokens. Defaults to those of the run.
 
     Returns:
-        The loss for each pair. Pairs with too few snapshots, or with a gap among them, are omitted.
+        The losses of each pair. Pairs with too few snapshots, or with a gap among them, are omitted.
 
     Raises:
-        UserError: The run has no snapshot at an end, the recipe of a cell is invalid, losses.json is corrupt, or the
-            corpus has changed.
+        UserError: The run has no snapshot at an end, the recipe of a cell is invalid, the file of losses is corrupt, or
+            the corpus has changed.
     """
     config = dataclasses.replace(run.config, evaluation=evaluation or run.config.evaluation)
-    digest = read_sample_of_run(run, part, config.evaluation).digest
+    sample = read_sample_of_run(run, part, config.evaluation)
     # Read on the first process and broadcast, so that all processes evaluate the same cells.
     stored = hosts.broadcast_from_first(lambda: json.dumps(_read_losses(run.path / LOSSES_FILE_NAME)))
-    cached = json.loads(stored).get(digest, {})
+    cached = json.loads(stored).get(sample.digest, {})
     by_key = {_cache_key(cell, end): (cell, end) for cell, end in pairs}
     missing = {cache_key: pair for cache_key, pair in by_key.items() if cache_key not in cached}
     if missing:
@@ -79,18 +103,25 @@ def evaluate_pairs(
             used = snapshots_through(snapshots[cell.kind], end, config.batch_tokens)
             if not cell.describe_missing(config, [s.tokens for s in used]):
                 evaluable[cache_key] = cell, end
-        losses = evaluate_cells(config, snapshots, list(evaluable.values()), part).losses if evaluable else []
+        sums = evaluate_cells(config, snapshots, list(evaluable.values()), part).sums.tolist() if evaluable else []
         # None (null in the file) for the pairs that lack snapshots.
-        values = [[evaluated.loss, evaluated.standard_error] for evaluated in losses]
-        computed = dict.fromkeys(missing) | dict(zip(evaluable, values, strict=True))
+        computed = dict.fromkeys(missing) | dict(zip(evaluable, sums, strict=True))
         cached = cached | computed
         if hosts.is_first_process():
-            _store_losses(run, digest, computed)
-    return {pair: HeldOutLoss(*value) for cache_key, pair in by_key.items() if (value := cached[cache_key]) is not None}
+            _store_losses(run, sample.digest, computed)
+    known = {pair: np.array(nats_D) for cache_key, pair in by_key.items() if (nats_D := cached[cache_key]) is not None}
+    return DocumentLosses(known, sample.counts_D, sample.digest)
 
 
-def _store_losses(run: Run, digest: str, losses: Mapping[str, Sequence[float | None] | None]) -> None:
-    """Add losses to losses.json, which other jobs may change at the same time."""
+def count_missing(run: Run, pairs: Iterable[tuple[Cell, int]], part: str, evaluation: EvaluationConfig) -> int:
+    """Count the pairs whose losses are not cached; see `evaluate_documents`."""
+    digest = read_sample_of_run(run, part, evaluation).digest
+    cached = _read_losses(run.path / LOSSES_FILE_NAME).get(digest, {})
+    return sum(_cache_key(cell, end) not in cached for cell, end in pairs)
+
+
+def _store_losses(run: Run, digest: str, losses: Mapping[str, Sequence[float] | None]) -> None:
+    """Add losses to the file, which other jobs may change at the same time."""
 
     def add(losses_by_digest: dict[str, Any] | None) -> dict[str, Any]:
         losses_by_digest = losses_by_digest or {}

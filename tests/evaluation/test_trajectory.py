@@ -74,10 +74,10 @@ def test_end_without_a_snapshot_is_named(run):
 def test_concurrent_writers_keep_each_others_losses(finished, tmp_path):
     run = open_run(shutil.copytree(finished.path, tmp_path / "run"))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: trajectory._store_losses(run, f"text {i % 3}", {f"cell {i}": float(i)}), range(60)))
+        list(pool.map(lambda i: trajectory._store_losses(run, f"text {i % 3}", {f"cell {i}": [float(i)]}), range(60)))
     stored = json.loads((run.path / trajectory.LOSSES_FILE_NAME).read_text())
     assert {name: loss for losses in stored.values() for name, loss in losses.items()} == {
-        f"cell {i}": float(i) for i in range(60)
+        f"cell {i}": [float(i)] for i in range(60)
     }
     (run.path / trajectory.LOSSES_FILE_NAME).write_text("{")
     with pytest.raises(ValueError, match=r"losses\.json: invalid JSON"):
