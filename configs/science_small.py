@@ -13,6 +13,7 @@ from pma_jax import config
 
 def get_config() -> ml_collections.ConfigDict:
     c = config.load("demo")
+    c.data.package = "stdlib-without-tests"
     c.model.width = 64
     c.model.layers = 3
     c.model.heads = 2

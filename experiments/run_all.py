@@ -2,15 +2,17 @@
 
 Command:   python experiments/run_all.py --runs runs/science
 
-    --jobs 2                            two at a time, each on half of the cores; faster for small models, which do not
-                                        use two cores fully
+    --jobs 2                            train two runs at a time, each on half of the cores; faster for small models,
+                                        which do not use two cores fully
+    --estimate                          only estimate the machine time of each, and name the runs that are cached
     --only stable_phase,learning_rate   only these experiments
     --tiny --out FOLDER                 all of them in a minute or two, to check that they run; the numbers mean nothing
     --list                              list the experiments, and which have results
 
---runs stores trained runs and evaluated merges: the same command resumes an interrupted call, and after a completed one
-only redraws tables and figures. All other options, such as --seeds and --config.KEY=VALUE, are passed to every script.
-If a script fails, the failure is reported, the others continue, and the exit status is 1.
+Each experiment first prints an estimate of its machine time, and which of its runs are cached. --runs stores trained
+runs and evaluated merges: the same command resumes an interrupted call, and after a completed one only redraws tables
+and figures. All other options, such as --jobs, --seeds and --config.KEY=VALUE, are passed to every script. If a script
+fails, the failure is reported, the others continue, and the exit status is 1.
 """
 
 import argparse
@@ -18,14 +20,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pma_jax.config.errors import UserError
 from pma_jax.launch.job import Job, Step
 from pma_jax.launch.local import run_jobs
 from pma_jax.runtime.signals import Stopped
 
 FOLDER = Path(__file__).parent
-# Ordered so that runs that several experiments use are trained first, and concurrent jobs rarely wait for the same run.
+# Ordered so that runs that several experiments use are trained first; the settings of all are those of tuning.
 QUESTIONS = (
+    "tuning",
     "stable_phase",
     "learning_rate",
     "merging_and_annealing",
@@ -44,9 +46,6 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, help="directory of runs, shared by all experiments")
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="Q,Q", help="only these experiments")
     parser.add_argument("--out", type=Path, help="write results to OUT/NAME instead of next to the scripts")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="experiments at a time; each has an equal share of the cores (default 1)"
-    )
     parser.add_argument("--list", action="store_true", help="list the experiments, and which have results")
     options, rest = parser.parse_known_args()
     available = [name for name in QUESTIONS if (FOLDER / name / "script.py").exists()]
@@ -61,9 +60,7 @@ def main() -> int:
     if not options.runs:
         parser.error("--runs is missing: give the directory of the runs")
     try:
-        failed = run_scripts(chosen, options.runs, options.out, rest, options.jobs)
-    except UserError as error:
-        parser.error(f"--jobs: {error}")
+        failed = run_scripts(chosen, options.runs, options.out, rest)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.status
@@ -74,7 +71,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def run_scripts(names: Sequence[str], runs: Path, out: Path | None, options: Sequence[str], jobs: int) -> list[str]:
+def run_scripts(names: Sequence[str], runs: Path, out: Path | None, options: Sequence[str]) -> list[str]:
     """Run the scripts of experiments with the local engine of `pma grid`.
 
     Args:
@@ -82,7 +79,6 @@ def run_scripts(names: Sequence[str], runs: Path, out: Path | None, options: Seq
         runs: directory of runs, shared by all experiments.
         out: directory of the results, one subdirectory per experiment; None: next to each script.
         options: passed to every script.
-        jobs: scripts that run at a time, each on its share of the cores, and of the GPUs if there are any.
 
     Returns:
         The names of the experiments that failed.
@@ -92,7 +88,7 @@ def run_scripts(names: Sequence[str], runs: Path, out: Path | None, options: Seq
         arguments = ["--runs", str(runs), *options, *(["--out", str(out / name)] if out else [])]
         return Job(name, (Step(name, (sys.executable, str(FOLDER / name / "script.py"), *arguments)),))
 
-    return list(run_jobs(list(map(job, names)), jobs, lambda line: print(line, file=sys.stderr, flush=True)))
+    return list(run_jobs(list(map(job, names)), 1, lambda line: print(line, file=sys.stderr, flush=True)))
 
 
 if __name__ == "__main__":

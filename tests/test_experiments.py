@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import tiny
 
-from pma_jax.studies import pages, study
+from pma_jax import config as configuration
+from pma_jax.evaluation.held_out import prepare_tokens
+from pma_jax.studies import experiment, pages
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 QUESTIONS = sorted(path.parent for path in FOLDER.glob("*/script.py") if "run_experiment(" in path.read_text())
@@ -39,6 +41,15 @@ def data_keys(workspace):
     return [f"--config.{key}={value}" for key, value in arguments.items()]
 
 
+def write_tuned_settings(workspace, path):
+    """Write results of the experiment tuning, with the digest of the tests' text."""
+    overrides = [key.removeprefix("--config.") for key in data_keys(workspace)]
+    digest = prepare_tokens(configuration.resolve(configuration.defaults(), overrides)).digest
+    best = {"science_small": {"best": {"raw": ["schedule.peak_rate=0.003"]}}}
+    path.write_text(json.dumps({"made": {"text": {"corpus_digest": digest}}, "sizes": best}))
+    return path
+
+
 FORECASTS, WHY_IT_WORKS = (load_module(FOLDER / name / "script.py") for name in ("forecasts", "why_it_works"))
 
 
@@ -62,6 +73,8 @@ def test_script_runs_end_to_end(folder, runs, workspace, tmp_path):
         "--tiny",
         *data_keys(workspace),
     ]
+    if folder.name == "stable_phase":
+        arguments += ["--tuned", str(write_tuned_settings(workspace, tmp_path / "tuned.json"))]
     # A separate process with one device, as for a user; eight simulated devices take three times as long.
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=tiny.environment(devices=1), check=False
@@ -70,7 +83,7 @@ def test_script_runs_end_to_end(folder, runs, workspace, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     script = load_module(folder / "script.py")
     output = pages.extract_results((tmp_path / "README.md").read_text())
-    assert output == study.render_results(script.report, results).strip() and output in done.stdout
+    assert output == experiment.render_results(script.report, results).strip() and output in done.stdout
     row = script.summarize(results)
     assert results["row"] == dataclasses.asdict(row) and all(dataclasses.astuple(row)), "no cell of the row is empty"
     drawn = {path.name for path in tmp_path.glob("*.png")}
@@ -92,15 +105,35 @@ def test_page_matches_its_results(folder):
         assert output == "", "a page without results.json shows no results"
         return
     script, results = load_module(folder / "script.py"), json.loads((folder / "results.json").read_text())
-    assert output == study.render_results(script.report, results).strip()
+    assert output == experiment.render_results(script.report, results).strip()
     assert results["row"] == dataclasses.asdict(script.summarize(results))
+    if "text" in results["made"]:
+        assert pages.find_bare_figures(output) == [], "figures without an interval"
+        assert pages.find_unknown_figures(page) == [], "figures of the hand-written text that are not in the results"
+        parts = results["made"]["text"]["parts"].values()
+        assert all(part["documents"] >= 10 and part["tokens"] >= 131_072 for part in parts)
+    else:
+        assert pages.OLD_TEXT in output
     assert len(results["made"]["seeds"]) >= 3 and results["made"]["overrides"] == []
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+\.png)\)", page):
         assert (folder / picture).exists()
 
 
 def test_index_page_has_one_row_per_question_with_results():
-    assert pages.extract_results((FOLDER / "README.md").read_text()) == pages.format_index_table(FOLDER)
+    assert pages.extract_results((FOLDER / "README.md").read_text()) == pages.format_index(FOLDER)
+
+
+@pytest.mark.parametrize("page", [FOLDER / "README.md", FOLDER.parent / "docs" / "findings.md"], ids=lambda p: p.name)
+def test_pages_about_all_experiments_have_no_figures_but_those_of_results(page):
+    text = page.read_text()
+    if pages.RESULTS_BEGIN not in text:
+        text += f"{pages.RESULTS_BEGIN}{pages.RESULTS_END}"
+    assert pages.find_unknown_figures(text) == []
+
+
+def test_readme_says_what_the_results_say():
+    page = (FOLDER.parent / "README.md").read_text()
+    assert pages.extract_results(page) == pages.format_summary(FOLDER)
 
 
 def test_run_all_lists_every_question():
@@ -123,7 +156,7 @@ def test_run_all_continues_after_a_failure_and_reports_it(workspace, runs, tmp_p
         "stable_phase,learning_rate",
     ]
     done = subprocess.run(
-        [*arguments, "--jobs", "2", "--config.data.source=nowhere"],
+        [*arguments, "--config.data.source=nowhere"],
         capture_output=True,
         text=True,
         env=tiny.environment(),
@@ -133,8 +166,6 @@ def test_run_all_continues_after_a_failure_and_reports_it(workspace, runs, tmp_p
     assert "[1 of 2] stable_phase: failed" in done.stderr and "[2 of 2] learning_rate: failed" in done.stderr
     refused = subprocess.run([*command, "--only", "no_such"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "unknown experiment no_such" in refused.stderr
-    refused = subprocess.run([*command, "--runs", str(runs), "--jobs", "0"], capture_output=True, text=True)
-    assert refused.returncode == 2 and "--jobs: 0 processes at a time need a core each: give 1 to" in refused.stderr
 
 
 def test_rankings_and_the_cost_of_a_wrong_one():
@@ -150,3 +181,32 @@ def test_rankings_and_the_cost_of_a_wrong_one():
 @pytest.mark.parametrize(("rows", "share"), [(np.eye(3), 0), (np.ones((3, 1)), 2), ([[1.0], [-1.0]], -1)])
 def test_off_diagonal_share_at_three_known_values(rows, share):
     assert WHY_IT_WORKS.off_diagonal_share(np.asarray(rows) @ np.asarray(rows).T) == pytest.approx(share)
+
+
+TUNING = FOLDER / "tuning" / "results.json"
+
+
+def tuned_sizes():
+    return json.loads(TUNING.read_text())["sizes"].items() if TUNING.exists() else []
+
+
+@pytest.mark.parametrize(("name", "size"), tuned_sizes(), ids=lambda value: value if isinstance(value, str) else "")
+def test_configuration_of_a_size_is_its_tuned_setting(name, size):
+    config = configuration.resolve(configuration.load(name))
+    for text in size["best"]["merged"]:
+        key, _, value = text.partition("=")
+        section, _, field = key.partition(".")
+        assert getattr(getattr(config, section), field) == float(value), text
+
+
+@pytest.mark.parametrize(("name", "size"), tuned_sizes(), ids=lambda value: value if isinstance(value, str) else "")
+def test_no_tuned_setting_is_at_the_edge_and_contenders_have_as_many(name, size):
+    for horizon, contenders in size["tried"].items():
+        assert len({len(tried["settings"]) for tried in contenders.values()}) == 1, (name, horizon)
+        for contender, tried in contenders.items():
+            best = tried["settings"][tried["best"]]
+            assert sum(best["losses"]) == min(sum(one["losses"]) for one in tried["settings"]), (name, contender)
+            rates = {one["rate"] for one in tried["settings"] if one["batch"] == best["batch"]}
+            batches = {one["batch"] for one in tried["settings"] if one["rate"] == best["rate"]}
+            assert min(rates) < best["rate"] < max(rates), (name, horizon, contender)
+            assert min(batches) < best["batch"] < max(batches), (name, horizon, contender)

@@ -130,6 +130,22 @@ def test_tables_match_the_report():
         assert f"**{report[value]:.4f}**" in page
 
 
+def test_readme_sentences_about_the_demo_match_the_report():
+    report = json.loads((ROOT / "experiments" / "demo" / "report.json").read_text())
+    page, saved = " ".join(PAGES[0].read_text().split()), f"{report['tokens_saved'] / 1e6:.2f}M"
+    windows = report["previews"]["sma:10"]
+    for sentence in (
+        f"A decoder of {report['parameters'] / 1e6:.2f}M parameters is trained",
+        f"at a constant rate for {report['tokens'] / 1e6:.2f}M tokens. Two forks leave it at "
+        f"{report['fork_tokens'] / 1e6:.2f}M tokens",
+        f"The merges need none of the {saved} tokens of annealing, and {windows['below_raw']} of {windows['count']} "
+        "previews of `sma:10` are below the raw loss",
+        f"a sample of {report['held_out']['documents']} documents that nothing was chosen on (standard error over "
+        f"documents: {report['raw_standard_error']:.2f} nats",
+    ):
+        assert sentence in page, sentence
+
+
 def test_readme_table_matches_the_report():
     report = json.loads((ROOT / "experiments" / "demo" / "report.json").read_text())
     annealed = {run["annealing"]["shape"]: run["loss"] for run in report["annealed_runs"]}

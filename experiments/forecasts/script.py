@@ -16,15 +16,17 @@ from numpy.typing import ArrayLike
 
 from pma_jax.analysis.scaling import ScalingLaw, fit_loss_curve, fit_scaling_law
 from pma_jax.config import Config
-from pma_jax.data.sampling import SELECT
+from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.model.decoder import abstract_params, parameter_count
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.studies import pages, statistics
+from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.study import Study, run_experiment
+from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun
+from pma_jax.studies.study import Study
 
 SHARES = (0.25, 0.5, 0.75)  # of a run that a forecast uses
 # Settings of the sweep, which changes one key at a time: factors of the size's rate and batch size; weight decays.
@@ -34,6 +36,52 @@ WIDTHS = (0.5, 1.5)  # additional models: factors of the first size's width, on 
 ENDS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # where a trunk is evaluated, in 32nds of its length
 FORECASTS = ("raw", "sma", "block/sma")
 LAWS = ("merged", "annealed")  # losses that L(N, D) is fitted to
+
+
+def plan(study: Study) -> Plan:
+    """List the runs of the sweep, of the curves and of the sizes, and their annealed branches."""
+    work: list[PlannedRun] = []
+    end, quarter = Branch(SWEEP_UNITS * 3 // 4, SWEEP_UNITS), Branch(study.units * 3 // 4, study.units)
+    for seed in study.seeds:
+        for changes in sweep_settings(study, seed).values():
+            marks = [int(SWEEP_UNITS * share) for share in (*SHARES, 1.0)]
+            evaluations = tuple(PlannedEvaluation(tuple(cells(unit // 4).values()), (unit,), SELECT) for unit in marks)
+            last = (PlannedEvaluation((RAW,), (SWEEP_UNITS,), REPORT),)
+            work.append(PlannedRun(study.sizes[0], seed, changes, None, evaluations, SWEEP_UNITS))
+            work.append(PlannedRun(study.sizes[0], seed, changes, end, last, SWEEP_UNITS))
+        for size in study.sizes[:2]:
+            ends = sorted({study.units * k // 32 for k in ENDS})
+            evaluations = tuple(PlannedEvaluation(tuple(cells(max(at // 8, 1)).values()), (at,), REPORT) for at in ends)
+            work.append(PlannedRun(size, seed, (), None, evaluations))
+            work.append(PlannedRun(size, seed, (), quarter, (PlannedEvaluation((RAW,), (study.units,), REPORT),)))
+        for size, changes in sizes_of(study, seed):
+            ends = range(study.units // 4, study.units + 1, study.units // 8)
+            evaluations = tuple(PlannedEvaluation((cells(max(at // 8, 1))["block/sma"],), (at,), REPORT) for at in ends)
+            work.append(PlannedRun(size, seed, changes, None, evaluations))
+            for at in (study.units // 4, study.units // 2, study.units):
+                evaluation = PlannedEvaluation((RAW,), (at,), REPORT)
+                work.append(PlannedRun(size, seed, changes, Branch(at - at // 4, at), (evaluation,)))
+    return work
+
+
+def sizes_of(study: Study, seed: int) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the models of several sizes: a configuration and its changes."""
+    first = study.trunk_config(study.sizes[0], seed)
+    half = f"training.total_tokens={first.training.total_tokens // 2}"
+    widths = [(study.sizes[0], (half, *width_overrides(first, factor))) for factor in WIDTHS]
+    return [*widths, *((size, ()) for size in study.sizes[:2])]
+
+
+def sweep_settings(study: Study, seed: int) -> dict[str, tuple[str, ...]]:
+    """Return the changes of each setting of the sweep, by name."""
+    base = study.trunk_config(study.sizes[0], seed)
+    batch, rate = base.training.batch_size_sequences, base.schedule.peak_rate
+    settings = {"as it is": ()}
+    settings |= {f"rate x{x:g}": (f"schedule.peak_rate={rate * x}",) for x in RATES}
+    settings |= {f"batch x{x:g}": (f"training.batch_size_sequences={int(batch * x)}",) for x in BATCHES}
+    settings |= {f"weight decay {x:g}": (f"optimizer.weight_decay={x}",) for x in DECAYS}
+    total = f"training.total_tokens={base.training.total_tokens // SWEEP_DIVISOR}"
+    return {name: (total, *changes) for name, changes in settings.items()}
 
 
 def measure(study: Study) -> dict[str, Any]:
@@ -54,17 +102,10 @@ def cells(window: int) -> dict[str, Cell]:
 
 def measure_sweep(study: Study, seed: int) -> dict[str, dict[str, Any]]:
     """Return the losses along the run of each setting, and that of its annealed branch."""
-    base = study.trunk_config(study.sizes[0], seed)
     small = dataclasses.replace(study, units=SWEEP_UNITS)
-    batch = base.training.batch_size_sequences
-    settings = {"as it is": []}
-    settings |= {f"rate x{x:g}": [f"schedule.peak_rate={base.schedule.peak_rate * x}"] for x in RATES}
-    settings |= {f"batch x{x:g}": [f"training.batch_size_sequences={int(batch * x)}"] for x in BATCHES}
-    settings |= {f"weight decay {x:g}": [f"optimizer.weight_decay={x}"] for x in DECAYS}
     losses_by_setting: dict[str, dict[str, Any]] = {}
-    for name, changes in settings.items():
-        total = f"training.total_tokens={base.training.total_tokens // SWEEP_DIVISOR}"
-        run = small.trunk(study.sizes[0], seed, [total, *changes])
+    for name, changes in sweep_settings(study, seed).items():
+        run = small.trunk(study.sizes[0], seed, changes)
         annealed = small.anneal(run, SWEEP_UNITS * 3 // 4, SWEEP_UNITS)
         entry: dict[str, Any] = {"annealed": small.loss(annealed)}
         for share in (*SHARES, 1.0):
@@ -91,10 +132,7 @@ def measure_curves(study: Study, size: str, seed: int) -> dict[str, Any]:
 
 def measure_sizes(study: Study, seed: int) -> list[dict[str, Any]]:
     """Return, for each size, its parameters and the losses of merges and annealed branches along one run."""
-    first = study.trunk_config(study.sizes[0], seed)
-    half = f"training.total_tokens={first.training.total_tokens // 2}"
-    runs = [study.trunk(study.sizes[0], seed, [half, *width_overrides(first, share)]) for share in WIDTHS]
-    runs += [study.trunk(size, seed) for size in study.sizes[:2]]
+    runs = [study.trunk(size, seed, changes) for size, changes in sizes_of(study, seed)]
     entries = []
     for run in runs:
         unit = study.unit_tokens(run)
@@ -314,4 +352,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan)

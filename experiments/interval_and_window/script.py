@@ -14,20 +14,33 @@ from pma_jax.model.ladder import recommend_interval_and_window
 from pma_jax.reporting.drawing import PAGE_DPI, to_png
 from pma_jax.reporting.heat_map import HeatMap, draw_heat_maps
 from pma_jax.studies import pages
+from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun
 from pma_jax.studies.statistics import MeanInterval, mean_interval, paired_difference
-from pma_jax.studies.study import Study, run_experiment
+from pma_jax.studies.study import Study
 
 INTERVALS = (1, 2, 4, 8)  # in units: every snapshot of the trunk, every second, ...
 WINDOWS = (1, 2, 3, 4, 6, 8, 10, 12, 15, 20, 25, 32)  # 1 is the raw model, whatever the interval
 END_DIVISORS = (4, 2, 1)  # merges are evaluated at the trunk's length divided by each of these
 
 
+def merges() -> list[Cell]:
+    """Return the raw model, and the mean of every window and interval."""
+    return [RAW, *(Cell("sma", w, i) for i in INTERVALS for w in WINDOWS if w > 1)]
+
+
+def plan(study: Study) -> Plan:
+    """List the trunks of all sizes."""
+    ends = tuple(study.units // divisor for divisor in END_DIVISORS)
+    evaluations = tuple(PlannedEvaluation(tuple(merges()), ends, part) for part in (REPORT, SELECT))
+    return [PlannedRun(size, seed, (), None, evaluations) for size in study.sizes for seed in study.seeds]
+
+
 def measure(study: Study) -> dict[str, Any]:
     """Return the loss of every mean of N points, V apart, at a quarter, half and the end of each trunk."""
     ends = [study.units // divisor for divisor in END_DIVISORS]
-    cells = [RAW, *(Cell("sma", w, i) for i in INTERVALS for w in WINDOWS if w > 1)]
-    sizes = {}
+    cells, sizes = merges(), {}
     for size in study.sizes:
         get_trunk = functools.partial(study.trunk, size)
         losses, select_losses = (study.losses_over_seeds(get_trunk, cells, ends, part) for part in (REPORT, SELECT))
@@ -179,4 +192,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan)

@@ -3,6 +3,7 @@
 Command:   python experiments/learning_rate/script.py --runs runs/science
 """
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +15,30 @@ from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
+from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.planned import Branch, Plan, PlannedEvaluation, PlannedRun
 from pma_jax.studies.statistics import MeanInterval, mean_interval
-from pma_jax.studies.study import Study, run_experiment
+from pma_jax.studies.study import Study
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the size's own rate
 WINDOWS = (3, 6, 10, 15)
 MERGES = [Cell("sma", window) for window in WINDOWS]
 MERGES += [Cell("sma", window, kind="block_mean") for window in WINDOWS]
 PLAIN = Cell("sma", 10)  # PMA's default: the same merge at every rate
+
+
+def plan(study: Study) -> Plan:
+    """List the trunks of all rates and their annealed branches."""
+    size, end = study.sizes[0], study.units // 2
+    trunk = tuple(PlannedEvaluation((RAW, *MERGES), (end // 4, end // 2, end), part) for part in (REPORT, SELECT))
+    branch = tuple(PlannedEvaluation((RAW,), (end,), part) for part in (REPORT, SELECT))
+    work: list[PlannedRun] = []
+    for factor, seed in itertools.product(FACTORS, study.seeds):
+        units, changes = study.half_length_changes(size, factor)
+        work.append(PlannedRun(size, seed, changes, None, trunk, units))
+        work.append(PlannedRun(size, seed, changes, Branch(end - end // 4, end), branch, units))
+    return work
 
 
 def measure(study: Study) -> dict[str, Any]:
@@ -183,4 +199,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan)

@@ -7,6 +7,7 @@ its snapshots since the fork are merged.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,14 +16,18 @@ from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
+from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.planned import Branch as PlannedBranch
+from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun
 from pma_jax.studies.statistics import mean_interval, paired_difference
-from pma_jax.studies.study import Study, run_experiment
+from pma_jax.studies.study import Study
 
 SHAPES = ("linear", "cosine", "minus_sqrt")
 WINDOWS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # of points
 BLOCK_WINDOWS = (2, 4, 8, 16, 32)  # of block means
 INSIDE_WINDOWS = (2, 3, 6)
+INSIDE_SHAPES = ("linear", "cosine")
 Branch = dict[str, Any]
 
 
@@ -59,14 +64,50 @@ def merges(length: int) -> dict[str, list[Cell]]:
     return {"mean": [Cell("sma", length)], "block_mean": [Cell("sma", length, kind="block_mean")], "any": every}
 
 
+def plan(study: Study) -> Plan:
+    """List the trunks and the annealed branches."""
+    work: list[PlannedRun] = []
+    wanted = list(branches(study))
+    for (size, end), seed in itertools.product(dict.fromkeys(branch[:2] for branch in wanted), study.seeds):
+        evaluations = tuple(
+            PlannedEvaluation(tuple(trunk_cells(wanted, size, end)), (end,), part) for part in (REPORT, SELECT)
+        )
+        work.append(PlannedRun(size, seed, (), None, evaluations))
+    for (size, end, length, shape), seed in itertools.product(wanted, study.seeds):
+        evaluation = PlannedEvaluation((RAW,), (end,), REPORT)
+        work.append(PlannedRun(size, seed, (), PlannedBranch(end - length, end, shape), (evaluation,)))
+    size, end = study.sizes[0], study.units
+    for shape, seed in itertools.product(INSIDE_SHAPES, study.seeds):
+        evaluation = PlannedEvaluation(tuple(inside_cells(study)), tuple(inside_ends(study)), REPORT)
+        work.append(PlannedRun(size, seed, (), PlannedBranch(end - end // 4, end, shape), (evaluation,)))
+    return work
+
+
+def trunk_cells(wanted: list[tuple[str, int, int, str]], size: str, end: int) -> list[Cell]:
+    """Return the merges of a trunk at an end that are compared with its branches of all lengths."""
+    lengths = sorted({branch[2] for branch in wanted if branch[:2] == (size, end)})
+    return list(dict.fromkeys([RAW, *(cell for n in lengths for group in merges(n).values() for cell in group)]))
+
+
+def inside_cells(study: Study) -> list[Cell]:
+    """Return the merges of an annealed branch's own snapshots."""
+    length = study.units // 4
+    return [RAW, *(Cell("sma", w) for w in (*INSIDE_WINDOWS, length) if w <= length)]
+
+
+def inside_ends(study: Study) -> list[int]:
+    """Return each quarter of an annealed branch, in units."""
+    length = study.units // 4
+    return [study.units - length + length * quarter // 4 for quarter in (1, 2, 3, 4)]
+
+
 def measure(study: Study) -> dict[str, Any]:
     """Return the losses of every branch, of its trunk's merges at the same end, and of merges inside two branches."""
     wanted = list(branches(study))
     trunks: dict[tuple[str, int, str], dict[str, dict[str, list[float]]]] = {}
     for size, end in dict.fromkeys((size, end) for size, end, _, _ in wanted):
         # Evaluate the merges of all lengths together, so that each snapshot is read once.
-        lengths = {branch[2] for branch in wanted if branch[:2] == (size, end)}
-        cells = list(dict.fromkeys([RAW, *(c for n in sorted(lengths) for group in merges(n).values() for c in group)]))
+        cells = trunk_cells(wanted, size, end)
         for part in (REPORT, SELECT):
             get_trunk = functools.partial(study.trunk, size)
             trunks[size, end, part] = study.losses_over_seeds(get_trunk, cells, [end], part)
@@ -92,11 +133,9 @@ def measure(study: Study) -> dict[str, Any]:
 def measure_inside(study: Study) -> dict[str, Any]:
     """Return the losses of merges of an annealed branch's own snapshots, at each quarter of the branch."""
     size, end = study.sizes[0], study.units
-    length = end // 4
-    ends = [end - length + length * quarter // 4 for quarter in (1, 2, 3, 4)]
+    length, ends, cells = end // 4, inside_ends(study), inside_cells(study)
     losses = {}
-    for shape in ("linear", "cosine"):
-        cells = [RAW, *(Cell("sma", w) for w in (*INSIDE_WINDOWS, length) if w <= length)]
+    for shape in INSIDE_SHAPES:
         losses[shape] = study.losses_over_seeds(
             lambda seed, shape=shape: study.anneal(study.trunk(size, seed), end - length, end, shape),
             cells,
@@ -256,4 +295,4 @@ def shares_line(name: str, group: list[Branch], texts: list[str]) -> Line:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan)

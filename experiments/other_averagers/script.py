@@ -16,14 +16,45 @@ from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
 from pma_jax.studies import pages
+from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.study import Study, run_experiment
+from pma_jax.studies.planned import Branch, OtherWork, Plan, PlannedEvaluation, PlannedRun
+from pma_jax.studies.study import Study
 
 RATES = (1.0, 3.0)  # of schedule-free, times the size's own; its authors advise 1 to 10 times
 HALF_LIVES = (1, 4)  # of the moving average, in units
 WINDOWS = (2, 4, 8, 16)  # snapshots per merge
 TRUNK = "AdamW"
 BLOCKS = "AdamW, block means"
+
+
+def plan(study: Study) -> Plan:
+    """List the trunks and the annealed branches; forks with a moving average are estimated."""
+    size, end, rate = study.sizes[0], study.units, study.describe_size(study.sizes[0])["peak_rate"]
+    points = tuple(PlannedEvaluation(tuple(merges(study, "point").values()), (end,), part) for part in (REPORT, SELECT))
+    blocks = tuple(
+        PlannedEvaluation(tuple(merges(study, "block_mean").values()), (end,), part) for part in (REPORT, SELECT)
+    )
+    work: list[PlannedRun | OtherWork] = []
+    for seed in study.seeds:
+        work.append(PlannedRun(size, seed, (), None, (*points, *blocks)))
+        work += [PlannedRun(size, seed, schedule_free(rate * factor), None, points) for factor in RATES]
+        work.append(PlannedRun(size, seed, (), Branch(end * 3 // 4, end), (PlannedEvaluation((RAW,), (end,), REPORT),)))
+        trained = end // 4 * study.describe_size(size)["unit_tokens"] * len(HALF_LIVES)
+        read = 2 * len(HALF_LIVES) * len(merges(study, "point")) * study.evaluation_tokens
+        work.append(OtherWork("moving averages", size, seed, trained, read))
+    return work
+
+
+def schedule_free(rate: float) -> tuple[str, ...]:
+    """Return the changes of a configuration that make its optimizer schedule-free."""
+    return ("optimizer.name=schedule_free_adamw", f"schedule.peak_rate={rate}")
+
+
+def merges(study: Study, kind: str) -> dict[int, Cell]:
+    """Return the merges of snapshots of a kind, by window; window 1 is the newest snapshot alone."""
+    of_one = RAW if kind == "point" else Cell("sma", 1, kind=kind)
+    return {1: of_one} | {w: Cell("sma", w, kind=kind) for w in WINDOWS if w <= study.units // 4}
 
 
 def measure(study: Study) -> dict[str, Any]:
@@ -39,8 +70,7 @@ def measure_seed(study: Study, seed: int) -> dict[str, Any]:
     rate = trunk.config.schedule.peak_rate
     runs = {TRUNK: trunk}
     for factor in RATES:
-        changes = ["optimizer.name=schedule_free_adamw", f"schedule.peak_rate={rate * factor}"]
-        runs[f"schedule-free, rate x{factor:g}"] = study.trunk(size, seed, changes)
+        runs[f"schedule-free, rate x{factor:g}"] = study.trunk(size, seed, schedule_free(rate * factor))
     for units in HALF_LIVES:
         # The average does not change training: the fork has the trunk's weights, averaged over the last quarter.
         half_life = f"optimizer.ema_half_life_tokens={units * study.unit_tokens(trunk)}"
@@ -54,11 +84,9 @@ def measure_seed(study: Study, seed: int) -> dict[str, Any]:
 
 def losses_by_window(study: Study, run: Run, kind: str, part: str) -> dict[str, float]:
     """Return the loss at the end of the run by window; window 1 is the newest snapshot alone."""
-    windows = [w for w in WINDOWS if w <= study.units // 4]
-    merges = {1: RAW if kind == "point" else Cell("sma", 1, kind=kind)}
-    merges |= {w: Cell("sma", w, kind=kind) for w in windows}
-    losses = study.losses(run, merges.values(), [study.units], part)
-    return {str(w): losses[cell, study.units] for w, cell in merges.items()}
+    by_window = merges(study, kind)
+    losses = study.losses(run, by_window.values(), [study.units], part)
+    return {str(w): losses[cell, study.units] for w, cell in by_window.items()}
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -161,4 +189,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan)

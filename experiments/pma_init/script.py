@@ -21,8 +21,10 @@ from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.studies import pages
+from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.study import Study, run_experiment
+from pma_jax.studies.planned import OtherWork, Plan, PlannedRun
+from pma_jax.studies.study import Study
 
 STARTS = {"last": RAW, "sma:8": Cell("sma", 8)}  # merges that runs start from
 TASKS = {
@@ -41,6 +43,18 @@ TASKS = {
 TEXT_TOKENS = 16_384  # held-out tokens for evaluation; the held-out functions have 31,000
 EARLY = 100  # steps whose gradient norms are compared
 UNITS = 8  # snapshots of each run
+
+
+def plan(study: Study) -> Plan:
+    """List the trunks; the runs that start from their snapshots are estimated."""
+    size = study.sizes[0]
+    facts = study.describe_size(size)
+    runs = len(STARTS) * sum(len(keys["rates"]) for keys in TASKS.values())
+    shares = sum(len(keys["rates"]) / keys["token_divisor"] for keys in TASKS.values())
+    trained = round(len(STARTS) * shares * facts["tokens"])
+    read = runs * (UNITS + 2) * min(study.evaluation_tokens, TEXT_TOKENS)
+    work: list[PlannedRun | OtherWork] = [PlannedRun(size, seed) for seed in study.seeds]
+    return [*work, *(OtherWork("runs from its snapshots", size, seed, trained, read) for seed in study.seeds)]
 
 
 def measure(study: Study) -> dict[str, Any]:
@@ -208,4 +222,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan)

@@ -1,92 +1,260 @@
 """Is the merged model better than the raw one throughout the constant phase? (PMA, Figures 1 and 9)
 
-Command:   python experiments/stable_phase/script.py --runs runs/science
+Command:   python experiments/stable_phase/script.py --runs runs/science --jobs 2
 """
 
+import dataclasses
+import functools
 from typing import Any
 
+import numpy as np
+
+from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages
+from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.statistics import MeanInterval, paired_difference
-from pma_jax.studies.study import Study, run_experiment
+from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun
+from pma_jax.studies.statistics import (
+    MeanEstimate,
+    choose_leaving_one_out,
+    estimate_over_documents,
+    find_clear,
+    paired_estimate,
+    ratio_of_means,
+    smallest_difference,
+)
+from pma_jax.studies.study import Study
 
+DEFAULTS = {"sizes": ("science_small",), "seeds": tuple(range(8))}
 WINDOWS = (3, 6, 10, 15)  # PMA's, Figure 5
 DEFAULT_WINDOW = 10  # PMA's
 MERGES = [Cell("sma", window) for window in WINDOWS]
+DEFAULT = Cell("sma", DEFAULT_WINDOW)
 EIGHTHS = range(1, 9)  # positions along a trunk
-TABLE_EIGHTHS = (1, 2, 4, 6, 8)  # positions that the table shows
+# What each change of the ground made, for the first size: changes of its configuration, by name. The settings before
+# tuning were chosen by hand for models of this size.
+UNTUNED = ("training.batch_size_sequences=16", "schedule.peak_rate=0.004", "optimizer.weight_decay=0.1")
+OLD_TEXT = ("data.package=",)  # Python's standard library with its tests
+VARIANTS = {"old text, untuned": (*OLD_TEXT, *UNTUNED), "new text, untuned": UNTUNED}
+TUNED, RAW_TUNED = "new text, tuned", "new text, tuned for raw"
+
+
+def plan(study: Study) -> Plan:
+    """List the trunks of all sizes with their positions, and the variants of the first with their ends."""
+    cells = (RAW, *MERGES)
+    along = PlannedEvaluation(cells, tuple(positions(study)), REPORT)
+    end = PlannedEvaluation(cells, (study.units,), REPORT)
+    runs = [PlannedRun(size, seed, (), None, (along,)) for size in study.sizes for seed in study.seeds]
+    for changes in variants(study).values():
+        runs += [PlannedRun(study.sizes[0], seed, changes, None, (end,)) for seed in study.seeds if changes]
+    return runs
+
+
+def positions(study: Study) -> list[int]:
+    """Return the positions along a trunk, in units."""
+    return [study.units * eighth // 8 for eighth in EIGHTHS]
+
+
+def variants(study: Study) -> dict[str, tuple[str, ...]]:
+    """Return the changes of the first size's configuration for each variant; none for the size as it is."""
+    return {**VARIANTS, TUNED: (), RAW_TUNED: study.tuned_setting(study.sizes[0], "raw")}
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """Return the losses of the raw and the merged models at every eighth of every trunk."""
-    ends = [study.units * eighth // 8 for eighth in EIGHTHS]
-    sizes = {}
+    """Return the losses of the raw and the merged models at every eighth of every trunk, and of the variants."""
+    sizes, cells, first = {}, [RAW, *MERGES], study.sizes[0]
     for size in study.sizes:
-        losses = study.losses_over_seeds(lambda seed, size=size: study.trunk(size, seed), [RAW, *MERGES], ends)
-        sizes[size] = study.describe_size(size) | {"losses": losses}
-    return {"ends": ends, "sizes": sizes}
+        get_trunk = functools.partial(study.trunk, size)
+        losses = study.document_losses_over_seeds(get_trunk, cells, positions(study), REPORT)
+        sizes[size] = study.describe_size(size) | losses
+    compared = {}
+    for name, changes in variants(study).items():
+        config = study.trunk_config(first, study.seeds[0], changes)
+        on_text = dataclasses.replace(study, overrides=(*study.overrides, *changes)) if changes else study
+        compared[name] = {
+            "batch": config.training.batch_size_sequences,
+            "rate": config.schedule.peak_rate,
+            "text": on_text.describe_text(),
+            **study.document_losses_over_seeds(
+                lambda seed, changes=changes: study.trunk(first, seed, changes), cells, [study.units], REPORT
+            ),
+        }
+    return {"ends": positions(study), "sizes": sizes, "variants": compared}
 
 
-def gain(size: dict[str, Any], text: str, end: int) -> MeanInterval | None:
-    """Return the raw loss minus the merged loss, over seeds; None if there are too few snapshots."""
-    merged = size["losses"].get(text, {}).get(str(end))
-    return merged and paired_difference(size["losses"][RAW.text][str(end)], merged)
+def difference(measured: dict[str, Any], first: str, second: str, end: int) -> MeanEstimate | None:
+    """Estimate the loss of one merge less that of another, over seeds and documents; None without snapshots."""
+    a, b = (measured["nats"].get(text, {}).get(str(end)) for text in (first, second))
+    if a is None or b is None:
+        return None
+    tokens_D = np.array(measured["document_tokens"])
+    return estimate_over_documents((np.array(a) - np.array(b)) / tokens_D, tokens_D)
+
+
+def seed_losses(measured: dict[str, Any], text: str, end: int) -> list[float]:
+    """Return the loss of a merge, one per seed."""
+    return [sum(nats_D) / sum(measured["document_tokens"]) for nats_D in measured["nats"][text][str(end)]]
 
 
 def report(results: dict[str, Any]) -> str:
-    """Format the table: the gain of each window over the raw loss, at five positions of each size."""
+    """Format the gain of each window along each trunk, the comparison of windows, and what each change made."""
+    return "\n\n".join(
+        [format_gains(results), format_verdicts(results), format_windows(results), format_variants(results)]
+    )
+
+
+def gains(results: dict[str, Any], name: str) -> dict[tuple[str, int], MeanEstimate]:
+    """Return the raw less the merged loss of each window at each position where there are enough snapshots."""
+    size = results["sizes"][name]
+    pairs = [(cell.text, end) for end in results["ends"] for cell in MERGES]
+    measured = {(text, end): difference(size, RAW.text, text, end) for text, end in pairs}
+    return {pair: estimate for pair, estimate in measured.items() if estimate}
+
+
+def format_gains(results: dict[str, Any]) -> str:
+    """Format the gain of each window at each position of each size."""
     rows = []
     for name, size in results["sizes"].items():
-        for end in [results["ends"][eighth - 1] for eighth in TABLE_EIGHTHS]:
-            raw = size["losses"][RAW.text][str(end)]
-            gains = [gain(size, cell.text, end) for cell in MERGES]
-            shown = [pages.format_interval(g) if g else "too few snapshots" for g in gains]
+        measured = gains(results, name)
+        for end in results["ends"]:
+            shown = [measured.get((cell.text, end)) for cell in MERGES]
+            cells = [pages.format_interval(gain.interval()) if gain else "too few snapshots" for gain in shown]
             tokens = f"{end * size['unit_tokens'] / 1e6:.2f}M"
-            rows.append([name, f"{size['parameters'] / 1e6:.2f}M", tokens, f"{sum(raw) / len(raw):.4f}", *shown])
-    header = ["size", "parameters", "tokens", "raw loss", *(f"raw − SMA of {w}" for w in WINDOWS)]
+            rows.append([name, tokens, pages.format_mean(seed_losses(size, RAW.text, end)), *cells])
+    header = ["size", "tokens", "raw loss", *(f"raw − SMA of {w}" for w in WINDOWS)]
     note = (
-        "Positive: merging is better. Each cell is the mean over seeds with its 95% interval, in nats per token; a "
-        f"snapshot is saved at every {results['ends'][-1]}th of the horizon."
+        "Losses in nats per token. Positive: merging is better. Each gain is the mean over "
+        f"{len(results['made']['seeds'])} seeds with its 95% interval over seeds and documents; the interval of the "
+        f"raw loss is over seeds. A snapshot is saved at every {results['ends'][-1]}th of the horizon."
     )
-    return f"{pages.format_table(header, rows)}\n\n{note}\n\n{count_verdicts(results)}"
+    return f"{pages.format_table(header, rows)}\n\n{note}"
 
 
-def count_verdicts(results: dict[str, Any]) -> str:
-    """Count the positions at which merging is better and worse than raw, in one sentence per window."""
+def format_verdicts(results: dict[str, Any]) -> str:
+    """Count the positions at which merging is clearly better and worse than raw, in one sentence per window."""
     lines = []
-    for cell in MERGES:
-        gains = [gain(size, cell.text, end) for size in results["sizes"].values() for end in results["ends"]]
-        known = [g for g in gains if g]
-        better, worse = sum(g.low > 0 for g in known), sum(g.high < 0 for g in known)
+    for name in results["sizes"]:
+        measured = gains(results, name)
+        clear = dict(zip(measured, find_clear(list(measured.values())), strict=True))
+        for cell in MERGES:
+            known = [pair for pair in measured if pair[0] == cell.text]
+            better = sum(clear[pair] and measured[pair].mean > 0 for pair in known)
+            worse = sum(clear[pair] and measured[pair].mean < 0 for pair in known)
+            lines.append(
+                f"- {name}, SMA of {cell.window}: better than raw at {better} of {len(known)} positions, worse at "
+                f"{worse}, no difference shown at {len(known) - better - worse}."
+            )
+    head = "Among all positions and windows of a size, at a false discovery rate of 5% (Benjamini and Hochberg):"
+    return "\n".join([head, "", *lines])
+
+
+def format_windows(results: dict[str, Any]) -> str:
+    """Compare the windows with PMA's default at the end, and say how small a gain the seeds can show."""
+    margin, end, lines = results["made"]["margin"], results["ends"][-1], []
+    for name, size in results["sizes"].items():
+        for cell in MERGES:
+            estimate = cell != DEFAULT and difference(size, cell.text, DEFAULT.text, end)
+            if estimate:
+                verdict = pages.describe_difference(estimate, margin)
+                lines.append(f"- {name}, SMA of {cell.window} at the end, against that of {DEFAULT_WINDOW}: {verdict}.")
+        raw, merged = (seed_losses(size, text, end) for text in (RAW.text, DEFAULT.text))
+        chosen, losses = choose_leaving_one_out({cell.text: seed_losses(size, cell.text, end) for cell in MERGES})
+        gain = pages.format_interval(paired_estimate(raw, losses).interval())
         lines.append(
-            f"SMA of {cell.window}: clearly better than raw at {better} of {len(known)} positions, clearly worse at "
-            f"{worse}, not distinguishable at {len(known) - better - worse}."
+            f"- {name}: the window that is best on the other seeds ({', '.join(dict.fromkeys(chosen))}) gains {gain} "
+            "nats over raw at the end, over seeds."
         )
-    return " ".join(lines)
+        deviations = [pages.format_deviation(losses) for losses in (raw, merged)]
+        smallest = smallest_difference(float(np.std(np.subtract(raw, merged), ddof=1)), len(raw))
+        lines.append(
+            f"- {name}: the standard deviation over seeds at the end is {deviations[0]} for raw and {deviations[1]} "
+            f"for SMA of {DEFAULT_WINDOW}. {len(raw)} seeds find a gain of {smallest:.2g} nats with a probability of "
+            "80%."
+        )
+    return "\n".join(lines)
+
+
+def format_variants(results: dict[str, Any]) -> str:
+    """Format what each change of the ground made of the gain at the end, and each model at its own best setting."""
+    end, rows = results["ends"][-1], []
+    for name, variant in results["variants"].items():
+        estimate = difference(variant, RAW.text, DEFAULT.text, end)
+        raw, merged = (seed_losses(variant, text, end) for text in (RAW.text, DEFAULT.text))
+        over_seeds = pages.format_interval(paired_estimate(raw, merged).interval())
+        rows.append(
+            [
+                name,
+                f"`{variant['batch']}`",
+                f"`{variant['rate']:g}`",
+                pages.format_mean(raw),
+                pages.format_mean(merged),
+                over_seeds,
+                pages.format_interval(estimate.interval()) if estimate else "too few snapshots",
+            ]
+        )
+    header = ["ground", "batch", "rate", "raw loss", f"SMA of {DEFAULT_WINDOW}"]
+    header += ["raw − merged, over seeds", "raw − merged, over seeds and documents"]
+    return (
+        f"What each change of text and settings made ({next(iter(results['sizes']))}, at the end):\n\n"
+        + "\n\n".join([pages.format_table(header, rows), format_own_best(results)])
+    )
+
+
+def own_best(results: dict[str, Any]) -> MeanEstimate:
+    """Estimate the raw loss at the setting that is best for raw, less the merged loss at the size's setting."""
+    end, measured = str(results["ends"][-1]), results["variants"]
+    tokens_D = np.array(measured[TUNED]["document_tokens"])
+    raw_SD = np.array(measured[RAW_TUNED]["nats"][RAW.text][end])
+    merged_SD = np.array(measured[TUNED]["nats"][DEFAULT.text][end])
+    return estimate_over_documents((raw_SD - merged_SD) / tokens_D, tokens_D)
+
+
+def format_own_best(results: dict[str, Any]) -> str:
+    """Say how the raw model at its own best setting compares with the merged one at its own."""
+    end, measured = results["ends"][-1], results["variants"]
+    gain = pages.format_interval(own_best(results).interval())
+    raw, merged = (seed_losses(measured[TUNED], text, end) for text in (RAW.text, DEFAULT.text))
+    saved = np.subtract(raw, seed_losses(measured[RAW_TUNED], RAW.text, end))
+    share = ratio_of_means(saved, np.subtract(raw, merged))
+    shown = (
+        f" The raw model's own setting gives {pages.format_percent_interval(share)} of the gain at the size's."
+        if share
+        else ""
+    )
+    return (
+        "Losses on different text are not comparable; gains are. Each model at its own best setting of the same number "
+        f"of settings ([tuning](../tuning/README.md)), raw less merged: {gain} nats.{shown}"
+    )
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize the gain of PMA's default window at the end of each trunk, and since when it is clear."""
     effects, verdicts = [], []
     for name, size in results["sizes"].items():
-        gains = {end: gain(size, f"sma:{DEFAULT_WINDOW}", end) for end in results["ends"]}
-        last = gains[results["ends"][-1]]
-        effects.append(f"{name}: {pages.format_interval(last)} nats" if last else f"{name}: too few snapshots")
-        clear = [end for end, g in gains.items() if g and g.low > 0]
-        since = min((end for end in clear if all(e in clear for e in gains if e >= end)), default=None)
-        verdicts.append(
-            f"{name}: never to the end"
-            if since is None
-            else f"{name}: from {since * size['unit_tokens'] / 1e6:.2f}M on"
+        measured = gains(results, name)
+        clear = dict(zip(measured, find_clear(list(measured.values())), strict=True))
+        of_default = {
+            end: clear[text, end] and measured[text, end].mean > 0 for text, end in measured if text == DEFAULT.text
+        }
+        last = measured.get((DEFAULT.text, results["ends"][-1]))
+        effects.append(
+            f"{name}: {pages.format_interval(last.interval())} nats" if last else f"{name}: too few snapshots"
         )
+        since = [end for end in of_default if all(is_clear for at, is_clear in of_default.items() if at >= end)]
+        verdicts.append(
+            f"{name}: from {min(since) * size['unit_tokens'] / 1e6:.2f}M tokens on"
+            if since
+            else f"{name}: not to the end"
+        )
+    effects.append(f"each at its own best setting: {pages.format_interval(own_best(results).interval())} nats")
     return IndexRow(
         1,
         "Stable phase: is merged better than raw?",
         "PMA, Figs. 1 and 9: yes, along the whole constant phase, dense and mixtures, at every size",
-        f"SMA of {DEFAULT_WINDOW} is clearly better, and stays so: {'; '.join(verdicts)}",
+        f"SMA of {DEFAULT_WINDOW} is better, and stays so: {'; '.join(verdicts)}",
         f"raw − merged at the end: {'; '.join(effects)}",
     )
 
@@ -95,9 +263,9 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
     """Draw the gain of each window along each trunk."""
     panels = []
     for name, size in results["sizes"].items():
-        lines = []
+        measured, lines = gains(results, name), []
         for cell in MERGES:
-            at = {end: g for end in results["ends"] if (g := gain(size, cell.text, end))}
+            at = {end: measured[cell.text, end].interval() for end in results["ends"] if (cell.text, end) in measured}
             if at:
                 x = [end * size["unit_tokens"] / 1e6 for end in at]
                 lines.append(interval_line(f"SMA of {cell.window}", x, list(at.values())))
@@ -106,4 +274,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS)

@@ -8,6 +8,7 @@ merge.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -26,9 +27,11 @@ from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import restore_params
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.studies import pages
+from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.planned import Branch, OtherWork, Plan, PlannedEvaluation, PlannedRun
 from pma_jax.studies.statistics import paired_difference
-from pma_jax.studies.study import Study, run_experiment
+from pma_jax.studies.study import Study
 
 KINDS = tuple(SNAPSHOT_KINDS)
 # `decay:shape=linear` has the weights of `sma`. EMA is included in both forms, recursive and closed.
@@ -69,6 +72,39 @@ def cells(study: Study) -> list[Cell]:
     windows = [w for w in WINDOWS if w <= study.units // 2]
     grid = [Cell(recipe, w, kind=kind) for kind in KINDS for recipe in RECIPES for w in windows]
     return [RAW, *grid, *(Cell(recipe, study.units, kind=kind) for kind in KINDS for recipe in POWER)]
+
+
+def plan(study: Study) -> Plan:
+    """List the trunks and the annealed branches; short anneals from merges and learned weights are estimated."""
+    work: list[PlannedRun | OtherWork] = []
+    parts, end = (REPORT, SELECT), study.units
+    for i, size in enumerate(study.sizes):
+        ends = (end // 4, end // 2, end) if i == 0 else (end,)
+        unit = study.describe_size(size)["unit_tokens"]
+        for seed in study.seeds:
+            work.append(
+                PlannedRun(size, seed, (), None, tuple(PlannedEvaluation(tuple(cells(study)), ends, p) for p in parts))
+            )
+            short = [end // divisor for divisor in SHORT_DIVISORS if i < SHORT_SIZES and end // divisor]
+            branches = [Branch(at - at // 4, at) for at in ends] + [Branch(end - n, end) for n in short]
+            work += [PlannedRun(size, seed, (), b, (PlannedEvaluation((RAW,), (b.end,), REPORT),)) for b in branches]
+            trained, read = sum(short) * unit * len(SHORT_RATES), len(short) * len(SHORT_RATES)
+            fits = len(LEARNED) + (i == 0)  # 20 steps of L-BFGS, each of one or two gradients and evaluations
+            trained += fits * 2 * FIT_STEPS * fit_tokens(study)
+            work.append(OtherWork("merges", size, seed, trained, read * study.evaluation_tokens))
+    for factor, seed in itertools.product(RATES, study.seeds):
+        units, changes = study.half_length_changes(study.sizes[0], factor)
+        evaluations = tuple(PlannedEvaluation(tuple(followed_cells(end // 2)), (end // 2,), part) for part in parts)
+        branch, evaluation = Branch(end // 2 - end // 8, end // 2), PlannedEvaluation((RAW,), (end // 2,), REPORT)
+        work.append(PlannedRun(study.sizes[0], seed, changes, None, evaluations, units))
+        work.append(PlannedRun(study.sizes[0], seed, changes, branch, (evaluation,), units))
+    return work
+
+
+def followed_cells(units: int) -> list[Cell]:
+    """Return the raw model and the merges of the `FOLLOWED` recipes of a run of half the tokens."""
+    windows = [w for w in WINDOWS if w <= units * 3 // 4]
+    return [RAW, *(Cell(recipe, w, kind=kind) for recipe, kind in FOLLOWED for w in windows)]
 
 
 def measure(study: Study) -> dict[str, Any]:
@@ -112,8 +148,7 @@ def measure_rates(study: Study) -> dict[str, Any]:
     size, rates = study.sizes[0], {}
     for factor in RATES:
         half, trunks = study.half_length_trunks(size, factor)
-        windows = [w for w in WINDOWS if w <= half.units * 3 // 4]
-        grid = [RAW, *(Cell(recipe, w, kind=kind) for recipe, kind in FOLLOWED for w in windows)]
+        grid = followed_cells(half.units)
         losses, select_losses = (
             half.losses_over_seeds(trunks.__getitem__, grid, [half.units], part) for part in (REPORT, SELECT)
         )
@@ -380,4 +415,4 @@ def learned_panel(name: str, size: dict[str, Any]) -> LinePanel:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan)

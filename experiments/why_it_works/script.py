@@ -35,18 +35,33 @@ from pma_jax.reporting.panels import Line, LinePanel, draw_lines
 from pma_jax.runs.directory import Run
 from pma_jax.runs.integrity import named_leaves
 from pma_jax.studies import pages
+from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.planned import Branch, OtherWork, Plan, PlannedRun
 from pma_jax.studies.statistics import mean_interval
-from pma_jax.studies.study import Study, run_experiment
+from pma_jax.studies.study import Study
 
 TEXT_TOKENS = 8192  # held-out tokens for curvature and landscape
 REPLICAS = 5  # in addition to the trunk
 RANDOM_DIRECTIONS, TOP_DIRECTIONS = 32, 4
+CURVATURE_TOKENS = 8_000_000  # tokens whose evaluation takes as long as curvature and planes of one seed
 GRID = 17  # points along each axis of a contour plot
 TWO_WEIGHTS_OF = "blocks/query_DxNxH"
 RECIPES = ("sma", "wma", "ema:alpha=0.2", "decay:shape=cosine", "decay:shape=minus_sqrt", "lagfree:lag=0.5", "lagfree")
 DIRECTIONS = {"random": f"{RANDOM_DIRECTIONS} random", "top": f"{TOP_DIRECTIONS} most curved"}
 AROUND = {"merge": "the merged model", "annealed": "the annealed model"}
+
+
+def plan(study: Study) -> Plan:
+    """List the trunks and the annealed branches; replicas and curvature are estimated."""
+    size, end = study.sizes[0], study.units
+    branch = Branch(end * 3 // 4, end)
+    work: list[PlannedRun | OtherWork] = []
+    for seed in study.seeds:
+        work += [PlannedRun(size, seed), PlannedRun(size, seed, (), branch)]
+        trained = REPLICAS * merge_window(study) * study.describe_size(size)["unit_tokens"]
+        work.append(OtherWork("replicas, curvature and planes", size, seed, trained, CURVATURE_TOKENS))
+    return work
 
 
 def measure(study: Study) -> dict[str, Any]:
@@ -167,7 +182,7 @@ def measure_noise(study: Study, run: Run, annealed: Run) -> dict[str, Any]:
     """Return the losses of means over replicas, over time, and over both."""
     span, seed = merge_window(study), run.config.training.seed
     start = study.units - span
-    seed_changes = [f"training.seed={100 * r + 100 + seed}" for r in range(REPLICAS)]
+    seed_changes = [f"training.seed={1000 * (r + 1) + seed}" for r in range(REPLICAS)]
     replicas = [run, *(study.fork(run, start, study.units, [change]) for change in seed_changes)]
     snapshots = [s for replica in replicas for s in replica.of_kind("point")[-span:]]
     # Each merge is a matrix of weights [replicas, span]: the outer product of weights over replicas and over time.
@@ -375,4 +390,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan)

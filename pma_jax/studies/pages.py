@@ -6,14 +6,22 @@ by hand and kept.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pma_jax.config.errors import UserError
-from pma_jax.studies.statistics import MeanInterval, mean_interval, paired_difference
+from pma_jax.studies.statistics import (
+    MeanEstimate,
+    MeanInterval,
+    deviation_interval,
+    mean_interval,
+    paired_difference,
+)
 
 RESULTS_BEGIN, RESULTS_END = "<!-- results: made by the script, not by hand -->", "<!-- end of results -->"
+OLD_TEXT = "Made on the old text: judged on two held-out documents, with untuned settings; to be answered again"
 INDEX_HEADER = ("question", "claim", "what we found", "effect (95% interval)")
 
 
@@ -55,6 +63,66 @@ def format_percent_interval(interval: MeanInterval) -> str:
     return f"{interval.mean:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
 
 
+def describe_difference(estimate: MeanEstimate, margin: float, digits: int = 4) -> str:
+    """Say what an estimate of the loss of one model less that of another shows, in words that claim no more.
+
+    "Equal" needs the test of equivalence (TOST) within `margin` nats; a 95% interval that contains 0 shows no
+    difference, and says how large one may be.
+    """
+    interval = estimate.interval()
+    if estimate.equivalence_p_value(margin) < 0.05:
+        return f"equal within {margin:g} nats: {format_interval(interval, digits)}"
+    if interval.low <= 0 <= interval.high:
+        return f"no difference shown (±{max(abs(interval.low), abs(interval.high)):.{digits}f} nats)"
+    return f"{'higher' if interval.mean > 0 else 'lower'} by {format_size(interval, digits)} nats"
+
+
+def format_size(interval: MeanInterval, digits: int = 4) -> str:
+    """Format the size of a difference whose direction the words say: `0.0123 [0.0101, 0.0145]`."""
+    low, high = sorted((abs(interval.low), abs(interval.high)))
+    return f"{abs(interval.mean):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def format_mean(values: Sequence[float], digits: int = 4) -> str:
+    """Format the mean of values, one per seed, with half the width of its confidence interval: `1.4310 ± 0.0021`."""
+    interval = mean_interval(values)
+    return f"{interval.mean:.{digits}f} ± {interval.high - interval.mean:.{digits}f}"
+
+
+def format_deviation(values: Sequence[float], digits: int = 4) -> str:
+    """Format the standard deviation of values, one per seed, with its confidence interval (chi-squared)."""
+    interval = deviation_interval(values)
+    return f"{interval.mean:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+
+
+def find_bare_figures(text: str) -> list[str]:
+    """Return the figures of a page's results, numbers of 3 or more decimals, that have no interval.
+
+    An interval follows its figure as `[low, high]` or `± half width`. Settings stand in code spans, and a margin
+    follows "within".
+    """
+    number = r"[-+]?\d+\.\d+%?"
+    known = (
+        r"`[^`]*`",
+        rf"within {number} nats",
+        rf"(?:{number} )?\[{number}, {number}\]",
+        rf"(?:{number} )?± ?{number}",
+    )
+    return re.findall(r"[-+]?\d+\.\d{3,}", re.sub("|".join(known), "", text))
+
+
+def find_unknown_figures(page: str) -> list[str]:
+    """Return the figures of a page's hand-written text that its results do not contain.
+
+    A figure is a number of 3 or more decimals, a number of nats, or a percentage other than that of the intervals. Code
+    spans and margins are settings.
+    """
+    before, results, after = _split(page)
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|arXiv[ :]\d{4}\.\d{5}|within \d+\.\d+ nats|95%", "", before + after)
+    figure = r"\d+\.\d{3,}|\d+\.\d+(?= nats)|\d+(?:\.\d+)?%"
+    return [number for number in re.findall(figure, text) if number not in results]
+
+
 def replace_results(page: str, results: str) -> str:
     """Return `page` with `results` as its generated section.
 
@@ -85,22 +153,57 @@ def _split(page: str) -> tuple[str, str, str]:
     return before, between, after
 
 
-def format_index_table(folder: Path) -> str:
-    """Format the table of the experiments in `folder` whose results.json has a row; each row links to a page."""
-    rows = []
+def read_index(folder: Path) -> dict[str, dict[str, IndexRow]]:
+    """Return the rows of the experiments in `folder`, in their order: by the text that they were judged on, and name.
+
+    Only results of one text stand in one table; those on the old text come last.
+    """
+    rows: list[tuple[str, int, str, IndexRow]] = []
     for path in folder.glob("*/results.json"):
-        if stored := json.loads(path.read_text()).get("row"):
-            rows.append((IndexRow(**stored), path.parent.name))
-    rows.sort(key=lambda pair: (pair[0].number, pair[1]))
-    return format_table(
-        INDEX_HEADER, ([f"[{r.question}]({name}/README.md)", r.claim, r.found, r.effect] for r, name in rows)
-    )
+        results = json.loads(path.read_text())
+        if stored := results.get("row"):
+            row = IndexRow(**stored)
+            rows.append((name_text(results["made"]), row.number, path.parent.name, row))
+    by_text: dict[str, dict[str, IndexRow]] = {}
+    for text, _, name, row in sorted(rows, key=lambda row: (row[0] == OLD_TEXT, *row[:3])):
+        by_text.setdefault(text, {})[name] = row
+    return by_text
+
+
+def format_index(folder: Path) -> str:
+    """Format a table of the experiments in `folder` per text that they were judged on; each row links to a page."""
+    sections = []
+    for text, rows in read_index(folder).items():
+        cells = ([f"[{r.question}]({name}/README.md)", r.claim, r.found, r.effect] for name, r in rows.items())
+        sections.append(f"**{text}.**\n\n{format_table(INDEX_HEADER, cells)}")
+    return "\n\n".join(sections)
+
+
+def format_summary(folder: Path) -> str:
+    """Format what the experiments in `folder` found, for a page beside it: only results on the present text."""
+    lines, old = [], 0
+    for text, rows in read_index(folder).items():
+        if text == OLD_TEXT:
+            old = len(rows)
+            continue
+        for name, row in rows.items():
+            lines.append(f"- [{row.question}]({folder.name}/{name}/README.md) {row.found} ({row.effect}).")
+    others = f"{old} further questions have answers on older text, which are to be made again." if old else ""
+    return "\n".join([*lines, "", others]).strip()
+
+
+def name_text(made: Mapping[str, Any]) -> str:
+    """Name the text that results were made on."""
+    if text := made.get("text"):
+        return f"Judged on a sample of all held-out documents of {text['corpus']} ({text['corpus_digest'][:12]})"
+    return OLD_TEXT
 
 
 def update_index(folder: Path) -> None:
-    """Replace the generated section of FOLDER/README.md by the table of the experiments in `folder`."""
-    path = folder / "README.md"
-    path.write_text(replace_results(path.read_text(), format_index_table(folder)))
+    """Replace the generated sections of FOLDER/README.md and of the README.md beside FOLDER."""
+    for path, text in ((folder / "README.md", format_index), (folder.parent / "README.md", format_summary)):
+        if path.exists():
+            path.write_text(replace_results(path.read_text(), text(folder)))
 
 
 def to_choose_by(measured: dict[str, Any], key: str = "losses") -> Any:

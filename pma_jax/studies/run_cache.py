@@ -2,7 +2,8 @@
 
     CACHE/<key>/run/           the run directory
     CACHE/<key>/lock           held by the process that trains the run; others that need the run wait for it
-    CACHE/<key>/seconds.json   wall seconds of the training, summed over all sessions
+    CACHE/<key>/seconds.json   wall seconds of the training, summed over all sessions, once it is finished
+    CACHE/<key>/evaluated.json wall seconds and tokens of the evaluations of merges, summed over all sessions
     CACHE/<key>/merged/        merges of the run's snapshots, from which forks can start
     CACHE/compiled/            JAX's persistent compilation cache, so that each program is compiled once
 
@@ -15,7 +16,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from pma_jax.runs.snapshots import Snapshot, is_snapshot, read_snapshot
 from pma_jax.runtime import hosts
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import atomic
-from pma_jax.storage.json_files import read_json
+from pma_jax.storage.json_files import read_json, update_json
 from pma_jax.storage.paths import absolute_path, as_path
 from pma_jax.training import fork
 from pma_jax.training.loop import train
@@ -64,13 +65,7 @@ def get_or_fork(
     """
     config = configuration.resolve(source.config, changes)
     make_mesh(config.mesh)  # initialise the backend before states are listed; see _train_entry
-    parts = [
-        entry_key(cache, source),
-        fork.state_at(source, at_tokens).tokens,
-        _weights_key(weights),
-        configuration.digest(config),
-    ]
-    name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    name = _fork_key(cache, source, at_tokens, config, weights)
 
     def start(folder: epath.Path) -> None:
         fork.fork(source, at_tokens, config, folder, weights.path if weights else None)
@@ -108,12 +103,58 @@ def entry_key(cache: epath.PathLike, run: Run) -> str:
     return f"{configuration.digest(run.config)} {run.path}"
 
 
+def find(cache: epath.PathLike, config: Config) -> Run | None:
+    """Return the finished run of `config`, without training; None if there is none."""
+    return _find_entry(absolute_path(cache) / configuration.digest(config))
+
+
+def find_fork(cache: epath.PathLike, source: Run, at_tokens: int, changes: Iterable[str]) -> Run | None:
+    """Return the finished fork of `source` that `get_or_fork` would return, without training; None if there is none."""
+    config = configuration.resolve(source.config, changes)
+    return _find_entry(absolute_path(cache) / _fork_key(cache, source, at_tokens, config, None))
+
+
+def finished_runs(cache: epath.PathLike) -> Iterator[Run]:
+    """Yield the finished runs of the cache."""
+    for path in sorted(absolute_path(cache).glob("*/run")):
+        if run := _find_entry(path.parent):
+            yield run
+
+
+def add_evaluation_cost(run: Run, seconds: float, tokens: int) -> None:
+    """Add to the cost of the evaluations of a run's merges; of runs outside a cache, nothing is recorded."""
+    if (run.path.parent / "seconds.json").exists():
+
+        def add(cost: dict[str, float] | None) -> dict[str, float]:
+            cost = cost or {"seconds": 0.0, "tokens": 0}
+            return {"seconds": cost["seconds"] + seconds, "tokens": cost["tokens"] + tokens}
+
+        update_json(run.path.parent / "evaluated.json", dict[str, float], add)
+
+
+def evaluation_cost(run: Run) -> dict[str, float]:
+    """Return the wall `seconds` and the `tokens` of the evaluations of a run's merges."""
+    path = run.path.parent / "evaluated.json"
+    return read_json(as_path(path), dict[str, float]) if path.exists() else {"seconds": 0.0, "tokens": 0}
+
+
 def training_cost(run: Run) -> dict[str, float]:
     """Return the wall `seconds` and the `tokens` of a run's training; of a fork, the tokens since the fork."""
     path = run.path.parent / "seconds.json"
     seconds = read_json(as_path(path), dict[str, float])["seconds"] if path.exists() else 0.0
     origin = run.metadata.get("forked_from", {"tokens": 0})["tokens"]
     return {"seconds": seconds, "tokens": run.config.training.total_tokens - origin}
+
+
+def _fork_key(cache: epath.PathLike, source: Run, at_tokens: int, config: Config, weights: Snapshot | None) -> str:
+    state_tokens = fork.state_at(source, at_tokens).tokens
+    parts = [entry_key(cache, source), state_tokens, _weights_key(weights), configuration.digest(config)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _find_entry(entry: epath.Path) -> Run | None:
+    # seconds.json is written when the training has ended.
+    return open_run(entry / "run") if (entry / "seconds.json").exists() else None
 
 
 def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any] | None = None) -> Run:
@@ -126,10 +167,11 @@ def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path]
         exists = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
         if start and not exists:
             start(folder)
+        if exists and _is_finished(run := open_run(folder)):
+            return run
         began = time.perf_counter()
-        was_finished = exists and _is_finished(open_run(folder))
         run = train(config, folder)
-        if not was_finished and hosts.is_first_process():
+        if hosts.is_first_process():
             seconds = training_cost(run)["seconds"] + time.perf_counter() - began
             atomic.write_text(entry / "seconds.json", json.dumps({"seconds": seconds}) + "\n")
     return run

@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class MeanInterval:
-    """The mean of `count` values, with its confidence interval from `low` to `high`."""
+    """An estimate from `count` values, their mean if nothing else is said, with its confidence interval."""
 
     mean: float
     low: float
@@ -42,10 +42,7 @@ class MeanEstimate:
         return MeanInterval(self.mean, self.mean - half_width, self.mean + half_width, self.count)
 
     def p_value(self) -> float:
-        """Return the p-value of the hypothesis that the truth is 0, against both sides.
-
-        `scipy.stats.false_discovery_control` adjusts the p-values of a table of tests (Benjamini and Hochberg).
-        """
+        """Return the p-value of the hypothesis that the truth is 0, against both sides. See `find_clear`."""
         return float(2 * scipy.stats.t.sf(abs(self._t(0.0)), self.degrees_of_freedom))
 
     def equivalence_p_value(self, margin: float) -> float:
@@ -94,6 +91,19 @@ def mean_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> MeanInte
         UserError: There are fewer than 2 values, or they are not 1-D.
     """
     return paired_difference(values, np.zeros(np.shape(values)), confidence)
+
+
+def deviation_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> MeanInterval:
+    """Estimate the standard deviation of normally distributed values, such as one per seed.
+
+    Raises:
+        UserError: There are fewer than 2 values, or they are not 1-D.
+    """
+    count = paired_estimate(values, np.zeros(np.shape(values))).count  # checks the argument
+    deviation = float(np.std(np.asarray(values, np.float64), ddof=1))
+    tails = (1 + confidence) / 2, (1 - confidence) / 2
+    low, high = (deviation * float(np.sqrt((count - 1) / scipy.stats.chi2.ppf(tail, count - 1))) for tail in tails)
+    return MeanInterval(deviation, low, high, count)
 
 
 def estimate_over_documents(differences_SD: ArrayLike, tokens_D: ArrayLike) -> MeanEstimate:
@@ -178,6 +188,17 @@ def choose_leaving_one_out(losses: Mapping[str, Sequence[float]]) -> tuple[list[
     others_CS = losses_CS.sum(axis=1, keepdims=True) - losses_CS
     chosen_S = others_CS.argmin(axis=0)
     return [names[i] for i in chosen_S], losses_CS[chosen_S, np.arange(seeds)].tolist()
+
+
+def find_clear(estimates: Sequence[MeanEstimate], false_discovery_rate: float = 0.05) -> list[bool]:
+    """Return which differences of a table are clearly not 0, by Benjamini and Hochberg's procedure.
+
+    Of the differences that it returns as clear, on average at most the given share is 0 in truth.
+    """
+    if not estimates:
+        return []
+    adjusted = scipy.stats.false_discovery_control([estimate.p_value() for estimate in estimates])
+    return (adjusted <= false_discovery_rate).tolist()
 
 
 def power(difference: float, deviation: float, count: int, significance: float = 0.05) -> float:

@@ -3,11 +3,15 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pma_jax.studies import pages
 from pma_jax.studies.pages import RESULTS_BEGIN, RESULTS_END, IndexRow
-from pma_jax.studies.statistics import MeanInterval
+from pma_jax.studies.statistics import MeanEstimate, MeanInterval
 
 PAGE = f"# Title\n\nwords\n\n{RESULTS_BEGIN}\n\nold\n\n{RESULTS_END}\n\nmore words\n"
 
@@ -34,17 +38,77 @@ def test_only_text_between_the_marks_is_replaced():
             pages.extract_results(broken)
 
 
+MADE = {"text": {"corpus": "stdlib-without-tests", "corpus_digest": "0123456789abcdef"}}
+
+
+def write_results(folder, rows):
+    for name, (row, made) in rows.items():
+        (folder / name).mkdir()
+        (folder / name / "results.json").write_text(json.dumps({"row": dataclasses.asdict(row), "made": made}))
+    (folder / "README.md").write_text(PAGE)
+    pages.update_index(folder)
+    return pages.extract_results((folder / "README.md").read_text())
+
+
 def test_index_lists_questions_with_results_by_number(tmp_path):
-    rows = {"b": IndexRow(1, "first?", "yes", "it does", "+1"), "a": IndexRow(2, "second?", "no", "it does not", "-1")}
-    for name, row in rows.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps({"row": dataclasses.asdict(row)}))
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "results.json").write_text("{}")
-    (tmp_path / "README.md").write_text(PAGE)
-    pages.update_index(tmp_path)
-    lines = pages.extract_results((tmp_path / "README.md").read_text()).splitlines()
-    assert lines[2:] == [
+    rows = {"b": IndexRow(1, "first?", "yes", "it does", "+1"), "a": IndexRow(2, "second?", "no", "it does not", "-1")}
+    lines = write_results(tmp_path, {name: (row, MADE) for name, row in rows.items()}).splitlines()
+    assert lines[-2:] == [
         "| [first?](b/README.md) | yes | it does | +1 |",
         "| [second?](a/README.md) | no | it does not | -1 |",
     ]
+
+
+def test_results_of_another_text_stand_in_a_table_of_their_own_after_the_others(tmp_path):
+    row = IndexRow(1, "first?", "yes", "it does", "+1")
+    old = IndexRow(0, "old?", "no", "it did", "-1")
+    written = write_results(tmp_path, {"a": (row, MADE), "b": (old, {"held_out": "two documents"})})
+    new, _, before = written.partition(f"**{pages.OLD_TEXT}.**")
+    assert "stdlib-without-tests (0123456789ab)" in new and "first?" in new and "old?" not in new
+    assert "old?" in before and "first?" not in before
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "said"),
+    [
+        (0.0001, 0.0002, "equal within 0.003 nats: +0.0001 [-0.0004, +0.0006]"),
+        (0.001, 0.002, "no difference shown (±0.0057 nats)"),
+        (0.02, 0.002, "higher by 0.0200 [0.0153, 0.0247] nats"),
+        (-0.02, 0.002, "lower by 0.0200 [0.0153, 0.0247] nats"),
+    ],
+)
+def test_words_of_a_difference_claim_no_more_than_its_tests(mean, error, said):
+    # Student's t with 7 degrees of freedom: 2.365.
+    assert pages.describe_difference(MeanEstimate(mean, error, 7, 8), margin=0.003) == said
+    assert pages.find_bare_figures(said) == []
+
+
+@given(st.floats(-0.05, 0.05), st.floats(1e-5, 0.05), st.floats(1e-4, 0.05))
+def test_equal_is_said_only_after_the_test_of_equivalence(mean, error, margin):
+    estimate = MeanEstimate(mean, error, 7, 8)
+    said, interval = pages.describe_difference(estimate, margin), estimate.interval()
+    assert ("equal" in said) == (estimate.equivalence_p_value(margin) < 0.05)
+    assert ("er by" in said) <= (interval.low > 0 or interval.high < 0)
+
+
+def test_figures_without_an_interval_are_found():
+    assert pages.find_bare_figures("loss 1.4321, gain +0.0123 [+0.0101, +0.0145], 1.4321 ± 0.0020") == ["1.4321"]
+    assert pages.find_bare_figures("| 1.430 ± 0.002 | -0.0123 [-0.0200, 0.0101] | 0.0041 |") == ["0.0041"]
+    assert pages.find_bare_figures("`0.0028` within 0.003 nats (±0.0041 nats), 3.15M tokens, 95%") == []
+
+
+def test_figures_of_hand_written_text_must_be_in_the_results():
+    page = PAGE.replace("old", "gain +0.0123 [+0.0101, +0.0145], 12%").replace(
+        "words", "gains 0.0123, arXiv 2505.12082"
+    )
+    assert pages.find_unknown_figures(page) == []
+    assert set(pages.find_unknown_figures(page.replace("gains 0.0123", "gains 0.0124 or 13%"))) == {"0.0124", "13%"}
+
+
+def test_deviation_has_an_interval():
+    values = np.random.default_rng(0).normal(size=8)
+    low, high = (np.sqrt(7 * values.var(ddof=1) / scipy.stats.chi2.ppf(q, 7)) for q in (0.975, 0.025))
+    assert pages.format_deviation(values) == f"{values.std(ddof=1):.4f} [{low:.4f}, {high:.4f}]"
+    assert pages.format_mean([1.0, 2.0, 3.0], 2) == "2.00 ± 2.48"

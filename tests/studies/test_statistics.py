@@ -115,6 +115,35 @@ def test_a_choice_on_the_other_seeds_has_no_advantage_from_noise():
     assert names == ["b", "b", "a"] and losses == [2.0, 2.0, 9.0]
 
 
+def test_clear_findings_have_few_false_ones_among_them():
+    rng, false, clear = np.random.default_rng(7), [], 0
+    for _ in range(400):
+        truths = np.where(np.arange(32) < 8, 0.03, 0.0)
+        draws = rng.normal(truths, 0.02, (8, 32))
+        found = statistics.find_clear([statistics.paired_estimate(x, np.zeros(8)) for x in draws.T])
+        clear += sum(found)
+        false.append(sum(found[8:]) / max(sum(found), 1))
+    assert clear > 400 * 4 and np.mean(false) < 0.05
+    assert statistics.find_clear([]) == []
+    p_values = [scipy.stats.ttest_1samp(x, 0).pvalue for x in draws.T]
+    ranked = sorted(p_values)
+    last = max((k for k in range(32) if ranked[k] <= 0.05 * (k + 1) / 32), default=-1)
+    assert found == [last >= 0 and p <= ranked[last] for p in p_values], "Benjamini and Hochberg's step-up procedure"
+
+
+def test_intervals_of_a_deviation_cover_the_truth():
+    rng = np.random.default_rng(8)
+    intervals = [statistics.deviation_interval(rng.normal(0, 0.03, 8)) for _ in range(DRAWS)]
+    assert 0.93 <= covered(intervals, 0.03) <= 0.97
+
+
+@pytest.mark.parametrize("count", [3, 8])
+def test_paired_intervals_cover_the_truth(count):
+    rng = np.random.default_rng(9)
+    intervals = [statistics.mean_interval(rng.normal(0.1, 0.03, count)) for _ in range(DRAWS)]
+    assert 0.93 <= covered(intervals, 0.1) <= 0.97
+
+
 @pytest.mark.parametrize("count", [3, 8])
 def test_power_is_the_share_of_findings(count):
     rng, difference, deviation = np.random.default_rng(6), 0.01, 0.008

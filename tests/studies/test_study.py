@@ -1,5 +1,6 @@
 """A study: trunks cut into units, branches that end at their targets, and the files that a script writes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,8 +10,9 @@ import pytest
 import tiny
 
 from pma_jax import config as configuration
+from pma_jax.config.errors import UserError
 from pma_jax.evaluation.sweep import RAW, Cell
-from pma_jax.studies import pages
+from pma_jax.studies import experiment, pages
 from pma_jax.studies import study as studies
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.study import Study
@@ -20,7 +22,7 @@ BATCH = 128  # Tokens: TINY has 8 sequences of 16.
 
 @pytest.fixture(scope="module")
 def study(workspace, tmp_path_factory):
-    overrides = (*studies.TINY, *data_keys(workspace))
+    overrides = (*experiment.TINY, *data_keys(workspace))
     return Study(tmp_path_factory.mktemp("runs"), units=16, evaluation_tokens=400, overrides=overrides)
 
 
@@ -65,6 +67,45 @@ def test_branches_of_every_length_can_end_at_a_quarter_half_and_the_end():
     assert Study(Path("cache"), units=16).branch_lengths(4) == [1, 2]
 
 
+def test_settings_survive_json(study):
+    assert Study.from_settings(json.loads(json.dumps(study.settings()))).settings() == study.settings()
+
+
+def test_text_of_a_study_is_described_with_its_digests(study):
+    text = study.describe_text()
+    assert set(text["parts"]) == {"select", "report", "fit"} and text["corpus"] == "files"
+    assert len({part["digest"] for part in text["parts"].values()} | {text["corpus_digest"]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"minimum_documents": 99}, r"part 'select' of the held-out text has \d+ documents, .* need 99"),
+        ({"evaluation_tokens": 10**6}, r"evaluation.tokens is 1000000 but the part 'select' .* has only"),
+    ],
+)
+def test_parts_with_too_few_documents_or_tokens_are_refused(study, changes, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(study, **changes).describe_text()
+
+
+def test_tuned_settings_are_those_of_the_same_text(study, tmp_path):
+    path = tmp_path / "results.json"
+    reading = dataclasses.replace(study, tuned=path)
+    with pytest.raises(UserError, match=r"no tuned settings in .*results.json: run experiments/tuning"):
+        reading.tuned_setting("science_small", "raw")
+    best = {"raw": ["schedule.peak_rate=0.001"]}
+    results = {"made": {"text": study.describe_text()}, "sizes": {"science_small": {"best": best}}}
+    path.write_text(json.dumps(results))
+    assert reading.tuned_setting("science_small", "raw") == ("schedule.peak_rate=0.001",)
+    with pytest.raises(UserError, match="has no settings of science_moe, only of science_small"):
+        reading.tuned_setting("science_moe", "raw")
+    results["made"]["text"] |= {"corpus": "other", "corpus_digest": "c0ffee"}
+    path.write_text(json.dumps(results))
+    with pytest.raises(UserError, match=r"results.json was made on another text \(other, c0ffee\) than this study's"):
+        reading.tuned_setting("science_small", "raw")
+
+
 @pytest.mark.slow
 def test_trunks_branches_and_losses(study):
     trunk = study.trunk("science_small", 0)
@@ -81,14 +122,15 @@ def test_trunks_branches_and_losses(study):
     assert study.loss(branch) != study.loss(trunk)
     short = study.anneal(trunk, 15, 16, "linear", study.merge(trunk, Cell("sma", 4), 15))
     assert short.metadata["forked_from"]["weights"].endswith(f"sma-4-{15 * unit}")
-    spent = study.training_cost()
+    spent = study.cost()
     assert spent["runs"] == 3 and spent["tokens"] == (16 + 4 + 1) * unit and spent["training_hours"] > 0
 
 
 SCRIPT = '''"""A question."""
 import sys
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.study import run_experiment
+from pma_jax.studies.planned import PlannedRun
+from pma_jax.studies.experiment import run_experiment
 
 def measure(study):
     return {"losses": [study.loss(study.trunk(study.sizes[0], seed)) for seed in study.seeds]}
@@ -102,8 +144,11 @@ def summarize(results):
 def draw(results):
     return {"figure.png": b"PNG"}
 
+def plan(study):
+    return [PlannedRun(study.sizes[0], seed) for seed in study.seeds]
+
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw)
+    run_experiment(__file__, measure, report, summarize, draw, plan)
 '''
 PAGE = f"# Page\n\n{pages.RESULTS_BEGIN}\n\n{pages.RESULTS_END}\n\nend\n"
 
@@ -142,13 +187,14 @@ def test_unknown_arguments_of_a_script_are_refused(tmp_path, capsys):
         (["--units", "20"], "--units must be a multiple of 16"),
     ):
         with pytest.raises(SystemExit):
-            studies.run_experiment(
+            experiment.run_experiment(
                 str(tmp_path / "script.py"),
                 dict,
                 str,
                 lambda r: IndexRow(1, "", "", "", ""),
                 dict,
-                ["--runs", "x", *arguments],
+                lambda study: [],
+                arguments=["--runs", "x", *arguments],
             )
         assert output in capsys.readouterr().err
 

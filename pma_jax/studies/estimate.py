@@ -1,0 +1,95 @@
+"""Estimate the machine time of an experiment's runs before they start, from the speeds of runs in the cache.
+
+Speeds are those of the size's runs in the cache of runs. For a size without any, a short run is trained and evaluated
+first, with the same model, batch and text.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable
+
+from pma_jax.config import Config
+from pma_jax.data.sampling import REPORT
+from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.studies import run_cache
+from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.study import Study
+
+PROBE_DIVISOR = 16  # a run that measures the speed trains 1/16 of the size's tokens
+PROBE_UNITS = 4  # as many snapshots per token as 64 units of all tokens
+PROBE_SEED = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """What the runs of a size cost on this machine, with as many processes at a time as the study has."""
+
+    start_seconds: float  # per run: compiling, and reading the text
+    train_seconds: float  # per token, with the snapshots and evaluations of the run
+    evaluate_seconds: float  # per token of held-out text and merge
+
+
+@dataclasses.dataclass(frozen=True)
+class CostEstimate:
+    """The machine time of an experiment, and which of its runs are in the cache: seeds by the name of the runs."""
+
+    hours: float  # of this machine, with the study's workers
+    missing: dict[str, list[int]]
+    cached: dict[str, list[int]]
+
+
+def estimate(study: Study, plan: Plan) -> CostEstimate:
+    """Estimate the machine time of the runs that a plan lists, as far as they are not cached."""
+    missing: dict[str, list[int]] = {}
+    cached: dict[str, list[int]] = {}
+    speeds: dict[str, Speed] = {}
+    seconds = 0.0
+    for work in plan:
+        train_tokens, evaluate_tokens = work.missing_tokens(study)
+        is_missing = train_tokens or evaluate_tokens
+        (missing if is_missing else cached).setdefault(work.name, []).append(work.seed)
+        if is_missing:
+            speed = speeds.get(work.size) or speeds.setdefault(work.size, measure_speed(study, work.size))
+            seconds += speed.start_seconds if train_tokens else 0.0
+            seconds += train_tokens * speed.train_seconds + evaluate_tokens * speed.evaluate_seconds
+    return CostEstimate(seconds / 3600 / study.workers, missing, cached)
+
+
+def measure_speed(study: Study, size: str) -> Speed:
+    """Return the speed of the runs of a size; without any in the cache, train and evaluate a short one."""
+    config = study.trunk_config(size, study.seeds[0])
+    known = list(_speeds(study, config))
+    if not known:
+        total = config.training.total_tokens // PROBE_DIVISOR
+        evaluation = PlannedEvaluation((RAW, Cell("sma", 2)), (PROBE_UNITS,), REPORT)
+        # As many at a time as later, because processes slow each other.
+        probes = [
+            PlannedRun(size, PROBE_SEED + i, (f"training.total_tokens={total}",), None, (evaluation,), PROBE_UNITS)
+            for i in range(study.workers)
+        ]
+        complete_all(dataclasses.replace(study, runs_used={}), probes, study.workers)  # these are no results
+        known = list(_speeds(study, config))
+    names = [field.name for field in dataclasses.fields(Speed)]
+    return Speed(**{name: statistics.median(getattr(speed, name) for speed in known) for name in names})
+
+
+def _speeds(study: Study, config: Config) -> Iterable[Speed]:
+    """Yield the speed of each finished run in the cache that has the model of `config` and was evaluated."""
+    for run in run_cache.finished_runs(study.cache):
+        cost = run_cache.evaluation_cost(run)
+        records = [record for record in run.metrics if record["kind"] == "train"]
+        if run.config.model != config.model or not cost["tokens"] or len(records) < 2:
+            continue
+        first, last = records[0], records[-1]
+        per_token = (last["seconds"] - first["seconds"]) / (last["tokens"] - first["tokens"])
+        total = run_cache.training_cost(run)
+        start = max(total["seconds"] - per_token * total["tokens"], 0.0)
+        yield Speed(start, per_token, cost["seconds"] / cost["tokens"])
+
+
+def describe_estimate(name: str, estimated: CostEstimate) -> str:
+    """Format an estimate: the hours, then one line for each group of runs that differ in the seed only."""
+    lines = [f"{name}: about {estimated.hours:.2f} machine hours"]
+    for state, runs in (("cached", estimated.cached), ("to do", estimated.missing)):
+        lines += [f"  {state}: {run}, seeds {', '.join(map(str, dict.fromkeys(s)))}" for run, s in runs.items()]
+    return "\n".join(lines)

@@ -1,0 +1,216 @@
+"""An experiment: the command line of a script in experiments/, its results.json and the generated page.
+
+A script has a docstring (the question) and functions, and ends with
+`run_experiment(__file__, measure, report, summarize, draw, plan)`:
+
+    measure(study) -> dict             train and evaluate through the study; return what results.json stores
+    report(results) -> str             format the generated section of the README from results.json
+    summarize(results) -> IndexRow     format the experiment's row in experiments/README.md
+    draw(results) -> dict              return the figures: file name -> PNG
+    plan(study) -> Plan                list the runs that `measure` needs, as far as they are known before it
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from pma_jax.config.errors import UserError, error_line
+from pma_jax.runtime.allocator import keep_freed_memory
+from pma_jax.runtime.formatting import format_text
+from pma_jax.storage import atomic
+from pma_jax.storage.json_files import parse_untrusted_json
+from pma_jax.studies import pages
+from pma_jax.studies.estimate import describe_estimate, estimate
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.planned import Plan, complete_all
+from pma_jax.studies.study import SIZES, Study
+
+# `--tiny`: a model that trains in seconds, to check that a script runs. Its numbers mean nothing.
+TINY = (
+    "model.width=16",
+    "model.layers=1",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.head_dim=8",
+    "model.hidden=16",
+    "model.expert_hidden=8",
+    "training.sequence_length_tokens=16",
+    "training.batch_size_sequences=8",
+    "training.total_tokens=4096",
+    "schedule.warmup_tokens=256",
+    "checkpoint.block_every_steps=1",
+)
+TINY_OPTIONS = {"sizes": (SIZES[0], SIZES[-1]), "seeds": (0, 1), "units": 16, "evaluation_tokens": 512}
+OPTIONS = ("sizes", "seeds", "units", "evaluation_tokens", "margin")  # fields of `Study` that results record
+
+
+def run_experiment(
+    script: str,
+    measure: Callable[[Study], dict[str, Any]],
+    report: Callable[[dict[str, Any]], str],
+    summarize: Callable[[dict[str, Any]], IndexRow],
+    draw: Callable[[dict[str, Any]], dict[str, bytes]],
+    plan: Callable[[Study], Plan],
+    defaults: dict[str, Any] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Run an experiment from its command line: write results.json, the figures and the README's generated section.
+
+    Runs and losses in the directory --runs are read, not computed again.
+
+    Args:
+        script: Path of the script; its folder is the default of --out.
+        measure: Trains and evaluates; the docstring of this module describes the four functions.
+        report: Formats the generated section.
+        summarize: Formats the row in the table of experiments.
+        draw: Draws the figures.
+        plan: Lists the runs that `measure` needs, which are trained first, `--jobs` at a time.
+        defaults: Defaults of this experiment for fields of `Study` that the command line sets, such as its seeds.
+        arguments: Command-line arguments; by default those of the process.
+
+    Returns:
+        The content of results.json; empty with `--estimate`.
+
+    Raises:
+        SystemExit: An option or a file is invalid; the process exits with one line on standard error.
+    """
+    folder = Path(script).resolve().parent
+    options, overrides = _parse(folder, sys.argv[1:] if arguments is None else arguments, defaults or {})
+    try:
+        page = options.out / "README.md"
+        if page.exists():
+            pages.extract_results(page.read_text())  # checked before hours of training
+        keep_freed_memory()
+        if options.estimate:
+            study = _study(options, overrides)
+            print(describe_estimate(folder.name, estimate(study, plan(study))))
+            return {}
+        path = options.out / "results.json"
+        results = (
+            parse_untrusted_json(path.read_bytes(), str(path), True)
+            if options.redraw
+            else _measure(measure, plan, options, overrides)
+        )
+        results["row"] = dataclasses.asdict(summarize(results))
+        atomic.write_text(epath.Path(path), json.dumps(results, indent=1) + "\n")
+        for name, png in draw(results).items():
+            (options.out / name).write_bytes(png)
+        if page.exists():
+            page.write_text(pages.replace_results(page.read_text(), render_results(report, results)))
+        if options.out == folder and (folder.parent / "README.md").exists():
+            pages.update_index(folder.parent)
+        print(render_results(report, results))
+        return results
+    except (UserError, OSError) as error:
+        raise SystemExit(f"error: {error_line(error)}") from error
+
+
+def render_results(report: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
+    """Return the README's generated section: the script's report, then where its numbers come from."""
+    old = [] if "text" in results["made"] else [f"**{pages.OLD_TEXT}.**"]
+    return "\n\n".join([*old, report(results), describe_provenance(results["made"])])
+
+
+def describe_provenance(made: dict[str, Any]) -> str:
+    """Describe, in a sentence or two, the commit, the cost and the options that the numbers were made with."""
+    commit = f"Made at commit `{made['commit']}`" if made["commit"] else "Made outside of a repository"
+    given = f"; overrides: `{' '.join(made['overrides'])}`" if made["overrides"] else ""
+    jobs, seeds = made.get("jobs", 1), ", ".join(map(str, made["seeds"]))
+    hours, evaluation_hours = made["training_hours"] / jobs, made["evaluation_hours"] / jobs
+    return (
+        f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {hours:.2f} machine hours (wall time; "
+        f"a run that several experiments use counts in each), and {evaluation_hours:.2f} hours of evaluation. Seeds "
+        f"{seeds}; judged on {_describe_text(made)}, the same for every model{given}. All numbers: "
+        "[results.json](results.json)."
+    )
+
+
+def _describe_text(made: Mapping[str, Any]) -> str:
+    """Describe the held-out text of results; those of early versions have a sentence instead of a description."""
+    if "text" not in made:
+        return made["held_out"]
+    text = made["text"]
+    report = format_text(text["parts"]["report"])
+    return f"{report} of the held-out text of {text['corpus']} (digest {text['corpus_digest'][:12]})"
+
+
+def _measure(
+    measure: Callable[[Study], dict[str, Any]],
+    plan: Callable[[Study], Plan],
+    options: Any,
+    overrides: Sequence[str],
+) -> dict[str, Any]:
+    study, settings = _study(options, overrides), {name: getattr(options, name) for name in OPTIONS}
+    text = study.describe_text()
+    options.out.mkdir(parents=True, exist_ok=True)
+    work = plan(study)
+    estimated = estimate(study, work)
+    print(describe_estimate(options.out.name, estimated), file=sys.stderr, flush=True)
+    began = time.perf_counter()
+    complete_all(study, work, study.workers)
+    results = measure(study)
+    made = {"commit": _commit(), **settings, "overrides": list(overrides), "text": text, "jobs": options.jobs}
+    # Of this call: a resumed one has less to do.
+    made |= study.cost() | {"estimated_hours": estimated.hours, "hours": (time.perf_counter() - began) / 3600}
+    return json.loads(json.dumps({"made": made, **results}))
+
+
+def _study(options: Any, overrides: Sequence[str]) -> Study:
+    settings = {name: getattr(options, name) for name in OPTIONS}
+    return Study(
+        options.runs.resolve(), overrides=tuple(overrides), workers=options.jobs, tuned=options.tuned, **settings
+    )
+
+
+def _parse(folder: Path, arguments: Sequence[str], defaults: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the configuration overrides as `section.key=value`."""
+    parser = argparse.ArgumentParser(
+        description=f"The experiment {folder.name}; --config.KEY=VALUE changes the configuration of every run."
+    )
+    names = lambda text: tuple(text.split(","))  # noqa: E731
+    add = parser.add_argument
+    add("--runs", type=Path, required=True, help="directory of cached runs that experiments share")
+    add("--out", type=Path, default=folder, help="directory of results.json, figures and README.md")
+    add("--jobs", type=int, default=1, help="runs to train at a time, each on its share of the cores (default 1)")
+    add("--sizes", type=names, help="names of configurations (default %(default)s)")
+    add("--seeds", type=lambda text: tuple(map(int, text.split(","))), help="seeds (default %(default)s)")
+    add("--units", type=int, help="units per trunk, a multiple of 16 (default %(default)s)")
+    add("--evaluation-tokens", type=int, help="held-out tokens to compare merges on (default %(default)s)")
+    add("--margin", type=float, help="nats within which losses count as equal (default %(default)s)")
+    add("--tuned", type=Path, help="results.json of the experiment tuning (default %(default)s)")
+    add("--estimate", action="store_true", help="only estimate the machine time, and name the runs that are cached")
+    add("--tiny", action="store_true", help="use a tiny model and two seeds, to test the script")
+    add("--redraw", action="store_true", help="only rewrite tables and figures, from results.json")
+    of_study = {field.name: field.default for field in dataclasses.fields(Study)}
+    tuned = folder.parent / "tuning" / "results.json"
+    parser.set_defaults(**{name: of_study[name] for name in OPTIONS} | {"tuned": tuned} | defaults)
+    if parser.parse_known_args(arguments)[0].tiny:
+        parser.set_defaults(**TINY_OPTIONS)
+    options, rest = parser.parse_known_args(arguments)
+    wrong = [word for word in rest if not (word.startswith("--config.") and "=" in word)]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if options.units % 16:
+        parser.error(f"--units must be a multiple of 16, not {options.units}")
+    options.out = options.out.resolve()
+    overrides = [word.removeprefix("--config.") for word in rest]
+    return options, [*(TINY if options.tiny else ()), *overrides]
+
+
+def _commit() -> str | None:
+    """Return the short hash of HEAD, with `+` if tracked files of the package have changed; None without git."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno", "--", "."], capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return name.stdout.strip() + ("+" if changed.stdout.strip() else "")

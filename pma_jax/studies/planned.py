@@ -1,0 +1,180 @@
+"""Runs that an experiment needs, as a list: to train them several at a time, and to estimate their machine time.
+
+A worker is a process that trains and evaluates the runs of a list, and leaves out those that another worker has begun.
+All of them, and the script that reads the results, share one cache of runs.
+
+Command of a worker:   python -m pma_jax.studies.planned LIST.json
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from pma_jax.config.errors import UserError, error_line
+from pma_jax.evaluation.sweep import Cell
+from pma_jax.evaluation.trajectory import count_missing
+from pma_jax.launch.job import Job, Step
+from pma_jax.launch.local import run_jobs
+from pma_jax.runs import lock
+from pma_jax.runs.directory import Run
+from pma_jax.runtime.allocator import keep_freed_memory
+from pma_jax.studies import run_cache
+from pma_jax.studies.study import Study
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """An annealed branch of a trunk, in units."""
+
+    at: int
+    end: int
+    shape: str = "linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedEvaluation:
+    """Merges that are evaluated on a part of the held-out text."""
+
+    cells: tuple[Cell, ...]
+    ends: tuple[int, ...]  # in units
+    part: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """A trunk, or a branch of it, and what is read from it."""
+
+    size: str
+    seed: int
+    changes: tuple[str, ...] = ()  # `section.key=value`
+    branch: Branch | None = None
+    evaluations: tuple[PlannedEvaluation, ...] = ()
+    units: int = 0  # per trunk; 0: those of the study
+    evaluation_tokens: int = 0  # held-out tokens of the evaluations; 0: those of the study
+
+    @property
+    def name(self) -> str:
+        """The size and what differs from its trunk; runs that differ in the seed have the same name."""
+        changes = [text.partition(".")[2] for text in self.changes]
+        branch = [f"{self.branch.shape} decay from unit {self.branch.at} to {self.branch.end}"] if self.branch else []
+        return ", ".join([self.size, *changes, *branch])
+
+    def study(self, study: Study) -> Study:
+        """Return the study with the units and the held-out text of this run."""
+        units, tokens = self.units or study.units, self.evaluation_tokens or study.evaluation_tokens
+        return dataclasses.replace(study, units=units, evaluation_tokens=tokens)
+
+    def get(self, study: Study) -> Run:
+        """Train the run, or return the cached one."""
+        study = self.study(study)
+        run = study.trunk(self.size, self.seed, self.changes)
+        return run if self.branch is None else study.anneal(run, **dataclasses.asdict(self.branch))
+
+    def find(self, study: Study) -> Run | None:
+        """Return the cached run, without training; None if it is not finished."""
+        study = self.study(study)
+        run = run_cache.find(study.cache, study.trunk_config(self.size, self.seed, self.changes))
+        if run is None or self.branch is None:
+            return run
+        changes = study.branch_changes(run, self.branch.at, self.branch.end, self.branch.shape)
+        return run_cache.find_fork(study.cache, run, self.branch.at * study.unit_tokens(run), changes)
+
+    def complete(self, study: Study) -> None:
+        """Train the run and evaluate its merges, as far as they are not cached."""
+        run = self.get(study)
+        for planned in self.evaluations:
+            self.study(study).document_losses(run, planned.cells, planned.ends, planned.part)
+
+    def missing_tokens(self, study: Study) -> tuple[int, int]:
+        """Count the tokens that are still to be trained, and the tokens of text on which merges are to be evaluated."""
+        run, study = self.find(study), self.study(study)
+        if run is not None:
+            unit, config = study.unit_tokens(run), study.evaluation_config(run)
+            missing = 0
+            for planned in self.evaluations:
+                pairs = [(cell, end * unit) for cell in planned.cells for end in planned.ends]
+                missing += count_missing(run, pairs, planned.part, config)
+            return 0, missing * study.evaluation_tokens
+        config = study.trunk_config(self.size, self.seed, self.changes)
+        trained = config.training.total_tokens
+        if self.branch:
+            trained = (self.branch.end - self.branch.at) * config.checkpoint.interval_tokens
+        return trained, sum(len(p.cells) * len(p.ends) for p in self.evaluations) * study.evaluation_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherWork:
+    """Work that depends on earlier results, so that its runs are not known before: only its amount is estimated."""
+
+    name: str
+    size: str
+    seed: int
+    train_tokens: int
+    evaluate_tokens: int = 0  # over all merges
+
+    def missing_tokens(self, study: Study) -> tuple[int, int]:
+        """Return the tokens to train and those to evaluate on."""
+        del study
+        return self.train_tokens, self.evaluate_tokens
+
+
+Plan = Sequence[PlannedRun | OtherWork]
+
+
+def complete_all(study: Study, plan: Plan, workers: int) -> None:
+    """Train and evaluate the runs of a plan with the local engine of grids, `workers` processes at a time.
+
+    Each process has its share of the cores.
+
+    Raises:
+        UserError: There are fewer cores than workers, or a worker failed.
+    """
+    planned = [run for run in plan if isinstance(run, PlannedRun) and any(run.missing_tokens(study))]
+    if workers == 1 or len(planned) < 2:
+        for run in planned:
+            run.complete(study)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "runs.json")
+        path.write_text(json.dumps({"study": study.settings(), "runs": [dataclasses.asdict(run) for run in planned]}))
+        command = (sys.executable, "-m", "pma_jax.studies.planned", str(path))
+        jobs = [Job(f"worker {i + 1}", (Step("train", command),)) for i in range(workers)]
+        failed = run_jobs(jobs, workers, lambda line: print(line, file=sys.stderr, flush=True))
+    if failed:
+        name, failure = next(iter(failed.items()))
+        raise UserError(f"{name} failed: {failure['line']}")
+
+
+def _work(path: Path) -> None:
+    """Complete the runs of a list, except those that another worker has begun."""
+    listed = json.loads(path.read_text())
+    study = Study.from_settings(listed["study"])
+    for number, raw in enumerate(listed["runs"]):
+        with contextlib.suppress(lock.InUseError), lock.hold(epath.Path(path.parent), file_name=f"run {number}.lock"):
+            _parse(raw).complete(study)
+
+
+def _parse(raw: dict[str, Any]) -> PlannedRun:
+    branch = Branch(**raw["branch"]) if raw["branch"] else None
+    evaluations = tuple(
+        PlannedEvaluation(
+            tuple(Cell(**cell) for cell in evaluation["cells"]), tuple(evaluation["ends"]), evaluation["part"]
+        )
+        for evaluation in raw["evaluations"]
+    )
+    return PlannedRun(**raw | {"changes": tuple(raw["changes"]), "branch": branch, "evaluations": evaluations})
+
+
+if __name__ == "__main__":
+    keep_freed_memory()
+    try:
+        _work(Path(sys.argv[1]))
+    except UserError as error:
+        raise SystemExit(f"error: {error_line(error)}") from error

@@ -1,0 +1,59 @@
+"""Planned runs: what is cached is named, workers share the rest, and the machine time is estimated before."""
+
+import dataclasses
+
+import pytest
+import tiny
+from test_study import data_keys
+
+from pma_jax.config.errors import UserError
+from pma_jax.data.sampling import REPORT
+from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.studies import experiment, run_cache
+from pma_jax.studies.estimate import describe_estimate, estimate
+from pma_jax.studies.planned import Branch, OtherWork, PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.study import Study
+
+EVALUATION = PlannedEvaluation((RAW, Cell("sma", 2)), (8, 16), REPORT)
+
+
+@pytest.fixture(scope="module")
+def study(workspace, tmp_path_factory):
+    overrides = (*experiment.TINY, *data_keys(workspace))
+    cache = tmp_path_factory.mktemp("runs")
+    return Study(cache, ("science_small",), (0, 1), 16, evaluation_tokens=400, overrides=overrides)
+
+
+@pytest.mark.slow
+def test_runs_are_completed_once_and_then_cached(study):
+    trunks = [PlannedRun("science_small", seed, (), None, (EVALUATION,)) for seed in (0, 1)]
+    branch = PlannedRun("science_small", 0, (), Branch(12, 16, "cosine"), (PlannedEvaluation((RAW,), (16,), REPORT),))
+    plan = [*trunks, branch, OtherWork("fits", "science_small", 0, 0, 4000)]
+    tokens = trunks[0].get(study).config.training.total_tokens  # trains, and evaluates nothing
+    assert trunks[0].missing_tokens(study) == (0, 4 * 400) and trunks[1].missing_tokens(study) == (tokens, 4 * 400)
+    assert branch.missing_tokens(study) == (tokens // 4, 400)
+    complete_all(study, plan, 1)
+    assert [work.missing_tokens(study) for work in plan] == [(0, 0), (0, 0), (0, 0), (0, 4000)]
+    estimated = estimate(study, plan)
+    assert estimated.cached == {"science_small": [0, 1], "science_small, cosine decay from unit 12 to 16": [0]}
+    assert estimated.missing == {"fits": [0]} and 0 < estimated.hours < 0.1
+    text = describe_estimate("stable_phase", estimated)
+    assert "cached: science_small, seeds 0, 1" in text and "to do: fits, seeds 0" in text
+    assert run_cache.evaluation_cost(trunks[0].get(study))["tokens"] == 4 * 400
+    assert {run.path for run in run_cache.finished_runs(study.cache)} == {w.get(study).path for w in plan[:3]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_workers_share_the_runs_and_their_failure_is_one_line(study, monkeypatch, capfd):
+    for name, value in tiny.environment(devices=1).items():
+        monkeypatch.setenv(name, value)
+    plan = [PlannedRun("science_small", seed, (), None, (EVALUATION,)) for seed in (5, 6, 7)]
+    assert estimate(dataclasses.replace(study, workers=2), plan).missing == {"science_small": [5, 6, 7]}
+    complete_all(study, plan, 2)
+    assert [work.missing_tokens(study) for work in plan] == [(0, 0)] * 3
+    wrong = [PlannedRun("science_small", seed, ("data.files=/nowhere/*.txt",), None, ()) for seed in (8, 9)]
+    with pytest.raises(UserError, match=r"worker \d failed"):
+        complete_all(study, wrong, 2)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert lines == ["error: data.files: /nowhere/*.txt matches no file: check the glob"] * 2
