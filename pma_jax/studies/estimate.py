@@ -43,10 +43,13 @@ def estimate(study: Study, plan: Plan) -> CostEstimate:
     missing: dict[str, list[int]] = {}
     cached: dict[str, list[int]] = {}
     speeds: dict[str, Speed] = {}
-    seconds = 0.0
+    trained, seconds = set(), 0.0
     for work in plan:
         train_tokens, evaluate_tokens = work.missing_tokens(study)
         is_missing = train_tokens or evaluate_tokens
+        if work.training in trained:  # a run is trained once, however often a plan lists it
+            train_tokens = 0
+        trained.add(work.training)
         (missing if is_missing else cached).setdefault(work.name, []).append(work.seed)
         if is_missing:
             speed = speeds.get(work.size) or speeds.setdefault(work.size, measure_speed(study, work.size))

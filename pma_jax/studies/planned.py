@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,11 @@ class PlannedRun:
         branch = [f"{self.branch.shape} decay from unit {self.branch.at} to {self.branch.end}"] if self.branch else []
         return ", ".join([self.size, *changes, *branch])
 
+    @property
+    def training(self) -> Hashable:
+        """What identifies the training of the run, whatever is evaluated."""
+        return self.size, self.seed, self.changes, self.branch, self.units
+
     def study(self, study: Study) -> Study:
         """Return the study with the units and the held-out text of this run."""
         units, tokens = self.units or study.units, self.evaluation_tokens or study.evaluation_tokens
@@ -118,6 +123,11 @@ class OtherWork:
     seed: int
     train_tokens: int
     evaluate_tokens: int = 0  # over all merges
+
+    @property
+    def training(self) -> Hashable:
+        """What identifies the work."""
+        return self.name, self.size, self.seed
 
     def missing_tokens(self, study: Study) -> tuple[int, int]:
         """Return the tokens to train and those to evaluate on."""
