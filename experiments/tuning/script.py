@@ -20,16 +20,15 @@ from pma_jax.studies.tuning import TUNING_SEEDS, Axis, Contender, Tuned
 
 BATCH, RATE, DECAY = "training.batch_size_sequences", "schedule.peak_rate", "optimizer.weight_decay"
 UNITS = 32  # per run here: half as many snapshots as the trunks of other experiments
-TEXT_TOKENS = 65_536  # held-out tokens of the part `select`, on which settings are chosen
 RAW_MARKS = (29, 30, 31, 32)  # the raw loss is the mean over these units: one snapshot is noise
 SPANS = (3, 5, 8)  # units of the means of points; the best one counts
 HORIZONS = {"a quarter": 4, "all": 1}  # of the size's tokens: name -> divisor
 COARSE_BATCHES = (4, 8, 16, 32)
 COARSE_RATES = (0.002, 0.004, 0.008)
 EXPECTED_SETTINGS = 8  # with all tokens, for the estimate of the machine time
-WEIGHT_DECAYS = (0.1, 0.02, 0.5)  # the grid is at the first
+WEIGHT_DECAYS = (0.1, 0.5, 0.02, 0.0)  # the grid is at the first
 CONTENDERS = ("raw", "merged")
-DEFAULTS = {"seeds": TUNING_SEEDS}
+DEFAULTS = {"seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
 
 
 def plan(study: Study) -> Plan:
@@ -44,7 +43,7 @@ def plan(study: Study) -> Plan:
             for run in run_cache.finished_runs(study.cache)
             if run.config.model == config.model and run.config.training.total_tokens == config.training.total_tokens
         ]
-        read = (len(RAW_MARKS) + len(SPANS)) * min(TEXT_TOKENS, study.evaluation_tokens)
+        read = (len(RAW_MARKS) + len(SPANS)) * study.evaluation_tokens
         for seed in study.seeds:
             missing = max(EXPECTED_SETTINGS - done.count(seed), 0)
             trained = missing * config.training.total_tokens
@@ -64,17 +63,17 @@ def measure_size(study: Study, size: str) -> dict[str, Any]:
     coarse = tune(study, size, "a quarter", dict.fromkeys(CONTENDERS, (coarse_axes, grid)))
     fine_axes = {name: centre_axes(one) for name, one in coarse.items()}
     fine = tune(study, size, "all", {name: (axes, ((0, 0),)) for name, axes in fine_axes.items()})
-    decays, best = {}, {}
-    for name, one in fine.items():
-        settings = [[*one.contender.overrides(one.best), f"{DECAY}={decay:g}"] for decay in WEIGHT_DECAYS]
-        measured = [losses[name] for losses in measure_settings(study, size, "all", settings)]
-        decays[name] = {f"{decay:g}": losses for decay, losses in zip(WEIGHT_DECAYS, measured, strict=True)}
-        best[name] = min(zip(map(sum, measured), settings, strict=True))[1]
+    around = dict.fromkeys(tuple(one.contender.overrides(one.best)) for one in fine.values())
+    decays = [[*setting, f"{DECAY}={decay:g}"] for setting in around for decay in WEIGHT_DECAYS]
+    by_decay = [
+        {"setting": setting, "losses": losses}
+        for setting, losses in zip(decays, measure_settings(study, size, "all", decays), strict=True)
+    ]
     tried = {"a quarter": coarse, "all": fine}
     return study.describe_size(size) | {
         "tried": {horizon: {name: describe(one) for name, one in tuned.items()} for horizon, tuned in tried.items()},
-        "weight_decays": decays,
-        "best": best,
+        "weight_decays": by_decay,
+        "best": {name: min(by_decay, key=lambda one: sum(one["losses"][name]))["setting"] for name in CONTENDERS},
     }
 
 
@@ -99,14 +98,13 @@ def tune(study: Study, size: str, horizon: str, starts: dict[str, tuple[Any, Any
 def runs_of(study: Study, size: str, horizon: str, settings: list[list[str]]) -> list[PlannedRun]:
     """List the runs of settings, all seeds of one setting after the other, and what is read from them."""
     total = study.trunk_config(size, study.seeds[0]).training.total_tokens // HORIZONS[horizon]
-    tokens = min(TEXT_TOKENS, study.evaluation_tokens)
     evaluations = (
         PlannedEvaluation((RAW,), RAW_MARKS, SELECT),
         PlannedEvaluation(tuple(Cell("sma", n) for n in SPANS), (UNITS,), SELECT),
     )
     common = (f"training.total_tokens={total}", "checkpoint.kinds=point", f"{DECAY}={WEIGHT_DECAYS[0]:g}")
     return [
-        PlannedRun(size, seed, (*common, *setting), None, evaluations, UNITS, tokens)
+        PlannedRun(size, seed, (*common, *setting), None, evaluations, UNITS)
         for setting in settings
         for seed in study.seeds
     ]
@@ -148,12 +146,12 @@ def report(results: dict[str, Any]) -> str:
             for contender, tried in contenders.items():
                 parts.append(f"{contender}, {tokens / 1e6:.2f}M tokens ({horizon}): {len(tried['settings'])} settings")
                 parts.append(format_grid(tried))
-        rows = [
-            [f"`{value}`", *(pages.format_mean(of_decay[value]) for of_decay in size["weight_decays"].values())]
-            for value in size["weight_decays"][CONTENDERS[0]]
-        ]
-        parts.append("Weight decay, each at its own best batch and rate:")
-        parts.append(pages.format_table(["weight decay", *size["weight_decays"]], rows))
+        rows = []
+        for one in size["weight_decays"]:
+            values = [f"`{float(text.partition('=')[2]):g}`" for text in one["setting"]]
+            rows.append([*values, *(pages.format_mean(one["losses"][name]) for name in CONTENDERS)])
+        parts.append("Weight decay, at the best settings of both, with all tokens:")
+        parts.append(pages.format_table(["batch", "rate", "weight decay", *CONTENDERS], rows))
     return "\n\n".join(parts)
 
 
@@ -185,12 +183,17 @@ def describe_best(name: str, size: dict[str, Any], margin: float) -> str:
             f"- {contender}: batch `{best['batch']:g}`, rate `{best['rate']:g}`. The second best (batch "
             f"`{nearest['batch']:g}`, rate `{nearest['rate']:g}`): {verdict}."
         )
-    best = dict(text.split("=") for text in size["best"]["merged"])
+    for contender, setting in size["best"].items():
+        best = dict(text.split("=") for text in setting)
+        lines.append(
+            f"- {contender}, with the best weight decay: batch `{best[BATCH]}`, rate `{best[RATE]}`, weight decay "
+            f"`{best[DECAY]}`."
+        )
     steps = size["tokens"] / (float(best[BATCH]) * size["sequence_tokens"])
-    wanted = 3 / (float(best[RATE]) * float(best[DECAY]))
+    forgets = float(best[RATE]) * float(best[DECAY])
     lines.append(
-        f"- Weight decay of merged: `{best[DECAY]}`. Its {steps:,.0f} steps are {steps / wanted:.1f} times 3 / (rate x "
-        f"weight decay), after which AdamW is stationary."
+        f"- At the last of these, a run has {steps:,.0f} steps. AdamW is stationary after 3 / (rate x weight decay) "
+        f"steps: {f'{3 / forgets:,.0f}' if forgets else 'never'}."
     )
     return "\n".join(lines)
 
@@ -199,17 +202,18 @@ def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize the best settings of each size, and what the second best costs."""
     found, effects = [], []
     for name, size in results["sizes"].items():
+        batch, rate, decay = (float(text.partition("=")[2]) for text in size["best"]["merged"])
+        found.append(f"{name}: batch {batch:g}, rate {rate:g}, weight decay {decay:g}")
         tried = size["tried"]["all"]["merged"]
         best = tried["settings"][tried["best"]]
         others = [one["losses"] for one in tried["settings"] if one is not best]
-        found.append(f"{name}: batch {best['batch']:g}, rate {best['rate']:g}")
         effects.append(f"{name}: {pages.format_difference(min(others, key=sum), best['losses'])} nats")
     return IndexRow(
         0,
         "Tuning: which batch, rate and weight decay?",
         "none: the settings on which the other experiments stand",
         f"merged, at all tokens: {'; '.join(found)}",
-        f"second best less best: {'; '.join(effects)}",
+        f"second best batch and rate less the best: {'; '.join(effects)}",
     )
 
 
@@ -230,4 +234,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS)
+    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS, SELECT)

@@ -81,7 +81,7 @@ def _speeds(study: Study, config: Config) -> Iterable[Speed]:
     for run in run_cache.finished_runs(study.cache):
         cost = run_cache.evaluation_cost(run)
         records = [record for record in run.metrics if record["kind"] == "train"]
-        if run.config.model != config.model or not cost["tokens"] or len(records) < 2:
+        if run.config.model != config.model or not cost or not cost["tokens"] or len(records) < 2:
             continue
         first, last = records[0], records[-1]
         per_token = (last["seconds"] - first["seconds"]) / (last["tokens"] - first["tokens"])

@@ -23,6 +23,7 @@ from typing import Any
 from etils import epath
 
 from pma_jax.config.errors import UserError, error_line
+from pma_jax.data.sampling import REPORT
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.formatting import format_text
 from pma_jax.storage import atomic
@@ -60,6 +61,7 @@ def run_experiment(
     draw: Callable[[dict[str, Any]], dict[str, bytes]],
     plan: Callable[[Study], Plan],
     defaults: dict[str, Any] | None = None,
+    part: str = REPORT,
     arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Run an experiment from its command line: write results.json, the figures and the README's generated section.
@@ -74,6 +76,7 @@ def run_experiment(
         draw: Draws the figures.
         plan: Lists the runs that `measure` needs, which are trained first, `--jobs` at a time.
         defaults: Defaults of this experiment for fields of `Study` that the command line sets, such as its seeds.
+        part: The part of the held-out text on which `measure` judges.
         arguments: Command-line arguments; by default those of the process.
 
     Returns:
@@ -97,7 +100,7 @@ def run_experiment(
         results = (
             parse_untrusted_json(path.read_bytes(), str(path), True)
             if options.redraw
-            else _measure(measure, plan, options, overrides)
+            else _measure(measure, plan, part, options, overrides)
         )
         results["row"] = dataclasses.asdict(summarize(results))
         atomic.write_text(epath.Path(path), json.dumps(results, indent=1) + "\n")
@@ -124,10 +127,12 @@ def describe_provenance(made: dict[str, Any]) -> str:
     commit = f"Made at commit `{made['commit']}`" if made["commit"] else "Made outside of a repository"
     given = f"; overrides: `{' '.join(made['overrides'])}`" if made["overrides"] else ""
     jobs, seeds = made.get("jobs", 1), ", ".join(map(str, made["seeds"]))
-    hours, evaluation_hours = made["training_hours"] / jobs, made["evaluation_hours"] / jobs
+    hours, evaluation = made["training_hours"] / jobs, ""
+    if made["evaluation_hours"] is not None:
+        evaluation = f", and {made['evaluation_hours'] / jobs:.2f} hours of evaluation"
     return (
         f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {hours:.2f} machine hours (wall time; "
-        f"a run that several experiments use counts in each), and {evaluation_hours:.2f} hours of evaluation. Seeds "
+        f"a run that several experiments use counts in each){evaluation}. Seeds "
         f"{seeds}; judged on {_describe_text(made)}, the same for every model{given}. All numbers: "
         "[results.json](results.json)."
     )
@@ -138,13 +143,14 @@ def _describe_text(made: Mapping[str, Any]) -> str:
     if "text" not in made:
         return made["held_out"]
     text = made["text"]
-    report = format_text(text["parts"]["report"])
-    return f"{report} of the held-out text of {text['corpus']} (digest {text['corpus_digest'][:12]})"
+    judged = format_text(text["parts"][made["part"]])
+    return f"{judged} of the held-out text of {text['corpus']} (digest {text['corpus_digest'][:12]})"
 
 
 def _measure(
     measure: Callable[[Study], dict[str, Any]],
     plan: Callable[[Study], Plan],
+    part: str,
     options: Any,
     overrides: Sequence[str],
 ) -> dict[str, Any]:
@@ -157,7 +163,8 @@ def _measure(
     began = time.perf_counter()
     complete_all(study, work, study.workers)
     results = measure(study)
-    made = {"commit": _commit(), **settings, "overrides": list(overrides), "text": text, "jobs": options.jobs}
+    made = {"commit": _commit(), **settings, "overrides": list(overrides), "jobs": options.jobs}
+    made |= {"text": text, "part": part}
     # Of this call: a resumed one has less to do.
     made |= study.cost() | {"estimated_hours": estimated.hours, "hours": (time.perf_counter() - began) / 3600}
     return json.loads(json.dumps({"made": made, **results}))

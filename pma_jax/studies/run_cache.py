@@ -26,6 +26,7 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.evaluation.sweep import Cell, snapshots_through
+from pma_jax.evaluation.trajectory import LOSSES_FILE_NAME
 from pma_jax.merging.api import merge
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run, is_run, open_run
@@ -132,10 +133,15 @@ def add_evaluation_cost(run: Run, seconds: float, tokens: int) -> None:
         update_json(run.path.parent / "evaluated.json", dict[str, float], add)
 
 
-def evaluation_cost(run: Run) -> dict[str, float]:
-    """Return the wall `seconds` and the `tokens` of the evaluations of a run's merges."""
+def evaluation_cost(run: Run) -> dict[str, float] | None:
+    """Return the wall `seconds` and the `tokens` of the evaluations of a run's merges.
+
+    None if the run has losses whose cost is not known, such as those of a run outside a cache.
+    """
     path = run.path.parent / "evaluated.json"
-    return read_json(as_path(path), dict[str, float]) if path.exists() else {"seconds": 0.0, "tokens": 0}
+    if path.exists():
+        return read_json(as_path(path), dict[str, float])
+    return None if (run.path / LOSSES_FILE_NAME).exists() else {"seconds": 0.0, "tokens": 0}
 
 
 def training_cost(run: Run) -> dict[str, float]:

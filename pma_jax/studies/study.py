@@ -313,15 +313,19 @@ class Study:
         """Return the tokens per unit of a trunk."""
         return run.config.checkpoint.interval_tokens
 
-    def cost(self) -> dict[str, float]:
-        """Return the wall hours of training and evaluation of all runs used here, including cached ones, and tokens."""
+    def cost(self) -> dict[str, float | None]:
+        """Return the wall hours of training and evaluation of all runs used here, including cached ones, and tokens.
+
+        The hours of evaluation are None if they are not known for some run: an earlier version did not record them.
+        """
         trained = [run_cache.training_cost(run) for run in self.runs_used.values()]
         evaluated = [run_cache.evaluation_cost(run) for run in self.runs_used.values()]
+        known = [cost["seconds"] for cost in evaluated if cost]
         return {
             "runs": len(trained),
             "tokens": sum(cost["tokens"] for cost in trained),
             "training_hours": sum(cost["seconds"] for cost in trained) / 3600,
-            "evaluation_hours": sum(cost["seconds"] for cost in evaluated) / 3600,
+            "evaluation_hours": sum(known) / 3600 if len(known) == len(evaluated) else None,
         }
 
     def _get(self, get: Callable[[], Run]) -> Run:
