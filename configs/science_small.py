@@ -1,7 +1,7 @@
 """The smaller dense size of the experiments: 0.19M parameters, 3.1M tokens at a constant rate.
 
-This file sets the shape, the learning rate and the horizon; `pma_jax.studies.study` sets the snapshot marks, seeds and
-held-out text of the experiments.
+This file sets the text, the shape, the tuned settings and the horizon; `pma_jax.studies.study` sets the snapshot marks,
+seeds and held-out text of the experiments.
 
 Command:   python experiments/stable_phase/script.py --runs runs/science   (or: pma train --config science_small ...)
 """
@@ -20,7 +20,10 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.kv_heads = 2
     c.model.hidden = 192
     c.training.total_tokens = 3_145_728
-    c.schedule.peak_rate = 4e-3
+    # Batch, rate and weight decay are the best for this horizon: experiments/tuning.
+    c.training.batch_size_sequences = 4
+    c.schedule.peak_rate = 1.414e-3
+    c.optimizer.weight_decay = 0.0
     c.schedule.warmup_tokens = 98_304
     c.checkpoint.interval_tokens = 49_152
     c.checkpoint.keep_states_at_tokens = ()

@@ -79,6 +79,7 @@ def measure(study: Study) -> dict[str, Any]:
         compared[name] = {
             "batch": config.training.batch_size_sequences,
             "rate": config.schedule.peak_rate,
+            "weight_decay": config.optimizer.weight_decay,
             "text": on_text.describe_text(),
             **study.document_losses_over_seeds(
                 lambda seed, changes=changes: study.trunk(first, seed, changes), cells, [study.units], REPORT
@@ -191,13 +192,14 @@ def format_variants(results: dict[str, Any]) -> str:
                 name,
                 f"`{variant['batch']}`",
                 f"`{variant['rate']:g}`",
+                f"`{variant['weight_decay']:g}`",
                 pages.format_mean(raw),
                 pages.format_mean(merged),
                 over_seeds,
                 pages.format_interval(estimate.interval()) if estimate else "too few snapshots",
             ]
         )
-    header = ["ground", "batch", "rate", "raw loss", f"SMA of {DEFAULT_WINDOW}"]
+    header = ["ground", "batch", "rate", "weight decay", "raw loss", f"SMA of {DEFAULT_WINDOW}"]
     header += ["raw − merged, over seeds", "raw − merged, over seeds and documents"]
     return (
         f"What each change of text and settings made ({next(iter(results['sizes']))}, at the end):\n\n"
@@ -217,6 +219,12 @@ def own_best(results: dict[str, Any]) -> MeanEstimate:
 def format_own_best(results: dict[str, Any]) -> str:
     """Say how the raw model at its own best setting compares with the merged one at its own."""
     end, measured = results["ends"][-1], results["variants"]
+    settings = [[measured[name][key] for key in ("batch", "rate", "weight_decay")] for name in (TUNED, RAW_TUNED)]
+    if settings[0] == settings[1]:
+        return (
+            "Losses on different text are not comparable; gains are. Of the same number of settings, the same one is "
+            "the best for the raw and for the merged model ([tuning](../tuning/README.md))."
+        )
     gain = pages.format_interval(own_best(results).interval())
     raw, merged = (seed_losses(measured[TUNED], text, end) for text in (RAW.text, DEFAULT.text))
     saved = np.subtract(raw, seed_losses(measured[RAW_TUNED], RAW.text, end))
@@ -251,7 +259,6 @@ def summarize(results: dict[str, Any]) -> IndexRow:
             if since
             else f"{name}: not to the end"
         )
-    effects.append(f"each at its own best setting: {pages.format_interval(own_best(results).interval())} nats")
     return IndexRow(
         1,
         "Stable phase: is merged better than raw?",
