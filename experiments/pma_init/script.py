@@ -48,10 +48,10 @@ UNITS = 8  # snapshots of each run
 def plan(study: Study) -> Plan:
     """List the trunks; the runs that start from their snapshots are estimated."""
     size = study.sizes[0]
-    facts = study.describe_size(size)
+    tokens = study.describe_size(size)["tokens"]
     runs = len(STARTS) * sum(len(keys["rates"]) for keys in TASKS.values())
     shares = sum(len(keys["rates"]) / keys["token_divisor"] for keys in TASKS.values())
-    trained = round(len(STARTS) * shares * facts["tokens"])
+    trained = round(len(STARTS) * shares * tokens)
     read = runs * (UNITS + 2) * min(study.evaluation_tokens, TEXT_TOKENS)
     work: list[PlannedRun | OtherWork] = [PlannedRun(size, seed) for seed in study.seeds]
     return [*work, *(OtherWork("runs from its snapshots", size, seed, trained, read) for seed in study.seeds)]

@@ -84,6 +84,8 @@ def _speeds(study: Study, config: Config) -> Iterable[Speed]:
         if run.config.model != config.model or not cost or not cost["tokens"] or len(records) < 2:
             continue
         first, last = records[0], records[-1]
+        if last["seconds"] <= first["seconds"]:
+            continue  # resumed: the seconds are those of its last session
         per_token = (last["seconds"] - first["seconds"]) / (last["tokens"] - first["tokens"])
         total = run_cache.training_cost(run)
         start = max(total["seconds"] - per_token * total["tokens"], 0.0)
