@@ -20,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.kv_heads = 2
     c.model.hidden = 192
     c.training.total_tokens = 3_145_728
-    # Batch, rate and weight decay are the best for this horizon: experiments/tuning.
+    # Batch, rate and weight decay are the best of those tried at this horizon: experiments/tuning.
     c.training.batch_size_sequences = 4
     c.schedule.peak_rate = 1.414e-3
     c.optimizer.weight_decay = 0.0

@@ -45,7 +45,7 @@ def write_tuned_settings(workspace, path):
     """Write results of the experiment tuning, with the digest of the tests' text."""
     overrides = [key.removeprefix("--config.") for key in data_keys(workspace)]
     digest = prepare_tokens(configuration.resolve(configuration.defaults(), overrides)).digest
-    best = {"science_small": {"best": {"raw": ["schedule.peak_rate=0.003"]}}}
+    best = {"science_small": {"best": {"raw": ["schedule.peak_rate=0.003"]}, "tokens": 4096}}
     path.write_text(json.dumps({"made": {"text": {"corpus_digest": digest}}, "sizes": best}))
     return path
 

@@ -30,7 +30,7 @@ from pma_jax.studies.study import Study
 
 SHARES = (0.25, 0.5, 0.75)  # of a run that a forecast uses
 # Settings of the sweep, which changes one key at a time: factors of the size's rate and batch size; weight decays.
-RATES, BATCHES, DECAYS = (0.25, 0.5, 2.0, 4.0), (0.5, 2.0), (0.0, 0.5)
+RATES, BATCHES, DECAYS = (0.25, 0.5, 2.0, 4.0), (0.5, 2.0), (0.1, 0.5)
 SWEEP_DIVISOR, SWEEP_UNITS = 4, 32  # a run of the sweep takes 1/4 of a trunk's tokens, in 32 units
 WIDTHS = (0.5, 1.5)  # additional models: factors of the first size's width, on half of its tokens
 ENDS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # where a trunk is evaluated, in 32nds of its length

@@ -202,7 +202,7 @@ def format_variants(results: dict[str, Any]) -> str:
     header = ["ground", "batch", "rate", "weight decay", "raw loss", f"SMA of {DEFAULT_WINDOW}"]
     header += ["raw − merged, over seeds", "raw − merged, over seeds and documents"]
     return (
-        f"What each change of text and settings made ({next(iter(results['sizes']))}, at the end):\n\n"
+        f"How the gain changes with the text and the settings ({next(iter(results['sizes']))}, at the end):\n\n"
         + "\n\n".join([pages.format_table(header, rows), format_own_best(results)])
     )
 
@@ -230,7 +230,7 @@ def format_own_best(results: dict[str, Any]) -> str:
     saved = np.subtract(raw, seed_losses(measured[RAW_TUNED], RAW.text, end))
     share = ratio_of_means(saved, np.subtract(raw, merged))
     shown = (
-        f" The raw model's own setting gives {pages.format_percent_interval(share)} of the gain at the size's."
+        f" Tuning the raw model separately recovers {pages.format_percent_interval(share)} of that of merging."
         if share
         else ""
     )
@@ -257,13 +257,13 @@ def summarize(results: dict[str, Any]) -> IndexRow:
         verdicts.append(
             f"{name}: from {min(since) * size['unit_tokens'] / 1e6:.2f}M tokens on"
             if since
-            else f"{name}: not to the end"
+            else f"{name}: at no position to the end"
         )
     return IndexRow(
         1,
         "Stable phase: is merged better than raw?",
         "PMA, Figs. 1 and 9: yes, along the whole constant phase, dense and mixtures, at every size",
-        f"SMA of {DEFAULT_WINDOW} is better, and stays so: {'; '.join(verdicts)}",
+        f"SMA of {DEFAULT_WINDOW} is better than raw to the end: {'; '.join(verdicts)}",
         f"raw − merged at the end: {'; '.join(effects)}",
     )
 

@@ -10,7 +10,7 @@ from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.reporting.drawing import to_png
 from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
-from pma_jax.studies import pages, run_cache
+from pma_jax.studies import pages, run_cache, tuning
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
@@ -25,10 +25,10 @@ SPANS = (3, 5, 8)  # units of the means of points; the best one counts
 HORIZONS = {"a quarter": 4, "all": 1}  # of the size's tokens: name -> divisor
 COARSE_BATCHES = (4, 8, 16, 32)
 COARSE_RATES = (0.002, 0.004, 0.008)
-EXPECTED_SETTINGS = 8  # with all tokens, for the estimate of the machine time
+EXPECTED_SETTINGS = 18  # with all tokens, for the estimate of the machine time
 WEIGHT_DECAYS = (0.1, 0.5, 0.02, 0.0)  # the grid is at the first
 CONTENDERS = ("raw", "merged")
-DEFAULTS = {"seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
+DEFAULTS = {"sizes": ("science_small",), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
 
 
 def plan(study: Study) -> Plan:
@@ -92,7 +92,7 @@ def tune(study: Study, size: str, horizon: str, starts: dict[str, tuple[Any, Any
 
         return Contender(name, *starts[name], measure_one)
 
-    return study.tune([contender(name) for name in starts])
+    return tuning.tune([contender(name) for name in starts])
 
 
 def runs_of(study: Study, size: str, horizon: str, settings: list[list[str]]) -> list[PlannedRun]:
@@ -184,17 +184,16 @@ def describe_best(name: str, size: dict[str, Any], margin: float) -> str:
             f"`{nearest['batch']:g}`, rate `{nearest['rate']:g}`): {verdict}."
         )
     for contender, setting in size["best"].items():
-        best = dict(text.split("=") for text in setting)
+        best = {text.partition("=")[0]: float(text.partition("=")[2]) for text in setting}
+        steps = size["tokens"] / (best[BATCH] * size["sequence_tokens"])
+        forgets = best[RATE] * best[DECAY]
+        stationary = f"AdamW is stationary after {3 / forgets:,.0f} (3 / (rate x weight decay))" if forgets else ""
         lines.append(
-            f"- {contender}, with the best weight decay: batch `{best[BATCH]}`, rate `{best[RATE]}`, weight decay "
-            f"`{best[DECAY]}`."
+            f"- {contender}, with the best weight decay that was tried there: batch `{best[BATCH]:g}`, rate "
+            f"`{best[RATE]:g}`, weight decay `{best[DECAY]:g}`. The run has {steps:,.0f} steps. "
+            f"{stationary or 'Without weight decay, AdamW does not become stationary'}."
         )
-    steps = size["tokens"] / (float(best[BATCH]) * size["sequence_tokens"])
-    forgets = float(best[RATE]) * float(best[DECAY])
-    lines.append(
-        f"- At the last of these, a run has {steps:,.0f} steps. AdamW is stationary after 3 / (rate x weight decay) "
-        f"steps: {f'{3 / forgets:,.0f}' if forgets else 'never'}."
-    )
+    lines.append("- The neighbours of these last settings, at their own weight decay, are not measured yet.")
     return "\n".join(lines)
 
 

@@ -50,7 +50,9 @@ def list_files(package: str) -> dict[str, Path]:
     """
     files = dict(NAMED[package]() if package in NAMED else _walk(_package_folder(package)))
     if not files:
-        raise UserError(f"data.package: no .py files in {package}: name another or set data.source=files")
+        raise UserError(
+            f"data.package: no .py files in {package or 'the standard library'}: name another or set data.source=files"
+        )
     return dict(sorted(files.items()))
 
 
@@ -82,8 +84,8 @@ def _standard_library() -> Iterator[tuple[str, Path]]:
 def _standard_library_without_tests() -> Iterator[tuple[str, Path]]:
     """Yield the files of the modules that Python documents as its own.
 
-    These exclude files that the build of this Python or its distribution adds, so that all builds of one version have
-    the same text.
+    These exclude files that a build or a distribution of Python adds. A distribution that omits modules, such as
+    tkinter, has another text, and so another digest.
     """
     for name, path in _walk(Path(sysconfig.get_path("stdlib")), _TEST_FOLDERS):
         if name.partition("/")[0].removesuffix(".py") in sys.stdlib_module_names:

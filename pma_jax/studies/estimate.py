@@ -22,7 +22,7 @@ PROBE_SEED = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What the runs of a size cost on this machine, with as many processes at a time as the study has."""
+    """What the runs of a size cost, in machine seconds (see `run_cache`)."""
 
     start_seconds: float  # per run: compiling, and reading the text
     train_seconds: float  # per token, with the snapshots and evaluations of the run
@@ -33,7 +33,7 @@ class Speed:
 class CostEstimate:
     """The machine time of an experiment, and which of its runs are in the cache: seeds by the name of the runs."""
 
-    hours: float  # of this machine, with the study's workers
+    hours: float  # of this machine, if the runs keep all its cores busy
     missing: dict[str, list[int]]
     cached: dict[str, list[int]]
 
@@ -55,7 +55,7 @@ def estimate(study: Study, plan: Plan) -> CostEstimate:
             speed = speeds.get(work.size) or speeds.setdefault(work.size, measure_speed(study, work.size))
             seconds += speed.start_seconds if train_tokens else 0.0
             seconds += train_tokens * speed.train_seconds + evaluate_tokens * speed.evaluate_seconds
-    return CostEstimate(seconds / 3600 / study.workers, missing, cached)
+    return CostEstimate(seconds / 3600, missing, cached)
 
 
 def measure_speed(study: Study, size: str) -> Speed:
@@ -79,17 +79,17 @@ def measure_speed(study: Study, size: str) -> Speed:
 def _speeds(study: Study, config: Config) -> Iterable[Speed]:
     """Yield the speed of each finished run in the cache that has the model of `config` and was evaluated."""
     for run in run_cache.finished_runs(study.cache):
-        cost = run_cache.evaluation_cost(run)
-        records = [record for record in run.metrics if record["kind"] == "train"]
-        if run.config.model != config.model or not cost or not cost["tokens"] or len(records) < 2:
+        if run.config.model != config.model:
             continue
-        first, last = records[0], records[-1]
-        if last["seconds"] <= first["seconds"]:
-            continue  # resumed: the seconds are those of its last session
-        per_token = (last["seconds"] - first["seconds"]) / (last["tokens"] - first["tokens"])
-        total = run_cache.training_cost(run)
-        start = max(total["seconds"] - per_token * total["tokens"], 0.0)
-        yield Speed(start, per_token, cost["seconds"] / cost["tokens"])
+        trained, evaluated = run_cache.training_cost(run), run_cache.evaluation_cost(run)
+        if not trained["seconds"] or not evaluated["tokens"]:
+            continue
+        # The records have wall seconds since the start of the process, the first after compiling.
+        first, *_, last = [record for record in run.metrics if record["kind"] == "train"]
+        share = (last["seconds"] - first["seconds"]) / last["seconds"] if last["seconds"] > first["seconds"] else 1.0
+        per_token = share * trained["seconds"] / (last["tokens"] - first["tokens"])
+        start = max(trained["seconds"] - per_token * trained["tokens"], 0.0)
+        yield Speed(start, per_token, evaluated["seconds"] / evaluated["tokens"])
 
 
 def describe_estimate(name: str, estimated: CostEstimate) -> str:

@@ -23,9 +23,10 @@ from typing import Any
 from etils import epath
 
 from pma_jax.config.errors import UserError, error_line
-from pma_jax.data.sampling import REPORT
+from pma_jax.data.sampling import REPORT, SELECT
 from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.formatting import format_text
+from pma_jax.runtime.signals import Stopped
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import parse_untrusted_json
 from pma_jax.studies import pages
@@ -33,6 +34,7 @@ from pma_jax.studies.estimate import describe_estimate, estimate
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.planned import Plan, complete_all
 from pma_jax.studies.study import SIZES, Study
+from pma_jax.studies.tuning import TUNING_SEEDS
 
 # `--tiny`: a model that trains in seconds, to check that a script runs. Its numbers mean nothing.
 TINY = (
@@ -70,7 +72,7 @@ def run_experiment(
 
     Args:
         script: Path of the script; its folder is the default of --out.
-        measure: Trains and evaluates; the docstring of this module describes the four functions.
+        measure: Trains and evaluates; the docstring of this module describes the functions.
         report: Formats the generated section.
         summarize: Formats the row in the table of experiments.
         draw: Draws the figures.
@@ -86,7 +88,7 @@ def run_experiment(
         SystemExit: An option or a file is invalid; the process exits with one line on standard error.
     """
     folder = Path(script).resolve().parent
-    options, overrides = _parse(folder, sys.argv[1:] if arguments is None else arguments, defaults or {})
+    options, overrides = _parse(folder, sys.argv[1:] if arguments is None else arguments, defaults or {}, part)
     try:
         page = options.out / "README.md"
         if page.exists():
@@ -103,17 +105,26 @@ def run_experiment(
             else _measure(measure, plan, part, options, overrides)
         )
         results["row"] = dataclasses.asdict(summarize(results))
-        atomic.write_text(epath.Path(path), json.dumps(results, indent=1) + "\n")
-        for name, png in draw(results).items():
-            (options.out / name).write_bytes(png)
-        if page.exists():
-            page.write_text(pages.replace_results(page.read_text(), render_results(report, results)))
+        _write(options.out, results, draw(results), render_results(report, results))
         if options.out == folder and (folder.parent / "README.md").exists():
             pages.update_index(folder.parent)
         print(render_results(report, results))
         return results
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        raise SystemExit(stopped.status) from stopped
     except (UserError, OSError) as error:
         raise SystemExit(f"error: {error_line(error)}") from error
+
+
+def _write(folder: Path, results: dict[str, Any], figures: Mapping[str, bytes], section: str) -> None:
+    """Write results.json, the figures and the generated section of the page, if there is a page."""
+    atomic.write_text(epath.Path(folder, "results.json"), json.dumps(results, indent=1) + "\n")
+    for name, png in figures.items():
+        (folder / name).write_bytes(png)
+    page = folder / "README.md"
+    if page.exists():
+        page.write_text(pages.replace_results(page.read_text(), section))
 
 
 def render_results(report: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
@@ -126,15 +137,12 @@ def describe_provenance(made: dict[str, Any]) -> str:
     """Describe, in a sentence or two, the commit, the cost and the options that the numbers were made with."""
     commit = f"Made at commit `{made['commit']}`" if made["commit"] else "Made outside of a repository"
     given = f"; overrides: `{' '.join(made['overrides'])}`" if made["overrides"] else ""
-    jobs, seeds = made.get("jobs", 1), ", ".join(map(str, made["seeds"]))
-    hours, evaluation = made["training_hours"] / jobs, ""
-    if made["evaluation_hours"] is not None:
-        evaluation = f", and {made['evaluation_hours'] / jobs:.2f} hours of evaluation"
+    evaluation = f", and {made['evaluation_hours']:.2f} hours of evaluation" if "evaluation_hours" in made else ""
     return (
-        f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {hours:.2f} machine hours (wall time; "
-        f"a run that several experiments use counts in each){evaluation}. Seeds "
-        f"{seeds}; judged on {_describe_text(made)}, the same for every model{given}. All numbers: "
-        "[results.json](results.json)."
+        f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {made['training_hours']:.2f} machine "
+        f"hours (wall time; a run that several experiments use counts in each){evaluation}. Seeds "
+        f"{', '.join(map(str, made['seeds']))}; judged on {_describe_text(made)}, the same for every model{given}. All "
+        "numbers: [results.json](results.json)."
     )
 
 
@@ -166,7 +174,7 @@ def _measure(
     made = {"commit": _commit(), **settings, "overrides": list(overrides), "jobs": options.jobs}
     made |= {"text": text, "part": part}
     # Of this call: a resumed one has less to do.
-    made |= study.cost() | {"estimated_hours": estimated.hours, "hours": (time.perf_counter() - began) / 3600}
+    made |= study.training_cost() | {"estimated_hours": estimated.hours, "hours": (time.perf_counter() - began) / 3600}
     return json.loads(json.dumps({"made": made, **results}))
 
 
@@ -177,7 +185,9 @@ def _study(options: Any, overrides: Sequence[str]) -> Study:
     )
 
 
-def _parse(folder: Path, arguments: Sequence[str], defaults: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
+def _parse(
+    folder: Path, arguments: Sequence[str], defaults: dict[str, Any], part: str
+) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the configuration overrides as `section.key=value`."""
     parser = argparse.ArgumentParser(
         description=f"The experiment {folder.name}; --config.KEY=VALUE changes the configuration of every run."
@@ -193,7 +203,11 @@ def _parse(folder: Path, arguments: Sequence[str], defaults: dict[str, Any]) -> 
     add("--evaluation-tokens", type=int, help="held-out tokens to compare merges on (default %(default)s)")
     add("--margin", type=float, help="nats within which losses count as equal (default %(default)s)")
     add("--tuned", type=Path, help="results.json of the experiment tuning (default %(default)s)")
-    add("--estimate", action="store_true", help="only estimate the machine time, and name the runs that are cached")
+    add(
+        "--estimate",
+        action="store_true",
+        help="only estimate the machine time, after short runs of sizes whose speed is not known",
+    )
     add("--tiny", action="store_true", help="use a tiny model and two seeds, to test the script")
     add("--redraw", action="store_true", help="only rewrite tables and figures, from results.json")
     of_study = {field.name: field.default for field in dataclasses.fields(Study)}
@@ -205,6 +219,11 @@ def _parse(folder: Path, arguments: Sequence[str], defaults: dict[str, Any]) -> 
     wrong = [word for word in rest if not (word.startswith("--config.") and "=" in word)]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    tuning_seeds = set(options.seeds) & set(TUNING_SEEDS)
+    if part == REPORT and tuning_seeds:
+        parser.error(f"--seeds {', '.join(map(str, sorted(tuning_seeds)))}: settings are tuned on these: choose others")
+    if part == SELECT and not options.tiny and len(tuning_seeds) < len(options.seeds):
+        parser.error(f"--seeds: settings are tuned on {', '.join(map(str, TUNING_SEEDS))}, which no result uses")
     if options.units % 16:
         parser.error(f"--units must be a multiple of 16, not {options.units}")
     options.out = options.out.resolve()

@@ -118,9 +118,11 @@ def find_unknown_figures(page: str) -> list[str]:
     spans and margins are settings.
     """
     before, results, after = _split(page)
-    text = re.sub(r"`[^`]*`|\]\([^)]*\)|arXiv[ :]\d{4}\.\d{5}|within \d+\.\d+ nats|95%", "", before + after)
+    prose = " ".join((before + after).split())
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|arXiv[ :]\d{4}\.\d{5}|within \d+\.\d+ nats|95%", "", prose)
     figure = r"\d+\.\d{3,}|\d+\.\d+(?= nats)|\d+(?:\.\d+)?%"
-    return [number for number in re.findall(figure, text) if number not in results]
+    known = set(re.findall(r"\d+(?:\.\d+)?%|\d+\.\d+", results))
+    return [number for number in re.findall(figure, text) if number not in known]
 
 
 def replace_results(page: str, results: str) -> str:
@@ -188,7 +190,7 @@ def format_summary(folder: Path) -> str:
             continue
         for name, row in rows.items():
             lines.append(f"- [{row.question}]({folder.name}/{name}/README.md) {row.found} ({row.effect}).")
-    others = f"{old} further questions have answers on older text, which are to be made again." if old else ""
+    others = f"Further questions with answers on older text, which are to be made again: {old}." if old else ""
     return "\n".join([*lines, "", others]).strip()
 
 

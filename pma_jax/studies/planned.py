@@ -25,6 +25,7 @@ from pma_jax.launch.local import run_jobs
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run
 from pma_jax.runtime.allocator import keep_freed_memory
+from pma_jax.runtime.signals import Stopped
 from pma_jax.studies import run_cache
 from pma_jax.studies.study import Study
 
@@ -147,7 +148,9 @@ def complete_all(study: Study, plan: Plan, workers: int) -> None:
         UserError: There are fewer cores than workers, or a worker failed.
     """
     planned = [run for run in plan if isinstance(run, PlannedRun) and any(run.missing_tokens(study))]
-    if workers == 1 or len(planned) < 2:
+    planned.sort(key=lambda run: run.branch is not None)  # so that no worker waits for the trunk of its branch
+    workers = min(workers, len(planned))
+    if workers < 2:
         for run in planned:
             run.complete(study)
         return
@@ -159,7 +162,7 @@ def complete_all(study: Study, plan: Plan, workers: int) -> None:
         failed = run_jobs(jobs, workers, lambda line: print(line, file=sys.stderr, flush=True))
     if failed:
         name, failure = next(iter(failed.items()))
-        raise UserError(f"{name} failed: {failure['line']}")
+        raise UserError(f"{name} failed ({failure['line']}): see its error above")
 
 
 def _work(path: Path) -> None:
@@ -167,7 +170,11 @@ def _work(path: Path) -> None:
     listed = json.loads(path.read_text())
     study = Study.from_settings(listed["study"])
     for number, raw in enumerate(listed["runs"]):
-        with contextlib.suppress(lock.InUseError), lock.hold(epath.Path(path.parent), file_name=f"run {number}.lock"):
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(lock.hold(epath.Path(path.parent), file_name=f"run {number}.lock"))
+            except lock.InUseError:
+                continue
             _parse(raw).complete(study)
 
 
@@ -186,5 +193,7 @@ if __name__ == "__main__":
     keep_freed_memory()
     try:
         _work(Path(sys.argv[1]))
+    except Stopped as stopped:
+        raise SystemExit(stopped.status) from stopped
     except UserError as error:
         raise SystemExit(f"error: {error_line(error)}") from error

@@ -2,10 +2,12 @@
 
     CACHE/<key>/run/           the run directory
     CACHE/<key>/lock           held by the process that trains the run; others that need the run wait for it
-    CACHE/<key>/seconds.json   wall seconds of the training, summed over all sessions, once it is finished
-    CACHE/<key>/evaluated.json wall seconds and tokens of the evaluations of merges, summed over all sessions
+    CACHE/<key>/trained.json   machine seconds of the training, summed over all sessions, and whether it is finished
+    CACHE/<key>/evaluated.json machine seconds and tokens of the evaluations of merges, summed over all sessions
     CACHE/<key>/merged/        merges of the run's snapshots, from which forks can start
     CACHE/compiled/            JAX's persistent compilation cache, so that each program is compiled once
+
+A machine second is a second of all cores: a process that has half of them takes half of one per second.
 
 The key of a run is the digest of its configuration. The key of a fork is a digest of its parent's key, the tokens of
 the fork, its initial weights and its own configuration. No key depends on the path of the cache, so a cache can be
@@ -15,9 +17,10 @@ moved, and caches that were filled on several machines can be combined.
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -25,8 +28,9 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
+from pma_jax.evaluation.held_out import check_corpus, prepare_tokens
 from pma_jax.evaluation.sweep import Cell, snapshots_through
-from pma_jax.evaluation.trajectory import LOSSES_FILE_NAME
+from pma_jax.launch.shares import available_cores
 from pma_jax.merging.api import merge
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run, is_run, open_run
@@ -38,6 +42,15 @@ from pma_jax.storage.json_files import read_json, update_json
 from pma_jax.storage.paths import absolute_path, as_path
 from pma_jax.training import fork
 from pma_jax.training.loop import train
+
+TRAINED = "trained.json"
+
+
+class _Trained(TypedDict):
+    """Contents of trained.json."""
+
+    seconds: float
+    is_finished: bool
 
 
 def get_or_train(cache: epath.PathLike, config: Config) -> Run:
@@ -123,33 +136,33 @@ def finished_runs(cache: epath.PathLike) -> Iterator[Run]:
 
 
 def add_evaluation_cost(run: Run, seconds: float, tokens: int) -> None:
-    """Add to the cost of the evaluations of a run's merges; of runs outside a cache, nothing is recorded."""
-    if (run.path.parent / "seconds.json").exists():
-
-        def add(cost: dict[str, float] | None) -> dict[str, float]:
-            cost = cost or {"seconds": 0.0, "tokens": 0}
-            return {"seconds": cost["seconds"] + seconds, "tokens": cost["tokens"] + tokens}
-
-        update_json(run.path.parent / "evaluated.json", dict[str, float], add)
+    """Add wall seconds to the cost of the evaluations of a run's merges; outside a cache, nothing is recorded."""
+    if (run.path.parent / TRAINED).exists():
+        spent = {"seconds": seconds * machine_share(), "tokens": tokens}
+        update_json(run.path.parent / "evaluated.json", dict[str, float], lambda cost: _add(cost, spent))
 
 
-def evaluation_cost(run: Run) -> dict[str, float] | None:
-    """Return the wall `seconds` and the `tokens` of the evaluations of a run's merges.
-
-    None if the run has losses whose cost is not known, such as those of a run outside a cache.
-    """
+def evaluation_cost(run: Run) -> dict[str, float]:
+    """Return the machine `seconds` and the `tokens` of the recorded evaluations of a run's merges."""
     path = run.path.parent / "evaluated.json"
-    if path.exists():
-        return read_json(as_path(path), dict[str, float])
-    return None if (run.path / LOSSES_FILE_NAME).exists() else {"seconds": 0.0, "tokens": 0}
+    return read_json(as_path(path), dict[str, float]) if path.exists() else {"seconds": 0.0, "tokens": 0}
 
 
 def training_cost(run: Run) -> dict[str, float]:
-    """Return the wall `seconds` and the `tokens` of a run's training; of a fork, the tokens since the fork."""
-    path = run.path.parent / "seconds.json"
-    seconds = read_json(as_path(path), dict[str, float])["seconds"] if path.exists() else 0.0
-    origin = run.metadata.get("forked_from", {"tokens": 0})["tokens"]
+    """Return the machine `seconds` and the `tokens` of a run's training; of a fork, the tokens since the fork."""
+    path = run.path.parent / TRAINED
+    seconds = read_json(as_path(path), _Trained)["seconds"] if path.exists() else 0.0
+    origin = (run.metadata.get("forked_from") or {"tokens": 0})["tokens"]
     return {"seconds": seconds, "tokens": run.config.training.total_tokens - origin}
+
+
+def machine_share() -> float:
+    """Return the share of the machine's cores that this process may use."""
+    return len(available_cores()) / (os.cpu_count() or 1)
+
+
+def _add(cost: dict[str, float] | None, spent: dict[str, float]) -> dict[str, float]:
+    return {name: value + (cost or {}).get(name, 0) for name, value in spent.items()}
 
 
 def _fork_key(cache: epath.PathLike, source: Run, at_tokens: int, config: Config, weights: Snapshot | None) -> str:
@@ -159,8 +172,10 @@ def _fork_key(cache: epath.PathLike, source: Run, at_tokens: int, config: Config
 
 
 def _find_entry(entry: epath.Path) -> Run | None:
-    # seconds.json is written when the training has ended.
-    return open_run(entry / "run") if (entry / "seconds.json").exists() else None
+    path = entry / TRAINED
+    if not path.exists() or not read_json(as_path(path), _Trained)["is_finished"]:
+        return None
+    return open_run(entry / "run")
 
 
 def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any] | None = None) -> Run:
@@ -174,13 +189,26 @@ def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path]
         if start and not exists:
             start(folder)
         if exists and _is_finished(run := open_run(folder)):
+            check_corpus(run, prepare_tokens(config))  # as `train` does
+            _record(entry, 0.0, is_finished=True)  # in case that the last session was killed before it
             return run
         began = time.perf_counter()
-        run = train(config, folder)
-        if hosts.is_first_process():
-            seconds = training_cost(run)["seconds"] + time.perf_counter() - began
-            atomic.write_text(entry / "seconds.json", json.dumps({"seconds": seconds}) + "\n")
+        is_finished = False
+        try:
+            run = train(config, folder)
+            is_finished = True
+        finally:
+            _record(entry, time.perf_counter() - began, is_finished)
     return run
+
+
+def _record(entry: epath.Path, wall_seconds: float, is_finished: bool) -> None:
+    """Add to the machine seconds of an entry's training."""
+    if hosts.is_first_process():
+        path = entry / TRAINED
+        before = read_json(as_path(path), _Trained)["seconds"] if path.exists() else 0.0
+        trained = {"seconds": before + wall_seconds * machine_share(), "is_finished": is_finished}
+        atomic.write_text(path, json.dumps(trained) + "\n")
 
 
 def _is_finished(run: Run) -> bool:

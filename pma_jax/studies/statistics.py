@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class MeanInterval:
-    """An estimate from `count` values, their mean if nothing else is said, with its confidence interval."""
+    """An estimate from `count` values, by default their mean, with its confidence interval."""
 
     mean: float
     low: float
@@ -29,7 +29,7 @@ class MeanInterval:
 
 @dataclasses.dataclass(frozen=True)
 class MeanEstimate:
-    """The mean of paired differences or of values; its error over its standard error has Student's t distribution."""
+    """The mean of paired differences or of values: (mean - truth) / standard_error follows Student's t."""
 
     mean: float
     standard_error: float

@@ -29,8 +29,7 @@ from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage.json_files import parse_untrusted_json
-from pma_jax.studies import run_cache, tuning
-from pma_jax.studies.tuning import Contender, Tuned
+from pma_jax.studies import run_cache
 
 SIZES = ("science_small", "science_large", "science_moe")
 TRUNK_EVALUATION_TOKENS = 4096  # held-out tokens of the evaluations while a trunk trains; the study uses more
@@ -263,11 +262,10 @@ class Study:
             )
         if size not in results["sizes"]:
             raise UserError(f"{self.tuned} has no settings of {size}, only of {', '.join(results['sizes'])}")
+        tokens, trunk = results["sizes"][size]["tokens"], self.trunk_config(size, self.seeds[0]).training.total_tokens
+        if tokens != trunk:
+            raise UserError(f"{self.tuned} tuned {size} for {tokens:,} tokens, not for the {trunk:,} of this study")
         return tuple(results["sizes"][size]["best"][contender])
-
-    def tune(self, contenders: Sequence[Contender], limit: int = 32) -> dict[str, Tuned]:
-        """Search the best setting of each contender, all with the same number of settings. See `tuning.tune`."""
-        return tuning.tune(contenders, limit)
 
     def describe_size(self, size: str) -> dict[str, Any]:
         """Return the table entries of a size: parameters (total and active per token), tokens of a trunk, peak rate."""
@@ -306,26 +304,20 @@ class Study:
                     "data.held_out_percent"
                 )
         data = config.data
-        name = data.package if data.source == "packaged" else data.source
+        name = (data.package or "stdlib") if data.source == "packaged" else data.source
         return {"corpus": name, "corpus_digest": tokens.digest, "python": platform.python_version(), "parts": parts}
 
     def unit_tokens(self, run: Run) -> int:
         """Return the tokens per unit of a trunk."""
         return run.config.checkpoint.interval_tokens
 
-    def cost(self) -> dict[str, float | None]:
-        """Return the wall hours of training and evaluation of all runs used here, including cached ones, and tokens.
-
-        The hours of evaluation are None if they are not known for some run: an earlier version did not record them.
-        """
-        trained = [run_cache.training_cost(run) for run in self.runs_used.values()]
-        evaluated = [run_cache.evaluation_cost(run) for run in self.runs_used.values()]
-        known = [cost["seconds"] for cost in evaluated if cost]
+    def training_cost(self) -> dict[str, float]:
+        """Return the machine hours and the tokens of the training of all runs used here, including cached ones."""
+        each = [run_cache.training_cost(run) for run in self.runs_used.values()]
         return {
-            "runs": len(trained),
-            "tokens": sum(cost["tokens"] for cost in trained),
-            "training_hours": sum(cost["seconds"] for cost in trained) / 3600,
-            "evaluation_hours": sum(known) / 3600 if len(known) == len(evaluated) else None,
+            "runs": len(each),
+            "tokens": sum(cost["tokens"] for cost in each),
+            "training_hours": sum(cost["seconds"] for cost in each) / 3600,
         }
 
     def _get(self, get: Callable[[], Run]) -> Run:

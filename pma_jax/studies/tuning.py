@@ -102,11 +102,12 @@ def tune(contenders: Sequence[Contender], limit: int = 32) -> dict[str, Tuned]:
         one.measure(one.contender.grid)
     while count := max(len(one.open_neighbours(one.best)) for one in tuned.values()):
         for one in tuned.values():
-            if len(one.losses) + count > limit:
+            if len(one.losses) + count > limit and one.open_neighbours(one.best):
                 raise UserError(
                     f"{one.contender.name}: the best of {len(one.losses)} settings is at the edge of those tried "
                     f"({' '.join(one.contender.overrides(one.best))}): start from other values or raise the limit"
                 )
+        for one in tuned.values():
             one.measure(one.next_positions(count))
     return tuned
 

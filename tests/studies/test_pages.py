@@ -104,7 +104,8 @@ def test_figures_of_hand_written_text_must_be_in_the_results():
         "words", "gains 0.0123, arXiv 2505.12082"
     )
     assert pages.find_unknown_figures(page) == []
-    assert set(pages.find_unknown_figures(page.replace("gains 0.0123", "gains 0.0124 or 13%"))) == {"0.0124", "13%"}
+    unknown = page.replace("gains 0.0123", "gains 0.0124, 13%, 2% or 0.01\nnats")
+    assert set(pages.find_unknown_figures(unknown)) == {"0.0124", "13%", "2%", "0.01"}
 
 
 def test_deviation_has_an_interval():

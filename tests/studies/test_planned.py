@@ -43,8 +43,7 @@ def test_runs_are_completed_once_and_then_cached(study):
     once, twice = (estimate(study, [new] * count).hours for count in (1, 2))
     branched = estimate(study, [new, dataclasses.replace(new, branch=Branch(12, 16))]).hours
     assert once < branched < 2 * once and twice < branched, "a run is trained once, and a branch is shorter"
-    cost = run_cache.evaluation_cost(trunks[0].get(study))
-    assert cost and cost["tokens"] == 4 * 400
+    assert run_cache.evaluation_cost(trunks[0].get(study))["tokens"] == 4 * 400
     assert {run.path for run in run_cache.finished_runs(study.cache)} == {w.get(study).path for w in plan[:3]}
 
 

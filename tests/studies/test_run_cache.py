@@ -58,7 +58,7 @@ def test_interrupted_run_is_resumed(cache, finished, workspace, tmp_path, traine
     for saved in (copied / "run" / "states").iterdir():
         if saved.name == "24":
             shutil.rmtree(saved)
-    before = json.loads((copied / "seconds.json").read_text())["seconds"]
+    before = json.loads((copied / "trained.json").read_text())["seconds"]
     again = run_cache.get_or_train(tmp_path, tiny.config(workspace))
     assert len(trained) == 1 and tiny.numbers(again) == tiny.numbers(finished)
     assert run_cache.training_cost(again)["seconds"] > before, "the time of all sessions counts"

@@ -95,11 +95,17 @@ def test_tuned_settings_are_those_of_the_same_text(study, tmp_path):
     with pytest.raises(UserError, match=r"no tuned settings in .*results.json: run experiments/tuning"):
         reading.tuned_setting("science_small", "raw")
     best = {"raw": ["schedule.peak_rate=0.001"]}
-    results = {"made": {"text": study.describe_text()}, "sizes": {"science_small": {"best": best}}}
+    tokens = study.trunk_config("science_small", 0).training.total_tokens
+    of_size = {"best": best, "tokens": tokens}
+    results = {"made": {"text": study.describe_text()}, "sizes": {"science_small": of_size}}
     path.write_text(json.dumps(results))
     assert reading.tuned_setting("science_small", "raw") == ("schedule.peak_rate=0.001",)
     with pytest.raises(UserError, match="has no settings of science_moe, only of science_small"):
         reading.tuned_setting("science_moe", "raw")
+    of_size["tokens"] = 2 * tokens
+    path.write_text(json.dumps(results))
+    with pytest.raises(UserError, match=f"tuned science_small for {2 * tokens:,} tokens, not for the {tokens:,}"):
+        reading.tuned_setting("science_small", "raw")
     results["made"]["text"] |= {"corpus": "other", "corpus_digest": "c0ffee"}
     path.write_text(json.dumps(results))
     with pytest.raises(UserError, match=r"results.json was made on another text \(other, c0ffee\) than this study's"):
@@ -122,7 +128,7 @@ def test_trunks_branches_and_losses(study):
     assert study.loss(branch) != study.loss(trunk)
     short = study.anneal(trunk, 15, 16, "linear", study.merge(trunk, Cell("sma", 4), 15))
     assert short.metadata["forked_from"]["weights"].endswith(f"sma-4-{15 * unit}")
-    spent = study.cost()
+    spent = study.training_cost()
     assert spent["runs"] == 3 and spent["tokens"] == (16 + 4 + 1) * unit and spent["training_hours"] > 0
 
 
@@ -185,6 +191,7 @@ def test_unknown_arguments_of_a_script_are_refused(tmp_path, capsys):
     for arguments, output in (
         (["--sead", "1"], "unrecognized arguments: --sead 1"),
         (["--units", "20"], "--units must be a multiple of 16"),
+        (["--seeds", "7,101"], "--seeds 101: settings are tuned on these: choose others"),
     ):
         with pytest.raises(SystemExit):
             experiment.run_experiment(

@@ -53,12 +53,12 @@ def test_a_contender_with_more_settings_than_its_rival_is_refused_by_name():
 
 def test_values_below_a_minimum_are_no_neighbours():
     axis = Axis("training.batch_size_sequences", 4, 2, minimum=1)
-    contender = Contender("raw", (axis,), ((0,),), lambda settings: [[float(s[0][29:])] for s in settings])
+    contender = Contender("raw", (axis,), ((0,),), lambda settings: [[float(s[0].partition("=")[2])] for s in settings])
     tuned = tune([contender])["raw"]
     assert axis.value(tuned.best[0]) == 1 and min(tuned.losses) == tuned.best
 
 
 def test_a_best_setting_at_the_edge_after_the_limit_is_refused():
-    contender = Contender("raw", (RATE,), ((0,),), lambda settings: [[float(s[0][19:])] for s in settings])
+    contender = Contender("raw", (RATE,), ((0,),), lambda settings: [[float(s[0].partition("=")[2])] for s in settings])
     with pytest.raises(UserError, match=r"raw: the best of \d+ settings is at the edge .*schedule.peak_rate="):
         tune([contender], limit=6)
