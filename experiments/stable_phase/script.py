@@ -184,6 +184,8 @@ def format_variants(results: dict[str, Any]) -> str:
     """Format what each change of the ground made of the gain at the end, and each model at its own best setting."""
     end, rows = results["ends"][-1], []
     for name, variant in results["variants"].items():
+        if name == RAW_TUNED and has_one_setting(results):
+            continue
         estimate = difference(variant, RAW.text, DEFAULT.text, end)
         raw, merged = (seed_losses(variant, text, end) for text in (RAW.text, DEFAULT.text))
         over_seeds = pages.format_interval(paired_estimate(raw, merged).interval())
@@ -207,6 +209,13 @@ def format_variants(results: dict[str, Any]) -> str:
     )
 
 
+def has_one_setting(results: dict[str, Any]) -> bool:
+    """Return whether one setting is the best for the raw and for the merged model."""
+    keys = ("batch", "rate", "weight_decay")
+    tuned, for_raw = ([results["variants"][name][key] for key in keys] for name in (TUNED, RAW_TUNED))
+    return tuned == for_raw
+
+
 def own_best(results: dict[str, Any]) -> MeanEstimate:
     """Estimate the raw loss at the setting that is best for raw, less the merged loss at the size's setting."""
     end, measured = str(results["ends"][-1]), results["variants"]
@@ -219,8 +228,7 @@ def own_best(results: dict[str, Any]) -> MeanEstimate:
 def format_own_best(results: dict[str, Any]) -> str:
     """Say how the raw model at its own best setting compares with the merged one at its own."""
     end, measured = results["ends"][-1], results["variants"]
-    settings = [[measured[name][key] for key in ("batch", "rate", "weight_decay")] for name in (TUNED, RAW_TUNED)]
-    if settings[0] == settings[1]:
+    if has_one_setting(results):
         return (
             "Losses on different text are not comparable; gains are. Of the same number of settings, the same one is "
             "the best for the raw and for the merged model ([tuning](../tuning/README.md))."
