@@ -174,8 +174,8 @@ def format_windows(results: dict[str, Any]) -> str:
         smallest = smallest_difference(float(np.std(np.subtract(raw, merged), ddof=1)), len(raw))
         lines.append(
             f"- {name}: the standard deviation over seeds at the end is {deviations[0]} for raw and {deviations[1]} "
-            f"for SMA of {DEFAULT_WINDOW}. {len(raw)} seeds find a true gain of `{smallest:.2g}` nats with a probability of "
-            "80%."
+            f"for SMA of {DEFAULT_WINDOW}. {len(raw)} seeds find a true gain of `{smallest:.2g}` nats with a "
+            "probability of 80%."
         )
     return "\n".join(lines)
 
