@@ -190,8 +190,9 @@ def format_summary(folder: Path) -> str:
             continue
         for name, row in rows.items():
             lines.append(f"- [{row.question}]({folder.name}/{name}/README.md) {row.found} ({row.effect}).")
-    others = f"Further questions with answers on older text, which are to be made again: {old}." if old else ""
-    return "\n".join([*lines, "", others]).strip()
+    if old:
+        lines.append(f"- Further questions with answers on older text, which are to be made again: {old}.")
+    return "\n".join(lines)
 
 
 def name_text(made: Mapping[str, Any]) -> str:

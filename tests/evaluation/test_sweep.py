@@ -11,7 +11,7 @@ import tiny
 from pma_jax.data.sampling import SELECT, estimate
 from pma_jax.evaluation import merges
 from pma_jax.evaluation import sweep as sweeping
-from pma_jax.evaluation.held_out import make_evaluator
+from pma_jax.evaluation.held_out import make_evaluator, read_sample_of_run
 from pma_jax.evaluation.sweep import Cell, sweep
 from pma_jax.evaluation.trajectory import evaluate_along_run
 from pma_jax.merging import recipes
@@ -119,6 +119,8 @@ def test_losses_that_are_not_finite_are_cached(copy, monkeypatch):
     monkeypatch.setattr(merges, "make_evaluator", lambda *_: evaluator)
     sweep(copy, ["sma"], [2])
     assert all(map(math.isnan, by_text(sweep(copy, ["sma", "wma"], [2])).values()))
+    evaluator.sample = read_sample_of_run(copy, SELECT, copy.config.evaluation)
+    evaluator.sum_by_document = lambda params: np.full(len(evaluator.sample.counts_D), math.nan)
     evaluate_along_run(copy, [Cell("sma", 2)], [tiny.HORIZON], SELECT)
     (again,) = evaluate_along_run(copy, [Cell("sma", 2)], [tiny.HORIZON], SELECT).values()
     assert math.isnan(again.loss)
