@@ -48,9 +48,10 @@ def plan(study: Study) -> Plan:
     along = PlannedEvaluation(cells, tuple(positions(study)), REPORT)
     end = PlannedEvaluation(cells, (study.units,), REPORT)
     runs = [PlannedRun(size, seed, (), None, (along,)) for size in study.sizes for seed in study.seeds]
-    first, seed = study.sizes[0], study.seeds[0]
+    first = study.sizes[0]
+    trunk = study.trunk_config(first, study.seeds[0])
     for changes in variants(study).values():
-        if study.trunk_config(first, seed, changes) != study.trunk_config(first, seed):
+        if study.trunk_config(first, study.seeds[0], changes) != trunk:
             runs += [PlannedRun(first, seed, changes, None, (end,)) for seed in study.seeds]
     return runs
 

@@ -190,7 +190,8 @@ def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path]
             start(folder)
         if exists and _is_finished(run := open_run(folder)):
             check_corpus(run, prepare_tokens(config))  # as `train` does
-            _record(entry, 0.0, is_finished=True)  # in case that the last session was killed before it
+            if _find_entry(entry) is None:  # the last session was killed before it recorded the end
+                _record(entry, 0.0, is_finished=True)
             return run
         began = time.perf_counter()
         is_finished = False
