@@ -3,7 +3,10 @@
 Command:   python experiments/tuning/script.py --runs runs/science --jobs 2
 """
 
+import functools
 import itertools
+import math
+from collections.abc import Callable
 from typing import Any
 
 from pma_jax.data.sampling import SELECT
@@ -15,28 +18,32 @@ from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
 from pma_jax.studies.statistics import mean_interval, paired_estimate
-from pma_jax.studies.study import Study
-from pma_jax.studies.tuning import TUNING_SEEDS, Axis, Contender, Tuned
+from pma_jax.studies.study import SIZES, Study
+from pma_jax.studies.tuning import TUNING_SEEDS, Axis, Contender, Position, Tuned
 
-BATCH, RATE, DECAY = "training.batch_size_sequences", "schedule.peak_rate", "optimizer.weight_decay"
+RATE, BATCH, DECAY = "schedule.peak_rate", "training.batch_size_sequences", "optimizer.weight_decay"
 UNITS = 32  # per run here: half as many snapshots as the trunks of other experiments
 RAW_MARKS = (29, 30, 31, 32)  # the raw loss is the mean over these units: one snapshot is noise
 SPANS = (3, 5, 8)  # units of the means of points; the best one counts
 HORIZONS = {"a quarter": 4, "all": 1}  # of the size's tokens: name -> divisor
-COARSE_BATCHES = (4, 8, 16, 32)
-COARSE_RATES = (0.002, 0.004, 0.008)
-EXPECTED_SETTINGS = 18  # with all tokens, for the estimate of the machine time
-WEIGHT_DECAYS = (0.1, 0.5, 0.02, 0.0)  # the grid is at the first
+BATCHES = Axis(BATCH, 4, 2, minimum=1)
+COARSE_AXES = (Axis(RATE, 0.002, 2), BATCHES, Axis(DECAY, 0.1, 5))
+COARSE_GRID = tuple(itertools.product(range(3), range(4), [0]))  # three rates, four batch sizes
+FINE_AXES = (Axis(RATE, 0.002, 2**0.5), BATCHES, Axis(DECAY, 0.1, 5, zero_at=-2))
+# Of a size whose AdamW is to become stationary: no setting at which it does not is allowed.
+STATIONARY = ("science_long",)
+STATIONARY_AXES = (*FINE_AXES[:2], Axis(DECAY, 0.1, 2))
+EXPECTED_SETTINGS = 9  # with all tokens, for the estimate of the machine time
 CONTENDERS = ("raw", "merged")
-DEFAULTS = {"sizes": ("science_small",), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
+DEFAULTS = {"sizes": (*SIZES, *STATIONARY), "seeds": TUNING_SEEDS, "evaluation_tokens": 65_536}
 
 
 def plan(study: Study) -> Plan:
     """List the runs of the coarse grid; the search goes on from its best settings, in runs of all tokens."""
-    settings = [[f"{BATCH}={b}", f"{RATE}={r:g}"] for b, r in itertools.product(COARSE_BATCHES, COARSE_RATES)]
+    grid = Contender("grid", COARSE_AXES, COARSE_GRID, lambda settings: [])
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
-        work += runs_of(study, size, "a quarter", settings)
+        work += runs_of(study, size, "a quarter", [grid.overrides(position) for position in COARSE_GRID])
         config = study.trunk_config(size, study.seeds[0])
         done = [
             run.config.training.seed
@@ -57,42 +64,61 @@ def measure(study: Study) -> dict[str, Any]:
 
 
 def measure_size(study: Study, size: str) -> dict[str, Any]:
-    """Return the settings of a size that were tried, at both horizons, and the weight decays at the best one."""
-    coarse_axes = (Axis(BATCH, COARSE_BATCHES[0], 2, minimum=1), Axis(RATE, COARSE_RATES[0], 2))
-    grid = tuple(itertools.product(range(len(COARSE_BATCHES)), range(len(COARSE_RATES))))
-    coarse = tune(study, size, "a quarter", dict.fromkeys(CONTENDERS, (coarse_axes, grid)))
-    fine_axes = {name: centre_axes(one) for name, one in coarse.items()}
-    fine = tune(study, size, "all", {name: (axes, ((0, 0),)) for name, axes in fine_axes.items()})
-    around = dict.fromkeys(tuple(one.contender.overrides(one.best)) for one in fine.values())
-    decays = [[*setting, f"{DECAY}={decay:g}"] for setting in around for decay in WEIGHT_DECAYS]
-    by_decay = [
-        {"setting": setting, "losses": losses}
-        for setting, losses in zip(decays, measure_settings(study, size, "all", decays), strict=True)
-    ]
+    """Return the settings of a size that were tried, at both horizons, and the best one of each contender."""
+    coarse = tune(study, size, "a quarter", COARSE_AXES, dict.fromkeys(CONTENDERS, COARSE_GRID), lambda p: p[2] == 0)
+    axes = STATIONARY_AXES if size in STATIONARY else FINE_AXES
+    is_allowed = functools.partial(is_stationary, study, size) if size in STATIONARY else lambda position: True
+    starts: dict[str, tuple[Position, ...]] = {}
+    for name, one in coarse.items():
+        rate, batch, _ = one.best
+        decays = [(2 * rate, batch, decay) for decay in ([-2] if size not in STATIONARY else range(10))]
+        starts[name] = (next(filter(is_allowed, decays)),)
+    fine = tune(study, size, "all", axes, starts, is_allowed)
     tried = {"a quarter": coarse, "all": fine}
     return study.describe_size(size) | {
         "tried": {horizon: {name: describe(one) for name, one in tuned.items()} for horizon, tuned in tried.items()},
-        "weight_decays": by_decay,
-        "best": {name: min(by_decay, key=lambda one: sum(one["losses"][name]))["setting"] for name in CONTENDERS},
+        "best": {name: one.contender.overrides(one.best) for name, one in fine.items()},
+        "configuration": next(iter(fine.values())).contender.overrides(best_for_both(fine)),
     }
 
 
-def centre_axes(tuned: Tuned) -> tuple[Axis, Axis]:
-    """Return finer axes around the best setting of a coarse grid."""
-    batch, rate = (axis.value(i) for axis, i in zip(tuned.contender.axes, tuned.best, strict=True))
-    return Axis(BATCH, batch, 2, minimum=1), Axis(RATE, rate, 2**0.5)
+def best_for_both(tuned: dict[str, Tuned]) -> Position:
+    """Return the setting of the size's configuration: of those that both measured, that with the lowest mean loss."""
+    raw, merged = tuned.values()
+    return min(
+        raw.losses.keys() & merged.losses.keys(), key=lambda position: raw.mean(position) + merged.mean(position)
+    )
 
 
-def tune(study: Study, size: str, horizon: str, starts: dict[str, tuple[Any, Any]]) -> dict[str, Tuned]:
-    """Tune the raw and the merged model of a size at a horizon, from the given axes and grids."""
+def is_stationary(study: Study, size: str, position: tuple[int, ...]) -> bool:
+    """Return whether AdamW becomes stationary at a setting: its weights forget in fewer steps than the run has."""
+    rate, batch, decay = (axis.value(i) for axis, i in zip(STATIONARY_AXES, position, strict=True))
+    training = study.trunk_config(size, study.seeds[0]).training
+    return count_steps(training.total_tokens, batch, training.sequence_length_tokens) > 3 / (rate * decay)
+
+
+def count_steps(tokens: int, batch: float, sequence_tokens: int) -> float:
+    """Return the steps of a run."""
+    return tokens / (batch * sequence_tokens)
+
+
+def tune(
+    study: Study,
+    size: str,
+    horizon: str,
+    axes: tuple[Axis, ...],
+    grids: dict[str, tuple[Position, ...]],
+    is_allowed: Callable[[Position], bool],
+) -> dict[str, Tuned]:
+    """Tune the raw and the merged model of a size at a horizon, from the grid of each."""
 
     def contender(name: str) -> Contender:
         def measure_one(settings: list[list[str]]) -> list[list[float]]:
             return [losses[name] for losses in measure_settings(study, size, horizon, settings)]
 
-        return Contender(name, *starts[name], measure_one)
+        return Contender(name, axes, grids[name], measure_one, is_allowed)
 
-    return tuning.tune([contender(name) for name in starts])
+    return tuning.tune([contender(name) for name in grids])
 
 
 def runs_of(study: Study, size: str, horizon: str, settings: list[list[str]]) -> list[PlannedRun]:
@@ -102,7 +128,7 @@ def runs_of(study: Study, size: str, horizon: str, settings: list[list[str]]) ->
         PlannedEvaluation((RAW,), RAW_MARKS, SELECT),
         PlannedEvaluation(tuple(Cell("sma", n) for n in SPANS), (UNITS,), SELECT),
     )
-    common = (f"training.total_tokens={total}", "checkpoint.kinds=point", f"{DECAY}={WEIGHT_DECAYS[0]:g}")
+    common = (f"training.total_tokens={total}", "checkpoint.kinds=point")
     return [
         PlannedRun(size, seed, (*common, *setting), None, evaluations, UNITS)
         for setting in settings
@@ -117,6 +143,9 @@ def measure_settings(study: Study, size: str, horizon: str, settings: list[list[
     short, measured = runs[0].study(study), []
     for first in range(0, len(runs), len(study.seeds)):
         of_setting = runs[first : first + len(study.seeds)]
+        if any(run.has_diverged(study) for run in of_setting):
+            measured.append({name: [math.inf] * len(study.seeds) for name in CONTENDERS})
+            continue
         raw, merged = (
             [short.losses(run.get(study), evaluation.cells, evaluation.ends, SELECT) for run in of_setting]
             for evaluation in runs[0].evaluations
@@ -128,30 +157,24 @@ def measure_settings(study: Study, size: str, horizon: str, settings: list[list[
 
 def describe(tuned: Tuned) -> dict[str, Any]:
     """Return the settings of a contender, and the position of the best, in the layout of results.json."""
-    axes = tuned.contender.axes
     settings = []
     for position, values in tuned.losses.items():
-        batch, rate = (axis.value(i) for axis, i in zip(axes, position, strict=True))
-        settings.append({"batch": batch, "rate": rate, "losses": values})
+        rate, batch, decay = (axis.value(i) for axis, i in zip(tuned.contender.axes, position, strict=True))
+        losses = values if math.isfinite(sum(values)) else None  # None: the run of a seed diverged
+        settings.append({"rate": rate, "batch": batch, "weight_decay": decay, "losses": losses})
     return {"settings": settings, "best": list(tuned.losses).index(tuned.best)}
 
 
 def report(results: dict[str, Any]) -> str:
-    """Format, for each size, the loss of every setting at both horizons, the best ones, and what a neighbour costs."""
-    parts = []
+    """Format, for each size, the best settings, and the loss of every setting at both horizons."""
+    parts, margin = [], results["made"]["margin"]
     for name, size in results["sizes"].items():
-        parts += [f"### {name}", describe_best(name, size, results["made"]["margin"])]
+        parts += [f"### {name}", describe_best(size, margin)]
         for horizon, contenders in size["tried"].items():
             tokens = size["tokens"] // HORIZONS[horizon]
             for contender, tried in contenders.items():
                 parts.append(f"{contender}, {tokens / 1e6:.2f}M tokens ({horizon}): {len(tried['settings'])} settings")
-                parts.append(format_grid(tried))
-        rows = []
-        for one in size["weight_decays"]:
-            values = [f"`{float(text.partition('=')[2]):g}`" for text in one["setting"]]
-            rows.append([*values, *(pages.format_mean(one["losses"][name]) for name in CONTENDERS)])
-        parts.append("Weight decay, at the best settings of both, with all tokens:")
-        parts.append(pages.format_table(["batch", "rate", "weight decay", *CONTENDERS], rows))
+                parts.append(format_grid(tried) if horizon == "a quarter" else format_list(tried))
     return "\n\n".join(parts)
 
 
@@ -164,69 +187,99 @@ def format_grid(tried: dict[str, Any]) -> str:
     for rate in rates:
         row = [f"`{rate:g}`"]
         for batch in batches:
-            losses = by_setting.get((batch, rate))
-            cell = pages.format_mean(losses) if losses else ""
+            losses = by_setting.get((batch, rate), [])
+            cell = "diverged" if losses is None else pages.format_mean(losses) if losses else ""
             row.append(f"**{cell}**" if (batch, rate) == (best["batch"], best["rate"]) else cell)
         rows.append(row)
     return pages.format_table(["rate", *(f"batch `{batch:g}`" for batch in batches)], rows)
 
 
-def describe_best(name: str, size: dict[str, Any], margin: float) -> str:
-    """Say which settings are the best, what their neighbours cost, and whether AdamW becomes stationary."""
+def format_list(tried: dict[str, Any]) -> str:
+    """Format settings from the best to the worst, with the difference of each from the best."""
+    ranked, rows = sort_settings(tried), []
+    for one in ranked:
+        values = [f"`{one[name]:g}`" for name in ("rate", "batch", "weight_decay")]
+        if not one["losses"]:
+            rows.append([*values, "diverged", ""])
+            continue
+        cost = "" if one is ranked[0] else pages.format_difference(one["losses"], ranked[0]["losses"])
+        rows.append([*values, pages.format_mean(one["losses"]), cost])
+    return pages.format_table(["rate", "batch", "weight decay", "loss", "less the best"], rows)
+
+
+def sort_settings(tried: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return settings from the best to the worst."""
+    return sorted(tried["settings"], key=lambda one: sum(one["losses"]) if one["losses"] else math.inf)
+
+
+def describe_best(size: dict[str, Any], margin: float) -> str:
+    """Say which setting is the best of each contender, and what the second best costs."""
     lines = []
     for contender, tried in size["tried"]["all"].items():
-        best = tried["settings"][tried["best"]]
-        others = [one for one in tried["settings"] if one is not best]
-        nearest = min(others, key=lambda one: sum(one["losses"]))
-        verdict = pages.describe_difference(paired_estimate(nearest["losses"], best["losses"]), margin)
-        lines.append(
-            f"- {contender}: batch `{best['batch']:g}`, rate `{best['rate']:g}`. The second best (batch "
-            f"`{nearest['batch']:g}`, rate `{nearest['rate']:g}`): {verdict}."
-        )
-    for contender, setting in size["best"].items():
-        best = {text.partition("=")[0]: float(text.partition("=")[2]) for text in setting}
-        steps = size["tokens"] / (best[BATCH] * size["sequence_tokens"])
-        forgets = best[RATE] * best[DECAY]
-        stationary = f"AdamW is stationary after {3 / forgets:,.0f} (3 / (rate x weight decay))" if forgets else ""
-        lines.append(
-            f"- {contender}, with the best weight decay that was tried there: batch `{best[BATCH]:g}`, rate "
-            f"`{best[RATE]:g}`, weight decay `{best[DECAY]:g}`. The run has {steps:,.0f} steps. "
-            f"{stationary or 'Without weight decay, AdamW does not become stationary'}."
-        )
-    lines.append("- The neighbours of these last settings, at their own weight decay, are not measured yet.")
-    return "\n".join(lines)
+        best, second = sort_settings(tried)[:2]
+        verdict = pages.describe_difference(paired_estimate(second["losses"], best["losses"]), margin)
+        lines.append(f"- {contender}: {name_setting(best)}. The second best ({name_setting(second)}): {verdict}.")
+    return "\n".join([*lines, describe_configuration(size, margin)])
+
+
+def describe_configuration(size: dict[str, Any], margin: float) -> str:
+    """Say what the size's configuration costs each contender, and whether AdamW becomes stationary."""
+    rate, batch, decay = (float(text.partition("=")[2]) for text in size["configuration"])
+    costs = []
+    for contender, tried in size["tried"]["all"].items():
+        settings, best = tried["settings"], tried["settings"][tried["best"]]
+        chosen = next(o for o in settings if (o["rate"], o["batch"], o["weight_decay"]) == (rate, batch, decay))
+        cost = pages.describe_difference(paired_estimate(chosen["losses"], best["losses"]), margin)
+        costs.append(f"{contender}: its own best" if chosen is best else f"{contender} against its own best: {cost}")
+    steps = count_steps(size["tokens"], batch, size["sequence_tokens"])
+    stationary = (
+        f"AdamW is stationary after {3 / (rate * decay):,.0f} (3 / (rate x weight decay))"
+        if decay
+        else "without weight decay, AdamW does not become stationary"
+    )
+    setting = name_setting({"rate": rate, "batch": batch, "weight_decay": decay})
+    return (
+        f"- the configuration, at which the mean of both is the lowest: {setting}; {'; '.join(costs)}. The run has "
+        f"{steps:,.0f} steps; {stationary}."
+    )
+
+
+def name_setting(one: dict[str, Any]) -> str:
+    """Name a setting."""
+    return f"rate `{one['rate']:g}`, batch `{one['batch']:g}`, weight decay `{one['weight_decay']:g}`"
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
     """Summarize the best settings of each size, and what the second best costs."""
     found, effects = [], []
     for name, size in results["sizes"].items():
-        batch, rate, decay = (float(text.partition("=")[2]) for text in size["best"]["merged"])
-        found.append(f"{name}: batch {batch:g}, rate {rate:g}, weight decay {decay:g}")
         tried = size["tried"]["all"]["merged"]
         best = tried["settings"][tried["best"]]
-        others = [one["losses"] for one in tried["settings"] if one is not best]
-        effects.append(f"{name}: {pages.format_difference(min(others, key=sum), best['losses'])} nats")
+        chosen = [text.rpartition(".")[2].replace("=", " ") for text in size["configuration"]]
+        found.append(f"{name}: {', '.join(chosen).replace('_', ' ')}")
+        effects.append(f"{name}: {pages.format_difference(sort_settings(tried)[1]['losses'], best['losses'])} nats")
     return IndexRow(
         0,
         "Tuning: which batch, rate and weight decay?",
         "none: the settings on which the other experiments stand",
-        f"merged, at all tokens: {'; '.join(found)}",
-        f"second best batch and rate less the best: {'; '.join(effects)}",
+        f"best for raw and merged: {'; '.join(found)}",
+        f"merged, second best setting less the best: {'; '.join(effects)}",
     )
 
 
 def draw(results: dict[str, Any]) -> dict[str, bytes]:
-    """Draw the loss of each contender against the rate, a line per batch, at both horizons."""
+    """Draw the loss of each contender against the rate, a line per batch and weight decay, at both horizons."""
     panels = []
     for name, size in results["sizes"].items():
         for horizon, contenders in size["tried"].items():
             for contender, tried in contenders.items():
                 lines = []
-                for batch in sorted({one["batch"] for one in tried["settings"]}):
-                    row = sorted((o for o in tried["settings"] if o["batch"] == batch), key=lambda one: one["rate"])
+                for batch, decay in sorted({(one["batch"], one["weight_decay"]) for one in tried["settings"]}):
+                    row = [one for one in tried["settings"] if (one["batch"], one["weight_decay"]) == (batch, decay)]
+                    row = sorted((one for one in row if one["losses"]), key=lambda one: one["rate"])
                     intervals = [mean_interval(one["losses"]) for one in row]
-                    lines.append(interval_line(f"batch {batch:g}", [one["rate"] for one in row], intervals))
+                    label = f"batch {batch:g}, weight decay {decay:g}"
+                    lines.append(interval_line(label, [one["rate"] for one in row], intervals))
                 title = f"{name}, {contender}, {horizon} of its tokens"
                 panels.append(LinePanel(title, "learning rate", lines, log_x=True))
     return {"figure.png": to_png(draw_lines(panels, columns=2))}

@@ -25,6 +25,10 @@ class DamageError(UserError):
     """Stored data are absent, cannot be parsed, or differ from their digest."""
 
 
+class DivergenceError(UserError):
+    """A number of a training step is not finite: the same configuration diverges again."""
+
+
 class StorageError(OSError):
     """Reading or writing failed for a reason that says nothing about the stored data, such as too many open files.
 

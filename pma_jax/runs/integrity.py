@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from jax.experimental import multihost_utils
 
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DivergenceError
 from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS, SegmentHasher, leaf_digest
 
 _MAX_SERIAL_BYTES = 2**20  # smaller trees are hashed serially: starting threads takes longer than hashing them
@@ -68,14 +68,14 @@ def non_finite_leaves(tree: Any) -> list[str]:
 
 
 def check_finite(params: Any, step: int, tokens: int) -> None:
-    """Raise UserError if a leaf of `params` is not finite, so that the caller does not save the parameters.
+    """Raise DivergenceError if a leaf of `params` is not finite, so that the caller does not save the parameters.
 
     The message gives the step, the tokens and the names of at most ten of these leaves. If the arrays are
     sharded over processes, all processes must call this function.
     """
     bad = non_finite_leaves(params)
     if bad:
-        raise UserError(
+        raise DivergenceError(
             f"step {step:,} ({tokens:,} tokens): {len(bad)} leaves contain NaN or infinity; parameters not saved: "
             f"{', '.join(bad[:10])}"
         )

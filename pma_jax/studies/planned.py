@@ -17,7 +17,7 @@ from typing import Any
 
 from etils import epath
 
-from pma_jax.config.errors import UserError, error_line
+from pma_jax.config.errors import DivergenceError, UserError, error_line
 from pma_jax.evaluation.sweep import Cell
 from pma_jax.evaluation.trajectory import count_missing
 from pma_jax.launch.job import Job, Step
@@ -92,14 +92,25 @@ class PlannedRun:
         changes = study.branch_changes(run, self.branch.at, self.branch.end, self.branch.shape)
         return run_cache.find_fork(study.cache, run, self.branch.at * study.unit_tokens(run), changes)
 
+    def has_diverged(self, study: Study) -> bool:
+        """Return whether the trunk was trained, and diverged."""
+        study = self.study(study)
+        return run_cache.has_diverged(study.cache, study.trunk_config(self.size, self.seed, self.changes))
+
     def complete(self, study: Study) -> None:
-        """Train the run and evaluate its merges, as far as they are not cached."""
+        """Train the run and evaluate its merges, as far as they are not cached.
+
+        Raises:
+            DivergenceError: The run diverged.
+        """
         run = self.get(study)
         for planned in self.evaluations:
             self.study(study).document_losses(run, planned.cells, planned.ends, planned.part)
 
     def missing_tokens(self, study: Study) -> tuple[int, int]:
         """Count the tokens that are still to be trained, and the tokens of text on which merges are to be evaluated."""
+        if self.has_diverged(study):
+            return 0, 0
         run, study = self.find(study), self.study(study)
         if run is not None:
             unit, config = study.unit_tokens(run), study.evaluation_config(run)
@@ -142,7 +153,7 @@ Plan = Sequence[PlannedRun | OtherWork]
 def complete_all(study: Study, plan: Plan, workers: int) -> None:
     """Train and evaluate the runs of a plan with the local engine of grids, `workers` processes at a time.
 
-    Each process has its share of the cores.
+    Each process has its share of the cores. A run that diverges is recorded as such in the cache, and left.
 
     Raises:
         UserError: There are fewer cores than workers, or a worker failed.
@@ -152,7 +163,7 @@ def complete_all(study: Study, plan: Plan, workers: int) -> None:
     workers = min(workers, len(planned))
     if workers < 2:
         for run in planned:
-            run.complete(study)
+            _complete(run, study)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "runs.json")
@@ -175,7 +186,15 @@ def _work(path: Path) -> None:
                 stack.enter_context(lock.hold(epath.Path(path.parent), file_name=f"run {number}.lock"))
             except lock.InUseError:
                 continue
-            _parse(raw).complete(study)
+            _complete(_parse(raw), study)
+
+
+def _complete(run: PlannedRun, study: Study) -> None:
+    """Complete a run, or print that it diverged."""
+    try:
+        run.complete(study)
+    except DivergenceError as error:
+        print(f"{run.name}, seed {run.seed}, diverged: {error_line(error)}", file=sys.stderr, flush=True)
 
 
 def _parse(raw: dict[str, Any]) -> PlannedRun:

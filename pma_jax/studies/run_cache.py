@@ -2,7 +2,8 @@
 
     CACHE/<key>/run/           the run directory
     CACHE/<key>/lock           held by the process that trains the run; others that need the run wait for it
-    CACHE/<key>/trained.json   machine seconds of the training, summed over all sessions, and whether it is finished
+    CACHE/<key>/trained.json   machine seconds of the training, summed over all sessions, whether it is finished, and,
+                               if the run diverged, the error
     CACHE/<key>/evaluated.json machine seconds and tokens of the evaluations of merges, summed over all sessions
     CACHE/<key>/merged/        merges of the run's snapshots, from which forks can start
     CACHE/compiled/            JAX's persistent compilation cache, so that each program is compiled once
@@ -20,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
+from pma_jax.config.errors import DivergenceError
 from pma_jax.evaluation.held_out import check_corpus, prepare_tokens
 from pma_jax.evaluation.sweep import Cell, snapshots_through
 from pma_jax.launch.shares import available_cores
@@ -51,12 +53,17 @@ class _Trained(TypedDict):
 
     seconds: float
     is_finished: bool
+    divergence: NotRequired[str]  # the error of a run whose loss was not finite
 
 
 def get_or_train(cache: epath.PathLike, config: Config) -> Run:
     """Return the run of `config`, trained to its horizon: train or resume it unless it is finished.
 
-    If two processes need the same run, one trains it and the other waits. Raises ValueError as `train` does.
+    If two processes need the same run, one trains it and the other waits.
+
+    Raises:
+        DivergenceError: The run diverged, now or earlier.
+        UserError: As for `train`.
     """
     return _train_entry(absolute_path(cache) / configuration.digest(config), config)
 
@@ -122,6 +129,11 @@ def find(cache: epath.PathLike, config: Config) -> Run | None:
     return _find_entry(absolute_path(cache) / configuration.digest(config))
 
 
+def has_diverged(cache: epath.PathLike, config: Config) -> bool:
+    """Return whether the run of `config` was trained, and diverged."""
+    return bool(_divergence(absolute_path(cache) / configuration.digest(config)))
+
+
 def find_fork(cache: epath.PathLike, source: Run, at_tokens: int, changes: Iterable[str]) -> Run | None:
     """Return the finished fork of `source` that `get_or_fork` would return, without training; None if there is none."""
     config = configuration.resolve(source.config, changes)
@@ -178,6 +190,12 @@ def _find_entry(entry: epath.Path) -> Run | None:
     return open_run(entry / "run")
 
 
+def _divergence(entry: epath.Path) -> str:
+    """Return the error of a run that diverged, else an empty string."""
+    path = entry / TRAINED
+    return read_json(as_path(path), _Trained).get("divergence", "") if path.exists() else ""
+
+
 def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any] | None = None) -> Run:
     """Return the run of a cache entry, trained to its horizon; `start` creates the run directory if it is missing."""
     _enable_compilation_cache(entry.parent)
@@ -185,6 +203,8 @@ def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path]
     folder = entry / "run"
     with contextlib.ExitStack() as stack:
         hosts.broadcast_from_first(lambda: stack.enter_context(lock.hold(entry, wait=True)) or "")
+        if divergence := hosts.broadcast_from_first(lambda: _divergence(entry)):
+            raise DivergenceError(divergence)
         exists = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
         if start and not exists:
             start(folder)
@@ -194,21 +214,25 @@ def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path]
                 _record(entry, 0.0, is_finished=True)
             return run
         began = time.perf_counter()
-        is_finished = False
+        is_finished, divergence = False, ""
         try:
             run = train(config, folder)
             is_finished = True
+        except DivergenceError as error:
+            divergence = str(error)
+            raise
         finally:
-            _record(entry, time.perf_counter() - began, is_finished)
+            _record(entry, time.perf_counter() - began, is_finished, divergence)
     return run
 
 
-def _record(entry: epath.Path, wall_seconds: float, is_finished: bool) -> None:
+def _record(entry: epath.Path, wall_seconds: float, is_finished: bool, divergence: str = "") -> None:
     """Add to the machine seconds of an entry's training."""
     if hosts.is_first_process():
         path = entry / TRAINED
         before = read_json(as_path(path), _Trained)["seconds"] if path.exists() else 0.0
         trained = {"seconds": before + wall_seconds * machine_share(), "is_finished": is_finished}
+        trained |= {"divergence": divergence} if divergence else {}
         atomic.write_text(path, json.dumps(trained) + "\n")
 
 

@@ -1,18 +1,19 @@
 """Tuning: search the best setting of each of several contenders, with the same number of settings for all.
 
 A setting is a position on axes, each of which is a configuration key with a geometric scale of values. The search is
-the same for every contender: first the settings of a grid, then, in rounds, unmeasured neighbours of the best setting
-so far. It ends when the best setting of every contender has a lower loss than all its neighbours, so that no best
-setting is at the edge of what was tried.
+the same for every contender: first the settings of a grid, then, in rounds, two unmeasured neighbours of the best
+setting so far, those along the first axes first. It ends when the best setting of every contender has a lower loss than
+all its neighbours, so that no best setting is at the edge of what was tried.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pma_jax.config.errors import UserError
 
 Position = tuple[int, ...]  # one number per axis
 TUNING_SEEDS = (100, 101, 102)  # results are never published on these
+ROUND = 2  # settings per contender and round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +24,15 @@ class Axis:
     base: float
     factor: float
     minimum: float = 0.0  # values below are not tried: a batch has at least 1 sequence
+    zero_at: int | None = None  # the lowest position, which stands for 0: a weight decay can be 0
 
     def value(self, i: int) -> float:
         """Return the value at position `i`, with 4 significant digits."""
-        return float(f"{self.base * self.factor**i:.4g}")
+        return 0.0 if i == self.zero_at else float(f"{self.base * self.factor**i:.4g}")
+
+    def is_valid(self, i: int) -> bool:
+        """Return whether a setting may have position `i`."""
+        return self.value(i) >= self.minimum and (self.zero_at is None or i >= self.zero_at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +43,13 @@ class Contender:
     axes: tuple[Axis, ...]
     grid: tuple[Position, ...]
     # From settings, each as overrides, to the losses of each, one per tuning seed, in nats per token.
+    # A loss is infinite if the run diverged.
     measure: Callable[[list[list[str]]], list[list[float]]]
+    is_allowed: Callable[[Position], bool] = lambda position: True  # a condition on whole settings
 
     def is_valid(self, position: Position) -> bool:
-        """Return whether no value of a setting is below the minimum of its axis."""
-        return all(axis.value(i) >= axis.minimum for axis, i in zip(self.axes, position, strict=True))
+        """Return whether a setting may be tried."""
+        return all(axis.is_valid(i) for axis, i in zip(self.axes, position, strict=True)) and self.is_allowed(position)
 
     def overrides(self, position: Position) -> list[str]:
         """Return a setting as overrides of the configuration, `section.key=value`."""
@@ -70,11 +78,17 @@ class Tuned:
         around = [tuple(i + step * (k == axis) for k, i in enumerate(position)) for axis, step in steps]
         return [near for near in around if near not in self.losses and self.contender.is_valid(near)]
 
-    def next_positions(self, count: int) -> list[Position]:
-        """Return `count` unmeasured settings: the neighbours of the best one, then of the second best, and so on."""
+    def next_positions(self, count: int, rivals: Iterable["Tuned"] = ()) -> list[Position]:
+        """Return `count` unmeasured settings.
+
+        First come the neighbours of the best one, then settings that rivals on the same axes have measured (their runs
+        may be shared), then the neighbours of the second best, and so on.
+        """
+        theirs = [near for one in rivals if one.contender.axes == self.contender.axes for near in one.losses]
         by_loss = sorted(self.losses, key=self.mean)
-        near = dict.fromkeys(near for position in by_loss for near in self.open_neighbours(position))
-        return list(near)[:count]
+        around = [near for position in by_loss[1:] for near in self.open_neighbours(position)]
+        shared = [near for near in theirs if near not in self.losses and self.contender.is_valid(near)]
+        return list(dict.fromkeys([*self.open_neighbours(self.best), *shared, *around]))[:count]
 
     def measure(self, positions: Sequence[Position]) -> None:
         """Measure settings, and add their losses."""
@@ -100,15 +114,15 @@ def tune(contenders: Sequence[Contender], limit: int = 32) -> dict[str, Tuned]:
     tuned = {contender.name: Tuned(contender, {}) for contender in contenders}
     for one in tuned.values():
         one.measure(one.contender.grid)
-    while count := max(len(one.open_neighbours(one.best)) for one in tuned.values()):
+    while count := min(max(len(one.open_neighbours(one.best)) for one in tuned.values()), ROUND):
         for one in tuned.values():
             if len(one.losses) + count > limit and one.open_neighbours(one.best):
                 raise UserError(
                     f"{one.contender.name}: the best of {len(one.losses)} settings is at the edge of those tried "
                     f"({' '.join(one.contender.overrides(one.best))}): start from other values or raise the limit"
                 )
-        for one in tuned.values():
-            one.measure(one.next_positions(count))
+        for one in sorted(tuned.values(), key=lambda one: not one.open_neighbours(one.best)):
+            one.measure(one.next_positions(count, tuned.values()))
     return tuned
 
 

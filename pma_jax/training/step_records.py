@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pma_jax.config import Config
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DivergenceError
 from pma_jax.runs import integrity
 from pma_jax.runs.states import Progress
 from pma_jax.training.metrics import MetricsLog, Record
@@ -48,7 +48,7 @@ class StepRecords:
             The record of a spike if the run must roll back, else None.
 
         Raises:
-            UserError: A metric is not finite, and the run neither skipped the update nor rolls back.
+            DivergenceError: A metric is not finite, and the run neither skipped the update nor rolls back.
         """
         if self._pending is None:
             return None
@@ -84,7 +84,7 @@ class StepRecords:
 
 
 def check_finite(record: Record, metrics: dict[str, float], params: Any) -> None:
-    """Raise UserError if a metric of a step is not finite, naming the step, the metrics and leaves of `params`.
+    """Raise DivergenceError if a metric of a step is not finite, naming the step, the metrics and leaves of `params`.
 
     Args:
         record: Record of the step; its `step` and `tokens` go into the message.
@@ -96,7 +96,7 @@ def check_finite(record: Record, metrics: dict[str, float], params: Any) -> None
         return
     leaves = integrity.non_finite_leaves(params)
     where = f"; {len(leaves)} leaves of the parameters are not finite: {', '.join(leaves[:10])}" if leaves else ""
-    raise UserError(
+    raise DivergenceError(
         f"step {record['step']:,} ({record['tokens']:,} tokens): {', '.join(bad)}{where}. This step was not saved. "
         "Running the command again will fail in the same way: run `pma fork` from an earlier state with a lower "
         "schedule.peak_rate or optimizer.clip_norm"

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from test_study import data_keys
 
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DivergenceError, UserError
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import experiment, run_cache
@@ -61,3 +61,17 @@ def test_workers_share_the_runs_and_their_failure_is_one_line(study, monkeypatch
         complete_all(study, wrong, 2)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert lines == ["error: data.files: /nowhere/*.txt matches no file: check the glob"] * 2
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_is_recorded_and_not_trained_again(study, monkeypatch, capfd):
+    diverging = PlannedRun("science_small", 3, ("schedule.peak_rate=1e30",), None, (EVALUATION,))
+    plan = [diverging, PlannedRun("science_small", 3, (), None, (EVALUATION,))]
+    complete_all(study, plan, 1)
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "peak_rate=1e30, seed 3, diverged: step" in line and "not finite" in line]
+    assert [work.missing_tokens(study) for work in plan] == [(0, 0)] * 2, "the others are completed"
+    assert diverging.has_diverged(study) and not plan[1].has_diverged(study)
+    monkeypatch.setattr(run_cache, "train", lambda *arguments: pytest.fail("trained again"))
+    with pytest.raises(DivergenceError, match="not finite"):
+        diverging.get(study)

@@ -1,6 +1,7 @@
 """Tuning: every contender gets the same number of settings, and its best one has no lower neighbour."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -56,6 +57,30 @@ def test_values_below_a_minimum_are_no_neighbours():
     contender = Contender("raw", (axis,), ((0,),), lambda settings: [[float(s[0].partition("=")[2])] for s in settings])
     tuned = tune([contender])["raw"]
     assert axis.value(tuned.best[0]) == 1 and min(tuned.losses) == tuned.best
+
+
+def test_zero_is_the_lowest_value_of_its_axis_and_conditions_hold():
+    decay = Axis("optimizer.weight_decay", 0.1, 5, zero_at=-2)
+    assert [decay.value(i) for i in (-2, -1, 0, 1)] == [0, 0.02, 0.1, 0.5] and not decay.is_valid(-3)
+    loss = lambda settings: [[float(s[0].partition("=")[2])] for s in settings]  # noqa: E731
+    assert tune([Contender("raw", (decay,), ((0,),), loss)])["raw"].best == (-2,)
+    tuned = tune([Contender("raw", (decay,), ((1,),), loss, lambda position: position[0] >= 0)])["raw"]
+    assert tuned.best == (0,) and set(tuned.losses) == {(2,), (1,), (0,)}, "no setting that is not allowed is measured"
+
+
+def test_a_setting_that_diverges_is_left():
+    def losses(settings):
+        rates = [float(setting[0].partition("=")[2]) for setting in settings]
+        return [[math.inf if rate > 0.003 else abs(rate - 0.001)] * 3 for rate in rates]
+
+    tuned = tune([Contender("raw", (Axis("schedule.peak_rate", 0.002, 2),), ((0,), (1,)), losses)])["raw"]
+    assert tuned.mean((1,)) == math.inf and tuned.best == (-1,)
+
+
+def test_a_contender_that_is_done_measures_what_its_rival_needs():
+    (one, of_one), (other, of_other) = bowl("raw", 1, 0), bowl("merged", 1, 3)
+    tune([one, other])
+    assert set(of_one) == set(of_other), "their runs are shared"
 
 
 def test_a_best_setting_at_the_edge_after_the_limit_is_refused():
