@@ -1,7 +1,7 @@
 """The long size of the experiments: 0.06M parameters, 4.2M tokens at a constant rate, until AdamW is stationary.
 
-AdamW's weights forget where they were 1 / (rate x weight decay) steps ago. Here a run has more than three times as many
-steps, so that its second half is what a run of any length would come to.
+The time scale of AdamW's weights is 1 / (rate x weight decay) steps: older updates have decayed. A run of this size has
+more than three times as many steps.
 
 Command:   python experiments/tuning/script.py --runs runs/science   (or: pma train --config science_long ...)
 """
@@ -19,6 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.head_dim = 16
     c.model.hidden = 96
     c.training.total_tokens = 4_194_304
+    # Batch, rate and weight decay are the best of those tried at which a run is that long: experiments/tuning.
     c.training.batch_size_sequences = 4
     c.schedule.peak_rate = 4e-3
     c.optimizer.weight_decay = 0.1

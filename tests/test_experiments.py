@@ -200,6 +200,15 @@ def test_configuration_of_a_size_is_its_tuned_setting(name, size):
         assert getattr(getattr(config, section), field) == float(value), text
 
 
+def test_summary_of_the_tuning_names_the_configuration_of_each_size():
+    found = json.loads(TUNING.read_text())["row"]["found"]
+    for name, _ in tuned_sizes():
+        config = configuration.resolve(configuration.load(name))
+        rate, batch = config.schedule.peak_rate, config.training.batch_size_sequences
+        named = f"{name}: rate {rate:g}, batch {batch}, weight decay {config.optimizer.weight_decay:g}"
+        assert named in found
+
+
 @pytest.mark.parametrize(("name", "size"), tuned_sizes(), ids=lambda value: value if isinstance(value, str) else "")
 def test_no_tuned_setting_is_at_the_edge_and_contenders_have_as_many(name, size):
     for horizon, contenders in size["tried"].items():

@@ -182,7 +182,7 @@ def format_windows(results: dict[str, Any]) -> str:
 
 
 def format_variants(results: dict[str, Any]) -> str:
-    """Format what each change of the ground made of the gain at the end, and each model at its own best setting."""
+    """Format what each change of the ground made of the gain at the end, and the raw model at its own best setting."""
     end, rows = results["ends"][-1], []
     for name, variant in results["variants"].items():
         if name == RAW_TUNED and has_one_setting(results):
@@ -211,7 +211,7 @@ def format_variants(results: dict[str, Any]) -> str:
 
 
 def has_one_setting(results: dict[str, Any]) -> bool:
-    """Return whether one setting is the best for the raw and for the merged model."""
+    """Return whether the size's tuned setting is the best for the raw model."""
     keys = ("batch", "rate", "weight_decay")
     tuned, for_raw = ([results["variants"][name][key] for key in keys] for name in (TUNED, RAW_TUNED))
     return tuned == for_raw
@@ -227,12 +227,12 @@ def own_best(results: dict[str, Any]) -> MeanEstimate:
 
 
 def format_own_best(results: dict[str, Any]) -> str:
-    """Say how the raw model at its own best setting compares with the merged one at its own."""
+    """Say how the raw model at its own best setting compares with the merged one at the size's."""
     end, measured = results["ends"][-1], results["variants"]
     if has_one_setting(results):
         return (
-            "Losses on different text are not comparable; gains are. Of the same number of settings, the same one is "
-            "the best for the raw and for the merged model ([tuning](../tuning/README.md))."
+            "Losses on different text are not comparable; gains are. The size's tuned setting is the raw model's own "
+            "best ([tuning](../tuning/README.md))."
         )
     gain = pages.format_interval(own_best(results).interval())
     raw, merged = (seed_losses(measured[TUNED], text, end) for text in (RAW.text, DEFAULT.text))
@@ -244,8 +244,8 @@ def format_own_best(results: dict[str, Any]) -> str:
         else ""
     )
     return (
-        "Losses on different text are not comparable; gains are. Each model at its own best setting of the same number "
-        f"of settings ([tuning](../tuning/README.md)), raw less merged: {gain} nats.{shown}"
+        "Losses on different text are not comparable; gains are. The raw model at its own best setting less the "
+        f"merged one at the size's ([tuning](../tuning/README.md)): {gain} nats.{shown}"
     )
 
 

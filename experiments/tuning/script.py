@@ -26,12 +26,12 @@ UNITS = 32  # per run here: half as many snapshots as the trunks of other experi
 RAW_MARKS = (29, 30, 31, 32)  # the raw loss is the mean over these units: one snapshot is noise
 SPANS = (3, 5, 8)  # units of the means of points; the best one counts
 HORIZONS = {"a quarter": 4, "all": 1}  # of the size's tokens: name -> divisor
+NO_DECAY = -2  # position of a weight decay of 0
 BATCHES = Axis(BATCH, 4, 2, minimum=1)
 COARSE_AXES = (Axis(RATE, 0.002, 2), BATCHES, Axis(DECAY, 0.1, 5))
 COARSE_GRID = tuple(itertools.product(range(3), range(4), [0]))  # three rates, four batch sizes
-FINE_AXES = (Axis(RATE, 0.002, 2**0.5), BATCHES, Axis(DECAY, 0.1, 5, zero_at=-2))
-# Of a size whose AdamW is to become stationary: no setting at which it does not is allowed.
-STATIONARY = ("science_long",)
+FINE_AXES = (Axis(RATE, 0.002, 2**0.5), BATCHES, Axis(DECAY, 0.1, 5, zero_at=NO_DECAY))
+STATIONARY = ("science_long",)  # sizes of which only settings are tried at which AdamW becomes stationary
 STATIONARY_AXES = (*FINE_AXES[:2], Axis(DECAY, 0.1, 2))
 EXPECTED_SETTINGS = 9  # with all tokens, for the estimate of the machine time
 CONTENDERS = ("raw", "merged")
@@ -40,10 +40,10 @@ DEFAULTS = {"sizes": (*SIZES, *STATIONARY), "seeds": TUNING_SEEDS, "evaluation_t
 
 def plan(study: Study) -> Plan:
     """List the runs of the coarse grid; the search goes on from its best settings, in runs of all tokens."""
-    grid = Contender("grid", COARSE_AXES, COARSE_GRID, lambda settings: [])
+    grid = [tuning.overrides(COARSE_AXES, position) for position in COARSE_GRID]
     work: list[PlannedRun | OtherWork] = []
     for size in study.sizes:
-        work += runs_of(study, size, "a quarter", [grid.overrides(position) for position in COARSE_GRID])
+        work += runs_of(study, size, "a quarter", grid)
         config = study.trunk_config(size, study.seeds[0])
         done = [
             run.config.training.seed
@@ -66,39 +66,45 @@ def measure(study: Study) -> dict[str, Any]:
 def measure_size(study: Study, size: str) -> dict[str, Any]:
     """Return the settings of a size that were tried, at both horizons, and the best one of each contender."""
     coarse = tune(study, size, "a quarter", COARSE_AXES, dict.fromkeys(CONTENDERS, COARSE_GRID), lambda p: p[2] == 0)
-    axes = STATIONARY_AXES if size in STATIONARY else FINE_AXES
-    is_allowed = functools.partial(is_stationary, study, size) if size in STATIONARY else lambda position: True
+    axes, decays, is_allowed = FINE_AXES, [NO_DECAY], lambda position: True
+    if size in STATIONARY:
+        axes, decays, is_allowed = STATIONARY_AXES, range(10), functools.partial(is_stationary, study, size)
     starts: dict[str, tuple[Position, ...]] = {}
     for name, one in coarse.items():
         rate, batch, _ = one.best
-        decays = [(2 * rate, batch, decay) for decay in ([-2] if size not in STATIONARY else range(10))]
-        starts[name] = (next(filter(is_allowed, decays)),)
+        # The coarse rates are every second one of the fine scale. The lowest weight decay that is allowed comes first.
+        starts[name] = (next(filter(is_allowed, ((2 * rate, batch, decay) for decay in decays))),)
     fine = tune(study, size, "all", axes, starts, is_allowed)
     tried = {"a quarter": coarse, "all": fine}
     return study.describe_size(size) | {
         "tried": {horizon: {name: describe(one) for name, one in tuned.items()} for horizon, tuned in tried.items()},
         "best": {name: one.contender.overrides(one.best) for name, one in fine.items()},
-        "configuration": next(iter(fine.values())).contender.overrides(best_for_both(fine)),
+        "configuration": tuning.overrides(axes, best_for_both(fine)),
     }
 
 
 def best_for_both(tuned: dict[str, Tuned]) -> Position:
     """Return the setting of the size's configuration: of those that both measured, that with the lowest mean loss."""
     raw, merged = tuned.values()
-    return min(
-        raw.losses.keys() & merged.losses.keys(), key=lambda position: raw.mean(position) + merged.mean(position)
-    )
+    both = raw.losses.keys() & merged.losses.keys()
+    return min(both, key=lambda position: raw.mean(position) + merged.mean(position))
 
 
-def is_stationary(study: Study, size: str, position: tuple[int, ...]) -> bool:
-    """Return whether AdamW becomes stationary at a setting: its weights forget in fewer steps than the run has."""
+def is_stationary(study: Study, size: str, position: Position) -> bool:
+    """Return whether a run at a setting has more steps than AdamW needs to become stationary."""
     rate, batch, decay = (axis.value(i) for axis, i in zip(STATIONARY_AXES, position, strict=True))
     training = study.trunk_config(size, study.seeds[0]).training
-    return count_steps(training.total_tokens, batch, training.sequence_length_tokens) > 3 / (rate * decay)
+    steps = count_steps(training.total_tokens, batch, training.sequence_length_tokens)
+    return steps > stationary_after_steps(rate, decay)
+
+
+def stationary_after_steps(rate: float, decay: float) -> float:
+    """Return the steps after which AdamW is stationary: three times its time scale, 1 / (rate x weight decay) steps."""
+    return 3 / (rate * decay) if decay else math.inf
 
 
 def count_steps(tokens: int, batch: float, sequence_tokens: int) -> float:
-    """Return the steps of a run."""
+    """Return the optimizer steps of a run of `tokens`, with `batch` sequences per step."""
     return tokens / (batch * sequence_tokens)
 
 
@@ -110,11 +116,15 @@ def tune(
     grids: dict[str, tuple[Position, ...]],
     is_allowed: Callable[[Position], bool],
 ) -> dict[str, Tuned]:
-    """Tune the raw and the merged model of a size at a horizon, from the grid of each."""
+    """Tune the raw and the merged model of a size at a horizon, from the grid of each; they share their runs."""
+    measured: dict[tuple[str, ...], dict[str, list[float]]] = {}
 
     def contender(name: str) -> Contender:
         def measure_one(settings: list[list[str]]) -> list[list[float]]:
-            return [losses[name] for losses in measure_settings(study, size, horizon, settings)]
+            if new := [setting for setting in settings if tuple(setting) not in measured]:
+                losses = measure_settings(study, size, horizon, new)
+                measured.update(zip(map(tuple, new), losses, strict=True))
+            return [measured[tuple(setting)][name] for setting in settings]
 
         return Contender(name, axes, grids[name], measure_one, is_allowed)
 
@@ -224,45 +234,51 @@ def describe_best(size: dict[str, Any], margin: float) -> str:
 
 def describe_configuration(size: dict[str, Any], margin: float) -> str:
     """Say what the size's configuration costs each contender, and whether AdamW becomes stationary."""
-    rate, batch, decay = (float(text.partition("=")[2]) for text in size["configuration"])
-    costs = []
+    chosen, costs = read_setting(size["configuration"]), []
     for contender, tried in size["tried"]["all"].items():
-        settings, best = tried["settings"], tried["settings"][tried["best"]]
-        chosen = next(o for o in settings if (o["rate"], o["batch"], o["weight_decay"]) == (rate, batch, decay))
-        cost = pages.describe_difference(paired_estimate(chosen["losses"], best["losses"]), margin)
-        costs.append(f"{contender}: its own best" if chosen is best else f"{contender} against its own best: {cost}")
-    steps = count_steps(size["tokens"], batch, size["sequence_tokens"])
+        best = tried["settings"][tried["best"]]
+        losses = next(one["losses"] for one in tried["settings"] if chosen.items() <= one.items())
+        cost = pages.describe_difference(paired_estimate(losses, best["losses"]), margin)
+        is_best = chosen.items() <= best.items()
+        costs.append(f"{contender}: its own best" if is_best else f"{contender} against its own best: {cost}")
+    steps = count_steps(size["tokens"], chosen["batch"], size["sequence_tokens"])
+    after = stationary_after_steps(chosen["rate"], chosen["weight_decay"])
     stationary = (
-        f"AdamW is stationary after {3 / (rate * decay):,.0f} (3 / (rate x weight decay))"
-        if decay
+        f"AdamW is stationary after {after:,.0f} (3 / (rate x weight decay))"
+        if math.isfinite(after)
         else "without weight decay, AdamW does not become stationary"
     )
-    setting = name_setting({"rate": rate, "batch": batch, "weight_decay": decay})
     return (
-        f"- the configuration, at which the mean of both is the lowest: {setting}; {'; '.join(costs)}. The run has "
-        f"{steps:,.0f} steps; {stationary}."
+        f"- the configuration, at which the mean of both is the lowest: {name_setting(chosen)}; {'; '.join(costs)}. "
+        f"The run has {steps:,.0f} steps; {stationary}."
     )
 
 
-def name_setting(one: dict[str, Any]) -> str:
-    """Name a setting."""
-    return f"rate `{one['rate']:g}`, batch `{one['batch']:g}`, weight decay `{one['weight_decay']:g}`"
+def read_setting(overrides: list[str]) -> dict[str, float]:
+    """Return the rate, the batch and the weight decay of a setting in results.json."""
+    values = dict(text.split("=") for text in overrides)
+    names = {"rate": RATE, "batch": BATCH, "weight_decay": DECAY}
+    return {name: float(values[key]) for name, key in names.items()}
+
+
+def name_setting(setting: dict[str, Any]) -> str:
+    """Format the rate, the batch and the weight decay of a setting."""
+    return f"rate `{setting['rate']:g}`, batch `{setting['batch']:g}`, weight decay `{setting['weight_decay']:g}`"
 
 
 def summarize(results: dict[str, Any]) -> IndexRow:
-    """Summarize the best settings of each size, and what the second best costs."""
+    """Summarize the configuration of each size, and what the second best setting costs the merged model."""
     found, effects = [], []
     for name, size in results["sizes"].items():
         tried = size["tried"]["all"]["merged"]
         best = tried["settings"][tried["best"]]
-        chosen = [text.rpartition(".")[2].replace("=", " ") for text in size["configuration"]]
-        found.append(f"{name}: {', '.join(chosen).replace('_', ' ')}")
+        found.append(f"{name}: {name_setting(read_setting(size['configuration']))}".replace("`", ""))
         effects.append(f"{name}: {pages.format_difference(sort_settings(tried)[1]['losses'], best['losses'])} nats")
     return IndexRow(
         0,
         "Tuning: which batch, rate and weight decay?",
         "none: the settings on which the other experiments stand",
-        f"best for raw and merged: {'; '.join(found)}",
+        f"lowest mean of raw and merged: {'; '.join(found)}",
         f"merged, second best setting less the best: {'; '.join(effects)}",
     )
 
@@ -279,8 +295,9 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
                     row = sorted((one for one in row if one["losses"]), key=lambda one: one["rate"])
                     intervals = [mean_interval(one["losses"]) for one in row]
                     label = f"batch {batch:g}, weight decay {decay:g}"
-                    lines.append(interval_line(label, [one["rate"] for one in row], intervals))
-                title = f"{name}, {contender}, {horizon} of its tokens"
+                    if row:
+                        lines.append(interval_line(label, [one["rate"] for one in row], intervals))
+                title = f"{name}, {contender}, {horizon} of its tokens: nats per token"
                 panels.append(LinePanel(title, "learning rate", lines, log_x=True))
     return {"figure.png": to_png(draw_lines(panels, columns=2))}
 

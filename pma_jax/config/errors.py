@@ -26,7 +26,7 @@ class DamageError(UserError):
 
 
 class DivergenceError(UserError):
-    """A number of a training step is not finite: the same configuration diverges again."""
+    """Training diverged: a metric, a parameter or a held-out loss is not finite. Training again diverges again."""
 
 
 class StorageError(OSError):

@@ -137,12 +137,12 @@ def describe_provenance(made: dict[str, Any]) -> str:
     """Describe, in a sentence or two, the commit, the cost and the options that the numbers were made with."""
     commit = f"Made at commit `{made['commit']}`" if made["commit"] else "Made outside of a repository"
     given = f"; overrides: `{' '.join(made['overrides'])}`" if made["overrides"] else ""
-    # Early versions recorded the wall time of each run, later ones the time of the whole machine.
-    hours = "of all cores" if "text" in made else "wall time"
+    # Results on the old text have the wall time of each run, later ones its machine time (see `run_cache`).
+    measure = "time of all cores" if "text" in made else "wall time"
     evaluation = f", and {made['evaluation_hours']:.2f} hours of evaluation" if "evaluation_hours" in made else ""
     return (
         f"{commit}: {made['runs']} runs of {made['tokens'] / 1e6:.1f}M tokens in {made['training_hours']:.2f} machine "
-        f"hours ({hours}; a run that several experiments use counts in each){evaluation}. Seeds "
+        f"hours ({measure}; a run that several experiments use counts in each){evaluation}. Seeds "
         f"{', '.join(map(str, made['seeds']))}; judged on {_describe_text(made)}, the same for every model{given}. All "
         "numbers: [results.json](results.json)."
     )

@@ -93,7 +93,7 @@ class PlannedRun:
         return run_cache.find_fork(study.cache, run, self.branch.at * study.unit_tokens(run), changes)
 
     def has_diverged(self, study: Study) -> bool:
-        """Return whether the trunk was trained, and diverged."""
+        """Return whether the training of the trunk diverged."""
         study = self.study(study)
         return run_cache.has_diverged(study.cache, study.trunk_config(self.size, self.seed, self.changes))
 
@@ -153,7 +153,8 @@ Plan = Sequence[PlannedRun | OtherWork]
 def complete_all(study: Study, plan: Plan, workers: int) -> None:
     """Train and evaluate the runs of a plan with the local engine of grids, `workers` processes at a time.
 
-    Each process has its share of the cores. A run that diverges is recorded as such in the cache, and left.
+    Each process has its share of the cores. The cache records which runs diverged; they are not trained
+    again.
 
     Raises:
         UserError: There are fewer cores than workers, or a worker failed.

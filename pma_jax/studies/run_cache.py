@@ -53,7 +53,7 @@ class _Trained(TypedDict):
 
     seconds: float
     is_finished: bool
-    divergence: NotRequired[str]  # the error of a run whose loss was not finite
+    divergence: NotRequired[str]  # the error, if the run diverged
 
 
 def get_or_train(cache: epath.PathLike, config: Config) -> Run:
@@ -130,7 +130,7 @@ def find(cache: epath.PathLike, config: Config) -> Run | None:
 
 
 def has_diverged(cache: epath.PathLike, config: Config) -> bool:
-    """Return whether the run of `config` was trained, and diverged."""
+    """Return whether the training of `config` diverged."""
     return bool(_divergence(absolute_path(cache) / configuration.digest(config)))
 
 
@@ -162,8 +162,7 @@ def evaluation_cost(run: Run) -> dict[str, float]:
 
 def training_cost(run: Run) -> dict[str, float]:
     """Return the machine `seconds` and the `tokens` of a run's training; of a fork, the tokens since the fork."""
-    path = run.path.parent / TRAINED
-    seconds = read_json(as_path(path), _Trained)["seconds"] if path.exists() else 0.0
+    seconds = _read_trained(run.path.parent)["seconds"]
     origin = (run.metadata.get("forked_from") or {"tokens": 0})["tokens"]
     return {"seconds": seconds, "tokens": run.config.training.total_tokens - origin}
 
@@ -184,16 +183,17 @@ def _fork_key(cache: epath.PathLike, source: Run, at_tokens: int, config: Config
 
 
 def _find_entry(entry: epath.Path) -> Run | None:
+    return open_run(entry / "run") if _read_trained(entry)["is_finished"] else None
+
+
+def _read_trained(entry: epath.Path) -> _Trained:
     path = entry / TRAINED
-    if not path.exists() or not read_json(as_path(path), _Trained)["is_finished"]:
-        return None
-    return open_run(entry / "run")
+    return read_json(as_path(path), _Trained) if path.exists() else {"seconds": 0.0, "is_finished": False}
 
 
 def _divergence(entry: epath.Path) -> str:
     """Return the error of a run that diverged, else an empty string."""
-    path = entry / TRAINED
-    return read_json(as_path(path), _Trained).get("divergence", "") if path.exists() else ""
+    return _read_trained(entry).get("divergence", "")
 
 
 def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path], Any] | None = None) -> Run:
@@ -227,13 +227,13 @@ def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path]
 
 
 def _record(entry: epath.Path, wall_seconds: float, is_finished: bool, divergence: str = "") -> None:
-    """Add to the machine seconds of an entry's training."""
+    """Record how a session of an entry's training ended, and add its machine seconds."""
     if hosts.is_first_process():
-        path = entry / TRAINED
-        before = read_json(as_path(path), _Trained)["seconds"] if path.exists() else 0.0
-        trained = {"seconds": before + wall_seconds * machine_share(), "is_finished": is_finished}
-        trained |= {"divergence": divergence} if divergence else {}
-        atomic.write_text(path, json.dumps(trained) + "\n")
+        seconds = _read_trained(entry)["seconds"] + wall_seconds * machine_share()
+        trained: _Trained = {"seconds": seconds, "is_finished": is_finished}
+        if divergence:
+            trained["divergence"] = divergence
+        atomic.write_text(entry / TRAINED, json.dumps(trained) + "\n")
 
 
 def _is_finished(run: Run) -> bool:

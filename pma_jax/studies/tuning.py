@@ -42,10 +42,10 @@ class Contender:
     name: str
     axes: tuple[Axis, ...]
     grid: tuple[Position, ...]
-    # From settings, each as overrides, to the losses of each, one per tuning seed, in nats per token.
-    # A loss is infinite if the run diverged.
+    # From settings, each as overrides, to the losses of each, one per tuning seed, in nats per token; infinite if the
+    # run diverged.
     measure: Callable[[list[list[str]]], list[list[float]]]
-    is_allowed: Callable[[Position], bool] = lambda position: True  # a condition on whole settings
+    is_allowed: Callable[[Position], bool] = lambda position: True  # a condition on the values of several axes
 
     def is_valid(self, position: Position) -> bool:
         """Return whether a setting may be tried."""
@@ -53,7 +53,7 @@ class Contender:
 
     def overrides(self, position: Position) -> list[str]:
         """Return a setting as overrides of the configuration, `section.key=value`."""
-        return [f"{axis.key}={axis.value(i):g}" for axis, i in zip(self.axes, position, strict=True)]
+        return overrides(self.axes, position)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Tuned:
     def next_positions(self, count: int, rivals: Iterable["Tuned"] = ()) -> list[Position]:
         """Return `count` unmeasured settings.
 
-        First come the neighbours of the best one, then settings that rivals on the same axes have measured (their runs
-        may be shared), then the neighbours of the second best, and so on.
+        First come the neighbours of the best one, then settings that rivals on the same axes have measured, because
+        contenders may share runs, then the neighbours of the second best, and so on.
         """
         theirs = [near for one in rivals if one.contender.axes == self.contender.axes for near in one.losses]
         by_loss = sorted(self.losses, key=self.mean)
@@ -94,6 +94,11 @@ class Tuned:
         """Measure settings, and add their losses."""
         settings = [self.contender.overrides(position) for position in positions]
         self.losses.update(zip(positions, self.contender.measure(settings), strict=True))
+
+
+def overrides(axes: Sequence[Axis], position: Position) -> list[str]:
+    """Return the values at a position as overrides of the configuration, `section.key=value`."""
+    return [f"{axis.key}={axis.value(i):g}" for axis, i in zip(axes, position, strict=True)]
 
 
 def tune(contenders: Sequence[Contender], limit: int = 32) -> dict[str, Tuned]:

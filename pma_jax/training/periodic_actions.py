@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from pma_jax.config import SNAPSHOT_KINDS
-from pma_jax.config.errors import UserError
+from pma_jax.config.errors import DivergenceError
 from pma_jax.data.sampling import HeldOutLoss
 from pma_jax.evaluation.held_out import Evaluator
 from pma_jax.evaluation.task_scorer import TaskScorer
@@ -159,9 +159,9 @@ class PeriodicActions:
 
 
 def check_loss_is_finite(loss: float, snapshot_kind: str, progress: Progress) -> None:
-    """Raise UserError if the held-out loss of a snapshot is not finite: merges with that snapshot would be useless."""
+    """Raise DivergenceError if the held-out loss of a snapshot is not finite: merges with it would be useless."""
     if not math.isfinite(loss):
-        raise UserError(
+        raise DivergenceError(
             f"step {progress.step:,} ({progress.tokens:,} tokens): the held-out loss of the {snapshot_kind} snapshot "
             f"is {loss}; the snapshot was not saved"
         )
