@@ -6,6 +6,7 @@ It writes a snapshot every 4 steps (1024 tokens), and a state every 8 steps (204
 import dataclasses
 import os
 import random
+import shutil
 import subprocess
 import sys
 import types
@@ -21,13 +22,14 @@ from pma_jax.config import SNAPSHOT_KINDS, Config
 from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation.held_out import make_evaluator
 from pma_jax.model.decoder import abstract_params
-from pma_jax.runs import snapshots, steps
-from pma_jax.runs.directory import Run
+from pma_jax.runs import snapshots, states, steps
+from pma_jax.runs.directory import Run, open_run
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.storage import digests
 from pma_jax.training import loop
 from pma_jax.training.loop import train
+from pma_jax.training.state import abstract_state
 
 BATCH_TOKENS = 256  # 8 sequences of 32
 HORIZON = 24 * BATCH_TOKENS
@@ -119,6 +121,30 @@ def train_and_record(config, workdir):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_train_step", make_recording_step)
         return train(config, workdir), weights
+
+
+def read_state(run: Run, step: int):
+    """Restore the stored training state of a step."""
+    (saved,) = [s for s in run.states if s.step == step]
+    return states.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
+
+
+def interrupted(run: Run, folder: Path, step: int = 12) -> Run:
+    """Return a copy of what a run interrupted after this step would have published."""
+    shutil.copytree(run.path, folder)
+    copy = open_run(folder)
+    for saved in (*copy.snapshots, *copy.states):
+        if saved.step > step:
+            saved.path.rmtree()
+    return copy
+
+
+def assert_same_run(actual: Run, expected: Run) -> None:
+    """Assert that two complete runs have the same records, and bitwise the same snapshots and last state."""
+    assert numbers(actual) == numbers(expected)
+    for a, e in zip(actual.snapshots, expected.snapshots, strict=True):
+        assert_equal(read(a), read(e))
+    assert_equal(read_state(actual, 24), read_state(expected, 24))
 
 
 def read(snapshot: Snapshot):

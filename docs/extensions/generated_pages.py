@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from sphinx.application import Sphinx
 
 from pma_jax.cli.arguments import parser
-from pma_jax.config import Config, schema
+from pma_jax.config import Config
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = ("Args:", "Attributes:", "Example:", "Examples:", "Note:", "Raises:", "Returns:", "Yields:")
@@ -61,10 +61,11 @@ def mark_literal_blocks(app: Sphinx, what: str, name: str, obj: Any, options: An
 
 def configuration_page() -> str:
     """Format every section and key of the configuration: type, default, and the comment of its field."""
-    comments = field_comments(Path(schema.__file__).read_text())
+    files = {inspect.getfile(type(getattr(Config(), section.name))) for section in dataclasses.fields(Config)}
+    comments = {key: text for file in sorted(files) for key, text in field_comments(Path(file).read_text()).items()}
     lines = [
         "# Configuration keys\n",
-        "Generated from `pma_jax/config/schema.py`. Set a key in a configuration file (`c.training.seed = 1`) or on",
+        "Generated from `pma_jax/config`. Set a key in a configuration file (`c.training.seed = 1`) or on",
         "the command line (`--config.training.seed=1`). Unknown keys raise.\n",
     ]
     for section in dataclasses.fields(Config):

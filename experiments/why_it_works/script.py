@@ -22,7 +22,7 @@ from parameter_path import (
     random_directions,
     top_eigenpairs,
 )
-from replicas import fit_replica_noise, subset_mean_weights
+from replica_noise import fit_replica_noise, subset_mean_weights
 
 from pma_jax.analysis import curvature, landscape, spectrum
 from pma_jax.analysis.workbench import Workbench, open_workbench

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from pma_jax.cli import grid_options, launch_options, values, verbs
-from pma_jax.config import SNAPSHOT_KINDS
 
 _OUTPUT_DTYPES = ("keep", "float32", "bfloat16", "float16")
 CONFIG_HELP = "a .py file with get_config(), or the name of a shipped configuration such as demo"
@@ -144,7 +143,7 @@ def _add_merge_verb(subparsers: Any) -> None:
     verb.add_argument(
         "--tolerance", type=values.tokens, metavar="T", help="largest distance from --every's positions (V/10)"
     )
-    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots to merge, if a run is given")
+    verb.add_argument("--kind", type=values.snapshot_kind, help="of a run: point, block_mean or worker_<k>")
     _add_merge_options(verb)
     verb.add_argument(
         "--shard-size", default="5GB", type=values.size, metavar="SIZE", help="largest file (default 5GB)"
@@ -255,7 +254,7 @@ def _add_preview_verbs(subparsers: Any) -> None:
     verb.add_argument(
         "--intervals", default="1", type=values.positives, metavar="I,I", help="merge every I-th snapshot (default 1)"
     )
-    verb.add_argument("--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots, if a run is given (default point)")
+    verb.add_argument("--kind", type=values.snapshot_kind, help="kind of a run's snapshots (default point)")
     _add_task_options(verb)
     _add_score_options(verb)
 
@@ -266,7 +265,7 @@ def _add_preview_verbs(subparsers: Any) -> None:
         "--windows", type=values.positives, metavar="N,N", help="windows (default: the run's preview.windows)"
     )
     verb.add_argument(
-        "--kind", choices=SNAPSHOT_KINDS, help="kind of snapshots (default: the first kind that the run saves)"
+        "--kind", type=values.snapshot_kind, help="snapshots (default: the first kind that the run saves)"
     )
     verb.add_argument("--poll-seconds", default=5.0, type=values.seconds, help="seconds between checks (default 5)")
     verb.add_argument("--once", action="store_true", help="preview the existing snapshots and exit")

@@ -9,6 +9,9 @@ import string
 from collections.abc import Callable
 from decimal import Decimal
 
+from pma_jax import config
+from pma_jax.config.errors import UserError
+
 _TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -21,6 +24,14 @@ def number(text: str, description: str, is_valid: Callable[[float], bool]) -> fl
     if not is_valid(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
     return value
+
+
+def snapshot_kind(text: str) -> str:
+    """Parse a kind of snapshots: `point`, `block_mean` or `worker_<k>`."""
+    try:
+        return config.snapshot_kind(text).name
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def tokens(text: str) -> int:

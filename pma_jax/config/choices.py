@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from pma_jax.config.errors import UserError
+
 # Decay shapes: rate(t) = final + shape(t) * (peak - final), where t in [0, 1] is the elapsed fraction of the decay. All
 # shapes end at 0. All start at 1, except `exponential`, which starts at 0.9.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
@@ -32,3 +34,20 @@ SNAPSHOT_KINDS = {
         SnapshotKind("block_mean", "block_means", "block_mean", "block/", "block means"),
     )
 }
+# A value of `checkpoint.kinds` beside these: the points of each worker of `replicas`, which are kinds of their own.
+WORKER_SNAPSHOTS = "replica"
+WORKER_PREFIX = "worker_"
+
+
+def snapshot_kind(name: str) -> SnapshotKind:
+    """Return the kind with a name: one of `SNAPSHOT_KINDS`, or `worker_<k>` for the points of worker k.
+
+    Raises:
+        UserError: There is no such kind.
+    """
+    number = name.removeprefix(WORKER_PREFIX)
+    if name != number and number.isascii() and number.isdigit():
+        return SnapshotKind(name, name, "worker", f"{name}/", f"worker {number}")
+    if name not in SNAPSHOT_KINDS:
+        raise UserError(f"{name} is not a kind of snapshots: choose {', '.join(SNAPSHOT_KINDS)} or worker_<k>")
+    return SNAPSHOT_KINDS[name]

@@ -161,8 +161,16 @@ def from_json(text: str) -> Config:
 
 
 def digest(config: Config) -> str:
-    """Compute the SHA-256 (first 16 hex digits) of all keys that affect the results of a run."""
-    return hashlib.sha256(json.dumps(_sections_affecting_results(config), sort_keys=True).encode()).hexdigest()[:16]
+    """Compute the SHA-256 (first 16 hex digits) of all keys that affect the results of a run.
+
+    Keys of options that are off are left out, so that runs from before an option existed are still found.
+    """
+    sections = _sections_affecting_results(config)
+    for key in config.optimizer.unused_keys:
+        del sections["optimizer"][key]
+    if config.replicas.method == "none":
+        del sections["replicas"]
+    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences_affecting_results(old: Config, new: Config) -> list[str]:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pma_jax.config.bounds import NON_EMPTY, Range
-from pma_jax.config.choices import SNAPSHOT_KINDS
+from pma_jax.config.choices import SNAPSHOT_KINDS, WORKER_SNAPSHOTS
 from pma_jax.config.errors import UserError, shorten
+from pma_jax.config.optimizer_rules import validate_optimizer
+from pma_jax.config.replica_rules import validate_replicas
 from pma_jax.config.schema import Config
 
 MAX_STEPS = 2**31 - 1  # steps are counted in an int32
@@ -34,8 +36,9 @@ def validate(config: Config) -> None:
     _validate_sizes(config)
     _validate_limits(config)
     _validate_checkpoint(config)
-    _validate_optimizer(config)
+    validate_optimizer(config)
     _validate_spikes(config)
+    validate_replicas(config)
     schedule, total_tokens = config.schedule, config.training.total_tokens
     if schedule.decay != "none" and not schedule.warmup_tokens <= schedule.decay_start_tokens < total_tokens:
         raise UserError(
@@ -121,7 +124,7 @@ def _validate_limits(config: Config) -> None:
     for name, (product, limit) in products.items():
         if product > limit:
             raise UserError(f"{name}: {product:,} is more than the limit of {limit:,}: check these keys")
-    for name in ("data", "fsdp", "tensor", "expert"):
+    for name in ("replica", "data", "fsdp", "tensor", "expert"):
         if getattr(config.mesh, name) == 0:
             raise UserError(f"mesh.{name} must be 1 or more, or -1 for all remaining devices, not 0")
     evaluated = -(-evaluation.tokens // length)
@@ -136,7 +139,7 @@ def _validate_limits(config: Config) -> None:
 def _count_devices(config: Config) -> int:
     """Return the number of devices that the axes of the mesh need; an axis of -1 counts as one."""
     mesh = config.mesh
-    return math.prod(max(size, 1) for size in (mesh.data, mesh.fsdp, mesh.tensor, mesh.expert))
+    return math.prod(max(size, 1) for size in (mesh.replica, mesh.data, mesh.fsdp, mesh.tensor, mesh.expert))
 
 
 def _count_parameters(config: Config) -> int:
@@ -156,34 +159,19 @@ def _validate_checkpoint(config: Config) -> None:
             f"{config.batch_tokens} tokens: raise it or shrink the batch"
         )
     for kind in checkpoint.kinds:
-        _check_choice("checkpoint.kinds", kind, tuple(SNAPSHOT_KINDS))
+        _check_choice("checkpoint.kinds", kind, (*SNAPSHOT_KINDS, WORKER_SNAPSHOTS))
     if not checkpoint.kinds or len(set(checkpoint.kinds)) < len(checkpoint.kinds):
-        raise UserError(f"checkpoint.kinds must name one kind or both, not {checkpoint.kinds}")
+        raise UserError(f"checkpoint.kinds must name each kind at most once, and at least one, not {checkpoint.kinds}")
+    if checkpoint.kinds[0] == WORKER_SNAPSHOTS:
+        raise UserError(
+            f"checkpoint.kinds begins with {WORKER_SNAPSHOTS}: begin with the kind that previews merge, point or "
+            "block_mean"
+        )
     interval_steps = checkpoint.interval_tokens // config.batch_tokens
     if "block_mean" in checkpoint.kinds and checkpoint.block_every_steps > interval_steps:
         raise UserError(
             f"checkpoint.block_every_steps ({checkpoint.block_every_steps}) is more than the {interval_steps} steps of "
             "checkpoint.interval_tokens, so a block mean would be empty: lower it"
-        )
-
-
-def _validate_optimizer(config: Config) -> None:
-    optimizer = config.optimizer
-    if optimizer.name != "schedule_free_adamw":
-        return
-    if not 0 < optimizer.b1 < 1:
-        raise UserError(f"optimizer.b1 must lie between 0 and 1 for schedule_free_adamw, not {optimizer.b1}")
-    if optimizer.ema_half_life_tokens:
-        raise UserError("optimizer.ema_half_life_tokens and schedule_free_adamw both average: choose one of them")
-    if config.model.experts and config.model.router_bias:
-        raise UserError(
-            "schedule_free_adamw would treat the update of a router's bias as a gradient step: set "
-            "model.router_bias=false"
-        )
-    if config.spikes.attempts and config.spikes.optimizer != "reset":
-        raise UserError(
-            f"spikes.optimizer={config.spikes.optimizer} would keep the iterates of schedule_free_adamw that a merge "
-            "replaces: set spikes.optimizer=reset"
         )
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pma_jax.config.bounds import (
     MAX_INTEGER,
     AxisSize,
-    DecayRate,
     NonNegativeFloat,
     Number,
     NumberOrNone,
@@ -23,6 +22,8 @@ from pma_jax.config.bounds import (
     TokenCount,
     Width,
 )
+from pma_jax.config.optimizer_schema import OptimizerConfig
+from pma_jax.config.replicas_schema import ReplicasConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,28 +111,6 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with weight decay on matrices only, and optional averaging of the parameters (EMA or schedule-free).
-
-    With averaging, snapshots and evaluation use the averaged parameters.
-    """
-
-    # `adamw`: AdamW (arXiv 1711.05101); `schedule_free_adamw`: its schedule-free variant (arXiv 2405.15682), which
-    # averages the iterates itself.
-    name: Literal["adamw", "schedule_free_adamw"] = "adamw"
-    # Decay rate of AdamW's first moment. For schedule_free_adamw: interpolation between the iterate (0) and the average
-    # (1) at which gradients are evaluated.
-    b1: DecayRate = 0.9
-    b2: DecayRate = 0.95  # decay rate of the second moment
-    epsilon: Annotated[float, Range(0, 1)] = 1e-8  # constant that is added to the root of the second moment
-    # Decoupled decay, multiplied by the learning rate; norm scales and biases do not decay.
-    weight_decay: NonNegativeFloat = 0.1
-    # Maximum global gradient norm; larger gradients are scaled down to it; 0: no clipping.
-    clip_norm: NonNegativeFloat = 1.0
-    ema_half_life_tokens: TokenCount = 0  # half-life of an exponential moving average of parameters; 0: no average
-
-
-@dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
     """Learning rate as a function of tokens: linear warm-up, constant, decay."""
 
@@ -179,7 +158,8 @@ class CheckpointConfig:
 
     interval_tokens: PositiveTokens = 100_000  # tokens between snapshots
     # What snapshots contain. `point`: the parameters at that step; `block_mean`: their mean over the interval
-    # since the previous snapshot; or both: `point,block_mean`.
+    # since the previous snapshot; or both: `point,block_mean`. Previews merge the first kind. `replica` after these:
+    # also the parameters of each worker of `replicas`.
     kinds: tuple[str, ...] = ("point",)
     # j: a block mean averages the parameters after every j-th step. The running mean takes as much memory as the
     # parameters in float32.
@@ -267,10 +247,12 @@ class SpikesConfig:
 class MeshConfig:
     """Number of devices along each axis of the mesh. One axis may be -1: all remaining devices."""
 
-    data: AxisSize = -1  # shards the batch, replicates the parameters; the only axis that may span several TPU slices
+    data: AxisSize = -1  # shards the batch, replicates the parameters; may span several TPU slices
     fsdp: AxisSize = 1  # shards the batch and the parameters (fully sharded data parallelism)
     tensor: AxisSize = 1  # shards attention heads, the MLP's inner width and the vocabulary (tensor parallelism)
     expert: AxisSize = 1  # shards the batch and the experts; its devices exchange tokens (all-to-all)
+    # Splits the workers of `replicas`, which communicate only when they average; goes across TPU slices first.
+    replica: AxisSize = 1
     # Devices to simulate on a CPU backend; fastest with one per core. 0: leave JAX's setting unchanged.
     cpu_devices: Annotated[int, Range(0, 1024)] = 0
 
@@ -301,13 +283,14 @@ class Config:
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009 (a frozen dataclass, in another file)
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig = TrainingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     preview: PreviewConfig = PreviewConfig()
     spikes: SpikesConfig = SpikesConfig()
+    replicas: ReplicasConfig = ReplicasConfig()  # noqa: RUF009 (a frozen dataclass, in another file)
     mesh: MeshConfig = MeshConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
@@ -375,6 +358,14 @@ class Config:
         """
         steps_since_mark = ((tokens - self.batch_tokens) % self.checkpoint.interval_tokens) // self.batch_tokens + 1
         return "block_mean" in self.checkpoint.kinds and steps_since_mark % self.checkpoint.block_every_steps == 0
+
+    def is_bema_step(self, tokens: int) -> bool:
+        """Return whether the bias-corrected average begins with, or adds, the parameters after the step at `tokens`.
+
+        It begins with the step that reaches `optimizer.bema_start_tokens`, from which its intervals are counted.
+        """
+        since_start = tokens - self.optimizer.bema_start_tokens
+        return since_start >= 0 and self.is_mark(since_start, self.optimizer.bema_interval_tokens)
 
     def is_state_due(self, tokens: int) -> bool:
         """Return whether a training state is saved after the step that ends at `tokens`.

@@ -8,11 +8,11 @@ import itertools
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 
-from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.config import Config, snapshot_kind
 from pma_jax.config.bounds import Range
 from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import SELECT, HeldOutLoss, SampleDescription, estimate
@@ -45,7 +45,7 @@ class SweepRow(TypedDict):
     recipe: str
     window: Annotated[int, Range(1)]
     interval: NotRequired[Annotated[int, Range(1)]]
-    kind: NotRequired[Literal["point", "block_mean"]]
+    kind: NotRequired[str]  # see config.snapshot_kind
     loss: Loss
     standard_error: NotRequired[Loss | None]
     difference: NotRequired[Loss | None]
@@ -87,7 +87,7 @@ class Cell:
     def text(self) -> str:
         """The cell's label: `sma:10`, `sma:10@2` (every second snapshot) or `block/sma:10` (block means)."""
         suffix = f"@{self.interval}" if self.interval > 1 else ""
-        return f"{SNAPSHOT_KINDS[self.kind].label_prefix}{self.recipe}:{self.window}{suffix}"
+        return f"{snapshot_kind(self.kind).label_prefix}{self.recipe}:{self.window}{suffix}"
 
     def describe_missing(self, config: Config, tokens_K: Sequence[int]) -> str:
         """Return which snapshot the merge needs and does not find, as one line; empty if it finds all.
@@ -153,7 +153,7 @@ def sweep(
         recipe_texts: Recipes in the syntax of `recipes.parse`, without a window.
         windows: Numbers of snapshots to merge.
         intervals: Distances between merged snapshots, in snapshots: 2 is every second, counted back from the newest.
-        kind: The kind of snapshots, "point" or "block_mean".
+        kind: The kind of snapshots, such as "point", "block_mean" or "worker_0".
         progress: Called with what is done, of how many reads and evaluations.
 
     Returns:

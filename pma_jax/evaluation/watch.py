@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.config import Config, snapshot_kind
 from pma_jax.config.errors import DamageError
 from pma_jax.data.sampling import SELECT, HeldOutLoss
 from pma_jax.evaluation.held_out import make_evaluator
@@ -54,7 +54,7 @@ def watch(
         run: The run to watch.
         recipe: Text of the merging recipe; `preview.recipe` by default.
         windows: Numbers of snapshots to merge; `preview.windows` by default, or `checkpoint.window` if that is empty.
-        kind: The kind of snapshots, "point" or "block_mean"; by default the first of `checkpoint.kinds`.
+        kind: The kind of snapshots, such as "point" or "worker_0"; by default the first of `checkpoint.kinds`.
         poll_seconds: Seconds between listings of the published snapshots.
         once: Return after the snapshots that exist now.
 
@@ -117,7 +117,7 @@ class _PublishedSnapshots:
 
     def __init__(self, run: Run, kind: str):
         self.snapshots: list[Snapshot] = []  # as of the last refresh, sorted by tokens
-        self._folder, self._kind, self._config = run.path / SNAPSHOT_KINDS[kind].folder, kind, run.config
+        self._folder, self._kind, self._config = run.path / snapshot_kind(kind).folder, kind, run.config
         # In process 0: folder name -> (folder name, step, tokens, loss), or None if the snapshot cannot be read.
         self._metadata: dict[str, tuple[str, int, int, float | None] | None] = {}
 

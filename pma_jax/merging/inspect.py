@@ -35,6 +35,10 @@ def inspect(path: epath.PathLike, subtrees: Sequence[str] = ()) -> dict[str, Any
             "path": str(run.path),
             "snapshots": _list_snapshots(run, "point"),
             "block_means": _list_snapshots(run, "block_mean"),
+            "workers": {
+                kind: [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in run.of_kind(kind)]
+                for kind in run.worker_kinds
+            },
             "states": [{"step": s.step, "tokens": s.tokens} for s in run.states],
             "facts": run.metadata,
         }
@@ -133,14 +137,15 @@ def _series_lines(description: dict[str, Any]) -> list[str]:
 
 def _run_lines(description: dict[str, Any]) -> list[str]:
     lines = []
-    for kind in ("snapshots", "block_means", "states"):
-        steps = description[kind]
+    workers = {f"snapshots of {folder}": steps for folder, steps in description["workers"].items()}
+    listed = {kind: description[kind] for kind in ("snapshots", "block_means", "states")}
+    for kind, steps in (listed | workers).items():
         if not steps and kind == "block_means":
             continue
         span = f", {steps[0]['tokens']:,} to {steps[-1]['tokens']:,} tokens" if steps else ""
         newest = steps[-1].get("loss") if steps else None
         loss = "" if newest is None else f", newest held-out loss {newest:.4f}"
-        lines.append(f"{len(steps)} {kind.replace('_', ' ')}{span}{loss}")
+        lines.append(f"{len(steps)} {kind.replace('block_', 'block ')}{span}{loss}")
     return lines + [f"{key}: {value}" for key, value in description["facts"].items()]
 
 

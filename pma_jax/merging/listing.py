@@ -114,7 +114,7 @@ def _list_snapshots(run: Path, snapshot_kind: str | None) -> list[str]:
     path = run / "config.json"
     config = configuration.resolve_stored(read_json(path, dict[str, dict[str, Any]]), path)
     kind = snapshot_kind or config.checkpoint.kinds[0]
-    steps = [step for step in match_files(run / configuration.SNAPSHOT_KINDS[kind].folder, "*") if step.name.isdigit()]
+    steps = [step for step in match_files(run / configuration.snapshot_kind(kind).folder, "*") if step.name.isdigit()]
     published = [step for step in steps if (step / _COMMIT_MARKER).is_file()]
     if not published:
         raise UserError(f"{run} has no {kind} snapshot: train until the first one is saved, or choose another --kind")

@@ -10,7 +10,7 @@ from etils import epath
 from pma_jax.config.errors import DamageError, UserError
 from pma_jax.merging.engine import provenance
 from pma_jax.runs import steps
-from pma_jax.runs.directory import STEP_FOLDERS, Run, is_run, open_run
+from pma_jax.runs.directory import Run, is_run, open_run
 from pma_jax.storage.digests import METADATA_DIGEST_KEY, checkpoint_digest, file_sha256
 from pma_jax.storage.formats import orbax_read
 from pma_jax.storage.formats.open import open_source
@@ -43,7 +43,7 @@ def _verify_run(run: Run) -> Iterator[str]:
             read()
         except UserError as error:
             yield str(error)
-    for name in STEP_FOLDERS:
+    for name in run.step_folders:
         for path in steps.published_steps(run.path / name):
             try:
                 yield from _verify_step(path)

@@ -4,6 +4,7 @@ libtpu contains the compiler and needs no TPU to compile for one.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import time
@@ -18,12 +19,13 @@ from jax.experimental import topologies
 from pma_jax.config import Config
 from pma_jax.config.errors import UserError, first_line
 from pma_jax.merging.averager import abstract_totals, add_weighted
-from pma_jax.model.decoder import graph_definition
+from pma_jax.model.decoder import abstract_params, graph_definition
 from pma_jax.model.loss import evaluation_step
 from pma_jax.planning import hlo
 from pma_jax.planning.cost import CHIPS, CHIPS_PER_HOST, Chip, format_known_topologies, parse_topology
+from pma_jax.replicas import method
 from pma_jax.runtime.mesh import RULES, check_mesh
-from pma_jax.training.state import abstract_state
+from pma_jax.training.state import abstract_state, as_workers
 from pma_jax.training.step import make_train_step
 
 # Key of `CompileReport.memory` -> attribute of JAX's CompiledMemoryStats. Aliased outputs reuse the arguments' memory.
@@ -116,14 +118,14 @@ def tpu_topology(name: str) -> Topology:
 def program_lowerings(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Callable[[], jax.stages.Lowered]]:
     """Return a dict from the name of each program to a function that lowers it for `mesh`, with shapes from `config`.
 
-    The programs are `train_step`, `evaluation_step`, and `merge`, which adds one weighted checkpoint to the running
-    total of a merge in device memory.
+    The programs are `train_step`, `evaluation_step`, `merge`, which adds one weighted checkpoint to the running total
+    of a merge in device memory, and those of `replicas.method.syncs`.
 
     Raises:
         UserError: A size is not divisible by the size of the mesh axis that shards it; the message names the size.
     """
     check_mesh(config, mesh)
-    state = abstract_state(config, mesh)
+    state, params = abstract_state(config, mesh), abstract_params(config.model, mesh)
     with jax.set_mesh(mesh):
         graph = graph_definition(config.model)
 
@@ -137,12 +139,17 @@ def program_lowerings(config: Config, mesh: jax.sharding.Mesh) -> dict[str, Call
         return step.lower(state, abstract_tokens(config.training.batch_size_sequences), 0.0)
 
     def lower_evaluation_step() -> jax.stages.Lowered:
-        return evaluation_step.lower(graph, state.params, abstract_tokens(config.evaluation.batch_size_sequences))
+        return evaluation_step.lower(graph, params, abstract_tokens(config.evaluation.batch_size_sequences))
 
     def lower_merge() -> jax.stages.Lowered:
-        return add_weighted.lower(abstract_totals(state.params), [state.params], np.ones(1, np.float32))
+        return add_weighted.lower(abstract_totals(params), [params], np.ones(1, np.float32))
 
-    return {"train_step": lower_train_step, "evaluation_step": lower_evaluation_step, "merge": lower_merge}
+    def lower_sync(sync: method.Sync) -> jax.stages.Lowered:
+        apply: Any = method.make_sync(config.replicas, sync, mesh)
+        return apply.lower(as_workers(state), state.step)
+
+    named = {"train_step": lower_train_step, "evaluation_step": lower_evaluation_step, "merge": lower_merge}
+    return named | {name: functools.partial(lower_sync, sync) for name, (sync, _) in method.syncs(config).items()}
 
 
 def compile_program(lower: Callable[[], jax.stages.Lowered], mesh: jax.sharding.Mesh) -> CompileReport:

@@ -39,6 +39,8 @@ class Collective:
     payload_bytes: int  # per device and execution: of the result for an all-gather, of the operand for other kinds
     group_devices: int
     executions: int
+    # Devices of each group, in the order of the mesh, [groups, devices]; of a permute, the pairs of devices.
+    groups: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), int), compare=False, repr=False)
 
     @property
     def sent_bytes_per_execution(self) -> float:
@@ -68,15 +70,26 @@ def collectives(program: Program) -> list[Collective]:
         operand_bytes = sum(
             array.bytes for source in instruction.operands for array in operand_arrays(computation, source)
         )
-        group = _group_devices(instruction, program.devices)
+        groups = device_groups(instruction, program.devices)
+        group = program.devices if instruction.attribute("source_target_pairs") else groups.shape[1]
         if kind == "all-reduce" and name != scope and _is_only_sliced(computation, instruction.name):
             kind = "reduce-scatter"  # XLA for TPU expresses a reduce-scatter as an all-reduce followed by a slice
         if times:
             payload = operand_bytes * group if kind == "all-gather" else operand_bytes
-            executed.append(Collective(kind, payload, group, times))
+            executed.append(Collective(kind, payload, group, times, groups))
     missed = [name for name in program.computations.keys() - visited if _has_collective(program.computations[name])]
     assert not missed, f"collectives in computations that no instruction calls: {missed}"
     return executed
+
+
+def crossing(program: Program, parts: int) -> list[Collective]:
+    """Return the collectives between devices of several of `parts` equal ranges, such as replicas or slices."""
+
+    def crosses(collective: Collective) -> bool:
+        part = collective.groups // (program.devices // parts)
+        return bool((part != part[:, :1]).any())
+
+    return [collective for collective in collectives(program) if crosses(collective)]
 
 
 def inter_slice_sent_bytes(program: Program) -> int:
@@ -142,24 +155,54 @@ def memory_traffic_bytes(program: Program) -> int:
 # --- Collectives ------------------------------------------------------------------------------------------------------
 
 
-def _group_devices(collective: Instruction, devices: int) -> int:
-    """Return the devices per replica group; groups are explicit lists, iota lists (`[2,4]<=[8]`) or mesh axes."""
-    _, separator, text = collective.attributes.partition("replica_groups=")
-    if not separator:
-        return devices
+def device_groups(collective: Instruction, devices: int) -> np.ndarray:
+    """Return the devices of each group of a collective, int [groups, devices per group]; of a permute, the pairs.
+
+    Groups are explicit lists, iota lists (`[2,4]<=[4,2]T(1,0)`) or axes of a mesh. Devices are numbered in the order of
+    the mesh.
+    """
+    pairs = collective.attributes.partition("source_target_pairs=")[2]
+    text = pairs or collective.attributes.partition("replica_groups=")[2]
     if text.startswith("{{"):
-        return text[2:].partition("}")[0].count(",") + 1
-    iota = re.match(r"\[\d+,(\d+)\]", text)
-    if iota:
-        return int(iota[1])
-    mesh = re.match(r"mesh\[([^\]]*)\](?:, device_ids=[^{]*)? \{([^}]*)\}", text)
-    if mesh:
-        sizes = dict(re.findall(r"['\"](\w+)['\"]=(\d+)", mesh[1]))
-        # A part of a mesh axis is written 'x':(pre_size)size; `size` is the number of devices along that part.
-        axes = re.findall(r"['\"](\w+)['\"](?::\(\d+\)(\d+))?", mesh[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    assert text.startswith("{}"), text[:200]
-    return devices
+        rows = re.findall(r"[\d,]+", text[: text.index("}}")])
+        return np.array([[int(device) for device in row.split(",") if device] for row in rows if row != ","])
+    if iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape = [int(n) for n in iota[3].split(",")]
+        order = [int(n) for n in iota[4].split(",")] if iota[4] else range(len(shape))
+        return np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(int(iota[1]), int(iota[2]))
+    if mesh := re.match(r"mesh\[([^\]]*)\](?:, device_ids=([^{]*))? \{([^}]*)\}", text):
+        return _groups_of_axes(mesh[1], mesh[2] or "", mesh[3])
+    assert not text or text.startswith("{}"), text[:200]
+    return np.arange(devices)[None]
+
+
+def _groups_of_axes(sizes: str, device_ids: str, axes: str) -> np.ndarray:
+    """Return the groups along mesh axes; a part of an axis is written 'x':(before)size."""
+    shape = {name: int(size) for name, size in re.findall(r"['\"](\w+)['\"]=(\d+)", sizes)}
+    chosen = re.findall(r"['\"](\w+)['\"](?::\((\d+)\)(\d+))?", axes)
+    dims: list[int] = []
+    grouped = {}  # order in `axes` -> index of the dim
+    for name, size in shape.items():
+        parts = sorted(
+            (int(before or 1), int(part or size), i) for i, (n, before, part) in enumerate(chosen) if n == name
+        )
+        done = 1
+        for before, part, i in parts:
+            dims += [before // done, part]
+            grouped[i], done = len(dims) - 1, before * part
+        dims.append(size // done)
+    order = np.arange(math.prod(dims))
+    if iota := re.match(r"\(\[([\d,]+)\]T\(([\d,]+)\)\)", device_ids):
+        shape, transposed = ([int(n) for n in text.split(",")] for text in iota.groups())
+        order = order.reshape(shape).transpose(transposed)
+    elif explicit := re.match(r"\(([\d,]+)\)", device_ids):
+        order = np.array([int(device) for device in explicit[1].split(",")])
+    else:
+        assert not device_ids, device_ids
+    last = [grouped[i] for i in range(len(chosen))]
+    rest = [i for i in range(len(dims)) if i not in last]
+    ids = order.reshape(dims).transpose([*rest, *last])
+    return ids.reshape(-1, math.prod(dims[i] for i in last))
 
 
 def _has_collective(computation: dict[str, Instruction]) -> bool:

@@ -4,10 +4,10 @@ import math
 
 import jax
 
-from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.config import SNAPSHOT_KINDS, WORKER_SNAPSHOTS, Config
 from pma_jax.runs import retention
 from pma_jax.runs.states import STATES
-from pma_jax.training.state import TrainState
+from pma_jax.training.state import TrainState, worker_dim
 
 
 def tree_bytes(tree: object) -> int:
@@ -46,8 +46,10 @@ def estimate_storage_bytes(config: Config, state: TrainState) -> dict[str, objec
         min(retention.peak_snapshots(config, snapshot_tokens, state_tokens) + 1, len(snapshot_tokens)),
         min(kept[1] + 1, len(state_tokens)),
     ]
-    snapshot_bytes, state_bytes = tree_bytes(state.params), tree_bytes(state)
-    sizes = [len(checkpoint.kinds) * snapshot_bytes, state_bytes]
+    snapshot_bytes, state_bytes = tree_bytes(state.params) // (worker_dim(state.params) or 1), tree_bytes(state)
+    workers = worker_dim(state.params) if WORKER_SNAPSHOTS in checkpoint.kinds else 0
+    kinds = [kind for kind in checkpoint.kinds if kind in SNAPSHOT_KINDS]
+    sizes = [(len(kinds) + workers) * snapshot_bytes, state_bytes]
     return {
         "snapshot_bytes": snapshot_bytes,
         "state_bytes": state_bytes,
@@ -82,7 +84,7 @@ def estimate_write_and_merge_seconds(
         host_bytes_per_second: Bandwidth between one host and the storage.
     """
     one_host, all_hosts = (min(bytes_per_second, n * host_bytes_per_second) for n in (1, hosts))
-    snapshot_bytes = tree_bytes(state.params)
+    snapshot_bytes = tree_bytes(state.params) // (worker_dim(state.params) or 1)
     merge_bytes = (config.checkpoint.window + 1) * snapshot_bytes
     return {
         "hosts": hosts,

@@ -27,6 +27,7 @@ def format_plan(numbers: dict[str, Any]) -> str:
         rows.append([label, *[cell(p) if p["compiled"] or label == "compiled" else "-" for p in programs.values()]])
     run = [
         *[_collectives_line(name, p) for name, p in programs.items() if p["compiled"]],
+        *_far_lines(numbers["far_traffic"], numbers["workers"]),
         *_training_lines(numbers["training"]),
         *_storage_lines(numbers["storage"], numbers["storage_times"]),
         _annealing_line(numbers["annealing"]),
@@ -87,6 +88,19 @@ def _collectives_line(name: str, program: dict[str, Any]) -> str:
     ]
     between = f"; {format_storage_bytes(program['slice_bytes'])} to other slices" if program["slice_bytes"] else ""
     return f"collectives of the {_spaced(name)}: {', '.join(kinds) or 'none'}{between}"
+
+
+def _far_lines(traffic: list[dict[str, Any]], workers: int) -> list[str]:
+    lines = []
+    parts = f"{workers} workers" if workers else "slices"
+    for one in traffic:
+        every = "a step" if one["every_steps"] == 1 else f"every {one['every_steps']:,} steps"
+        sent = format_storage_bytes(one["bytes"])
+        line = f"between {parts}, the {_spaced(one['program'])} sends {sent} per device, {every}"
+        if one["bytes"] and one["bytes_per_second"]:
+            line += f": the network decides below {format_storage_bytes(one['bytes_per_second'])}/s"
+        lines.append(line)
+    return lines
 
 
 def _training_lines(run: dict[str, Any]) -> list[str]:

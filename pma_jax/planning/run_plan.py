@@ -12,9 +12,10 @@ import jax
 from pma_jax import config as configuration
 from pma_jax.config import Config, ModelConfig
 from pma_jax.model import experts
-from pma_jax.model.decoder import activated_parameter_count, parameter_count
+from pma_jax.model.decoder import abstract_params, activated_parameter_count, parameter_count
 from pma_jax.planning import aot, cost, counts, disk, hlo
-from pma_jax.runtime.mesh import mesh_from_devices
+from pma_jax.replicas import method
+from pma_jax.runtime.mesh import mesh_from_devices, worker_count
 from pma_jax.training.state import abstract_state
 
 SECONDS_PER_DAY = 86_400
@@ -40,34 +41,37 @@ def plan_run(
         log: Called with one line before each program is compiled.
 
     Returns:
-        A dict that can be written as JSON. `programs` has an entry for each of `train_step`, `evaluation_step` and
-        `merge`: `compiled` is false if the compiler reports that the program does not fit in device memory (`refusal`
-        is its message), and the entry then has no estimates of work and time. `training` and `annealing` have times
-        only if the train step compiled.
+        A dict that can be written as JSON. `programs` has an entry for each of `train_step`, `evaluation_step`, `merge`
+        and the syncs of `replicas`: `compiled` is false if the compiler reports that the program does not fit in device
+        memory (`refusal` is its message), and the entry then has no estimates of work and time. `training` and
+        `annealing` have times only if the train step compiled.
 
     Raises:
         UserError: A dimension is not divisible by its mesh axis, or the mesh and the topology have different numbers
             of devices.
     """
     mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
-    state = abstract_state(config, mesh)
+    state, params = abstract_state(config, mesh), abstract_params(config.model, mesh)
     programs = {}
     for name, lower in aot.program_lowerings(config, mesh).items():
         log(f"compiling the {name.replace('_', ' ')} for {topology.name}")
         report = aot.compile_program(lower, mesh)
-        programs[name] = _program_numbers(report, topology.chip, _kernel_flops(config, mesh, name, report.program))
+        kernel_flops = count_kernel_flops(config, mesh, name, report.program)
+        programs[name] = program_numbers(report, topology.chip, kernel_flops, _far_parts(mesh, topology))
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
-    leaves = jax.tree.leaves(state.params)
+    leaves = jax.tree.leaves(params)
     return {
         "config_digest": configuration.digest(config),
         "versions": package_versions(),
         "topology": _topology_numbers(topology),
         "mesh": dict(mesh.shape),
-        "parameters": parameter_count(state.params),
-        "activated_parameters": activated_parameter_count(state.params, config.model),
+        "parameters": parameter_count(params),
+        "activated_parameters": activated_parameter_count(params, config.model),
         "parameter_leaves": len(leaves),
         "largest_leaf_bytes_per_device": max(map(disk.bytes_per_device, leaves)),
         "programs": programs,
+        "workers": worker_count(config, mesh) if config.replicas.method != "none" else 0,
+        "far_traffic": far_traffic(config, programs, step_seconds) if _far_parts(mesh, topology) > 1 else [],
         "training": _training_numbers(config, topology, step_seconds),
         "storage": disk.estimate_storage_bytes(config, state),
         "storage_times": disk.estimate_write_and_merge_seconds(
@@ -102,13 +106,13 @@ def _topology_numbers(topology: aot.Topology) -> dict[str, Any]:
     }
 
 
-def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, program: hlo.Program | None) -> float:
+def count_kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, program: hlo.Program | None) -> float:
     """Estimate the FLOPs per device that a program needs in hand-written kernels.
 
     Attention kernels declare no FLOPs, so theirs are computed from the model, without rematerialization. Expert kernels
     declare the FLOPs of a full buffer, which are scaled by the share of rows that a balanced router fills.
     """
-    if program is None or name == "merge":
+    if program is None or name not in ("train_step", "evaluation_step"):
         return 0.0
     length, devices = config.training.sequence_length_tokens, mesh.size
     passes, sequences, microbatches = {
@@ -130,7 +134,12 @@ def _filled_share(model: ModelConfig, tokens: int, devices: int) -> float:
     return balanced / experts.rows_per_device_pair(tokens, model.experts_per_token, model.experts // devices, devices)
 
 
-def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float) -> dict[str, Any]:
+def _far_parts(mesh: jax.sharding.Mesh, topology: aot.Topology) -> int:
+    """Return the number of parts of the devices between which the network is slow: replicas, or else slices."""
+    return mesh.shape["replica"] if mesh.shape["replica"] > 1 else topology.slice_count
+
+
+def program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float, far_parts: int) -> dict[str, Any]:
     """Return the numbers of one program; only those of the compilation if it does not fit in memory."""
     compilation = {
         "compiled": report.out_of_memory_message is None,
@@ -159,8 +168,37 @@ def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: f
         "aliased_outputs": report.program.aliased_output_count,
         "collectives": collectives,
         "slice_bytes": counts.inter_slice_sent_bytes(report.program),
+        "far_bytes": _far_bytes(report.program, far_parts),
         "roofline": dataclasses.asdict(roofline) | {"seconds": roofline.seconds, "limit": roofline.limit},
     }
+
+
+def _far_bytes(program: hlo.Program, parts: int) -> float:
+    """Return the bytes that a device sends to other parts of the devices, along a ring, per execution of a program."""
+    between = sum(c.executions * c.sent_bytes_per_execution for c in counts.crossing(program, parts))
+    return between + counts.inter_slice_sent_bytes(program)
+
+
+def far_traffic(config: Config, programs: dict[str, Any], step_seconds: float | None) -> list[dict[str, Any]]:
+    """Return what is sent between replicas or slices: by each step, and by each kind of sync.
+
+    A sync is waited for if sending takes longer than the steps until the next one of its kind. `bytes_per_second` is
+    the bandwidth of a device below which that is so; None if the time of a step is unknown.
+    """
+    every = {"train_step": 1} | {
+        name: config.tokens_to_steps(tokens) for name, (_, tokens) in method.syncs(config).items()
+    }
+    return [
+        {
+            "program": name,
+            "every_steps": steps,
+            "bytes": programs[name]["far_bytes"],
+            "bytes_per_step": programs[name]["far_bytes"] / steps,
+            "bytes_per_second": programs[name]["far_bytes"] / (steps * step_seconds) if step_seconds else None,
+        }
+        for name, steps in every.items()
+        if programs[name]["compiled"]
+    ]
 
 
 def _training_numbers(config: Config, topology: aot.Topology, step_seconds: float | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pma_jax.config import SNAPSHOT_KINDS
+from pma_jax.config import snapshot_kind
 
 PAGE_DPI, PANELS_DPI = 200, 130  # PAGE_DPI: for figures that a page shows at half their size in pixels
 TITLE_POINTS, TEXT_POINTS, SMALL_POINTS = 11, 9.5, 8.5
@@ -67,7 +67,7 @@ def label_panel(axes: Axes, title: str, x_label: str, y_label: str = "") -> None
 def series_name(merge: dict[str, Any]) -> str:
     """Return the name of a merge without its window, such as `sma`, `block/wma` or `sma@2`."""
     interval = f"@{merge['interval']}" if merge["interval"] > 1 else ""
-    return f"{SNAPSHOT_KINDS[merge['kind']].label_prefix}{merge['recipe']}{interval}"
+    return f"{snapshot_kind(merge['kind']).label_prefix}{merge['recipe']}{interval}"
 
 
 def group_by_series_and_window(merges: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:

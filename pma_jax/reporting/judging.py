@@ -39,6 +39,7 @@ class _Judged:
     sample: Sample
     chosen_on: Sample
     raw: dict[int, HeldOutLoss]  # tokens -> loss of the point snapshot there
+    workers: dict[str, dict[int, HeldOutLoss]]  # kind of a worker's snapshots -> tokens -> loss
     merges: dict[Pair, HeldOutLoss]
     forks: dict[str, dict[int, HeldOutLoss]]  # path of the fork -> tokens -> loss
     select_losses: dict[Pair | tuple[str, str], float] | None  # of merges and forks; None to choose by recorded losses
@@ -99,6 +100,7 @@ def judge(run: Run, forks: Sequence[Run], notes: list[str]) -> dict[str, Any]:
         "annealed": sorted(annealed, key=by_select_loss),
         "merges": rows,
         "previews": {text: curve for text, curve in curves.items() if curve},
+        "workers": {kind: _as_curve(losses) for kind, losses in judged.workers.items()},
         "spikes": list(map(_without_losses, recorded["spikes"])),
     }
 
@@ -147,6 +149,10 @@ def _evaluate_again(
     there = [(cell, end) for cell, end in [*at_end, *previews] if end in stored[cell.kind]]
     raw = [(RAW, t) for t in points[str(run.path)]]
     evaluated = evaluate_pairs(run, sorted({*raw, *there}, key=lambda pair: pair[1]), REPORT, evaluation)
+    of_workers = {}
+    for kind in run.worker_kinds:
+        pairs = [(dataclasses.replace(RAW, kind=kind), s.tokens) for s in run.of_kind(kind)]
+        of_workers[kind] = {t: x for (_, t), x in evaluate_pairs(run, pairs, REPORT, evaluation).items()}
     of_forks = {}
     for fork in forks:
         pairs = [(RAW, t) for t in points[str(fork.path)]]
@@ -155,6 +161,7 @@ def _evaluate_again(
         sample,
         chosen_on,
         {t: evaluated[RAW, t] for _, t in raw},
+        of_workers,
         {pair: evaluated[pair] for pair in there if pair in evaluated},
         of_forks,
         _select_losses(run, forks, [pair for pair in at_end if pair in evaluated], tokens, chosen_on.digest),

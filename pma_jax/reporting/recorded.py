@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pma_jax import config as configuration
-from pma_jax.config import SNAPSHOT_KINDS
+from pma_jax.config import SNAPSHOT_KINDS, WORKER_PREFIX
 from pma_jax.config.errors import UserError
 from pma_jax.evaluation.sweep import read_sweep
 from pma_jax.runs.directory import Run, read_metric_records
@@ -73,9 +73,9 @@ def recorded_losses(run: Run, forks: Sequence[Run], notes: list[str], with_other
             say which snapshots and merges to evaluate again, but are not comparable.
 
     Returns:
-        `tokens` of the raw model, its `raw_loss` and `raw_standard_error`; the curves `raw` and `previews`; a row for
-        each merge at the horizon (`merges`), annealed fork (`annealed`, the lowest loss first) and loss spike
-        (`spikes`).
+        `tokens` of the raw model, its `raw_loss` and `raw_standard_error`; the curves `raw`, `previews` and `workers`;
+        a row for each merge at the horizon (`merges`), annealed fork (`annealed`, the lowest loss first) and loss
+        spike (`spikes`).
 
     Raises:
         UserError: The run has no evaluations or diverged, or a fork cannot be compared with it; the message has both
@@ -98,6 +98,7 @@ def recorded_losses(run: Run, forks: Sequence[Run], notes: list[str], with_other
         "raw_standard_error": None,
         "annealed": _describe_annealed_forks(forks, tokens, notes, with_other_text),
         "previews": _preview_curves(run, with_other_text),
+        "workers": _worker_curves(run, with_other_text),
         "merges": _merge_rows(run, tokens, raw_loss, notes, with_other_text),
         "spikes": spike_rows(run),
     }
@@ -148,6 +149,16 @@ def _curve(run: Run, kind: str, with_other_text: bool) -> Curve:
     records = [r for r in run.metrics if r["kind"] == kind and (with_other_text or _is_on_text(run, r, text))]
     losses = {r["tokens"]: r["loss"] for r in records}
     return [[tokens, losses[tokens]] for tokens in sorted(losses)]
+
+
+def _worker_curves(run: Run, with_other_text: bool) -> dict[str, Curve]:
+    """Return the curve of each worker of `replicas` whose snapshots the run evaluates, by kind of snapshot."""
+    text = text_of_marks(run)
+    curves: dict[str, dict[int, float]] = {}
+    for record in run.metrics:
+        if record["kind"] == "worker" and (with_other_text or _is_on_text(run, record, text)):
+            curves.setdefault(f"{WORKER_PREFIX}{record['worker']}", {})[record["tokens"]] = record["loss"]
+    return {kind: drop_nonfinite([[t, losses[t]] for t in sorted(losses)]) for kind, losses in curves.items()}
 
 
 def drop_nonfinite(curve: Curve) -> Curve:

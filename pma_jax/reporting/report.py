@@ -92,7 +92,8 @@ def build_report(run: Run, forks: Sequence[Run]) -> Report:
         "config_digest": configuration.digest(run.config),
         "versions": dict(sorted(run.metadata.get("versions", {}).items())),
         "commands": reproduction_commands(run, forks, merges),
-        "curves": {"raw": losses["raw"], "annealed": best["curve"] if best else [], "previews": previews},
+        "curves": {"annealed": best["curve"] if best else []}
+        | {name: losses[name] for name in ("raw", "previews", "workers")},
     }
 
 

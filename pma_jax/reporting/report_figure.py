@@ -4,6 +4,7 @@ The design follows PMA (arXiv 2505.12082), Figure 3: the constant-rate run, its 
 that merging replaces.
 """
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,14 @@ from pma_jax.reporting.drawing import (
     new_figure,
     series_name,
 )
-from pma_jax.reporting.report_lines import annealed_branch, is_block_mean, merge_lines, visible_range
+from pma_jax.reporting.report_lines import (
+    WORKERS,
+    annealed_branch,
+    is_block_mean,
+    merge_lines,
+    raw_name,
+    visible_range,
+)
 
 HEIGHT_INCHES = 4.9
 _CURVES_INCHES, _MERGES_INCHES = 5.0, 3.4  # widths of the panels
@@ -42,7 +50,7 @@ def draw_report(report: dict[str, Any]) -> Figure:
     window the share of the annealed run's gain in loss that each merge recovers, or, if a merge has no such share (as
     without an annealed run), the loss of each merge.
     """
-    names = [*report["curves"]["previews"], (report["best_merge"] or {}).get("text", ""), "annealed"]
+    names = [raw_name(report), *report["curves"]["previews"], (report["best_merge"] or {}).get("text", ""), "annealed"]
     curves_end = _TICKS_INCHES + _CURVES_INCHES
     merges_start = curves_end + _room_for(names, _LOSS_CHARACTERS) + _TICKS_INCHES
     if not report["merges"]:
@@ -79,7 +87,12 @@ def _draw_curves(axes: Axes, report: dict[str, Any]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
 
     axes.plot(*_split_points(raw), color=LIGHT.muted, linewidth=1.0, zorder=2)
-    labels = [(report["raw_loss"], "raw", LIGHT.muted, False)]
+    labels = [(report["raw_loss"], raw_name(report), LIGHT.muted, False)]
+    workers = report["curves"]["workers"].values()
+    for curve in workers:
+        axes.plot(*_split_points(curve), color=LIGHT.muted, alpha=0.35, linewidth=0.7, zorder=1)
+    if workers:
+        labels.append((statistics.mean(curve[-1][1] for curve in workers), WORKERS, LIGHT.muted, False))
     best = min(previews, key=lambda text: previews[text][-1][1], default=None)
     for i, (text, curve) in enumerate(previews.items()):
         strong = text == best

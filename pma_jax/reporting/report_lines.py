@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 from pma_jax.config import SNAPSHOT_KINDS
 from pma_jax.reporting.drawing import group_by_series_and_window
 
+WORKERS = "single workers"  # name of the curves of workers
+
 
 class MergeLines(NamedTuple):
     """The merges at the horizon, one line per series."""
@@ -40,6 +42,11 @@ def annealed_branch(report: dict[str, Any]) -> list[list[float]]:
     return [point for point in curves["raw"] if point[0] == report["fork_tokens"]] + curves["annealed"]
 
 
+def raw_name(report: dict[str, Any]) -> str:
+    """Return the name of the model without merging: with workers, the parameters that stand for all of them."""
+    return "all workers together" if report["curves"]["workers"] else "raw"
+
+
 def visible_range(report: dict[str, Any]) -> tuple[float, float, float]:
     """Return the axis limits (min tokens, min loss, max loss) that show the end of the run and the gain of merging."""
     raw, horizon = report["curves"]["raw"], report["tokens"]
@@ -50,10 +57,11 @@ def visible_range(report: dict[str, Any]) -> tuple[float, float, float]:
         + [m["loss"] for m in report["merges"]]
         + later
     )
+    highest = max([report["raw_loss"], *(curve[-1][1] for curve in report["curves"]["workers"].values())])
     # The scale is the gain (raw minus lowest loss), or half the range of the raw losses in the second half of the run
     # if that is larger.
     scale = max(report["raw_loss"] - lowest, (max(later) - min(later)) / 2, 1e-3)
-    high = max(report["raw_loss"] + 1.6 * scale, max(later) + 0.1 * scale)
+    high = max(report["raw_loss"] + 1.6 * scale, max(later) + 0.1 * scale, highest + 0.1 * scale)
     left = next((tokens for tokens, loss in raw if loss <= high), horizon)
     # Show at least half of the tokens before the fork.
     left = min(left, 0.5 * (report["fork_tokens"] or horizon))

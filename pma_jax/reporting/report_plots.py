@@ -6,7 +6,7 @@ from typing import Any
 from pma_jax.reporting.drawing import LIGHT, display_name
 from pma_jax.reporting.interactive import BOKEH_MARKERS, Curve, Level, Plot
 from pma_jax.reporting.panels import MAX_TICKS
-from pma_jax.reporting.report_lines import annealed_branch, is_block_mean, merge_lines, visible_range
+from pma_jax.reporting.report_lines import WORKERS, annealed_branch, is_block_mean, merge_lines, raw_name, visible_range
 
 MAX_POINTS = 5000  # of one curve, so that a page with many curves stays under 3 MB
 
@@ -19,7 +19,9 @@ def report_plots(report: dict[str, Any]) -> list[Plot]:
 def _plot_losses(report: dict[str, Any]) -> Plot:
     previews, horizon = report["curves"]["previews"], report["tokens"]
     left, low, high = visible_range(report)
-    curves = [Curve(f"raw  {report['raw_loss']:.4f}", _in_millions(report["curves"]["raw"]), LIGHT.muted, width=1.2)]
+    raw, workers = _in_millions(report["curves"]["raw"]), report["curves"]["workers"].values()
+    curves = [Curve(WORKERS, _in_millions(points), LIGHT.muted, width=0.8, alpha=0.45) for points in workers]
+    curves.append(Curve(f"{raw_name(report)}  {report['raw_loss']:.4f}", raw, LIGHT.muted, width=1.2))
     best = min(previews, key=lambda text: previews[text][-1][1], default=None)
     for i, (text, points) in enumerate(previews.items()):
         curves.append(

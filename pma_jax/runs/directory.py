@@ -4,6 +4,7 @@
     RUN/run.json               metadata: corpus digest, versions, origin of a fork
     RUN/snapshots/<step>/      parameters with their tokens, loss and configuration: what merging reads
     RUN/block_means/<step>/    the same for the mean of the parameters since the previous snapshot
+    RUN/worker_<k>/<step>/     the same for the parameters of worker k of `replicas`
     RUN/states/<step>/         parameters, optimizer, block mean and data position: what resuming and forking need
     RUN/metrics.jsonl          one record per line, written by the training process
     RUN/watch.jsonl            records written by `pma watch` and `pma evaluate --tasks`, while a process may train
@@ -20,14 +21,14 @@ snapshot and state contains the digests of its arrays, which are checked on ever
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from etils import epath
 
 from pma_jax import config as configuration
-from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.config import SNAPSHOT_KINDS, WORKER_PREFIX, Config, snapshot_kind
 from pma_jax.config.errors import DamageError, UserError
 from pma_jax.data.sampling import SampleDescription
 from pma_jax.runs import steps
@@ -39,12 +40,6 @@ from pma_jax.storage.json_files import read_json, read_json_lines
 from pma_jax.storage.json_schema import Count, Loss, check_schema
 from pma_jax.storage.lines import LineFile
 from pma_jax.storage.paths import absolute_path, as_path, exists, is_bucket
-
-# Folder of steps -> function that reads the metadata of a step.
-STEP_FOLDERS: dict[str, Callable[[epath.Path], Any]] = {
-    **{kind.folder: read_snapshot for kind in SNAPSHOT_KINDS.values()},
-    STATES: read_state,
-}
 
 
 class ForkOrigin(TypedDict):
@@ -80,6 +75,10 @@ class _LossRecord(MetricRecord):
     text: NotRequired[str]  # digest of the held-out text
 
 
+class _WorkerRecord(_LossRecord):
+    worker: Count
+
+
 class _PreviewRecord(_LossRecord):
     recipe: str
 
@@ -112,6 +111,7 @@ class _RecoveryRecord(MetricRecord):
 _RECORD_TYPES = {
     **{kind.record_kind: _LossRecord for kind in SNAPSHOT_KINDS.values()},
     "train": _LossRecord,
+    "worker": _WorkerRecord,
     "preview": _PreviewRecord,
     "task": _TaskRecord,
     "spike": _SpikeRecord,
@@ -136,8 +136,20 @@ class Run:
         return self.of_kind(self.config.checkpoint.kinds[0])
 
     def of_kind(self, kind: str) -> list[Snapshot]:
-        """List the published snapshots of one kind, "point" or "block_mean", sorted by tokens."""
-        return self.read_steps(SNAPSHOT_KINDS[kind].folder)
+        """List the published snapshots of one kind, such as "point", "block_mean" or "worker_0", sorted by tokens."""
+        return self.read_steps(snapshot_kind(kind).folder)
+
+    @property
+    def step_folders(self) -> list[str]:
+        """Names of the folders that contain steps, or may: one per kind of snapshot, per worker, and the states."""
+        return [*(kind.folder for kind in SNAPSHOT_KINDS.values()), *self.worker_kinds, STATES]
+
+    @property
+    def worker_kinds(self) -> list[str]:
+        """Kinds of the snapshots of workers, which are also names of folders, in the order of the workers."""
+        names = [path.name for path in self.path.iterdir()] if exists(self.path) else []
+        workers = [name for name in names if name.startswith(WORKER_PREFIX)]
+        return sorted(workers, key=lambda name: int(name.removeprefix(WORKER_PREFIX)))
 
     @property
     def states(self) -> list[SavedState]:
@@ -158,7 +170,8 @@ class Run:
         and all states are returned.
         """
         fork_tokens = (self.metadata.get("forked_from") or {"tokens": 0})["tokens"]
-        newest_complete_tokens = min(self._newest_tokens(kind) for kind in self.config.checkpoint.kinds)
+        kinds = [kind for kind in self.config.checkpoint.kinds if kind in SNAPSHOT_KINDS]
+        newest_complete_tokens = min(map(self._newest_tokens, kinds))
 
         def has_its_snapshots(state: SavedState) -> bool:
             step_ends = range(state.tokens, fork_tokens, -self.config.batch_tokens)
@@ -182,11 +195,11 @@ class Run:
         return [*read_metric_records(self.path / "metrics.jsonl"), *read_metric_records(self.path / "watch.jsonl")]
 
     def writer(self, folder: str) -> StepWriter:
-        """Open one of STEP_FOLDERS for writing."""
+        """Open a folder of steps for writing."""
         return StepWriter(self.path / folder, lambda path: self.read_step(path).tokens)
 
     def read_steps(self, folder: str, skip_corrupt: bool = False) -> list[Any]:
-        """List the published steps in one of STEP_FOLDERS, sorted by tokens.
+        """List the published steps in a folder, sorted by tokens.
 
         Raises:
             DamageError: The metadata of a step are corrupt, and `skip_corrupt` is False.
@@ -205,12 +218,12 @@ class Run:
         return intact[-1].tokens if intact else 0
 
     def read_step(self, path: epath.Path) -> Any:
-        """Read the metadata of a step in one of STEP_FOLDERS, unless this run has read them and they did not change.
+        """Read the metadata of a snapshot or state, unless this run has read them and they did not change.
 
         Raises:
             DamageError: They are corrupt.
         """
-        read = STEP_FOLDERS[path.parent.name]
+        read = read_state if path.parent.name == STATES else read_snapshot
         try:
             status = as_path(path / steps.METADATA_FILE).stat()
             version = (status.st_mtime_ns, status.st_size)

@@ -8,7 +8,7 @@ same previews, so the snapshots that these previews merge must still exist. Rete
 import bisect
 from collections.abc import Mapping, Sequence
 
-from pma_jax.config import SNAPSHOT_KINDS, Config
+from pma_jax.config import Config
 from pma_jax.runs.states import STATES
 from pma_jax.runs.steps import StepWriter
 
@@ -43,7 +43,7 @@ def tokens_to_keep(
 
     Args:
         config: The run's configuration.
-        folder: `STATES`, or the folder of a kind of snapshot.
+        folder: `STATES`, or a folder of snapshots.
         published: Token count of each published step of the folder, ascending.
         tokens: Number of tokens that the run has trained on. After resuming, there may be newer published steps.
         resume_points: Token counts of the states from which the run may resume if it is killed now.
@@ -53,7 +53,6 @@ def tokens_to_keep(
     """
     if folder == STATES:
         return _states_to_keep(config, published, tokens)
-    assert folder in {kind.folder for kind in SNAPSHOT_KINDS.values()}, folder
     return _snapshots_to_keep(config, published, [tokens, *resume_points])
 
 

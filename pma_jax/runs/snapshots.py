@@ -10,6 +10,7 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.config.errors import DamageError, UserError
+from pma_jax.replicas.method import last_update_tokens
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
 from pma_jax.storage.paths import absolute_path, exists
@@ -95,13 +96,20 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
 
 def _metadata(snapshot: Snapshot, params: Any) -> dict[str, Any]:
     integrity.check_finite(params, snapshot.step, snapshot.tokens)
-    return {
-        "step": snapshot.step,
-        "tokens": snapshot.tokens,
-        "loss": snapshot.loss,
-        "kind": snapshot.kind,
-        "config": json.loads(configuration.to_json(snapshot.config)),
-    } | integrity.digests_as_metadata(params)
+    has_workers = snapshot.config.replicas.method != "none"
+    # The newest average of the workers that the parameters contain: outer parameters are those of that moment.
+    averaged = {"averaged_at_tokens": last_update_tokens(snapshot.config, snapshot.tokens)} if has_workers else {}
+    return (
+        averaged
+        | {
+            "step": snapshot.step,
+            "tokens": snapshot.tokens,
+            "loss": snapshot.loss,
+            "kind": snapshot.kind,
+            "config": json.loads(configuration.to_json(snapshot.config)),
+        }
+        | integrity.digests_as_metadata(params)
+    )
 
 
 def _read_merge(folder: epath.Path) -> dict[str, Any] | None:

@@ -47,6 +47,7 @@ class _Metadata(TypedDict):
     step: NotRequired[Count]
     tokens: NotRequired[Count]
     position: NotRequired[Count]
+    averaged_at_tokens: NotRequired[Count]
     loss: NotRequired[Loss | None]
     kind: NotRequired[Literal["point", "block_mean"]]
     config: NotRequired[dict[str, dict[str, Any]]]

@@ -19,7 +19,7 @@ from jax.experimental import mesh_utils
 from pma_jax.config import Config, MeshConfig, ModelConfig
 from pma_jax.config.errors import UserError
 
-AXES = ("data", "fsdp", "tensor", "expert")
+AXES = ("replica", "data", "fsdp", "tensor", "expert")
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class Rules:
     """Sharding rules: the mesh axis or axes that split each logical dim; None leaves a dim unsplit."""
 
-    batch: tuple[str, ...] = ("data", "fsdp", "expert")  # B
+    batch: tuple[str, ...] = ("replica", "data", "fsdp", "expert")  # B
     width: str | None = "fsdp"  # D of parameters; D of activations is not split
     heads: str | None = "tensor"  # N and K
     hidden: str | None = "tensor"  # F
@@ -76,14 +76,14 @@ def make_mesh(sizes: MeshConfig) -> jax.sharding.Mesh:
 def mesh_from_devices(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.sharding.Mesh:
     """Create an explicit mesh over `devices`, which may belong to a topology to compile for (not attached).
 
-    Each TPU slice holds complete replicas of the model: only the axis `data` crosses slices, because the other axes
-    communicate much more.
+    Only the axes `replica` and `data` cross TPU slices, because the other axes communicate much more; `replica` goes
+    first, because its devices communicate least.
 
     Raises:
-        UserError: A size is invalid, the product of the sizes is not the number of devices, or a replica would have to
-            cross slices.
+        UserError: A size is invalid, the product of the sizes is not the number of devices, or another axis would have
+            to cross slices.
     """
-    shape = [sizes.data, sizes.fsdp, sizes.tensor, sizes.expert]
+    shape = [getattr(sizes, axis) for axis in AXES]
     count = len(devices)
     if shape.count(-1) > 1 or any(size == 0 or size < -1 for size in shape):
         raise UserError(f"mesh sizes {dict(zip(AXES, shape, strict=True))}: each is 1 or more, and at most one is -1")
@@ -98,14 +98,17 @@ def mesh_from_devices(devices: Sequence[jax.Device], sizes: MeshConfig) -> jax.s
     slices = collections.Counter(getattr(d, "slice_index", 0) if d.platform == "tpu" else 0 for d in devices)
     if len(set(slices.values())) > 1:
         raise UserError(f"slices of {sorted(slices.values())} devices: all slices must have equally many")
-    if shape[0] % len(slices):
+    replica_slices = math.gcd(shape[0], len(slices))
+    data_slices = len(slices) // replica_slices
+    if shape[1] % data_slices:
         raise UserError(
-            f"mesh.data is {shape[0]}, and {len(slices)} slices of {count // len(slices)} devices share the replicas: "
-            f"make mesh.data a multiple of {len(slices)}, and make the other axes fit into one slice"
+            f"mesh.replica is {shape[0]} and mesh.data is {shape[1]}, and there are {len(slices)} slices of "
+            f"{count // len(slices)} devices: make their product a multiple of {len(slices)}, and make the other axes "
+            "fit into one slice"
         )
-    inside = (shape[0] // len(slices), *shape[1:])
+    inside = (shape[0] // replica_slices, shape[1] // data_slices, *shape[2:])
     if len(slices) > 1:  # connected by the data center network
-        across = (len(slices), 1, 1, 1)
+        across = (replica_slices, data_slices, 1, 1, 1)
         placed = mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
     else:
         placed = mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
@@ -130,14 +133,39 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
             f"mesh.cpu_devices is {wanted}, and JAX already runs with {here} in this process: start a new process, or "
             f"set it to {here}"
         )
-    training = config.training
-    per_step = training.batch_size_sequences // training.accumulation_steps
+    _check_workers(config, mesh)
+    # Of each worker of a device along `replica`.
+    per_step = config.training.batch_size_sequences // config.training.accumulation_steps
+    per_step = per_step * mesh.shape["replica"] // worker_count(config, mesh)
+    steps = "accumulation_steps" if config.replicas.method == "none" else "accumulation_steps / workers per device"
     sizes = {
-        "training.batch_size_sequences / accumulation_steps": ("batch", per_step),
+        f"training.batch_size_sequences / {steps}": ("batch", per_step),
         "evaluation.batch_size_sequences": ("batch", config.evaluation.batch_size_sequences),
     }
     _check_divides(sizes, mesh.shape)
     check_model_on_mesh(config.model, mesh.shape)
+
+
+def _check_workers(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Check the number of workers, which `mesh.replica` may decide."""
+    workers, devices = worker_count(config, mesh), mesh.shape["replica"]
+    if workers % devices:
+        raise UserError(f"mesh.replica ({devices}) must divide replicas.count ({workers})")
+    if config.training.batch_size_sequences % (workers * config.training.accumulation_steps):
+        raise UserError(
+            f"mesh.replica gives {workers} workers, which, times training.accumulation_steps, must divide "
+            f"training.batch_size_sequences ({config.training.batch_size_sequences})"
+        )
+    if config.replicas.method == "noloco" and (workers % 2 or devices not in (1, workers)):
+        raise UserError(
+            f"replicas.method=noloco averages pairs of workers: make replicas.count ({workers}) even, and mesh.replica "
+            f"({devices}) 1 or equal to it"
+        )
+
+
+def worker_count(config: Config, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Return the number of workers that average their parameters: 1 without `replicas`."""
+    return config.replicas.count or mesh.shape["replica"]
 
 
 def check_model_on_mesh(model: ModelConfig, axis_sizes: Mapping[str, int]) -> None:

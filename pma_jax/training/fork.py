@@ -16,6 +16,7 @@ from pma_jax.storage.paths import absolute_path
 from pma_jax.training.initial_state import find_compatible_snapshot
 from pma_jax.training.resume import prepare_inputs
 from pma_jax.training.state import abstract_state
+from pma_jax.training.worker_count import abstract_as_saved
 
 
 def fork(
@@ -58,7 +59,8 @@ def fork(
 
     metadata = {}
     if not is_run(folder):
-        states.check_fits(saved, abstract_state(config, mesh))  # before anything is written
+        # Before anything is written.
+        states.check_fits(saved, abstract_as_saved(saved, abstract_state(config, mesh)))
         metadata = prepare_inputs(config, is_new=config.evaluation != source.config.evaluation)[1]
 
     def create() -> Run:

@@ -6,18 +6,21 @@ example, one imported from Hugging Face), a run with `model.router_bias` initial
 routing unchanged.
 """
 
+import jax
 from etils import epath
 
 from pma_jax.config import Config, ModelConfig
 from pma_jax.config.errors import UserError
 from pma_jax.config.same_model import model_differences
+from pma_jax.model.decoder import Params, abstract_params
 from pma_jax.model.moe import ROUTER_BIAS
 from pma_jax.runs import snapshots
 from pma_jax.runs.directory import Run, newest_snapshot
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import Progress
 from pma_jax.training import resume
-from pma_jax.training.state import TrainState, init_state_from_seed, replace_params
+from pma_jax.training.state import TrainState, begin_bema, eval_params, init_state_from_seed, replace_params
+from pma_jax.training.worker_count import describe_change
 
 
 def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> tuple[TrainState, Progress]:
@@ -35,22 +38,28 @@ def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> 
     Raises:
         UserError: All states are corrupt, or the snapshot to start from is missing or does not match the run's model.
     """
+    params = abstract_params(run.config.model, jax.sharding.get_mesh())
     saved, state = resume.restore_newest_intact_state(run, abstract, warn)
     progress = saved.progress if saved else Progress()
+    if saved and (change := describe_change(run.config, saved, abstract)):
+        warn(change)
     forked_from = run.metadata.get("forked_from", {})
     if saved is None:
-        state = make_initial_state(run.config, abstract)
+        state = make_initial_state(run.config, params)
     elif "weights" in forked_from and progress.tokens == forked_from["tokens"]:
-        state = _with_params_of(run.config, state, forked_from["weights"], "weights", abstract)
-    for kind in run.config.checkpoint.kinds:
-        newer = resume.agree_on_snapshots(lambda k=kind: [s for s in run.of_kind(k) if s.tokens > progress.tokens])
+        state = _with_params_of(run.config, state, forked_from["weights"], "weights", params)
+    state = begin_bema(run.config, state, progress.tokens)
+    for folder in run.step_folders[:-1]:
+        newer = resume.agree_on_snapshots(
+            lambda folder=folder: [s for s in run.read_steps(folder) if s.tokens > progress.tokens]
+        )
         for snapshot in newer:
             # Verifies the snapshot: the parameters are not used.
-            resume.restore_or_set_aside(run, snapshot, abstract.params, warn)
+            resume.restore_or_set_aside(run, snapshot, params, warn)
     return state, progress
 
 
-def make_initial_state(config: Config, abstract: TrainState) -> TrainState:
+def make_initial_state(config: Config, abstract: Params) -> TrainState:
     """Make a new state on the current mesh, with random parameters or those of the snapshot `training.start_from`.
 
     The optimizer state is new, and the step is 0. Raises as `find_compatible_snapshot` does.
@@ -82,16 +91,15 @@ def find_compatible_snapshot(config: Config, path: epath.PathLike, option: str) 
 
 
 def _with_params_of(
-    config: Config, state: TrainState, path: epath.PathLike, option: str, abstract: TrainState
+    config: Config, state: TrainState, path: epath.PathLike, option: str, abstract: Params
 ) -> TrainState:
     """Return `state` with the parameters of a snapshot, except for a router bias that the snapshot does not have."""
-    snapshot, abstract_params = find_compatible_snapshot(config, path, option), abstract.params
+    snapshot = find_compatible_snapshot(config, path, option)
     if not _has_router_bias(config.model) or _has_router_bias(snapshot.config.model):
-        return replace_params(config, state, snapshots.restore_params(snapshot, abstract_params))
-    moe = {name: leaf for name, leaf in abstract_params["blocks"]["moe"].items() if name != ROUTER_BIAS}
-    blocks = abstract_params["blocks"] | {"moe": moe}
-    params = snapshots.restore_params(snapshot, abstract_params | {"blocks": blocks})
-    params["blocks"]["moe"][ROUTER_BIAS] = state.params["blocks"]["moe"][ROUTER_BIAS]
+        return replace_params(config, state, snapshots.restore_params(snapshot, abstract))
+    moe = {name: leaf for name, leaf in abstract["blocks"]["moe"].items() if name != ROUTER_BIAS}
+    params = snapshots.restore_params(snapshot, abstract | {"blocks": abstract["blocks"] | {"moe": moe}})
+    params["blocks"]["moe"][ROUTER_BIAS] = eval_params(config, state)["blocks"]["moe"][ROUTER_BIAS]
     return replace_params(config, state, params)
 
 

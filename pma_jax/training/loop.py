@@ -14,12 +14,12 @@ from pma_jax.data import batches, shards
 from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation.held_out import describe_text_of_marks, make_evaluator
 from pma_jax.evaluation.task_scorer import make_task_scorer
-from pma_jax.model.decoder import graph_definition, parameter_count
+from pma_jax.model.decoder import abstract_params, graph_definition, parameter_count
 from pma_jax.runs import lock
 from pma_jax.runs.directory import Run, is_run
 from pma_jax.runs.states import Progress
 from pma_jax.runtime import hosts
-from pma_jax.runtime.mesh import check_mesh, local_rows, make_mesh, put_batch
+from pma_jax.runtime.mesh import check_mesh, local_rows, make_mesh, put_batch, worker_count
 from pma_jax.runtime.signals import Stopped, StopRequest
 from pma_jax.storage.compile_cache import compile_cache
 from pma_jax.storage.paths import absolute_path, check_supported
@@ -29,7 +29,7 @@ from pma_jax.training.periodic_actions import PeriodicActions
 from pma_jax.training.profiling import StepProfiler
 from pma_jax.training.resume import open_or_create
 from pma_jax.training.schedule import learning_rate_with_rewarmup
-from pma_jax.training.state import TrainState, abstract_state, update_block_mean
+from pma_jax.training.state import TrainState, abstract_state, synchronize, update_bema, update_block_mean
 from pma_jax.training.step import Metrics, make_train_step
 from pma_jax.training.step_records import StepRecords
 from pma_jax.training.tracking import check_installed
@@ -99,6 +99,8 @@ def _train_to_horizon_or_spike(
             session.profiler.before_step(progress, state)
             state, metrics = session.train_step(state, put_batch(mesh, next(session.batches)), rate)
             request.start()  # only now, when the step is compiled and there is something to save
+            state = synchronize(config, state, progress.tokens)
+            state = update_bema(config, state, progress.tokens)
             state = update_block_mean(config, state, progress.tokens)
             session.profiler.after_step(progress, state)
             spike = session.records.add(progress, rate, metrics, state.params)
@@ -131,9 +133,9 @@ def _start_session(
     periodic = PeriodicActions(run, evaluator, log, stack, make_task_scorer(config, mesh, tokens))
     stack.enter_context(hosts.exit_on_error())
     messages += describe_text_of_marks(run, tokens, evaluator.sample)
-    for message in [*messages, _describe_start(config, state, progress), *map(rollback.describe, rollbacks)]:
+    for message in [*messages, _describe_start(config, mesh, progress), *map(rollback.describe, rollbacks)]:
         log.print(message)
-    periodic.load_preview_window(progress.tokens, abstract.params)
+    periodic.load_preview_window(progress.tokens, abstract_params(config.model, mesh))
     profiler = StepProfiler(run, progress.tokens, log.print)
     stack.callback(profiler.close)
     rows = local_rows(mesh, config.training.batch_size_sequences)
@@ -148,10 +150,12 @@ def _start_session(
     return state, progress, session
 
 
-def _describe_start(config: Config, state: TrainState, progress: Progress) -> str:
-    size, devices = parameter_count(state.params) / 1e6, f"{jax.device_count()} {jax.devices()[0].platform}"
+def _describe_start(config: Config, mesh: jax.sharding.Mesh, progress: Progress) -> str:
+    size = parameter_count(abstract_params(config.model, mesh)) / 1e6
+    devices = f"{jax.device_count()} {jax.devices()[0].platform}"
+    workers = f" in {worker_count(config, mesh)} workers" if config.replicas.method != "none" else ""
     verb = f"resuming at {progress.tokens:,} of" if progress.step else "training for"
-    return f"{size:.3f}M parameters on {devices}, {verb} {config.training.total_tokens:,} tokens"
+    return f"{size:.3f}M parameters on {devices}{workers}, {verb} {config.training.total_tokens:,} tokens"
 
 
 def _make_stopped(request: StopRequest, progress: Progress | None) -> Stopped:

@@ -30,6 +30,7 @@ _LINE_FORMATS = {
     "train": "loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s",
     "evaluation": "held-out loss {loss:.4f}",
     "block_mean": "held-out loss of the block mean {loss:.4f}",
+    "worker": "held-out loss of worker {worker} {loss:.4f}",
     "preview": "held-out loss of {recipe} {loss:.4f}",
     "task": "{task} of {model}: {metric} {value:.4f}",
 }
@@ -143,6 +144,8 @@ def _scalars(record: Record, text: str | None) -> list[tuple[str, float]]:
     suffix = f" on {record['text']}" if record.get("text", text) != text else ""
     if record["kind"] == "preview":
         return [(f"preview/{record['recipe']}{suffix}", record["loss"])]
+    if record["kind"] == "worker":
+        return [(f"worker/{record['worker']}{suffix}", record["loss"])]
     if record["kind"] == "task":
         return [(f"task/{record['task']}/{record['metric']}/{record['model']}", record["value"])]
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k not in ("tokens", "step")}

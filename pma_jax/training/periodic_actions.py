@@ -10,7 +10,9 @@ import itertools
 import math
 from typing import Any
 
-from pma_jax.config import SNAPSHOT_KINDS
+import jax
+
+from pma_jax.config import SNAPSHOT_KINDS, WORKER_PREFIX, WORKER_SNAPSHOTS
 from pma_jax.config.errors import DivergenceError
 from pma_jax.data.sampling import HeldOutLoss
 from pma_jax.evaluation.held_out import Evaluator
@@ -23,9 +25,10 @@ from pma_jax.runs.directory import Run
 from pma_jax.runs.retention import Retention
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import STATES, Progress
-from pma_jax.training import averages, resume
+from pma_jax.runtime.mesh import worker_count
+from pma_jax.training import resume
 from pma_jax.training.metrics import MetricsLog
-from pma_jax.training.state import TrainState, eval_params
+from pma_jax.training.state import TrainState, block_mean, eval_params, params_of_worker, worker_dim
 
 
 class PeriodicActions:
@@ -45,10 +48,11 @@ class PeriodicActions:
         """Open the writers of snapshots and training states, and register them with `exit_stack`, which closes them."""
         self._run, self._config, self._log = run, run.config, log
         self._states = exit_stack.enter_context(run.writer(STATES))
-        kinds = run.config.checkpoint.kinds
-        self._snapshots = {kind: exit_stack.enter_context(run.writer(SNAPSHOT_KINDS[kind].folder)) for kind in kinds}
-        folders = {SNAPSHOT_KINDS[kind].folder: writer for kind, writer in self._snapshots.items()}
-        self._retention = Retention(run.config, folders | {STATES: self._states})
+        folders = [SNAPSHOT_KINDS[kind].folder for kind in run.config.checkpoint.kinds if kind != WORKER_SNAPSHOTS]
+        if WORKER_SNAPSHOTS in run.config.checkpoint.kinds:
+            folders += (f"{WORKER_PREFIX}{k}" for k in range(worker_count(run.config, jax.sharding.get_mesh())))
+        self._snapshots = {folder: exit_stack.enter_context(run.writer(folder)) for folder in folders}
+        self._retention = Retention(run.config, self._snapshots | {STATES: self._states})
         self._evaluator, self._task_scorer = evaluator, task_scorer
         size = max(run.config.preview.windows, default=0)
         self._window = preview.Window(size, functools.partial(snapshots.are_consecutive, run.config))
@@ -107,14 +111,13 @@ class PeriodicActions:
 
         The parameters after this step (kind `point`) are evaluated even if only block means are saved.
         """
-        model = eval_params(self._config, state)
-        params = {"point": model}
+        params = {"point": eval_params(self._config, state)}
         if state.block is not None:
-            block_mean = averages.block_mean_or_params(state.block, model)
-            params["block_mean"] = block_mean.mean
-            state = dataclasses.replace(state, block=averages.restart(block_mean))
+            params["block_mean"], state = block_mean(self._config, state)
         for kind in params:
             self._evaluate_and_save(kind, params[kind], progress)
+        if WORKER_SNAPSHOTS in self._config.checkpoint.kinds:
+            self._save_workers(state, progress)
         self._preview_merges(params[self._config.checkpoint.kinds[0]], progress)
         return state
 
@@ -133,11 +136,23 @@ class PeriodicActions:
         evaluated = self._evaluator(params)
         check_loss_is_finite(evaluated.loss, kind, progress)
         self._write(SNAPSHOT_KINDS[kind].record_kind, progress, evaluated)
-        if kind in self._snapshots:
-            snapshot = Snapshot(self._run.path, progress.step, progress.tokens, evaluated.loss, self._config, kind=kind)
-            snapshots.save_snapshot(self._snapshots[kind], params, snapshot)
+        if kind in self._config.checkpoint.kinds:
+            self._save(SNAPSHOT_KINDS[kind].folder, kind, params, progress, evaluated.loss)
         if kind == "point":
             self._score_tasks(params, progress, RAW_LABEL)
+
+    def _save_workers(self, state: TrainState, progress: Progress) -> None:
+        """Evaluate and save the parameters of each worker."""
+        for worker in range(worker_dim(state.params)):
+            params = params_of_worker(state, worker)
+            evaluated = self._evaluator(params)
+            check_loss_is_finite(evaluated.loss, f"worker {worker}'s", progress)
+            self._write("worker", progress, evaluated, worker=worker)
+            self._save(f"{WORKER_PREFIX}{worker}", "point", params, progress, evaluated.loss)
+
+    def _save(self, folder: str, kind: str, params: Params, progress: Progress, loss: float) -> None:
+        snapshot = Snapshot(self._run.path, progress.step, progress.tokens, loss, self._config, kind=kind)
+        snapshots.save_snapshot(self._snapshots[folder], params, snapshot)
 
     def _preview_merges(self, params: Params, progress: Progress) -> None:
         preview_config = self._config.preview

@@ -29,13 +29,14 @@ from pma_jax.data.sampling import SELECT
 from pma_jax.data.shards import TokenSet
 from pma_jax.evaluation.held_out import check_part_sizes, read_sample
 from pma_jax.merging.recipes import coefficients
-from pma_jax.runs import snapshots, states, steps
-from pma_jax.runs.directory import STEP_FOLDERS, Run, create_run, is_run, open_run
+from pma_jax.runs import snapshots, steps
+from pma_jax.runs.directory import Run, create_run, is_run, open_run
 from pma_jax.runs.retention import tokens_to_keep
 from pma_jax.runs.snapshots import Snapshot
 from pma_jax.runs.states import STATES, Progress, SavedState
 from pma_jax.runtime import hosts
 from pma_jax.storage.paths import exists
+from pma_jax.training.worker_count import restore_state
 
 DAMAGED = "damaged"
 Warn = Callable[[str], None]  # reports one line to the user
@@ -86,6 +87,8 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
         return create_run(workdir, config, metadata)
     run = open_run(workdir)
     changed = configuration.differences_affecting_results(run.config, config)
+    # The number of workers may change: see training/worker_count.py.
+    changed = [difference for difference in changed if not difference.startswith("replicas.count: ")]
     if changed:
         raise UserError(
             f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "
@@ -103,7 +106,7 @@ def clean_up(run: Run, warn: Warn) -> None:
     """In process 0, remove unpublished steps and set aside saved steps with corrupt metadata."""
 
     def remove_and_set_aside() -> None:
-        for name in STEP_FOLDERS:
+        for name in run.step_folders:
             _remove_unpublished(run.path / name)
             for path in steps.published_steps(run.path / name):
                 try:
@@ -123,7 +126,7 @@ def apply_retention(run: Run) -> None:
 
     def remove() -> None:
         horizon_tokens = run.config.training.total_tokens + run.config.batch_tokens
-        for name in STEP_FOLDERS:
+        for name in run.step_folders:
             saved = run.read_steps(name, skip_corrupt=True)
             kept = tokens_to_keep(run.config, name, [s.tokens for s in saved], horizon_tokens, [])
             for step in saved:
@@ -178,7 +181,7 @@ def restore_newest_intact_state(run: Run, abstract_state: Any, warn: Warn) -> tu
     corrupt: list[tuple[SavedState, str]] = []  # with error messages
     for saved in agree_on_states(run):
         try:
-            state = states.restore_state(saved, abstract_state)
+            state = restore_state(run.config, saved, abstract_state)
         except DamageError as error:  # in all processes
             corrupt.append((saved, str(error)))
             continue

@@ -28,7 +28,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.merging.api import average
 from pma_jax.merging.recipes import coefficients
 from pma_jax.runs import integrity, states, steps
-from pma_jax.runs.directory import STEP_FOLDERS, Run, lock_watch_records, read_metric_records, record_lines
+from pma_jax.runs.directory import Run, lock_watch_records, read_metric_records, record_lines
 from pma_jax.runs.snapshots import Snapshot, newest_consecutive, read_snapshot
 from pma_jax.runs.states import STATES, Progress
 from pma_jax.runtime import hosts
@@ -130,7 +130,7 @@ def begin(run: Run, spike: Record, state: TrainState, progress: Progress, mesh: 
         "optimizer": "reset" if is_reset else keys.optimizer,
         "optimizer_step": nearest.step if nearest else None,
         # Listed now, so that a process that finishes this rollback for a killed one does not move steps written later.
-        "aside": {name: _steps_after(run, name, newest.step) for name in STEP_FOLDERS},
+        "aside": {name: _steps_after(run, name, newest.step) for name in run.step_folders},
         "done": False,
     }
     with jax.set_mesh(mesh), _held_run(run, event).writer(STATES) as writer:

@@ -21,8 +21,9 @@ from pma_jax.model.decoder import Params
 from pma_jax.model.loss import loss_sums
 from pma_jax.runtime.mesh import RULES, platform_of
 from pma_jax.training import averages, spikes
-from pma_jax.training.optimizer import update_params
+from pma_jax.training.optimizer import gradient_params, update_params
 from pma_jax.training.state import TrainState
+from pma_jax.training.worker_steps import map_over_workers
 
 Metrics = dict[str, Any]  # arrays, except `spike`, which is a `spikes.Reading`
 
@@ -36,22 +37,23 @@ def make_train_step(
     a process that trains several runs for which these are equal compiles it once.
 
     Args:
-        config: Only the sections `model`, `optimizer`, `training` and `spikes` affect the function.
+        config: Only the sections `model`, `optimizer`, `training`, `spikes` and `replicas` affect the function.
         graph: The model's `nnx.GraphDef`, from `decoder.graph_definition`.
 
     Returns:
         A function of a state, int32 tokens [B, M] and a learning rate. Its metrics are `loss`, `gradient_norm` and
         `count`; if the model has experts, also those of `moe.load_metrics`; if spikes are detected, also `spike`, a
-        `spikes.Reading`.
+        `spikes.Reading`. With `replicas`, each metric has a leading dim of the workers.
     """
     # Keys that do not affect the step are cleared, so that they are not part of the cache key.
     training = dataclasses.replace(config.training, total_tokens=0, log_interval_tokens=0, seed=0, start_from="")
     step_config = Config(model=config.model, optimizer=config.optimizer, training=training, spikes=config.spikes)
-    return _cached_train_step(step_config, graph, jax.sharding.get_mesh())
+    mesh = jax.sharding.get_mesh()
+    return _cached_train_step(step_config, graph, mesh, config.replicas.method != "none")
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.Mesh) -> Any:
+def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.Mesh, has_workers: bool) -> Any:
     training = config.training
     half_life_tokens = config.optimizer.ema_half_life_tokens
     ema_decay = averages.ema_decay(half_life_tokens, config.batch_tokens) if half_life_tokens else 0.0
@@ -61,10 +63,13 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
         return loss_sums(graph, params, tokens_bxM, *loss_weights)
 
     def train_step(state: TrainState, tokens_BxM: jax.Array, learning_rate: jax.Array) -> tuple[TrainState, Metrics]:
-        gradients, sums = sum_gradients(objective, state.params, tokens_BxM, training.accumulation_steps)
+        point = gradient_params(config.optimizer, state.params, state.optimizer)
+        gradients, sums = sum_gradients(objective, point, tokens_BxM, training.accumulation_steps)
         divisor = jnp.maximum(sums["count"], 1)  # the count is 0 if all targets of the batch are masked
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
-        params, opt_state = update_params(config.optimizer, gradients, state.optimizer, state.params, learning_rate)
+        params, opt_state = update_params(
+            config.optimizer, gradients, state.optimizer, state.params, learning_rate, config.batch_tokens
+        )
         metrics: Metrics = {
             "loss": sums["nats"] / divisor,
             "gradient_norm": optax.tree.norm(gradients),
@@ -88,8 +93,10 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
                 before, after = (state.params, state.optimizer), (params, opt_state)
                 params, opt_state = jax.tree.map(lambda old, new: jnp.where(reading.skip, old, new), before, after)
         ema = None if state.ema is None else averages.add_to_ema(state.ema, params, ema_decay)
-        return TrainState(state.step + 1, params, opt_state, state.block, detector, ema), metrics
+        return TrainState(state.step + 1, params, opt_state, state.block, detector, ema, bema=state.bema), metrics
 
+    if has_workers:
+        train_step = map_over_workers(train_step)
     return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(platform_of(mesh)))
 
 

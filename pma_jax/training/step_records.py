@@ -12,6 +12,7 @@ from pma_jax.config import Config
 from pma_jax.config.errors import DivergenceError
 from pma_jax.runs import integrity
 from pma_jax.runs.states import Progress
+from pma_jax.training import worker_metrics
 from pma_jax.training.metrics import MetricsLog, Record
 from pma_jax.training.spikes import IRRECOVERABLE, RECOVERED, Reading
 
@@ -53,16 +54,23 @@ class StepRecords:
         if self._pending is None:
             return None
         (record, metrics), self._pending = self._pending, None
-        config, spikes, metrics = self._config, self._config.spikes, jax.device_get(metrics)
-        numbers = {name: value.item() for name, value in metrics.items() if name not in ("count", "spike")}
-        spike = _spike_verdict(config, record | numbers, metrics["spike"]) if spikes.detect else None
-        rolls_back = bool(spike and spike["verdict"] == "irrecoverable" and spikes.attempts)
-        if not rolls_back and not (spikes.skip_gradient_z and metrics["spike"].skip):
-            check_finite(record, numbers, params)
-        if spikes.skip_gradient_z:
-            numbers["skipped_updates"] = metrics["spike"].total_skips.item()
-        tokens = record["tokens"]
-        if config.is_mark(tokens, config.training.log_interval_tokens) or config.is_run_complete(tokens):
+        config, spikes, tokens = self._config, self._config.spikes, record["tokens"]
+        has_workers = config.replicas.method != "none"
+        is_logged = config.is_mark(tokens, config.training.log_interval_tokens) or config.is_run_complete(tokens)
+        # Each process looks at its own workers at every step; they communicate only for the log.
+        each = worker_metrics.of_local_workers(metrics) if has_workers else [jax.device_get(metrics)]
+        spike, rolls_back = None, False
+        for worker in each:
+            numbers = _numbers(worker)
+            verdict = _spike_verdict(config, record | numbers, worker["spike"]) if spikes.detect else None
+            spike = spike or verdict
+            rolls_back |= bool(verdict and verdict["verdict"] == "irrecoverable" and spikes.attempts)
+            if not rolls_back and not (spikes.skip_gradient_z and worker["spike"].skip):
+                check_finite(record, numbers, params)
+        if is_logged:
+            numbers = _numbers(worker_metrics.over_all_workers(metrics)) if has_workers else _numbers(each[0])
+            if spikes.skip_gradient_z:
+                numbers["skipped_updates"] = sum(worker["spike"].total_skips.item() for worker in each)
             self._log.write(record | numbers | self._end_interval(tokens))
         if spike:
             self._log.write(spike)
@@ -81,6 +89,11 @@ class StepRecords:
         tokens_per_second = (tokens - self._interval_tokens) / (now - self._interval_start)
         self._interval_tokens, self._interval_start = tokens, now
         return {"tokens_per_second": tokens_per_second, "seconds": now - self._start}
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a step that are logged."""
+    return {name: value.item() for name, value in metrics.items() if name not in ("count", "spike")}
 
 
 def check_finite(record: Record, metrics: dict[str, float], params: Any) -> None:

@@ -38,7 +38,7 @@ def reference():
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
 def test_sums_and_gradients_equal_numpys(sizes, chunk_tokens):
-    mesh = jax.make_mesh((*sizes, 1), AXES, devices=jax.devices()[: int(np.prod(sizes))])
+    mesh = jax.make_mesh((1, *sizes, 1), AXES, devices=jax.devices()[: int(np.prod(sizes))])
     with jax.set_mesh(mesh):
         x = jax.device_put(X, RULES.spec("batch", None, None))
         head = jax.device_put(HEAD, RULES.spec("width", "vocabulary"))
@@ -93,7 +93,7 @@ def test_no_array_of_a_compiled_train_step_contains_all_logits(sizes, tied):
         training=TrainingConfig(sequence_length_tokens=64, batch_size_sequences=16),
     )
     devices = int(np.prod(sizes))
-    mesh = jax.make_mesh((*sizes, 1), AXES, devices=jax.devices()[:devices])
+    mesh = jax.make_mesh((1, *sizes, 1), AXES, devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
         step = make_train_step(config, graph_definition(config.model))
         sharding = jax.NamedSharding(mesh, RULES.spec("batch", None))

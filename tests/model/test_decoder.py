@@ -33,7 +33,7 @@ OTHER_BLOCKS = [
 
 def mesh_of(data=1, fsdp=1, tensor=1, expert=1):
     devices = jax.devices()[: data * fsdp * tensor * expert]
-    return jax.make_mesh((data, fsdp, tensor, expert), meshes.AXES, devices=devices)
+    return jax.make_mesh((1, data, fsdp, tensor, expert), meshes.AXES, devices=devices)
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,7 @@ class Table:
 @pytest.fixture(autouse=True)
 def given_logits(monkeypatch):
     monkeypatch.setattr(loss, "make_decoder", lambda graph, params: Table(jnp.asarray(params)))
-    with jax.set_mesh(jax.make_mesh((1, 1, 1, 1), AXES, devices=jax.devices()[:1])):
+    with jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])):
         yield
 
 
@@ -117,7 +117,7 @@ def test_large_logits_stay_finite():
 @pytest.mark.mesh
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 2, 4)], ids=str)
 def test_split_vocabulary_does_not_change_the_result(sizes):
-    mesh = jax.make_mesh((*sizes, 1), AXES)
+    mesh = jax.make_mesh((1, *sizes, 1), AXES)
     with jax.set_mesh(mesh):
         table = jax.device_put(LOGITS, jax.NamedSharding(mesh, RULES.spec("batch", None, "vocabulary")))
         objective, sums = jax.jit(lambda x, t: loss.loss_sums(None, x, t, 0.1))(table, put_batch(mesh, TOKENS))

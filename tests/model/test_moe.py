@@ -30,7 +30,7 @@ WEIGHTS = (1e-3, 0.1, 0.01)  # The losses: z, balance, the router's z.
 
 
 def mesh_of(data=1, fsdp=1, tensor=1, expert=1):
-    shape = (data, fsdp, tensor, expert)
+    shape = (1, data, fsdp, tensor, expert)
     return jax.make_mesh(shape, AXES, devices=jax.devices()[: np.prod(shape)])
 
 

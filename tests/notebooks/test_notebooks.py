@@ -42,6 +42,14 @@ def runs(workspace, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def run_with_workers(workspace, tmp_path_factory):
+    """Return a run with snapshots of each of four workers."""
+    keys = {"replicas__method": "diloco", "replicas__count": 4, "replicas__interval_tokens": 4 * tiny.BATCH_TOKENS}
+    path = tmp_path_factory.mktemp("workers") / "run"
+    return train(tiny.config(workspace, checkpoint__kinds=("point", "replica"), **keys), path)
+
+
 class Client(nbclient.NotebookClient):
     """Run notebooks with `sys.executable`, whichever kernels are registered on this machine."""
 
@@ -51,7 +59,7 @@ class Client(nbclient.NotebookClient):
         return self.km
 
 
-def test_there_are_six_notebooks():
+def test_there_are_seven_notebooks():
     names = [path.stem for path in NOTEBOOKS]
     assert names == [
         "compare_a_grid",
@@ -59,6 +67,7 @@ def test_there_are_six_notebooks():
         "forecasts_and_scaling",
         "landscape_and_curvature",
         "quickstart",
+        "replicas",
         "sweep_windows_and_recipes",
     ]
 
@@ -134,11 +143,12 @@ def test_notebook_is_stored_without_outputs_and_installs_the_package_on_colab(pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_from_top_to_bottom(path, runs, tmp_path, monkeypatch):
+def test_notebook_runs_from_top_to_bottom(path, runs, run_with_workers, tmp_path, monkeypatch):
     shutil.copytree(runs / "run", tmp_path / "run")  # A sweep adds its rows to it.
     monkeypatch.setenv("PMA_RUN", str(tmp_path / "run"))
     monkeypatch.setenv("PMA_ANNEALED", str(runs / "annealed"))
     monkeypatch.setenv("PMA_GRID", str(runs))
+    monkeypatch.setenv("PMA_REPLICAS", str(run_with_workers.path))
     monkeypatch.setenv("PMA_TEXT_TOKENS", "128")
     monkeypatch.setenv("PMA_POINTS", "5")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")

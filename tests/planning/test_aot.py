@@ -8,7 +8,7 @@ import pytest
 
 from pma_jax.config import Config, EvaluationConfig, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.planning import aot, cost, counts, disk, hlo
-from pma_jax.runtime.mesh import make_mesh, mesh_from_devices, platform_of
+from pma_jax.runtime.mesh import AXES, make_mesh, mesh_from_devices, platform_of
 from pma_jax.training.state import abstract_state
 
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
@@ -83,7 +83,7 @@ def test_train_and_evaluation_steps_compile_for_tpu(head_dim):
         assert all("splash" in report.program.text for report in (step, evaluation))
         assert counts.count_kernels(step.program).undeclared_kernels == 2
         return
-    single = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])
+    single = jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
     for name, report in (("train_step", step), ("evaluation_step", evaluation)):
         on_cpu = aot.compile_program(aot.program_lowerings(config, single)[name], single)
         complete = counts.matmul_flops(on_cpu.program)

@@ -6,7 +6,7 @@ import pytest
 from pma_jax.config import Config, MeshConfig, ModelConfig, TrainingConfig
 from pma_jax.model.decoder import init_params, parameter_count
 from pma_jax.planning import aot, cost, counts, hlo
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.mesh import AXES, make_mesh
 
 L, B = 256, 8
 MODEL = ModelConfig(vocabulary_size=512, width=64, layers=3, heads=4, kv_heads=2, head_dim=16, hidden=96)
@@ -16,7 +16,7 @@ def program(name, model, mesh=None):
     training = TrainingConfig(sequence_length_tokens=L, batch_size_sequences=B)
     config = Config(model=model, training=training)
     config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, batch_size_sequences=B))
-    mesh = mesh or jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])
+    mesh = mesh or jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])
     report = aot.compile_program(aot.program_lowerings(config, mesh)[name], mesh)
     assert report.out_of_memory_message is None and report.program is not None
     return report
@@ -25,7 +25,7 @@ def program(name, model, mesh=None):
 @pytest.mark.parametrize("tied", [False, True])
 def test_matrix_parameters_exclude_norms_embedding_and_output(tied):
     model = dataclasses.replace(MODEL, tie_embeddings=tied)
-    with jax.set_mesh(jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "expert"), devices=jax.devices()[:1])):
+    with jax.set_mesh(jax.make_mesh((1,) * len(AXES), AXES, devices=jax.devices()[:1])):
         count = parameter_count(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
     norms = model.width * (2 * model.layers + 1)
     assert (

@@ -110,20 +110,44 @@ ENTRY %main (a: bf16[1,16]) -> bf16[4,16] {
 
 
 @pytest.mark.parametrize(
-    ("groups", "devices"),
+    ("groups", "first", "count"),
     [
-        ("{{0,1,2,3},{4,5,6,7}}", 4),
-        ("[4,4]<=[16]", 4),
-        ("[2,8]<=[4,4]T(1,0)", 8),
-        ("mesh['axis_0'=4,'axis_1'=4] {'axis_1'}", 4),
-        ("mesh['axis_0'=2,'axis_1'=1,'axis_2'=8], device_ids=([2,8]T(1,0)) {'axis_0','axis_2'}", 16),
-        ("mesh['x'=16] {'x':(2)4}", 4),
-        ("{}", 16),
+        ("{{0,1,2,3},{4,5,6,7}}", [0, 1, 2, 3], 2),
+        ("[4,4]<=[16]", [0, 1, 2, 3], 4),
+        ("[2,8]<=[4,4]T(1,0)", [0, 4, 8, 12, 1, 5, 9, 13], 2),
+        ("mesh['axis_0'=4,'axis_1'=4] {'axis_1'}", [0, 1, 2, 3], 4),
+        ("mesh['axis_0'=4,'axis_1'=4] {'axis_0'}", [0, 4, 8, 12], 4),
+        ("mesh['axis_0'=2,'axis_1'=1,'axis_2'=8], device_ids=([2,8]T(1,0)) {'axis_0'}", [0, 4], 8),
+        ("mesh['axis_0'=2,'axis_1'=1,'axis_2'=8], device_ids=([2,8]T(1,0)) {'axis_0','axis_2'}", None, 1),
+        ("mesh['x'=16] {'x':(2)4}", [0, 2, 4, 6], 4),
+        (
+            "mesh['x'=2,'y'=8], device_ids=(0,8,1,9,2,10,3,11,4,12,5,13,6,14,7,15) {'x'}",
+            [0, 4],
+            8,
+        ),
+        ("{}", list(range(16)), 1),
     ],
 )
-def test_groups_of_a_collective(groups, devices):
+def test_groups_of_a_collective(groups, first, count):
     line = f"%r = f32[8,4]{{1,0}} all-reduce(%a), channel_id=1, replica_groups={groups}, to_apply=%add"
-    assert counts.collectives(one_instruction(line)) == [counts.Collective("all-reduce", 8 * 4 * 4, devices, 1)]
+    (actual,) = counts.collectives(one_instruction(line))
+    assert actual.groups.shape == (count, actual.group_devices)
+    assert first is None or actual.groups[0].tolist() == first
+    assert np.unique(actual.groups).size == actual.groups.size
+    assert actual == counts.Collective("all-reduce", 8 * 4 * 4, actual.group_devices, 1)
+
+
+def test_collectives_between_ranges_of_the_devices():
+    line = "%r = f32[8,4]{{1,0}} {}"
+    inside, across = (
+        one_instruction(line.format(call))
+        for call in (
+            "all-reduce(%a), replica_groups=[4,4]<=[16], to_apply=%add",
+            "collective-permute(%a), source_target_pairs={{0,4},{4,0}}",
+        )
+    )
+    assert counts.crossing(inside, 4) == [] and len(counts.crossing(inside, 8)) == 1
+    assert len(counts.crossing(across, 4)) == 1 and counts.crossing(across, 2) == []
 
 
 @pytest.mark.parametrize(

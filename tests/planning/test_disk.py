@@ -6,7 +6,6 @@ import tiny
 
 from pma_jax.config import SNAPSHOT_KINDS, resolve
 from pma_jax.planning import disk
-from pma_jax.runs.directory import STEP_FOLDERS
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state
@@ -49,7 +48,7 @@ def test_bytes_on_disk_match_a_run_with_retention(workspace, tmp_path):
     snapshot, saved = run.of_kind("point")[-1].path, run.states[-1].path
     for path, bytes_ in ((snapshot, actual["snapshot_bytes"]), (saved, actual["state_bytes"])):
         assert bytes_ <= files_bytes(path) <= bytes_ + OVERHEAD, path
-    everything = sum(files_bytes(run.path / folder) for folder in STEP_FOLDERS)
+    everything = sum(files_bytes(run.path / folder) for folder in run.step_folders)
     saved_count = 2 * len(folders["point"]) + len(run.states)
     assert actual["bytes_at_the_end"] <= everything <= actual["bytes_at_the_end"] + saved_count * OVERHEAD
 

@@ -42,7 +42,13 @@ def test_every_size_has_a_slice_of_v5e_v5p_or_v6e():
 def test_mesh_of_a_slice_fills_it_and_divides_the_size(name):
     config, slice_ = plan_ladder.planned_config(name), plan_ladder.SLICES[name]
     mesh = config.mesh
-    shape = {"data": mesh.data, "fsdp": mesh.fsdp, "tensor": mesh.tensor, "expert": mesh.expert}
+    shape = {
+        "replica": mesh.replica,
+        "data": mesh.data,
+        "fsdp": mesh.fsdp,
+        "tensor": mesh.tensor,
+        "expert": mesh.expert,
+    }
     chips = math.prod(int(side) for side in slice_.topology.partition(":")[2].split("x"))
     assert math.prod(shape.values()) == chips
     check_mesh(config, jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape)))

@@ -8,6 +8,7 @@ import tiny
 from pma_jax import config as configuration
 from pma_jax.cli import main
 from pma_jax.planning import aot, cost, plan_text, run_plan
+from pma_jax.runtime.mesh import AXES
 
 CHIP = cost.CHIPS["v5e"]
 
@@ -27,7 +28,7 @@ def numbers(workspace):
 @pytest.mark.mesh
 def test_plan_is_json_with_consistent_numbers(numbers):
     numbers = json.loads(json.dumps(numbers))
-    assert numbers["mesh"] == {"data": 2, "fsdp": 4, "tensor": 1, "expert": 1} and numbers["topology"]["chips"] == 8
+    assert numbers["mesh"] == dict(zip(AXES, (1, 2, 4, 1, 1), strict=True)) and numbers["topology"]["chips"] == 8
     run, step = numbers["training"], numbers["programs"]["train_step"]
     assert run["steps"] == 24 and run["batch_tokens"] == tiny.BATCH_TOKENS
     assert run["training_flops_per_token"] == 3 * sum(run["forward_flops_per_token"].values())
@@ -148,3 +149,18 @@ def test_verb_prints_writes_and_fails_where_a_program_does_not_fit(workspace, tm
     assert "no: does not fit" in captured.out
     assert captured.err.splitlines()[-1].startswith("error: the run does not fit in the memory of v5e:2x2: ")
     assert "RESOURCE_EXHAUSTED" in captured.err and json.loads((tmp_path / "plan.json").read_text())
+
+
+@pytest.mark.mesh
+def test_plan_says_what_is_sent_between_replicas(workspace):
+    keys = {"mesh__replica": 4, "mesh__data": 2, "replicas__interval_tokens": 2048, "training__batch_size_sequences": 8}
+    numbers = planned(tiny.config(workspace, replicas__method="diloco", **keys))
+    step, sync = json.loads(json.dumps(numbers["far_traffic"]))
+    assert step == {"program": "train_step", "every_steps": 1, "bytes": 0, "bytes_per_step": 0, "bytes_per_second": 0}
+    parameter_bytes = 4 * numbers["parameters"]
+    assert sync["bytes"] == 2 * 3 / 4 * parameter_bytes and sync["every_steps"] == 8
+    assert sync["bytes_per_second"] * 8 * numbers["training"]["step_seconds_at_least"] == pytest.approx(sync["bytes"])
+    assert numbers["storage"]["snapshot_bytes"] == parameter_bytes
+    text = plan_text.format_plan(numbers)
+    assert "between 4 workers, the train step sends 0 B per device, a step" in text
+    assert "the sync sends" in text and "every 8 steps: the network decides below" in text

@@ -19,9 +19,9 @@ def write_step(folder, step, loss=1.0):
 
 def test_metadata_are_read_once_and_again_after_a_change(tmp_path, monkeypatch):
     read = []
-    read_snapshot = directory.STEP_FOLDERS["snapshots"]
+    read_snapshot = directory.read_snapshot
     counting = lambda path: read.append(path.name) or read_snapshot(path)  # noqa: E731
-    monkeypatch.setitem(directory.STEP_FOLDERS, "snapshots", counting)
+    monkeypatch.setattr(directory, "read_snapshot", counting)
     create_run(tmp_path / "run", Config(), {"corpus": "digest"})
     run = open_run(tmp_path / "run")
     folder = tmp_path / "run" / "snapshots"

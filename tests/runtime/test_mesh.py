@@ -35,7 +35,7 @@ from pma_jax.runtime.mesh import (
 )
 def test_sizes_multiply_to_the_device_count(sizes, shape):
     mesh = make_mesh(MeshConfig(*sizes))
-    assert tuple(mesh.shape.items()) == tuple(zip(AXES, shape, strict=True))
+    assert tuple(mesh.shape.items()) == tuple(zip(AXES, (1, *shape), strict=True))
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
     assert {d.id for d in mesh.devices.flat} == {d.id for d in jax.devices()}
 
@@ -64,9 +64,12 @@ def test_sizes_that_do_not_match_the_device_count_are_refused(sizes, message):
     [
         (
             {"training": {"batch_size_sequences": 10}},
-            r"accumulation_steps is 10, and data x fsdp x expert splits it in 4",
+            r"accumulation_steps is 10, and replica x data x fsdp x expert splits it in 4",
         ),
-        ({"training": {"accumulation_steps": 8}}, r"accumulation_steps is 2, and data x fsdp x expert splits it in 4"),
+        (
+            {"training": {"accumulation_steps": 8}},
+            r"accumulation_steps is 2, and replica x data x fsdp x expert splits it in 4",
+        ),
         ({"evaluation": {"batch_size_sequences": 6}}, r"evaluation\.batch_size_sequences is 6"),
         ({"model": {"kv_heads": 1}}, r"model\.kv_heads is 1, and tensor splits it in 2"),
         ({"model": {"vocabulary_size": 257}}, r"model\.vocabulary_size is 257"),
@@ -97,7 +100,7 @@ def test_experts_that_do_not_divide_over_the_mesh_are_named(model, message):
 
 
 def test_rules_map_dims_to_axes():
-    assert RULES.spec("batch", None, "heads", None) == P(("data", "fsdp", "expert"), None, "tensor", None)
+    assert RULES.spec("batch", None, "heads", None) == P(("replica", "data", "fsdp", "expert"), None, "tensor", None)
     assert RULES.spec("width", "hidden") == P("fsdp", "tensor")
 
 
@@ -130,7 +133,7 @@ def test_abstract_leaves_match_real_leaves():
 
 @pytest.mark.mesh
 def test_data_parallel_mesh_has_every_device_on_the_data_axis():
-    assert dict(data_parallel_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "expert": 1}
+    assert dict(data_parallel_mesh().shape) == {"replica": 1, "data": 8, "fsdp": 1, "tensor": 1, "expert": 1}
     assert len(jax.device_put(jnp.ones(3), replicated_sharding(data_parallel_mesh())).addressable_shards) == 8
 
 
@@ -143,7 +146,7 @@ print(dict(make_mesh(MeshConfig(fsdp=3, cpu_devices=6)).shape), jax.device_count
 make_mesh(MeshConfig(cpu_devices=6))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "{'data': 2, 'fsdp': 3, 'tensor': 1, 'expert': 1} 6\n"
+    assert done.stdout == "{'replica': 1, 'data': 2, 'fsdp': 3, 'tensor': 1, 'expert': 1} 6\n"
 
 
 @pytest.mark.mesh
@@ -166,4 +169,4 @@ def test_shard_map_leaves_out_its_own_axes():
 
     with jax.set_mesh(make_mesh(MeshConfig(2, 2, 2))):
         jax.shard_map(part, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})(jnp.ones(4))
-    assert seen[0] == (P(("fsdp", "expert"), None, "tensor"), P("fsdp"))
+    assert seen[0] == (P(("replica", "fsdp", "expert"), None, "tensor"), P("fsdp"))

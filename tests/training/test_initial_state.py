@@ -5,6 +5,7 @@ import pytest
 import tiny
 
 from pma_jax.interop import hf
+from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.directory import is_run
 from pma_jax.runs.snapshots import read_snapshot
 from pma_jax.runtime.mesh import make_mesh
@@ -103,7 +104,7 @@ def initial_params(config):
     """Return the parameters that a run of this configuration starts with, as numpy arrays."""
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        state = make_initial_state(config, abstract_state(config, mesh))
+        state = make_initial_state(config, abstract_params(config.model, mesh))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh).params)
     assert jax.tree.map(lambda leaf: leaf.sharding, state.params) == shardings
     assert not any(leaf.any() for leaf in jax.tree.leaves(state.optimizer))

@@ -1,7 +1,6 @@
 """Averaging while training: schedule-free AdamW and EMA against the papers' formulas, optax and float64."""
 
 import dataclasses
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,10 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.config import OptimizerConfig, resolve
-from pma_jax.runs import states
-from pma_jax.runs.directory import open_run
-from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training import averages
 from pma_jax.training.fork import fork
 from pma_jax.training.loop import train
 from pma_jax.training.optimizer import eval_params, init_opt_state, update_params
-from pma_jax.training.state import abstract_state
 
 SCHEDULE_FREE = {"optimizer__name": "schedule_free_adamw"}
 HALF_LIFE = 3 * tiny.BATCH_TOKENS
@@ -37,7 +32,8 @@ def quadratic_steps(config, rates, seed=0):
     result = []
     for rate, noise in zip(rates, rng.standard_normal((len(rates), 4, 3)), strict=True):
         gradients = {"w": params["w"] + jnp.asarray(0.3 * noise, jnp.float32)}
-        params, moments = jax.jit(update_params, static_argnums=0)(config, gradients, moments, params, rate)
+        update = jax.jit(update_params, static_argnums=(0, 5))
+        params, moments = update(config, gradients, moments, params, rate, tiny.BATCH_TOKENS)
         result.append((eval_params(config, params, moments)["w"], params["w"], moments))
     return result
 
@@ -100,28 +96,6 @@ def test_ema_decay_has_its_half_life():
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 
-def read_state(run, step):
-    (saved,) = [s for s in run.states if s.step == step]
-    return states.restore_state(saved, abstract_state(run.config, make_mesh(run.config.mesh)))
-
-
-def assert_same_run(actual, expected):
-    assert tiny.numbers(actual) == tiny.numbers(expected)
-    for a, e in zip(actual.snapshots, expected.snapshots, strict=True):
-        tiny.assert_equal(tiny.read(a), tiny.read(e))
-    tiny.assert_equal(read_state(actual, 24), read_state(expected, 24))
-
-
-def interrupted(run, folder):
-    """Return a copy of what a run interrupted after step 12 would have published."""
-    shutil.copytree(run.path, folder)
-    copy = open_run(folder)
-    for saved in (*copy.snapshots, *copy.states):
-        if saved.step > 12:
-            saved.path.rmtree()
-    return copy
-
-
 @pytest.fixture(scope="module")
 def schedule_free(workspace, tmp_path_factory):
     return train(tiny.config(workspace, **SCHEDULE_FREE), tmp_path_factory.mktemp("free") / "run")
@@ -135,7 +109,7 @@ def with_ema(workspace, tmp_path_factory):
 @pytest.mark.slow
 def test_schedule_free_snapshots_hold_its_average(schedule_free):
     config, snapshot = schedule_free.config, schedule_free.snapshots[-1]
-    state = read_state(schedule_free, 24)
+    state = tiny.read_state(schedule_free, 24)
     z = state.optimizer[1].z
     x = jax.tree.map(lambda y, z: (np.float64(y) - (1 - config.optimizer.b1) * np.float64(z)) / 0.9, state.params, z)
     tiny.assert_close(tiny.read(snapshot), x, rtol=1e-5, atol=1e-6)
@@ -148,8 +122,8 @@ def test_schedule_free_snapshots_hold_its_average(schedule_free):
 
 @pytest.mark.slow
 def test_schedule_free_resume_is_bitwise(schedule_free, tmp_path):
-    copy = interrupted(schedule_free, tmp_path / "run")
-    assert_same_run(train(copy.config, copy.path), schedule_free)
+    copy = tiny.interrupted(schedule_free, tmp_path / "run")
+    tiny.assert_same_run(train(copy.config, copy.path), schedule_free)
 
 
 @pytest.mark.slow
@@ -178,12 +152,12 @@ def test_snapshots_with_ema_hold_the_ema(with_ema):
 def test_ema_does_not_change_training(with_ema, finished):
     steps = [[r for r in tiny.numbers(run) if r["kind"] == "train"] for run in (with_ema[0], finished)]
     assert steps[0] == steps[1]
-    tiny.assert_equal(read_state(with_ema[0], 24).params, read_state(finished, 24).params)
+    tiny.assert_equal(tiny.read_state(with_ema[0], 24).params, tiny.read_state(finished, 24).params)
 
 
 def test_ema_resume_is_bitwise(with_ema, tmp_path):
-    copy = interrupted(with_ema[0], tmp_path / "run")
-    assert_same_run(train(copy.config, copy.path), with_ema[0])
+    copy = tiny.interrupted(with_ema[0], tmp_path / "run")
+    tiny.assert_same_run(train(copy.config, copy.path), with_ema[0])
 
 
 def test_fork_may_enable_ema(finished, with_ema, tmp_path):
@@ -209,7 +183,7 @@ def test_rollback_cannot_keep_the_iterates_of_schedule_free(workspace):
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"optimizer__name": "sgd"}, "adamw, schedule_free_adamw"),
+        ({"optimizer__name": "sgd"}, "adamw, schedule_free_adamw, gpa_adamw"),
         ({"optimizer__ema_half_life_tokens": -1}, "from 0 to"),
         (SCHEDULE_FREE | EMA, "choose one"),
         (SCHEDULE_FREE | {"optimizer__b1": 0.0}, "between 0 and 1"),

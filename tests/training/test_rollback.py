@@ -230,6 +230,35 @@ def test_optimizer_is_kept_or_restored(recovered, workspace, tmp_path, monkeypat
     tiny.assert_equal(restarted.optimizer, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"optimizer__name": "gpa_adamw", "optimizer__gpa_half_life_tokens": 2 * STEP, "spikes__optimizer": "keep"},
+        {"optimizer__bema_interval_tokens": 3 * STEP, "optimizer__bema_start_tokens": 20 * STEP},
+    ],
+    ids=["gpa", "bema"],
+)
+def test_averages_begin_again_with_the_merge(workspace, tmp_path, keys):
+    keys |= {"checkpoint__keep_states": 99, "checkpoint__state_interval_tokens": 4 * STEP}
+    run = train(config(workspace, **keys), tmp_path / "run")
+    event, mesh = event_of(run), make_mesh(run.config.mesh)
+    with jax.set_mesh(mesh):
+        merge = restart_by_hand(run, event).params
+    abstract = abstract_state(run.config, mesh)
+    restarted, later = (
+        states.restore_state(next(s for s in run.states if s.step == event["step"] + ahead), abstract)
+        for ahead in (0, 4)
+    )
+    tiny.assert_equal(restarted.params, merge)
+    if restarted.bema is None:
+        tiny.assert_equal(restarted.optimizer.z, merge)
+    else:
+        assert (int(restarted.bema.mean.count), int(later.bema.mean.count)) == (0, 2)
+        tiny.assert_equal(later.bema.origin, merge)
+    assert run.snapshots[-1].loss < event["spike"]["median_loss"]
+
+
 def set_aside_states(run):
     return dataclasses.replace(run, path=run.path / "spikes" / "1").states
 

@@ -55,7 +55,7 @@ def steps(config, mesh=None, batches=(0, 1, 2), ragged=True):
 def submesh(data, fsdp, tensor, expert=1):
     """Return a mesh over the first devices only."""
     count = data * fsdp * tensor * expert
-    return jax.make_mesh((data, fsdp, tensor, expert), AXES, devices=jax.devices()[:count])
+    return jax.make_mesh((1, data, fsdp, tensor, expert), AXES, devices=jax.devices()[:count])
 
 
 @functools.cache

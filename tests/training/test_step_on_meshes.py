@@ -19,13 +19,13 @@ from pma_jax.training.step import make_train_step
 
 STEPS = 4
 SHAPES = [
-    shape
+    (1, *shape)
     for devices in (1, 2, 4, 8)
-    for shape in itertools.product((1, 2, 4, 8), repeat=len(AXES))
+    for shape in itertools.product((1, 2, 4, 8), repeat=len(AXES) - 1)  # all but `replica`
     if math.prod(shape) == devices
 ]
 # Cases that no quick test of a train step covers; all 68 take minutes.
-IN_CI = [("tiny", (2, 1, 2, 2)), ("tiny_moe", (2, 2, 1, 2))]
+IN_CI = [("tiny", (1, 2, 1, 2, 2)), ("tiny_moe", (1, 2, 2, 1, 2))]
 CASES = [(name, shape) for name in ("tiny", "tiny_moe") for shape in SHAPES[1:]]
 
 

@@ -48,7 +48,7 @@ def batch(seed):
 
 
 def submesh(*shape):
-    return jax.make_mesh(shape, AXES, devices=jax.devices()[: np.prod(shape)])
+    return jax.make_mesh((1, *shape), AXES, devices=jax.devices()[: np.prod(shape)])
 
 
 @functools.cache

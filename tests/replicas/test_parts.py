@@ -1,0 +1,108 @@
+"""The parts of the methods: rounds of pairs, fragments, the chosen share, and outer gradients in few bits."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pma_jax import config
+from pma_jax.config.replica_rules import METHODS
+from pma_jax.replicas import fragments, method, noloco, quantize, sparta
+from pma_jax.runtime.mesh import make_mesh
+from pma_jax.training.state import abstract_state, worker_dim
+
+
+@given(st.integers(1, 16).map(lambda half: 2 * half))
+def test_in_the_rounds_every_pair_of_workers_meets_once(count):
+    rounds = noloco.round_robin(count)
+    assert rounds.shape == (count - 1, count)
+    np.testing.assert_array_equal(np.take_along_axis(rounds, rounds, axis=1), [np.arange(count)] * (count - 1))
+    met = {(i, int(j)) for partners in rounds for i, j in enumerate(partners)}
+    assert met == {(i, j) for i in range(count) for j in range(count) if i != j}
+
+
+@given(st.integers(1, 9), st.data())
+def test_fragments_are_a_partition_of_the_model(layers, data):
+    count = data.draw(st.integers(1, layers))
+    blocks = np.arange(2.0 * layers).reshape(layers, 2)
+    tree = {"blocks": {"w": blocks}, "embedding_VxD": np.full(3, -1.0), "final_norm_D": np.full(2, -2.0)}
+    parts = [fragments.take(tree, f, count) for f in range(count)]
+    together = np.sort(np.concatenate([leaf.ravel() for part in parts for leaf in part]))
+    np.testing.assert_array_equal(together, np.sort(np.concatenate([x.ravel() for x in jax.tree.leaves(tree)])))
+    new = jax.tree.map(jnp.zeros_like, tree)
+    for f in range(count):
+        new = fragments.put(new, [jnp.asarray(leaf) for leaf in parts[f]], f, count)
+    jax.tree.map(np.testing.assert_array_equal, new, tree)
+
+
+@settings(max_examples=20)  # each compiles
+@given(st.integers(1, 5000), st.floats(1e-4, 1.0), st.integers(0, 10**6))
+def test_a_share_is_that_many_different_elements(size, share, seed):
+    chosen = np.asarray(sparta.choose(jax.random.key(seed), size, share))
+    assert chosen.size == np.ceil(share * size) == np.unique(chosen).size
+    assert chosen.min() >= 0 and chosen.max() < size
+
+
+def test_every_element_is_chosen_about_as_often():
+    times, size, share = 2000, 97, 0.1
+    keys = jax.random.split(jax.random.key(0), times)
+    chosen = np.asarray(jax.vmap(lambda key: sparta.choose(key, size, share))(keys))
+    counts = np.bincount(chosen.ravel(), minlength=size)
+    # Ranges are of 9 or 10 elements, so that an element is chosen with probability 1/9 or 1/10.
+    assert counts.min() > times / 10 * 0.7 and counts.max() < times / 9 * 1.3
+
+
+@pytest.mark.parametrize("kind", oracles.KINDS)
+@settings(max_examples=15)  # each compiles
+@given(st.integers(1, 70), st.integers(0, 100), st.floats(1e-6, 1e6))
+def test_what_is_sent_in_few_bits_is_the_nearest_level(kind, size, seed, scale):
+    rng = np.random.default_rng(seed)
+    x = (scale * rng.normal(size=size) * (rng.random(size) < 0.8)).astype(np.float32)
+    codes, s = quantize.encode(jnp.asarray(x), kind)
+    assert codes.dtype == jnp.uint8 and codes.size == (size if kind == "int8" else -(-size // 2))
+    decoded = np.asarray(quantize.decode(codes, s, kind, x.shape))
+    # Between two levels, float32 may round the other way.
+    expected = [oracles.round_to(kind, x.astype(float) * (1 + e)) for e in (-1e-5, 0, 1e-5)]
+    close = [np.abs(decoded - one) <= 1e-4 * np.abs(x).max() for one in expected]
+    assert np.logical_or.reduce(close).all()
+    if kind != "e3m0":
+        assert np.abs(decoded - x).max() <= np.abs(x).max() / (254 if kind == "int8" else 14) * 1.001
+
+
+def test_an_outer_gradient_of_zeros_is_sent_as_zeros():
+    for kind in oracles.KINDS:
+        codes, scale = quantize.encode(jnp.zeros((3, 5)), kind)
+        assert not np.asarray(quantize.decode(codes, scale, kind, (3, 5))).any()
+
+
+def test_fragments_are_sent_in_turn_and_used_after_the_delay():
+    config = oracles.make_config(method="streaming", streaming_fragments=4, streaming_delay_tokens=32)
+    syncs = [method.sync_after(config, 16 * step) for step in range(1, 9)]
+    assert [sync.sent for sync in syncs] == [1, 2, 3, 0, 1, 2, 3, 0]
+    assert [sync.received for sync in syncs] == [None, None, 1, 2, 3, 0, 1, 2]
+
+
+def test_tokens_of_the_last_update():
+    diloco = oracles.make_config(method="diloco", interval_tokens=40)
+    assert [method.last_update_tokens(diloco, 16 * step) for step in range(1, 7)] == [0, 0, 48, 48, 80, 80]
+    sparta_alone = oracles.make_config(method="sparta")
+    assert method.last_update_tokens(sparta_alone, 48) == 48
+
+
+def test_each_method_has_a_shipped_configuration_whose_state_can_be_made():
+    made = {}
+    for path in sorted((Path(__file__).parents[2] / "configs").glob("*.py")):
+        shipped = config.resolve(config.load(path.stem))
+        if shipped.replicas.method == "none":
+            continue
+        here = config.resolve(shipped, ["mesh.replica=1", "mesh.data=-1", "mesh.cpu_devices=0"])
+        state = abstract_state(here, make_mesh(here.mesh))
+        assert worker_dim(state.params) == shipped.replicas.count
+        made[path.stem] = shipped.replicas.method
+    assert set(made.values()) == set(METHODS)
+    assert config.resolve(config.load("snoo")).replicas.count == 1
