@@ -37,6 +37,7 @@ QUESTIONS = (
     "interval_and_window",
     "forecasts",
     "why_it_works",
+    "replicas",
 )
 
 

@@ -1,36 +1,288 @@
-"""The loss of means over replicas (experiments/why_it_works) against exact sums."""
+"""Averaging between workers (experiments/replicas): bytes sent, settings, the search, readouts, and the page."""
 
+import dataclasses
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-import replicas
+import sent_bytes
+import tiny
+import worker_figure
+import worker_page
+import worker_readouts
+import worker_search
+import worker_settings
+from worker_settings import WORKERS, Ground
+
+from pma_jax import config as configuration
+from pma_jax.config import ReplicasConfig
+from pma_jax.replicas import fragments, method, quantize, sparta
+from pma_jax.replicas.method import Sync
+from pma_jax.studies import experiment, pages
+from pma_jax.studies.study import Study
+from pma_jax.studies.tuning import TUNING_SEEDS
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "replicas" / "script.py"
+PARAMS = {
+    "blocks": {"weight": jnp.zeros((3, 5, 7)), "scale": jnp.zeros((3, 5))},
+    fragments.EMBEDDING: jnp.zeros((11, 5)),
+    "final_norm": jnp.zeros(5),
+}
+ELEMENTS = 105 + 15 + 55 + 5
 
 
-def test_rows_are_the_means_of_every_subset():
-    rows = replicas.subset_mean_weights(4)
-    assert [len(rows[m]) for m in (1, 2, 3, 4)] == [4, 6, 4, 1]
-    for m, matrix in rows.items():
-        np.testing.assert_allclose(matrix.sum(axis=1), 1)
-        assert set(np.unique(matrix)) <= {0, 1 / m}
-        assert len({tuple(row) for row in matrix}) == len(matrix)
-        np.testing.assert_allclose(matrix.mean(axis=0), 1 / 4)
+def load_script():
+    spec = importlib.util.spec_from_file_location("replicas_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_independent_noise_in_a_quadratic_is_recovered():
-    rng = np.random.default_rng(0)
-    hessian, drift = np.diag(rng.uniform(0.1, 2, 200)), rng.normal(size=200)
-    params = drift + 0.3 * rng.normal(size=(7, 200))
-    actual = {
-        m: np.mean([x @ hessian @ x / 2 for x in rows @ params]) for m, rows in replicas.subset_mean_weights(7).items()
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return Study(tmp_path_factory.mktemp("cache"), sizes=("science_replicas",), seeds=tuple(range(8)))
+
+
+@pytest.fixture(scope="module")
+def ground(study):
+    return worker_settings.find_ground(study)
+
+
+def settings_of(ground):
+    experiments = worker_settings.list_settings(ground, 8, {})
+    return {name: setting for settings in experiments.values() for name, setting in settings.items()}
+
+
+def config_of(study, ground, changes):
+    return dataclasses.replace(study, units=ground.units).trunk_config(ground.size, 0, changes)
+
+
+# --- Bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_sync_are_those_of_what_is_sent():
+    config = ReplicasConfig(method="diloco", count=4)
+    assert sent_bytes.sync_bytes(config, Sync(outer=True), PARAMS) == 4 * ELEMENTS
+    assert sent_bytes.sync_bytes(config, Sync(received=0), PARAMS) == 0
+    config = ReplicasConfig(method="sparta", count=4, sparta_share=0.1)
+    chosen = [sparta.choose(jax.random.key(0), leaf.size, 0.1) for leaf in jax.tree.leaves(PARAMS)]
+    assert sent_bytes.sync_bytes(config, Sync(share=True), PARAMS) == sum(4 * index.size for index in chosen)
+    both = sent_bytes.sync_bytes(config, Sync(share=True, outer=True), PARAMS)
+    assert both == sum(4 * index.size for index in chosen) + 4 * ELEMENTS
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "e3m0"])
+@pytest.mark.parametrize("fragment", [0, 1])
+def test_bytes_of_a_rounded_fragment_are_those_of_its_codes_and_scales(kind, fragment):
+    config = ReplicasConfig(method="streaming", count=4, streaming_fragments=2, streaming_dtype=kind)
+    encoded = [quantize.encode(leaf, kind) for leaf in fragments.take(PARAMS, fragment, 2)]
+    expected = sum(codes.nbytes + scale.nbytes for codes, scale in encoded)
+    assert sent_bytes.sync_bytes(config, Sync(sent=fragment), PARAMS) == expected
+
+
+def test_bytes_of_complete_runs(study, ground):
+    elements = 56_544
+    params = {"w": jax.ShapeDtypeStruct((elements,), jnp.float32)}
+    of = lambda changes: sent_bytes.sent_bytes(config_of(study, ground, changes), params)  # noqa: E731
+    assert of(()) == 1280 * 4 * elements
+    assert of(worker_settings.diloco(ground, 4)) == of(worker_settings.noloco(ground, 4)) == 40 * 4 * elements
+    assert of(worker_settings.diloco(ground, 1)) == 0
+    # The averages come one step after the snapshots, so that the last one is not reached.
+    assert of(worker_settings.periodic(ground, 4, 32)) == 39 * 4 * elements
+    assert of(worker_settings.periodic(ground, 4, 1)) == 1280 * 4 * elements
+    assert of(worker_settings.periodic(ground, 4, 0)) == 0
+    assert of(worker_settings.sparta(ground, 0.005)) == 1280 * 4 * math.ceil(0.005 * elements)
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_is_a_valid_configuration_of_equal_tokens(study, ground):
+    assert (ground.units, ground.unit_steps, ground.batch_tokens) == (40, 32, 1024)
+    for name, setting in settings_of(ground).items():
+        config = config_of(study, ground, (*setting.changes, *worker_search.COMMON))
+        assert config.training.total_tokens == 1_310_720, name
+        assert config.checkpoint.interval_tokens == ground.unit_tokens, name
+        if setting.workers:
+            assert config.replicas.count == setting.workers, name
+
+
+def test_grids_are_those_of_the_plan(ground):
+    experiments = worker_settings.list_settings(ground, 8, {})
+    first = set(experiments["1"])
+    assert first == {"one worker", "data-parallel, batch 2", "K=2, H=32", "K=8, H=32"} | {
+        f"K=4, H={steps}" for steps in (1, 8, 32, 128, "never")
     }
-    fit = replicas.fit_replica_noise(list(actual), list(actual.values()))
-    assert fit.noise_per_replica == pytest.approx(0.09 * np.trace(hessian) / 2, rel=0.2)
-    assert fit.floor == pytest.approx(drift @ hessian @ drift / 2, rel=0.1)
-    # The mean over all subsets of a size is exactly linear in 1 / m.
-    np.testing.assert_allclose(
-        list(actual.values()), [fit.floor + fit.noise_per_replica / m for m in actual], rtol=1e-9
+    assert len(experiments["2"]) == 7 and {"DiLoCo, eta=0.7, beta=0", "DiLoCo, eta=1, beta=0.9"} <= set(
+        experiments["2"]
     )
+    assert all(setting.seeds == 8 for setting in experiments["1"].values())
 
 
-def test_single_replica_count_cannot_be_fitted():
-    with pytest.raises(ValueError, match="at least 2 different numbers of replicas"):
-        replicas.fit_replica_noise([3, 3], [1.0, 1.1])
+@pytest.mark.parametrize("steps", [8, 32, 128])
+def test_workers_are_read_just_before_an_average(study, ground, steps):
+    config = config_of(study, ground, worker_settings.periodic(ground, WORKERS, steps))
+    due = [n for n in range(1, 1281) if method.sync_after(config, n * 1024).outer]
+    assert due == [n * steps + 1 for n in range(1, 1280 // steps + 1) if n * steps + 1 <= 1280]
+
+
+def test_tiny_ground_has_only_valid_settings(tmp_path):
+    study = Study(tmp_path, units=16, seeds=(0, 1), overrides=experiment.TINY)
+    small = worker_settings.find_ground(study)
+    assert small.units == 10 and small.layers == 1
+    for setting in settings_of(small).values():
+        config_of(study, small, setting.changes)
+
+
+# --- The search -------------------------------------------------------------------------------------------------------
+
+
+def test_every_contender_of_a_search_gets_as_many_settings_and_no_best_is_at_the_edge(study, ground, monkeypatch):
+    def losses_of(study, ground, search, settings):
+        del study
+        found = []
+        for setting in settings:
+            values = [float(text.partition("=")[2]) for text in setting]
+            bases = [axis.base for axis in search.axes]
+            loss = sum((math.log2(value / base) - 0.6) ** 2 for value, base in zip(values, bases, strict=True))
+            found.append({"raw": [loss] * 3, "merged": [loss] * 3})
+        return found
+
+    monkeypatch.setattr(worker_search, "measure_settings", losses_of)
+    searched = worker_search.search_all(study, ground)
+    for contenders in searched.values():
+        assert len({len(one["tried"]) for one in contenders.values()}) == 1
+    assert searched["methods"]["DiLoCo"]["best"] == ["schedule.peak_rate=0.005657", "replicas.diloco_rate=1"]
+    assert searched["cells"]["K=4, H=32"]["best"] == ["schedule.peak_rate=0.005657"]
+    setting = worker_settings.list_settings(ground, 8, {})["4"]["SPARTA, p=0.005, rate x2"]
+    assert worker_readouts.rates(setting, searched) == ["schedule.peak_rate=0.011314"]
+
+
+def test_first_runs_are_those_of_the_grids_on_the_tuning_seeds(study, ground):
+    runs = worker_search.first_runs(study, ground)
+    assert {run.seed for run in runs} == set(TUNING_SEEDS)
+    later = worker_settings.twice_the_workers(ground, {})
+    contenders = len(worker_settings.method_searches(ground)) + len(worker_settings.cell_searches(ground, {}))
+    assert len(runs) == 3 * 3 * (contenders - len(later))
+
+
+# --- Readouts ---------------------------------------------------------------------------------------------------------
+
+
+def test_distance_and_correlation_at_known_values():
+    assert worker_readouts.distance(np.array([[1.0, 1.0], [1.0, -1.0]])) == pytest.approx(1)
+    assert worker_readouts.correlation(np.array([[1.0, 0.0], [0.0, 2.0], [1.0, 0.0]])) == pytest.approx(1 / 3)
+    assert worker_readouts.correlation(np.ones((3, 4))) == pytest.approx(1)
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def made_up_results(ground: Ground, diverged=()):
+    """Return results in which noise is what averaging over workers or in time removes."""
+    rng, documents = np.random.default_rng(0), 12
+    experiments = worker_settings.list_settings(ground, 8, {})
+    settings = {}
+    for name, setting in settings_of(ground).items():
+        settings[name] = {"setting": list(setting.changes), "tuned": ["schedule.peak_rate=0.004"]}
+        if name in diverged:
+            settings[name]["diverged"] = [0]
+            continue
+        losses = {"mean": 1.55, "merged mean": 1.5}
+        losses |= {"worker": 1.6, "merged worker": 1.51} if setting.workers else {}
+        nats = {
+            model: (loss + 0.01 * rng.normal(size=(setting.seeds, documents))) * 1000 for model, loss in losses.items()
+        }
+        settings[name] |= {"windows": {"mean": 8, "worker": 8}, "document_tokens": [1000] * documents}
+        settings[name] |= {"nats": {model: x.tolist() for model, x in nats.items()}, "sent_bytes": 9_047_040}
+        if setting.workers:
+            spread = rng.uniform(0.1, 0.2, setting.seeds).tolist()
+            settings[name]["spread"] = {"distance": spread, "correlation": spread}
+    one = {"best": ["schedule.peak_rate=0.004"], "tried": [{}] * 5}
+    return {
+        "made": {"margin": 0.003, "seeds": list(range(8))},
+        "size": ground.size,
+        "ground": dataclasses.asdict(ground),
+        "searched": {"methods": {"plain": one}, "cells": {"K=4, H=32": one}},
+        "experiments": {number: list(of_one) for number, of_one in experiments.items()},
+        "counts": [{"workers": 1, "name": "one worker"}, {"workers": 4, "name": "K=4, H=32"}],
+        "settings": settings,
+    }
+
+
+def test_page_has_an_interval_with_each_figure_and_answers_the_question(ground):
+    results = made_up_results(ground)
+    text = worker_page.report(results)
+    assert pages.find_bare_figures(text) == []
+    assert all(f"### {number}." in text for number in range(1, 7))
+    base = worker_page.base_name(results)
+    assert worker_page.interaction(results, base).mean == pytest.approx(0.04, abs=0.005)
+    assert worker_page.remaining_share(results, base).mean == pytest.approx(0.2, abs=0.1)
+    assert "most of it is noise that cancels" in worker_page.answer(results)
+    row = worker_page.summarize(results)
+    assert all(dataclasses.astuple(row)) and "nats" in row.effect
+    assert set(worker_figure.draw(results)) == {"figure.png"}
+
+
+def test_no_share_of_a_loss_by_averaging_over_workers_is_claimed(ground):
+    results = made_up_results(ground)
+    nats = results["settings"]["K=4, H=never"]["nats"]
+    nats["worker"], nats["mean"] = nats["mean"], nats["worker"]
+    assert worker_page.remaining_share(results, "K=4, H=never") is None
+    assert "`K=4, H=never`: averaging over workers does not clearly gain" in worker_page.report(results)
+
+
+def test_page_says_which_settings_diverged(ground):
+    diverged = ("K=4, H=32", "DiLoCo, eta=1, beta=0.9", "SPARTA, p=0.005, rate x2", "plain")
+    results = made_up_results(ground, diverged)
+    text = worker_page.report(results)
+    assert text.count("diverged with 1 seeds") == 5, "K=4, H=32 stands in two tables"
+    assert pages.find_bare_figures(text) == []
+    assert all(dataclasses.astuple(worker_page.summarize(results))) and worker_figure.draw(results)
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ((0.2, 0.1, 0.3), "noise that cancels"),
+        ((0.8, 0.7, 0.9), "exploration"),
+        ((0.5, 0.2, 0.8), "is not decided"),
+        (None, "no share of it is known"),
+    ],
+)
+def test_answer_claims_no_more_than_the_interval_shows(interval, words):
+    share = worker_page.MeanInterval(*interval, 8) if interval else None
+    assert words in worker_page.describe_share(share)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_few_settings_end_to_end(workspace, tmp_path, monkeypatch):
+    script, kept = load_script(), ("one worker", "K=4, H=3", "NoLoCo, K=4")
+    complete = script.list_settings
+
+    def few(ground, seeds, outer):
+        listed = complete(ground, seeds, outer)
+        return {number: {name: s for name, s in of_one.items() if name in kept} for number, of_one in listed.items()}
+
+    monkeypatch.setattr(script, "list_settings", few)
+    keys = {**tiny.keys(workspace)["data"], "files": tiny.write_functions(workspace / "functions")}
+    keys["held_out_percent"] = 20
+    given = [f"data.{key}={value}" for key, value in keys.items()]
+    arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--tiny"]
+    arguments += [f"--config.{text}" for text in (*given, "mesh.cpu_devices=0", "mesh.data=1")]
+    results = experiment.run_experiment(
+        str(SCRIPT), script.measure, script.report, script.summarize, script.draw, script.plan, arguments=arguments
+    )
+    assert results["settings"].keys() == set(kept)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["row"] == results["row"]
+    noloco = results["settings"]["NoLoCo, K=4"]
+    assert set(noloco["nats"]) == {"mean", "merged mean", "worker", "merged worker"}
+    assert all(0 < distance < 1 for distance in noloco["spread"]["distance"])
+    assert results["made"]["runs"] == 2 * len(kept)
+    assert configuration.load("science_replicas").training.batch_size_sequences == 8

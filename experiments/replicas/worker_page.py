@@ -1,0 +1,354 @@
+"""The generated section of the page, from results.json alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from worker_settings import (
+    BOTH,
+    DILOCO,
+    NOLOCO,
+    ONE,
+    PERIODIC,
+    PLAIN,
+    SPARTA,
+    STREAMING,
+    WORKERS,
+    Ground,
+    outer_name,
+    periodic_name,
+    small_batch_name,
+)
+
+from pma_jax.studies import pages
+from pma_jax.studies.pages import IndexRow
+from pma_jax.studies.statistics import (
+    MeanEstimate,
+    MeanInterval,
+    estimate_over_documents,
+    find_clear,
+    mean_interval,
+    ratio_of_means,
+)
+
+Model = tuple[str, str]  # a setting, and which of its models: mean, merged mean, worker, merged worker
+MODELS = ("worker", "mean", "merged worker", "merged mean")
+BOUND = 0.5  # of the share that remains: above, the workers explore; below, their noise cancels
+
+
+# --- Losses and differences -------------------------------------------------------------------------------------------
+
+
+def is_known(results: dict[str, Any], name: str) -> bool:
+    """Return whether a setting was measured, and did not diverge."""
+    return "nats" in results["settings"].get(name, {})
+
+
+def losses_SD(results: dict[str, Any], model: Model) -> np.ndarray:
+    """Return the losses of a model, nats per token, of each seed and document.
+
+    A setting without workers of its own has one worker, or equal ones: they are the mean.
+    """
+    name, readout = model
+    measured = results["settings"][name]
+    nats = measured["nats"].get(readout) or measured["nats"][readout.replace("worker", "mean")]
+    return np.array(nats) / np.array(measured["document_tokens"])
+
+
+def combine(results: dict[str, Any], plus: Sequence[Model], minus: Sequence[Model]) -> MeanEstimate:
+    """Estimate the sum of the losses of some models less that of others, over the seeds that all of them have."""
+    count = min(len(losses_SD(results, model)) for model in (*plus, *minus))
+    total_SD = sum(losses_SD(results, model)[:count] for model in plus)
+    total_SD = total_SD - sum(losses_SD(results, model)[:count] for model in minus)
+    return estimate_over_documents(total_SD, results["settings"][plus[0][0]]["document_tokens"])
+
+
+def seed_losses(results: dict[str, Any], model: Model) -> list[float]:
+    """Return the loss of a model, one per seed."""
+    tokens_D = np.array(results["settings"][model[0]]["document_tokens"])
+    return (losses_SD(results, model) @ tokens_D / tokens_D.sum()).tolist()
+
+
+def gain_in_time(results: dict[str, Any], name: str, of: str = "mean") -> MeanEstimate:
+    """Estimate what merging in time gains: the loss of the newest snapshot less that of the merge."""
+    return combine(results, [(name, of)], [(name, f"merged {of}")])
+
+
+def interaction(results: dict[str, Any], name: str) -> MeanEstimate:
+    """Estimate how much less averaging over workers gains once their snapshots are merged in time."""
+    return combine(results, [(name, "worker"), (name, "merged mean")], [(name, "mean"), (name, "merged worker")])
+
+
+def remaining_share(results: dict[str, Any], name: str) -> MeanInterval | None:
+    """Return the share of the gain of averaging over workers that is left once merged in time.
+
+    None if the gain is not clearly above 0: a share of it then means nothing.
+    """
+    worker, mean, merged_worker, merged_mean = (np.array(seed_losses(results, (name, m))) for m in MODELS)
+    gain = worker - mean
+    return ratio_of_means(merged_worker - merged_mean, gain) if gain.mean() > 0 else None
+
+
+def shown(estimate: MeanEstimate) -> str:
+    """Format an estimate with its interval."""
+    return pages.format_interval(estimate.interval())
+
+
+def setting_cells(results: dict[str, Any], name: str, models: Sequence[str]) -> list[str]:
+    """Return the first cells of a row: the name, the tuned rate, and the losses of models."""
+    measured = results["settings"][name]
+    tuned = ", ".join(f"`{float(text.partition('=')[2]):g}`" for text in measured["tuned"])
+    if not is_known(results, name):
+        return [f"`{name}`", tuned, f"diverged with {len(measured['diverged'])} seeds"]
+    losses = []
+    for model in models:
+        window = measured["windows"].get(model.removeprefix("merged "), measured["windows"]["mean"])
+        text = pages.format_mean(seed_losses(results, (name, model)))
+        losses.append(f"{text} (N = {window})" if model.startswith("merged") else text)
+    return [f"`{name}`", tuned, *losses]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table; rows of settings that diverged are filled up."""
+    return pages.format_table(header, [[*row, *[""] * (len(header) - len(row))] for row in rows])
+
+
+# --- The experiments --------------------------------------------------------------------------------------------------
+
+
+def report(results: dict[str, Any]) -> str:
+    """Format the answer, a section per experiment, and how the rates were chosen."""
+    return "\n\n".join(
+        [
+            format_answer(results),
+            format_first(results),
+            format_second(results),
+            format_third(results),
+            format_fourth(results),
+            format_fifth(results),
+            format_sixth(results),
+            format_searches(results),
+        ]
+    )
+
+
+def ground_of(results: dict[str, Any]) -> Ground:
+    """Return the ground that the settings were made from."""
+    return Ground(**results["ground"])
+
+
+def base_name(results: dict[str, Any]) -> str:
+    """Return the setting around which experiment 1 varies one factor at a time."""
+    return periodic_name(WORKERS, ground_of(results).unit_steps)
+
+
+def names_with_workers(results: dict[str, Any]) -> list[str]:
+    """Return the settings of experiment 1 whose workers differ at a snapshot."""
+    return [
+        name
+        for name in results["experiments"]["1"]
+        if is_known(results, name) and "worker" in results["settings"][name]["nats"]
+    ]
+
+
+def describe_share(share: MeanInterval | None) -> str:
+    """Say what the share of the workers' gain that merging in time leaves means; see `BOUND`."""
+    if share is None:
+        return "averaging over workers does not clearly gain, so that no share of it is known"
+    share_text = pages.format_percent_interval(share)
+    text = f"once snapshots are merged in time, {share_text} of what averaging over workers gains is left"
+    if share.high < BOUND:
+        return f"{text}: most of it is noise that cancels"
+    if share.low > BOUND:
+        return f"{text}: most of it is what merging in time cannot give, exploration"
+    return f"{text}: noise or exploration is not decided"
+
+
+def answer(results: dict[str, Any]) -> str:
+    """Answer the question of the page in a clause: the share at the base setting, and the best of both against one."""
+    base = base_name(results)
+    if not (is_known(results, base) and is_known(results, ONE)):
+        return f"{base} diverged"
+    against = combine(results, [(base, "merged mean")], [(ONE, "merged mean")])
+    verdict = pages.describe_difference(against, results["made"]["margin"])
+    share = describe_share(remaining_share(results, base))
+    return f"{share}; its merged mean against the merged model of data-parallel training: {verdict}"
+
+
+def format_answer(results: dict[str, Any]) -> str:
+    """Format the answer: what is left of averaging over workers once merged in time, and against one worker."""
+    margin, base, small = results["made"]["margin"], base_name(results), small_batch_name(ground_of(results))
+    lines = []
+    for name in names_with_workers(results):
+        lines.append(f"- `{name}`: {describe_share(remaining_share(results, name))}.")
+    for other in (ONE, small):
+        if is_known(results, base) and is_known(results, other):
+            for model, words in (("mean", "without merging"), ("merged mean", "both merged in time")):
+                verdict = pages.describe_difference(combine(results, [(base, model)], [(other, model)]), margin)
+                lines.append(f"- `{base}` against `{other}`, {words}, equal tokens: {verdict}.")
+    return "\n".join(["**Noise that cancels, or exploration by different workers?**", "", *lines])
+
+
+def format_first(results: dict[str, Any]) -> str:
+    """Format experiment 1: the four losses of each setting, the gains of both averages and their interaction."""
+    rows, estimates = [], {}
+    for name in results["experiments"]["1"]:
+        row = setting_cells(results, name, MODELS)
+        if is_known(results, name):
+            has_workers = name in names_with_workers(results)
+            across = shown(combine(results, [(name, "worker")], [(name, "mean")])) if has_workers else ""
+            if has_workers:
+                estimates[name] = interaction(results, name)
+            row += [across, shown(gain_in_time(results, name)), shown(estimates[name]) if has_workers else ""]
+        rows.append(row)
+    clear = dict(zip(estimates, find_clear(list(estimates.values())), strict=True))
+    found = [f"`{name}`" for name, is_clear in clear.items() if is_clear and estimates[name].mean > 0]
+    header = ["setting", "rate", "a worker", "mean of the workers", "a worker, merged", "mean, merged"]
+    header += ["worker − mean", "mean − merged", "interaction"]
+    note = (
+        "Losses in nats per token with intervals over seeds; gains with intervals over seeds and documents. The "
+        "interaction is what averaging over workers gains, less what it gains once snapshots are merged in time: `0` "
+        "if the gains add up, all of the first if time gives the same. It is clearly above `0` (false discovery rate "
+        f"of 5%) for {', '.join(found) or 'no setting'}. K workers average every H steps; a worker is read just before "
+        f"an average. `{ONE}` is data-parallel training with the same batch. N is chosen on the part select."
+    )
+    return f"### 1. Does merging in time add to averaging over workers?\n\n{table(header, rows)}\n\n{note}"
+
+
+def format_second(results: dict[str, Any]) -> str:
+    """Format experiment 2: what merging in time gains on DiLoCo's outer parameters."""
+    rows, margin = [], results["made"]["margin"]
+    for name in results["experiments"]["2"]:
+        row = setting_cells(results, name, ("mean", "merged mean"))
+        rows.append([*row, shown(gain_in_time(results, name))] if is_known(results, name) else row)
+    header = ["setting", "rate", "outer parameters", "merged", "gain of merging"]
+    with_momentum, without = outer_name(0.7, 0.9), outer_name(0.7, 0.0)
+    lines = []
+    if is_known(results, with_momentum) and is_known(results, without):
+        change = combine(
+            results,
+            [(with_momentum, "mean"), (without, "merged mean")],
+            [(with_momentum, "merged mean"), (without, "mean")],
+        )
+        lines.append(f"- The gain of merging in time, `{with_momentum}` less `{without}`: {shown(change)} nats.")
+        for model in ("mean", "merged mean"):
+            verdict = pages.describe_difference(combine(results, [(with_momentum, model)], [(without, model)]), margin)
+            lines.append(f"- Loss of the {model}, `{with_momentum}` against `{without}`: {verdict}.")
+    title = "### 2. Does an outer momentum take the gain of merging first?"
+    return "\n\n".join([title, table(header, rows), "\n".join(lines)]).strip()
+
+
+def format_against(results: dict[str, Any], number: str, other: str, title: str, extra: Sequence[str] = ()) -> str:
+    """Format the settings of an experiment: loss, merged loss, the gain, and both against another setting.
+
+    Args:
+        results: The results.
+        number: The experiment.
+        other: The setting that the others are compared with.
+        title: Title of the section.
+        extra: Further columns: `bytes`, `spread`.
+    """
+    rows, margin = [], results["made"]["margin"]
+    for name in results["experiments"][number]:
+        row = setting_cells(results, name, ("mean", "merged mean"))
+        if is_known(results, name):
+            row.append(shown(gain_in_time(results, name)))
+            for model in ("mean", "merged mean"):
+                is_compared = name != other and is_known(results, other)
+                against = combine(results, [(name, model)], [(other, model)]) if is_compared else None
+                row.append(pages.describe_difference(against, margin) if against else "")
+            if "bytes" in extra:
+                row.append(f"`{results['settings'][name]['sent_bytes'] / 1e6:.2f}`")
+            if "spread" in extra:
+                row.append(format_spread(results, name, "distance"))
+        rows.append(row)
+    header = ["setting", "tuned", "loss", "merged", "gain of merging", f"loss against `{other}`"]
+    header += [f"merged against `{other}`"]
+    header += ["MB sent"] * ("bytes" in extra) + ["distance of the workers"] * ("spread" in extra)
+    return f"{title}\n\n{table(header, rows)}"
+
+
+def format_spread(results: dict[str, Any], name: str, key: str) -> str:
+    """Format how far the workers of a setting are apart, or how they move, if it was read."""
+    spread = results["settings"][name].get("spread")
+    return pages.format_interval(mean_interval(spread[key])) if spread else ""
+
+
+def format_third(results: dict[str, Any]) -> str:
+    """Format experiment 3: optimizers of one worker that average while training."""
+    title = "### 3. From passive to active averaging, with one worker"
+    return format_against(results, "3", PLAIN, title)
+
+
+def format_fourth(results: dict[str, Any]) -> str:
+    """Format experiment 4: SPARTA's workers, and the mean over them against the mean over time."""
+    rows = []
+    for name in results["experiments"]["4"]:
+        row = setting_cells(results, name, MODELS)
+        if is_known(results, name):
+            has_workers = "worker" in results["settings"][name]["nats"]
+            models = ((name, "mean"), (name, "merged worker"))
+            row += [format_spread(results, name, key) for key in ("distance", "correlation")]
+            row.append(shown(combine(results, [models[0]], [models[1]])) if has_workers else "")
+            row.append(shown(gain_in_time(results, name)))
+        rows.append(row)
+    header = ["setting", "tuned", "a worker", "mean of the workers", "a worker, merged", "mean, merged", "distance"]
+    header += ["correlation", "mean of workers − merged worker", "gain of merging"]
+    note = (
+        "Distance: of the workers from their mean, as a share of its norm. Correlation: the cosine between the "
+        "movements of two workers over the last snapshots. With DiLoCo, all workers are equal when a snapshot is saved."
+    )
+    return f"### 4. SPARTA: a few parameters at every step\n\n{table(header, rows)}\n\n{note}"
+
+
+def format_fifth(results: dict[str, Any]) -> str:
+    """Format experiment 5: NoLoCo against DiLoCo and periodic averaging."""
+    title = "### 5. NoLoCo: pairs of workers"
+    return format_against(results, "5", f"{DILOCO}, K={WORKERS}", title, ("bytes", "spread"))
+
+
+def format_sixth(results: dict[str, Any]) -> str:
+    """Format experiment 6: Streaming DiLoCo, one key at a time."""
+    title = "### 6. Streaming DiLoCo: loss for the bytes sent"
+    note = (
+        "MB: what a worker contributes to averages over the run. Each row differs from the first in what its name "
+        "says; the first has two fragments (P), no delay (V, steps) and no mixing (alpha), in float32."
+    )
+    return f"{format_against(results, '6', STREAMING, title, ('bytes',))}\n\n{note}"
+
+
+def format_searches(results: dict[str, Any]) -> str:
+    """Say how many settings each contender was tuned over, and whether a best rate is at the edge."""
+    lines = []
+    for group, contenders in results["searched"].items():
+        counts = sorted({len(one["tried"]) for one in contenders.values()})
+        number = " or ".join(map(str, counts))
+        names = ", ".join(f"`{name}`" for name in contenders)
+        lines.append(f"- {group}: {number} settings for each of {len(contenders)} contenders: {names}.")
+    text = (
+        "Rates are the best for the mean of the raw and the merged loss, on other seeds and the part select. Among the "
+        "methods, an outer rate or a half-life is tuned with the rate; among the cells, the rate only."
+    )
+    return "\n".join(["### How the rates were chosen", "", text, "", *lines])
+
+
+# --- The index --------------------------------------------------------------------------------------------------------
+
+
+def summarize(results: dict[str, Any]) -> IndexRow:
+    """Summarize the answer, and what merging in time adds to the best methods."""
+    base = base_name(results)
+    listed = {"periodic averaging": PERIODIC, DILOCO: f"{DILOCO}, K={WORKERS}", SPARTA: f"{SPARTA}, p=0.005"}
+    listed |= {BOTH: f"{BOTH}, p=0.005", NOLOCO: f"{NOLOCO}, K={WORKERS}", STREAMING: STREAMING}
+    gains = [
+        f"{method}: {shown(gain_in_time(results, name))} nats"
+        for method, name in listed.items()
+        if is_known(results, name)
+    ]
+    return IndexRow(
+        10,
+        "Averaging between workers: noise that cancels, or exploration?",
+        "DiLoCo, SPARTA: workers explore, and averages of them generalize better; local SGD: their noise cancels",
+        f"at {base}, {answer(results)}",
+        "raw − merged in time: " + "; ".join(gains),
+    )

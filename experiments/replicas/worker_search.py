@@ -1,0 +1,150 @@
+"""The search of learning rates and outer rates, and the runs that it needs.
+
+Contenders are judged by the mean of the raw loss (over the last marks) and the best merge of their snapshots, on other
+seeds and other documents than those of the results. Two searches: the methods, with a key of each one's own beside the
+rate, then the cells of the sweeps, of which only the rate is tuned. In each, all contenders get as many settings.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from worker_settings import (
+    DILOCO,
+    NOLOCO,
+    Ground,
+    Search,
+    cell_searches,
+    method_searches,
+    twice_the_workers,
+)
+
+from pma_jax.data.sampling import SELECT
+from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.studies import tuning
+from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.study import Study
+from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
+
+FEWEST_UNITS = 32  # of a study that searches; with fewer, as in tests, the first values are taken
+RAW_MARKS = 4  # the raw loss is the mean over that many of the last units: one snapshot is noise
+# No state but the last: nothing is forked.
+COMMON = ("checkpoint.keep_states_at_tokens=()",)
+METHODS, CELLS = "methods", "cells"
+
+
+def planned_run(
+    ground: Ground, seed: int, changes: Sequence[str], evaluations: Sequence[PlannedEvaluation], workers: int = 0
+) -> PlannedRun:
+    """Return a run that saves its points, and those of its workers if there are any."""
+    kinds = "checkpoint.kinds=point,replica" if workers else "checkpoint.kinds=point"
+    return PlannedRun(ground.size, seed, (*changes, *COMMON, kinds), None, tuple(evaluations), ground.units)
+
+
+def is_searched(study: Study) -> bool:
+    """Return whether a study searches rates, or takes the first ones."""
+    return study.units >= FEWEST_UNITS
+
+
+def tuning_seeds(study: Study) -> tuple[int, ...]:
+    """Return the seeds of the search; no more than the study has."""
+    return TUNING_SEEDS[: len(study.seeds)]
+
+
+def evaluations(ground: Ground) -> tuple[PlannedEvaluation, PlannedEvaluation]:
+    """Return what is read of a run of the search: the raw loss at the last marks, and merges at the end."""
+    marks = tuple(range(ground.units - RAW_MARKS + 1, ground.units + 1))
+    merges = tuple(Cell("sma", n) for n in ground.windows)
+    return PlannedEvaluation((RAW,), marks, SELECT), PlannedEvaluation(merges, (ground.units,), SELECT)
+
+
+def search_runs(study: Study, ground: Ground, search: Search, settings: list[list[str]]) -> list[PlannedRun]:
+    """List the runs of settings of a contender, all seeds of one setting after the other."""
+    planned = [
+        planned_run(ground, seed, (*search.changes, *setting), evaluations(ground))
+        for setting in settings
+        for seed in tuning_seeds(study)
+    ]
+    return [dataclasses.replace(run, evaluation_tokens=study.evaluation_tokens // 2) for run in planned]
+
+
+def first_runs(study: Study, ground: Ground) -> list[PlannedRun]:
+    """List the runs of the first settings of all contenders; none if rates are not searched."""
+    if not is_searched(study):
+        return []
+    later = twice_the_workers(ground, {})  # their outer rates are not known yet
+    cells = [search for name, search in cell_searches(ground, {}).items() if name not in later]
+    searches = [*method_searches(ground).values(), *cells]
+    return [
+        run
+        for search in searches
+        for run in search_runs(
+            study, ground, search, [tuning.overrides(search.axes, position) for position in search.grid]
+        )
+    ]
+
+
+def search_all(study: Study, ground: Ground) -> dict[str, Any]:
+    """Search the methods, then the cells; return what was tried, and the best setting of each, for results.json."""
+    methods = search_group(study, ground, method_searches(ground))
+    cells = search_group(study, ground, cell_searches(ground, outer_rates(methods)))
+    return {METHODS: methods, CELLS: cells}
+
+
+def outer_rates(methods: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the best outer rate of the methods that cells read, as overrides."""
+    return {name: methods[name]["best"][1:] for name in (DILOCO, NOLOCO)}
+
+
+def search_group(study: Study, ground: Ground, searches: dict[str, Search]) -> dict[str, Any]:
+    """Search the best setting of each contender."""
+    if not is_searched(study):
+        first = {name: (0,) * len(search.axes) for name, search in searches.items()}
+        return {
+            name: {"best": tuning.overrides(search.axes, first[name]), "tried": []} for name, search in searches.items()
+        }
+    measured: dict[str, dict[tuple[str, ...], dict[str, list[float]]]] = {name: {} for name in searches}
+
+    def contender(name: str) -> Contender:
+        def measure(settings: list[list[str]]) -> list[list[float]]:
+            found = measure_settings(study, ground, searches[name], settings)
+            measured[name].update(zip(map(tuple, settings), found, strict=True))
+            return [np.mean([one["raw"], one["merged"]], axis=0).tolist() for one in found]
+
+        return Contender(name, searches[name].axes, searches[name].grid, measure)
+
+    tuned = tuning.tune([contender(name) for name in searches])
+    return {name: describe(one, measured[name]) for name, one in tuned.items()}
+
+
+def measure_settings(
+    study: Study, ground: Ground, search: Search, settings: list[list[str]]
+) -> list[dict[str, list[float]]]:
+    """Train and evaluate settings; return the raw and the best merged loss of each, one per seed."""
+    runs, count = search_runs(study, ground, search, settings), len(tuning_seeds(study))
+    complete_all(study, runs, study.workers)
+    reading, measured = runs[0].study(study), []
+    for first in range(0, len(runs), count):
+        of_setting = runs[first : first + count]
+        if any(run.has_diverged(study) for run in of_setting):
+            measured.append({"raw": [math.inf] * count, "merged": [math.inf] * count})
+            continue
+        raw, merged = (
+            [reading.losses(run.get(study), evaluation.cells, evaluation.ends, SELECT) for run in of_setting]
+            for evaluation in runs[0].evaluations
+        )
+        by_window = [[one[Cell("sma", n), ground.units] for one in merged] for n in ground.windows]
+        measured.append({"raw": [sum(one.values()) / len(one) for one in raw], "merged": min(by_window, key=sum)})
+    return measured
+
+
+def describe(tuned: Tuned, measured: dict[tuple[str, ...], dict[str, list[float]]]) -> dict[str, Any]:
+    """Return the settings of a contender, and the best, in the layout of results.json."""
+    tried = []
+    for setting, losses in measured.items():
+        is_finite = math.isfinite(sum(losses["raw"]))
+        # None: the run of a seed diverged.
+        tried.append({"setting": list(setting), **(losses if is_finite else dict.fromkeys(losses))})
+    return {"best": tuned.contender.overrides(tuned.best), "tried": tried}
