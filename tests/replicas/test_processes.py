@@ -28,6 +28,7 @@ METHODS = {
     "sparta": {"replicas__sparta_share": 0.05},
     "noloco": {"replicas__interval_tokens": 5 * 256},
 }
+IN_CI = ("streaming", "noloco")  # a gather and pairs; a method takes minutes
 TRAIN = """
 import sys
 from pathlib import Path
@@ -50,9 +51,10 @@ def train_in(tmp_path, config, name, count, devices):
     return open_run(tmp_path / name)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.long) for name in METHODS]
+)
 def test_one_process_equals_two_and_four(workspace, tmp_path, name):
     sizes = {"mesh__replica": 4, "mesh__data": 1} if name == "noloco" else {"mesh__replica": 2, "mesh__data": 2}
     keys = METHODS[name] | sizes | {"training__total_tokens": 12 * 256}
