@@ -141,8 +141,13 @@ class Run:
 
     @property
     def step_folders(self) -> list[str]:
-        """Names of the folders that contain steps, or may: one per kind of snapshot, per worker, and the states."""
-        return [*(kind.folder for kind in SNAPSHOT_KINDS.values()), *self.worker_kinds, STATES]
+        """Names of the folders of steps: those of snapshots, and that of states. Some may not exist."""
+        return [*self.snapshot_folders, STATES]
+
+    @property
+    def snapshot_folders(self) -> list[str]:
+        """Names of the folders of snapshots: one per kind, which may not exist, and one per worker that has any."""
+        return [*(kind.folder for kind in SNAPSHOT_KINDS.values()), *self.worker_kinds]
 
     @property
     def worker_kinds(self) -> list[str]:

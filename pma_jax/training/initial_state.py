@@ -49,13 +49,14 @@ def restore_or_initialize(run: Run, abstract: TrainState, warn: resume.Warn) -> 
     elif "weights" in forked_from and progress.tokens == forked_from["tokens"]:
         state = _with_params_of(run.config, state, forked_from["weights"], "weights", params)
     state = begin_bema(run.config, state, progress.tokens)
-    for folder in run.step_folders[:-1]:
-        newer = resume.agree_on_snapshots(
-            lambda folder=folder: [s for s in run.read_steps(folder) if s.tokens > progress.tokens]
-        )
-        for snapshot in newer:
-            # Verifies the snapshot: the parameters are not used.
-            resume.restore_or_set_aside(run, snapshot, params, warn)
+
+    def list_newer() -> list[Snapshot]:
+        listed = [snapshot for folder in run.snapshot_folders for snapshot in run.read_steps(folder)]
+        return [snapshot for snapshot in listed if snapshot.tokens > progress.tokens]
+
+    for snapshot in resume.agree_on_snapshots(list_newer):
+        # Verifies the snapshot: the parameters are not used.
+        resume.restore_or_set_aside(run, snapshot, params, warn)
     return state, progress
 
 
