@@ -24,7 +24,7 @@ from worker_settings import (
 from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import tuning
-from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, measure_raw_and_merged
 from pma_jax.studies.study import Study
 from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
 
@@ -123,21 +123,7 @@ def measure_settings(
     study: Study, ground: Ground, search: Search, settings: list[list[str]]
 ) -> list[dict[str, list[float]]]:
     """Train and evaluate settings; return the raw and the best merged loss of each, one per seed."""
-    runs, count = search_runs(study, ground, search, settings), len(tuning_seeds(study))
-    complete_all(study, runs, study.workers)
-    reading, measured = runs[0].study(study), []
-    for first in range(0, len(runs), count):
-        of_setting = runs[first : first + count]
-        if any(run.has_diverged(study) for run in of_setting):
-            measured.append({"raw": [math.inf] * count, "merged": [math.inf] * count})
-            continue
-        raw, merged = (
-            [reading.losses(run.get(study), evaluation.cells, evaluation.ends, SELECT) for run in of_setting]
-            for evaluation in runs[0].evaluations
-        )
-        by_window = [[one[Cell("sma", n), ground.units] for one in merged] for n in ground.windows]
-        measured.append({"raw": [sum(one.values()) / len(one) for one in raw], "merged": min(by_window, key=sum)})
-    return measured
+    return measure_raw_and_merged(study, search_runs(study, ground, search, settings), len(tuning_seeds(study)))
 
 
 def describe(tuned: Tuned, measured: dict[tuple[str, ...], dict[str, list[float]]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pma_jax.reporting.panels import LinePanel, draw_lines, interval_line
 from pma_jax.studies import pages, run_cache, tuning
 from pma_jax.studies.experiment import run_experiment
 from pma_jax.studies.pages import IndexRow
-from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, complete_all
+from pma_jax.studies.planned import OtherWork, Plan, PlannedEvaluation, PlannedRun, measure_raw_and_merged
 from pma_jax.studies.statistics import mean_interval, paired_estimate
 from pma_jax.studies.study import SIZES, Study
 from pma_jax.studies.tuning import TUNING_SEEDS, Axis, Contender, Position, Tuned
@@ -148,21 +148,7 @@ def runs_of(study: Study, size: str, horizon: str, settings: list[list[str]]) ->
 
 def measure_settings(study: Study, size: str, horizon: str, settings: list[list[str]]) -> list[dict[str, list[float]]]:
     """Train and evaluate settings; return, for each, the losses of each contender, one per seed."""
-    runs = runs_of(study, size, horizon, settings)
-    complete_all(study, runs, study.workers)
-    short, measured = runs[0].study(study), []
-    for first in range(0, len(runs), len(study.seeds)):
-        of_setting = runs[first : first + len(study.seeds)]
-        if any(run.has_diverged(study) for run in of_setting):
-            measured.append({name: [math.inf] * len(study.seeds) for name in CONTENDERS})
-            continue
-        raw, merged = (
-            [short.losses(run.get(study), evaluation.cells, evaluation.ends, SELECT) for run in of_setting]
-            for evaluation in runs[0].evaluations
-        )
-        by_span = [[one[Cell("sma", span), UNITS] for one in merged] for span in SPANS]
-        measured.append({"raw": [sum(one.values()) / len(one) for one in raw], "merged": min(by_span, key=sum)})
-    return measured
+    return measure_raw_and_merged(study, runs_of(study, size, horizon, settings), len(study.seeds))
 
 
 def describe(tuned: Tuned) -> dict[str, Any]:

@@ -9,6 +9,7 @@ Command of a worker:   python -m pma_jax.studies.planned LIST.json
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Hashable, Sequence
@@ -148,6 +149,34 @@ class OtherWork:
 
 
 Plan = Sequence[PlannedRun | OtherWork]
+
+
+def measure_raw_and_merged(study: Study, runs: Sequence["PlannedRun"], count: int) -> list[dict[str, list[float]]]:
+    """Train the runs of settings; return the `raw` and the `merged` losses of each setting, one per seed.
+
+    Args:
+        study: The study, whose seeds and cache are used.
+        runs: The runs of each setting, one after the other. All have the same two evaluations. The mean of the first is
+            the raw loss; of the merges of the second, the one with the lowest mean over seeds counts.
+        count: Runs per setting, one per seed.
+
+    Returns:
+        The losses in nats per token; all are infinite if a run of the setting diverged.
+    """
+    complete_all(study, runs, study.workers)
+    reading, measured = runs[0].study(study), []
+    for first in range(0, len(runs), count):
+        of_setting = runs[first : first + count]
+        if any(run.has_diverged(study) for run in of_setting):
+            measured.append({name: [math.inf] * count for name in ("raw", "merged")})
+            continue
+        raw, merged = (
+            [reading.losses(run.get(study), evaluation.cells, evaluation.ends, evaluation.part) for run in of_setting]
+            for evaluation in runs[0].evaluations
+        )
+        by_merge = [[one[merge] for one in merged] for merge in merged[0]]
+        measured.append({"raw": [sum(one.values()) / len(one) for one in raw], "merged": min(by_merge, key=sum)})
+    return measured
 
 
 def complete_all(study: Study, plan: Plan, workers: int) -> None:

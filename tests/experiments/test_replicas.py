@@ -241,7 +241,7 @@ def test_page_says_which_settings_diverged(ground):
     diverged = ("K=4, H=32", "DiLoCo, eta=1, beta=0.9", "SPARTA, p=0.005, rate x2", "plain")
     results = made_up_results(ground, diverged)
     text = worker_page.report(results)
-    assert text.count("diverged with 1 seeds") == 5, "K=4, H=32 stands in two tables"
+    assert text.count("diverged with 1 seeds") == 5, "K=4, H=32 is a row of two tables"
     assert pages.find_bare_figures(text) == []
     assert all(dataclasses.astuple(worker_page.summarize(results))) and worker_figure.draw(results)
 
