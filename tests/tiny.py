@@ -220,6 +220,15 @@ def assert_close(actual, expected, rtol: float, atol: float = 0.0) -> None:
         np.testing.assert_allclose(actual[name], expected[name], rtol=rtol, atol=atol, err_msg=name)
 
 
+def train_split(folder: Path, workspace: Path, **keys) -> Run:
+    """Train on a mesh that splits the parameters; assert that the losses equal those of a mesh that copies them."""
+    copies = train(config(workspace, **keys), folder / "copies")
+    split = train(config(workspace, **keys, mesh__data=2, mesh__fsdp=2, mesh__tensor=2), folder / "split")
+    for a, b in zip(split.snapshots, copies.snapshots, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+    return split
+
+
 def numbers(run: Run, after: int = 0) -> list[dict]:
     """Return the records of metrics.jsonl after `after` tokens, without wall-clock measurements."""
     clock = ("tokens_per_second", "seconds")
