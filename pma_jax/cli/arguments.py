@@ -143,7 +143,7 @@ def _add_merge_verb(subparsers: Any) -> None:
     verb.add_argument(
         "--tolerance", type=values.tokens, metavar="T", help="largest distance from --every's positions (V/10)"
     )
-    verb.add_argument("--kind", type=values.snapshot_kind, help="of a run: point, block_mean or worker_<k>")
+    _add_kind(verb, "of a run's snapshots to merge")
     _add_merge_options(verb)
     verb.add_argument(
         "--shard-size", default="5GB", type=values.size, metavar="SIZE", help="largest file (default 5GB)"
@@ -254,7 +254,7 @@ def _add_preview_verbs(subparsers: Any) -> None:
     verb.add_argument(
         "--intervals", default="1", type=values.positives, metavar="I,I", help="merge every I-th snapshot (default 1)"
     )
-    verb.add_argument("--kind", type=values.snapshot_kind, help="kind of a run's snapshots (default point)")
+    _add_kind(verb, "of a run's snapshots; default point")
     _add_task_options(verb)
     _add_score_options(verb)
 
@@ -264,11 +264,15 @@ def _add_preview_verbs(subparsers: Any) -> None:
     verb.add_argument(
         "--windows", type=values.positives, metavar="N,N", help="windows (default: the run's preview.windows)"
     )
-    verb.add_argument(
-        "--kind", type=values.snapshot_kind, help="snapshots (default: the first kind that the run saves)"
-    )
+    _add_kind(verb, "default: the first that the run saves")
     verb.add_argument("--poll-seconds", default=5.0, type=values.seconds, help="seconds between checks (default 5)")
     verb.add_argument("--once", action="store_true", help="preview the existing snapshots and exit")
+
+
+def _add_kind(verb: argparse.ArgumentParser, note: str) -> None:
+    verb.add_argument(
+        "--kind", type=values.snapshot_kind, metavar="KIND", help=f"point, block_mean, worker_<k> ({note})"
+    )
 
 
 def _add_evaluation_verbs(subparsers: Any) -> None:

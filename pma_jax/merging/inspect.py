@@ -5,7 +5,7 @@ from typing import Any
 
 from etils import epath
 
-from pma_jax.config import SNAPSHOT_KINDS
+from pma_jax.config import snapshot_kind
 from pma_jax.config.errors import UserError
 from pma_jax.merging import gather
 from pma_jax.merging.listing import list_checkpoints
@@ -35,10 +35,7 @@ def inspect(path: epath.PathLike, subtrees: Sequence[str] = ()) -> dict[str, Any
             "path": str(run.path),
             "snapshots": _list_snapshots(run, "point"),
             "block_means": _list_snapshots(run, "block_mean"),
-            "workers": {
-                kind: [{"step": s.step, "tokens": s.tokens, "loss": s.loss} for s in run.of_kind(kind)]
-                for kind in run.worker_kinds
-            },
+            "workers": {kind: _list_snapshots(run, kind) for kind in run.worker_kinds},
             "states": [{"step": s.step, "tokens": s.tokens} for s in run.states],
             "facts": run.metadata,
         }
@@ -151,7 +148,7 @@ def _run_lines(description: dict[str, Any]) -> list[str]:
 
 def _list_snapshots(run: Run, kind: str) -> list[dict[str, Any]]:
     """List the snapshots of one kind, with their losses and the digests of the text of these (None: not recorded)."""
-    record_kind = SNAPSHOT_KINDS[kind].record_kind
+    record_kind = snapshot_kind(kind).record_kind
     texts = {record["tokens"]: record.get("text") for record in run.metrics if record["kind"] == record_kind}
     return [
         {"step": s.step, "tokens": s.tokens, "loss": s.loss, "text": texts.get(s.tokens)} for s in run.of_kind(kind)

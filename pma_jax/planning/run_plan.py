@@ -56,8 +56,8 @@ def plan_run(
     for name, lower in aot.program_lowerings(config, mesh).items():
         log(f"compiling the {name.replace('_', ' ')} for {topology.name}")
         report = aot.compile_program(lower, mesh)
-        kernel_flops = count_kernel_flops(config, mesh, name, report.program)
-        programs[name] = program_numbers(report, topology.chip, kernel_flops, _far_parts(mesh, topology))
+        kernel_flops = _kernel_flops(config, mesh, name, report.program)
+        programs[name] = _program_numbers(report, topology.chip, kernel_flops, _far_parts(mesh, topology))
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
     leaves = jax.tree.leaves(params)
     return {
@@ -71,7 +71,7 @@ def plan_run(
         "largest_leaf_bytes_per_device": max(map(disk.bytes_per_device, leaves)),
         "programs": programs,
         "workers": worker_count(config, mesh) if config.replicas.method != "none" else 0,
-        "far_traffic": far_traffic(config, programs, step_seconds) if _far_parts(mesh, topology) > 1 else [],
+        "far_traffic": _far_traffic(config, programs, step_seconds) if _far_parts(mesh, topology) > 1 else [],
         "training": _training_numbers(config, topology, step_seconds),
         "storage": disk.estimate_storage_bytes(config, state),
         "storage_times": disk.estimate_write_and_merge_seconds(
@@ -106,7 +106,7 @@ def _topology_numbers(topology: aot.Topology) -> dict[str, Any]:
     }
 
 
-def count_kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, program: hlo.Program | None) -> float:
+def _kernel_flops(config: Config, mesh: jax.sharding.Mesh, name: str, program: hlo.Program | None) -> float:
     """Estimate the FLOPs per device that a program needs in hand-written kernels.
 
     Attention kernels declare no FLOPs, so theirs are computed from the model, without rematerialization. Expert kernels
@@ -139,7 +139,7 @@ def _far_parts(mesh: jax.sharding.Mesh, topology: aot.Topology) -> int:
     return mesh.shape["replica"] if mesh.shape["replica"] > 1 else topology.slice_count
 
 
-def program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float, far_parts: int) -> dict[str, Any]:
+def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float, far_parts: int) -> dict[str, Any]:
     """Return the numbers of one program; only those of the compilation if it does not fit in memory."""
     compilation = {
         "compiled": report.out_of_memory_message is None,
@@ -179,7 +179,7 @@ def _far_bytes(program: hlo.Program, parts: int) -> float:
     return between + counts.inter_slice_sent_bytes(program)
 
 
-def far_traffic(config: Config, programs: dict[str, Any], step_seconds: float | None) -> list[dict[str, Any]]:
+def _far_traffic(config: Config, programs: dict[str, Any], step_seconds: float | None) -> list[dict[str, Any]]:
     """Return what is sent between replicas or slices: by each step, and by each kind of sync.
 
     A sync is waited for if sending takes longer than the steps until the next one of its kind. `bytes_per_second` is

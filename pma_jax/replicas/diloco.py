@@ -43,7 +43,7 @@ def sync(config: ReplicasConfig, workers: Workers) -> Workers:
 def outer_step(
     optimizer: optax.GradientTransformation, rate: float, change: Tree, theta: Tree, momentum: Tree
 ) -> tuple[Tree, Tree]:
-    """Return theta and its momentum after a step of SGD, as `optax.sgd` takes it.
+    """Apply one step of SGD with momentum, as `optax.sgd` does; return the new theta and its momentum.
 
     Args:
         optimizer: The momentum, an `optax.trace`.

@@ -113,7 +113,7 @@ def make_sync(config: ReplicasConfig, sync: Sync, mesh: jax.sharding.Mesh) -> Ca
 
 
 def worker_params(config: ReplicasConfig, workers: Workers) -> Tree:
-    """Return the parameters of each worker, [K, ...], of which the mean stands for all if there are no outer ones."""
+    """Return the parameters of each worker, [K, ...]: those that a method without shared outer parameters averages."""
     return workers.outer["params"] if config.method == "noloco" else workers.params
 
 

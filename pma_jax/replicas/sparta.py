@@ -20,6 +20,7 @@ import numpy as np
 from jax import P
 
 from pma_jax.replicas.workers import Tree, axis_size, on_shards, sum_over_devices
+from pma_jax.runtime.mesh import axes_of
 
 SEED = 0  # of the choice; it is the same in all workers and runs
 
@@ -33,7 +34,8 @@ def average_share(params: Tree, share: float, step: jax.Array) -> Tree:
         step: Number of the step, int32 scalar; it decides which elements are chosen.
     """
     # A leaf that several devices hold in full has the same elements chosen there, one that is split other ones.
-    split_axes = [tuple(axis for entry in _entries(leaf) for axis in entry) for leaf in jax.tree.leaves(params)]
+    specs = [jax.typeof(leaf).sharding.spec[1:] for leaf in jax.tree.leaves(params)]  # without the dim of workers
+    split_axes = [tuple(axis for entry in spec for axis in axes_of(entry)) for spec in specs]
 
     def average(shards: list[jax.Array], step: list[jax.Array]) -> list[jax.Array]:
         key = jax.random.fold_in(jax.random.key(SEED), step[0])
@@ -60,9 +62,3 @@ def choose(key: jax.Array, size: int, share: float) -> jax.Array:
     bounds = np.arange(count + 1, dtype=np.int64) * size // count
     low, length = bounds[:-1].astype(np.int32), np.diff(bounds).astype(np.int32)
     return jnp.asarray(low) + jax.random.randint(key, (count,), 0, length, jnp.int32)
-
-
-def _entries(leaf: jax.Array) -> list[tuple[str, ...]]:
-    """Return the mesh axes that split each dim of a leaf, but that of the workers."""
-    spec = jax.typeof(leaf).sharding.spec[1:]
-    return [(entry,) if isinstance(entry, str) else entry or () for entry in spec]

@@ -50,9 +50,9 @@ def send(config: ReplicasConfig, workers: Workers, fragment: int) -> Workers:
     if config.streaming_dtype == "float32":
         change = mean(change_K)
     else:
-        rounded_K = quantized(change_K, config.streaming_dtype)
         change = gathered_mean(change_K, config.streaming_dtype)
         if config.streaming_error_feedback:
+            rounded_K = quantized(change_K, config.streaming_dtype)
             left = [exact - rounded for exact, rounded in zip(change_K, rounded_K, strict=True)]
             outer["residuals"] = fragments.put(outer["residuals"], left, fragment, count, dim=1)
     optimizer = optax.trace(config.streaming_momentum, nesterov=True)

@@ -1,7 +1,7 @@
 """Workers: what each of them trains, as a leading dim of every leaf, and the mean over them.
 
-Worker k has the k-th entry of the first dim of each leaf, which is split over the mesh axis `replica`; what is left per
-device is a dim that the train step maps over. The functions of this package are traced, under `jax.set_mesh`. They
+The first dim of each leaf is that of the workers. The mesh axis `replica` splits it, and the train step is mapped over
+the workers of each device. The functions of this package are traced, under `jax.set_mesh`. They
 compute on the shards of each device in a `shard_map` over all axes of the mesh, so that the only collectives are those
 that they name.
 
@@ -46,8 +46,8 @@ def broadcast(tree: Tree, count: int) -> Tree:
     return jax.tree.map(copies, tree)
 
 
-def entry(tree: Tree, worker: jax.Array) -> Tree:
-    """Return the entry of one worker on all devices: [K, ...] to [...]. Each leaf is sent once.
+def select_worker(tree: Tree, worker: jax.Array) -> Tree:
+    """Return what one worker has, on all devices: [K, ...] to [...]. Each leaf is sent once.
 
     Args:
         tree: What each worker has.

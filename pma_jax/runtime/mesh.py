@@ -134,7 +134,7 @@ def check_mesh(config: Config, mesh: jax.sharding.Mesh) -> None:
             f"set it to {here}"
         )
     _check_workers(config, mesh)
-    # Of each worker of a device along `replica`.
+    # Sequences that are trained at once: those of one worker per device along `replica`.
     per_step = config.training.batch_size_sequences // config.training.accumulation_steps
     per_step = per_step * mesh.shape["replica"] // worker_count(config, mesh)
     steps = "accumulation_steps" if config.replicas.method == "none" else "accumulation_steps / workers per device"

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from pma_jax.config import SNAPSHOT_KINDS, WORKER_PREFIX, WORKER_SNAPSHOTS
+from pma_jax.config import SNAPSHOT_KINDS, WORKER_PREFIX, WORKER_SNAPSHOTS, snapshot_kind
 from pma_jax.config.errors import DivergenceError
 from pma_jax.data.sampling import HeldOutLoss
 from pma_jax.evaluation.held_out import Evaluator
@@ -117,7 +117,9 @@ class PeriodicActions:
         for kind in params:
             self._evaluate_and_save(kind, params[kind], progress)
         if WORKER_SNAPSHOTS in self._config.checkpoint.kinds:
-            self._save_workers(state, progress)
+            for worker in range(worker_dim(state.params)):
+                kind = f"{WORKER_PREFIX}{worker}"
+                self._evaluate_and_save(kind, params_of_worker(state, worker), progress, worker=worker)
         self._preview_merges(params[self._config.checkpoint.kinds[0]], progress)
         return state
 
@@ -132,27 +134,26 @@ class PeriodicActions:
             writer.finish()
         states.save_state(self._states, state, progress)
 
-    def _evaluate_and_save(self, kind: str, params: Params, progress: Progress) -> None:
+    def _evaluate_and_save(self, name: str, params: Params, progress: Progress, **values: Any) -> None:
+        """Evaluate the parameters of a snapshot, and save them if the run has a writer for its kind.
+
+        Args:
+            name: The kind of snapshot, as `config.snapshot_kind` takes it.
+            params: The parameters.
+            progress: The position of the run.
+            **values: Further fields of the record.
+        """
+        kind = snapshot_kind(name)
         evaluated = self._evaluator(params)
-        check_loss_is_finite(evaluated.loss, kind, progress)
-        self._write(SNAPSHOT_KINDS[kind].record_kind, progress, evaluated)
-        if kind in self._config.checkpoint.kinds:
-            self._save(SNAPSHOT_KINDS[kind].folder, kind, params, progress, evaluated.loss)
-        if kind == "point":
+        check_loss_is_finite(evaluated.loss, name, progress)
+        self._write(kind.record_kind, progress, evaluated, **values)
+        if kind.folder in self._snapshots:
+            stored_kind = name if name in SNAPSHOT_KINDS else "point"  # what a worker saves are points
+            place = self._run.path, progress.step, progress.tokens
+            snapshot = Snapshot(*place, evaluated.loss, self._config, kind=stored_kind)
+            snapshots.save_snapshot(self._snapshots[kind.folder], params, snapshot)
+        if name == "point":
             self._score_tasks(params, progress, RAW_LABEL)
-
-    def _save_workers(self, state: TrainState, progress: Progress) -> None:
-        """Evaluate and save the parameters of each worker."""
-        for worker in range(worker_dim(state.params)):
-            params = params_of_worker(state, worker)
-            evaluated = self._evaluator(params)
-            check_loss_is_finite(evaluated.loss, f"worker {worker}'s", progress)
-            self._write("worker", progress, evaluated, worker=worker)
-            self._save(f"{WORKER_PREFIX}{worker}", "point", params, progress, evaluated.loss)
-
-    def _save(self, folder: str, kind: str, params: Params, progress: Progress, loss: float) -> None:
-        snapshot = Snapshot(self._run.path, progress.step, progress.tokens, loss, self._config, kind=kind)
-        snapshots.save_snapshot(self._snapshots[folder], params, snapshot)
 
     def _preview_merges(self, params: Params, progress: Progress) -> None:
         preview_config = self._config.preview

@@ -86,9 +86,9 @@ def open_or_create(config: Config, workdir: epath.PathLike, metadata: dict[str, 
     if not is_run(workdir):
         return create_run(workdir, config, metadata)
     run = open_run(workdir)
-    changed = configuration.differences_affecting_results(run.config, config)
     # The number of workers may change: see training/worker_count.py.
-    changed = [difference for difference in changed if not difference.startswith("replicas.count: ")]
+    replicas = dataclasses.replace(config.replicas, count=run.config.replicas.count)
+    changed = configuration.differences_affecting_results(run.config, dataclasses.replace(config, replicas=replicas))
     if changed:
         raise UserError(
             f"{workdir} holds a run with another configuration ({'; '.join(changed)}): "

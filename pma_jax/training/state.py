@@ -10,7 +10,7 @@ import optax
 from pma_jax.config import Config
 from pma_jax.model.decoder import Params, init_params
 from pma_jax.replicas import method
-from pma_jax.replicas.workers import Workers, broadcast, entry, mean
+from pma_jax.replicas.workers import Workers, broadcast, mean, select_worker
 from pma_jax.runtime.mesh import abstract_arrays, worker_count
 from pma_jax.training import averages, optimizer, spikes
 from pma_jax.training.averages import BiasCorrectedMean, RunningMean
@@ -95,10 +95,10 @@ def eval_params(config: Config, state: TrainState) -> Params:
 
 def params_of_worker(state: TrainState, worker: int) -> Params:
     """Return the parameters that a worker of `replicas` trains, without a dim of workers."""
-    return _entry_of_worker(state.params, jnp.int32(worker))
+    return _select_worker(state.params, jnp.int32(worker))
 
 
-_entry_of_worker = jax.jit(entry)
+_select_worker = jax.jit(select_worker)
 _shared_params = jax.jit(method.shared_params, static_argnums=0)
 _mean_over_workers = jax.jit(mean)
 
@@ -201,7 +201,7 @@ def replace_params(config: Config, state: TrainState, params: Params, **changes:
 
 def _replace_params_of_workers(config: Config, state: TrainState, params: Params) -> TrainState:
     """Start all workers from `params`, with the moments that they have, and the method from its start."""
-    count = jax.tree.leaves(state.params)[0].shape[0]
+    count = worker_dim(state.params)
 
     def start(params: Params) -> tuple[Params, Any]:
         return broadcast(params, count), method.init(config.replicas, params, count)

@@ -1,4 +1,4 @@
-"""Metrics of a step of several workers, [K, ...]: those of each worker of this process, and those of all together."""
+"""Metrics of a train step with several workers, [K, ...]: per worker of this process, and averaged over all workers."""
 
 from typing import Any
 
