@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # tests need. Without them the tests that compare with them are skipped.
 EXTRAS ?=
 TESTS ?= tests
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 # The point where the annealed branches leave the constant one: 80% of the demo's horizon.
 FORK_TOKENS := 4096000
 
@@ -40,8 +40,8 @@ test: setup
 
 # The tests marked slow. Those marked long are run by hand: .venv/bin/python -m pytest -n 2 --slow -m long
 slow: setup
-	PMA_TEST_DEVICES=1 $(PYTEST) --slow -m "slow and not mesh" $(TESTS) || [ $$? -eq 5 ]
-	PMA_TEST_DEVICES=8 $(PYTEST) --slow -m "slow and mesh" $(TESTS) || [ $$? -eq 5 ]
+	PMA_TEST_DEVICES=1 $(PYTEST) --slow -m "slow and not long and not mesh" $(TESTS) || [ $$? -eq 5 ]
+	PMA_TEST_DEVICES=8 $(PYTEST) --slow -m "slow and not long and mesh" $(TESTS) || [ $$? -eq 5 ]
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -33,7 +33,9 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 # Disable deadlines: on a busy machine an example may take arbitrarily long.
-hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "untimed", max_examples=50, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("untimed")
 
 

@@ -18,7 +18,7 @@ def script():
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_script_trains_classifies_and_plots(script, workspace, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "BASE", [])
     monkeypatch.setattr(script, "FROM_SCRATCH", {"clean": ["schedule.peak_rate=0.01"]})

@@ -154,6 +154,12 @@ class Decoder(nnx.Module):
 
 def graph_definition(config: ModelConfig) -> nnx.GraphDef:
     """Return the graph definition of a `Decoder`: its structure without parameters. Call it under `jax.set_mesh`."""
+    return _graph_definition(config, jax.sharding.get_abstract_mesh())
+
+
+@functools.lru_cache(maxsize=16)
+def _graph_definition(config: ModelConfig, mesh: jax.sharding.AbstractMesh) -> nnx.GraphDef:
+    del mesh  # it is the current one; part of the key, because it decides which configurations are refused
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=jax.random.key(0)))))
 
 
@@ -167,6 +173,11 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
     """Describe the shape, dtype and sharding on `mesh` of every parameter."""
+    return jax.tree.map(lambda leaf: leaf, _abstract_params(config, mesh))  # a caller may change its dicts
+
+
+@functools.lru_cache(maxsize=16)  # tracing takes longer than reading a small snapshot
+def _abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
     return abstract_arrays(mesh, lambda: init_params(config, jax.random.key(0)))
 
 

@@ -79,7 +79,7 @@ def measure_speed(study: Study, size: str) -> Speed:
 def _speeds(study: Study, config: Config) -> Iterable[Speed]:
     """Yield the speed of each finished run in the cache that has the model of `config` and was evaluated."""
     for run in run_cache.finished_runs(study.cache):
-        if run.config.model != config.model:
+        if run.config.model != config.model or run_cache.has_losses_only(run):
             continue
         trained, evaluated = run_cache.training_cost(run), run_cache.evaluation_cost(run)
         if not trained["seconds"] or not evaluated["tokens"]:

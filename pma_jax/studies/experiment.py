@@ -29,7 +29,7 @@ from pma_jax.runtime.formatting import format_text
 from pma_jax.runtime.signals import Stopped
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import parse_untrusted_json
-from pma_jax.studies import pages
+from pma_jax.studies import pages, recorded_runs
 from pma_jax.studies.estimate import describe_estimate, estimate
 from pma_jax.studies.pages import IndexRow
 from pma_jax.studies.planned import Plan, complete_all
@@ -51,7 +51,13 @@ TINY = (
     "schedule.warmup_tokens=256",
     "checkpoint.block_every_steps=1",
 )
-TINY_OPTIONS = {"sizes": (SIZES[0], SIZES[-1]), "seeds": (0, 1), "units": 16, "evaluation_tokens": 512}
+TINY_OPTIONS = {
+    "sizes": (SIZES[0], SIZES[-1]),
+    "seeds": (0, 1),
+    "units": 16,
+    "evaluation_tokens": 512,
+    "recorded": None,
+}
 OPTIONS = ("sizes", "seeds", "units", "evaluation_tokens", "margin")  # fields of `Study` that results record
 
 
@@ -182,6 +188,8 @@ def _measure(
 
 def _study(options: Any, overrides: Sequence[str]) -> Study:
     settings = {name: getattr(options, name) for name in OPTIONS}
+    if options.recorded and options.recorded.exists():
+        recorded_runs.read_into_cache(options.recorded, options.runs)
     return Study(
         options.runs.resolve(), overrides=tuple(overrides), workers=options.jobs, tuned=options.tuned, **settings
     )
@@ -206,6 +214,12 @@ def _parse(
     add("--margin", type=float, help="nats within which losses count as equal (default %(default)s)")
     add("--tuned", type=Path, help="results.json of the experiment tuning (default %(default)s)")
     add(
+        "--recorded",
+        type=Path,
+        help="losses of runs that were trained on another machine: made by pma_jax.studies.recorded_runs (default "
+        "%(default)s, if it exists)",
+    )
+    add(
         "--estimate",
         action="store_true",
         help="only estimate the machine time, after short runs of sizes whose speed is not known",
@@ -214,7 +228,8 @@ def _parse(
     add("--redraw", action="store_true", help="only rewrite tables and figures, from results.json")
     of_study = {field.name: field.default for field in dataclasses.fields(Study)}
     tuned = folder.parent / "tuning" / "results.json"
-    parser.set_defaults(**{name: of_study[name] for name in OPTIONS} | {"tuned": tuned} | defaults)
+    files = {"tuned": tuned, "recorded": folder.parent / "recorded_runs.jsonl.gz"}
+    parser.set_defaults(**{name: of_study[name] for name in OPTIONS} | files | defaults)
     if parser.parse_known_args(arguments)[0].tiny:
         parser.set_defaults(**TINY_OPTIONS)
     options, rest = parser.parse_known_args(arguments)

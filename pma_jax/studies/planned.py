@@ -104,6 +104,10 @@ class PlannedRun:
         Raises:
             DivergenceError: The run diverged.
         """
+        if any(self.missing_tokens(study)):
+            for found in (self.find(study), dataclasses.replace(self, branch=None).find(study)):
+                if found is not None:
+                    run_cache.forget(found)  # training and evaluating needs the snapshots and states
         run = self.get(study)
         for planned in self.evaluations:
             self.study(study).document_losses(run, planned.cells, planned.ends, planned.part)
@@ -113,12 +117,13 @@ class PlannedRun:
         if self.has_diverged(study):
             return 0, 0
         run, study = self.find(study), self.study(study)
+        missing = 0
         if run is not None:
             unit, config = study.unit_tokens(run), study.evaluation_config(run)
-            missing = 0
             for planned in self.evaluations:
                 pairs = [(cell, end * unit) for cell in planned.cells for end in planned.ends]
                 missing += count_missing(run, pairs, planned.part, config)
+        if run is not None and not (missing and run_cache.has_losses_only(run)):
             return 0, missing * study.evaluation_tokens
         config = study.trunk_config(self.size, self.seed, self.changes)
         trained = config.training.total_tokens

@@ -8,6 +8,8 @@
     CACHE/<key>/merged/        merges of the run's snapshots, from which forks can start
     CACHE/compiled/            JAX's persistent compilation cache, so that each program is compiled once
 
+An entry may hold the losses of a run that was trained on another machine, without its snapshots (recorded_runs.py).
+
 A machine second is a second of all cores: a process that has half of them takes half of one per second.
 
 The key of a run is the digest of its configuration. The key of a fork is a digest of its parent's key, the tokens of
@@ -46,14 +48,16 @@ from pma_jax.training import fork
 from pma_jax.training.loop import train
 
 TRAINED = "trained.json"
+EVALUATED = "evaluated.json"
 
 
-class _Trained(TypedDict):
+class Trained(TypedDict):
     """Contents of trained.json."""
 
     seconds: float
     is_finished: bool
     divergence: NotRequired[str]  # the error, if the run diverged
+    has_losses_only: NotRequired[bool]  # trained elsewhere: recorded_runs.py
 
 
 def get_or_train(cache: epath.PathLike, config: Config) -> Run:
@@ -140,6 +144,19 @@ def find_fork(cache: epath.PathLike, source: Run, at_tokens: int, changes: Itera
     return _find_entry(absolute_path(cache) / _fork_key(cache, source, at_tokens, config, None))
 
 
+def has_losses_only(run: Run) -> bool:
+    """Return whether the cache has the losses of a run, but not its snapshots."""
+    return _read_trained(run.path.parent).get("has_losses_only", False)
+
+
+def forget(run: Run) -> None:
+    """Remove a run if only its losses are there, so that it is trained again."""
+    with lock.hold(run.path.parent, wait=True):
+        if has_losses_only(run):
+            (run.path.parent / TRAINED).unlink()
+            run.path.rmtree()
+
+
 def finished_runs(cache: epath.PathLike) -> Iterator[Run]:
     """Yield the finished runs of the cache."""
     for path in sorted(absolute_path(cache).glob("*/run")):
@@ -151,12 +168,12 @@ def add_evaluation_cost(run: Run, seconds: float, tokens: int) -> None:
     """Add wall seconds to the cost of the evaluations of a run's merges; outside a cache, nothing is recorded."""
     if (run.path.parent / TRAINED).exists():
         spent = {"seconds": seconds * machine_share(), "tokens": tokens}
-        update_json(run.path.parent / "evaluated.json", dict[str, float], lambda cost: _add(cost, spent))
+        update_json(run.path.parent / EVALUATED, dict[str, float], lambda cost: _add(cost, spent))
 
 
 def evaluation_cost(run: Run) -> dict[str, float]:
     """Return the machine `seconds` and the `tokens` of the recorded evaluations of a run's merges."""
-    path = run.path.parent / "evaluated.json"
+    path = run.path.parent / EVALUATED
     return read_json(as_path(path), dict[str, float]) if path.exists() else {"seconds": 0.0, "tokens": 0}
 
 
@@ -177,7 +194,7 @@ def _add(cost: dict[str, float] | None, spent: dict[str, float]) -> dict[str, fl
 
 
 def _fork_key(cache: epath.PathLike, source: Run, at_tokens: int, config: Config, weights: Snapshot | None) -> str:
-    state_tokens = fork.state_at(source, at_tokens).tokens
+    state_tokens = at_tokens if has_losses_only(source) else fork.state_at(source, at_tokens).tokens
     parts = [entry_key(cache, source), state_tokens, _weights_key(weights), configuration.digest(config)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -186,9 +203,9 @@ def _find_entry(entry: epath.Path) -> Run | None:
     return open_run(entry / "run") if _read_trained(entry)["is_finished"] else None
 
 
-def _read_trained(entry: epath.Path) -> _Trained:
+def _read_trained(entry: epath.Path) -> Trained:
     path = entry / TRAINED
-    return read_json(as_path(path), _Trained) if path.exists() else {"seconds": 0.0, "is_finished": False}
+    return read_json(as_path(path), Trained) if path.exists() else {"seconds": 0.0, "is_finished": False}
 
 
 def _divergence(entry: epath.Path) -> str:
@@ -206,6 +223,9 @@ def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path]
         if divergence := hosts.broadcast_from_first(lambda: _divergence(entry)):
             raise DivergenceError(divergence)
         exists = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
+        if exists and has_losses_only(run := open_run(folder)):
+            check_corpus(run, prepare_tokens(config))
+            return run
         if start and not exists:
             start(folder)
         if exists and _is_finished(run := open_run(folder)):
@@ -230,7 +250,7 @@ def _record(entry: epath.Path, wall_seconds: float, is_finished: bool, divergenc
     """Record how a session of an entry's training ended, and add its machine seconds."""
     if hosts.is_first_process():
         seconds = _read_trained(entry)["seconds"] + wall_seconds * machine_share()
-        trained: _Trained = {"seconds": seconds, "is_finished": is_finished}
+        trained: Trained = {"seconds": seconds, "is_finished": is_finished}
         if divergence:
             trained["divergence"] = divergence
         atomic.write_text(entry / TRAINED, json.dumps(trained) + "\n")

@@ -173,6 +173,11 @@ class Study:
         tokens, evaluation = [end * self.unit_tokens(run) for end in ends], self.evaluation_config(run)
         pairs = [(cell, at) for at in tokens for cell in cells]
         missing = count_missing(run, pairs, part, evaluation)
+        if missing and run_cache.has_losses_only(run):
+            raise UserError(
+                f"{run.path}: only the losses of this run are here, and not those of {missing} merges that are read "
+                f"now: remove {run.path.parent} to train it again"
+            )
         began = time.perf_counter()
         losses = evaluate_documents(run, pairs, part, evaluation)
         if missing:

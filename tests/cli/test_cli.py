@@ -566,6 +566,7 @@ def test_rows_of_a_sweep_without_any_field_are_read_or_refused(pma, copy):
         assert status == 0 or (status == 1 and "sweep.json" in err and len(err.splitlines()) == 1), (field, err)
 
 
+@pytest.mark.slow
 def test_sweep_accepts_kinds_and_intervals_and_reports_what_it_skips(pma, copy):
     tiny.write_block_means(copy)
     assert pma("sweep", copy.path, "--recipes", "sma", "--windows", "2,3", "--intervals", "1,3")[0] == 0

@@ -12,6 +12,7 @@ def mistakes(tmp_path_factory, finished):
     return command_lines.Workspace(tmp_path_factory.mktemp("command_lines") / "space", main, finished.path)
 
 
+@pytest.mark.slow
 def test_wrong_command_lines_are_one_line_and_write_nothing(mistakes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cases = [

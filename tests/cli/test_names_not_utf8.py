@@ -40,6 +40,7 @@ def test_arguments(tmp_path, capsys, place):
     assert error.count("\n") == 1 and "is not UTF-8 text: rename the file" in error
 
 
+@pytest.mark.slow
 def test_files_that_are_found(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     write(run / f"step{NOT_UTF8}_3" / "model.npz")

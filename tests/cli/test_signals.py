@@ -122,6 +122,7 @@ def test_ignored_signal_stays_ignored():
     assert end(process, signal.SIGTERM) == (143, NOTHING)
 
 
+@pytest.mark.slow
 def test_forked_child_ends_alone():
     code = """
 import os, signal, time
@@ -140,6 +141,7 @@ time.sleep(0.3)
     assert start_verb(code).wait(60) == 0
 
 
+@pytest.mark.slow
 def test_signal_at_each_moment_of_the_start(tmp_path):
     """From the first line of `main` to the end of the process, in the imports above all."""
     code = (

@@ -47,7 +47,7 @@ def test_losses_and_standard_errors_are_those_of_numpy_for_any_batch_size(finish
     assert evaluator.sample.describe()["tokens"] == finished.config.evaluation.tokens
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.mesh
 def test_a_batch_of_fewer_sequences_than_devices_is_filled(finished):
     evaluation = dataclasses.replace(finished.config.evaluation, batch_size_sequences=3)

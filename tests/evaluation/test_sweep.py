@@ -77,6 +77,7 @@ def test_each_snapshot_is_read_once(copy, reads):
     assert reads == [str(s.path) for s in (*copy.of_kind("block_mean")[-3:], copy.snapshots[-1])]
 
 
+@pytest.mark.slow
 def test_differences_from_the_raw_loss_have_standard_errors_over_documents(copy):
     first, second = (sweep(copy, ["sma"], [3], kind=kind)["rows"][-1] for kind in ("point", "block_mean"))
     evaluator = make_evaluator(copy.config, make_mesh(copy.config.mesh), SELECT)
@@ -155,6 +156,7 @@ def model_bytes(run):
     return sum(4 * math.prod(leaf["shape"]) for leaf in restore.read_params_metadata(run.snapshots[0].path).values())
 
 
+@pytest.mark.slow
 def test_merges_that_do_not_fit_in_memory_take_several_passes(copy, reads, monkeypatch):
     at_once = sweep(copy, RECIPES, [2, 3])
     assert at_once["passes"] == 1
@@ -216,6 +218,7 @@ def test_row_text_form(cell, text):
     assert Cell(*cell).text == text
 
 
+@pytest.mark.slow
 def test_rows_on_other_text_are_not_reused(copy, reads):
     first = sweep(copy, ["sma"], [2])
     assert first["held_out"] == copy.metadata["held_out"] and first["rows"][0]["standard_error"] > 0
@@ -225,6 +228,7 @@ def test_rows_on_other_text_are_not_reused(copy, reads):
     assert by_text(sweep(copy, ["sma"], [2])) == by_text(first) and len(reads) == 2
 
 
+@pytest.mark.slow
 def test_rows_that_another_process_adds_meanwhile_are_kept(copy, monkeypatch):
     evaluate = sweeping.evaluate_cells
     inner = []

@@ -78,6 +78,7 @@ def test_merges_that_cannot_be_made_are_left_out(run, tasks):
     assert result["left_out"].keys() == {"sma:50"}
 
 
+@pytest.mark.slow
 def test_training_scores_snapshots_and_previews(workspace, tasks, tmp_path):
     config = tiny.config(workspace, evaluation__tasks=tuple(tasks), evaluation__tasks_limit=6)
     run = train(config, tmp_path / "run")

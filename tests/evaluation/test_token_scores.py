@@ -59,7 +59,9 @@ def check(config, model):
     assert not all(is_greedy for _, is_greedy in results)
 
 
-@pytest.mark.parametrize("changes", [{}, {"separator_token": 7}], ids=["plain", "separator"])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.slow), {"separator_token": 7}], ids=["plain", "separator"]
+)
 def test_scores_agree_with_float64(changes):
     config = dataclasses.replace(TINY, **changes)
     check(config, make(config))
@@ -67,7 +69,9 @@ def test_scores_agree_with_float64(changes):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-    "sizes", [{"data": 2, "tensor": 2}, pytest.param({"fsdp": 4}, marks=pytest.mark.slow)], ids=str
+    "sizes",
+    [pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow), pytest.param({"fsdp": 4}, marks=pytest.mark.long)],
+    ids=str,
 )
 def test_scores_on_a_mesh_agree_with_float64(sizes):
     check(TINY, make(**sizes))

@@ -141,6 +141,7 @@ def test_values_that_overflow_are_refused(tmp_path):
 # --- What is exported and imported ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_run_point_block_mean_and_merge_can_be_exported(finished, tmp_path):
     newest = finished.snapshots[-1].path
     write_pma_snapshot(tmp_path / "mean", config("llama"), kind="block_mean")

@@ -157,6 +157,7 @@ def test_names_that_an_address_would_escape(tmp_path, kind, monkeypatch):
     np.testing.assert_array_equal(read_leaf(source, "w%41"), tree(0)["emb"])
 
 
+@pytest.mark.slow
 def test_database_with_several_levels(tmp_path):
     params = {f"leaf{n}": jnp.full((600,), n, jnp.float32) for n in range(1500)}
     save_v1(tmp_path / "0", params, compression=False)

@@ -174,6 +174,7 @@ def test_overflow_of_a_smaller_dtype_is_refused(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "float16"}
 
 
+@pytest.mark.slow
 def test_memory_of_many_leaves_counts(tmp_path):
     leaves = {f"layers.{i}": np.zeros(1, np.float32) for i in range(20_000)}
     sources = [open_source(path) for path in write_pair(tmp_path, leaves)]
@@ -185,6 +186,7 @@ def test_memory_of_many_leaves_counts(tmp_path):
         plan(sources, np.array([0.5, 0.5]), memory_limit_bytes=100 * 2**20)
 
 
+@pytest.mark.slow
 def test_names_that_exceed_the_memory_limit_are_refused_while_they_are_read(tmp_path):
     """Before the second checkpoint is opened; in a process of its own, whose memory counts."""
     names = [f"layers.{i}" for i in range(60_000)]

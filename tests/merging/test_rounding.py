@@ -72,8 +72,9 @@ def write_checkpoints(folder, dtype):
     return paths, leaves_K
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(ml_dtypes.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_storage_and_arrays_merge_to_the_same_bits(tmp_path, dtype):
     paths, leaves_K = write_checkpoints(tmp_path, dtype)
     together = [tmp_path / f"together-{r}" for r in range(len(C))]

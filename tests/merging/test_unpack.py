@@ -91,6 +91,7 @@ sys.exit(status)
 """
 
 
+@pytest.mark.slow
 def test_memory_limit_holds_for_a_leaf_that_is_split_along_its_second_axis(tmp_path):
     shape, chunk = (4096, 6144), (4096, 512)  # 96 MiB
     for k in range(2):

@@ -65,7 +65,7 @@ def test_remat_costs_one_more_forward_pass():
     assert 0.7 * blocks < remat - plain < 1.2 * blocks
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.mesh
 def test_mesh_divides_the_products():
     complete = counts.matmul_flops(program("train_step", MODEL).program)

@@ -47,8 +47,10 @@ def crossing(lowered, parts=REPLICAS):
     return counts.crossing(hlo.parse_hlo(lowered.compile().as_text()), parts)
 
 
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "expert"])
-@pytest.mark.parametrize("model", [{}, MIXTURE], ids=["dense", "mixture"])
+@pytest.mark.parametrize(
+    "axis", ["fsdp", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("data", "tensor", "expert"))]
+)
+@pytest.mark.parametrize("model", [{}, pytest.param(MIXTURE, marks=pytest.mark.slow)], ids=["dense", "mixture"])
 def test_a_step_has_no_collective_between_replicas(workspace, model, axis):
     if axis == "expert" and not model:
         pytest.skip("a dense model has no experts")
@@ -115,7 +117,9 @@ def test_using_a_fragment_sends_nothing(workspace):
     assert crossing(lower_sync(config, method.Sync(received=0))) == []
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [name if name == "streaming" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_workers_of_one_device_train_as_workers_of_several(workspace, name):
     """A step and a sync of four workers on 4 x 2 devices equal those on one replica of eight devices."""
     interval = {} if name == "sparta" else {"replicas__interval_tokens": 4096}

@@ -40,7 +40,7 @@ def test_fragments_are_a_partition_of_the_model(layers, data):
     jax.tree.map(np.testing.assert_array_equal, new, tree)
 
 
-@settings(max_examples=20)  # each compiles
+@settings(max_examples=8)  # each compiles
 @given(st.integers(1, 5000), st.floats(1e-4, 1.0), st.integers(0, 10**6))
 def test_a_share_is_that_many_different_elements(size, share, seed):
     chosen = np.asarray(sparta.choose(jax.random.key(seed), size, share))
@@ -58,8 +58,8 @@ def test_every_element_is_chosen_about_as_often():
 
 
 @pytest.mark.parametrize("kind", oracles.KINDS)
-@settings(max_examples=15)  # each compiles
-@given(st.integers(1, 70), st.integers(0, 100), st.floats(1e-6, 1e6))
+@settings(max_examples=30)
+@given(st.sampled_from([1, 2, 33, 70]), st.integers(0, 100), st.floats(1e-6, 1e6))
 def test_what_is_sent_in_few_bits_is_the_nearest_level(kind, size, seed, scale):
     rng = np.random.default_rng(seed)
     x = (scale * rng.normal(size=size) * (rng.random(size) < 0.8)).astype(np.float32)

@@ -34,11 +34,14 @@ METHODS = {
     "sparta": {"sparta_share": 0.05},
     "noloco": {"interval_tokens": 5 * 256},
 }
+# Another number of workers for each method; the other one is tried by hand.
+OTHER_COUNTS = {"periodic": 2, "diloco": 2, "streaming": 8, "noloco": 2}
 
 
-def quick(one):
-    """Return the methods, all but one marked slow."""
-    return [pytest.param(name, marks=[] if name == one else pytest.mark.slow) for name in METHODS]
+def quick(one, slow=()):
+    """Return the methods: one runs with `make test`, those of `slow` with `make slow`, the others by hand."""
+    marks = {one: [], **dict.fromkeys(slow, pytest.mark.slow)}
+    return [pytest.param(name, marks=marks.get(name, pytest.mark.long)) for name in METHODS]
 
 
 def make_config(workspace, name, count=4, **changes):
@@ -86,7 +89,7 @@ def test_each_worker_trains_on_its_slice_of_the_batch(workspace):
             np.testing.assert_allclose(metrics["loss"][k], of_one["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", quick("streaming"))
+@pytest.mark.parametrize("name", quick("streaming", slow=("periodic", "noloco")))
 def test_a_resumed_run_is_bitwise_equal(workspace, tmp_path, name):
     config = make_config(workspace, name, checkpoint__kinds=("point", "block_mean"))
     whole = train(config, tmp_path / "whole")
@@ -97,7 +100,7 @@ def test_a_resumed_run_is_bitwise_equal(workspace, tmp_path, name):
             tiny.assert_equal(tiny.read(one), tiny.read(other))
 
 
-@pytest.mark.parametrize("name", quick("noloco"))
+@pytest.mark.parametrize("name", quick("", slow=("noloco", "diloco")))
 def test_snapshots_are_the_outer_parameters_or_the_mean_of_the_workers(workspace, tmp_path, name):
     run = train(make_config(workspace, name), tmp_path / "run")
     state, snapshot = read_state(run, 16), next(s for s in run.snapshots if s.step == 16)
@@ -111,6 +114,7 @@ def test_snapshots_are_the_outer_parameters_or_the_mean_of_the_workers(workspace
     assert steps.read_metadata(snapshot.path, ())["averaged_at_tokens"] == averaged * tiny.BATCH_TOKENS
 
 
+@pytest.mark.slow
 def test_block_means_are_over_steps_and_workers(workspace, tmp_path):
     config = make_config(workspace, "periodic", replicas__interval_tokens=10**6, checkpoint__kinds=("block_mean",))
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, block_every_steps=2))
@@ -123,12 +127,8 @@ def test_block_means_are_over_steps_and_workers(workspace, tmp_path):
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("diloco", 2),
-        *(
-            pytest.param(name, count, marks=pytest.mark.slow)
-            for name, count in itertools.product(("periodic", "diloco", "streaming", "noloco"), (2, 8))
-            if (name, count) != ("diloco", 2)
-        ),
+        pytest.param(name, count, marks=pytest.mark.slow if count == other else pytest.mark.long)
+        for (name, other), count in itertools.product(OTHER_COUNTS.items(), (2, 8))
     ],
 )
 def test_another_number_of_workers_goes_on_from_a_state(workspace, tmp_path, capfd, name, count):

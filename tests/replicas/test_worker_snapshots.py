@@ -72,7 +72,7 @@ def test_a_resumed_run_writes_equal_snapshots_of_workers(workspace, tmp_path):
             tiny.assert_equal(tiny.read(a), tiny.read(b))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_that_a_run_no_longer_has_keep_their_snapshots(workspace, tmp_path):
     run = train(make_config(workspace, "diloco", checkpoint__kinds=KINDS), tmp_path / "run")
     path = cut(run, tmp_path / "cut", 8)
@@ -81,6 +81,7 @@ def test_workers_that_a_run_no_longer_has_keep_their_snapshots(workspace, tmp_pa
     assert steps_of == [tiny.SNAPSHOTS, tiny.SNAPSHOTS, [4, 8], [4, 8]]
 
 
+@pytest.mark.slow
 def test_retention_and_plans_count_each_worker(workspace, tmp_path):
     config = make_config(workspace, "diloco", checkpoint__kinds=KINDS, checkpoint__keep_windows=1)
     run = train(config, tmp_path / "run")

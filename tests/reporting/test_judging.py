@@ -142,6 +142,7 @@ def test_best_of_a_run_of_an_earlier_version_is_chosen_on_select(copy):
     assert build_report(open_run(copy.path), [])["merged_loss"] == {row["text"]: row["loss"] for row in EARLY_ROWS}
 
 
+@pytest.mark.slow
 def test_run_of_an_earlier_version_that_evaluated_more_than_a_part_resumes(copy, capfd):
     run = make_early(copy, 5000, EARLY_ROWS)
     shutil.rmtree(run.path / "states" / "24")

@@ -136,6 +136,7 @@ def test_run_with_only_corrupt_states_does_not_restart_by_itself(copy):
     assert tiny.contents(Path(copy.path)) == before
 
 
+@pytest.mark.slow
 def test_run_that_lost_only_its_first_state_starts_over(finished, copy, capsys):
     for step in (16, 24):
         shutil.rmtree(copy.path / "states" / str(step))
@@ -204,6 +205,7 @@ def test_digest_covers_every_bit_of_the_arrays(finished, tmp_path):
     assert verify(tmp_path / "4") == []
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_digests_equal_those_of_merging_on_any_mesh(finished, workspace):
     snapshot = finished.snapshots[0]

@@ -246,7 +246,7 @@ def test_two_processes_agree_on_what_is_damaged(finished, copy, workspace, tmp_p
     assert [r["step"] for r in run.metrics if r["kind"] == "train"] == list(range(1, 25))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the failing calls are injected by a library in C")
 def test_injected_errors_of_system_calls():
     """Run three cases of the harness, which runs for half an hour otherwise."""

@@ -66,7 +66,7 @@ def folders(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [9, 14, 22])
+@pytest.mark.parametrize("step", [9, *(pytest.param(step, marks=pytest.mark.long) for step in (14, 22))])
 def test_killed_run_resumes_with_the_same_previews_and_files(uninterrupted, tmp_path, monkeypatch, step):
     train_and_kill(uninterrupted.config, tmp_path / "run", step, monkeypatch)
     train_and_kill(uninterrupted.config, tmp_path / "run", min(step + 5, 23), monkeypatch)

@@ -85,7 +85,7 @@ def test_processes_on_the_mesh_read_and_write_their_shares_of_objects(server, tw
     assert "give --on mesh" in refused.error(0)
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long)])
 def test_mesh_merge_killed_before_the_commit_publishes_nothing(server, two_proxies, models, killed):
     name, out = f"killed-{killed}", f"gs://bucket/killed-{killed}"
     job = mesh_merge(two_proxies, out)
@@ -116,7 +116,7 @@ def test_mesh_merge_killed_before_the_commit_publishes_nothing(server, two_proxi
     fake_gcs.run(two_proxies[0], "inspect", out, "--with-sources")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_on_tokens_in_a_bucket_and_read_their_rows(server, two_proxies, workspace, tmp_path):
     config = tiny.write_config(
         tmp_path / "config.py", workspace, data__cache_dir="gs://bucket/tokens", mesh__data=-1, evaluation__tokens=400

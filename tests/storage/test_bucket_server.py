@@ -63,7 +63,7 @@ def expected_bytes(folder: Path, out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_merge_reads_each_byte_once_and_survives_faults(server, proxy, checkpoints, tmp_path):
     expected = expected_bytes(checkpoints, tmp_path / "local")
     fake_gcs.run(proxy, "merge", "gs://bucket/steps", "--out", "gs://bucket/merged")

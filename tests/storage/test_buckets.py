@@ -125,6 +125,7 @@ def test_merge_in_a_bucket_equals_merge_on_disk(finished, run, folder, tmp_path,
     assert is_snapshot("gs://bucket/imported")
 
 
+@pytest.mark.slow
 def test_data_in_a_bucket_are_verified(run, folder, capsys):
     for path in (run.snapshots[1].path, run.states[0].path):
         assert main(["inspect", str(path), "--verify"]) == 0

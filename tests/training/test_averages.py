@@ -305,6 +305,7 @@ def test_resume_is_bitwise_equal_to_uninterrupted_run(dense, copy, step):
     assert_same_run(copy, dense)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["point", pytest.param("block_mean", marks=pytest.mark.slow)])
 def test_state_without_its_snapshot_of_either_kind_is_not_resumed(dense, copy, kind):
     interrupt(copy, 20)
@@ -334,6 +335,7 @@ def test_fork_copies_the_block(dense, tmp_path):
     tiny.assert_equal(state(run, 24), state(dense, 24))
 
 
+@pytest.mark.slow
 def test_fork_may_add_more_often(dense, weights, tmp_path):
     config = resolve(dense.config, ["checkpoint.block_every_steps=1"])
     run = train(config, fork(dense, 8 * STEP, config, tmp_path / "fork").path)
@@ -351,7 +353,7 @@ def test_fork_may_disable_block_means(dense, tmp_path):
     tiny.assert_equal(state(run, 24).params, state(dense, 24).params)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fork_may_enable_block_means(dense, weights, workspace, tmp_path):
     # The parent trains the same weights without a block.
     parent = train(tiny.config(workspace, **DENSE | {"checkpoint__kinds": ("point",)}), tmp_path / "parent")

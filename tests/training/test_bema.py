@@ -110,12 +110,15 @@ def test_training_is_unchanged(trained, finished):
     tiny.assert_equal(tiny.read_state(trained[0], 24).params, tiny.read_state(finished, 24).params)
 
 
-@pytest.mark.parametrize("step", [12, 20])  # resumes from step 8, before the start, and from step 16, after it
+@pytest.mark.parametrize(
+    "step", [12, pytest.param(20, marks=pytest.mark.slow)]
+)  # resumes from step 8, before the start, and from step 16, after it
 def test_resume_is_bitwise(trained, tmp_path, step):
     copy = tiny.interrupted(trained[0], tmp_path / "run", step)
     tiny.assert_same_run(train(copy.config, copy.path), trained[0])
 
 
+@pytest.mark.slow
 def test_average_may_begin_with_the_initial_parameters(workspace, tmp_path):
     config = tiny.config(workspace, training__total_tokens=8 * STEP, optimizer__bema_interval_tokens=STEP)
     run, weights = tiny.train_and_record(config, tmp_path / "run")
@@ -147,6 +150,7 @@ def test_average_begins_again_with_new_parameters_or_waits_for_its_start(trained
     assert int(begin_bema(config, replaced, 8 * STEP).bema.mean.count) == 0, "a fork whose average begins later"
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_run_with_split_parameters_equals_one_with_copies(workspace, tmp_path):
     keys = {"training__total_tokens": 8 * STEP, "preview__windows": (), "optimizer__bema_interval_tokens": 3 * STEP}

@@ -165,6 +165,7 @@ def test_overrides_are_validated(finished):
     assert resolve(finished.config, []) == finished.config
 
 
+@pytest.mark.slow
 def test_fork_with_other_weights_keeps_the_parents_optimizer_and_data(finished, annealed, tmp_path):
     weights = finished.snapshots[1]
     config = resolve(finished.config, ANNEAL)

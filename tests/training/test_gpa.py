@@ -136,6 +136,7 @@ def test_fork_starts_from_merged_weights(run, workspace, tmp_path):
     assert forked.snapshots[0].loss == pytest.approx(run.snapshots[0].loss, rel=1e-5), "z starts there too"
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_run_with_split_parameters_equals_one_with_copies(workspace, tmp_path):
     keys = GPA | {"training__total_tokens": 8 * STEP, "preview__windows": ()}

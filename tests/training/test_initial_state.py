@@ -57,7 +57,9 @@ def test_another_model_is_refused_with_the_keys_to_set(finished, workspace, tmp_
 
 @pytest.mark.slow
 @pytest.mark.mesh
-@pytest.mark.parametrize("kind", ["mistral", "smollm3", "olmo2, grouped queries"])
+@pytest.mark.parametrize(
+    "kind", ["smollm3", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("mistral", "olmo2, grouped queries"))]
+)
 def test_imported_model_trains_exports_and_starts_on_another_mesh(workspace, tmp_path, kind):
     made = hf_models.model(kind)
     theirs = hf_models.write_random_hf_model(tmp_path / "theirs", made)
@@ -122,7 +124,7 @@ def test_imported_mixture_starts_unchanged_with_zero_bias(imported, workspace):
     tiny.assert_equal(with_bias, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.mesh
 def test_imported_mixture_trains_exports_and_resumes_on_another_mesh(imported, workspace, tmp_path):
     learning = {"training__total_tokens": 2048, "training__balance_loss_weight": 0.01, "preview__windows": ()}

@@ -284,7 +284,7 @@ def test_horizon_between_marks_ends_with_a_snapshot_and_a_state(workspace, tmp_p
     assert run.states[0].tokens == 1536, "the step that reaches the horizon is complete"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.mesh
 def test_accumulation_trains_the_same_run(finished, workspace, tmp_path):
     config = tiny.config(workspace, training__accumulation_steps=2, mesh__data=2, mesh__fsdp=2, mesh__tensor=2)

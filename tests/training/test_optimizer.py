@@ -155,11 +155,13 @@ def test_ema_does_not_change_training(with_ema, finished):
     tiny.assert_equal(tiny.read_state(with_ema[0], 24).params, tiny.read_state(finished, 24).params)
 
 
+@pytest.mark.slow
 def test_ema_resume_is_bitwise(with_ema, tmp_path):
     copy = tiny.interrupted(with_ema[0], tmp_path / "run")
     tiny.assert_same_run(train(copy.config, copy.path), with_ema[0])
 
 
+@pytest.mark.slow
 def test_fork_may_enable_ema(finished, with_ema, tmp_path):
     config = resolve(finished.config, [f"optimizer.ema_half_life_tokens={HALF_LIFE}"])
     forked = fork(finished, 16 * tiny.BATCH_TOKENS, config, tmp_path / "run")

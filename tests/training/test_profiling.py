@@ -21,6 +21,7 @@ def count_calls(path, program):
     return names[f"PjitFunction({program})"] / 2
 
 
+@pytest.mark.slow
 def test_three_steps_are_profiled_at_each_token_count_and_the_run_is_the_same(workspace, finished, tmp_path):
     at = (1, 6 * STEP, 9 * STEP - 1)
     run = train(tiny.config(workspace, training__profile_at_tokens=at), tmp_path / "run")

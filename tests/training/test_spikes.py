@@ -97,6 +97,7 @@ def test_false_alarms_are_at_most_one_in_100_000_steps(tails, spread):
     assert spike_onsets(read(TOLD, losses, norms)) == []
 
 
+@pytest.mark.slow
 def test_autocorrelated_noise_raises_no_alarm():
     losses, norms = trace(20_000, tails=5.0)
     logs = np.log(norms)

@@ -175,7 +175,7 @@ def test_step_on_any_mesh_equals_one_device(data, fsdp, tensor, microbatches):
 
 
 @pytest.mark.mesh
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_few_kv_heads_train_on_any_mesh(kv_heads):
     config = make_config()
@@ -217,6 +217,7 @@ def test_data_parallel_step_has_one_all_reduce(microbatches):
     assert not re.search(r" (all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(", hlo)
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_state_is_donated():
     config = make_config(MeshConfig(2, 2, 2))

@@ -98,7 +98,7 @@ def test_bias_moves_by_its_rate_and_the_optimizer_skips_it():
 @pytest.mark.mesh
 @pytest.mark.parametrize(
     ("shape", "microbatches"),
-    [*(pytest.param((n, 1, 1, 8 // n), 2, marks=pytest.mark.slow) for n in (8, 2)), ((1, 2, 2, 2), 1)],
+    [*(pytest.param((n, 1, 1, 8 // n), 2, marks=pytest.mark.long) for n in (8, 2)), ((1, 2, 2, 2), 1)],
     ids=str,
 )
 def test_any_mesh_and_microbatches_equal_one_device(shape, microbatches):
@@ -139,7 +139,7 @@ def mixture(workspace, tmp_path_factory):
     return train(config, tmp_path_factory.mktemp("mixture") / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.mesh
 def test_run_learns_and_records_its_load(mixture):
     records = [r for r in mixture.metrics if r["kind"] == "train"]

@@ -72,6 +72,7 @@ def test_questions_are_the_same_every_time_and_none_is_asked_twice(made):
     assert len({(question.prompt, question.choices[question.answer]) for question in questions}) == len(questions)
 
 
+@pytest.mark.slow
 def test_every_prefix_of_the_questions_is_spread_over_the_documents(made):
     make, questions = made
     origins = [

@@ -1,0 +1,129 @@
+"""The losses of a cache of runs, in one file that is small enough to be committed.
+
+A study goes on from it on another machine, without the snapshots: a run whose losses are recorded is not trained again.
+What an experiment reads beyond them, such as a merge that was not evaluated, trains the run again.
+
+The file is gzipped JSON lines, sorted by key, one `RecordedRun` per finished or diverged run. Losses are rounded to
+`study.DECIMALS`.
+
+Command:   python -m pma_jax.studies.recorded_runs runs/science experiments/recorded_runs.jsonl.gz
+           (adds the runs of the cache to the file; an experiment reads it into its cache by itself)
+"""
+
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+from etils import epath
+
+from pma_jax.config.errors import UserError, error_line
+from pma_jax.evaluation.trajectory import LOSSES_FILE_NAME, LossesByDigest
+from pma_jax.runs.directory import RunMetadata
+from pma_jax.storage import atomic
+from pma_jax.storage.json_files import parse_json, read_json
+from pma_jax.studies import run_cache
+from pma_jax.studies.study import DECIMALS
+
+MAX_BYTES = 2**30  # of the uncompressed file
+
+
+class RecordedRun(TypedDict):
+    """One line of the file: the JSON files of a run in the cache that evaluations and page texts read."""
+
+    key: str  # of the cache entry
+    config: dict[str, dict[str, Any]]
+    metadata: RunMetadata
+    trained: run_cache.Trained
+    evaluated: dict[str, float]
+    losses: LossesByDigest
+
+
+def add_to_file(cache: Path, path: Path) -> int:
+    """Add the finished and diverged runs of a cache to the file; return the number of runs in it.
+
+    A run that the file has already keeps the losses that it has there, and gets those that are new.
+    """
+    recorded = {run["key"]: run for run in read_file(path)} if path.exists() else {}
+    for entry in sorted(cache.glob(f"*/{run_cache.TRAINED}")):
+        if run := _record(entry.parent):
+            known = recorded.get(run["key"], run)
+            digests = known["losses"].keys() | run["losses"].keys()
+            new, old = run["losses"], known["losses"]
+            run["losses"] = {digest: new.get(digest, {}) | old.get(digest, {}) for digest in digests}
+            recorded[run["key"]] = run
+    lines = [json.dumps(recorded[key], sort_keys=True) + "\n" for key in sorted(recorded)]
+    atomic.write_bytes(epath.Path(path), gzip.compress("".join(lines).encode(), mtime=0))
+    return len(lines)
+
+
+def read_into_cache(path: Path, cache: Path) -> int:
+    """Create an entry without snapshots for each recorded run that the cache lacks; return how many were created.
+
+    Raises:
+        UserError: The file is corrupt.
+    """
+    created = 0
+    for run in read_file(path):
+        entry = epath.Path(cache) / run["key"]
+        if entry.exists():
+            continue
+        files = {"config.json": run["config"], "run.json": run["metadata"], LOSSES_FILE_NAME: run["losses"]}
+        (entry / "run").mkdir(parents=True)
+        for name, content in files.items():
+            atomic.write_text(entry / "run" / name, json.dumps(content, indent=1) + "\n")
+        atomic.write_text(entry / run_cache.EVALUATED, json.dumps(run["evaluated"]) + "\n")
+        # Last: an entry without it is that of a run that has not begun.
+        trained = run["trained"] | {"has_losses_only": True}
+        atomic.write_text(entry / run_cache.TRAINED, json.dumps(trained) + "\n")
+        created += 1
+    return created
+
+
+def read_file(path: Path) -> Iterator[RecordedRun]:
+    """Read the recorded runs of a file.
+
+    Raises:
+        UserError: The file is corrupt; the message names it and the line.
+    """
+    try:
+        with gzip.open(path) as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: not a gzipped file of recorded runs ({error_line(error)})") from error
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{path}: more than {MAX_BYTES:,} bytes")
+    for number, line in enumerate(data.splitlines(), start=1):
+        yield parse_json(line, f"{path}, line {number}", RecordedRun, allow_nan=True)
+
+
+def _record(entry: Path) -> RecordedRun | None:
+    """Read an entry of the cache; None unless its run is finished or has diverged."""
+    trained = read_json(entry / run_cache.TRAINED, run_cache.Trained)
+    if not trained["is_finished"] and "divergence" not in trained:
+        return None
+    trained.pop("has_losses_only", None)
+    folder = entry / "run"
+    losses_path, cost_path = folder / LOSSES_FILE_NAME, entry / run_cache.EVALUATED
+    stored = read_json(losses_path, LossesByDigest, allow_nan=True) if losses_path.exists() else {}
+    return {
+        "key": entry.name,
+        "config": read_json(folder / "config.json", dict[str, dict[str, Any]]),
+        "metadata": read_json(folder / "run.json", RunMetadata),
+        "trained": trained,
+        "evaluated": read_json(cost_path, dict[str, float]) if cost_path.exists() else {"seconds": 0.0, "tokens": 0},
+        "losses": {
+            digest: {key: None if nats_D is None else np.round(nats_D, DECIMALS).tolist() for key, nats_D in by.items()}
+            for digest, by in stored.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    try:
+        print(f"{sys.argv[2]}: {add_to_file(Path(sys.argv[1]), Path(sys.argv[2]))} runs")
+    except UserError as error:
+        raise SystemExit(f"error: {error_line(error)}") from error

@@ -1,0 +1,90 @@
+"""The losses of a cache of runs in one file: a study goes on from it without the snapshots."""
+
+import dataclasses
+import gzip
+
+import pytest
+import tiny
+from test_study import data_keys
+
+from pma_jax.config.errors import UserError
+from pma_jax.data.sampling import REPORT
+from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.studies import experiment, recorded_runs, run_cache
+from pma_jax.studies.planned import Branch, PlannedEvaluation, PlannedRun
+from pma_jax.studies.study import Study
+
+END = PlannedEvaluation((RAW, Cell("sma", 2)), (16,), REPORT)
+TRUNK = PlannedRun("science_small", 0, (), None, (END,))
+BRANCH = PlannedRun("science_small", 0, (), Branch(12, 16), (PlannedEvaluation((RAW,), (16,), REPORT),))
+
+
+@pytest.fixture(scope="module")
+def study(workspace, tmp_path_factory):
+    overrides = (*experiment.TINY, *data_keys(workspace))
+    cache = tmp_path_factory.mktemp("runs")
+    study = Study(cache, ("science_small",), (0,), 16, evaluation_tokens=400, overrides=overrides)
+    TRUNK.complete(study)
+    BRANCH.complete(study)
+    return study
+
+
+@pytest.fixture
+def elsewhere(study, tmp_path):
+    """Return the study with a cache that was made from a file of recorded runs."""
+    path = tmp_path / "recorded_runs.jsonl.gz"
+    count = recorded_runs.add_to_file(study.cache, path)
+    assert recorded_runs.read_into_cache(path, tmp_path / "cache") == count
+    assert recorded_runs.read_into_cache(path, tmp_path / "cache") == 0
+    return dataclasses.replace(study, cache=tmp_path / "cache", runs_used={})
+
+
+def losses(study, planned, cell=RAW):
+    return study.losses(planned.get(study), [cell], [16])[cell, 16]
+
+
+def test_recorded_runs_are_not_trained_again(study, elsewhere, monkeypatch):
+    monkeypatch.setattr(run_cache, "train", lambda *_: pytest.fail("trains a recorded run"))
+    for planned in (TRUNK, BRANCH):
+        assert planned.missing_tokens(elsewhere) == (0, 0)
+        planned.complete(elsewhere)
+        assert losses(elsewhere, planned) == pytest.approx(losses(study, planned), abs=1e-6)
+        assert run_cache.training_cost(planned.get(elsewhere)) == run_cache.training_cost(planned.get(study))
+    with pytest.raises(UserError, match=r"only the losses of this run are here.* of 1 merges.*: remove .* to train"):
+        losses(elsewhere, TRUNK, Cell("sma", 3))
+
+
+def test_a_run_of_which_more_is_read_is_trained_again(study, elsewhere):
+    more = dataclasses.replace(TRUNK, evaluations=(dataclasses.replace(END, cells=(RAW, Cell("sma", 3))),))
+    total = TRUNK.get(study).config.training.total_tokens
+    assert more.missing_tokens(elsewhere) == (total, 2 * 400)
+    more.complete(elsewhere)
+    assert losses(elsewhere, more, Cell("sma", 3)) == pytest.approx(losses(study, TRUNK, Cell("sma", 3)), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_branch_of_a_recorded_trunk_trains_both(study, elsewhere):
+    shorter = dataclasses.replace(BRANCH, branch=Branch(14, 16))
+    shorter.complete(elsewhere)
+    assert losses(elsewhere, shorter) == pytest.approx(losses(study, shorter), abs=1e-6)
+
+
+def test_the_file_keeps_what_it_has(study, elsewhere, tmp_path):
+    path = tmp_path / "recorded_runs.jsonl.gz"
+    first = path.read_bytes()
+    recorded_runs.add_to_file(elsewhere.cache, path)
+    assert path.read_bytes() == first
+    losses(study, TRUNK, Cell("sma", 4))
+    recorded_runs.add_to_file(study.cache, path)
+    (run,) = [run for run in recorded_runs.read_file(path) if run["key"] == TRUNK.get(study).path.parent.name]
+    (by_merge,) = run["losses"].values()
+    assert any(key.startswith("sma:4 at") for key in by_merge)
+
+
+@pytest.mark.parametrize("data", [b"{}\n", gzip.compress(b'{"key": 1}\n'), gzip.compress(b'{"a": 1}')[:-9]])
+def test_a_damaged_file_is_one_line(tmp_path, data):
+    path = tmp_path / "recorded_runs.jsonl.gz"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="recorded_runs"):
+        recorded_runs.read_into_cache(path, tmp_path / "cache")
+    assert not tiny.contents(tmp_path / "cache")
