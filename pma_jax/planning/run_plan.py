@@ -57,7 +57,9 @@ def plan_run(
         log(f"compiling the {name.replace('_', ' ')} for {topology.name}")
         report = aot.compile_program(lower, mesh)
         kernel_flops = _kernel_flops(config, mesh, name, report.program)
-        programs[name] = _program_numbers(report, topology.chip, kernel_flops, _far_parts(mesh, topology))
+        programs[name] = _program_numbers(report, topology.chip, kernel_flops)
+        if report.program:
+            programs[name]["far_bytes"] = far_bytes(report.program, mesh, topology)
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
     leaves = jax.tree.leaves(params)
     return {
@@ -139,7 +141,7 @@ def _far_parts(mesh: jax.sharding.Mesh, topology: aot.Topology) -> int:
     return mesh.shape["replica"] if mesh.shape["replica"] > 1 else topology.slice_count
 
 
-def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float, far_parts: int) -> dict[str, Any]:
+def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float) -> dict[str, Any]:
     """Return the numbers of one program; only those of the compilation if it does not fit in memory."""
     compilation = {
         "compiled": report.out_of_memory_message is None,
@@ -168,14 +170,18 @@ def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: f
         "aliased_outputs": report.program.aliased_output_count,
         "collectives": collectives,
         "slice_bytes": counts.inter_slice_sent_bytes(report.program),
-        "far_bytes": _far_bytes(report.program, far_parts),
         "roofline": dataclasses.asdict(roofline) | {"seconds": roofline.seconds, "limit": roofline.limit},
     }
 
 
-def _far_bytes(program: hlo.Program, parts: int) -> float:
-    """Return the bytes that a device sends to other parts of the devices, along a ring, per execution of a program."""
-    between = sum(c.executions * c.sent_bytes_per_execution for c in counts.crossing(program, parts))
+def far_bytes(program: hlo.Program, mesh: jax.sharding.Mesh, topology: aot.Topology) -> float:
+    """Return the bytes that a device sends to other replicas or slices per execution of a program.
+
+    What goes to other slices counts once, and collectives within a slice, between its replicas, along a ring. A program
+    for several slices is that of one slice: its collectives name the devices of the slice.
+    """
+    replicas_of_program = max(_far_parts(mesh, topology) * program.devices // mesh.size, 1)
+    between = sum(c.executions * c.sent_bytes_per_execution for c in counts.crossing(program, replicas_of_program))
     return between + counts.inter_slice_sent_bytes(program)
 
 
