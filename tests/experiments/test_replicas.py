@@ -260,7 +260,7 @@ def test_answer_claims_no_more_than_the_interval_shows(interval, words):
     assert words in worker_page.describe_share(share)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_few_settings_end_to_end(workspace, tmp_path, monkeypatch):
     script, kept = load_script(), ("one worker", "K=4, H=3", "NoLoCo, K=4")

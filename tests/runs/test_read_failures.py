@@ -222,10 +222,10 @@ with hosts.exit_on_error():
     ("failing", "statuses", "aside"),
     [
         ({"1 states/16": "EMFILE"}, [75, 75], None),
-        ({"0 states/16": "EIO"}, [1, 1], None),
-        ({"0 states/16": "damage", "1 states/16": "EIO"}, [1, 1], None),
+        pytest.param({"0 states/16": "EIO"}, [1, 1], None, marks=pytest.mark.long),
+        pytest.param({"0 states/16": "damage", "1 states/16": "EIO"}, [1, 1], None, marks=pytest.mark.long),
         ({"1 listing": "stale"}, [0, 0], []),
-        ({"1 states/16": "damage"}, [0, 0], ["states-16.0"]),
+        pytest.param({"1 states/16": "damage"}, [0, 0], ["states-16.0"], marks=pytest.mark.long),
         ({"0 states/16": "damage", "1 states/16": "damage"}, [0, 0], ["states-16.0"]),
     ],
     ids=str,

@@ -185,7 +185,7 @@ def test_verbs_print_what_they_print_on_disk(server, proxy, finished, tmp_path):
     assert exported == (tmp_path / "exported" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_grid_of_runs_in_a_bucket(server, proxy, config, finished):
     grid = ["grid", "--config", config, "--root", "gs://bucket/grid", "--vary", "training.seed=0,1"]
     then = ["--then", "sweep --recipes wma --windows 2", "--parallel", "2"]

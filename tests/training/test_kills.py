@@ -35,7 +35,7 @@ def test_killed_commands_make_what_others_make(tmp_path, cells, kills):
     assert int(summary.split()[0]) >= kills * 2 // 3 and summary.endswith("0 verbs failed")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_power_cuts_lose_nothing_that_a_state_relies_on(tmp_path):
     summary = run("power_cuts.py", "--cuts", 12, "--folder", tmp_path / "cuts")
     assert int(summary.split()[0]) >= 12 and summary.endswith("0 cells failed") and "(0 cuts undid" not in summary
