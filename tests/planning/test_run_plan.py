@@ -7,8 +7,9 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.cli import main
-from pma_jax.planning import aot, cost, plan_text, run_plan
-from pma_jax.runtime.mesh import AXES
+from pma_jax.model.decoder import abstract_params
+from pma_jax.planning import aot, cost, disk, plan_text, run_plan
+from pma_jax.runtime.mesh import AXES, mesh_from_devices
 
 CHIP = cost.CHIPS["v5e"]
 
@@ -133,6 +134,30 @@ def test_mixture_on_tpu_multiplies_only_its_tokens_products():
         assert program["kernels"]["silent"] == 0
         assert program["collectives"]["all-to-all"]["payload_bytes"] > 0
     assert merge["collectives"] == {} and merge["aliased_outputs"] == 14
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_workers_on_slices_of_tpu_send_only_their_syncs(replicas):
+    """With one worker per slice, a step sends nothing to the other slice; with two, nothing to the other worker."""
+    raw = configuration.load("demo")
+    keys = {"method": "diloco", "count": replicas, "interval_tokens": 80_000}
+    mesh = {"replica": replicas, "data": 1, "fsdp": 8 // replicas, "cpu_devices": 0}
+    changes = [f"replicas.{key}={value}" for key, value in keys.items()]
+    changes += [f"mesh.{key}={value}" for key, value in mesh.items()]
+    # Leaves are padded to tiles: large ones by little.
+    sizes = {"width": 512, "heads": 4, "kv_heads": 4, "head_dim": 128, "hidden": 2048}
+    changes += [f"model.{key}={value}" for key, value in sizes.items()]
+    configuration.override(raw, [*changes, "training.batch_size_sequences=64"])
+    config = configuration.resolve(raw)
+    topology = aot.tpu_topology("2*v5e:2x2")
+    mesh = mesh_from_devices(topology.devices, config.mesh)
+    lowerings = aot.program_lowerings(config, mesh)
+    step, sync = (aot.compile_program(lowerings[name], mesh).program for name in ("train_step", "sync"))
+    assert run_plan.far_bytes(step, mesh, topology) == 0
+    once = sum(disk.bytes_per_device(leaf) for leaf in jax.tree.leaves(abstract_params(config.model, mesh)))
+    # Two workers of a slice first add their halves, of which each sends one to the other slice.
+    assert once <= run_plan.far_bytes(sync, mesh, topology) <= 1.03 * once * replicas / 2
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
