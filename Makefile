@@ -6,6 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # tests need. Without them the tests that compare with them are skipped.
 EXTRAS ?=
 TESTS ?= tests
+# Three processes keep two cores busy, because many tests wait for processes and disks.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 # The point where the annealed branches leave the constant one: 80% of the demo's horizon.
 FORK_TOKENS := 4096000
