@@ -50,7 +50,9 @@ def make_config(size: str, slices: int, name: str, devices: int) -> Config:
     raw = configuration.load(size)
     tokens = raw.training.batch_size_sequences * raw.training.sequence_length_tokens
     if keys["method"] != "none":
-        keys |= {"count": slices, "interval_tokens": INTERVAL_STEPS * tokens}
+        keys["count"] = slices
+    if keys["method"] not in ("none", "sparta"):  # SPARTA averages its share after every step
+        keys["interval_tokens"] = INTERVAL_STEPS * tokens
     axis = "data" if keys["method"] == "none" else "replica"
     mesh = {"data": 1, "replica": 1, "fsdp": devices // slices, "tensor": 1} | {axis: slices}
     changes = [f"mesh.{key}={value}" for key, value in mesh.items()]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sent_bytes
 import tiny
+import traffic
 import worker_figure
 import worker_page
 import worker_readouts
@@ -286,3 +287,13 @@ def test_a_few_settings_end_to_end(workspace, tmp_path, monkeypatch):
     assert all(0 < distance < 1 for distance in noloco["spread"]["distance"])
     assert results["made"]["runs"] == 2 * len(kept)
     assert configuration.load("science_replicas").training.batch_size_sequences == 8
+
+
+def test_the_table_of_bytes_between_slices_is_that_of_the_compiled_programs():
+    stored = json.loads(SCRIPT.with_name("traffic.json").read_text())
+    page = (SCRIPT.parents[2] / "docs" / "replicas.md").read_text()
+    assert pages.extract_results(page).strip() == traffic.format_rows(stored["rows"]).strip()
+    for row in stored["rows"]:  # each parameter once in the type that is sent; the step of a worker sends nothing
+        assert row["bytes"] == pytest.approx(row["expected_bytes"], rel=0.01)
+    assert {row["bytes"] for row in stored["rows"] if row["method"] == traffic.WORKERS} == {0}
+    assert {row["method"] for row in stored["rows"]} == traffic.METHODS.keys() | {traffic.WORKERS}
