@@ -26,6 +26,7 @@ from pma_jax.runs.directory import RunMetadata
 from pma_jax.storage import atomic
 from pma_jax.storage.json_files import parse_json, read_json
 from pma_jax.studies import run_cache
+from pma_jax.studies.estimate import PROBE_SEED
 from pma_jax.studies.study import DECIMALS
 
 MAX_BYTES = 2**30  # of the uncompressed file
@@ -101,17 +102,20 @@ def read_file(path: Path) -> Iterator[RecordedRun]:
 
 
 def _record(entry: Path) -> RecordedRun | None:
-    """Read an entry of the cache; None unless its run is finished or has diverged."""
+    """Read an entry of the cache; None if its run is neither finished nor diverged, or measures a speed."""
     trained = read_json(entry / run_cache.TRAINED, run_cache.Trained)
     if not trained["is_finished"] and "divergence" not in trained:
         return None
     trained.pop("has_losses_only", None)
     folder = entry / "run"
+    config = read_json(folder / "config.json", dict[str, dict[str, Any]])
+    if config["training"]["seed"] >= PROBE_SEED:  # its speed is that of this machine
+        return None
     losses_path, cost_path = folder / LOSSES_FILE_NAME, entry / run_cache.EVALUATED
     stored = read_json(losses_path, LossesByDigest, allow_nan=True) if losses_path.exists() else {}
     return {
         "key": entry.name,
-        "config": read_json(folder / "config.json", dict[str, dict[str, Any]]),
+        "config": config,
         "metadata": read_json(folder / "run.json", RunMetadata),
         "trained": trained,
         "evaluated": read_json(cost_path, dict[str, float]) if cost_path.exists() else {"seconds": 0.0, "tokens": 0},

@@ -2,6 +2,8 @@
 
 import dataclasses
 import gzip
+import json
+import shutil
 
 import pytest
 import tiny
@@ -11,6 +13,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import experiment, recorded_runs, run_cache
+from pma_jax.studies.estimate import PROBE_SEED
 from pma_jax.studies.planned import Branch, PlannedEvaluation, PlannedRun
 from pma_jax.studies.study import Study
 
@@ -79,6 +82,15 @@ def test_the_file_keeps_what_it_has(study, elsewhere, tmp_path):
     (run,) = [run for run in recorded_runs.read_file(path) if run["key"] == TRUNK.get(study).path.parent.name]
     (by_merge,) = run["losses"].values()
     assert any(key.startswith("sma:4 at") for key in by_merge)
+
+
+def test_runs_that_measure_the_speed_of_a_machine_are_not_recorded(study, tmp_path):
+    shutil.copytree(TRUNK.get(study).path.parent, tmp_path / "cache" / "probe")
+    file = tmp_path / "cache" / "probe" / "run" / "config.json"
+    config = json.loads(file.read_text())
+    config["training"]["seed"] = PROBE_SEED
+    file.write_text(json.dumps(config))
+    assert recorded_runs.add_to_file(tmp_path / "cache", tmp_path / "recorded_runs.jsonl.gz") == 0
 
 
 @pytest.mark.parametrize("data", [b"{}\n", gzip.compress(b'{"key": 1}\n'), gzip.compress(b'{"a": 1}')[:-9]])
