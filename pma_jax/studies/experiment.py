@@ -187,6 +187,7 @@ def _measure(
 
 
 def _study(options: Any, overrides: Sequence[str]) -> Study:
+    """Return the study of the options; its cache has the recorded runs too."""
     settings = {name: getattr(options, name) for name in OPTIONS}
     if options.recorded and options.recorded.exists():
         recorded_runs.read_into_cache(options.recorded, options.runs)
@@ -241,6 +242,8 @@ def _parse(
         parser.error(f"--seeds {', '.join(map(str, sorted(tuning_seeds)))}: settings are tuned on these: choose others")
     if part == SELECT and not options.tiny and len(tuning_seeds) < len(options.seeds):
         parser.error(f"--seeds: settings are tuned on {', '.join(map(str, TUNING_SEEDS))}, which no result uses")
+    if options.recorded not in (None, files["recorded"]) and not options.recorded.exists():
+        parser.error(f"--recorded: there is no file {options.recorded}")
     if options.units % 16:
         parser.error(f"--units must be a multiple of 16, not {options.units}")
     options.out = options.out.resolve()

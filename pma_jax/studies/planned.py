@@ -105,12 +105,17 @@ class PlannedRun:
             DivergenceError: The run diverged.
         """
         if any(self.missing_tokens(study)):
-            for found in (self.find(study), dataclasses.replace(self, branch=None).find(study)):
-                if found is not None:
-                    run_cache.forget(found)  # training and evaluating needs the snapshots and states
+            self._forget_recorded(study)
         run = self.get(study)
         for planned in self.evaluations:
             self.study(study).document_losses(run, planned.cells, planned.ends, planned.part)
+
+    def _forget_recorded(self, study: Study) -> None:
+        """Forget the run, and the trunk that it is to be forked from, if only their losses are cached."""
+        if run := self.find(study):
+            run_cache.forget(run)
+        if self.find(study) is None and (trunk := dataclasses.replace(self, branch=None).find(study)):
+            run_cache.forget(trunk)
 
     def missing_tokens(self, study: Study) -> tuple[int, int]:
         """Count the tokens that are still to be trained, and the tokens of text on which merges are to be evaluated."""

@@ -7,13 +7,13 @@ The file is gzipped JSON lines, sorted by key, one `RecordedRun` per finished or
 `study.DECIMALS`.
 
 Command:   python -m pma_jax.studies.recorded_runs runs/science experiments/recorded_runs.jsonl.gz
-           (adds the runs of the cache to the file; an experiment reads it into its cache by itself)
+           (adds the runs of the cache to the file; an experiment reads the file into its cache by itself)
 """
 
+import argparse
 import gzip
 import json
-import sys
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -30,10 +30,11 @@ from pma_jax.studies.estimate import PROBE_SEED
 from pma_jax.studies.study import DECIMALS
 
 MAX_BYTES = 2**30  # of the uncompressed file
+_KEY = re.compile(r"[0-9a-f]{16}")  # of an entry: it becomes the name of a folder
 
 
 class RecordedRun(TypedDict):
-    """One line of the file: the JSON files of a run in the cache that evaluations and page texts read."""
+    """One line of the file: the JSON files of a cache entry that experiments read of a finished run."""
 
     key: str  # of the cache entry
     config: dict[str, dict[str, Any]]
@@ -46,16 +47,20 @@ class RecordedRun(TypedDict):
 def add_to_file(cache: Path, path: Path) -> int:
     """Add the finished and diverged runs of a cache to the file; return the number of runs in it.
 
-    A run that the file has already keeps the losses that it has there, and gets those that are new.
+    A run that the file has already keeps the losses that it has there, and gets those that are new. Runs that measure
+    the speed of the machine (their seeds are `PROBE_SEED` or more) are left out.
+
+    Raises:
+        UserError: The directory has no cache entries, or the file is corrupt.
     """
+    entries = [trained.parent for trained in sorted(cache.glob(f"*/{run_cache.TRAINED}"))]
+    if not entries:
+        raise UserError(f"no runs in {cache}: give the directory that was the --runs of an experiment")
     recorded = {run["key"]: run for run in read_file(path)} if path.exists() else {}
-    for entry in sorted(cache.glob(f"*/{run_cache.TRAINED}")):
-        if run := _record(entry.parent):
-            known = recorded.get(run["key"], run)
-            digests = known["losses"].keys() | run["losses"].keys()
-            new, old = run["losses"], known["losses"]
-            run["losses"] = {digest: new.get(digest, {}) | old.get(digest, {}) for digest in digests}
-            recorded[run["key"]] = run
+    for run in filter(None, map(_record, entries)):
+        new, old = run["losses"], recorded.get(run["key"], run)["losses"]
+        run["losses"] = {digest: new.get(digest, {}) | old.get(digest, {}) for digest in new.keys() | old.keys()}
+        recorded[run["key"]] = run
     lines = [json.dumps(recorded[key], sort_keys=True) + "\n" for key in sorted(recorded)]
     atomic.write_bytes(epath.Path(path), gzip.compress("".join(lines).encode(), mtime=0))
     return len(lines)
@@ -68,7 +73,7 @@ def read_into_cache(path: Path, cache: Path) -> int:
         UserError: The file is corrupt.
     """
     created = 0
-    for run in read_file(path):
+    for run in read_file(path):  # all lines are checked before the first entry is created
         entry = epath.Path(cache) / run["key"]
         if entry.exists():
             continue
@@ -84,7 +89,7 @@ def read_into_cache(path: Path, cache: Path) -> int:
     return created
 
 
-def read_file(path: Path) -> Iterator[RecordedRun]:
+def read_file(path: Path) -> list[RecordedRun]:
     """Read the recorded runs of a file.
 
     Raises:
@@ -97,8 +102,13 @@ def read_file(path: Path) -> Iterator[RecordedRun]:
         raise UserError(f"{path}: not a gzipped file of recorded runs ({error_line(error)})") from error
     if len(data) > MAX_BYTES:
         raise UserError(f"{path}: more than {MAX_BYTES:,} bytes")
+    runs = []
     for number, line in enumerate(data.splitlines(), start=1):
-        yield parse_json(line, f"{path}, line {number}", RecordedRun, allow_nan=True)
+        run = parse_json(line, f"{path}, line {number}", RecordedRun, allow_nan=True)
+        if not _KEY.fullmatch(run["key"]):
+            raise UserError(f"{path}, line {number}: {run['key']!r} is not the key of a run: replace the file")
+        runs.append(run)
+    return runs
 
 
 def _record(entry: Path) -> RecordedRun | None:
@@ -126,8 +136,17 @@ def _record(entry: Path) -> RecordedRun | None:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Add the runs of a cache to a file, from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", type=Path, help="directory of cached runs: the --runs of an experiment")
+    parser.add_argument("file", type=Path, help="file of recorded runs, which is created if it does not exist")
+    options = parser.parse_args()
     try:
-        print(f"{sys.argv[2]}: {add_to_file(Path(sys.argv[1]), Path(sys.argv[2]))} runs")
-    except UserError as error:
+        print(f"{options.file}: {add_to_file(options.runs, options.file)} runs")
+    except (UserError, OSError) as error:
         raise SystemExit(f"error: {error_line(error)}") from error
+
+
+if __name__ == "__main__":
+    main()

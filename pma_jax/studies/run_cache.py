@@ -57,7 +57,7 @@ class Trained(TypedDict):
     seconds: float
     is_finished: bool
     divergence: NotRequired[str]  # the error, if the run diverged
-    has_losses_only: NotRequired[bool]  # trained elsewhere: recorded_runs.py
+    has_losses_only: NotRequired[bool]  # trained on another machine; see recorded_runs.py
 
 
 def get_or_train(cache: epath.PathLike, config: Config) -> Run:
@@ -145,7 +145,7 @@ def find_fork(cache: epath.PathLike, source: Run, at_tokens: int, changes: Itera
 
 
 def has_losses_only(run: Run) -> bool:
-    """Return whether the cache has the losses of a run, but not its snapshots."""
+    """Return whether the cache has the losses of a run, but neither its snapshots nor its states."""
     return _read_trained(run.path.parent).get("has_losses_only", False)
 
 
@@ -223,9 +223,6 @@ def _train_entry(entry: epath.Path, config: Config, start: Callable[[epath.Path]
         if divergence := hosts.broadcast_from_first(lambda: _divergence(entry)):
             raise DivergenceError(divergence)
         exists = hosts.broadcast_from_first(lambda: str(is_run(folder))) == str(True)
-        if exists and has_losses_only(run := open_run(folder)):
-            check_corpus(run, prepare_tokens(config))
-            return run
         if start and not exists:
             start(folder)
         if exists and _is_finished(run := open_run(folder)):
@@ -257,6 +254,8 @@ def _record(entry: epath.Path, wall_seconds: float, is_finished: bool, divergenc
 
 
 def _is_finished(run: Run) -> bool:
+    if has_losses_only(run):
+        return True
     newest = run.newest_resumable_state
     return newest is not None and run.config.is_run_complete(newest.tokens)
 

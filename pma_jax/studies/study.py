@@ -175,8 +175,8 @@ class Study:
         missing = count_missing(run, pairs, part, evaluation)
         if missing and run_cache.has_losses_only(run):
             raise UserError(
-                f"{run.path}: only the losses of this run are here, and not those of {missing} merges that are read "
-                f"now: remove {run.path.parent} to train it again"
+                f"{run.path}: only the losses of this run are here, and not those of {missing} merges that are to "
+                f"be evaluated: remove {run.path.parent} to train it again"
             )
         began = time.perf_counter()
         losses = evaluate_documents(run, pairs, part, evaluation)

@@ -93,6 +93,33 @@ def test_runs_that_measure_the_speed_of_a_machine_are_not_recorded(study, tmp_pa
     assert recorded_runs.add_to_file(tmp_path / "cache", tmp_path / "recorded_runs.jsonl.gz") == 0
 
 
+def test_a_key_that_is_no_name_of_an_entry_is_refused(study, tmp_path):
+    path = tmp_path / "recorded_runs.jsonl.gz"
+    recorded_runs.add_to_file(study.cache, path)
+    lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+    lines[-1] = json.dumps(json.loads(lines[-1]) | {"key": "../elsewhere"}).encode()
+    path.write_bytes(gzip.compress(b"".join(lines)))
+    with pytest.raises(UserError, match=r"line \d+: '../elsewhere' is not the key of a run"):
+        recorded_runs.read_into_cache(path, tmp_path / "cache")
+    assert not (tmp_path / "elsewhere").exists() and not (tmp_path / "cache").exists()
+
+
+def test_a_folder_without_runs_is_one_line_and_writes_nothing(tmp_path, monkeypatch):
+    for folder in (tmp_path, tmp_path / "missing"):
+        monkeypatch.setattr("sys.argv", ["recorded_runs", str(folder), str(tmp_path / "file.gz")])
+        with pytest.raises(SystemExit, match=r"error: no runs in .*: give the directory"):
+            recorded_runs.main()
+    assert not (tmp_path / "file.gz").exists()
+
+
+def test_more_losses_of_a_branch_do_not_train_its_recorded_trunk(study, elsewhere, monkeypatch):
+    shutil.copytree(BRANCH.get(study).path.parent, BRANCH.get(elsewhere).path.parent, dirs_exist_ok=True)
+    more = dataclasses.replace(BRANCH, evaluations=(dataclasses.replace(END, cells=(Cell("sma", 3),)),))
+    monkeypatch.setattr(run_cache, "train", lambda *_: pytest.fail("trains a recorded run"))
+    more.complete(elsewhere)
+    assert run_cache.has_losses_only(TRUNK.get(elsewhere))
+
+
 @pytest.mark.parametrize("data", [b"{}\n", gzip.compress(b'{"key": 1}\n'), gzip.compress(b'{"a": 1}')[:-9]])
 def test_a_damaged_file_is_one_line(tmp_path, data):
     path = tmp_path / "recorded_runs.jsonl.gz"
