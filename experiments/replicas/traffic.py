@@ -2,7 +2,7 @@
 
 Compiles the train step of data-parallel training and of workers, and the syncs of every method, for two and four
 slices, and counts what the programs send to other slices. Needs libtpu (`pip install 'pma-jax[plan]'`) and no TPU;
-takes half an hour. With `--redraw`, only the table is written again, from traffic.json.
+takes tens of minutes. With `--redraw`, only the table is written again, from traffic.json.
 
 Command:   python experiments/replicas/traffic.py
 """
@@ -22,6 +22,7 @@ from pma_jax.model.decoder import abstract_params
 from pma_jax.planning import aot, cost
 from pma_jax.planning.run_plan import far_bytes
 from pma_jax.replicas import method
+from pma_jax.runtime.formatting import format_storage_bytes
 from pma_jax.runtime.mesh import mesh_from_devices
 from pma_jax.studies import pages
 
@@ -68,10 +69,11 @@ def measure(size: str, slices: int) -> list[dict[str, Any]]:
         config = make_config(size, slices, name, len(topology.devices))
         mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
         params, share = abstract_params(config.model, mesh), slices / len(topology.devices)
-        # The train step is the same for all methods with workers.
-        programs = {"train_step": (1, leaf_bytes(params) * share if keys["method"] == "none" else 0.0)}
-        if keys["method"] not in ("none", "diloco"):
-            programs.clear()
+        programs: dict[str, tuple[int, float]] = {}  # name -> steps from one execution to the next, expected bytes
+        if keys["method"] == "none":
+            programs["train_step"] = (1, leaf_bytes(params) * share)
+        elif keys["method"] == "diloco":  # the train step is the same for all methods with workers
+            programs["train_step"] = (1, 0.0)
         for sync_name, (sync, tokens) in method.syncs(config).items():
             expected = sync_bytes(config.replicas, sync, params) * share
             programs[sync_name] = (config.tokens_to_steps(tokens), expected)
@@ -102,23 +104,18 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
             per_step = sum(row["bytes"] / row["every_steps"] for row in chosen)
             largest = max(row["bytes"] for row in chosen)
             cells.append(
-                f"{format_bytes(largest)} at once, {format_bytes(per_step)} per step, {format_rate(per_step / step)}"
+                ", ".join(
+                    (
+                        f"{format_storage_bytes(largest, 3)} at once",
+                        f"{format_storage_bytes(per_step, 3)} per step",
+                        f"{format_storage_bytes(per_step / step, 3)}/s",
+                    )
+                )
+                if largest
+                else "nothing"
             )
-        lines.append([name, *("nothing" if cell.startswith("0 B") else cell for cell in cells)])
+        lines.append([name, *cells])
     return pages.format_table(header, lines)
-
-
-def format_bytes(count: float) -> str:
-    """Format bytes with three digits."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-def format_rate(bytes_per_second: float) -> str:
-    """Format a bandwidth."""
-    return f"{format_bytes(bytes_per_second)}/s"
 
 
 def main() -> None:

@@ -57,9 +57,7 @@ def plan_run(
         log(f"compiling the {name.replace('_', ' ')} for {topology.name}")
         report = aot.compile_program(lower, mesh)
         kernel_flops = _kernel_flops(config, mesh, name, report.program)
-        programs[name] = _program_numbers(report, topology.chip, kernel_flops)
-        if report.program:
-            programs[name]["far_bytes"] = far_bytes(report.program, mesh, topology)
+        programs[name] = _program_numbers(report, mesh, topology, kernel_flops)
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
     leaves = jax.tree.leaves(params)
     return {
@@ -141,7 +139,9 @@ def _far_parts(mesh: jax.sharding.Mesh, topology: aot.Topology) -> int:
     return mesh.shape["replica"] if mesh.shape["replica"] > 1 else topology.slice_count
 
 
-def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: float) -> dict[str, Any]:
+def _program_numbers(
+    report: aot.CompileReport, mesh: jax.sharding.Mesh, topology: aot.Topology, kernel_flops: float
+) -> dict[str, Any]:
     """Return the numbers of one program; only those of the compilation if it does not fit in memory."""
     compilation = {
         "compiled": report.out_of_memory_message is None,
@@ -156,6 +156,7 @@ def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: f
         total["count"] += collective.executions
         total["payload_bytes"] += collective.executions * collective.payload_bytes
         total["sent_bytes"] += collective.executions * collective.sent_bytes_per_execution
+    chip = topology.chip
     roofline = cost.roofline(report.program, chip, kernel_flops)
     kernels = counts.count_kernels(report.program)
     device_memory_bytes = chip.memory_bytes / chip.devices
@@ -170,6 +171,7 @@ def _program_numbers(report: aot.CompileReport, chip: cost.Chip, kernel_flops: f
         "aliased_outputs": report.program.aliased_output_count,
         "collectives": collectives,
         "slice_bytes": counts.inter_slice_sent_bytes(report.program),
+        "far_bytes": far_bytes(report.program, mesh, topology),
         "roofline": dataclasses.asdict(roofline) | {"seconds": roofline.seconds, "limit": roofline.limit},
     }
 

@@ -148,7 +148,7 @@ def _is_running(process: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGKILL, -9), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    [(signal.SIGTERM, 143), (signal.SIGKILL, -9), (signal.SIGINT, 130)],
 )
 def test_a_sweep_resumes_after_a_signal(tmp_path, number, status):
     write_checkpoints(tmp_path / "ck")

@@ -28,7 +28,7 @@ METHODS = {
     "sparta": {"replicas__sparta_share": 0.05},
     "noloco": {"replicas__interval_tokens": 5 * 256},
 }
-IN_CI = ("streaming",)
+IN_CI = ("streaming",)  # a method takes minutes
 TRAIN = """
 import sys
 from pathlib import Path

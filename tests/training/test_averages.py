@@ -306,7 +306,7 @@ def test_resume_is_bitwise_equal_to_uninterrupted_run(dense, copy, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["point", pytest.param("block_mean", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["point", "block_mean"])
 def test_state_without_its_snapshot_of_either_kind_is_not_resumed(dense, copy, kind):
     interrupt(copy, 20)
     assert copy.newest_resumable_state.step == 20

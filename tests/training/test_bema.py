@@ -110,9 +110,8 @@ def test_training_is_unchanged(trained, finished):
     tiny.assert_equal(tiny.read_state(trained[0], 24).params, tiny.read_state(finished, 24).params)
 
 
-@pytest.mark.parametrize(
-    "step", [12, pytest.param(20, marks=pytest.mark.slow)]
-)  # resumes from step 8, before the start, and from step 16, after it
+# Resumes from step 8, before the start, and from step 16, after it.
+@pytest.mark.parametrize("step", [12, pytest.param(20, marks=pytest.mark.slow)])
 def test_resume_is_bitwise(trained, tmp_path, step):
     copy = tiny.interrupted(trained[0], tmp_path / "run", step)
     tiny.assert_same_run(train(copy.config, copy.path), trained[0])
