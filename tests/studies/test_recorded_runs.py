@@ -120,7 +120,11 @@ def test_more_losses_of_a_branch_do_not_train_its_recorded_trunk(study, elsewher
     assert run_cache.has_losses_only(TRUNK.get(elsewhere))
 
 
-@pytest.mark.parametrize("data", [b"{}\n", gzip.compress(b'{"key": 1}\n'), gzip.compress(b'{"a": 1}')[:-9]])
+@pytest.mark.parametrize(
+    "data",
+    [b"{}\n", gzip.compress(b'{"key": 1}\n'), gzip.compress(b'{"a": 1}')[:-9]],
+    ids=["not gzipped", "wrong type", "cut"],  # the compressed bytes hold the time, which differs between processes
+)
 def test_a_damaged_file_is_one_line(tmp_path, data):
     path = tmp_path / "recorded_runs.jsonl.gz"
     path.write_bytes(data)
