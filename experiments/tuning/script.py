@@ -289,4 +289,4 @@ def draw(results: dict[str, Any]) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS, SELECT)
+    run_experiment(__file__, measure, report, summarize, draw, plan, DEFAULTS, SELECT, by_size=True)

@@ -59,6 +59,7 @@ TINY_OPTIONS = {
     "recorded": None,
 }
 OPTIONS = ("sizes", "seeds", "units", "evaluation_tokens", "margin")  # fields of `Study` that results record
+COMMON_TO_SIZES = ("seeds", "units", "evaluation_tokens", "margin", "text", "overrides", "part")
 
 
 def run_experiment(
@@ -70,6 +71,7 @@ def run_experiment(
     plan: Callable[[Study], Plan],
     defaults: dict[str, Any] | None = None,
     part: str = REPORT,
+    by_size: bool = False,
     arguments: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Run an experiment from its command line: write results.json, the figures and the README's generated section.
@@ -85,6 +87,7 @@ def run_experiment(
         plan: Lists the runs that `measure` needs, which are trained first, `--jobs` at a time.
         defaults: Defaults of this experiment for fields of `Study` that the command line sets, such as its seeds.
         part: The part of the held-out text on which `measure` judges.
+        by_size: The results are one entry per size, under "sizes": with `--add`, sizes are measured by several calls.
         arguments: Command-line arguments; by default those of the process.
 
     Returns:
@@ -94,7 +97,8 @@ def run_experiment(
         SystemExit: An option or a file is invalid; the process exits with one line on standard error.
     """
     folder = Path(script).resolve().parent
-    options, overrides = _parse(folder, sys.argv[1:] if arguments is None else arguments, defaults or {}, part)
+    given = sys.argv[1:] if arguments is None else arguments
+    options, overrides = _parse(folder, given, defaults or {}, part, by_size)
     try:
         page = options.out / "README.md"
         if page.exists():
@@ -136,12 +140,21 @@ def _write(folder: Path, results: dict[str, Any], figures: Mapping[str, bytes], 
 def render_results(report: Callable[[dict[str, Any]], str], results: dict[str, Any]) -> str:
     """Return the README's generated section: the script's report, then where its numbers come from."""
     old = [] if "text" in results["made"] else [f"**{pages.OLD_TEXT}.**"]
-    return "\n\n".join([*old, report(results), describe_provenance(results["made"])])
+    earlier = results.get("earlier", [])
+    calls = [describe_provenance(made, of_sizes=bool(earlier)) for made in (*earlier, results["made"])]
+    return "\n\n".join([*old, report(results), *calls])
 
 
-def describe_provenance(made: dict[str, Any]) -> str:
-    """Describe, in a sentence or two, the commit, the cost and the options that the numbers were made with."""
+def describe_provenance(made: dict[str, Any], of_sizes: bool = False) -> str:
+    """Describe, in a sentence or two, the commit, the cost and the options that the numbers were made with.
+
+    Args:
+        made: The entry of results.json.
+        of_sizes: Begin with the names of the sizes.
+    """
     commit = f"Made at commit `{made['commit']}`" if made["commit"] else "Made outside of a repository"
+    if of_sizes:
+        commit = f"{', '.join(made['sizes'])}: {commit[0].lower()}{commit[1:]}"
     given = f"; overrides: `{' '.join(made['overrides'])}`" if made["overrides"] else ""
     # Results on the old text have the wall time of each run, later ones its machine time (see `run_cache`).
     measure = "time of all cores" if "text" in made else "wall time"
@@ -171,7 +184,9 @@ def _measure(
     overrides: Sequence[str],
 ) -> dict[str, Any]:
     study, settings = _study(options, overrides), {name: getattr(options, name) for name in OPTIONS}
-    text = study.describe_text()
+    made = {"commit": _commit(), **settings, "overrides": list(overrides), "jobs": options.jobs}
+    made |= {"text": study.describe_text(), "part": part}
+    earlier = _read_earlier(options.out / "results.json", made) if options.add else None
     options.out.mkdir(parents=True, exist_ok=True)
     work = plan(study)
     estimated = estimate(study, work)
@@ -179,11 +194,39 @@ def _measure(
     began = time.perf_counter()
     complete_all(study, work, study.workers)
     results = measure(study)
-    made = {"commit": _commit(), **settings, "overrides": list(overrides), "jobs": options.jobs}
-    made |= {"text": text, "part": part}
     # Of this call: a resumed one has less to do.
     made |= study.training_cost() | {"estimated_hours": estimated.hours, "hours": (time.perf_counter() - began) / 3600}
-    return json.loads(json.dumps({"made": made, **results}))
+    results = json.loads(json.dumps({"made": made, **results}))
+    return results if earlier is None else _add_sizes(earlier, results)
+
+
+def _read_earlier(path: Path, made: dict[str, Any]) -> dict[str, Any]:
+    """Read the results to which sizes are added.
+
+    Raises:
+        UserError: They do not exist, or were made with other options or on another text.
+    """
+    if not path.exists():
+        raise UserError(f"--add: there is no {path} to add to: leave --add out")
+    earlier = parse_untrusted_json(path.read_bytes(), str(path), True)
+    ours = json.loads(json.dumps(made))
+    for name in COMMON_TO_SIZES:
+        if earlier["made"].get(name) != ours[name]:
+            raise UserError(
+                f"--add: {path} was made with another value of {name!r}: sizes on one page have the same. Give the "
+                "options of its entry 'made', or measure all sizes without --add"
+            )
+    return earlier
+
+
+def _add_sizes(earlier: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """Return results with the sizes of earlier ones that they do not have, and where those come from."""
+    kept = {name: size for name, size in earlier["sizes"].items() if name not in results["sizes"]}
+    calls = []
+    for made in (*earlier.get("earlier", []), earlier["made"]):
+        if sizes := [name for name in made["sizes"] if name in kept]:
+            calls.append(made | {"sizes": sizes})
+    return results | {"earlier": calls, "sizes": kept | results["sizes"]}
 
 
 def _study(options: Any, overrides: Sequence[str]) -> Study:
@@ -197,7 +240,7 @@ def _study(options: Any, overrides: Sequence[str]) -> Study:
 
 
 def _parse(
-    folder: Path, arguments: Sequence[str], defaults: dict[str, Any], part: str
+    folder: Path, arguments: Sequence[str], defaults: dict[str, Any], part: str, by_size: bool
 ) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the configuration overrides as `section.key=value`."""
     parser = argparse.ArgumentParser(
@@ -225,12 +268,14 @@ def _parse(
         action="store_true",
         help="only estimate the machine time, after short runs of sizes whose speed is not known",
     )
+    if by_size:
+        add("--add", action="store_true", help="keep the sizes of results.json that this call does not measure")
     add("--tiny", action="store_true", help="use a tiny model and two seeds, to test the script")
     add("--redraw", action="store_true", help="only rewrite tables and figures, from results.json")
     of_study = {field.name: field.default for field in dataclasses.fields(Study)}
     tuned = folder.parent / "tuning" / "results.json"
     files = {"tuned": tuned, "recorded": folder.parent / "recorded_runs.jsonl.gz"}
-    parser.set_defaults(**{name: of_study[name] for name in OPTIONS} | files | defaults)
+    parser.set_defaults(**{name: of_study[name] for name in OPTIONS} | files | {"add": False} | defaults)
     if parser.parse_known_args(arguments)[0].tiny:
         parser.set_defaults(**TINY_OPTIONS)
     options, rest = parser.parse_known_args(arguments)

@@ -216,3 +216,46 @@ def test_script_refuses_an_invalid_key_in_one_line(tmp_path):
     assert done.returncode == 1
     assert done.stderr == "error: unknown config key 'model.widht': did you mean 'model.width'?\n"
     assert not (tmp_path / "results.json").exists()
+
+
+def test_sizes_are_added_to_results_of_the_same_text_and_options(workspace, tmp_path, capsys):
+    trained = iter(range(9))
+
+    def run(*arguments):
+        return experiment.run_experiment(
+            str(tmp_path / "script.py"),
+            lambda study: {"sizes": dict.fromkeys(study.sizes, next(trained))},
+            lambda results: str(results["sizes"]),
+            lambda results: IndexRow(1, "", "", "", ""),
+            lambda results: {},
+            lambda study: [],
+            by_size=True,
+            arguments=[
+                *("--runs", str(tmp_path / "runs"), "--tiny", "--evaluation-tokens", "400"),
+                *(f"--config.{key}" for key in data_keys(workspace)),
+                *arguments,
+            ],
+        )
+
+    with pytest.raises(SystemExit, match=r"error: --add: there is no .*results.json to add to"):
+        run("--sizes", "science_small", "--add")
+    run("--sizes", "science_small,science_moe")
+    added = run("--sizes", "science_long", "--add")
+    assert added["sizes"] == {"science_small": 0, "science_moe": 0, "science_long": 1}
+    again = run("--sizes", "science_moe", "--add")
+    assert again["sizes"] == {"science_small": 0, "science_long": 1, "science_moe": 2}
+    assert [made["sizes"] for made in (*again["earlier"], again["made"])] == [
+        ["science_small"],
+        ["science_long"],
+        ["science_moe"],
+    ]
+    page = capsys.readouterr().out
+    assert "science_small: made at commit" in page and "science_moe: made at commit" in page
+    before = (tmp_path / "results.json").read_bytes()
+    (tmp_path / "other").mkdir()
+    for document in range(200):
+        (tmp_path / "other" / f"{document}.txt").write_text(f"document {document} of another text. " * 20)
+    for arguments, named in ((["--seeds", "0,2"], "seeds"), ([f"--config.data.files={tmp_path}/other/*"], "text")):
+        with pytest.raises(SystemExit, match=f"error: --add: .*results.json was made with another value of '{named}'"):
+            run("--sizes", "science_moe", "--add", *arguments)
+    assert (tmp_path / "results.json").read_bytes() == before
