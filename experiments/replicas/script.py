@@ -44,6 +44,7 @@ from pma_jax.studies.study import Study
 
 DEFAULTS = {"sizes": ("science_replicas",), "seeds": tuple(range(8))}
 EXPECTED_METHOD_SETTINGS, EXPECTED_CELL_SETTINGS = 9, 6  # of a contender, for the estimate of the machine time
+SETTINGS_AT_A_TIME = 4  # trained together, so that all cores have work
 READ_OF_WORKERS, READ_OF_MEAN = 15, 7  # merges that are evaluated per run, for the same
 
 
@@ -85,24 +86,11 @@ def measure(study: Study) -> dict[str, Any]:
     ground = find_ground(study)
     searched = search_all(study, ground)
     outer = outer_rates(searched["methods"])
-    settings = all_settings(ground, study, outer)
-    runs = {name: runs_to_choose(study, ground, setting, searched) for name, setting in settings.items()}
-    complete_all(study, [run for listed in runs.values() for run in listed], study.workers)
-    diverged = {name: diverged_seeds(study, listed) for name, listed in runs.items()}
-    chosen = {name: choose_windows(study, ground, runs[name]) for name in settings if not diverged[name]}
-    judged = {
-        name: runs_to_report(study, ground, settings[name], searched, windows) for name, (windows, _) in chosen.items()
-    }
-    complete_all(study, [run for listed in judged.values() for run in listed], study.workers)
+    settings = [*all_settings(ground, study, outer).items()]
     measured: dict[str, dict[str, Any]] = {}
-    for name, setting in settings.items():
-        measured[name] = {"setting": list(setting.changes), "tuned": rates(setting, searched)}
-        if diverged[name]:
-            measured[name]["diverged"] = diverged[name]
-            continue
-        windows, select = chosen[name]
-        measured[name] |= {"windows": windows, "select": select, **read_losses(study, ground, judged[name], windows)}
-        measured[name] |= describe_runs(study, judged[name], setting)
+    # Each group is read before the next one is trained: the losses of a part of the experiment can be recorded.
+    for first in range(0, len(settings), SETTINGS_AT_A_TIME):
+        measured |= measure_settings(study, ground, searched, dict(settings[first : first + SETTINGS_AT_A_TIME]))
     experiments = list_settings(ground, len(study.seeds), outer)
     names = {number: list(of_one) for number, of_one in experiments.items()}
     unit = ground.unit_steps
@@ -120,6 +108,30 @@ def measure(study: Study) -> dict[str, Any]:
         "counts": varied,
         "settings": measured,
     }
+
+
+def measure_settings(
+    study: Study, ground: Ground, searched: dict[str, Any], settings: dict[str, Setting]
+) -> dict[str, dict[str, Any]]:
+    """Train settings, choose their windows, and return what is reported of each."""
+    runs = {name: runs_to_choose(study, ground, setting, searched) for name, setting in settings.items()}
+    complete_all(study, [run for listed in runs.values() for run in listed], study.workers)
+    diverged = {name: diverged_seeds(study, listed) for name, listed in runs.items()}
+    chosen = {name: choose_windows(study, ground, runs[name]) for name in settings if not diverged[name]}
+    judged = {
+        name: runs_to_report(study, ground, settings[name], searched, windows) for name, (windows, _) in chosen.items()
+    }
+    complete_all(study, [run for listed in judged.values() for run in listed], study.workers)
+    measured: dict[str, dict[str, Any]] = {}
+    for name, setting in settings.items():
+        measured[name] = {"setting": list(setting.changes), "tuned": rates(setting, searched)}
+        if diverged[name]:
+            measured[name]["diverged"] = diverged[name]
+            continue
+        windows, select = chosen[name]
+        measured[name] |= {"windows": windows, "select": select, **read_losses(study, ground, judged[name], windows)}
+        measured[name] |= describe_runs(study, judged[name], setting)
+    return measured
 
 
 def describe_runs(study: Study, runs: list[PlannedRun], setting: Setting) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from worker_search import CELLS, METHODS, planned_run
+from worker_search import CELLS, METHODS, SPREAD, planned_run
 from worker_settings import Ground, Setting
 
 from pma_jax.data.sampling import REPORT, SELECT
@@ -21,6 +21,7 @@ from pma_jax.model.decoder import abstract_params
 from pma_jax.runs.directory import Run
 from pma_jax.runs.snapshots import restore_params
 from pma_jax.runtime.mesh import make_mesh
+from pma_jax.studies import run_cache
 from pma_jax.studies.planned import PlannedEvaluation, PlannedRun
 from pma_jax.studies.study import DECIMALS, Study
 
@@ -109,6 +110,10 @@ def read_spread(run: Run, workers: int) -> dict[str, float]:
     `distance`: the root of the mean squared distance of the workers from their mean, as a share of its norm.
     `correlation`: the mean cosine between the movements of two workers over the last units.
     """
+    return run_cache.get_or_read(run, SPREAD, lambda run: _measure_spread(run, workers))
+
+
+def _measure_spread(run: Run, workers: int) -> dict[str, float]:
     abstract = abstract_params(run.config.model, make_mesh(run.config.mesh))
     ends = []
     for worker in range(workers):

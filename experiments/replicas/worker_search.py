@@ -33,6 +33,7 @@ RAW_MARKS = 4  # the raw loss is the mean over that many of the last units: one 
 # No state but the last: nothing is forked.
 COMMON = ("checkpoint.keep_states_at_tokens=()",)
 METHODS, CELLS = "methods", "cells"
+SPREAD = "spread of the workers"  # read of the snapshots of runs that save their workers
 
 
 def planned_run(
@@ -40,7 +41,9 @@ def planned_run(
 ) -> PlannedRun:
     """Return a run that saves its points, and those of its workers if there are any."""
     kinds = "checkpoint.kinds=point,replica" if workers else "checkpoint.kinds=point"
-    return PlannedRun(ground.size, seed, (*changes, *COMMON, kinds), None, tuple(evaluations), ground.units)
+    readings = (SPREAD,) if workers else ()
+    changes = (*changes, *COMMON, kinds)
+    return PlannedRun(ground.size, seed, changes, None, tuple(evaluations), ground.units, readings=readings)
 
 
 def is_searched(study: Study) -> bool:

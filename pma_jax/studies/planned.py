@@ -60,6 +60,7 @@ class PlannedRun:
     evaluations: tuple[PlannedEvaluation, ...] = ()
     units: int = 0  # per trunk; 0: those of the study
     evaluation_tokens: int = 0  # held-out tokens of the evaluations; 0: those of the study
+    readings: tuple[str, ...] = ()  # names of what the experiment reads of the snapshots; see `run_cache.get_or_read`
 
     @property
     def name(self) -> str:
@@ -117,6 +118,9 @@ class PlannedRun:
         if self.find(study) is None and (trunk := dataclasses.replace(self, branch=None).find(study)):
             run_cache.forget(trunk)
 
+    def _lacks_readings(self, run: Run) -> bool:
+        return bool(set(self.readings) - run_cache.readings(run).keys())
+
     def missing_tokens(self, study: Study) -> tuple[int, int]:
         """Count the tokens that are still to be trained, and the tokens of text on which merges are to be evaluated."""
         if self.has_diverged(study):
@@ -128,7 +132,7 @@ class PlannedRun:
             for planned in self.evaluations:
                 pairs = [(cell, end * unit) for cell in planned.cells for end in planned.ends]
                 missing += count_missing(run, pairs, planned.part, config)
-        if run is not None and not (missing and run_cache.has_losses_only(run)):
+        if run is not None and not (run_cache.has_losses_only(run) and (missing or self._lacks_readings(run))):
             return 0, missing * study.evaluation_tokens
         config = study.trunk_config(self.size, self.seed, self.changes)
         trained = config.training.total_tokens
@@ -245,7 +249,9 @@ def _parse(raw: dict[str, Any]) -> PlannedRun:
         )
         for evaluation in raw["evaluations"]
     )
-    return PlannedRun(**raw | {"changes": tuple(raw["changes"]), "branch": branch, "evaluations": evaluations})
+    parsed: dict[str, Any] = {name: tuple(raw[name]) for name in ("changes", "readings")}
+    parsed |= {"branch": branch, "evaluations": evaluations}
+    return PlannedRun(**raw | parsed)
 
 
 if __name__ == "__main__":

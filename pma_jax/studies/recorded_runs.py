@@ -1,7 +1,8 @@
 """The losses of a cache of runs, in one file that is small enough to be committed.
 
 A study goes on from it on another machine, without the snapshots: a run whose losses are recorded is not trained again.
-What an experiment reads beyond them, such as a merge that was not evaluated, trains the run again.
+Numbers that an experiment read of the snapshots are recorded too. What it reads beyond, such as a merge that was not
+evaluated, trains the run again.
 
 The file is gzipped JSON lines, sorted by key, one `RecordedRun` per finished or diverged run. Losses are rounded to
 `study.DECIMALS`.
@@ -15,7 +16,7 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from etils import epath
@@ -42,6 +43,7 @@ class RecordedRun(TypedDict):
     trained: run_cache.Trained
     evaluated: dict[str, float]
     losses: LossesByDigest
+    readings: NotRequired[run_cache.Readings]  # of runs whose snapshots an experiment reads
 
 
 def add_to_file(cache: Path, path: Path) -> int:
@@ -60,6 +62,8 @@ def add_to_file(cache: Path, path: Path) -> int:
     for run in filter(None, map(_record, entries)):
         new, old = run["losses"], recorded.get(run["key"], run)["losses"]
         run["losses"] = {digest: new.get(digest, {}) | old.get(digest, {}) for digest in new.keys() | old.keys()}
+        if read := run.get("readings", {}) | recorded.get(run["key"], run).get("readings", {}):
+            run["readings"] = read
         recorded[run["key"]] = run
     lines = [json.dumps(recorded[key], sort_keys=True) + "\n" for key in sorted(recorded)]
     atomic.write_bytes(epath.Path(path), gzip.compress("".join(lines).encode(), mtime=0))
@@ -82,6 +86,8 @@ def read_into_cache(path: Path, cache: Path) -> int:
         for name, content in files.items():
             atomic.write_text(entry / "run" / name, json.dumps(content, indent=1) + "\n")
         atomic.write_text(entry / run_cache.EVALUATED, json.dumps(run["evaluated"]) + "\n")
+        if "readings" in run:
+            atomic.write_text(entry / run_cache.READINGS, json.dumps(run["readings"]) + "\n")
         # Last: an entry without it is that of a run that has not begun.
         trained = run["trained"] | {"has_losses_only": True}
         atomic.write_text(entry / run_cache.TRAINED, json.dumps(trained) + "\n")
@@ -123,7 +129,7 @@ def _record(entry: Path) -> RecordedRun | None:
         return None
     losses_path, cost_path = folder / LOSSES_FILE_NAME, entry / run_cache.EVALUATED
     stored = read_json(losses_path, LossesByDigest, allow_nan=True) if losses_path.exists() else {}
-    return {
+    recorded: RecordedRun = {
         "key": entry.name,
         "config": config,
         "metadata": read_json(folder / "run.json", RunMetadata),
@@ -134,6 +140,9 @@ def _record(entry: Path) -> RecordedRun | None:
             for digest, by in stored.items()
         },
     }
+    if (path := entry / run_cache.READINGS).exists():
+        recorded["readings"] = read_json(path, run_cache.Readings)
+    return recorded
 
 
 def main() -> None:

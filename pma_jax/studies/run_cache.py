@@ -5,6 +5,7 @@
     CACHE/<key>/trained.json   machine seconds of the training, summed over all sessions, whether it is finished, and,
                                if the run diverged, the error
     CACHE/<key>/evaluated.json machine seconds and tokens of the evaluations of merges, summed over all sessions
+    CACHE/<key>/readings.json  numbers that experiments read of the run's snapshots, by name
     CACHE/<key>/merged/        merges of the run's snapshots, from which forks can start
     CACHE/compiled/            JAX's persistent compilation cache, so that each program is compiled once
 
@@ -31,7 +32,7 @@ from etils import epath
 
 from pma_jax import config as configuration
 from pma_jax.config import Config
-from pma_jax.config.errors import DivergenceError
+from pma_jax.config.errors import DivergenceError, UserError
 from pma_jax.evaluation.held_out import check_corpus, prepare_tokens
 from pma_jax.evaluation.sweep import Cell, snapshots_through
 from pma_jax.launch.shares import available_cores
@@ -49,6 +50,8 @@ from pma_jax.training.loop import train
 
 TRAINED = "trained.json"
 EVALUATED = "evaluated.json"
+READINGS = "readings.json"
+Readings = dict[str, dict[str, float]]
 
 
 class Trained(TypedDict):
@@ -149,11 +152,34 @@ def has_losses_only(run: Run) -> bool:
     return _read_trained(run.path.parent).get("has_losses_only", False)
 
 
+def get_or_read(run: Run, name: str, read: Callable[[Run], dict[str, float]]) -> dict[str, float]:
+    """Return the numbers that `read` gives for a run; they are stored by name, and computed once.
+
+    Raises:
+        UserError: They are not stored, and the snapshots of the run are not here.
+    """
+    stored = readings(run)
+    if name not in stored:
+        if has_losses_only(run):
+            folder = run.path.parent
+            raise UserError(f"{run.path}: only the losses of this run are here: remove {folder} to train it again")
+        numbers = read(run)
+        stored = update_json(run.path.parent / READINGS, Readings, lambda others: (others or {}) | {name: numbers})
+    return stored[name]
+
+
+def readings(run: Run) -> Readings:
+    """Return the numbers that were read of a run's snapshots, by name."""
+    path = run.path.parent / READINGS
+    return read_json(as_path(path), Readings) if path.exists() else {}
+
+
 def forget(run: Run) -> None:
     """Remove a run if only its losses are there, so that it is trained again."""
     with lock.hold(run.path.parent, wait=True):
         if has_losses_only(run):
             (run.path.parent / TRAINED).unlink()
+            (run.path.parent / READINGS).unlink(missing_ok=True)
             run.path.rmtree()
 
 

@@ -57,6 +57,23 @@ def test_recorded_runs_are_not_trained_again(study, elsewhere, monkeypatch):
         losses(elsewhere, TRUNK, Cell("sma", 3))
 
 
+def test_readings_of_snapshots_are_recorded_and_their_lack_trains_again(study, elsewhere, tmp_path):
+    wanted = dataclasses.replace(TRUNK, readings=("norm",))
+    assert any(wanted.missing_tokens(elsewhere)) and not any(wanted.missing_tokens(study))
+    with pytest.raises(UserError, match="only the losses of this run are here"):
+        run_cache.get_or_read(wanted.get(elsewhere), "norm", lambda run: {})
+    assert run_cache.get_or_read(wanted.get(study), "norm", lambda run: {"l2": 2.5}) == {"l2": 2.5}
+    path = tmp_path / "more.jsonl.gz"
+    recorded_runs.add_to_file(study.cache, path)
+    recorded_runs.add_to_file(elsewhere.cache, path)  # a cache without the reading does not remove it
+    recorded_runs.read_into_cache(path, tmp_path / "third")
+    third = dataclasses.replace(study, cache=tmp_path / "third", runs_used={})
+    assert not any(wanted.missing_tokens(third))
+    assert run_cache.get_or_read(wanted.get(third), "norm", lambda run: pytest.fail("reads again")) == {"l2": 2.5}
+    wanted.complete(elsewhere)
+    assert run_cache.get_or_read(wanted.get(elsewhere), "norm", lambda run: {"l2": 3.5}) == {"l2": 3.5}
+
+
 def test_a_run_of_which_more_is_read_is_trained_again(study, elsewhere):
     more = dataclasses.replace(TRUNK, evaluations=(dataclasses.replace(END, cells=(RAW, Cell("sma", 3))),))
     total = TRUNK.get(study).config.training.total_tokens
