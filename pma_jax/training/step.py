@@ -23,7 +23,7 @@ from pma_jax.runtime.mesh import RULES, platform_of
 from pma_jax.training import averages, spikes
 from pma_jax.training.optimizer import gradient_params, update_params
 from pma_jax.training.state import TrainState
-from pma_jax.training.worker_steps import map_over_workers
+from pma_jax.training.worker_steps import compute_in_turn, map_over_workers
 
 Metrics = dict[str, Any]  # arrays, except `spike`, which is a `spikes.Reading`
 
@@ -62,9 +62,15 @@ def _cached_train_step(config: Config, graph: nnx.GraphDef, mesh: jax.sharding.M
         loss_weights = (training.z_loss_weight, training.balance_loss_weight, training.router_z_loss_weight)
         return loss_sums(graph, params, tokens_bxM, *loss_weights)
 
+    def gradient_sums(params: Params, tokens_BxM: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
+        return sum_gradients(objective, params, tokens_BxM, training.accumulation_steps)
+
+    if has_workers:
+        gradient_sums = compute_in_turn(gradient_sums)
+
     def train_step(state: TrainState, tokens_BxM: jax.Array, learning_rate: jax.Array) -> tuple[TrainState, Metrics]:
         point = gradient_params(config.optimizer, state.params, state.optimizer)
-        gradients, sums = sum_gradients(objective, point, tokens_BxM, training.accumulation_steps)
+        gradients, sums = gradient_sums(point, tokens_BxM)
         divisor = jnp.maximum(sums["count"], 1)  # the count is 0 if all targets of the batch are masked
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
         params, opt_state = update_params(
