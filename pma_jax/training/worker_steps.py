@@ -6,7 +6,6 @@ window.
 
 import dataclasses
 import functools
-import functools
 from collections.abc import Callable
 from typing import Any
 
