@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pma_jax.config import ReplicasConfig
-from pma_jax.replicas.workers import Tree, Workers, on_shards, worker_mean
+from pma_jax.replicas.workers import Tree, Workers, axis_size, on_shards, sum_over_devices
 
 
 def init(config: ReplicasConfig, params: Tree) -> None:
@@ -33,9 +33,10 @@ def sync(config: ReplicasConfig, workers: Workers) -> Workers:
 def average(tree: Tree) -> Tree:
     """Replace each worker's leaves by the mean over the workers; integers, such as step counts, are left alone."""
 
-    def replace(shards: list[jax.Array]) -> list[jax.Array]:
-        return [
-            jnp.broadcast_to(worker_mean(x), x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in shards
-        ]
+    def replace(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        # Not `worker_mean`: XLA would fuse its sum of slices with the copies, and add them once per copy.
+        return jnp.broadcast_to(sum_over_devices(x.sum(0)) / (x.shape[0] * axis_size()), x.shape)
 
-    return on_shards(replace, tree)
+    return on_shards(lambda shards: [replace(x) for x in shards], tree)

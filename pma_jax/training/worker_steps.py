@@ -45,8 +45,8 @@ def map_over_workers(train_step: Step) -> Step:
 
 
 # Wraps the function of the train step that computes gradients, so that the workers of a device compute them one after
-# the other: activations are those of one worker, and on CPU it is faster than all at once. The rest of the step, such as
-# the optimizer, is element-wise, and runs for all workers at once: no worker's moments are copied out and back.
+# the other: activations are those of one worker, and on CPU it is faster than all at once. The rest of the step, such
+# as the optimizer, is element-wise, and runs for all workers at once: no worker's moments are copied out and back.
 compute_in_turn = jax.custom_batching.sequential_vmap
 
 
