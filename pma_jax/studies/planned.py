@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Hashable, Sequence
@@ -29,6 +30,11 @@ from pma_jax.runtime.allocator import keep_freed_memory
 from pma_jax.runtime.signals import Stopped
 from pma_jax.studies import run_cache
 from pma_jax.studies.study import Study
+
+
+# Of the workers: on some CPUs, XLA logs several errors for each program that it reads from its cache, and uses it all the
+# same (openxla/xla issue 44565).
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +219,7 @@ def complete_all(study: Study, plan: Plan, workers: int) -> None:
         path = Path(folder, "runs.json")
         path.write_text(json.dumps({"study": study.settings(), "runs": [dataclasses.asdict(run) for run in planned]}))
         command = (sys.executable, "-m", "pma_jax.studies.planned", str(path))
-        jobs = [Job(f"worker {i + 1}", (Step("train", command),)) for i in range(workers)]
+        jobs = [Job(f"worker {i + 1}", (Step("train", command, environment=QUIET),)) for i in range(workers)]
         failed = run_jobs(jobs, workers, lambda line: print(line, file=sys.stderr, flush=True))
     if failed:
         name, failure = next(iter(failed.items()))
