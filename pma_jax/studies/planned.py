@@ -31,9 +31,8 @@ from pma_jax.runtime.signals import Stopped
 from pma_jax.studies import run_cache
 from pma_jax.studies.study import Study
 
-
-# Of the workers: on some CPUs, XLA logs several errors for each program that it reads from its cache, and uses it all the
-# same (openxla/xla issue 44565).
+# Of the workers: on some CPUs, XLA logs several errors for each program that it reads from its cache, and uses it all
+# the same (openxla/xla issue 44565).
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")}
 
 
