@@ -185,6 +185,7 @@ def plan(options: argparse.Namespace) -> None:
         storage_bytes_per_second=options.storage_bandwidth,
         host_bytes_per_second=options.host_bandwidth,
         annealing_share=options.annealing_share,
+        heaviest_operations=10 if options.traffic else 0,
         log=lambda line: print(line, file=sys.stderr, flush=True),
     )
     if options.out:

@@ -8,6 +8,7 @@ the branch that executes the fewest instructions, so sums are lower bounds if th
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -145,11 +146,14 @@ def memory_traffic_bytes(program: Program) -> int:
     Values inside a fusion and in on-chip memory do not count. A slice or an in-place update counts only the elements
     that it reads and writes, not its complete operand.
     """
-    total = 0
+    return sum(times * moved for _, times, moved in executed_traffic(program))
+
+
+def executed_traffic(program: Program) -> Iterator[tuple[Instruction, int, int]]:
+    """Yield each instruction that is not inside a fusion, how often it runs, and the bytes that it moves each time."""
     for scope, name, instruction, times in walk_instructions(program):
-        if name == scope:  # not inside a fusion
-            total += times * _instruction_traffic(program, program.computations[name], instruction)
-    return total
+        if name == scope:
+            yield instruction, times, _instruction_traffic(program, program.computations[name], instruction)
 
 
 # --- Collectives ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ def format_plan(numbers: dict[str, Any]) -> str:
         *_storage_lines(numbers["storage"], numbers["storage_times"]),
         _annealing_line(numbers["annealing"]),
     ]
-    return "\n".join([title, "", align_columns(rows), "", *run, *_notes(programs)])
+    heaviest = [line for name, p in programs.items() if p.get("heaviest_operations") for line in _heaviest(name, p)]
+    return "\n".join([title, "", align_columns(rows), "", *run, *_notes(programs), *heaviest])
 
 
 # Label of a row -> function that formats its cell for one program.
@@ -101,6 +102,16 @@ def _far_lines(traffic: list[dict[str, Any]], workers: int) -> list[str]:
             line += f": the network decides below {format_storage_bytes(one['bytes_per_second'])}/s"
         lines.append(line)
     return lines
+
+
+def _heaviest(name: str, program: dict[str, Any]) -> list[str]:
+    """Format the operations of a program with the most memory traffic."""
+    rows = [["share", "bytes", "executions", "source", "pass", "operation", "its largest instruction"]]
+    for one in program["heaviest_operations"]:
+        share = f"{one['bytes'] / program['bytes_moved']:.1%}"
+        size, source, direction = format_storage_bytes(one["bytes"]), one["source"] or "-", one["direction"] or "-"
+        rows.append([share, size, f"{one['executions']:,}", source, direction, one["operation"], one["largest"]])
+    return ["", f"memory traffic of the {_spaced(name)}, by operation:", align_columns(rows)]
 
 
 def _training_lines(run: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from pma_jax import config as configuration
 from pma_jax.config import Config, ModelConfig
 from pma_jax.model import experts
 from pma_jax.model.decoder import abstract_params, activated_parameter_count, parameter_count
-from pma_jax.planning import aot, cost, counts, disk, hlo
+from pma_jax.planning import aot, cost, counts, disk, hlo, traffic
 from pma_jax.replicas import method
 from pma_jax.runtime.mesh import mesh_from_devices, worker_count
 from pma_jax.training.state import abstract_state
@@ -28,6 +28,7 @@ def plan_run(
     storage_bytes_per_second: float,
     host_bytes_per_second: float,
     annealing_share: float,
+    heaviest_operations: int = 0,
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Compile the programs of a run for a topology, and add up what they and its checkpoints need.
@@ -38,6 +39,7 @@ def plan_run(
         storage_bytes_per_second: Bandwidth of the checkpoint storage, for all hosts together.
         host_bytes_per_second: Bandwidth between one host and the storage.
         annealing_share: Tokens of the annealing that merging would replace, as a fraction of the run's tokens.
+        heaviest_operations: Number of operations with the most memory traffic to list for each program.
         log: Called with one line before each program is compiled.
 
     Returns:
@@ -58,6 +60,9 @@ def plan_run(
         report = aot.compile_program(lower, mesh)
         kernel_flops = _kernel_flops(config, mesh, name, report.program)
         programs[name] = _program_numbers(report, mesh, topology, kernel_flops)
+        if report.program and heaviest_operations:
+            found = traffic.heaviest(report.program, heaviest_operations)
+            programs[name]["heaviest_operations"] = [dataclasses.asdict(one) for one in found]
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
     leaves = jax.tree.leaves(params)
     return {
