@@ -103,8 +103,7 @@ def _add_plan_verb(subparsers: Any) -> None:
         "--topology", required=True, metavar="CHIP:SHAPE", help="TPUs, such as v5p:4x4x8; 2*v5e:4x4 is two slices"
     )
     verb.add_argument("--out", metavar="FILE", help="also write the plan to FILE, as JSON")
-    text = "also list the ten operations of each program with the most memory traffic, by line of the source code"
-    verb.add_argument("--traffic", action="store_true", help=text)
+    verb.add_argument("--traffic", action="store_true", help="also list the operations with the most memory traffic")
     for name, default, text in (
         ("--storage-bandwidth", "10GB/s", "of the checkpoint storage, for all hosts together"),
         ("--host-bandwidth", "1GB/s", "between one host and the storage"),

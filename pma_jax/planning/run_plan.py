@@ -59,10 +59,7 @@ def plan_run(
         log(f"compiling the {name.replace('_', ' ')} for {topology.name}")
         report = aot.compile_program(lower, mesh)
         kernel_flops = _kernel_flops(config, mesh, name, report.program)
-        programs[name] = _program_numbers(report, mesh, topology, kernel_flops)
-        if report.program and heaviest_operations:
-            found = traffic.heaviest(report.program, heaviest_operations)
-            programs[name]["heaviest_operations"] = [dataclasses.asdict(one) for one in found]
+        programs[name] = _program_numbers(report, mesh, topology, kernel_flops, heaviest_operations)
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
     leaves = jax.tree.leaves(params)
     return {
@@ -145,7 +142,7 @@ def _far_parts(mesh: jax.sharding.Mesh, topology: aot.Topology) -> int:
 
 
 def _program_numbers(
-    report: aot.CompileReport, mesh: jax.sharding.Mesh, topology: aot.Topology, kernel_flops: float
+    report: aot.CompileReport, mesh: jax.sharding.Mesh, topology: aot.Topology, kernel_flops: float, heaviest: int
 ) -> dict[str, Any]:
     """Return the numbers of one program; only those of the compilation if it does not fit in memory."""
     compilation = {
@@ -171,6 +168,7 @@ def _program_numbers(
         "kernels": {"declared_flops": kernels.declared_flops, "silent": kernels.undeclared_kernels},
         "kernel_flops": kernel_flops,
         "bytes_moved": counts.memory_traffic_bytes(report.program),
+        "heaviest_operations": [dataclasses.asdict(one) for one in traffic.heaviest(report.program, heaviest)],
         "cost_analysis_loops_once": report.costs,
         "loop_trips": hlo.loop_trip_counts(report.program),
         "aliased_outputs": report.program.aliased_output_count,

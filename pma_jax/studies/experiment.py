@@ -100,8 +100,7 @@ def run_experiment(
     given = sys.argv[1:] if arguments is None else arguments
     options, overrides = _parse(folder, given, defaults or {}, part, by_size)
     try:
-        page = options.out / "README.md"
-        if page.exists():
+        if (page := options.out / "README.md").exists():
             pages.extract_results(page.read_text())  # checked before hours of training
         keep_freed_memory()
         if options.estimate:
@@ -109,11 +108,7 @@ def run_experiment(
             print(describe_estimate(folder.name, estimate(study, plan(study))))
             return {}
         path = options.out / "results.json"
-        results = (
-            parse_untrusted_json(path.read_bytes(), str(path), True)
-            if options.redraw
-            else _measure(measure, plan, part, options, overrides)
-        )
+        results = _read_results(path) if options.redraw else _measure(measure, plan, part, options, overrides)
         results["row"] = dataclasses.asdict(summarize(results))
         _write(options.out, results, draw(results), render_results(report, results))
         if options.out == folder and (folder.parent / "README.md").exists():
@@ -200,6 +195,10 @@ def _measure(
     return results if earlier is None else _add_sizes(earlier, results)
 
 
+def _read_results(path: Path) -> dict[str, Any]:
+    return parse_untrusted_json(path.read_bytes(), str(path), allow_nan=True)
+
+
 def _read_earlier(path: Path, made: dict[str, Any]) -> dict[str, Any]:
     """Read the results to which sizes are added.
 
@@ -208,7 +207,7 @@ def _read_earlier(path: Path, made: dict[str, Any]) -> dict[str, Any]:
     """
     if not path.exists():
         raise UserError(f"--add: there is no {path} to add to: leave --add out")
-    earlier = parse_untrusted_json(path.read_bytes(), str(path), True)
+    earlier = _read_results(path)
     ours = json.loads(json.dumps(made))
     for name in COMMON_TO_SIZES:
         if earlier["made"].get(name) != ours[name]:

@@ -118,7 +118,7 @@ def test_using_a_fragment_sends_nothing(workspace):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "streaming" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+    "name", [name if name == "diloco" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
 )
 def test_workers_of_one_device_train_as_workers_of_several(workspace, name):
     """A step and a sync of four workers on 4 x 2 devices equal those on one replica of eight devices."""

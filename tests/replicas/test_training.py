@@ -89,7 +89,7 @@ def test_each_worker_trains_on_its_slice_of_the_batch(workspace):
             np.testing.assert_allclose(metrics["loss"][k], of_one["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", quick("streaming", slow=("periodic", "noloco")))
+@pytest.mark.parametrize("name", quick("periodic", slow=("streaming", "noloco")))
 def test_a_resumed_run_is_bitwise_equal(workspace, tmp_path, name):
     config = make_config(workspace, name, checkpoint__kinds=("point", "block_mean"))
     whole = train(config, tmp_path / "whole")

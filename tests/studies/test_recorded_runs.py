@@ -57,6 +57,7 @@ def test_recorded_runs_are_not_trained_again(study, elsewhere, monkeypatch):
         losses(elsewhere, TRUNK, Cell("sma", 3))
 
 
+@pytest.mark.slow
 def test_readings_of_snapshots_are_recorded_and_their_lack_trains_again(study, elsewhere, tmp_path):
     wanted = dataclasses.replace(TRUNK, readings=("norm",))
     assert any(wanted.missing_tokens(elsewhere)) and not any(wanted.missing_tokens(study))
@@ -74,6 +75,7 @@ def test_readings_of_snapshots_are_recorded_and_their_lack_trains_again(study, e
     assert run_cache.get_or_read(wanted.get(elsewhere), "norm", lambda run: {"l2": 3.5}) == {"l2": 3.5}
 
 
+@pytest.mark.slow
 def test_a_run_of_which_more_is_read_is_trained_again(study, elsewhere):
     more = dataclasses.replace(TRUNK, evaluations=(dataclasses.replace(END, cells=(RAW, Cell("sma", 3))),))
     total = TRUNK.get(study).config.training.total_tokens
