@@ -103,6 +103,7 @@ def _add_plan_verb(subparsers: Any) -> None:
         "--topology", required=True, metavar="CHIP:SHAPE", help="TPUs, such as v5p:4x4x8; 2*v5e:4x4 is two slices"
     )
     verb.add_argument("--out", metavar="FILE", help="also write the plan to FILE, as JSON")
+    verb.add_argument("--search", action="store_true", help="only search the microbatches and the rematerialization")
     verb.add_argument("--traffic", action="store_true", help="also list the operations with the most memory traffic")
     for name, default, text in (
         ("--storage-bandwidth", "10GB/s", "of the checkpoint storage, for all hosts together"),
@@ -110,13 +111,8 @@ def _add_plan_verb(subparsers: Any) -> None:
     ):
         text = f"bandwidth {text} (default {default})"
         verb.add_argument(name, default=default, type=values.rate, metavar="SIZE/s", help=text)
-    verb.add_argument(
-        "--annealing-share",
-        default=0.2,
-        type=values.share,
-        metavar="SHARE",
-        help="length of the annealing that merging replaces, as a share of the run's tokens (default 0.2)",
-    )
+    text = "length of the annealing that merging replaces, as a share of the run's tokens (default 0.2)"
+    verb.add_argument("--annealing-share", default=0.2, type=values.share, metavar="SHARE", help=text)
 
 
 def _add_merge_verb(subparsers: Any) -> None:

@@ -173,27 +173,40 @@ def plan(options: argparse.Namespace) -> None:
     Example:
         pma plan --config demo --topology v5e:2x2 --config.training.batch_size_sequences=64
     """
-    from pma_jax.planning import aot, run_plan
+    from pma_jax.planning import aot, run_plan, search
     from pma_jax.planning.plan_text import format_plan
 
     # Checked before the programs are compiled, which takes minutes.
     if options.out and not is_bucket(options.out) and not Path(options.out).parent.is_dir():
         raise UserError(f"--out {options.out}: the directory {Path(options.out).parent} does not exist; create it")
+    if options.search and options.traffic:
+        raise UserError("--search compares settings, and --traffic describes one: give one of them")
+    config, topology = _load_config(options), aot.tpu_topology(options.topology)
+    log = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    if options.search:
+        tried = search.search(config, topology, log)
+        _write_plan(options, tried)
+        _print_result(options, tried, lambda: search.format_search(tried))
+        return
     estimates = run_plan.plan_run(
-        _load_config(options),
-        aot.tpu_topology(options.topology),
+        config,
+        topology,
         storage_bytes_per_second=options.storage_bandwidth,
         host_bytes_per_second=options.host_bandwidth,
         annealing_share=options.annealing_share,
         heaviest_operations=10 if options.traffic else 0,
-        log=lambda line: print(line, file=sys.stderr, flush=True),
+        log=log,
     )
-    if options.out:
-        as_path(options.out).write_text(json.dumps(estimates, indent=2) + "\n")
+    _write_plan(options, estimates)
     _print_result(options, estimates, lambda: format_plan(estimates))
     messages = run_plan.out_of_memory_messages(estimates)
     if messages:
         raise UserError(f"the run does not fit in the memory of {options.topology}: {'; '.join(messages)}")
+
+
+def _write_plan(options: argparse.Namespace, numbers: Any) -> None:
+    if options.out:
+        as_path(options.out).write_text(json.dumps(numbers, indent=2) + "\n")
 
 
 def import_(options: argparse.Namespace) -> None:

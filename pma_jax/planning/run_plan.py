@@ -57,9 +57,7 @@ def plan_run(
     programs = {}
     for name, lower in aot.program_lowerings(config, mesh).items():
         log(f"compiling the {name.replace('_', ' ')} for {topology.name}")
-        report = aot.compile_program(lower, mesh)
-        kernel_flops = _kernel_flops(config, mesh, name, report.program)
-        programs[name] = _program_numbers(report, mesh, topology, kernel_flops, heaviest_operations)
+        programs[name] = _plan_program(config, topology, mesh, name, lower, heaviest_operations)
     step_seconds = programs["train_step"]["roofline"]["seconds"] if programs["train_step"]["compiled"] else None
     leaves = jax.tree.leaves(params)
     return {
@@ -81,6 +79,30 @@ def plan_run(
         ),
         "annealing": _annealing_numbers(config, topology, step_seconds, annealing_share),
     }
+
+
+def plan_train_step(config: Config, topology: aot.Topology) -> dict[str, Any]:
+    """Compile only the train step; return its entry of `programs`, with the MFU that its bound allows."""
+    mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
+    numbers = _plan_program(config, topology, mesh, "train_step", aot.program_lowerings(config, mesh)["train_step"], 0)
+    if not numbers["compiled"]:
+        return numbers
+    key = "model_flops_utilization_at_most"
+    return numbers | {key: _training_numbers(config, topology, numbers["roofline"]["seconds"])[key]}
+
+
+def _plan_program(
+    config: Config,
+    topology: aot.Topology,
+    mesh: jax.sharding.Mesh,
+    name: str,
+    lower: Callable[[], jax.stages.Lowered],
+    heaviest_operations: int,
+) -> dict[str, Any]:
+    """Compile a program, and return its entry of `programs`."""
+    report = aot.compile_program(lower, mesh)
+    kernel_flops = _kernel_flops(config, mesh, name, report.program)
+    return _program_numbers(report, mesh, topology, kernel_flops, heaviest_operations)
 
 
 def out_of_memory_messages(numbers: dict[str, Any]) -> list[str]:

@@ -1,0 +1,77 @@
+"""`pma plan --search`: the microbatches and the rematerialization that give a train step its lowest bound.
+
+Fewer and larger microbatches read the weights less often and need more memory. For each kind of rematerialization, the
+search tries the fewest microbatches first and ends at the first number that fits.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pma_jax.config import Config
+from pma_jax.config.errors import UserError
+from pma_jax.planning import aot, run_plan
+from pma_jax.runtime.formatting import align_columns, format_duration, format_memory_bytes
+from pma_jax.runtime.mesh import check_mesh, mesh_from_devices
+
+REMATS = ("none", "dots", "full")  # the least memory comes last
+
+
+def search(
+    config: Config, topology: aot.Topology, log: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
+    """Compile the train step for settings; return what was tried, the lowest bound first, then what does not fit.
+
+    Args:
+        config: The run's configuration, of which `training.accumulation_steps` and `model.remat` are replaced.
+        topology: The devices, from `aot.tpu_topology`.
+        log: Called with one line before each program is compiled.
+
+    Returns:
+        Dicts with the overrides (`accumulation_steps`, `remat`), `compiled`, `memory` in bytes and as a share, the
+        `roofline`, and `model_flops_utilization_at_most`. The last three are absent if the step does not fit.
+
+    Raises:
+        UserError: No number of microbatches divides the batch on this mesh.
+    """
+    tried = []
+    for remat in REMATS:
+        for steps, changed in _microbatches(config, topology):
+            changed = dataclasses.replace(changed, model=dataclasses.replace(changed.model, remat=remat))
+            log(f"compiling the train step with {steps} microbatches and remat {remat} for {topology.name}")
+            numbers = run_plan.plan_train_step(changed, topology)
+            tried.append({"accumulation_steps": steps, "remat": remat} | numbers)
+            if numbers["compiled"]:
+                break
+    if not tried:
+        raise UserError(f"no number of microbatches divides the batch on the mesh of {topology.name}: change the mesh")
+    return sorted(tried, key=lambda one: one["roofline"]["seconds"] if one["compiled"] else float("inf"))
+
+
+def format_search(tried: list[dict[str, Any]]) -> str:
+    """Format the result of `search` as a table, and the overrides of the best setting."""
+    rows = [["microbatches", "remat", "memory", "step at least", "bound by", "MFU at most"]]
+    for one in tried:
+        setting = [str(one["accumulation_steps"]), one["remat"]]
+        if not one["compiled"]:
+            rows.append([*setting, "does not fit", "-", "-", "-"])
+            continue
+        memory = f"{format_memory_bytes(one['memory']['bytes'])} ({one['memory']['share_of_memory']:.0%})"
+        bound = [format_duration(one["roofline"]["seconds"]), one["roofline"]["limit"]]
+        rows.append([*setting, memory, *bound, f"{one['model_flops_utilization_at_most']:.1%}"])
+    best = tried[0]
+    chosen = f"--config.training.accumulation_steps={best['accumulation_steps']} --config.model.remat={best['remat']}"
+    return "\n".join([align_columns(rows), "", f"lowest bound: {chosen}" if best["compiled"] else "nothing fits"])
+
+
+def _microbatches(config: Config, topology: aot.Topology) -> Iterator[tuple[int, Config]]:
+    """Yield the numbers of microbatches that the batch and the mesh allow, each with its configuration."""
+    mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
+    batch = config.training.batch_size_sequences
+    for steps in (n for n in range(1, batch + 1) if batch % n == 0):
+        changed = dataclasses.replace(config, training=dataclasses.replace(config.training, accumulation_steps=steps))
+        try:
+            check_mesh(changed, mesh)
+        except UserError:
+            continue
+        yield steps, changed
