@@ -98,7 +98,15 @@ def test_sparta_sends_its_share_of_each_leaf(workspace):
     assert sent.payload_bytes == 4 * sum(math.ceil(0.01 * n) for n in sent_elements(config))
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("float32", 32), ("int8", 8), ("int4", 4), ("e3m0", 4)])
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        ("float32", 32),
+        pytest.param("int8", 8, marks=pytest.mark.slow),
+        ("int4", 4),
+        pytest.param("e3m0", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_fragment_is_sent_in_the_bits_of_its_type(workspace, dtype, bits):
     config = make_config(workspace, "streaming", replicas__streaming_dtype=dtype)
     params = abstract_params(config.model, make_mesh(config.mesh))
