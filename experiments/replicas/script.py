@@ -44,8 +44,8 @@ from pma_jax.studies.study import Study
 
 DEFAULTS = {"sizes": ("science_replicas",), "seeds": tuple(range(8))}
 EXPECTED_METHOD_SETTINGS, EXPECTED_CELL_SETTINGS = 9, 6  # of a contender, for the estimate of the machine time
-SETTINGS_AT_A_TIME = 4  # trained together, so that all cores have work
 READ_OF_WORKERS, READ_OF_MEAN = 15, 7  # merges that are evaluated per run, for the same
+SETTINGS_AT_A_TIME = 4  # trained and read together; several, so that all cores have work
 
 
 def plan(study: Study) -> Plan:
@@ -90,7 +90,7 @@ def measure(study: Study) -> dict[str, Any]:
     measured: dict[str, dict[str, Any]] = {}
     # Each group is read before the next one is trained: the losses of a part of the experiment can be recorded.
     for first in range(0, len(settings), SETTINGS_AT_A_TIME):
-        measured |= measure_settings(study, ground, searched, dict(settings[first : first + SETTINGS_AT_A_TIME]))
+        measured |= measure_group(study, ground, searched, dict(settings[first : first + SETTINGS_AT_A_TIME]))
     experiments = list_settings(ground, len(study.seeds), outer)
     names = {number: list(of_one) for number, of_one in experiments.items()}
     unit = ground.unit_steps
@@ -110,7 +110,7 @@ def measure(study: Study) -> dict[str, Any]:
     }
 
 
-def measure_settings(
+def measure_group(
     study: Study, ground: Ground, searched: dict[str, Any], settings: dict[str, Setting]
 ) -> dict[str, dict[str, Any]]:
     """Train settings, choose their windows, and return what is reported of each."""

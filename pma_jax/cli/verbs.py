@@ -4,6 +4,7 @@ Each function imports what it needs, so that `--help` does not import JAX.
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -182,11 +183,15 @@ def plan(options: argparse.Namespace) -> None:
     if options.search and options.traffic:
         raise UserError("--search compares settings, and --traffic describes one: give one of them")
     config, topology = _load_config(options), aot.tpu_topology(options.topology)
-    log = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    log = functools.partial(print, file=sys.stderr, flush=True)
     if options.search:
         tried = search.search(config, topology, log)
         _write_plan(options, tried)
         _print_result(options, tried, lambda: search.format_search(tried))
+        if not tried[0]["compiled"]:
+            raise UserError(
+                f"the train step does not fit in the memory of {options.topology} with any of these settings"
+            )
         return
     estimates = run_plan.plan_run(
         config,

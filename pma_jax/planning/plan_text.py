@@ -109,8 +109,8 @@ def _heaviest(name: str, program: dict[str, Any]) -> list[str]:
     rows = [["share", "bytes", "executions", "source", "pass", "operation", "its largest instruction"]]
     for one in program["heaviest_operations"]:
         share = f"{one['bytes'] / program['bytes_moved']:.1%}"
-        size, source, direction = format_storage_bytes(one["bytes"]), one["source"] or "-", one["direction"] or "-"
-        rows.append([share, size, f"{one['executions']:,}", source, direction, one["operation"], one["largest"]])
+        size, source, pass_name = format_storage_bytes(one["bytes"]), one["source"] or "-", one["pass_name"] or "-"
+        rows.append([share, size, f"{one['executions']:,}", source, pass_name, one["operation"], one["largest"]])
     return ["", f"memory traffic of the {_spaced(name)}, by operation:", align_columns(rows)]
 
 

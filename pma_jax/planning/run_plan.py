@@ -13,7 +13,7 @@ from pma_jax import config as configuration
 from pma_jax.config import Config, ModelConfig
 from pma_jax.model import experts
 from pma_jax.model.decoder import abstract_params, activated_parameter_count, parameter_count
-from pma_jax.planning import aot, cost, counts, disk, hlo, traffic
+from pma_jax.planning import aot, cost, counts, disk, hlo, memory_traffic
 from pma_jax.replicas import method
 from pma_jax.runtime.mesh import mesh_from_devices, worker_count
 from pma_jax.training.state import abstract_state
@@ -84,7 +84,7 @@ def plan_run(
 def plan_train_step(config: Config, topology: aot.Topology) -> dict[str, Any]:
     """Compile only the train step; return its entry of `programs`, with the MFU that its bound allows."""
     mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
-    numbers = _plan_program(config, topology, mesh, "train_step", aot.program_lowerings(config, mesh)["train_step"], 0)
+    numbers = _plan_program(config, topology, mesh, "train_step", aot.program_lowerings(config, mesh)["train_step"])
     if not numbers["compiled"]:
         return numbers
     key = "model_flops_utilization_at_most"
@@ -97,12 +97,16 @@ def _plan_program(
     mesh: jax.sharding.Mesh,
     name: str,
     lower: Callable[[], jax.stages.Lowered],
-    heaviest_operations: int,
+    heaviest_operations: int = 0,
 ) -> dict[str, Any]:
     """Compile a program, and return its entry of `programs`."""
     report = aot.compile_program(lower, mesh)
     kernel_flops = _kernel_flops(config, mesh, name, report.program)
-    return _program_numbers(report, mesh, topology, kernel_flops, heaviest_operations)
+    numbers = _program_numbers(report, mesh, topology, kernel_flops)
+    if report.program and heaviest_operations:
+        found = memory_traffic.heaviest_operations(report.program, heaviest_operations)
+        numbers["heaviest_operations"] = [dataclasses.asdict(one) for one in found]
+    return numbers
 
 
 def out_of_memory_messages(numbers: dict[str, Any]) -> list[str]:
@@ -164,7 +168,7 @@ def _far_parts(mesh: jax.sharding.Mesh, topology: aot.Topology) -> int:
 
 
 def _program_numbers(
-    report: aot.CompileReport, mesh: jax.sharding.Mesh, topology: aot.Topology, kernel_flops: float, heaviest: int
+    report: aot.CompileReport, mesh: jax.sharding.Mesh, topology: aot.Topology, kernel_flops: float
 ) -> dict[str, Any]:
     """Return the numbers of one program; only those of the compilation if it does not fit in memory."""
     compilation = {
@@ -190,7 +194,6 @@ def _program_numbers(
         "kernels": {"declared_flops": kernels.declared_flops, "silent": kernels.undeclared_kernels},
         "kernel_flops": kernel_flops,
         "bytes_moved": counts.memory_traffic_bytes(report.program),
-        "heaviest_operations": [dataclasses.asdict(one) for one in traffic.heaviest(report.program, heaviest)],
         "cost_analysis_loops_once": report.costs,
         "loop_trips": hlo.loop_trip_counts(report.program),
         "aliased_outputs": report.program.aliased_output_count,

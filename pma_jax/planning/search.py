@@ -5,7 +5,7 @@ search tries the fewest microbatches first and ends at the first number that fit
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from pma_jax.config import Config
@@ -32,19 +32,18 @@ def search(
         `roofline`, and `model_flops_utilization_at_most`. The last three are absent if the step does not fit.
 
     Raises:
-        UserError: No number of microbatches divides the batch on this mesh.
+        UserError: The mesh does not divide a size; or, with each number of microbatches, the batch.
     """
-    tried = []
+    tried, allowed = [], _allowed_microbatches(config, topology)
     for remat in REMATS:
-        for steps, changed in _microbatches(config, topology):
+        for changed in allowed:
+            steps = changed.training.accumulation_steps
             changed = dataclasses.replace(changed, model=dataclasses.replace(changed.model, remat=remat))
-            log(f"compiling the train step with {steps} microbatches and remat {remat} for {topology.name}")
+            log(f"compiling the train step for {topology.name}: accumulation_steps={steps}, remat={remat}")
             numbers = run_plan.plan_train_step(changed, topology)
             tried.append({"accumulation_steps": steps, "remat": remat} | numbers)
             if numbers["compiled"]:
                 break
-    if not tried:
-        raise UserError(f"no number of microbatches divides the batch on the mesh of {topology.name}: change the mesh")
     return sorted(tried, key=lambda one: one["roofline"]["seconds"] if one["compiled"] else float("inf"))
 
 
@@ -64,14 +63,19 @@ def format_search(tried: list[dict[str, Any]]) -> str:
     return "\n".join([align_columns(rows), "", f"lowest bound: {chosen}" if best["compiled"] else "nothing fits"])
 
 
-def _microbatches(config: Config, topology: aot.Topology) -> Iterator[tuple[int, Config]]:
-    """Yield the numbers of microbatches that the batch and the mesh allow, each with its configuration."""
+def _allowed_microbatches(config: Config, topology: aot.Topology) -> list[Config]:
+    """Return the configuration with each number of microbatches that the batch and the mesh allow, the fewest first."""
     mesh = mesh_from_devices(topology.devices, dataclasses.replace(config.mesh, cpu_devices=0))
-    batch = config.training.batch_size_sequences
+    batch, allowed = config.training.batch_size_sequences, []
+    refusals: list[UserError] = []
     for steps in (n for n in range(1, batch + 1) if batch % n == 0):
         changed = dataclasses.replace(config, training=dataclasses.replace(config.training, accumulation_steps=steps))
         try:
             check_mesh(changed, mesh)
-        except UserError:
-            continue
-        yield steps, changed
+        except UserError as error:
+            refusals.append(error)
+        else:
+            allowed.append(changed)
+    if not allowed:
+        raise refusals[0]  # with one microbatch: of a size that the mesh does not divide
+    return allowed

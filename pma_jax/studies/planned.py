@@ -33,7 +33,7 @@ from pma_jax.studies.study import Study
 
 # Of the workers: on some CPUs, XLA logs several errors for each program that it reads from its cache, and uses it all
 # the same (openxla/xla issue 44565).
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")}
+WORKER_ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,17 +111,17 @@ class PlannedRun:
             DivergenceError: The run diverged.
         """
         if any(self.missing_tokens(study)):
-            self._forget_recorded(study)
+            self._remove_recorded(study)
         run = self.get(study)
         for planned in self.evaluations:
             self.study(study).document_losses(run, planned.cells, planned.ends, planned.part)
 
-    def _forget_recorded(self, study: Study) -> None:
-        """Forget the run, and the trunk that it is to be forked from, if only their losses are cached."""
+    def _remove_recorded(self, study: Study) -> None:
+        """Remove the run, and the trunk from which it will be forked, where the cache has only their losses."""
         if run := self.find(study):
-            run_cache.forget(run)
+            run_cache.remove_recorded(run)
         if self.find(study) is None and (trunk := dataclasses.replace(self, branch=None).find(study)):
-            run_cache.forget(trunk)
+            run_cache.remove_recorded(trunk)
 
     def _lacks_readings(self, run: Run) -> bool:
         return bool(set(self.readings) - run_cache.readings(run).keys())
@@ -218,7 +218,9 @@ def complete_all(study: Study, plan: Plan, workers: int) -> None:
         path = Path(folder, "runs.json")
         path.write_text(json.dumps({"study": study.settings(), "runs": [dataclasses.asdict(run) for run in planned]}))
         command = (sys.executable, "-m", "pma_jax.studies.planned", str(path))
-        jobs = [Job(f"worker {i + 1}", (Step("train", command, environment=QUIET),)) for i in range(workers)]
+        jobs = [
+            Job(f"worker {i + 1}", (Step("train", command, environment=WORKER_ENVIRONMENT),)) for i in range(workers)
+        ]
         failed = run_jobs(jobs, workers, lambda line: print(line, file=sys.stderr, flush=True))
     if failed:
         name, failure = next(iter(failed.items()))

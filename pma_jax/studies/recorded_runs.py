@@ -60,9 +60,10 @@ def add_to_file(cache: Path, path: Path) -> int:
         raise UserError(f"no runs in {cache}: give the directory that was the --runs of an experiment")
     recorded = {run["key"]: run for run in read_file(path)} if path.exists() else {}
     for run in filter(None, map(_record, entries)):
-        new, old = run["losses"], recorded.get(run["key"], run)["losses"]
+        known = recorded.get(run["key"], run)
+        new, old = run["losses"], known["losses"]
         run["losses"] = {digest: new.get(digest, {}) | old.get(digest, {}) for digest in new.keys() | old.keys()}
-        if read := run.get("readings", {}) | recorded.get(run["key"], run).get("readings", {}):
+        if read := run.get("readings", {}) | known.get("readings", {}):
             run["readings"] = read
         recorded[run["key"]] = run
     lines = [json.dumps(recorded[key], sort_keys=True) + "\n" for key in sorted(recorded)]

@@ -174,8 +174,8 @@ def readings(run: Run) -> Readings:
     return read_json(as_path(path), Readings) if path.exists() else {}
 
 
-def forget(run: Run) -> None:
-    """Remove a run if only its losses are there, so that it is trained again."""
+def remove_recorded(run: Run) -> None:
+    """Remove a run of which the cache has only the losses, so that it is trained again; keep any other."""
     with lock.hold(run.path.parent, wait=True):
         if has_losses_only(run):
             (run.path.parent / TRAINED).unlink()

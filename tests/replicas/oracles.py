@@ -132,15 +132,19 @@ def run_diloco(c, theta, x, share=0.0):
 
 def average_share(theta_k, share, step):
     """Average elements over the workers; which ones is the choice of the package, for the step and the leaf."""
-    key = jax.random.fold_in(jax.random.key(sparta.SEED), step)
     new = [{name: leaf.copy() for name, leaf in theta.items()} for theta in theta_k]
-    for i, name in enumerate(sorted(theta_k[0])):
-        place = jax.random.fold_in(jax.random.fold_in(key, i), 0)
-        chosen = np.asarray(sparta.choose(place, theta_k[0][name].size, share))
+    for name, chosen in chosen_elements(theta_k[0], share, step).items():
         middle = np.mean([theta[name].reshape(-1)[chosen] for theta in theta_k], axis=0)
         for theta in new:
             theta[name].reshape(-1)[chosen] = middle
     return new
+
+
+def chosen_elements(theta, share, step):
+    """Return leaf -> the flat indices that the package averages after a step."""
+    key = jax.random.fold_in(jax.random.key(sparta.SEED), step)
+    places = {name: jax.random.fold_in(jax.random.fold_in(key, i), 0) for i, name in enumerate(sorted(theta))}
+    return {name: np.asarray(sparta.choose(place, theta[name].size, share)) for name, place in places.items()}
 
 
 def run_sparta(c, theta, x):

@@ -19,7 +19,6 @@ import pytest
 import tiny
 
 from pma_jax.config import MeshConfig
-from pma_jax.replicas import sparta
 from pma_jax.runtime.mesh import make_mesh
 
 pytest.importorskip("torch")
@@ -71,8 +70,6 @@ def masks(theta, share, steps):
     """Return leaf -> which elements pma_jax averages after each step; the first entry is that of the step before."""
     chosen = {leaf: np.zeros((steps + 1, array.size), bool) for leaf, array in theta.items()}
     for step in range(1, steps + 1):
-        key = jax.random.fold_in(jax.random.key(sparta.SEED), step)
-        for i, leaf in enumerate(sorted(theta)):
-            place = jax.random.fold_in(jax.random.fold_in(key, i), 0)
-            chosen[leaf][step, np.asarray(sparta.choose(place, theta[leaf].size, share))] = True
+        for leaf, elements in oracles.chosen_elements(theta, share, step).items():
+            chosen[leaf][step, elements] = True
     return {leaf: mask.reshape(-1, *theta[leaf].shape) for leaf, mask in chosen.items()}

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import defaultdict
-from pathlib import PurePosixPath
+from pathlib import Path
 
 from pma_jax.planning.counts import executed_traffic
 from pma_jax.planning.hlo import Instruction, Program
@@ -14,7 +14,7 @@ PASSES = (
     ("transpose(", "backward"),
     ("jvp(", "forward"),
 )
-PACKAGE = "pma_jax/"
+PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +23,13 @@ class SourceTraffic:
 
     source: str  # such as `model/layers.py:48`; empty if the compiler made the instructions without one
     operation: str  # of JAX, such as `mul` or `bd,dv->bv/dot_general`; without a source, the name of the instruction
-    direction: str  # `forward`, `backward` or `recomputed`; empty outside of what is differentiated
+    pass_name: str  # `forward`, `backward` or `recomputed`; empty outside of what is differentiated
     bytes: int  # of all executions, per device
     executions: int
     largest: str  # the instruction with the most bytes, and its result
 
 
-def heaviest(program: Program, count: int) -> list[SourceTraffic]:
+def heaviest_operations(program: Program, count: int) -> list[SourceTraffic]:
     """Return the operations with the most memory traffic, the heaviest first.
 
     A fusion counts for the operation of its last instruction. Instructions that the compiler adds, such as copies, have
@@ -52,14 +52,14 @@ def heaviest(program: Program, count: int) -> list[SourceTraffic]:
 
 
 def _describe(instruction: Instruction, sources: "_Sources") -> tuple[str, str, str]:
-    """Return the source, the operation and the direction of an instruction."""
+    """Return the source, the operation and the pass of an instruction."""
     name = re.search(r'op_name="([^"]*)"', instruction.attributes)
     frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
     if name is None or frame is None:
         return "", re.sub(r"[.\d]+$", "", instruction.name), ""
-    direction = next((direction for part, direction in PASSES if part in name[1]), "")
+    pass_name = next((pass_name for part, pass_name in PASSES if part in name[1]), "")
     *_, outer, operation = ["", *name[1].split("/")]
-    return sources.line(int(frame[1])), f"{outer}/{operation}" if "->" in outer else operation, direction
+    return sources.line(int(frame[1])), f"{outer}/{operation}" if "->" in outer else operation, pass_name
 
 
 class _Sources:
@@ -71,16 +71,15 @@ class _Sources:
         self._frames = {key: _fields(value) for key, value in _table(text, "StackFrames").items()}
 
     def line(self, frame: int) -> str:
-        """Return the innermost line of a stack frame that is in this package; if none is, the innermost line."""
+        """Return the line of this package that is the innermost of a stack; of other code, only the file name."""
         lines = []
         while frame in self._frames:
             location = self._locations[self._frames[frame]["file_location_id"]]
             lines.append(f"{self._files[location['file_name_id']]}:{location['line']}")
             parent = self._frames[frame].get("parent_frame_id", 0)
             frame = parent if parent != frame else 0
-        ours = [line.rpartition(PACKAGE)[2] for line in lines if PACKAGE in line]
-        innermost = [PurePosixPath(line).name for line in lines]
-        return next(iter([*ours, *innermost]), "")
+        ours = [line.removeprefix(PACKAGE) for line in lines if line.startswith(PACKAGE)]
+        return next(iter([*ours, *(Path(line).name for line in lines)]), "")
 
 
 def _table(text: str, name: str) -> dict[int, str]:
