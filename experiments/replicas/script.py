@@ -22,7 +22,7 @@ from worker_readouts import (
     runs_to_choose,
     runs_to_report,
 )
-from worker_search import first_runs, is_searched, outer_rates, search_all, tuning_seeds
+from worker_search import FINALISTS, first_runs, is_searched, outer_rates, search_all, tuning_seeds
 from worker_settings import (
     COUNTS,
     RATE_GRID,
@@ -59,10 +59,12 @@ def plan(study: Study) -> Plan:
         if run.config.training.total_tokens == total and run.config.training.seed in tuning_seeds(study)
     )
     methods, cells = method_searches(ground), cell_searches(ground, {})
-    expected = len(methods) * EXPECTED_METHOD_SETTINGS + len(cells) * EXPECTED_CELL_SETTINGS
-    first = len(RATE_GRID) * (len(methods) + len(cells))
-    for seed in tuning_seeds(study) if is_searched(study) else ():
-        more = max(expected - max(done[seed], first), 0)
+    tried = len(methods) * EXPECTED_METHOD_SETTINGS + len(cells) * EXPECTED_CELL_SETTINGS
+    contenders = len(methods) + len(cells)
+    for index, seed in enumerate(tuning_seeds(study) if is_searched(study) else ()):
+        # The grid is listed above, on the first seed; the others have the best settings only.
+        listed, expected = (0, contenders * FINALISTS) if index else (contenders * len(RATE_GRID), tried)
+        more = max(expected - max(done[seed], listed), 0)
         read = (len(ground.windows) + 4) * study.evaluation_tokens // 2
         work.append(OtherWork("the rest of the search", ground.size, seed, more * total, more * read))
     settings = all_settings(ground, study, {})

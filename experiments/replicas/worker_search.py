@@ -2,10 +2,12 @@
 
 Contenders are judged by the mean of the raw loss (over the last marks) and the best merge of their snapshots, on other
 seeds and other documents than those of the results. Two searches: the methods, with a key of each one's own beside the
-rate, then the cells of the sweeps, of which only the rate is tuned. In each, all contenders get as many settings.
+rate, then the cells of the sweeps, of which only the rate is tuned. In each, all contenders get as many settings: many
+on one seed, and the best of them on all.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +26,7 @@ from worker_settings import (
 from pma_jax.data.sampling import SELECT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import tuning
-from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, measure_raw_and_merged
+from pma_jax.studies.planned import PlannedEvaluation, PlannedRun, complete_all, measure_raw_and_merged
 from pma_jax.studies.study import Study
 from pma_jax.studies.tuning import TUNING_SEEDS, Contender, Tuned
 
@@ -32,6 +34,7 @@ FEWEST_UNITS = 32  # of a study that searches; with fewer, as in tests, the firs
 RAW_MARKS = 4  # the raw loss is the mean over that many of the last units: one snapshot is noise
 # No state but the last: nothing is forked.
 COMMON = ("checkpoint.keep_states_at_tokens=()",)
+FINALISTS = 3  # settings of each contender that are measured on all tuning seeds
 METHODS, CELLS = "methods", "cells"
 SPREAD = "spread of the workers"  # read of the snapshots of runs that save their workers
 
@@ -63,12 +66,14 @@ def evaluations(ground: Ground) -> tuple[PlannedEvaluation, PlannedEvaluation]:
     return PlannedEvaluation((RAW,), marks, SELECT), PlannedEvaluation(merges, (ground.units,), SELECT)
 
 
-def search_runs(study: Study, ground: Ground, search: Search, settings: list[list[str]]) -> list[PlannedRun]:
+def search_runs(
+    study: Study, ground: Ground, search: Search, settings: list[list[str]], seeds: Sequence[int]
+) -> list[PlannedRun]:
     """List the runs of settings of a contender, all seeds of one setting after the other."""
     planned = [
         planned_run(ground, seed, (*search.changes, *setting), evaluations(ground))
         for setting in settings
-        for seed in tuning_seeds(study)
+        for seed in seeds
     ]
     return [dataclasses.replace(run, evaluation_tokens=study.evaluation_tokens // 2) for run in planned]
 
@@ -79,12 +84,12 @@ def first_runs(study: Study, ground: Ground) -> list[PlannedRun]:
         return []
     later = twice_the_workers(ground, {})  # their outer rates are not known yet
     cells = [search for name, search in cell_searches(ground, {}).items() if name not in later]
-    searches = [*method_searches(ground).values(), *cells]
+    searches, seeds = [*method_searches(ground).values(), *cells], tuning_seeds(study)[:1]
     return [
         run
         for search in searches
         for run in search_runs(
-            study, ground, search, [tuning.overrides(search.axes, position) for position in search.grid]
+            study, ground, search, [tuning.overrides(search.axes, position) for position in search.grid], seeds
         )
     ]
 
@@ -108,25 +113,37 @@ def search_group(study: Study, ground: Ground, searches: dict[str, Search]) -> d
         return {
             name: {"best": tuning.overrides(search.axes, first[name]), "tried": []} for name, search in searches.items()
         }
+    seeds = tuning_seeds(study)
     measured: dict[str, dict[tuple[str, ...], dict[str, list[float]]]] = {name: {} for name in searches}
 
-    def contender(name: str) -> Contender:
-        def measure(settings: list[list[str]]) -> list[list[float]]:
-            found = measure_settings(study, ground, searches[name], settings)
-            measured[name].update(zip(map(tuple, settings), found, strict=True))
-            return [np.mean([one["raw"], one["merged"]], axis=0).tolist() for one in found]
+    def measure_on(seeds: Sequence[int], settings: dict[str, list[list[str]]]) -> dict[str, list[list[float]]]:
+        found = measure_settings(study, ground, searches, settings, seeds)
+        for name, losses in found.items():
+            for setting, new in zip(map(tuple, settings[name]), losses, strict=True):
+                known = measured[name].get(setting, {})
+                measured[name][setting] = {model: [*known.get(model, ()), *values] for model, values in new.items()}
+        return {
+            name: [np.mean([one["raw"], one["merged"]], axis=0).tolist() for one in losses]
+            for name, losses in found.items()
+        }
 
-        return Contender(name, searches[name].axes, searches[name].grid, measure)
-
-    tuned = tuning.tune([contender(name) for name in searches])
-    return {name: describe(one, measured[name]) for name, one in tuned.items()}
+    contenders = [Contender(name, search.axes, search.grid) for name, search in searches.items()]
+    tuned = tuning.tune(contenders, functools.partial(measure_on, seeds[:1]))
+    best = tuning.measure_best(tuned, functools.partial(measure_on, seeds[1:]), FINALISTS)
+    return {name: describe(one, measured[name]) for name, one in best.items()}
 
 
 def measure_settings(
-    study: Study, ground: Ground, search: Search, settings: list[list[str]]
-) -> list[dict[str, list[float]]]:
-    """Train and evaluate settings; return the raw and the best merged loss of each, one per seed."""
-    return measure_raw_and_merged(study, search_runs(study, ground, search, settings), len(tuning_seeds(study)))
+    study: Study,
+    ground: Ground,
+    searches: dict[str, Search],
+    settings: dict[str, list[list[str]]],
+    seeds: Sequence[int],
+) -> dict[str, list[dict[str, list[float]]]]:
+    """Train and evaluate settings of contenders; return the raw and the best merged loss of each, one per seed."""
+    runs = {name: search_runs(study, ground, searches[name], of_one, seeds) for name, of_one in settings.items()}
+    complete_all(study, [run for listed in runs.values() for run in listed], study.workers)
+    return {name: measure_raw_and_merged(study, listed, len(seeds)) if listed else [] for name, listed in runs.items()}
 
 
 def describe(tuned: Tuned, measured: dict[tuple[str, ...], dict[str, list[float]]]) -> dict[str, Any]:

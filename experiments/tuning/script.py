@@ -119,16 +119,14 @@ def tune(
     """Tune the raw and the merged model of a size at a horizon, from the grid of each; they share their runs."""
     measured: dict[tuple[str, ...], dict[str, list[float]]] = {}
 
-    def contender(name: str) -> Contender:
-        def measure_one(settings: list[list[str]]) -> list[list[float]]:
-            if new := [setting for setting in settings if tuple(setting) not in measured]:
-                losses = measure_settings(study, size, horizon, new)
-                measured.update(zip(map(tuple, new), losses, strict=True))
-            return [measured[tuple(setting)][name] for setting in settings]
+    def measure(settings: dict[str, list[list[str]]]) -> dict[str, list[list[float]]]:
+        asked = dict.fromkeys(tuple(setting) for of_one in settings.values() for setting in of_one)
+        if new := [list(setting) for setting in asked if setting not in measured]:
+            losses = measure_settings(study, size, horizon, new)
+            measured.update(zip(map(tuple, new), losses, strict=True))
+        return {name: [measured[tuple(setting)][name] for setting in of_one] for name, of_one in settings.items()}
 
-        return Contender(name, axes, grids[name], measure_one, is_allowed)
-
-    return tuning.tune([contender(name) for name in grids])
+    return tuning.tune([Contender(name, axes, grid, is_allowed) for name, grid in grids.items()], measure)
 
 
 def runs_of(study: Study, size: str, horizon: str, settings: list[list[str]]) -> list[PlannedRun]:

@@ -4,6 +4,9 @@ A setting is a position on axes, each of which is a configuration key with a geo
 the same for every contender: first the settings of a grid, then, in rounds, two unmeasured neighbours of the best
 setting so far, those along the first axes first. It ends when the best setting of every contender has a lower loss than
 all its neighbours, so that no best setting is at the edge of what was tried.
+
+The settings of a round are measured together, those of all contenders, so that their runs can be trained at the same
+time. A search on one seed is cheaper: `measure_best` then measures the best settings of each contender on more seeds.
 """
 
 import dataclasses
@@ -12,6 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pma_jax.config.errors import UserError
 
 Position = tuple[int, ...]  # one number per axis
+# From the settings of each contender, by its name and each as overrides, to the losses of each, one per tuning seed, in
+# nats per token; infinite if the run diverged.
+Measure = Callable[[dict[str, list[list[str]]]], dict[str, list[list[float]]]]
 TUNING_SEEDS = (100, 101, 102)  # results are never published on these
 ROUND = 2  # settings per contender and round
 
@@ -37,14 +43,11 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One of the methods that are compared, how it is measured, and the first settings that are tried."""
+    """One of the methods that are compared, and the first settings that are tried."""
 
     name: str
     axes: tuple[Axis, ...]
     grid: tuple[Position, ...]
-    # From settings, each as overrides, to the losses of each, one per tuning seed, in nats per token; infinite if the
-    # run diverged.
-    measure: Callable[[list[list[str]]], list[list[float]]]
     is_allowed: Callable[[Position], bool] = lambda position: True  # a condition on the values of several axes
 
     def is_valid(self, position: Position) -> bool:
@@ -78,22 +81,16 @@ class Tuned:
         around = [tuple(i + step * (k == axis) for k, i in enumerate(position)) for axis, step in steps]
         return [near for near in around if near not in self.losses and self.contender.is_valid(near)]
 
-    def next_positions(self, count: int, rivals: Iterable["Tuned"] = ()) -> list[Position]:
+    def next_positions(self, count: int, shared: Iterable[Position] = ()) -> list[Position]:
         """Return `count` unmeasured settings.
 
-        First come the neighbours of the best one, then settings that rivals on the same axes have measured, because
-        contenders may share runs, then the neighbours of the second best, and so on.
+        First come the neighbours of the best one, then those of `shared`, then the neighbours of the second best, and
+        so on.
         """
-        theirs = [near for one in rivals if one.contender.axes == self.contender.axes for near in one.losses]
         by_loss = sorted(self.losses, key=self.mean)
         around = [near for position in by_loss[1:] for near in self.open_neighbours(position)]
-        shared = [near for near in theirs if near not in self.losses and self.contender.is_valid(near)]
-        return list(dict.fromkeys([*self.open_neighbours(self.best), *shared, *around]))[:count]
-
-    def measure(self, positions: Sequence[Position]) -> None:
-        """Measure settings, and add their losses."""
-        settings = [self.contender.overrides(position) for position in positions]
-        self.losses.update(zip(positions, self.contender.measure(settings), strict=True))
+        known = [near for near in shared if near not in self.losses and self.contender.is_valid(near)]
+        return list(dict.fromkeys([*self.open_neighbours(self.best), *known, *around]))[:count]
 
 
 def overrides(axes: Sequence[Axis], position: Position) -> list[str]:
@@ -101,11 +98,12 @@ def overrides(axes: Sequence[Axis], position: Position) -> list[str]:
     return [f"{axis.key}={axis.value(i):g}" for axis, i in zip(axes, position, strict=True)]
 
 
-def tune(contenders: Sequence[Contender], limit: int = 32) -> dict[str, Tuned]:
+def tune(contenders: Sequence[Contender], measure: Measure, limit: int = 32) -> dict[str, Tuned]:
     """Search the best setting of each contender; all get the same number of settings.
 
     Args:
         contenders: The methods that are compared.
+        measure: Trains and judges settings.
         limit: Settings per contender after which the search is given up.
 
     Returns:
@@ -117,8 +115,7 @@ def tune(contenders: Sequence[Contender], limit: int = 32) -> dict[str, Tuned]:
     """
     check_equal_numbers({contender.name: len(contender.grid) for contender in contenders})
     tuned = {contender.name: Tuned(contender, {}) for contender in contenders}
-    for one in tuned.values():
-        one.measure(one.contender.grid)
+    _add_losses(tuned, {contender.name: list(contender.grid) for contender in contenders}, measure)
     while count := min(max(len(one.open_neighbours(one.best)) for one in tuned.values()), ROUND):
         for one in tuned.values():
             if len(one.losses) + count > limit and one.open_neighbours(one.best):
@@ -126,9 +123,51 @@ def tune(contenders: Sequence[Contender], limit: int = 32) -> dict[str, Tuned]:
                     f"{one.contender.name}: the best of {len(one.losses)} settings is at the edge of those tried "
                     f"({' '.join(one.contender.overrides(one.best))}): start from other values or raise the limit"
                 )
-        for one in sorted(tuned.values(), key=lambda one: not one.open_neighbours(one.best)):
-            one.measure(one.next_positions(count, tuned.values()))
+        _add_losses(tuned, _next_round(list(tuned.values()), count), measure)
     return tuned
+
+
+def measure_best(tuned: dict[str, Tuned], measure: Measure, count: int) -> dict[str, Tuned]:
+    """Measure the `count` best settings of each contender on more seeds; return these settings only.
+
+    Args:
+        tuned: The settings of each contender, measured on the same seeds.
+        measure: Trains and judges settings on other seeds.
+        count: Settings per contender.
+
+    Returns:
+        The best settings of each contender, with their losses on the seeds of both measurements. The best one of them
+        may have a neighbour that is measured on the first seeds only.
+    """
+    found = {
+        name: Tuned(
+            one.contender, {position: one.losses[position] for position in sorted(one.losses, key=one.mean)[:count]}
+        )
+        for name, one in tuned.items()
+    }
+    _add_losses(found, {name: list(one.losses) for name, one in found.items()}, measure)
+    return found
+
+
+def _next_round(tuned: Sequence[Tuned], count: int) -> dict[str, list[Position]]:
+    """Return `count` settings per contender, those of contenders whose best one has open neighbours first.
+
+    The others choose among the settings of contenders with the same axes, because contenders may share runs.
+    """
+    chosen: dict[str, list[Position]] = {}
+    for one in sorted(tuned, key=lambda one: not one.open_neighbours(one.best)):
+        rivals = [rival for rival in tuned if rival.contender.axes == one.contender.axes]
+        shared = [near for rival in rivals for near in (*rival.losses, *chosen.get(rival.contender.name, ()))]
+        chosen[one.contender.name] = one.next_positions(count, shared)
+    return chosen
+
+
+def _add_losses(tuned: dict[str, Tuned], positions: dict[str, list[Position]], measure: Measure) -> None:
+    """Measure settings of contenders, and add their losses to those that are known."""
+    settings = {name: [tuned[name].contender.overrides(at) for at in of_one] for name, of_one in positions.items()}
+    for name, losses in measure(settings).items():
+        of_one = tuned[name].losses
+        of_one |= {at: [*of_one.get(at, ()), *new] for at, new in zip(positions[name], losses, strict=True)}
 
 
 def check_equal_numbers(settings: dict[str, int]) -> None:
