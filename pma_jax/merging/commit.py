@@ -54,7 +54,7 @@ def commit(plan: MergePlan, outputs: Sequence[Output], gathered: Sequence[str], 
     records = _as_records(plan, gathered)
     notes: list[str] = []
     metadata: dict[str, Any] = {"sources": []}
-    described = [provenance.build(plan, records, row, command) for row in range(len(outputs))]
+    described = [provenance.build(plan, plan, records, row, command) for row in range(len(outputs))]
     for metadata in described:
         provenance.check_source_digests(plan, metadata)
     for row, output in reversed(list(enumerate(outputs))):

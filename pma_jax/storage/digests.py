@@ -10,6 +10,7 @@ which with few CPU cores would take longer than the merge itself.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from pma_jax.storage.paths import name_file
 CHECKSUM = "xxh3_128"  # the name of the checksum in metadata
 # A segment is also the unit of work of threads and processes; a resumed merge skips finished segments.
 SEGMENT_ELEMENTS = 2**21
+SEGMENTS = itertools.repeat(SEGMENT_ELEMENTS)  # the elements of each segment of a leaf; the last may have fewer
 # Key of the digest that covers all other metadata of a checkpoint; the format first called metadata "facts".
 METADATA_DIGEST_KEY = "facts_digest"
 # Keys of the digests in metadata; "leaves" holds the digest of each leaf.
@@ -34,10 +36,12 @@ class SegmentHasher:
 
     Args:
         itemsize: Bytes per element of the leaf.
+        segments: Elements of each segment, at least 1.
     """
 
-    def __init__(self, itemsize: int):
-        self._segment_bytes = SEGMENT_ELEMENTS * itemsize
+    def __init__(self, itemsize: int, segments: Iterable[int] = SEGMENTS):
+        self._itemsize, self._segments = itemsize, iter(segments)
+        self._segment_bytes = next(self._segments) * itemsize
         self._filled = 0
         self._current = xxhash.xxh3_128()
         self._done: list[str] = []
@@ -51,6 +55,11 @@ class SegmentHasher:
         """
         view = memoryview(data).cast("B")
         while len(view):
+            if not self._filled and len(view) >= self._segment_bytes:  # complete: there may be thousands
+                self._done.append(xxhash.xxh3_128_hexdigest(view[: self._segment_bytes]))
+                view = view[self._segment_bytes :]
+                self._start_segment()
+                continue
             piece = view[: self._segment_bytes - self._filled]
             self._current.update(piece)
             self._filled += len(piece)
@@ -70,6 +79,10 @@ class SegmentHasher:
     def _finish_segment(self) -> None:
         self._done.append(self._current.hexdigest())
         self._current, self._filled = xxhash.xxh3_128(), 0
+        self._start_segment()
+
+    def _start_segment(self) -> None:
+        self._segment_bytes = next(self._segments, 0) * self._itemsize
 
 
 def leaf_digest(segments: Iterable[str]) -> str:

@@ -287,7 +287,7 @@ merge(made, sys.argv[1:3], progress=lambda done, total: print(done, flush=True))
 
 
 def test_killed_merge_resumes_where_it_stopped(tmp_path, monkeypatch):
-    leaves = {f"leaf{n}": np.full(1000, n, np.float32) for n in range(40)}
+    leaves = {f"leaf{n}": np.full(40_000, n, np.float32) for n in range(40)}  # larger than leaves in packs
     paths = [make(tmp_path / f"in{k}", k, **leaves) for k in range(3)]
     outs = [tmp_path / "a", tmp_path / "b"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

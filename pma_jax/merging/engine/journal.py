@@ -3,7 +3,7 @@
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -13,7 +13,7 @@ import numpy as np
 from pma_jax.config.errors import UserError
 from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.storage import locks
-from pma_jax.storage.digests import SegmentHasher
+from pma_jax.storage.digests import SEGMENTS, SegmentHasher
 from pma_jax.storage.formats.byte_ranges import open_files, read_range
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, LeafInfo
 from pma_jax.storage.json_files import parse_json
@@ -97,16 +97,19 @@ def find_intact_records(
         if number in records
         and all(
             ranges is None
-            or compute_segment_digests(plan.leaves[unit.name], ranges[unit.name], unit) == records[number].written[row]
+            or compute_segment_digests(plan.leaves[unit.name], ranges[unit.name], unit, plan.segments(unit.name))
+            == records[number].written[row]
             for row, ranges in enumerate(output_ranges)
         )
     }
 
 
-def compute_segment_digests(leaf: LeafInfo, ranges: Sequence[ByteRange], unit: Unit) -> list[str]:
-    """Read a unit of a leaf stored at `ranges`, and return the checksum of each of its segments."""
+def compute_segment_digests(
+    leaf: LeafInfo, ranges: Sequence[ByteRange], unit: Unit, segments: Iterable[int] = SEGMENTS
+) -> list[str]:
+    """Read a unit of a leaf stored at `ranges`, and return the checksum of each of its segments of so many elements."""
     width = ITEM_BYTES[leaf.dtype]
-    hasher = SegmentHasher(width)
+    hasher = SegmentHasher(width, segments)
     buffer = np.empty(2**20, np.uint8)
     with open_files([part.path for part in ranges], os.O_RDONLY) as files:
         for start in range(unit.start * width, unit.stop * width, len(buffer)):

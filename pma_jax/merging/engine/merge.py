@@ -21,13 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from pma_jax.config.errors import UserError
 from pma_jax.merging.engine import journal, provenance, workers
 from pma_jax.merging.engine.journal import Record
 from pma_jax.merging.engine.plan import MergePlan, Unit, check_outputs
-from pma_jax.merging.engine.schedule import BLOCK_ELEMENTS
 from pma_jax.merging.engine.units import (
     MergeJob,
     merge_decoded_units,
@@ -35,11 +32,11 @@ from pma_jax.merging.engine.units import (
     new_job,
     sequential_merger,
 )
+from pma_jax.merging.engine.unsummed import check_unsummed_leaves_equal
 from pma_jax.runtime.failures import is_temporary
 from pma_jax.storage import atomic
 from pma_jax.storage.formats import publish
-from pma_jax.storage.formats.open import read_leaf_bytes
-from pma_jax.storage.formats.source import ITEM_BYTES, CheckpointSource
+from pma_jax.storage.formats.source import ITEM_BYTES
 from pma_jax.storage.paths import as_path, is_bucket
 
 ProgressCallback = Callable[[int, int], None]  # takes (bytes read so far, bytes to read)
@@ -122,6 +119,7 @@ def merge(
         )
     for source in plan.sources:
         provenance.recorded_digests(source)  # raises if they cannot be read, before anything is written
+    work = plan.with_packs()
     merged = MergeResult([], 0)
     notes: list[str] = []
     directories = [output.work_directory for output in outputs]
@@ -134,10 +132,10 @@ def merge(
                 if not output.is_published:
                     plan.layout.create_files(output.checkpoint_directory)
             if not all(output.is_published for output in outputs):
-                merged = _merge_remaining(plan, outputs, process_index, process_count, progress)
+                merged = _merge_remaining(work, outputs, process_index, process_count, progress)
         with _barrier_after(barrier):
             if process_index == 0:
-                notes = _publish_outputs(plan, outputs, command)
+                notes = _publish_outputs(plan, work, outputs, command)
     return MergeResult([*plan.notes, *merged.notes, *notes], merged.read_bytes)
 
 
@@ -214,7 +212,11 @@ def _merge_remaining(
     process_count: int,
     progress: ProgressCallback | None,
 ) -> MergeResult:
-    """Merge the unfinished units that this process is responsible for; return the bytes read, and notes."""
+    """Merge the unfinished units of the plan, whose packs are leaves, that this process is responsible for.
+
+    Returns:
+        The bytes read, and notes.
+    """
     output_ranges = [plan.layout.byte_ranges_in(output.checkpoint_directory) for output in outputs]
     done = journal.find_intact_records(
         plan,
@@ -240,7 +242,7 @@ def _merge_remaining(
                 if progress is not None:
                     progress(read, total)
 
-        notes = _check_unsummed_leaves_equal(plan)
+        notes = check_unsummed_leaves_equal(plan)
         if todo:
             _merge_units(new_job(plan, output_ranges), todo, finish_unit, outputs[0].work_directory)
     return MergeResult(notes, read)
@@ -249,49 +251,6 @@ def _merge_remaining(
 def _unit_read_bytes(plan: MergePlan, unit: Unit) -> int:
     dtype = plan.sources[0].leaves[unit.name].dtype
     return len(plan.sources) * (unit.stop - unit.start) * ITEM_BYTES[dtype]
-
-
-def _check_unsummed_leaves_equal(plan: MergePlan) -> list[str]:
-    """Check that leaves which cannot be averaged (integers, for example) are equal in all sources.
-
-    Called before any unit is merged. Integer and boolean leaves may differ if the plan takes those of the newest
-    source; in that case return a note that names them.
-    """
-    unequal: dict[bool, list[str]] = {True: [], False: []}  # by whether the dtype is integer or boolean
-    for name, leaf in plan.sources[0].leaves.items():
-        different = None if leaf.is_summed else _find_different_source(plan, name)
-        if different is not None:
-            unequal[leaf.is_integer].append(f"{name} ({leaf.dtype}) in {different.origin}")
-    integers, others = unequal[True], unequal[False]
-    if others:
-        raise UserError(
-            f"{len(others)} leaves are not equal in all checkpoints, and their dtypes cannot be averaged: "
-            f"{'; '.join(others[:10])}; remove them, or convert them to another dtype"
-        )
-    if integers and plan.integers == "equal":
-        raise UserError(
-            f"{len(integers)} integer or boolean leaves are not equal in all checkpoints and cannot be averaged: "
-            f"{'; '.join(integers[:10])}; to take those of the newest checkpoint, give --integers newest"
-        )
-    newest = plan.sources[-1].origin
-    names = ", ".join(name.partition(" (")[0] for name in integers[:10])
-    return [f"{len(integers)} integer leaves differ, and are those of {newest}: {names}"] if integers else []
-
-
-def _find_different_source(plan: MergePlan, name: str) -> CheckpointSource | None:
-    """Return a source whose leaf `name` differs from the first source's; None if the leaf is equal in all sources."""
-    leaf = plan.sources[0].leaves[name]
-    # Read complete regions (what TensorStore decodes at once), or the complete leaf if it is stored as zstd frames, so
-    # that nothing is decoded twice.
-    default_elements = leaf.elements if name in plan.schedule.zstd_leaves else BLOCK_ELEMENTS
-    elements_per_read = plan.schedule.region_elements.get(name, default_elements)
-    for start in range(0, leaf.elements, elements_per_read):
-        stop = min(start + elements_per_read, leaf.elements)
-        first = read_leaf_bytes(plan.sources[0], name, start, stop)
-        for source in plan.sources[1:]:
-            if not np.array_equal(first, read_leaf_bytes(source, name, start, stop)):
-                return source
-    return None
 
 
 def _merge_units(
@@ -323,7 +282,8 @@ def _merge_units(
             raise
 
     def merge_in_thread() -> None:
-        merge_queued_units(sequential_merger(job))
+        with sequential_merger(job) as merge_unit:
+            merge_queued_units(merge_unit)
 
     def merge_in_worker_process() -> None:
         with workers.start_worker(pickled_job) as merge_unit:
@@ -356,11 +316,14 @@ def _flush_large_files(job: MergeJob, finished: threading.Event) -> None:
             atomic.fsync_path(path)
 
 
-def _publish_outputs(plan: MergePlan, outputs: Sequence[Output], command: str) -> list[str]:
-    """Write the provenance of every output, publish it, and remove the working directories; return notes."""
+def _publish_outputs(plan: MergePlan, work: MergePlan, outputs: Sequence[Output], command: str) -> list[str]:
+    """Write the provenance of every output, publish it, and remove the working directories; return notes.
+
+    `work` is the plan whose packs are leaves.
+    """
     unpublished = [output for output in outputs if not output.is_published]
     records = journal.read_records(outputs[0].work_directory)
-    unit_count = sum(1 for _ in plan.units())
+    unit_count = sum(1 for _ in work.units())
     if unpublished and len(records) < unit_count:
         raise UserError(
             f"{outputs[0].work_directory}: {unit_count - len(records)} of {unit_count} units are missing: a process "
@@ -374,10 +337,11 @@ def _publish_outputs(plan: MergePlan, outputs: Sequence[Output], command: str) -
     # The first output is the last to be published, and its working directory the last to be removed: it holds the
     # journal, and `resolve_outputs` recognizes an interrupted merge by it.
     for output_index, output in reversed(list(enumerate(outputs))):
+        metadata = {}  # frees those of the output before: with many leaves they are large
         if output.is_published:
             metadata = provenance.read(output.target)
         else:
-            metadata = provenance.build(plan, records, output_index, command)
+            metadata = provenance.build(plan, work, records, output_index, command)
             provenance.check_source_digests(plan, metadata)
             directory = plan.layout.finish(output.checkpoint_directory)
             provenance.write(directory, metadata)

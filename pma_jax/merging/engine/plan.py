@@ -4,17 +4,18 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pma_jax.config.errors import UserError
+from pma_jax.merging.engine.packing import Pack, Packed, pack
 from pma_jax.merging.engine.refusals import check_leaves_are_parameters
 from pma_jax.merging.engine.rounding import validate_weights
 from pma_jax.merging.engine.schedule import Schedule, make_schedule
-from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS
+from pma_jax.storage.digests import CHECKSUM, SEGMENT_ELEMENTS, SEGMENTS
 from pma_jax.storage.formats.layout import OutputLayout
 from pma_jax.storage.formats.orbax_write import shared_custom_metadata
 from pma_jax.storage.formats.outputs import plan_output
@@ -50,6 +51,8 @@ class MergePlan:
         schedule: Blocks, threads and processes.
         digest: Hash of the merge's inputs and output; a merge resumes only an interrupted one with the same digest.
         notes: Messages for the user, one line each.
+        packed: The same with small leaves in packs.
+        packs: The packs among `sources` and `leaves`: none, but in the result of `with_packs`.
     """
 
     sources: tuple[CheckpointSource, ...]
@@ -63,6 +66,8 @@ class MergePlan:
     schedule: Schedule
     digest: str
     notes: tuple[str, ...]
+    packed: Packed
+    packs: Mapping[str, Pack] = field(default_factory=dict)
 
     @property
     def read_bytes(self) -> int:
@@ -78,6 +83,19 @@ class MergePlan:
     def disk_bytes(self) -> int:
         """Bytes on the disk until the outputs are published: twice the output if its files are assembled."""
         return self.write_bytes * (1 if self.layout.assemble is None else 2)
+
+    def with_packs(self) -> "MergePlan":
+        """Return the plan whose packs are leaves. Its units are those of a merge on the host."""
+        packed, layout = self.packed, replace(self.layout, byte_ranges=self.packed.byte_ranges)
+        return replace(self, sources=packed.sources, leaves=packed.leaves, layout=layout, packs=packed.packs)
+
+    def segments(self, name: str) -> Iterable[int]:
+        """Return the elements of each part of a leaf that has a checksum of its own; of a pack, those of its leaves."""
+        return self.packs[name].elements if name in self.packs else SEGMENTS
+
+    def locate(self, name: str, element: int) -> tuple[str, int]:
+        """Return the name of the leaf, and the number in it, of an element of a leaf or a pack."""
+        return self.packs[name].locate(element) if name in self.packs else (name, element)
 
     def units(self) -> Iterator[Unit]:
         """Yield all units in storage order: the segments of raw leaves, and complete leaves if they must be decoded."""
@@ -142,15 +160,20 @@ def plan(
         metadata = shared_custom_metadata(sources) | _known_progress(sources[-1])
     layout = plan_output(sources, leaves, output_format, shard_bytes, dtype, metadata, writers)
     _check_file_names(layout.copies)
-    schedule = make_schedule(sources, len(rows), memory_limit_bytes, cores, is_alone)
+    packed = pack(sources, leaves, layout.byte_ranges)
+    schedule = make_schedule(packed.sources, len(leaves), len(rows), memory_limit_bytes, cores, is_alone)
+    notes = (*_collect_notes(sources), *layout.notes)
+    merge_plan = MergePlan(
+        tuple(sources), rows, names, dtype, integers, leaves, layout, output_format, schedule, "", notes, packed
+    )
+    return replace(merge_plan, digest=_compute_digest(merge_plan))
+
+
+def _collect_notes(sources: Sequence[CheckpointSource]) -> list[str]:
     notes = [note for source in sources for note in source.notes]
     if len({source.format for source in sources}) > 1:
         notes.append("sources are of several formats; leaves are matched by name")
-    notes = (*dict.fromkeys(notes), *layout.notes)
-    merge_plan = MergePlan(
-        tuple(sources), rows, names, dtype, integers, leaves, layout, output_format, schedule, "", notes
-    )
-    return replace(merge_plan, digest=_compute_digest(merge_plan))
+    return list(dict.fromkeys(notes))
 
 
 def _check_recipes(rows: np.ndarray, names: Sequence[str]) -> None:
@@ -219,7 +242,7 @@ def _compute_digest(merge_plan: MergePlan) -> str:
         merge_plan.format,
         sorted(merge_plan.layout.sizes.items()),
         sorted((name, text.hex()) for name, text in merge_plan.layout.texts.items()),
-        *([unit.name, unit.start, unit.stop] for unit in merge_plan.units()),
+        *([unit.name, unit.start, unit.stop] for unit in merge_plan.with_packs().units()),
     ]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 

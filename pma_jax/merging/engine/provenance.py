@@ -33,6 +33,7 @@ from pma_jax.storage.json_schema import Count, check_schema
 from pma_jax.storage.paths import exists, name_file
 
 FILE_NAME = "provenance.json"
+_JSON_OPTIONS: dict[str, Any] = {"indent": 1, "ensure_ascii": False}
 # Warn above this ratio of the rounding error to the change by merging: about here, rounding to bfloat16 undoes the
 # lower loss of a merge.
 _ROUNDING_WARNING = 0.5
@@ -62,19 +63,20 @@ class Provenance(TypedDict):
     plan: str
 
 
-def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str) -> dict[str, Any]:
+def build(plan: MergePlan, work: MergePlan, records: Mapping[int, Record], row: int, command: str) -> dict[str, Any]:
     """Build the provenance of merged checkpoint number `row`. It has no timestamp, so equal inputs give equal text.
 
     Args:
         plan: The merge.
+        work: The plan of the units: the same, or with packs as leaves.
         records: The record of each unit, by number.
         row: Number of the recipe.
         command: The command line that was run, to be recorded.
     """
-    units = list(plan.units())
+    units = list(work.units())
     sources = []
     for k, source in enumerate(plan.sources):
-        digests = _collect_leaf_digests(plan, units, [records[n].read[k] for n in range(len(units))])
+        digests = _collect_leaf_digests(plan, work, units, [records[n].read[k] for n in range(len(units))])
         sources.append(
             source.identity
             | {
@@ -83,7 +85,7 @@ def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str
                 "leaves": digests,
             }
         )
-    written = _collect_leaf_digests(plan, units, [records[n].written[row] for n in range(len(units))])
+    written = _collect_leaf_digests(plan, work, units, [records[n].written[row] for n in range(len(units))])
     squares = np.sum([records[n].squares[row] for n in range(len(units))] or [[0.0, 0.0]], axis=0)
     inputs = plan.sources[0].leaves
     return {
@@ -109,10 +111,15 @@ def build(plan: MergePlan, records: Mapping[int, Record], row: int, command: str
     }
 
 
-def _collect_leaf_digests(plan: MergePlan, units: list[Unit], segments: list[list[str]]) -> dict[str, str]:
+def _collect_leaf_digests(
+    plan: MergePlan, work: MergePlan, units: list[Unit], segments: list[list[str]]
+) -> dict[str, str]:
     segments_of: dict[str, list[str]] = {name: [] for name in plan.leaves}
     for unit, digests in zip(units, segments, strict=True):
-        segments_of[unit.name] += digests
+        if unit.name in work.packs:
+            segments_of |= {name: [digest] for name, digest in zip(work.packs[unit.name].names, digests, strict=True)}
+        else:
+            segments_of[unit.name] += digests
     return {name: leaf_digest(digests) for name, digests in segments_of.items()}
 
 
@@ -187,13 +194,15 @@ def equal_source_notes(provenance: Mapping[str, Any]) -> list[str]:
 
 def serialize(provenance: Mapping[str, Any]) -> bytes:
     """Return the content of `provenance.json`."""
-    return (json.dumps(provenance, indent=1, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(provenance, **_JSON_OPTIONS) + "\n").encode()
 
 
 def write(directory: Path, provenance: Mapping[str, Any]) -> None:
     """Write `provenance.json` into a directory."""
-    with name_file(directory / FILE_NAME):
-        (directory / FILE_NAME).write_bytes(serialize(provenance))
+    # In parts, because the text of many leaves is long.
+    with name_file(directory / FILE_NAME), (directory / FILE_NAME).open("w", encoding="utf-8") as file:
+        json.dump(provenance, file, **_JSON_OPTIONS)
+        file.write("\n")
 
 
 def read(directory: Path) -> dict[str, Any]:

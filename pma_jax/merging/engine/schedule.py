@@ -27,8 +27,10 @@ _CACHED_ELEMENTS = 16 * BLOCK_ELEMENTS
 MIN_BLOCK_ELEMENTS = 2**12
 # The interpreter, numpy and thread stacks, in addition to the buffers.
 _BASE_BYTES = 44 * 2**20
-# Journal and provenance of a leaf: once, for each source, and for each recipe (measured with 20,000 and 200,000).
-_LEAF_BYTES, _SOURCE_LEAF_BYTES, _RECIPE_LEAF_BYTES = 100, 900, 380
+# Provenance of a leaf: once, for each source, and for each recipe (measured with 20,000 to 200,000 leaves).
+_LEAF_BYTES, _SOURCE_LEAF_BYTES, _RECIPE_LEAF_BYTES = 100, 330, 260
+# Journal of a leaf that is no part of a pack: for each source, and for each recipe.
+_SOURCE_UNIT_BYTES, _RECIPE_UNIT_BYTES = 570, 120
 # Names and headers of a leaf, before it is merged: once, and for each source.
 _OPENED_LEAF_BYTES, _OPENED_SOURCE_LEAF_BYTES = 610, 290
 # Starting a worker process takes a fifth of a second, which pays off only if it reads at least this much.
@@ -70,6 +72,7 @@ class Schedule:
 
 def make_schedule(
     sources: Sequence[CheckpointSource],
+    leaf_count: int,
     recipe_count: int,
     memory_limit_bytes: int,
     cores: int | None,
@@ -78,7 +81,8 @@ def make_schedule(
     """Divide the work of merging `sources` with `recipe_count` recipes within a memory limit.
 
     Args:
-        sources: The inputs; all have the same leaves.
+        sources: The inputs, with packs as leaves; all have the same leaves.
+        leaf_count: Number of leaves of a checkpoint, without packs.
         recipe_count: Number of merged checkpoints.
         memory_limit_bytes: Maximum resident memory.
         cores: Cores to use; None for those that this process may use.
@@ -89,7 +93,7 @@ def make_schedule(
         UserError: The memory limit is too low. The message states how much is needed.
     """
     leaves, count = sources[0].leaves, len(sources)
-    base_bytes = _base_bytes(len(leaves), count, recipe_count, is_alone)
+    base_bytes = _base_bytes(leaf_count, len(leaves), count, recipe_count, is_alone)
     budget_bytes = memory_limit_bytes - base_bytes
     library_bytes = 0 if is_alone and "tensorstore" in sys.modules else _TENSORSTORE_BYTES
     unpacked, unpack_bytes = _plan_unpacking(sources, library_bytes)
@@ -121,12 +125,16 @@ def make_schedule(
     return Schedule(block_elements, threads, processes, zstd_leaves, unpacked, decoded, in_flight, memory_bytes)
 
 
-def _base_bytes(leaves: int, sources: int, recipes: int, is_alone: bool) -> int:
-    """Return the memory of the process, and of the journal and provenance that it will hold, without buffers."""
+def _base_bytes(leaves: int, units: int, sources: int, recipes: int, is_alone: bool) -> int:
+    """Return the memory of the process, and of the journal and provenance that it will hold, without buffers.
+
+    `units` are the leaves and packs that are merged one by one.
+    """
     opened = leaves * (_OPENED_LEAF_BYTES + sources * _OPENED_SOURCE_LEAF_BYTES)
     measured = resident_bytes(is_peak=True) if is_alone else None
     base_bytes = _BASE_BYTES + opened if measured is None else measured
-    return base_bytes + leaves * (_LEAF_BYTES + sources * _SOURCE_LEAF_BYTES + recipes * _RECIPE_LEAF_BYTES)
+    base_bytes += leaves * (_LEAF_BYTES + sources * _SOURCE_LEAF_BYTES + recipes * _RECIPE_LEAF_BYTES)
+    return base_bytes + units * (sources * _SOURCE_UNIT_BYTES + recipes * _RECIPE_UNIT_BYTES)
 
 
 def _block_elements(sources: Sequence[CheckpointSource], recipe_count: int) -> int:

@@ -4,7 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,15 @@ from pma_jax.merging.engine.plan import MergePlan, Unit
 from pma_jax.merging.engine.rounding import RowFactors, factor_rows, is_average, ulps_of_copies
 from pma_jax.merging.engine.schedule import BOX_BYTES, buffer_elements
 from pma_jax.storage.digests import SegmentHasher
-from pma_jax.storage.formats.byte_ranges import open_files, prefetch, read_range, slice_ranges, write_range
+from pma_jax.storage.formats.byte_ranges import (
+    OpenFile,
+    OpenFiles,
+    prefetch,
+    read_range,
+    refuse_missing_files,
+    slice_ranges,
+    write_range,
+)
 from pma_jax.storage.formats.open import read_leaf, read_leaf_bytes
 from pma_jax.storage.formats.source import ITEM_BYTES, ByteRange, CheckpointSource, numpy_dtype
 from pma_jax.storage.formats.unpack import unpack_leaf
@@ -29,7 +37,7 @@ class MergeJob:
     """The inputs of a merge that all its threads and processes use.
 
     Attributes:
-        plan: The merge.
+        plan: The merge, with packs as leaves.
         weights: The plan's coefficients as multipliers and divisors.
         output_ranges: For each recipe, where its leaves are written.
         ulps_of_copies: (dtype of a leaf, its output dtype) -> for each recipe, the result of `rounding.ulps_of_copies`.
@@ -71,29 +79,34 @@ def merge_unpacked_units(
                     whole = (ByteRange(path, 0, source.leaves[unit.name].nbytes),)
                     source = replace(source, byte_ranges={unit.name: whole})
                 sources.append(source)
-            finish_unit(unit, merge_sequential_unit(job, number, unit, scratch, sources))
+            with refuse_missing_files(), OpenFiles(os.O_RDONLY) as reading, OpenFiles(os.O_WRONLY) as writing:
+                record = merge_sequential_unit(job, number, unit, scratch, reading, writing, sources)
+            finish_unit(unit, record)
         finally:
             for path in unpacked:
                 path.unlink(missing_ok=True)
 
 
-def sequential_merger(job: MergeJob) -> Callable[[int, Unit], Record]:
-    """Return a function that merges one unit after the other in one thread, with `merge_sequential_unit`.
+@contextmanager
+def sequential_merger(job: MergeJob) -> Iterator[Callable[[int, Unit], Record]]:
+    """Yield a function that merges one unit after the other in one thread, with `merge_sequential_unit`.
 
     Its buffers are as large as the largest unit so far needs, because those of a thread that merges only small leaves
     would take as much memory as any others: a huge page is allocated as a whole when its first byte is written.
     """
     scratch, elements = None, 0
+    with OpenFiles(os.O_RDONLY) as reading, OpenFiles(os.O_WRONLY) as writing:
 
-    def merge_unit(number: int, unit: Unit) -> Record:
-        nonlocal scratch, elements
-        needed = buffer_elements(job.plan.schedule.block_elements, unit.stop - unit.start)
-        if scratch is None or needed > elements:
-            scratch = None  # frees its memory first
-            scratch, elements = job.new_scratch(needed), needed
-        return merge_sequential_unit(job, number, unit, scratch)
+        def merge_unit(number: int, unit: Unit) -> Record:
+            nonlocal scratch, elements
+            needed = buffer_elements(job.plan.schedule.block_elements, unit.stop - unit.start)
+            if scratch is None or needed > elements:
+                scratch = None  # frees its memory first
+                scratch, elements = job.new_scratch(needed), needed
+            with refuse_missing_files():
+                return merge_sequential_unit(job, number, unit, scratch, reading, writing)
 
-    return merge_unit
+        yield merge_unit
 
 
 def merge_sequential_unit(
@@ -101,6 +114,8 @@ def merge_sequential_unit(
     number: int,
     unit: Unit,
     scratch: sums.Scratch,
+    reading: OpenFiles,
+    writing: OpenFiles,
     sources: Sequence[CheckpointSource] | None = None,
 ) -> Record:
     """Merge a segment of a leaf that is stored as raw bytes, or a complete leaf that is stored as zstd frames.
@@ -109,8 +124,12 @@ def merge_sequential_unit(
     """
     leaf = job.plan.sources[0].leaves[unit.name]
     width = ITEM_BYTES[leaf.dtype]
+    sources = sources or job.plan.sources
+    raw = [source.byte_ranges[unit.name] for source in sources if unit.name not in source.zstd_frames]
+    parts = [part for ranges in raw for part in slice_ranges(ranges, unit.start * width, unit.stop * width)]
+    files = reading.switch_to([part.path for part in parts])
     with ExitStack() as stack:
-        readers = [_open_reader(source, unit, stack) for source in sources or job.plan.sources]
+        readers = [_open_reader(source, unit, files, stack) for source in sources]
 
         def read(source: int, start: int, stop: int) -> np.ndarray:
             buffer = sums.buffer_for(scratch, leaf.dtype, job.weights, source) if leaf.is_summed else scratch.raw
@@ -118,7 +137,7 @@ def merge_sequential_unit(
             readers[source](start * width, raw)
             return raw
 
-        return _merge_unit(job, number, unit, job.plan.schedule.block_elements, read, scratch, scratch.totals)
+        return _merge_unit(job, number, unit, job.plan.schedule.block_elements, read, scratch, scratch.totals, writing)
 
 
 def _merge_unit(
@@ -129,6 +148,7 @@ def _merge_unit(
     read: Callable[[int, int, int], np.ndarray],
     scratch: sums.Scratch,
     totals: np.ndarray,
+    writing: OpenFiles,
 ) -> Record:
     """Merge a unit region by region: add every source's blocks to the sums, then finish and write the blocks.
 
@@ -140,6 +160,7 @@ def _merge_unit(
         read: (index of the source, start, stop) -> elements [start, stop) as stored, uint8.
         scratch: The buffers of this thread.
         totals: uint8 [R, …]; a buffer for the sums of one region.
+        writing: The open outputs of this thread.
 
     Raises:
         UserError: A source is corrupt, or the result is not finite.
@@ -147,13 +168,13 @@ def _merge_unit(
     plan, leaf, out = job.plan, job.plan.sources[0].leaves[unit.name], job.plan.leaves[unit.name]
     width, out_width = ITEM_BYTES[leaf.dtype], ITEM_BYTES[out.dtype]
     output_ranges = [ranges[unit.name] for ranges in job.output_ranges]
-    read_hashers = [SegmentHasher(width) for _ in plan.sources]
-    write_hashers = [SegmentHasher(out_width) for _ in plan.recipes]
+    read_hashers = [SegmentHasher(width, plan.segments(unit.name)) for _ in plan.sources]
+    write_hashers = [SegmentHasher(out_width, plan.segments(unit.name)) for _ in plan.recipes]
     squares = [[0.0, 0.0] for _ in plan.recipes]
     totals = totals.view(sums.accumulation_dtype(leaf.dtype))
-    output_paths = [part.path for parts in output_ranges for part in parts]
+    targets = writing.switch_to([part.path for parts in output_ranges for part in parts])
     # Overflow and NaN give no warning, because `finish_block` checks the result.
-    with open_files(output_paths, os.O_WRONLY) as targets, np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         for start, stop in _split_range(unit.start, unit.stop, region_elements):
             # Of each block: its first element, its bytes in the region, and its sums.
             blocks = [
@@ -180,7 +201,9 @@ def _merge_unit(
     return Record(number, read_digests, [hasher.finish() for hasher in write_hashers], squares)
 
 
-def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Callable[[int, np.ndarray], None]:
+def _open_reader(
+    source: CheckpointSource, unit: Unit, files: Mapping[Path, OpenFile], stack: ExitStack
+) -> Callable[[int, np.ndarray], None]:
     """Return a function that reads consecutive blocks: (byte offset in the leaf, uint8 array to fill) -> None."""
     if unit.name in source.zstd_frames:
         assert unit.start == 0, "a frame is decoded from its beginning"
@@ -188,7 +211,6 @@ def _open_reader(source: CheckpointSource, unit: Unit, stack: ExitStack) -> Call
         return lambda start, into: frames.read(into)
     ranges = source.byte_ranges[unit.name]
     start, stop = (elements * ITEM_BYTES[source.leaves[unit.name].dtype] for elements in (unit.start, unit.stop))
-    files = stack.enter_context(open_files([part.path for part in slice_ranges(ranges, start, stop)], os.O_RDONLY))
     prefetch(files, ranges, start, stop)
     return lambda start, into: read_range(files, ranges, start, into)
 
@@ -253,8 +275,11 @@ def _finish_without_overflow(plan: MergePlan, name: str, start: int, means: np.n
         is_copied = np.logical_and.reduce([value == values[-1] for value in values])
         means[bad] = np.where(is_copied & is_average(plan.coefficients[row], leaf.dtype), values[-1], wide_means)
         merged = means.astype(numpy_dtype(out.dtype))
-    if not (np.isfinite(merged).all() and all(np.isfinite(value).all() for value in values)):
-        raise UserError(not_finite_message(plan, name, start, stop))
+    is_finite = np.isfinite(merged)
+    is_finite[bad] &= np.logical_and.reduce([np.isfinite(value) for value in values])
+    if not is_finite.all():
+        first = start + int(np.argmin(is_finite))
+        raise UserError(not_finite_message(plan, name, first, first + 1))
     return merged.view(np.uint8)
 
 
@@ -265,8 +290,11 @@ def not_finite_message(plan: MergePlan, name: str, start: int, stop: int) -> str
             values = read_leaf(source, name, start, stop).astype(np.float64)
         bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
-            return f"{source.origin}: {name} has {values[bad[0]]} at element {start + bad[0]}; only finite values merge"
-    return f"{name}: the weighted sum overflows {plan.leaves[name].dtype} between elements {start} and {stop}"
+            leaf, element = plan.locate(name, start + int(bad[0]))
+            return f"{source.origin}: {leaf} has {values[bad[0]]} at element {element}; only finite values merge"
+    leaf, first = plan.locate(name, start)
+    where = f"at element {first}" if stop == start + 1 else f"between elements {first} and {first + stop - start}"
+    return f"{leaf}: the weighted sum overflows {plan.leaves[name].dtype} {where}"
 
 
 def merge_decoded_units(
@@ -279,11 +307,15 @@ def merge_decoded_units(
     largest = max(schedule.region_elements[unit.name] for _, unit in todo)
     totals = np.zeros((len(job.plan.recipes), 8 * largest + 64), np.uint8)
     scratch = job.new_scratch(buffer_elements(schedule.block_elements, largest))
-    with ThreadPoolExecutor(schedule.max_regions_in_flight) as pool:
+    with (
+        ThreadPoolExecutor(schedule.max_regions_in_flight) as pool,
+        refuse_missing_files(),
+        OpenFiles(os.O_WRONLY) as writing,
+    ):
         regions = _read_ahead(pool, job.plan, todo)
         for number, unit in todo:
             step = schedule.region_elements[unit.name]
-            record = _merge_unit(job, number, unit, step, lambda *_: next(regions), scratch, totals)
+            record = _merge_unit(job, number, unit, step, lambda *_: next(regions), scratch, totals, writing)
             finish_unit(unit, record)
 
 

@@ -80,9 +80,7 @@ def serve(descriptor: int) -> None:
     for number in signals.SIGNALS:  # of a whole group of processes: the merging process ends this one
         signal.signal(number, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, os.fdopen(descriptor, "wb")
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        job = pickle.load(requests)
-        merge_unit = sequential_merger(job)
+    with contextlib.suppress(EOFError, BrokenPipeError), sequential_merger(pickle.load(requests)) as merge_unit:
         while True:
             number, unit = pickle.load(requests)
             try:

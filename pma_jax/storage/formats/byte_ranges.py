@@ -15,35 +15,75 @@ from pma_jax.storage.formats.source import ByteRange
 from pma_jax.storage.paths import RangeReader, is_bucket, name_file, open_descriptor
 
 OpenFile = int | RangeReader
+_MIN_PREFETCHED_BYTES = 2**17  # the kernel reads this much ahead of sequential reads
+
+
+class OpenFiles:
+    """The open files of one thread. They stay open from one leaf to the next if both are stored in the same files.
+
+    Only the files of one leaf at a time are open, so that they are few even if a checkpoint has many.
+
+    Args:
+        flags: Flags of `os.open`, such as `os.O_RDONLY`.
+    """
+
+    def __init__(self, flags: int):
+        self._flags = flags
+        self._files: dict[Path, OpenFile] = {}
+
+    def __enter__(self) -> "OpenFiles":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.switch_to([])
+
+    def switch_to(self, paths: Sequence[Path]) -> Mapping[Path, OpenFile]:
+        """Open the files of a leaf, close the others, and return the descriptors.
+
+        The value for an object in a bucket is a new `RangeReader` instead of a descriptor.
+
+        Args:
+            paths: The files; a path may occur several times.
+
+        Raises:
+            FileNotFoundError: A file does not exist.
+            UserError: A file is not a regular file.
+        """
+        wanted = dict.fromkeys(paths)
+        for path in self._files.keys() - wanted.keys():
+            _close(self._files.pop(path))
+        for path in wanted:
+            if is_bucket(path):
+                self._files[path] = RangeReader(path)
+            elif path not in self._files:
+                self._files[path] = open_descriptor(path, self._flags)
+        return self._files
+
+
+def _close(file: OpenFile) -> None:
+    if isinstance(file, int):
+        os.close(file)
 
 
 @contextmanager
 def open_files(paths: Sequence[Path], flags: int) -> Iterator[Mapping[Path, OpenFile]]:
-    """Open `paths` for the duration of the `with` block and yield their file descriptors.
-
-    Callers open the files of one leaf at a time, so that few are open at once even if a checkpoint has many. The value
-    for an object in a bucket is a `RangeReader` instead of a descriptor.
-
-    Args:
-        paths: The files; a path may occur several times.
-        flags: Flags of `os.open`, such as `os.O_RDONLY`.
+    """Open the files of one leaf for the duration of the `with` block, as `OpenFiles.switch_to` does.
 
     Raises:
         DamageError: A file does not exist, or the `with` block raised FileNotFoundError.
         UserError: A file is not a regular file.
     """
-    files: dict[Path, OpenFile] = {}
+    with refuse_missing_files(), OpenFiles(flags) as files:
+        yield files.switch_to(paths)
+
+
+@contextmanager
+def refuse_missing_files() -> Iterator[None]:
+    """Raise DamageError instead of a FileNotFoundError of the `with` block."""
     try:
-        for path in paths:
-            if path not in files:
-                files[path] = RangeReader(path) if is_bucket(path) else open_descriptor(path, flags)
-        yield files
+        yield
     except FileNotFoundError as error:
         raise DamageError(f"{error.filename}: no such file; was it deleted or moved while it was in use?") from None
-    finally:
-        for file in files.values():
-            if isinstance(file, int):
-                os.close(file)
 
 
 def slice_ranges(ranges: Sequence[ByteRange], start: int, stop: int) -> Iterator[ByteRange]:
@@ -101,11 +141,12 @@ def prefetch(files: Mapping[Path, OpenFile], ranges: Sequence[ByteRange], start:
     """Announce that bytes [start, stop) of the concatenated `ranges` will be read, in order.
 
     The kernel reads those of a disk into its page cache, so that reading overlaps with the summing of blocks; systems
-    without `posix_fadvise` do not. Those of a bucket are fetched in large parts.
+    without `posix_fadvise` do not, and what is short is read ahead of anyway. Those of a bucket are fetched in large
+    parts.
     """
     for part in slice_ranges(ranges, start, stop):
         file = files[part.path]
         if isinstance(file, RangeReader):
             file.expect(part.offset, part.offset + part.nbytes)
-        elif hasattr(os, "posix_fadvise"):
+        elif part.nbytes >= _MIN_PREFETCHED_BYTES and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file, part.offset, part.nbytes, os.POSIX_FADV_WILLNEED)

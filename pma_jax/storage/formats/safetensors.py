@@ -8,6 +8,7 @@ the data. This module imports no third-party package except NumPy, so that a mer
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -31,6 +32,9 @@ _PACKED_CODES = {CODE_OF_DTYPE[dtype]: bits for dtype, bits in PACKED_BITS.items
 _MAX_DIMENSIONS = 64
 # Holds the headers of most files; what is read of the data too is read again.
 _HEADER_BUFFER_BYTES = 2**16
+
+
+_KnownLeaves = dict[tuple[Any, ...], tuple[LeafInfo, int]]  # (dtype's code, *shape) -> leaf, and its bytes
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,10 @@ def _validate_header(entries: dict[str, Any], path: Path, data_start: int, data_
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise UserError(f"{path}: __metadata__ must map strings to strings")
     parsed: list[tuple[int, int, LeafInfo, str]] = []
-    known: dict[LeafInfo, LeafInfo] = {}  # leaves of one shape share their description: there may be a million
+    known: _KnownLeaves = {}  # leaves of one shape share their description: there may be a million
     for name in list(entries):  # freed one by one, because they take more memory than what is kept of them
-        start, end, leaf = _parse_entry(name, entries.pop(name), path)
-        parsed.append((start, end, known.setdefault(leaf, leaf), name))
+        # The checkpoints of a merge have the same names, which `intern` stores once.
+        parsed.append((*_parse_entry(name, entries.pop(name), path, known), sys.intern(name)))
     parsed.sort(key=lambda entry: entry[:2])
     previous_end, leaves, byte_ranges = 0, {}, {}
     for start, end, leaf, name in parsed:
@@ -94,27 +98,34 @@ def _validate_header(entries: dict[str, Any], path: Path, data_start: int, data_
     return Header(leaves, byte_ranges, metadata)
 
 
-def _parse_entry(name: str, entry: Any, path: Path) -> tuple[int, int, LeafInfo]:
-    """Return (start, end, leaf) of one header entry."""
-    what = f"{path}: {name[:80]!r}"
+def _parse_entry(name: str, entry: Any, path: Path, known: _KnownLeaves) -> tuple[int, int, LeafInfo]:
+    """Return (start, end, leaf) of one header entry; add its leaf to those that are known."""
+
+    def wrong(problem: str) -> UserError:
+        return UserError(f"{path}: {name[:80]!r} {problem}")
+
     # Names appear in messages and become file names, so line breaks and lone surrogates are refused.
     if not name.isprintable():
-        raise UserError(f"{what} is not a printable Unicode name")
+        raise wrong("is not a printable Unicode name")
     if not isinstance(entry, dict):
-        raise UserError(f"{what} is not described by a JSON object")
+        raise wrong("is not described by a JSON object")
     code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
-        raise UserError(f"{what} has the dtype {str(code)[:40]!r}; known are {', '.join(DTYPE_OF_CODE)}")
+        raise wrong(f"has the dtype {str(code)[:40]!r}; known are {', '.join(DTYPE_OF_CODE)}")
     if not are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise UserError(f"{what} has no valid shape: {str(shape)[:80]}")
+        raise wrong(f"has no valid shape: {str(shape)[:80]}")
     if not are_sizes(offsets) or len(offsets) != 2:
-        raise UserError(f"{what} has no valid data_offsets: {str(offsets)[:80]}")
-    leaf = LeafInfo(tuple(shape), DTYPE_OF_CODE[code])
-    if code in _PACKED_CODES and math.prod(shape) * _PACKED_CODES[code] % 8:
-        raise UserError(f"{what} has the shape {str(shape)[:80]}, which does not fill whole bytes of {code}")
+        raise wrong(f"has no valid data_offsets: {str(offsets)[:80]}")
+    key = (code, *shape)
+    if key not in known:
+        if code in _PACKED_CODES and math.prod(shape) * _PACKED_CODES[code] % 8:
+            raise wrong(f"has the shape {str(shape)[:80]}, which does not fill whole bytes of {code}")
+        leaf = LeafInfo(tuple(shape), DTYPE_OF_CODE[code])
+        known[key] = leaf, leaf.nbytes
+    leaf, nbytes = known[key]
     start, end = offsets
-    if end - start != leaf.nbytes:
-        raise UserError(f"{what} has {end - start} bytes, and its shape and dtype need {str(leaf.nbytes)[:40]}")
+    if end - start != nbytes:
+        raise wrong(f"has {end - start} bytes, and its shape and dtype need {str(nbytes)[:40]}")
     return start, end, leaf
 
 
@@ -174,9 +185,9 @@ def safetensors_layout(leaves: Mapping[str, LeafInfo], shard_bytes: int, metadat
     sizes, headers, byte_ranges = {}, {}, {}
     for file, names in shards.items():
         headers[file] = _header_bytes([(name, leaves[name]) for name in names], metadata)
-        end = len(headers[file])
+        path, end = Path(file), len(headers[file])
         for name in names:
-            byte_ranges[name] = (ByteRange(Path(file), end, leaves[name].nbytes),)
+            byte_ranges[name] = (ByteRange(path, end, leaves[name].nbytes),)
             end += leaves[name].nbytes
         sizes[file] = end
     if len(shards) == 1:
