@@ -117,6 +117,12 @@ def test_page_matches_its_results(folder):
         assert (folder / picture).exists()
 
 
+@pytest.mark.parametrize("results", sorted(FOLDER.glob("*/results.json")), ids=lambda path: path.parent.name)
+def test_results_are_of_a_text_that_is_recorded_or_their_page_says_that_it_is_the_old_one(results):
+    made = json.loads(results.read_text()).get("made", {})
+    assert "corpus_digest" in made.get("text", {}) or pages.OLD_TEXT in (results.parent / "README.md").read_text()
+
+
 def test_index_page_has_one_row_per_question_with_results():
     assert pages.extract_results((FOLDER / "README.md").read_text()) == pages.format_index(FOLDER)
 
