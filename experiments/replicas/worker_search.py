@@ -142,6 +142,7 @@ def measure_settings(
 ) -> dict[str, list[dict[str, list[float]]]]:
     """Train and evaluate settings of contenders; return the raw and the best merged loss of each, one per seed."""
     runs = {name: search_runs(study, ground, searches[name], of_one, seeds) for name, of_one in settings.items()}
+    # Train the runs of all contenders together first, so that all workers are busy.
     complete_all(study, [run for listed in runs.values() for run in listed], study.workers)
     return {name: measure_raw_and_merged(study, listed, len(seeds)) if listed else [] for name, listed in runs.items()}
 

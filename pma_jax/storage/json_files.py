@@ -83,8 +83,8 @@ def parse_untrusted_json(data: bytes, source: str, allow_nan: bool = False) -> A
     try:
         text = _decode_utf8(data)
         value = (_FAST_NAN_DECODER if allow_nan else _FAST_DECODER).decode(text)
-        # A key ends with a quote and a colon, so that of duplicate keys there are more than keys of the value. A text
-        # can contain them too: then the decoder that looks at each key decides, which takes 1.4 times as long.
+        # Each key ends with a quote and a colon. If the data has more of these than the value has keys, a key is
+        # duplicate or a string contains them: then decode again with the hook, which takes 1.4 times as long.
         if _count_keys(value) != data.count(b'":') or _SPACE_BEFORE_COLON.search(data):
             value = (_NAN_DECODER if allow_nan else _DECODER).decode(text)
         if _LONE_SURROGATE.search(data):
@@ -188,7 +188,7 @@ def _decode_utf8(data: bytes) -> str:
 
 
 def _count_keys(value: Any) -> int:
-    """Return the number of keys of a value, in all its levels; raise RecursionError if they are too many levels."""
+    """Return the number of keys in all levels of a value; raise RecursionError above `MAX_DEPTH` levels."""
     level, keys = [value] if type(value) in (dict, list) else [], 0
     for _ in range(MAX_DEPTH + 1):
         if not level:

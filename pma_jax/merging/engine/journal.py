@@ -107,7 +107,14 @@ def find_intact_records(
 def compute_segment_digests(
     leaf: LeafInfo, ranges: Sequence[ByteRange], unit: Unit, segments: Iterable[int] = SEGMENTS
 ) -> list[str]:
-    """Read a unit of a leaf stored at `ranges`, and return the checksum of each of its segments of so many elements."""
+    """Read a unit of a leaf stored at `ranges`, and return the checksum of each segment.
+
+    Args:
+        leaf: Shape and dtype.
+        ranges: Where the leaf is stored.
+        unit: The part of the leaf to read.
+        segments: Elements of each segment, as in `SegmentHasher`.
+    """
     width = ITEM_BYTES[leaf.dtype]
     hasher = SegmentHasher(width, segments)
     buffer = np.empty(2**20, np.uint8)

@@ -1,8 +1,8 @@
 """Packs: small leaves that a merge reads, adds and writes as one.
 
 A unit of work takes about as long as adding 100,000 elements, however small its leaf is. Consecutive small leaves that
-every checkpoint stores in one file are therefore merged together, as one flat leaf; their values do not depend on it.
-The checksums stay those of each leaf.
+every checkpoint stores in one file are therefore merged together, as one flat leaf; the merged values are the same.
+Each leaf keeps its own checksums.
 """
 
 import itertools
@@ -21,7 +21,7 @@ _MAX_ELEMENTS = 2**18
 
 @dataclass(frozen=True)
 class Pack:
-    """The leaves of a pack and their elements, in order. None is empty."""
+    """The names of a pack's leaves and the number of elements of each, in order. Every leaf has at least one."""
 
     names: tuple[str, ...]
     elements: tuple[int, ...]
@@ -94,7 +94,7 @@ def _pack_key(
     if not leaf.is_summed or not 0 < leaf.elements <= _MAX_LEAF_ELEMENTS:
         return ()
     ranges = [of_one.get(name, ()) for of_one in places]
-    # As an identity: the parts of one file share its path, whose comparison takes longer.
+    # Compare paths by identity, which is faster: the ranges of one file share one path object.
     return (leaf.dtype, merged.dtype, *(id(r[0].path) for r in ranges)) if all(len(r) == 1 for r in ranges) else ()
 
 
