@@ -444,13 +444,16 @@ def merge_files(path):
     return {name: data for name, data in tiny.contents(path).items() if name != "provenance.json"}
 
 
+ELEMENTS = 40_000  # more than a leaf of a pack has, so that every leaf is a unit of work
+
+
 def write_models(folder, count=3, leaves=24):
-    """Write safetensors files with this number of leaves each."""
+    """Write safetensors files with this number of leaves of ELEMENTS elements each."""
     paths = []
     for k in range(count):
         rng = np.random.default_rng(k)
         (folder / f"step{k}").mkdir(parents=True)
-        tree = {f"leaf{n}": rng.standard_normal(2000, np.float32) for n in range(leaves)}
+        tree = {f"leaf{n}": rng.standard_normal(ELEMENTS, np.float32) for n in range(leaves)}
         save_file(tree, folder / f"step{k}" / "model.safetensors")
         paths.append(folder / f"step{k}")
     return paths
@@ -470,7 +473,7 @@ def test_merge_by_two_processes_is_bytewise_equal_to_one(tmp_path):
 @pytest.mark.slow
 def test_refusal_by_one_process_is_a_refusal_by_all(tmp_path):
     paths = write_models(tmp_path / "models")
-    tree = {f"leaf{n}": np.full(2000, np.nan if n == 13 else 1, np.float32) for n in range(24)}
+    tree = {f"leaf{n}": np.full(ELEMENTS, np.nan if n == 13 else 1, np.float32) for n in range(24)}
     save_file(tree, paths[1] / "model.safetensors")
     job = processes.pma(["merge", *paths, "--out", tmp_path / "out"], 2)
     assert job.wait() == [1, 1]
