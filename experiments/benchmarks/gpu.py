@@ -14,9 +14,9 @@ JSON contains its error, the other parts continue, and the exit status is 1. Par
   grouped_product  forward and backward pass of the experts' matrix product, by each implementation
   merge            the mean of N models on the mesh, as a share of STREAM add in the same run (bar 80%)
   training         the training loop: cost of a snapshot and of a preview, and their share at the size's interval
+  pma              a model of 124M trained at a constant rate: losses of raw, merged and annealed weights
 Utilisation is the FLOPs that training needs (`planning.cost.training_flops_per_token`, in which attention counts only
-visible keys) divided by the chip's peak rate as its maker states it. Requires the packages of pyproject.toml; pma_jax
-need not be installed.
+visible keys) divided by the chip's peak rate as its maker states it. Requires pma_jax to be installed.
 """
 
 import argparse
@@ -31,25 +31,35 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from gpu_parts import PARTS, Sizes  # noqa: E402
+import gpu_parts  # noqa: E402
+from gpu_parts import Sizes  # noqa: E402
+from gpu_pma import Setting, pma  # noqa: E402
 
+# Without a scan over the layers, what the backward pass needs is not copied into and out of stacked arrays.
+UNROLLED, DOTS, FULL = ("remat=none", "scan_layers=False"), ("remat=dots",), ("remat=full",)
 SIZES = {
     "1b": Sizes(
         steps={
-            "dense_2k": ("dense_1b", (16, 8, 4), 2048),
-            "dense_8k": ("dense_1b", (4, 2, 1), 8192),
-            "moe_2k": ("moe_1b_5b", (16, 8, 4, 2), 2048),
+            "dense_2k": ("dense_1b", ((16, UNROLLED), (8, UNROLLED), (8, DOTS), (8, FULL)), 2048),
+            "dense_8k": ("dense_1b", ((4, UNROLLED), (2, UNROLLED), (2, DOTS), (2, FULL)), 8192),
+            "moe_2k": ("moe_1b_5b", ((16, DOTS), (8, DOTS), (8, FULL), (4, FULL)), 2048),
         },
+        steps_measured=1,
         product=8192,
         stream_elements=2**30,
         merge_config="dense_1b",
         merge_models=10,
-        training=("dense_411m", 16, 2048, 12),
+        training=("dense_411m", 8, 2048, 12),
         turns=5,
         steps_per_turn=4,
     ),
     "tiny": Sizes(
-        steps={"dense_2k": ("tiny", (8,), 64), "dense_8k": ("tiny", (2,), 256), "moe_2k": ("tiny_moe", (8,), 64)},
+        steps={
+            "dense_2k": ("tiny", ((8, UNROLLED), (8, FULL)), 64),
+            "dense_8k": ("tiny", ((2, UNROLLED),), 256),
+            "moe_2k": ("tiny_moe", ((8, DOTS),), 64),
+        },
+        steps_measured=2,
         product=256,
         stream_elements=2**16,
         merge_config="tiny",
@@ -59,6 +69,12 @@ SIZES = {
         steps_per_turn=2,
     ),
 }
+PMA = {
+    # 124M parameters: seven more blocks in place of large embeddings, because a token is a byte.
+    "1b": Setting("dense_125m", ("vocabulary_size=256", "layers=19", "remat=none"), 64, 1024, 480, 8, 2**17),
+    "tiny": Setting("tiny", (), 8, 64, 48, 2, 4096),
+}
+PARTS = gpu_parts.PARTS | {"pma": lambda sizes, args: pma(PMA[args.config], args)}
 
 
 def main() -> int:

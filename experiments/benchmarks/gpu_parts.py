@@ -5,6 +5,7 @@ A part is a function of the sizes and the command's arguments that returns its f
 
 import argparse
 import dataclasses
+import functools
 import json
 import random
 import statistics
@@ -20,14 +21,18 @@ from pma_jax.runtime.mesh import put_batch
 # Peak rates of dense bfloat16 products, FLOPs per second (data sheets of H100, H200 SXM and A100).
 PEAKS = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12}
 LEARNING_RATE = 1e-4  # does not affect the speed
+LOGITS_CHUNK_TOKENS = 8192  # 2 GB of float32 logits of 65,536 words
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """The sizes that the parts measure."""
 
-    # Part -> configuration, sequences per step in order of preference (the next is tried if one does not fit), context.
-    steps: dict[str, tuple[str, tuple[int, ...], int]]
+    # Part -> configuration, settings in order of preference, context. A setting is (sequences per step, overrides of
+    # the model). Those that do not fit into memory are left out; the first `steps_measured` that do are measured, and
+    # the fastest is reported.
+    steps: dict[str, tuple[str, tuple[tuple[int, tuple[str, ...]], ...], int]]
+    steps_measured: int
     product: int  # rows and columns of the square matrix product
     stream_elements: int  # per array of STREAM add
     merge_config: str
@@ -94,21 +99,29 @@ def median_seconds(run: Callable[[], Any], repeats: int, turns: int = 7) -> floa
 
 
 def train_step(sizes: Sizes, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Measure the train step of a part, with the first of its batch sizes that fits into memory."""
+    """Measure the train step of a part at the first settings that fit into memory, and return the fastest one."""
     import jax
 
-    config_name, batches, length = sizes.steps[name]
-    refused = []
-    for batch in batches:
+    config_name, settings, length = sizes.steps[name]
+    measured, refused = [], []
+    for batch, model in settings:
+        if len(measured) == sizes.steps_measured:
+            break
+        setting = {"sequences": batch, "model": " ".join(model)}
         try:
-            config = make_config(config_name, batch, length, args)
-            return measure_step(config, sizes) | {"batches_refused": refused}
+            config = make_config(config_name, batch, length, args, *(f"model.{key}" for key in model))
+            measured.append(setting | measure_step(config, sizes))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            refused.append({"sequences": batch, "said": str(error).splitlines()[0][:200]})
+            refused.append(setting | {"said": str(error).splitlines()[0][:200]})
         jax.clear_caches()
-    raise RuntimeError(f"no batch fits: {refused}")
+    if not measured:
+        raise RuntimeError(f"no setting fits: {refused}")
+    fastest = max(measured, key=lambda result: result["tokens_per_second"])
+    keys = ("sequences", "model", "step_seconds", "tokens_per_second", "mfu")
+    others = [{key: result[key] for key in keys} for result in measured if result is not fastest]
+    return fastest | {"others": others, "refused": refused}
 
 
 def make_config(name: str, batch: int, length: int, args: argparse.Namespace, *overrides: str):
@@ -118,7 +131,8 @@ def make_config(name: str, batch: int, length: int, args: argparse.Namespace, *o
     raw = configuration.load(name)
     sizes = {"training.batch_size_sequences": batch, "training.sequence_length_tokens": length}
     sizes |= {"evaluation.batch_size_sequences": batch, "evaluation.tokens": batch * length}
-    sizes |= {"model.compute_dtype": "bfloat16", "mesh.cpu_devices": 0}
+    sizes |= {"model.compute_dtype": "bfloat16", "model.logits_chunk_tokens": LOGITS_CHUNK_TOKENS}
+    sizes |= {"mesh.cpu_devices": 0}
     configuration.override(raw, [*(f"{key}={value}" for key, value in sizes.items()), *overrides, *args.set])
     return configuration.resolve(raw)
 
@@ -146,16 +160,15 @@ def measure_step(config, sizes: Sizes) -> dict[str, Any]:
         state_and_metrics: list[Any] = [init_state_from_seed(config), None]
         tokens = put_batch(mesh, tokens_BxM)
 
-        def run_turn():
-            for _ in range(sizes.steps_per_turn):
-                state_and_metrics[:] = step(state_and_metrics[0], tokens, LEARNING_RATE)
-            return jax.block_until_ready(state_and_metrics[1]["loss"])
+        def run_step():
+            state_and_metrics[:] = step(state_and_metrics[0], tokens, LEARNING_RATE)
+            return state_and_metrics[1]["loss"]
 
-        seconds = median_seconds(run_turn, repeats=1, turns=sizes.turns) / sizes.steps_per_turn
-        loss = float(run_turn())
+        seconds = median_seconds(run_step, repeats=sizes.steps_per_turn, turns=sizes.turns)
+        loss = float(run_step())
         if not np.isfinite(loss):
             raise RuntimeError(f"the loss is {loss}, not a finite number")
-        costs = top_costs(run_turn, sizes.steps_per_turn, step.as_text() or "")
+        costs = top_costs(lambda: jax.block_until_ready(run_step()), 1, step.as_text() or "")
     device, devices = jax.devices()[0], jax.device_count()
     needed = training_flops_per_token(config.model, L) * config.batch_tokens
     # PaLM's convention counts all L keys for each position, including invisible ones.
@@ -195,12 +208,14 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
 
     from pma_jax.model.kernels import grouped_matmul as grouped
 
-    name, batches, length = sizes.steps["moe_2k"]
-    model = make_config(name, batches[0], length, args).model
+    name, ((batch, _), *_), length = sizes.steps["moe_2k"]
+    model = make_config(name, batch, length, args).model
     E, D, F = model.experts, model.width, model.expert_hidden
-    R = batches[0] * length * model.experts_per_token
+    R = batch * length * model.experts_per_token
     rng = np.random.default_rng(0)
-    sizes_E = jnp.asarray(rng.multinomial(R, rng.dirichlet(np.full(E, 20.0))), jnp.int32)
+    loads_E = rng.multinomial(R, rng.dirichlet(np.full(E, 20.0)))
+    loads_E[1], loads_E[0] = 0, loads_E[0] + loads_E[1]  # an expert without a token
+    sizes_E = jnp.asarray(loads_E, jnp.int32)
     rows, g = (jax.random.normal(jax.random.key(i), (R, n), jnp.bfloat16) for i, n in ((0, D), (1, F)))
     matrices = jax.random.normal(jax.random.key(2), (E, D, F), jnp.bfloat16) / D**0.5
 
@@ -219,7 +234,7 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
         return products
 
     implementations = {
-        "ours": with_vjp(grouped.grouped_matmul),
+        "ours": with_vjp(functools.partial(grouped.grouped_matmul, has_padding=False)),
         "batch": own_kernels(grouped._product_by_batch, grouped._gradient_by_batch),
         "loop": own_kernels(grouped._product_by_loop, grouped._gradient_by_loop),
         "ragged_dot": with_vjp(jax.lax.ragged_dot),
@@ -229,7 +244,7 @@ def grouped_product(sizes: Sizes, args: argparse.Namespace) -> dict[str, Any]:
     for name, products in implementations.items():
         run = jax.jit(products)
         try:
-            result = [np.asarray(x[:64].astype(jnp.float32)) for x in run(rows, matrices, g)]
+            result = [np.asarray(x[:: -(-len(x) // 64)].astype(jnp.float32)) for x in run(rows, matrices, g)]
             reference = reference or result
             error = max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(result, reference, strict=True))
             seconds = median_seconds(lambda run=run: run(rows, matrices, g), repeats=2, turns=3)

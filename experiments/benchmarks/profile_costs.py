@@ -88,12 +88,18 @@ def sum_operations(data: jax.profiler.ProfileData) -> dict[tuple[str, str], tupl
 
 
 def own_times(events: Iterable[Any], kernels: bool) -> Iterable[tuple[tuple[str, str], float]]:
-    """Yield each operation of a line, and its seconds without those of nested operations (such as a loop's body)."""
+    """Yield each operation of a line, and its seconds without those of nested operations (such as a loop's body).
+
+    Kernels are not nested: one that starts before the previous one has ended overlaps with it, and both count in full.
+    """
     operations = []
     for event in events:
         stats = {name: value for name, value in event.stats if name in ("hlo_op", "hlo_module")}
         if kernels or "hlo_op" in stats:
             operations.append((event.start_ns, -event.duration_ns, event.name, str(stats.get("hlo_op", ""))))
+    if kernels:
+        yield from (((kernel, instruction), -minus / 1e9) for _, minus, kernel, instruction in operations)
+        return
     enclosing: list[list] = []  # [end, key, own seconds] of the operations that enclose the next one
     for start, minus_duration, kernel, instruction in sorted(operations):
         duration = -minus_duration

@@ -47,7 +47,9 @@ def apply_experts(
     order_A, inverse_A, sizes_E = _sort_by_group(expert_ids_SxK.reshape(-1), matrices[0].shape[0])
     row_SxK = inverse_A.reshape(expert_ids_SxK.shape)
     rows_AxD = _gather_rows(x_SxD, order_A, row_SxK)
-    return _gather_and_sum(_gated_mlp(rows_AxD, sizes_E, matrices), router_weights_SxK, order_A, row_SxK), sizes_E
+    return _gather_and_sum(
+        _gated_mlp(rows_AxD, sizes_E, matrices, has_padding=False), router_weights_SxK, order_A, row_SxK
+    ), sizes_E
 
 
 def _apply_with_exchange(
@@ -79,7 +81,8 @@ def _apply_with_exchange(
         expert_R = _all_to_all(jnp.where(expert_R < 0, local_experts, expert_R % local_experts), expert_devices)
         rows_RxD = _all_to_all(_gather_rows(x_SxD, assignment_R, buffer_row_SxK), expert_devices)
         order_R, inverse_R, sizes_e = _sort_by_group(expert_R, local_experts)
-        y_RxD = _gated_mlp(_gather_rows(rows_RxD, order_R, inverse_R[:, None]), sizes_e, matrices)
+        rows_RxD = _gather_rows(rows_RxD, order_R, inverse_R[:, None])
+        y_RxD = _gated_mlp(rows_RxD, sizes_e, matrices, has_padding=True)
         y_RxD = _all_to_all(_gather_rows(y_RxD, inverse_R, order_R[:, None]), expert_devices)
         return _gather_and_sum(y_RxD, weights_SxK, assignment_R, buffer_row_SxK), sizes_e
 
@@ -117,11 +120,12 @@ def _round_up_to_tile(rows: int) -> int:
     return -(-rows // 128) * 128 if rows > 128 else rows
 
 
-def _gated_mlp(rows_RxD: jax.Array, sizes_e: jax.Array, matrices: Matrices) -> jax.Array:
+def _gated_mlp(rows_RxD: jax.Array, sizes_e: jax.Array, matrices: Matrices, has_padding: bool) -> jax.Array:
     gate_exDxF, up_exDxF, down_exFxD = matrices
-    gate_RxF = checkpoint_name(grouped_matmul(rows_RxD, gate_exDxF, sizes_e), MATMUL_CHECKPOINT_NAME)
-    up_RxF = checkpoint_name(grouped_matmul(rows_RxD, up_exDxF, sizes_e), MATMUL_CHECKPOINT_NAME)
-    return checkpoint_name(grouped_matmul(swiglu(gate_RxF, up_RxF), down_exFxD, sizes_e), MATMUL_CHECKPOINT_NAME)
+    gate_RxF = checkpoint_name(grouped_matmul(rows_RxD, gate_exDxF, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
+    up_RxF = checkpoint_name(grouped_matmul(rows_RxD, up_exDxF, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
+    hidden_RxF = swiglu(gate_RxF, up_RxF)
+    return checkpoint_name(grouped_matmul(hidden_RxF, down_exFxD, sizes_e, has_padding), MATMUL_CHECKPOINT_NAME)
 
 
 def _all_to_all(rows: jax.Array, expert_devices: int) -> jax.Array:

@@ -2,10 +2,10 @@
 
 Shape suffixes: R rows, E groups, D the contracted dim, F the other dim of the matrices, t rows per block, N blocks.
 
-On TPU this is Megablox (grouped matmuls in Pallas, after MegaBlocks, arXiv 2211.15841). On other platforms the rows are
-divided into blocks that each belong to one group. On NVIDIA GPUs one batched matmul multiplies all blocks; on other
-platforms a loop multiplies block after block. `jax.lax.ragged_dot` is not used, because on CPU and GPU it lowers to a
-dense matmul over all groups, which takes E times the FLOPs.
+On TPU this is Megablox (grouped matmuls in Pallas, after MegaBlocks, arXiv 2211.15841), and on NVIDIA Hopper GPUs
+`grouped_hopper`. Elsewhere the rows are divided into blocks that each belong to one group: on other NVIDIA GPUs one
+batched matmul multiplies all blocks, and on other platforms a loop multiplies block after block. `jax.lax.ragged_dot`
+is not used, because on CPU and GPU it lowers to a dense matmul over all groups, which takes E times the FLOPs.
 """
 
 import functools
@@ -14,12 +14,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pma_jax.model.kernels.grouped_hopper import gradient_by_hopper, hopper_supports, product_by_hopper
+
 # Rows, D and F in one step of Megablox; the tiles of two steps fit into the 16 MiB VMEM of a v5e.
 TPU_TILE = (512, 1024, 1024)
 
 
-@jax.custom_vjp
-def grouped_matmul(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(
+    rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array, has_padding: bool = True
+) -> jax.Array:
     """Multiply each row by the matrix of its group, accumulating in float32.
 
     Call it inside `jax.shard_map`; the arrays are one device's shards.
@@ -28,24 +32,29 @@ def grouped_matmul(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.
         rows_RxD: Rows sorted by group.
         matrices_ExDxF: One matrix per group.
         sizes_E: Rows per group, int32. Rows after the last group have undefined results.
+        has_padding: Whether there may be rows after the last group; they may be NaN, as may their gradients.
 
     Returns:
         [R, F] in the dtype of the rows.
     """
-    return _forward(rows_RxD, matrices_ExDxF, sizes_E)[0]
+    del has_padding
+    return _product(rows_RxD, matrices_ExDxF, sizes_E, False)
 
 
 def _forward(
-    rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array
+    rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array, has_padding: bool
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    del has_padding
     return _product(rows_RxD, matrices_ExDxF, sizes_E, False), (rows_RxD, matrices_ExDxF, sizes_E)
 
 
-def _backward(saved: tuple[jax.Array, ...], g_RxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(has_padding: bool, saved: tuple[jax.Array, ...], g_RxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     rows_RxD, matrices_ExDxF, sizes_E = saved
     d_rows = _product(g_RxF, matrices_ExDxF, sizes_E, True)
+    by_hopper = functools.partial(gradient_by_hopper, has_padding=has_padding)
+    on_gpu = by_hopper if hopper_supports(rows_RxD, matrices_ExDxF) else _gradient_by_batch
     d_matrices = jax.lax.platform_dependent(
-        rows_RxD, g_RxF, sizes_E, tpu=_gradient_by_megablox, cuda=_gradient_by_batch, default=_gradient_by_loop
+        rows_RxD, g_RxF, sizes_E, tpu=_gradient_by_megablox, cuda=on_gpu, default=_gradient_by_loop
     )
     return d_rows, d_matrices, None
 
@@ -59,7 +68,8 @@ def _product(rows_RxD: jax.Array, matrices_ExDxF: jax.Array, sizes_E: jax.Array,
     For the transpose, D and F change places in the names of the rows and of the result, here and in the implementations
     below: the rows are [R, F], and the result is [R, D].
     """
-    by_platform = {"tpu": _product_by_megablox, "cuda": _product_by_batch, "default": _product_by_loop}
+    on_gpu = product_by_hopper if hopper_supports(rows_RxD, matrices_ExDxF) else _product_by_batch
+    by_platform = {"tpu": _product_by_megablox, "cuda": on_gpu, "default": _product_by_loop}
     by_platform = {name: functools.partial(product, transposed=transposed) for name, product in by_platform.items()}
     return jax.lax.platform_dependent(rows_RxD, matrices_ExDxF, sizes_E, **by_platform)
 
@@ -132,7 +142,7 @@ def _pad_rows(rows_RxD: jax.Array, extra: int) -> jax.Array:
     return jnp.pad(rows_RxD, ((0, extra), (0, 0)))
 
 
-# --- GPU: one batched matmul of all blocks ----------------------------------------------------------------------------
+# --- Other GPUs: one batched matmul of all blocks ---------------------------------------------------------------------
 
 # On a GPU each iteration of a loop would synchronise with the host, which takes as long as the matmul of a block, and
 # one block does not use the complete device. Batching instead costs memory, because each block has a copy of the matrix
