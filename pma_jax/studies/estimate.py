@@ -1,6 +1,7 @@
 """Estimate the machine time of an experiment's runs before they start, from the speeds of runs in the cache.
 
-Speeds are those of the size's runs in the cache of runs. For a size without any, a short run is trained and evaluated
+Speeds are those of the size's runs in the cache of runs. If it has only the losses of such runs, the recorded seconds per
+token are taken, which may be those of another machine. For a size without any, short runs are trained and evaluated
 first, with the same model, batch and text.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from pma_jax.config import Config
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.sweep import RAW, Cell
+from pma_jax.runs.directory import Run
 from pma_jax.studies import run_cache
 from pma_jax.studies.planned import Plan, PlannedEvaluation, PlannedRun, complete_all
 from pma_jax.studies.study import Study
@@ -61,28 +63,26 @@ def estimate(study: Study, plan: Plan) -> CostEstimate:
 def measure_speed(study: Study, size: str) -> Speed:
     """Return the speed of the runs of a size; without any in the cache, train and evaluate a short one."""
     config = study.trunk_config(size, study.seeds[0])
-    known = list(_speeds(study, config))
+    known = list(_speeds(study, config)) or list(_recorded_speeds(study, config))
     if not known:
         total = config.training.total_tokens // PROBE_DIVISOR
         evaluation = PlannedEvaluation((RAW, Cell("sma", 2)), (PROBE_UNITS,), REPORT)
-        # As many at a time as later, because processes slow each other.
+        # As many at a time as later, because processes slow each other; and two in each, of which the second does not
+        # compile, as most runs of an experiment do not.
         probes = [
             PlannedRun(size, PROBE_SEED + i, (f"training.total_tokens={total}",), None, (evaluation,), PROBE_UNITS)
-            for i in range(study.workers)
+            for i in range(2 * study.workers)
         ]
         complete_all(dataclasses.replace(study, runs_used={}), probes, study.workers)  # these are no results
-        known = list(_speeds(study, config))
+        known = sorted(_speeds(study, config), key=lambda speed: speed.start_seconds)[: study.workers]
     names = [field.name for field in dataclasses.fields(Speed)]
     return Speed(**{name: statistics.median(getattr(speed, name) for speed in known) for name in names})
 
 
 def _speeds(study: Study, config: Config) -> Iterable[Speed]:
     """Yield the speed of each finished run in the cache that has the model of `config` and was evaluated."""
-    for run in run_cache.finished_runs(study.cache):
-        if run.config.model != config.model or run_cache.has_losses_only(run):
-            continue
-        trained, evaluated = run_cache.training_cost(run), run_cache.evaluation_cost(run)
-        if not trained["seconds"] or not evaluated["tokens"]:
+    for run, trained, evaluated in _costs(study, config):
+        if run_cache.has_losses_only(run):
             continue
         # The records have wall seconds since the start of the process, the first after compiling.
         first, *_, last = [record for record in run.metrics if record["kind"] == "train"]
@@ -90,6 +90,24 @@ def _speeds(study: Study, config: Config) -> Iterable[Speed]:
         per_token = share * trained["seconds"] / (last["tokens"] - first["tokens"])
         start = max(trained["seconds"] - per_token * trained["tokens"], 0.0)
         yield Speed(start, per_token, evaluated["seconds"] / evaluated["tokens"])
+
+
+def _recorded_speeds(study: Study, config: Config) -> Iterable[Speed]:
+    """Yield the speed of each recorded run of the model of `config`; the start is part of the seconds per token."""
+    for run, trained, evaluated in _costs(study, config):
+        if run_cache.has_losses_only(run):
+            per_token = trained["seconds"] / trained["tokens"]
+            yield Speed(0.0, per_token, evaluated["seconds"] / evaluated["tokens"])
+
+
+def _costs(study: Study, config: Config) -> Iterable[tuple[Run, dict[str, float], dict[str, float]]]:
+    """Yield the finished runs of a model whose costs are known, with those of their training and evaluation."""
+    for run in run_cache.finished_runs(study.cache):
+        if run.config.model != config.model:
+            continue
+        trained, evaluated = run_cache.training_cost(run), run_cache.evaluation_cost(run)
+        if trained["seconds"] and evaluated["tokens"]:
+            yield run, trained, evaluated
 
 
 def describe_estimate(name: str, estimated: CostEstimate) -> str:

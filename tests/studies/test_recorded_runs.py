@@ -13,7 +13,7 @@ from pma_jax.config.errors import UserError
 from pma_jax.data.sampling import REPORT
 from pma_jax.evaluation.sweep import RAW, Cell
 from pma_jax.studies import experiment, recorded_runs, run_cache
-from pma_jax.studies.estimate import PROBE_SEED
+from pma_jax.studies.estimate import PROBE_SEED, measure_speed
 from pma_jax.studies.planned import Branch, PlannedEvaluation, PlannedRun
 from pma_jax.studies.study import Study
 
@@ -110,6 +110,15 @@ def test_runs_that_measure_the_speed_of_a_machine_are_not_recorded(study, tmp_pa
     config["training"]["seed"] = PROBE_SEED
     file.write_text(json.dumps(config))
     assert recorded_runs.add_to_file(tmp_path / "cache", tmp_path / "recorded_runs.jsonl.gz") == 0
+
+
+def test_recorded_seconds_estimate_the_time_without_a_run(elsewhere, monkeypatch):
+    monkeypatch.setattr("pma_jax.studies.estimate.complete_all", lambda *_: pytest.fail("trains to measure the speed"))
+    speed = measure_speed(elsewhere, TRUNK.size)
+    costs = [run_cache.training_cost(run) for run in run_cache.finished_runs(elsewhere.cache)]
+    per_token = [cost["seconds"] / cost["tokens"] for cost in costs]
+    assert min(per_token) <= speed.train_seconds <= max(per_token)
+    assert speed.start_seconds == 0 and speed.evaluate_seconds > 0
 
 
 def test_a_key_that_is_no_name_of_an_entry_is_refused(study, tmp_path):
