@@ -106,6 +106,7 @@ def measure(study: Study) -> dict[str, Any]:
         "facts": dataclasses.replace(study, units=ground.units).describe_size(ground.size),
         "ground": dataclasses.asdict(ground),
         "searched": searched,
+        "search": {"seeds": len(tuning_seeds(study)), "finalists": FINALISTS},
         "experiments": names,
         "counts": varied,
         "settings": measured,

@@ -325,11 +325,12 @@ def format_searches(results: dict[str, Any]) -> str:
         number = " or ".join(map(str, counts))
         names = ", ".join(f"`{name}`" for name in contenders)
         lines.append(f"- {group}: {number} settings for each of {len(contenders)} contenders: {names}.")
+    finalists, seeds = results["search"]["finalists"], results["search"]["seeds"]
     text = (
         "Rates are the best for the mean of the raw and the merged loss, on other seeds and the part select. Among the "
         "methods, an outer rate or a half-life is tuned with the rate; among the cells, the rate only. Settings are "
-        "tried on one seed until the best one is lower than its neighbours; the best three of each contender are "
-        "then measured on two more seeds, and the lowest mean over the three seeds is taken."
+        f"tried on one seed until the best one is lower than its neighbours; the best {finalists} of each contender "
+        f"are then measured on {seeds} seeds in all, and the lowest mean over these is taken."
     )
     return "\n".join(["### How the rates were chosen", "", text, "", *lines])
 

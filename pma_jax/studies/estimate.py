@@ -1,7 +1,7 @@
 """Estimate the machine time of an experiment's runs before they start, from the speeds of runs in the cache.
 
-Speeds are those of the size's runs in the cache of runs. If it has only the losses of such runs, the recorded seconds per
-token are taken, which may be those of another machine. For a size without any, short runs are trained and evaluated
+Speeds are those of the size's runs in the cache of runs. If it has only the losses of such runs, the recorded seconds
+per token are taken, which may be those of another machine. For a size without any, short runs are trained and evaluated
 first, with the same model, batch and text.
 """
 
