@@ -19,7 +19,7 @@ from sent_bytes import leaf_bytes, sync_bytes
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.model.decoder import abstract_params
-from pma_jax.planning import aot, cost
+from pma_jax.planning import aot, cost, counts
 from pma_jax.planning.run_plan import far_bytes
 from pma_jax.replicas import method
 from pma_jax.runtime.formatting import format_storage_bytes
@@ -82,7 +82,8 @@ def measure(size: str, slices: int) -> list[dict[str, Any]]:
             report = aot.compile_program(lowerings[program], mesh)
             assert report.program is not None, report.out_of_memory_message
             row = {"size": size, "slices": slices, "method": name, "program": program, "every_steps": steps}
-            row |= {"bytes": far_bytes(report.program, mesh, topology), "expected_bytes": expected}
+            row |= {"bytes": counts.inter_slice_operand_bytes(report.program), "expected_bytes": expected}
+            row["sent_bytes"] = far_bytes(report.program, mesh, topology)
             if program == "train_step":
                 row["method"] = name if keys["method"] == "none" else WORKERS
                 row["seconds"] = cost.roofline(report.program, topology.chip, 0.0).seconds
@@ -101,14 +102,14 @@ def format_rows(rows: list[dict[str, Any]]) -> str:
         for case in cases:
             chosen = [row for row in rows if (row["size"], row["slices"]) == case and row["method"] == name]
             step = next(r["seconds"] for r in rows if (r["size"], r["slices"]) == case and r["method"] == WORKERS)
-            per_step = sum(row["bytes"] / row["every_steps"] for row in chosen)
+            per_step, sent = (sum(r[key] / r["every_steps"] for r in chosen) for key in ("bytes", "sent_bytes"))
             largest = max(row["bytes"] for row in chosen)
             cells.append(
                 ", ".join(
                     (
                         f"{format_storage_bytes(largest, 3)} at once",
                         f"{format_storage_bytes(per_step, 3)} per step",
-                        f"{format_storage_bytes(per_step / step, 3)}/s",
+                        f"{format_storage_bytes(sent / step, 3)}/s",
                     )
                 )
                 if largest

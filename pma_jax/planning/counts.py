@@ -93,18 +93,52 @@ def crossing(program: Program, parts: int) -> list[Collective]:
     return [collective for collective in collectives(program) if crosses(collective)]
 
 
-def inter_slice_sent_bytes(program: Program) -> int:
-    """Return the bytes that one device sends to other slices.
+@dataclasses.dataclass(frozen=True)
+class SliceTransfer:
+    """What one device hands to its host for a collective between slices, which Megascale transfers and reduces."""
 
-    On TPU, the hosts transfer and reduce these bytes with Megascale, the library for several slices. On other platforms
-    the result is 0.
-    """
-    total = 0
+    kind: str  # Megascale's type of the transfer
+    operand_bytes: int
+    slices: int  # of a group
+    executions: int
+
+    @property
+    def sent_bytes_per_execution(self) -> float:
+        """Bytes that travel to other slices per device and execution, along a ring of the slices."""
+        others = self.slices - 1
+        factor = {
+            "ALL_REDUCE": 2 * others / self.slices,
+            "REDUCE_SCATTER": others / self.slices,
+            "ALL_TO_ALL": others / self.slices,
+            "ALL_GATHER": others,
+            "ONE_TO_ONE": 1,
+        }
+        return self.operand_bytes * factor[self.kind]
+
+
+def slice_transfers(program: Program) -> list[SliceTransfer]:
+    """Return the collectives between slices of a TPU; none on other platforms."""
+    transfers = []
     for _, name, instruction, times in walk_instructions(program):
-        if instruction.opcode == "send" and "megascale" in instruction.attributes:
-            computation = program.computations[name]
-            total += times * sum(array.bytes for array in operand_arrays(computation, instruction.operands[0]))
-    return total
+        if instruction.opcode != "send" or "megascale" not in instruction.attributes:
+            continue
+        operand_bytes = sum(a.bytes for a in operand_arrays(program.computations[name], instruction.operands[0]))
+        kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+        group = re.search(r'_xla_megascale_target="\{([\d,]+)\}', instruction.attributes)
+        assert kind, instruction.attributes
+        slices = len(group[1].split(",")) if group else 2  # one to one: pairs of slices
+        transfers.append(SliceTransfer(kind[1], operand_bytes, slices, times))
+    return transfers
+
+
+def inter_slice_operand_bytes(program: Program) -> int:
+    """Return the bytes of the operands of the collectives between slices, per device."""
+    return sum(t.executions * t.operand_bytes for t in slice_transfers(program))
+
+
+def inter_slice_sent_bytes(program: Program) -> float:
+    """Return the bytes that travel to other slices, per device."""
+    return sum(t.executions * t.sent_bytes_per_execution for t in slice_transfers(program))
 
 
 def matmul_flops(program: Program) -> int:

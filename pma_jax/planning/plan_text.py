@@ -27,7 +27,7 @@ def format_plan(numbers: dict[str, Any]) -> str:
         rows.append([label, *[cell(p) if p["compiled"] or label == "compiled" else "-" for p in programs.values()]])
     run = [
         *[_collectives_line(name, p) for name, p in programs.items() if p["compiled"]],
-        *_far_lines(numbers["far_traffic"], numbers["workers"]),
+        *_far_lines(numbers["far_traffic"]),
         *_training_lines(numbers["training"]),
         *_storage_lines(numbers["storage"], numbers["storage_times"]),
         _annealing_line(numbers["annealing"]),
@@ -91,16 +91,19 @@ def _collectives_line(name: str, program: dict[str, Any]) -> str:
     return f"collectives of the {_spaced(name)}: {', '.join(kinds) or 'none'}{between}"
 
 
-def _far_lines(traffic: list[dict[str, Any]], workers: int) -> list[str]:
+def _far_lines(traffic: dict[str, Any] | None) -> list[str]:
+    if traffic is None:
+        return []
     lines = []
-    parts = f"{workers} workers" if workers else "slices"
-    for one in traffic:
+    for one in traffic["programs"]:
         every = "a step" if one["every_steps"] == 1 else f"every {one['every_steps']:,} steps"
         sent = format_storage_bytes(one["bytes"])
-        line = f"between {parts}, the {_spaced(one['program'])} sends {sent} per device, {every}"
-        if one["bytes"] and one["bytes_per_second"]:
-            line += f": the network decides below {format_storage_bytes(one['bytes_per_second'])}/s"
-        lines.append(line)
+        lines.append(f"between {traffic['between']}, the {_spaced(one['program'])} sends {sent} per device, {every}")
+    if traffic["bytes_per_step"] and traffic["bytes_per_second"]:
+        sent, rate = (format_storage_bytes(traffic[key]) for key in ("bytes_per_step", "bytes_per_second"))
+        lines.append(
+            f"between {traffic['between']}, a device sends {sent} per step in all: the network decides below {rate}/s"
+        )
     return lines
 
 

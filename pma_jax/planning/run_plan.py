@@ -71,7 +71,7 @@ def plan_run(
         "largest_leaf_bytes_per_device": max(map(disk.bytes_per_device, leaves)),
         "programs": programs,
         "workers": worker_count(config, mesh) if config.replicas.method != "none" else 0,
-        "far_traffic": _far_traffic(config, programs, step_seconds) if _far_parts(mesh, topology) > 1 else [],
+        "far_traffic": _far_traffic(config, programs, mesh, step_seconds) if _far_parts(mesh, topology) > 1 else None,
         "training": _training_numbers(config, topology, step_seconds),
         "storage": disk.estimate_storage_bytes(config, state),
         "storage_times": disk.estimate_write_and_merge_seconds(
@@ -207,34 +207,37 @@ def _program_numbers(
 def far_bytes(program: hlo.Program, mesh: jax.sharding.Mesh, topology: aot.Topology) -> float:
     """Return the bytes that a device sends to other replicas or slices per execution of a program.
 
-    What goes to other slices counts once, and collectives within a slice, between its replicas, along a ring. A program
-    for several slices is that of one slice: its collectives name the devices of the slice.
+    Collectives are rings, between slices and, within a slice, between its replicas. A program for several slices is
+    that of one slice: its collectives name the devices of the slice.
     """
     replicas_of_program = max(_far_parts(mesh, topology) * program.devices // mesh.size, 1)
     between = sum(c.executions * c.sent_bytes_per_execution for c in counts.crossing(program, replicas_of_program))
     return between + counts.inter_slice_sent_bytes(program)
 
 
-def _far_traffic(config: Config, programs: dict[str, Any], step_seconds: float | None) -> list[dict[str, Any]]:
-    """Return what is sent between replicas or slices: by each step, and by each kind of sync.
+def _far_traffic(
+    config: Config, programs: dict[str, Any], mesh: jax.sharding.Mesh, step_seconds: float | None
+) -> dict[str, Any]:
+    """Return what is sent between replicas or slices: by each step and each sync, and by all of them per step.
 
-    A sync is waited for if sending takes longer than the steps until the next one of its kind. `bytes_per_second` is
-    the bandwidth of a device below which that is so; None if the time of a step is unknown.
+    Training waits for the network if sending takes longer than the steps: `bytes_per_second` is the bandwidth of a
+    device below which that is so; None if the time of a step is unknown.
     """
     every = {"train_step": 1} | {
         name: config.tokens_to_steps(tokens) for name, (_, tokens) in method.syncs(config).items()
     }
-    return [
-        {
-            "program": name,
-            "every_steps": steps,
-            "bytes": programs[name]["far_bytes"],
-            "bytes_per_step": programs[name]["far_bytes"] / steps,
-            "bytes_per_second": programs[name]["far_bytes"] / (steps * step_seconds) if step_seconds else None,
-        }
+    sent = [
+        {"program": name, "every_steps": steps, "bytes": programs[name]["far_bytes"]}
         for name, steps in every.items()
         if programs[name]["compiled"]
     ]
+    bytes_per_step = sum(one["bytes"] / one["every_steps"] for one in sent)
+    return {
+        "between": f"{mesh.shape['replica']} replicas" if mesh.shape["replica"] > 1 else "slices",
+        "programs": sent,
+        "bytes_per_step": bytes_per_step,
+        "bytes_per_second": bytes_per_step / step_seconds if step_seconds else None,
+    }
 
 
 def _training_numbers(config: Config, topology: aot.Topology, step_seconds: float | None) -> dict[str, Any]:

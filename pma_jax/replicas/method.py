@@ -82,10 +82,24 @@ def _fragment_sent(config: Config, tokens: int) -> int | None:
     return mark % count if is_new and mark > 0 else None
 
 
-def last_update_tokens(config: Config, tokens: int) -> int:
-    """Return the tokens at the last average of the workers that parameters at `tokens` contain; 0 before the first."""
+def last_update_tokens(config: Config, tokens: int, of_worker: bool = False) -> int:
+    """Return the tokens at the last average of the workers that parameters at `tokens` contain; 0 before the first.
+
+    Args:
+        config: The configuration of the run.
+        tokens: Tokens of the parameters.
+        of_worker: Whether the parameters are those of a worker, not those that stand for all workers.
+    """
+
+    def is_update(sync: Sync) -> bool:
+        if of_worker:
+            return sync.outer or sync.share or sync.received is not None
+        if has_outer_params(config.replicas):
+            return sync.outer or sync.sent is not None
+        return bool(sync)
+
     step_ends = range(tokens, 0, -config.batch_tokens)
-    return next((end for end in step_ends if sync_after(config, end)), 0)
+    return next((end for end in step_ends if is_update(sync_after(config, end))), 0)
 
 
 @functools.lru_cache(maxsize=64)

@@ -69,15 +69,16 @@ def are_consecutive(config: Config, older_tokens: int, newer_tokens: int) -> boo
     return config.snapshot_number(newer_tokens) == config.snapshot_number(older_tokens) + 1
 
 
-def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot) -> None:
+def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot, of_worker: bool = False) -> None:
     """Save `params` with the metadata of `snapshot` asynchronously. Do nothing if an equal one is already saved.
 
-    `params` can be donated after this function returns.
+    `params` can be donated after this function returns. `of_worker` says that they are those of a worker, not those
+    that stand for all workers.
 
     Raises:
         UserError: A leaf is not finite (the message names it), or this or the previous, asynchronous write failed.
     """
-    writer.save(snapshot.step, {"params": params}, _metadata(snapshot, params))
+    writer.save(snapshot.step, {"params": params}, _metadata(snapshot, params, of_worker))
 
 
 def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
@@ -94,11 +95,12 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     return params
 
 
-def _metadata(snapshot: Snapshot, params: Any) -> dict[str, Any]:
+def _metadata(snapshot: Snapshot, params: Any, of_worker: bool) -> dict[str, Any]:
     integrity.check_finite(params, snapshot.step, snapshot.tokens)
     has_workers = snapshot.config.replicas.method != "none"
     # The newest average of the workers that the parameters contain: outer parameters are those of that moment.
-    averaged = {"averaged_at_tokens": last_update_tokens(snapshot.config, snapshot.tokens)} if has_workers else {}
+    updated = last_update_tokens(snapshot.config, snapshot.tokens, of_worker) if has_workers else 0
+    averaged = {"averaged_at_tokens": updated} if has_workers else {}
     return (
         averaged
         | {

@@ -148,10 +148,11 @@ class PeriodicActions:
         check_loss_is_finite(evaluated.loss, name, progress)
         self._write(kind.record_kind, progress, evaluated, **values)
         if kind.folder in self._snapshots:
-            stored_kind = name if name in SNAPSHOT_KINDS else "point"  # what a worker saves are points
+            of_worker = name not in SNAPSHOT_KINDS
+            stored_kind = "point" if of_worker else name
             place = self._run.path, progress.step, progress.tokens
             snapshot = Snapshot(*place, evaluated.loss, self._config, kind=stored_kind)
-            snapshots.save_snapshot(self._snapshots[kind.folder], params, snapshot)
+            snapshots.save_snapshot(self._snapshots[kind.folder], params, snapshot, of_worker)
         if name == "point":
             self._score_tasks(params, progress, RAW_LABEL)
 

@@ -113,22 +113,31 @@ def test_topologies_have_chips_and_devices(name, chips, devices):
 @pytest.mark.parametrize("sizes", [(1, 32, 4), (1, 64, 2), (2, 16, 4), (128, 1, 1)])
 def test_mesh_axis_may_span_a_part_of_the_torus(sizes):
     mesh = mesh_from_devices(aot.tpu_topology("v5p:4x4x8").devices, MeshConfig(*sizes))
-    assert tuple(mesh.shape.values()) == (*sizes, 1)
+    assert tuple(mesh.shape.values()) == (1, *sizes, 1)
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
 
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("sizes", "shape"), [((2, 2, 2), (2, 2, 2, 1)), ((-1, 4, 1), (2, 4, 1, 1)), ((4, 1, 1, 2), (4, 1, 1, 2))]
+    ("sizes", "shape"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, (1, 2, 2, 2, 1)),
+        ({"data": -1, "fsdp": 4}, (1, 2, 4, 1, 1)),
+        ({"data": 4, "expert": 2}, (1, 4, 1, 1, 2)),
+        ({"replica": 2, "data": 2, "fsdp": 2}, (2, 2, 2, 1, 1)),
+        ({"replica": 4, "data": 1, "fsdp": 2}, (4, 1, 2, 1, 1)),
+    ],
 )
-def test_each_replica_is_within_one_slice(sizes, shape):
+def test_each_part_of_the_batch_is_within_one_slice(sizes, shape):
     topology = aot.tpu_topology("2*v5e:2x2")
     assert (topology.slice_count, topology.chip_count, len(topology.devices)) == (2, 8, 8)
-    mesh = mesh_from_devices(topology.devices, MeshConfig(*sizes))
+    mesh = mesh_from_devices(topology.devices, MeshConfig(**sizes))
     assert mesh.devices.shape == shape and {d.id for d in mesh.devices.flat} == {d.id for d in topology.devices}
-    slices = [{d.slice_index for d in replica.flat} for replica in mesh.devices]
-    assert all(len(of_replica) == 1 for of_replica in slices)
-    assert [index for (index,) in slices] == sorted([0, 1] * (shape[0] // 2))
+    # Across slices goes `replica` if there are replicas, else `data`.
+    parts = mesh.devices if shape[0] > 1 else mesh.devices[0]
+    slices = [{d.slice_index for d in part.flat} for part in parts]
+    assert all(len(of_part) == 1 for of_part in slices)
+    assert [index for (index,) in slices] == sorted([0, 1] * (len(parts) // 2))
 
 
 @needs_libtpu
@@ -138,7 +147,7 @@ def test_replica_across_several_slices_is_one_clear_error(sizes):
     message = (
         r"mesh.* needs 12 devices, and 8 are available"
         if sizes[0] == 3
-        else r"mesh\.data is 1, and 2 slices of 4 devices"
+        else r"mesh\.data is 1, and there are 2 slices of 4 devices"
     )
     with pytest.raises(ValueError, match=message) as raised:
         mesh_from_devices(devices, MeshConfig(*sizes))

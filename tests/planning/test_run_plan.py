@@ -180,12 +180,28 @@ def test_verb_prints_writes_and_fails_where_a_program_does_not_fit(workspace, tm
 def test_plan_says_what_is_sent_between_replicas(workspace):
     keys = {"mesh__replica": 4, "mesh__data": 2, "replicas__interval_tokens": 2048, "training__batch_size_sequences": 8}
     numbers = planned(tiny.config(workspace, replicas__method="diloco", **keys))
-    step, sync = json.loads(json.dumps(numbers["far_traffic"]))
-    assert step == {"program": "train_step", "every_steps": 1, "bytes": 0, "bytes_per_step": 0, "bytes_per_second": 0}
+    traffic = json.loads(json.dumps(numbers["far_traffic"]))
+    step, sync = traffic["programs"]
+    assert step == {"program": "train_step", "every_steps": 1, "bytes": 0}
     parameter_bytes = 4 * numbers["parameters"]
     assert sync["bytes"] == 2 * 3 / 4 * parameter_bytes and sync["every_steps"] == 8
-    assert sync["bytes_per_second"] * 8 * numbers["training"]["step_seconds_at_least"] == pytest.approx(sync["bytes"])
+    assert traffic["bytes_per_step"] == sync["bytes"] / 8
+    seconds = numbers["training"]["step_seconds_at_least"]
+    assert traffic["bytes_per_second"] * seconds == pytest.approx(traffic["bytes_per_step"])
     assert numbers["storage"]["snapshot_bytes"] == parameter_bytes
     text = plan_text.format_plan(numbers)
-    assert "between 4 workers, the train step sends 0 B per device, a step" in text
-    assert "the sync sends" in text and "every 8 steps: the network decides below" in text
+    assert "between 4 replicas, the train step sends 0 B per device, a step" in text
+    assert "the sync sends" in text and "every 8 steps" in text and "in all: the network decides below" in text
+
+
+@pytest.mark.slow
+@pytest.mark.mesh
+def test_fragments_share_the_network(workspace):
+    keys = {"mesh__replica": 2, "mesh__data": 4, "replicas__interval_tokens": 2048, "training__batch_size_sequences": 8}
+    config = tiny.config(workspace, replicas__method="streaming", replicas__streaming_fragments=2, **keys)
+    numbers = planned(config)
+    _, *fragments = numbers["far_traffic"]["programs"]
+    assert [one["every_steps"] for one in fragments] == [8, 8]
+    sent = sum(one["bytes"] for one in fragments)
+    assert sent == 4 * numbers["parameters"]  # half of the workers' sum, and half of it back
+    assert numbers["far_traffic"]["bytes_per_step"] == pytest.approx(sent / 8)
