@@ -14,6 +14,7 @@ import jax
 from pma_jax.config import Config, ReplicasConfig
 from pma_jax.replicas import fragments
 from pma_jax.replicas.method import Sync, sync_after
+from pma_jax.replicas.sparta import share_count
 
 FLOAT32, SCALE = 4, 4  # bytes: of a number, and of the scale of a rounded leaf
 BITS = {"int8": 8, "int4": 4, "e3m0": 4}
@@ -41,7 +42,7 @@ def sync_bytes(config: ReplicasConfig, sync: Sync, params: Any) -> int:
     if sync.outer:
         sent += leaf_bytes(params)
     if sync.share:
-        sent += FLOAT32 * sum(math.ceil(config.sparta_share * size) for size in sizes(params))
+        sent += FLOAT32 * sum(share_count(config.sparta_share, size) for size in sizes(params))
     if sync.sent is not None:
         sent += leaf_bytes(fragment_shapes(config, sync.sent, params), config.streaming_dtype)
     return sent

@@ -175,6 +175,11 @@ def answer(results: dict[str, Any]) -> str:
     return f"{share}; its merged mean against the merged model of data-parallel training: {verdict}"
 
 
+def compared_methods() -> list[str]:
+    """Return the tuned methods that are compared with data-parallel training and with periodic averaging."""
+    return [f"{DILOCO}, K={WORKERS}", f"{SPARTA}, p=0.005", f"{BOTH}, p=0.005", f"{NOLOCO}, K={WORKERS}", STREAMING]
+
+
 def format_answer(results: dict[str, Any]) -> str:
     """Format the answer: what is left of averaging over workers once merged in time, and against one worker."""
     margin, base, small = results["made"]["margin"], base_name(results), small_batch_name(ground_of(results))
@@ -186,6 +191,15 @@ def format_answer(results: dict[str, Any]) -> str:
             for model, words in (("mean", "without merging"), ("merged mean", "both merged in time")):
                 verdict = pages.describe_difference(combine(results, [(base, model)], [(other, model)]), margin)
                 lines.append(f"- `{base}` against `{other}`, {words}, equal tokens: {verdict}.")
+    for name in compared_methods():
+        if is_known(results, name):
+            lines += [
+                f"- `{name}` against `{other}`, {words}: "
+                f"{pages.describe_difference(combine(results, [(name, model)], [(other, model)]), margin)}."
+                for other in (ONE, PERIODIC)
+                if is_known(results, other)
+                for model, words in (("mean", "without merging"), ("merged mean", "both merged in time"))
+            ]
     return "\n".join(["**Noise that cancels, or exploration by different workers?**", "", *lines])
 
 

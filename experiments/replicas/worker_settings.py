@@ -26,9 +26,10 @@ FEEDBACK = ("int4", "e3m0")  # types that are also sent with error feedback
 AVERAGERS: dict[str, tuple[tuple[str, ...], Axis | None]] = {
     "EMA": ((), Axis("optimizer.ema_half_life_tokens", 1, 2)),
     "schedule-free": (("optimizer.name=schedule_free_adamw",), None),
-    "GPA": (("optimizer.name=gpa_adamw",), None),
+    "GPA": (("optimizer.name=gpa_adamw",), Axis("optimizer.gpa_half_life_tokens", 4, 2)),
     "BEMA": (("optimizer.bema_interval_tokens=4096",), Axis("optimizer.bema_start_tokens", 1, 2)),
 }
+INTERPOLATIONS = (0.0, 0.9)  # GPA's mu_y beside its 0.7: from an average that is not trained on to nearly all of it
 ONE = "one worker"  # the cell of experiment 1; PLAIN and PERIODIC are contenders among the methods
 PLAIN, PERIODIC, SNOO, DILOCO, NOLOCO = "plain", "periodic averaging", "SNOO", "DiLoCo", "NoLoCo"
 STREAMING, SPARTA, BOTH = "Streaming DiLoCo", "SPARTA", "SPARTA with DiLoCo"
@@ -256,6 +257,9 @@ def list_settings(ground: Ground, all_seeds: int, outer: Mapping[str, Sequence[s
     second = {name: Setting(changes, name) for name, changes in second_experiment(ground).items()}
     averagers = {PLAIN: Setting((), PLAIN), SNOO: Setting(diloco(ground, 1), SNOO)}
     averagers |= {name: Setting(changes, name) for name, (changes, _) in AVERAGERS.items()}
+    for mu_y in INTERPOLATIONS:
+        changes = (*AVERAGERS["GPA"][0], f"optimizer.gpa_interpolation={mu_y}")
+        averagers[f"GPA, mu_y={mu_y:g}"] = Setting(changes, "GPA")
     shares = {f"{SPARTA}, p={p:g}": Setting(sparta(ground, p), SPARTA, workers=k) for p in SHARES}
     shares[f"{SPARTA}, p=0.005, rate x2"] = Setting(sparta(ground), SPARTA, workers=k, rate_factor=2)
     shares[f"{BOTH}, p=0.005"] = Setting(sparta(ground, with_diloco=True), BOTH)

@@ -92,6 +92,11 @@ def _validate_interval(config: Config) -> None:
             f"replicas.streaming_delay_tokens ({replicas.streaming_delay_tokens:,}) must be less than "
             f"replicas.interval_tokens ({interval:,}): a fragment is used before it is sent again"
         )
+    if 0 < replicas.streaming_delay_tokens < config.batch_tokens:
+        raise UserError(
+            f"replicas.streaming_delay_tokens ({replicas.streaming_delay_tokens:,}) is less than a step of "
+            f"{config.batch_tokens:,} tokens: set it to 0 or to at least one step"
+        )
     if replicas.streaming_error_feedback and replicas.streaming_dtype == "float32":
         raise UserError(
             "replicas.streaming_error_feedback is for outer gradients that are rounded: choose another "

@@ -51,4 +51,5 @@ class ReplicasConfig:
     sparta_diloco: bool = False  # also DiLoCo, with `diloco_rate`, `diloco_momentum` and `diloco_nesterov`
     noloco_rate: PositiveFloat = 0.7  # eta: weight of the pair's mean change in the momentum
     noloco_momentum: DecayRate = 0.5  # beta: decay of the momentum
-    noloco_pull: NonNegativeFloat = 0.7  # gamma: weight of the distance to the pair's mean
+    # gamma: weight of the distance to the pair's mean. In the authors' code it is eta: to follow it, change both.
+    noloco_pull: NonNegativeFloat = 0.7

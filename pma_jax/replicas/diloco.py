@@ -9,7 +9,7 @@ The moments of the inner optimizer stay those of each worker. With eta = 1 and b
 one worker it is SNOO (Kallusky et al., arXiv 2510.15830), Nesterov's momentum on the changes of a single run.
 
 Source: Douillard et al., arXiv 2311.08105, Algorithm 1, where Nesterov with eta = 0.7 and beta = 0.9 is the best outer
-optimizer (Section 3.2).
+optimizer (Section 3.2). In exo gym's code the first average comes after H + 1 steps; here it comes after H.
 """
 
 from typing import Any, cast

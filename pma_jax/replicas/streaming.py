@@ -12,8 +12,10 @@ P fragments f are sent in turn, each every H tokens; V tokens after it was sent,
 With one fragment, no delay, float32 and alpha = 0 it is DiLoCo. The delay is that of the algorithm: JAX runs the
 programs of a device one after the other, so that here sending does not overlap with training.
 
-Source: Douillard et al., arXiv 2501.18512: Nesterov with beta = 0.9, and alpha of 0 or 0.5. MaxText's main branch has
-eta = 0.3, V = 0 and alpha = 0, sends strided layers, and takes all unstacked parameters as a fragment of their own.
+Source: Douillard et al., arXiv 2501.18512: Nesterov with beta = 0.9, and alpha of 0 or 0.5; its fragments are a few
+layers each, in sequence or strided, where here a fragment is a range of layers. The defaults eta = 0.4 and P = 3 are
+those of descriptions of it, not checked in its text. MaxText's main branch has eta = 0.3, V = 0 and alpha = 0, sends
+strided layers, and takes all unstacked parameters as a fragment of their own.
 """
 
 import dataclasses

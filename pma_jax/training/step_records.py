@@ -68,9 +68,10 @@ class StepRecords:
             if not rolls_back and not (spikes.skip_gradient_z and worker["spike"].skip):
                 check_finite(record, numbers, params)
         if is_logged:
-            numbers = _numbers(worker_metrics.over_all_workers(metrics)) if has_workers else _numbers(each[0])
+            logged = worker_metrics.over_all_workers(metrics) if has_workers else each[0]
+            numbers = _numbers(logged)
             if spikes.skip_gradient_z:
-                numbers["skipped_updates"] = sum(worker["spike"].total_skips.item() for worker in each)
+                numbers["skipped_updates"] = int(logged["spike"].total_skips)
             self._log.write(record | numbers | self._end_interval(tokens))
         if spike:
             self._log.write(spike)

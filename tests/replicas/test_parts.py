@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pma_jax import config
+from pma_jax.config import MeshConfig
 from pma_jax.config.replica_rules import METHODS
-from pma_jax.replicas import fragments, method, noloco, quantize, sparta
+from pma_jax.replicas import fragments, method, noloco, periodic, quantize, sparta
 from pma_jax.runtime.mesh import make_mesh
 from pma_jax.training.state import abstract_state, worker_dim
 
@@ -85,6 +86,19 @@ def test_fragments_are_sent_in_turn_and_used_after_the_delay():
     syncs = [method.sync_after(config, 16 * step) for step in range(1, 9)]
     assert [sync.sent for sync in syncs] == [1, 2, 3, 0, 1, 2, 3, 0]
     assert [sync.received for sync in syncs] == [None, None, 1, 2, 3, 0, 1, 2]
+
+
+def test_a_share_is_rounded_up_exactly():
+    assert [sparta.share_count(share, 100) for share in (0.07, 0.005, 1.0)] == [7, 1, 100]
+
+
+def test_periodic_averaging_of_moments_leaves_counts_alone():
+    moments = {"mu": np.random.default_rng(0).standard_normal((4, 3, 5)), "count": np.arange(4, dtype=np.int32)}
+    with jax.set_mesh(make_mesh(MeshConfig(replica=1, data=1, fsdp=-1))):
+        averaged = periodic.average(jax.tree.map(jnp.asarray, moments))
+    expected = np.broadcast_to(moments["mu"].mean(0), (4, 3, 5))
+    np.testing.assert_allclose(averaged["mu"], expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(averaged["count"], moments["count"])
 
 
 def test_tokens_of_the_last_update():

@@ -10,11 +10,12 @@ import pytest
 import tiny
 
 from pma_jax.config.errors import UserError
-from pma_jax.model.decoder import graph_definition
+from pma_jax.model.decoder import abstract_params, graph_definition
 from pma_jax.runs import steps
 from pma_jax.runs.directory import open_run
-from pma_jax.runtime.mesh import make_mesh
+from pma_jax.runtime.mesh import check_mesh, make_mesh
 from pma_jax.training.fork import fork
+from pma_jax.training.initial_state import make_initial_state
 from pma_jax.training.loop import train
 from pma_jax.training.state import abstract_state, init_state_from_seed
 from pma_jax.training.step import make_train_step
@@ -150,6 +151,23 @@ def test_another_number_of_workers_goes_on_from_a_state(workspace, tmp_path, cap
     assert resumed.snapshots[-1].loss < 1.2 * run.snapshots[-1].loss
 
 
+@pytest.mark.parametrize("name", ["periodic", "diloco", "noloco"])
+def test_all_workers_start_from_a_snapshot(workspace, finished, name):
+    snapshot = finished.snapshots[-1]
+    config = make_config(workspace, name, training__start_from=str(snapshot.path))
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        state = jax.tree.map(np.asarray, make_initial_state(config, abstract_params(config.model, mesh)))
+    expected = tiny.read(snapshot)
+    for k in range(4):
+        assert_close(jax.tree.map(lambda leaf, k=k: leaf[k], state.params), expected, 0)
+    if name == "diloco":
+        assert_close(state.outer["params"], expected, 0)
+        assert not any(leaf.any() for leaf in jax.tree.leaves(state.outer["momentum"]))
+    if name == "noloco":
+        assert_close(jax.tree.map(lambda leaf: leaf[3], state.outer["params"]), expected, 0)
+
+
 @pytest.mark.slow
 def test_forks_to_one_model_and_to_another_method(workspace, tmp_path):
     run = train(make_config(workspace, "diloco"), tmp_path / "run")
@@ -181,12 +199,30 @@ def test_forks_to_one_model_and_to_another_method(workspace, tmp_path):
         ({"count": 2}, "replicas.count is without effect, and replicas.method is none"),
         ({"method": "sparta", "interval_tokens": 1000}, "interval_tokens is without effect"),
         ({"method": "streaming", "streaming_fragments": 1, "streaming_delay_tokens": 10**6}, "must be less than"),
+        ({"method": "streaming", "streaming_fragments": 1, "streaming_delay_tokens": 10}, "is less than a step"),
         ({"method": "streaming", "streaming_fragments": 1, "streaming_error_feedback": True}, "another repl"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_line(workspace, keys, message):
     with pytest.raises(UserError, match=message) as refused:
         tiny.config(workspace, **{f"replicas__{key}": value for key, value in keys.items()})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("method", "count", "message"),
+    [
+        ("diloco", 4, r"mesh.replica \(8\) must divide replicas.count \(4\)"),
+        ("noloco", 16, "noloco"),
+    ],
+)
+def test_workers_that_do_not_fit_the_mesh_are_refused(workspace, method, count, message):
+    replica = 8 if method == "diloco" else 4
+    keys = {"mesh__replica": replica, "mesh__data": -1, "training__batch_size_sequences": 16}
+    with pytest.raises(UserError, match=message) as refused:
+        config = tiny.config(workspace, replicas__method=method, replicas__count=count, **keys)
+        check_mesh(config, make_mesh(config.mesh))
     assert "\n" not in str(refused.value)
 
 
