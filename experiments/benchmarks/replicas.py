@@ -5,7 +5,8 @@ Floor:     K workers do K times the work of one worker on its share of the batch
            changes once: the parameters of all workers, and the outer parameters and their momentum if there are any.
 
 In each round, all are timed in turn, in an order that is reversed every second round; medians count. The floor of an
-average is one element-wise program over the same arrays, in place.
+average is one element-wise program over the same arrays, in place; of SPARTA, which changes a share of them, one that
+changes as many elements at fixed places.
 """
 
 import argparse
@@ -21,11 +22,21 @@ from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.model.decoder import graph_definition
 from pma_jax.replicas import method
+from pma_jax.replicas.sparta import share_count
 from pma_jax.runtime.mesh import make_mesh, put_batch
 from pma_jax.training.state import as_workers, init_state_from_seed
 from pma_jax.training.step import make_train_step
 
-METHODS = ("periodic", "diloco", "streaming", "sparta", "noloco")
+# Name -> the overrides that make it. With one fragment, Streaming DiLoCo sends all parameters at once.
+METHODS = {
+    "periodic": ("replicas.method=periodic",),
+    "diloco": ("replicas.method=diloco",),
+    "streaming": ("replicas.method=streaming", "replicas.streaming_fragments=1"),
+    "streaming, int4": ("replicas.method=streaming", "replicas.streaming_fragments=1", "replicas.streaming_dtype=int4"),
+    "streaming, e3m0": ("replicas.method=streaming", "replicas.streaming_fragments=1", "replicas.streaming_dtype=e3m0"),
+    "sparta": ("replicas.method=sparta",),
+    "noloco": ("replicas.method=noloco",),
+}
 STEPS = 4  # per turn
 Turn = Callable[[], float]  # runs once, and returns its seconds
 
@@ -62,10 +73,9 @@ def load(options: argparse.Namespace, name: str) -> Config:
     if name == "none":
         overrides["training.batch_size_sequences"] = str(shipped.training.batch_size_sequences // options.count)
     else:
-        overrides |= {"replicas.method": name, "replicas.count": str(options.count)}
-        if name == "streaming":
-            overrides["replicas.streaming_fragments"] = "1"
-    return configuration.resolve(shipped, [f"{key}={value}" for key, value in overrides.items()])
+        overrides["replicas.count"] = str(options.count)
+    method_keys = METHODS.get(name, ())
+    return configuration.resolve(shipped, [*(f"{key}={value}" for key, value in overrides.items()), *method_keys])
 
 
 def step_turn(config: Config) -> Turn:
@@ -99,7 +109,8 @@ def sync_turns(config: Config) -> tuple[Turn, Turn]:
         apply = method.make_sync(config.replicas, sync, mesh)
         workers = [as_workers(state)]
         arrays = [jax.tree.map(lambda leaf: leaf + 0.0, (workers[0].params, workers[0].outer))]
-    touch = jax.jit(functools.partial(jax.tree.map, lambda leaf: leaf * 0.999), donate_argnums=0)
+    share = config.replicas.sparta_share if config.replicas.method == "sparta" else 1.0
+    touch = jax.jit(functools.partial(jax.tree.map, functools.partial(touch_share, share=share)), donate_argnums=0)
 
     def sync_turn() -> float:
         with jax.set_mesh(mesh):
@@ -116,6 +127,15 @@ def sync_turns(config: Config) -> tuple[Turn, Turn]:
             return time.perf_counter() - start
 
     return sync_turn, floor_turn
+
+
+def touch_share(leaf: jax.Array, share: float) -> jax.Array:
+    """Multiply a share of the elements of each worker, at equal distances, by a constant."""
+    if share == 1:
+        return leaf * 0.999
+    flat = leaf.reshape(leaf.shape[0], -1)
+    index = np.linspace(0, flat.shape[1] - 1, share_count(share, flat.shape[1])).astype(np.int32)
+    return flat.at[:, index].multiply(0.999, unique_indices=True).reshape(leaf.shape)
 
 
 def time_in_turn(turns: dict[str, Turn], rounds: int) -> dict[str, list[float]]:

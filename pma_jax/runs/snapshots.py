@@ -95,7 +95,7 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     return params
 
 
-def _metadata(snapshot: Snapshot, params: Any, of_worker: bool) -> dict[str, Any]:
+def _metadata(snapshot: Snapshot, params: Any, of_worker: bool = False) -> dict[str, Any]:
     integrity.check_finite(params, snapshot.step, snapshot.tokens)
     has_workers = snapshot.config.replicas.method != "none"
     # The newest average of the workers that the parameters contain: outer parameters are those of that moment.

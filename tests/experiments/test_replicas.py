@@ -214,6 +214,7 @@ def made_up_results(ground: Ground, diverged=()):
         "made": {"margin": 0.003, "seeds": list(range(8))},
         "size": ground.size,
         "ground": dataclasses.asdict(ground),
+        "search": {"seeds": 3, "finalists": 3},
         "searched": {"methods": {"plain": one}, "cells": {"K=4, H=32": one}},
         "experiments": {number: list(of_one) for number, of_one in experiments.items()},
         "counts": [{"workers": 1, "name": "one worker"}, {"workers": 4, "name": "K=4, H=32"}],

@@ -39,10 +39,9 @@ METHODS = {
 OTHER_COUNTS = {"periodic": 2, "diloco": 2, "streaming": 8, "noloco": 2}
 
 
-def quick(one, slow=()):
-    """Return the methods: one runs with `make test`, those of `slow` with `make slow`, the others by hand."""
-    marks = {one: [], **dict.fromkeys(slow, pytest.mark.slow)}
-    return [pytest.param(name, marks=marks.get(name, pytest.mark.long)) for name in METHODS]
+def methods(*slow):
+    """Return the methods: those of `slow` run with `make slow`, the others by hand."""
+    return [pytest.param(name, marks=pytest.mark.slow if name in slow else pytest.mark.long) for name in METHODS]
 
 
 def make_config(workspace, name, count=4, **changes):
@@ -76,6 +75,7 @@ def assert_close(one, other, atol=1e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), one, other)
 
 
+@pytest.mark.slow
 def test_each_worker_trains_on_its_slice_of_the_batch(workspace):
     smooth = {"optimizer__epsilon": 1e-3}  # so that AdamW does not amplify the rounding of gradients near 0
     config = make_config(workspace, "diloco", **smooth)
@@ -90,7 +90,7 @@ def test_each_worker_trains_on_its_slice_of_the_batch(workspace):
             np.testing.assert_allclose(metrics["loss"][k], of_one["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", quick("periodic", slow=("streaming", "noloco")))
+@pytest.mark.parametrize("name", methods("periodic", "streaming", "noloco"))
 def test_a_resumed_run_is_bitwise_equal(workspace, tmp_path, name):
     config = make_config(workspace, name, checkpoint__kinds=("point", "block_mean"))
     whole = train(config, tmp_path / "whole")
@@ -101,7 +101,7 @@ def test_a_resumed_run_is_bitwise_equal(workspace, tmp_path, name):
             tiny.assert_equal(tiny.read(one), tiny.read(other))
 
 
-@pytest.mark.parametrize("name", quick("", slow=("noloco", "diloco")))
+@pytest.mark.parametrize("name", methods("noloco", "diloco"))
 def test_snapshots_are_the_outer_parameters_or_the_mean_of_the_workers(workspace, tmp_path, name):
     run = train(make_config(workspace, name), tmp_path / "run")
     state, snapshot = read_state(run, 16), next(s for s in run.snapshots if s.step == 16)

@@ -20,6 +20,7 @@ from pma_jax.training.state import abstract_state
 KINDS = ("point", "replica")
 
 
+@pytest.mark.slow
 def test_each_worker_is_saved_and_evaluated(workspace, tmp_path):
     run = train(make_config(workspace, "periodic", checkpoint__kinds=KINDS), tmp_path / "run")
     assert run.worker_kinds == [f"worker_{k}" for k in range(4)]

@@ -17,6 +17,8 @@ from pma_jax.studies.estimate import PROBE_SEED, measure_speed
 from pma_jax.studies.planned import Branch, PlannedEvaluation, PlannedRun
 from pma_jax.studies.study import Study
 
+pytestmark = pytest.mark.slow
+
 END = PlannedEvaluation((RAW, Cell("sma", 2)), (16,), REPORT)
 TRUNK = PlannedRun("science_small", 0, (), None, (END,))
 BRANCH = PlannedRun("science_small", 0, (), Branch(12, 16), (PlannedEvaluation((RAW,), (16,), REPORT),))
@@ -57,7 +59,6 @@ def test_recorded_runs_are_not_trained_again(study, elsewhere, monkeypatch):
         losses(elsewhere, TRUNK, Cell("sma", 3))
 
 
-@pytest.mark.slow
 def test_readings_of_snapshots_are_recorded_and_their_lack_trains_again(study, elsewhere, tmp_path):
     wanted = dataclasses.replace(TRUNK, readings=("norm",))
     assert any(wanted.missing_tokens(elsewhere)) and not any(wanted.missing_tokens(study))
@@ -75,7 +76,6 @@ def test_readings_of_snapshots_are_recorded_and_their_lack_trains_again(study, e
     assert run_cache.get_or_read(wanted.get(elsewhere), "norm", lambda run: {"l2": 3.5}) == {"l2": 3.5}
 
 
-@pytest.mark.slow
 def test_a_run_of_which_more_is_read_is_trained_again(study, elsewhere):
     more = dataclasses.replace(TRUNK, evaluations=(dataclasses.replace(END, cells=(RAW, Cell("sma", 3))),))
     total = TRUNK.get(study).config.training.total_tokens
@@ -84,7 +84,6 @@ def test_a_run_of_which_more_is_read_is_trained_again(study, elsewhere):
     assert losses(elsewhere, more, Cell("sma", 3)) == pytest.approx(losses(study, TRUNK, Cell("sma", 3)), abs=1e-6)
 
 
-@pytest.mark.slow
 def test_a_branch_of_a_recorded_trunk_trains_both(study, elsewhere):
     shorter = dataclasses.replace(BRANCH, branch=Branch(14, 16))
     shorter.complete(elsewhere)
