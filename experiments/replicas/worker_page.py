@@ -180,26 +180,27 @@ def compared_methods() -> list[str]:
     return [f"{DILOCO}, K={WORKERS}", f"{SPARTA}, p=0.005", f"{BOTH}, p=0.005", f"{NOLOCO}, K={WORKERS}", STREAMING]
 
 
+def compare(results: dict[str, Any], name: str, others: Sequence[str]) -> list[str]:
+    """Compare a setting with others at equal tokens, as it is and merged in time; leave out what diverged."""
+    lines = []
+    for other in others:
+        if is_known(results, name) and is_known(results, other):
+            for model, words in (("mean", "without merging"), ("merged mean", "both merged in time")):
+                difference = combine(results, [(name, model)], [(other, model)])
+                verdict = pages.describe_difference(difference, results["made"]["margin"])
+                lines.append(f"- `{name}` against `{other}`, {words}, equal tokens: {verdict}.")
+    return lines
+
+
 def format_answer(results: dict[str, Any]) -> str:
     """Format the answer: what is left of averaging over workers once merged in time, and against one worker."""
-    margin, base, small = results["made"]["margin"], base_name(results), small_batch_name(ground_of(results))
+    base, small = base_name(results), small_batch_name(ground_of(results))
     lines = []
     for name in names_with_workers(results):
         lines.append(f"- `{name}`: {describe_share(remaining_share(results, name))}.")
-    for other in (ONE, small):
-        if is_known(results, base) and is_known(results, other):
-            for model, words in (("mean", "without merging"), ("merged mean", "both merged in time")):
-                verdict = pages.describe_difference(combine(results, [(base, model)], [(other, model)]), margin)
-                lines.append(f"- `{base}` against `{other}`, {words}, equal tokens: {verdict}.")
+    lines += compare(results, base, (ONE, small))
     for name in compared_methods():
-        if is_known(results, name):
-            lines += [
-                f"- `{name}` against `{other}`, {words}: "
-                f"{pages.describe_difference(combine(results, [(name, model)], [(other, model)]), margin)}."
-                for other in (ONE, PERIODIC)
-                if is_known(results, other)
-                for model, words in (("mean", "without merging"), ("merged mean", "both merged in time"))
-            ]
+        lines += compare(results, name, (ONE, PERIODIC))
     return "\n".join(["**Noise that cancels, or exploration by different workers?**", "", *lines])
 
 

@@ -94,8 +94,8 @@ def _validate_interval(config: Config) -> None:
         )
     if 0 < replicas.streaming_delay_tokens < config.batch_tokens:
         raise UserError(
-            f"replicas.streaming_delay_tokens ({replicas.streaming_delay_tokens:,}) is less than a step of "
-            f"{config.batch_tokens:,} tokens: set it to 0 or to at least one step"
+            f"replicas.streaming_delay_tokens ({replicas.streaming_delay_tokens:,}) must be 0 or at least one step "
+            f"({config.batch_tokens:,} tokens)"
         )
     if replicas.streaming_error_feedback and replicas.streaming_dtype == "float32":
         raise UserError(

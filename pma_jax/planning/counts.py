@@ -125,8 +125,8 @@ def slice_transfers(program: Program) -> list[SliceTransfer]:
         operand_bytes = sum(a.bytes for a in operand_arrays(program.computations[name], instruction.operands[0]))
         kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
         group = re.search(r'_xla_megascale_target="\{([\d,]+)\}', instruction.attributes)
-        assert kind, instruction.attributes
-        slices = len(group[1].split(",")) if group else 2  # one to one: pairs of slices
+        assert kind and (group or kind[1] == "ONE_TO_ONE"), instruction.attributes
+        slices = len(group[1].split(",")) if group else 2
         transfers.append(SliceTransfer(kind[1], operand_bytes, slices, times))
     return transfers
 

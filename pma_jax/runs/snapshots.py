@@ -97,10 +97,10 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
 
 def _metadata(snapshot: Snapshot, params: Any, of_worker: bool = False) -> dict[str, Any]:
     integrity.check_finite(params, snapshot.step, snapshot.tokens)
-    has_workers = snapshot.config.replicas.method != "none"
-    # The newest average of the workers that the parameters contain: outer parameters are those of that moment.
-    updated = last_update_tokens(snapshot.config, snapshot.tokens, of_worker) if has_workers else 0
-    averaged = {"averaged_at_tokens": updated} if has_workers else {}
+    averaged = {}
+    if snapshot.config.replicas.method != "none":
+        # The newest average of the workers that the parameters contain: outer parameters are those of that moment.
+        averaged = {"averaged_at_tokens": last_update_tokens(snapshot.config, snapshot.tokens, of_worker)}
     return (
         averaged
         | {

@@ -61,7 +61,7 @@ def estimate(study: Study, plan: Plan) -> CostEstimate:
 
 
 def measure_speed(study: Study, size: str) -> Speed:
-    """Return the speed of the runs of a size; without any in the cache, train and evaluate a short one."""
+    """Return the speed of the runs of a size; without any in the cache, train and evaluate short ones."""
     config = study.trunk_config(size, study.seeds[0])
     known = list(_speeds(study, config)) or list(_recorded_speeds(study, config))
     if not known:
