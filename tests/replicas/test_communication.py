@@ -132,6 +132,8 @@ def test_workers_of_one_device_train_as_workers_of_several(workspace, name):
     """A step and a sync of four workers on 4 x 2 devices equal those on one replica of eight devices."""
     keys = {} if name == "sparta" else {"replicas__interval_tokens": 4096}
     keys["optimizer__epsilon"] = 1e-3  # so that AdamW does not amplify the rounding of gradients near 0
+    if name == "streaming":
+        keys["replicas__streaming_delay_tokens"] = 1024
     config = make_config(workspace, name, replicas__count=4, training__batch_size_sequences=32, **keys)
     results = []
     for sizes in ({"replica": 4, "data": 2, "fsdp": 1}, {"replica": 1, "data": 2, "fsdp": 4}):
