@@ -1,4 +1,4 @@
-"""One worker of exo gym's strategies, with the model of `oracles` in torch and float64: a process of test_exo_gym.py.
+"""One worker of exo gym's strategies, with the linear model of `oracle_models` in torch: a process of test_exo_gym.py.
 
 Command:   python exo_gym_worker.py FOLDER RANK COUNT
 
@@ -28,11 +28,10 @@ class Masks:
 
 
 def loss(params, x):
-    """Return what `oracles.loss` returns."""
-    hidden = x + params["embedding_VxD"][:2].sum(0)
-    for w, b in zip(params["blocks/w"], params["blocks/b"], strict=True):
-        hidden = torch.tanh(hidden @ w + b)
-    return ((hidden * params["final_norm_D"] - x.flip(1)) ** 2).mean()
+    """Return what `oracle_models.linear_loss` returns."""
+    y = torch.einsum("bli,lij->bj", x, params["blocks/w"]) + params["blocks/b"].sum(0)
+    y = y + params["embedding_VxD"][:2].sum(0) + params["final_norm_D"]
+    return ((y - x[:, 0].flip(1)) ** 2).mean()
 
 
 def main(folder, rank, count):

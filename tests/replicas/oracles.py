@@ -1,4 +1,4 @@
-"""The methods of `replicas` as loops over explicit workers, in NumPy and float64, and a model to train with them.
+"""The methods of `replicas` as loops over explicit workers, in NumPy and float64.
 
 A tree is a dict from the path of a leaf to an array: "blocks/w" has a leading dim of layers, all others have none.
 """
@@ -6,20 +6,13 @@ A tree is a dict from the path of a leaf to an array: "blocks/w" has a leading d
 import jax
 import jax.numpy as jnp
 import numpy as np
+from oracle_models import LAYERS, LINEAR, OPTIMIZER, RATE, to_flat, to_tree
 
 from pma_jax import config as configuration
 from pma_jax.replicas import method, noloco, quantize, sparta
 from pma_jax.replicas.workers import Workers, broadcast
 from pma_jax.runtime.mesh import MeshConfig, make_mesh
-
-LAYERS, WIDTH = 4, 3
-SHAPES = {
-    "blocks/b": (LAYERS, WIDTH),
-    "blocks/w": (LAYERS, WIDTH, WIDTH),
-    "embedding_VxD": (5, WIDTH),
-    "final_norm_D": (WIDTH,),
-}
-RATE = 0.05
+from pma_jax.training.optimizer import init_opt_state, update_params
 
 
 def make_config(**changes):
@@ -35,43 +28,16 @@ def make_config(**changes):
     return configuration.resolve(raw)
 
 
-def to_tree(flat):
-    """Return the nested dict of a flat one."""
-    blocks = {name.partition("/")[2]: leaf for name, leaf in flat.items() if "/" in name}
-    return {"blocks": blocks} | {name: leaf for name, leaf in flat.items() if "/" not in name}
+def run_package(config, theta, x, mesh=None, model=LINEAR, uses_adam=False):
+    """Train with the functions of the package; return the workers at each step, and what they share in the end.
 
-
-def to_flat(tree):
-    """Return the flat dict of a nested one, as NumPy arrays."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
-
-
-def loss(tree, x):
-    """Return the loss of a small network, tanh layers on a row of the embedding, at the input `x`, [batch, WIDTH]."""
-    hidden = x + tree["embedding_VxD"][:2].sum(0)
-    for i in range(LAYERS):
-        hidden = jnp.tanh(hidden @ tree["blocks"]["w"][i] + tree["blocks"]["b"][i])
-    return ((hidden * tree["final_norm_D"] - x[:, ::-1]) ** 2).mean()
-
-
-_slopes = jax.jit(jax.vmap(jax.grad(loss)))  # of each worker
-
-
-def start(rng):
-    """Return the parameters from which all workers start."""
-    return {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
-
-
-def inputs(rng, steps, count):
-    """Return the input of each step and worker."""
-    return rng.normal(size=(steps, count, 6, WIDTH))
-
-
-def run_package(config, theta, x, mesh=None):
-    """Train by SGD with the functions of the package; return the workers at each step, and what they share in the end.
-
-    The mesh has the axes that `MeshConfig` gives, by default one device.
+    Args:
+        config: The configuration.
+        theta: The parameters from which all workers start.
+        x: Inputs of each step and worker.
+        mesh: The mesh, by default of one device.
+        model: The model, from `oracle_models`.
+        uses_adam: Whether the inner optimizer is the package's AdamW; otherwise it is SGD.
     """
     count = config.replicas.count
     mesh = mesh or make_mesh(MeshConfig(data=1))
@@ -79,11 +45,16 @@ def run_package(config, theta, x, mesh=None):
     with jax.set_mesh(mesh):
         params = jax.tree.map(jnp.asarray, to_tree(theta))
         outer = method.init(config.replicas, params, count)
-        workers = Workers(broadcast(params, count), {}, outer)
+        moments = broadcast(init_opt_state(OPTIMIZER, params), count) if uses_adam else {}
+        workers = Workers(broadcast(params, count), moments, outer)
         for step, x_K in enumerate(x, 1):
-            slopes = _slopes(jax.tree.map(np.asarray, workers.params), x_K)
-            moved = jax.tree.map(lambda p, g: p - RATE * jax.device_put(g, p.sharding), workers.params, slopes)
-            workers = Workers(moved, {}, workers.outer)
+            slopes = model.slopes(jax.tree.map(np.asarray, workers.params), x_K)
+            slopes = jax.tree.map(lambda p, g: jax.device_put(g, p.sharding), workers.params, slopes)
+            if uses_adam:
+                workers = Workers(*_adam_steps(slopes, workers.moments, workers.params), workers.outer)
+            else:
+                moved = jax.tree.map(lambda p, g: p - RATE * g, workers.params, slopes)
+                workers = Workers(moved, {}, workers.outer)
             if sync := method.sync_after(config, step * config.batch_tokens):
                 workers = method.make_sync(config.replicas, sync, mesh)(workers, jnp.int32(step))
             history.append(to_flat(workers.params))
@@ -91,31 +62,67 @@ def run_package(config, theta, x, mesh=None):
     return history, shared
 
 
-def gradient_steps(theta_k, x_K):
-    """Take an SGD step of each worker."""
-    slopes = to_flat(_slopes(jax.tree.map(lambda *leaves: np.stack(leaves), *map(to_tree, theta_k)), x_K))
-    return [{name: leaf - RATE * slopes[name][k] for name, leaf in theta.items()} for k, theta in enumerate(theta_k)]
+@jax.jit
+@jax.vmap
+def _adam_steps(slopes, moments, params):
+    params, moments = update_params(OPTIMIZER, slopes, moments, params, RATE, 16)
+    return params, moments
+
+
+class InnerSteps:
+    """The steps of the workers, in NumPy: SGD, or AdamW, whose moments of each worker are kept here."""
+
+    def __init__(self, model=LINEAR, uses_adam=False):
+        self.model, self.uses_adam = model, uses_adam
+        self.moments_k, self.step = None, 0
+
+    def __call__(self, theta_k, x_K):
+        slopes = to_flat(self.model.slopes(jax.tree.map(lambda *leaves: np.stack(leaves), *map(to_tree, theta_k)), x_K))
+        slopes_k = [{name: g[k] for name, g in slopes.items()} for k in range(len(theta_k))]
+        if not self.uses_adam:
+            of_workers = zip(theta_k, slopes_k, strict=True)
+            return [{name: theta[name] - RATE * g[name] for name in theta} for theta, g in of_workers]
+        self.step += 1
+        if self.moments_k is None:
+            self.moments_k = [{name: np.zeros((2, *g.shape)) for name, g in slopes.items()} for slopes in slopes_k]
+        return [self._adam(*of_worker) for of_worker in zip(theta_k, slopes_k, self.moments_k, strict=True)]
+
+    def _adam(self, theta, slopes, moments):
+        """Take a step of AdamW (arXiv 1711.05101), without decay of norm scales."""
+        new, o, t = {}, OPTIMIZER, self.step
+        for name, g in slopes.items():
+            m, v = moments[name]
+            moments[name] = m, v = np.stack([o.b1 * m + (1 - o.b1) * g, o.b2 * v + (1 - o.b2) * g**2])
+            direction = m / (1 - o.b1**t) / (np.sqrt(v / (1 - o.b2**t)) + o.epsilon)
+            decay = 0 if "norm" in name else o.weight_decay
+            new[name] = theta[name] - RATE * (direction + decay * theta[name])
+        return new
+
+    def average_moments(self):
+        self.moments_k = [mean(self.moments_k) for _ in self.moments_k]
 
 
 def mean(theta_k):
     return {name: np.mean([theta[name] for theta in theta_k], axis=0) for name in theta_k[0]}
 
 
-def run_periodic(c, theta, x):
+def run_periodic(c, theta, x, inner_steps):
     theta_k, history = [theta] * c.count, []
     for step, x_K in enumerate(x, 1):
-        theta_k = gradient_steps(theta_k, x_K)
+        theta_k = inner_steps(theta_k, x_K)
         if step % 4 == 0:
             theta_k = [mean(theta_k)] * c.count
+            if c.periodic_moments:
+                inner_steps.average_moments()
         history.append(theta_k)
     return history, mean(theta_k)
 
 
-def run_diloco(c, theta, x, share=0.0):
+def run_diloco(c, theta, x, inner_steps, share=0.0):
     theta_k, history = [theta] * c.count, []
     v = {name: np.zeros_like(leaf) for name, leaf in theta.items()}
     for step, x_K in enumerate(x, 1):
-        theta_k = gradient_steps(theta_k, x_K)
+        theta_k = inner_steps(theta_k, x_K)
         if share:
             theta_k = average_share(theta_k, share, step)
         if step % 4 == 0:
@@ -147,21 +154,21 @@ def chosen_elements(theta, share, step):
     return {name: np.asarray(sparta.choose(place, theta[name].size, share)) for name, place in places.items()}
 
 
-def run_sparta(c, theta, x):
+def run_sparta(c, theta, x, inner_steps):
     if c.sparta_diloco:
-        return run_diloco(c, theta, x, c.sparta_share)
+        return run_diloco(c, theta, x, inner_steps, c.sparta_share)
     theta_k, history = [theta] * c.count, []
     for step, x_K in enumerate(x, 1):
-        theta_k = average_share(gradient_steps(theta_k, x_K), c.sparta_share, step)
+        theta_k = average_share(inner_steps(theta_k, x_K), c.sparta_share, step)
         history.append(theta_k)
     return history, mean(theta_k)
 
 
-def run_noloco(c, theta, x):
+def run_noloco(c, theta, x, inner_steps):
     theta_k, phi, history = [theta] * c.count, [theta] * c.count, []
     m = [{name: np.zeros_like(leaf) for name, leaf in theta.items()} for _ in range(c.count)]
     for step, x_K in enumerate(x, 1):
-        theta_k = gradient_steps(theta_k, x_K)
+        theta_k = inner_steps(theta_k, x_K)
         if step % 4 == 0:
             rounds = noloco.round_robin(c.count)
             key = jax.random.fold_in(jax.random.key(noloco.SEED), step)
@@ -206,7 +213,7 @@ def fragment(name, f, fragments):
     return slice(None) if f == (0 if name == "embedding_VxD" else fragments - 1) else None
 
 
-def run_streaming(c, theta, x):
+def run_streaming(c, theta, x, inner_steps):
     count, P = c.count, c.streaming_fragments
     every, delay = 4 // P, c.streaming_delay_tokens // 16  # steps
     theta_k, history = [dict(theta) for _ in range(count)], []
@@ -214,7 +221,7 @@ def run_streaming(c, theta, x):
     v = {name: np.zeros_like(leaf) for name, leaf in theta.items()}
     residual = [{name: np.zeros_like(leaf) for name, leaf in theta.items()} for _ in range(count)]
     for step, x_K in enumerate(x, 1):
-        theta_k = gradient_steps(theta_k, x_K)
+        theta_k = inner_steps(theta_k, x_K)
         if step % every == 0:
             send(c, theta, theta_k, v, residual, (step // every) % P)
         sent = step - delay

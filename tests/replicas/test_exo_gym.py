@@ -17,6 +17,7 @@ import numpy as np
 import oracles
 import pytest
 import tiny
+from oracle_models import LINEAR, RATE
 
 from pma_jax.config import MeshConfig
 from pma_jax.runtime.mesh import make_mesh
@@ -37,8 +38,8 @@ CASES = {
 def test_method_equals_that_of_exo_gym(name, tmp_path):
     config = oracles.make_config(method=name.split()[0], **CASES[name])
     rng = np.random.default_rng(1)
-    theta = oracles.start(rng)
-    x = oracles.inputs(rng, STEPS, config.replicas.count)
+    theta = LINEAR.start(rng)
+    x = LINEAR.inputs(rng, STEPS, config.replicas.count)
     with jax.enable_x64(True):
         history, _ = oracles.run_package(config, theta, x, make_mesh(MeshConfig()))
     theirs = run_exo_gym(tmp_path, config.replicas, theta, x)
@@ -52,7 +53,7 @@ def run_exo_gym(folder, c, theta, x):
     outer = {"lr": c.diloco_rate, "momentum": c.diloco_momentum, "nesterov": c.diloco_nesterov}
     is_diloco, is_sparta = c.method == "diloco" or c.sparta_diloco, c.method == "sparta"
     setting = {"leaves": list(theta), "sparta": is_sparta, "outer": outer if is_diloco else None, "steps": 4}
-    (folder / "setting.json").write_text(json.dumps(setting | {"rate": oracles.RATE}))
+    (folder / "setting.json").write_text(json.dumps(setting | {"rate": RATE}))
     arrays = {f"theta {leaf}": array for leaf, array in theta.items()} | {"x": x}
     if is_sparta:
         arrays |= {f"mask {leaf}": mask for leaf, mask in masks(theta, c.sparta_share, len(x)).items()}
