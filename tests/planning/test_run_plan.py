@@ -7,9 +7,8 @@ import tiny
 
 from pma_jax import config as configuration
 from pma_jax.cli import main
-from pma_jax.model.decoder import abstract_params
-from pma_jax.planning import aot, cost, disk, plan_text, run_plan
-from pma_jax.runtime.mesh import AXES, mesh_from_devices
+from pma_jax.planning import aot, cost, plan_text, run_plan
+from pma_jax.runtime.mesh import AXES
 
 CHIP = cost.CHIPS["v5e"]
 
@@ -137,30 +136,6 @@ def test_mixture_on_tpu_multiplies_only_its_tokens_products():
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_workers_on_slices_of_tpu_send_only_their_syncs(replicas):
-    """With one worker per slice, a step sends nothing to the other slice; with two, nothing to the other worker."""
-    raw = configuration.load("demo")
-    keys = {"method": "diloco", "count": replicas, "interval_tokens": 80_000}
-    mesh = {"replica": replicas, "data": 1, "fsdp": 8 // replicas, "cpu_devices": 0}
-    changes = [f"replicas.{key}={value}" for key, value in keys.items()]
-    changes += [f"mesh.{key}={value}" for key, value in mesh.items()]
-    # Leaves are padded to tiles: large ones by little.
-    sizes = {"width": 512, "heads": 4, "kv_heads": 4, "head_dim": 128, "hidden": 2048}
-    changes += [f"model.{key}={value}" for key, value in sizes.items()]
-    configuration.override(raw, [*changes, "training.batch_size_sequences=64"])
-    config = configuration.resolve(raw)
-    topology = aot.tpu_topology("2*v5e:2x2")
-    mesh = mesh_from_devices(topology.devices, config.mesh)
-    lowerings = aot.program_lowerings(config, mesh)
-    step, sync = (aot.compile_program(lowerings[name], mesh).program for name in ("train_step", "sync"))
-    assert run_plan.far_bytes(step, mesh, topology) == 0
-    once = sum(disk.bytes_per_device(leaf) for leaf in jax.tree.leaves(abstract_params(config.model, mesh)))
-    # Two workers of a slice first add their halves, of which each sends one to the other slice.
-    assert once <= run_plan.far_bytes(sync, mesh, topology) <= 1.03 * once * replicas / 2
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 def test_verb_prints_writes_and_fails_where_a_program_does_not_fit(workspace, tmp_path, capsys):
     file = tiny.write_config(tmp_path / "config.py", workspace)
     arguments = ["plan", "--config", file, "--topology", "v5e:2x2", "--out", str(tmp_path / "plan.json")]
@@ -174,34 +149,3 @@ def test_verb_prints_writes_and_fails_where_a_program_does_not_fit(workspace, tm
     assert "no: does not fit" in captured.out
     assert captured.err.splitlines()[-1].startswith("error: the run does not fit in the memory of v5e:2x2: ")
     assert "RESOURCE_EXHAUSTED" in captured.err and json.loads((tmp_path / "plan.json").read_text())
-
-
-@pytest.mark.mesh
-def test_plan_says_what_is_sent_between_replicas(workspace):
-    keys = {"mesh__replica": 4, "mesh__data": 2, "replicas__interval_tokens": 2048, "training__batch_size_sequences": 8}
-    numbers = planned(tiny.config(workspace, replicas__method="diloco", **keys))
-    traffic = json.loads(json.dumps(numbers["far_traffic"]))
-    step, sync = traffic["programs"]
-    assert step == {"program": "train_step", "every_steps": 1, "bytes": 0}
-    parameter_bytes = 4 * numbers["parameters"]
-    assert sync["bytes"] == 2 * 3 / 4 * parameter_bytes and sync["every_steps"] == 8
-    assert traffic["bytes_per_step"] == sync["bytes"] / 8
-    seconds = numbers["training"]["step_seconds_at_least"]
-    assert traffic["bytes_per_second"] * seconds == pytest.approx(traffic["bytes_per_step"])
-    assert numbers["storage"]["snapshot_bytes"] == parameter_bytes
-    text = plan_text.format_plan(numbers)
-    assert "between 4 replicas, the train step sends 0 B per device, a step" in text
-    assert "the sync sends" in text and "every 8 steps" in text and "in all: the network decides below" in text
-
-
-@pytest.mark.slow
-@pytest.mark.mesh
-def test_fragments_share_the_network(workspace):
-    keys = {"mesh__replica": 2, "mesh__data": 4, "replicas__interval_tokens": 2048, "training__batch_size_sequences": 8}
-    config = tiny.config(workspace, replicas__method="streaming", replicas__streaming_fragments=2, **keys)
-    numbers = planned(config)
-    _, *fragments = numbers["far_traffic"]["programs"]
-    assert [one["every_steps"] for one in fragments] == [8, 8]
-    sent = sum(one["bytes"] for one in fragments)
-    assert sent == 4 * numbers["parameters"]  # half of the workers' sum, and half of it back
-    assert numbers["far_traffic"]["bytes_per_step"] == pytest.approx(sent / 8)
