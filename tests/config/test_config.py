@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pma_jax import config
-from pma_jax.config import Config
+from pma_jax.config import Config, MeshConfig, ReplicasConfig
 from pma_jax.config.errors import UserError
 
 
@@ -243,6 +243,15 @@ def test_options_that_are_off_are_not_part_of_the_digest():
     on = ({"name": "gpa_adamw"}, {"name": "gpa_adamw", "gpa_interpolation": 0.5}, {"bema_interval_tokens": 4096})
     on += ({"bema_interval_tokens": 4096, "bema_lag": 20.0}, {})
     assert len({config.digest(with_keys(optimizer=keys)) for keys in on}) == len(on)
+
+
+def test_the_mesh_is_part_of_the_digest_where_it_determines_the_number_of_workers():
+    def digest(count, replica):
+        replicas = ReplicasConfig(method="diloco", count=count)
+        return config.digest(dataclasses.replace(Config(), replicas=replicas, mesh=MeshConfig(replica=replica)))
+
+    assert digest(0, 2) != digest(0, 4)
+    assert digest(4, 2) == digest(4, 4)
 
 
 def test_every_key_except_locations_is_part_of_the_digest():
