@@ -3,11 +3,13 @@ import math
 import shlex
 
 import pytest
+from matplotlib.text import Text
 from metrics_records import evaluation, preview
 
 from pma_jax import config as configuration
 from pma_jax.reporting import report as reporting
 from pma_jax.reporting.report import build_report, format_report, write_report
+from pma_jax.reporting.report_figure import draw_report
 
 HORIZON, FORK = 6_000_000, 4_800_000
 ROWS = [
@@ -307,3 +309,22 @@ def test_bits_per_byte_are_given_for_bytes_only(make_run):
     report = build_report(run, [])
     assert "bits" not in format_report(report)
     assert "bits per byte" not in write_report(report, run)[2].read_text()
+
+
+def test_workers_are_drawn_beside_the_model_that_stands_for_them(make_run):
+    tokens = [record["tokens"] for record in RAW if record["kind"] == "evaluation"]
+    losses = {0: [1.6, 1.4, 1.3], 1: [1.7, 1.5, 1.4]}
+    of_workers = [
+        evaluation(t, loss) | {"kind": "worker", "worker": k}
+        for k, of_worker in losses.items()
+        for t, loss in zip(tokens, of_worker, strict=True)
+    ]
+    report = build_report(make_run("workers", RAW + of_workers), [])
+    curves = {f"worker_{k}": [[t, x] for t, x in zip(tokens, of, strict=True)] for k, of in losses.items()}
+    assert report["curves"]["workers"] == curves
+    assert report["raw_loss"] == 1.2, "workers are not the raw model"
+    drawn, alone = (draw_report(r) for r in (report, build_report(make_run("alone", RAW), [])))
+    texts, without = ({text.get_text() for text in figure.findobj(Text)} for figure in (drawn, alone))
+    assert texts - without >= {"all workers together  1.200", "single workers  1.350"}
+    lines = [list(line.get_ydata()) for axes in drawn.axes for line in axes.lines]
+    assert all(of_worker in lines for of_worker in losses.values())
