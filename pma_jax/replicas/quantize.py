@@ -32,7 +32,7 @@ def encode(x: jax.Array, kind: Kind) -> tuple[jax.Array, jax.Array]:
         scale, codes = _integers(flat, 7)
         return _pack(codes + 8), scale
     magnitude = jnp.abs(flat)
-    scale = _positive(jnp.nanmedian(jnp.where(magnitude > 0, magnitude, jnp.nan)))
+    scale = _positive(_median_of_positive(magnitude))
     magnitude /= scale
     exponent = jnp.clip(jnp.round(jnp.log2(jnp.maximum(magnitude, E3M0_SMALLEST))), E3M0_LOWEST, E3M0_HIGHEST)
     level = jnp.where(magnitude < E3M0_SMALLEST, 0, exponent - E3M0_LOWEST + 1).astype(jnp.int8)  # 0 to 6
@@ -47,13 +47,36 @@ def decode(codes: jax.Array, scale: jax.Array, kind: Kind, shape: tuple[int, ...
     if kind == "int4":
         return ((nibbles - 8) * scale).reshape(shape)
     level, sign = nibbles & 7, jnp.where(nibbles & 8, -1.0, 1.0)
-    magnitude = jnp.asarray([0.0, *(2.0**e for e in range(E3M0_LOWEST, E3M0_HIGHEST + 1)), 0.0], jnp.float32)[level]
+    # Arithmetic, not a table: XLA compiles a gather from one for minutes for TPU, and runs it element by element.
+    magnitude = jnp.where(level > 0, 2.0**E3M0_LOWEST * (1 << jnp.maximum(level - 1, 0).astype(jnp.int32)), 0.0)
     return (sign * magnitude * scale).reshape(shape)
 
 
 def _integers(flat: jax.Array, highest: int) -> tuple[jax.Array, jax.Array]:
     scale = _positive(jnp.max(jnp.abs(flat)) / highest)
     return scale, jnp.round(flat / scale).astype(jnp.int8)
+
+
+def _median_of_positive(x: jax.Array) -> jax.Array:
+    """Return the median of the values of `x` [N] that are not 0; 0 if all are. No value may be negative.
+
+    The order of floats that are not negative is that of their bits: the value of a rank is found bit by bit, in one
+    pass through `x` each. It is faster than to sort all values, as `jnp.median` does.
+    """
+    width = 8 * x.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}"))
+    count = jnp.sum(bits > 0)
+    lower_rank, upper_rank = x.size - count + (count - 1) // 2, x.size - count + count // 2
+
+    def narrow(i: jax.Array, found: jax.Array) -> jax.Array:
+        candidate = found | (jnp.ones((), bits.dtype) << (width - 2 - i).astype(bits.dtype))
+        return jnp.where(jnp.sum(bits < candidate) <= lower_rank, candidate, found)
+
+    lower = jax.lax.fori_loop(0, width - 1, narrow, jnp.zeros((), bits.dtype))  # the sign is always 0
+    next_above = jnp.min(jnp.where(bits > lower, bits, bits.max()))
+    upper = jnp.where(jnp.sum(bits <= lower) > upper_rank, lower, next_above)
+    both = jax.lax.bitcast_convert_type(jnp.stack([lower, upper]), x.dtype)
+    return jnp.where(count > 0, both.mean(), 0)
 
 
 def _positive(scale: jax.Array) -> jax.Array:
