@@ -82,13 +82,17 @@ def _fragment_sent(config: Config, tokens: int) -> int | None:
     return mark % count if is_new and mark > 0 else None
 
 
-def last_update_tokens(config: Config, tokens: int, of_worker: bool = False) -> int:
-    """Return the tokens at the last average of the workers that parameters at `tokens` contain; 0 before the first.
+def last_update_tokens(config: Config, tokens: int, since: int = 0, of_worker: bool = False) -> int | None:
+    """Return the tokens at the last average of the workers that parameters at `tokens` contain.
 
     Args:
         config: The configuration of the run.
         tokens: Tokens of the parameters.
+        since: Tokens at which the run began: those of its fork.
         of_worker: Whether the parameters are those of a worker, not those that stand for all workers.
+
+    Returns:
+        The tokens; None before the first average of the run.
     """
 
     def is_update(sync: Sync) -> bool:
@@ -98,8 +102,10 @@ def last_update_tokens(config: Config, tokens: int, of_worker: bool = False) -> 
             return sync.outer or sync.sent is not None
         return bool(sync)
 
-    step_ends = range(tokens, 0, -config.batch_tokens)
-    return next((end for end in step_ends if is_update(sync_after(config, end))), 0)
+    if config.replicas.method == "none":
+        return None
+    step_ends = range(tokens, since, -config.batch_tokens)
+    return next((end for end in step_ends if is_update(sync_after(config, end))), None)
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,6 @@ from etils import epath
 from pma_jax import config as configuration
 from pma_jax.config import Config
 from pma_jax.config.errors import DamageError, UserError
-from pma_jax.replicas.method import last_update_tokens
 from pma_jax.runs import integrity, restore, steps
 from pma_jax.runs.steps import COMMIT_MARKER, StepWriter
 from pma_jax.storage.paths import absolute_path, exists
@@ -69,16 +68,16 @@ def are_consecutive(config: Config, older_tokens: int, newer_tokens: int) -> boo
     return config.snapshot_number(newer_tokens) == config.snapshot_number(older_tokens) + 1
 
 
-def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot, of_worker: bool = False) -> None:
+def save_snapshot(writer: StepWriter, params: Any, snapshot: Snapshot, averaged_at_tokens: int | None = None) -> None:
     """Save `params` with the metadata of `snapshot` asynchronously. Do nothing if an equal one is already saved.
 
-    `params` can be donated after this function returns. `of_worker` says that they are those of a worker, not those
-    that stand for all workers.
+    `params` can be donated after this function returns. `averaged_at_tokens` are the tokens of the newest average of
+    the workers that they contain; None if there is none.
 
     Raises:
         UserError: A leaf is not finite (the message names it), or this or the previous, asynchronous write failed.
     """
-    writer.save(snapshot.step, {"params": params}, _metadata(snapshot, params, of_worker))
+    writer.save(snapshot.step, {"params": params}, _metadata(snapshot, params, averaged_at_tokens))
 
 
 def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
@@ -95,12 +94,9 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     return params
 
 
-def _metadata(snapshot: Snapshot, params: Any, of_worker: bool = False) -> dict[str, Any]:
+def _metadata(snapshot: Snapshot, params: Any, averaged_at_tokens: int | None) -> dict[str, Any]:
     integrity.check_finite(params, snapshot.step, snapshot.tokens)
-    averaged = {}
-    if snapshot.config.replicas.method != "none":
-        # The newest average of the workers that the parameters contain: outer parameters are those of that moment.
-        averaged = {"averaged_at_tokens": last_update_tokens(snapshot.config, snapshot.tokens, of_worker)}
+    averaged = {} if averaged_at_tokens is None else {"averaged_at_tokens": averaged_at_tokens}
     return (
         averaged
         | {

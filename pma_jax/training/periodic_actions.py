@@ -20,6 +20,7 @@ from pma_jax.evaluation.task_scorer import TaskScorer
 from pma_jax.evaluation.task_scores import RAW_LABEL
 from pma_jax.merging import preview
 from pma_jax.model.decoder import Params
+from pma_jax.replicas.method import last_update_tokens
 from pma_jax.runs import snapshots, states
 from pma_jax.runs.directory import Run
 from pma_jax.runs.retention import Retention
@@ -47,6 +48,7 @@ class PeriodicActions:
     ):
         """Open the writers of snapshots and training states, and register them with `exit_stack`, which closes them."""
         self._run, self._config, self._log = run, run.config, log
+        self._start_tokens = run.metadata.get("forked_from", {"tokens": 0})["tokens"]
         self._states = exit_stack.enter_context(run.writer(STATES))
         folders = [SNAPSHOT_KINDS[kind].folder for kind in run.config.checkpoint.kinds if kind != WORKER_SNAPSHOTS]
         if WORKER_SNAPSHOTS in run.config.checkpoint.kinds:
@@ -81,8 +83,8 @@ class PeriodicActions:
 
     def _report_gap(self, tokens: int) -> None:
         """Print a line if snapshots are missing that the previews after `tokens` would merge."""
-        config, start = self._config, self._run.metadata.get("forked_from", {"tokens": 0})["tokens"]
-        step_ends = range(tokens, max(start, config.preview.start_tokens - 1), -config.batch_tokens)
+        config = self._config
+        step_ends = range(tokens, max(self._start_tokens, config.preview.start_tokens - 1), -config.batch_tokens)
         due = itertools.islice(filter(config.is_snapshot_due, step_ends), self._window.size)
         missing = sorted(set(due) - set(self._window.tokens))
         if missing and not config.is_run_complete(tokens):
@@ -152,7 +154,8 @@ class PeriodicActions:
             stored_kind = "point" if of_worker else name
             place = self._run.path, progress.step, progress.tokens
             snapshot = Snapshot(*place, evaluated.loss, self._config, kind=stored_kind)
-            snapshots.save_snapshot(self._snapshots[kind.folder], params, snapshot, of_worker)
+            averaged_at = last_update_tokens(self._config, progress.tokens, self._start_tokens, of_worker)
+            snapshots.save_snapshot(self._snapshots[kind.folder], params, snapshot, averaged_at)
         if name == "point":
             self._score_tasks(params, progress, RAW_LABEL)
 

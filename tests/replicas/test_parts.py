@@ -103,18 +103,25 @@ def test_periodic_averaging_of_moments_leaves_counts_alone():
 
 def test_tokens_of_the_last_update():
     diloco = oracles.make_config(method="diloco", interval_tokens=40)
-    assert [method.last_update_tokens(diloco, 16 * step) for step in range(1, 7)] == [0, 0, 48, 48, 80, 80]
+    assert [method.last_update_tokens(diloco, 16 * step) for step in range(1, 7)] == [None, None, 48, 48, 80, 80]
+    # Marks from before a fork are not those of its workers.
+    assert [method.last_update_tokens(diloco, 16 * step, since=48) for step in range(3, 6)] == [None, None, 80]
     sparta_alone = oracles.make_config(method="sparta")
     assert method.last_update_tokens(sparta_alone, 48) == 48
     # Outer parameters change only by the outer step, and workers by what they receive.
     both = oracles.make_config(method="sparta", sparta_diloco=True, interval_tokens=64)
-    assert [method.last_update_tokens(both, 16 * step) for step in range(3, 9)] == [0, 64, 64, 64, 64, 128]
+    assert [method.last_update_tokens(both, 16 * step) for step in range(3, 9)] == [None, 64, 64, 64, 64, 128]
     assert [method.last_update_tokens(both, 16 * step, of_worker=True) for step in (3, 5)] == [48, 80]
     delayed = oracles.make_config(
         method="streaming", interval_tokens=64, streaming_fragments=1, streaming_delay_tokens=16
     )
-    assert [method.last_update_tokens(delayed, 16 * step) for step in range(3, 9)] == [0, 64, 64, 64, 64, 128]
-    assert [method.last_update_tokens(delayed, 16 * step, of_worker=True) for step in range(3, 7)] == [0, 0, 80, 80]
+    assert [method.last_update_tokens(delayed, 16 * step) for step in range(3, 9)] == [None, 64, 64, 64, 64, 128]
+    assert [method.last_update_tokens(delayed, 16 * step, of_worker=True) for step in range(3, 7)] == [
+        None,
+        None,
+        80,
+        80,
+    ]
 
 
 def test_each_method_has_a_shipped_configuration_whose_state_can_be_made():

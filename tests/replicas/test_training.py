@@ -195,6 +195,9 @@ def test_forks_to_one_model_and_to_another_method(workspace, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        # Marks of 1,000 tokens are three or four steps of 256 tokens apart.
+        ({"method": "streaming", "streaming_fragments": 1, "interval_tokens": 1000, "streaming_delay_tokens": 768},
+         "must be less than the complete steps"),
         ({"method": "diloco", "count": 3}, r"replicas.count \(3\) workers.* must divide training.batch_size"),
         ({"method": "noloco", "count": 1}, "replicas.count must be even, not 1"),
         ({"method": "diloco", "interval_tokens": 100}, r"replicas.interval_tokens \(100\) is less than one step's 256"),
