@@ -282,6 +282,8 @@ def _parse(
     wrong = [word for word in rest if not (word.startswith("--config.") and "=" in word)]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if options.add + options.redraw + options.estimate > 1:
+        parser.error("--add measures, and --redraw and --estimate do not: give one of them")
     tuning_seeds = set(options.seeds) & set(TUNING_SEEDS)
     if part == REPORT and tuning_seeds:
         parser.error(f"--seeds {', '.join(map(str, sorted(tuning_seeds)))}: settings are tuned on these: choose others")

@@ -67,7 +67,14 @@ def test_a_real_search_of_one_device(workspace):
     assert {one["remat"] for one in tried} == set(search.REMATS)
 
 
-def test_a_search_lists_no_operations(capsys):
-    arguments = ["plan", "--config", "demo", "--topology", "v5e:2x2", "--search", "--traffic"]
-    assert main(arguments) == 1
-    assert "--search compares settings, and --traffic describes one" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--traffic"], "--search compares settings, and --traffic describes one"),
+        (["--host-bandwidth", "1GB/s"], "leave out --host-bandwidth, which has no effect"),
+        (["--annealing-share", "0.2"], "leave out --annealing-share"),
+    ],
+)
+def test_options_without_effect_on_a_search_are_refused(capsys, option, message):
+    assert main(["plan", "--config", "demo", "--topology", "v5e:2x2", "--search", *option]) == 1
+    assert message in capsys.readouterr().err

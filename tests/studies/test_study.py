@@ -258,4 +258,8 @@ def test_sizes_are_added_to_results_of_the_same_text_and_options(workspace, tmp_
     for arguments, named in ((["--seeds", "0,2"], "seeds"), ([f"--config.data.files={tmp_path}/other/*"], "text")):
         with pytest.raises(SystemExit, match=f"error: --add: .*results.json was made with another value of '{named}'"):
             run("--sizes", "science_moe", "--add", *arguments)
+    for other in ("--redraw", "--estimate"):
+        with pytest.raises(SystemExit):
+            run("--add", other)
+        assert "--add measures, and --redraw and --estimate do not" in capsys.readouterr().err
     assert (tmp_path / "results.json").read_bytes() == before
