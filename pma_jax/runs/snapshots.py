@@ -94,7 +94,7 @@ def restore_params(snapshot: Snapshot, abstract: Any) -> Any:
     return params
 
 
-def _metadata(snapshot: Snapshot, params: Any, averaged_at_tokens: int | None) -> dict[str, Any]:
+def _metadata(snapshot: Snapshot, params: Any, averaged_at_tokens: int | None = None) -> dict[str, Any]:
     integrity.check_finite(params, snapshot.step, snapshot.tokens)
     averaged = {} if averaged_at_tokens is None else {"averaged_at_tokens": averaged_at_tokens}
     return (

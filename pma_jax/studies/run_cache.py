@@ -152,6 +152,14 @@ def has_losses_only(run: Run) -> bool:
     return _read_trained(run.path.parent).get("has_losses_only", False)
 
 
+def losses_only_error(run: Run, missing: str) -> UserError:
+    """Return the error for a run of which the cache has only the losses; `missing` is what else is needed."""
+    folder = run.path.parent
+    return UserError(
+        f"{run.path}: only the losses of this run are here, and not {missing}: remove {folder} to train it again"
+    )
+
+
 def get_or_read(run: Run, name: str, read: Callable[[Run], dict[str, float]]) -> dict[str, float]:
     """Return the numbers that `read` gives for a run; they are stored by name, and computed once.
 
@@ -161,8 +169,7 @@ def get_or_read(run: Run, name: str, read: Callable[[Run], dict[str, float]]) ->
     stored = readings(run)
     if name not in stored:
         if has_losses_only(run):
-            folder = run.path.parent
-            raise UserError(f"{run.path}: only the losses of this run are here: remove {folder} to train it again")
+            raise losses_only_error(run, name)
         numbers = read(run)
         stored = update_json(run.path.parent / READINGS, Readings, lambda others: (others or {}) | {name: numbers})
     return stored[name]

@@ -174,10 +174,7 @@ class Study:
         pairs = [(cell, at) for at in tokens for cell in cells]
         missing = count_missing(run, pairs, part, evaluation)
         if missing and run_cache.has_losses_only(run):
-            raise UserError(
-                f"{run.path}: only the losses of this run are here, and not those of {missing} merges that are to "
-                f"be evaluated: remove {run.path.parent} to train it again"
-            )
+            raise run_cache.losses_only_error(run, f"those of {missing} merges that are to be evaluated")
         began = time.perf_counter()
         losses = evaluate_documents(run, pairs, part, evaluation)
         if missing:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pma_jax.config import Config
 from pma_jax.config.errors import DivergenceError
@@ -71,7 +72,7 @@ class StepRecords:
             logged = worker_metrics.over_all_workers(metrics) if has_workers else each[0]
             numbers = _numbers(logged)
             if spikes.skip_gradient_z:
-                numbers["skipped_updates"] = int(logged["spike"].total_skips)
+                numbers["skipped_updates"] = int(jnp.sum(metrics["spike"].total_skips))  # of all workers
             self._log.write(record | numbers | self._end_interval(tokens))
         if spike:
             self._log.write(spike)

@@ -18,8 +18,7 @@ def of_local_workers(metrics: Metrics) -> list[Metrics]:
 def over_all_workers(metrics: Metrics) -> Metrics:
     """Return the metrics of all workers as NumPy arrays: the mean loss of all targets, and means of the others.
 
-    Of `spike`, if spikes are detected, all numbers are sums over the workers, of which only `total_skips` means
-    something. All processes must call it.
+    `spike` is left out: it is of each worker. All processes must call it.
     """
     return jax.device_get(_average(metrics))
 
@@ -34,5 +33,4 @@ def _local_rows(leaf: jax.Array) -> np.ndarray:
 def _average(metrics: Metrics) -> Metrics:
     share_K = metrics["count"] / jnp.maximum(metrics["count"].sum(), 1)
     means = {name: value.mean(0) for name, value in metrics.items() if name not in ("loss", "count", "spike")}
-    spike = {"spike": jax.tree.map(jnp.sum, metrics["spike"])} if "spike" in metrics else {}
-    return {"loss": (metrics["loss"] * share_K).sum(), "count": metrics["count"].sum()} | means | spike
+    return {"loss": (metrics["loss"] * share_K).sum(), "count": metrics["count"].sum()} | means

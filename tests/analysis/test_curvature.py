@@ -46,7 +46,8 @@ def dense(function, params):
 def dense_from_product(product, params):
     """Return the matrix of a product, column by column."""
     flat, unflatten = ravel_pytree(params)
-    columns = [ravel_pytree(product(unflatten(column)))[0] for column in jnp.eye(flat.size)]
+    column_of = jax.jit(lambda column: ravel_pytree(product(unflatten(column)))[0])
+    columns = [column_of(column) for column in np.eye(flat.size, dtype=np.float32)]
     return np.stack([np.asarray(c, np.float64) for c in columns], axis=1)
 
 

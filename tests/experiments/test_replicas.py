@@ -1,6 +1,7 @@
 """Averaging between workers (experiments/replicas): bytes sent, settings, the search, readouts, and the page."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -81,8 +82,9 @@ def test_bytes_of_a_sync_are_those_of_what_is_sent():
 @pytest.mark.parametrize("fragment", [0, 1])
 def test_bytes_of_a_rounded_fragment_are_those_of_its_codes_and_scales(kind, fragment):
     config = ReplicasConfig(method="streaming", count=4, streaming_fragments=2, streaming_dtype=kind)
-    encoded = [quantize.encode(leaf, kind) for leaf in fragments.take(PARAMS, fragment, 2)]
-    expected = sum(codes.nbytes + scale.nbytes for codes, scale in encoded)
+    leaves = fragments.take(PARAMS, fragment, 2)
+    encoded = [jax.eval_shape(functools.partial(quantize.encode, kind=kind), leaf) for leaf in leaves]
+    expected = sum(sent.size * sent.dtype.itemsize for codes_and_scale in encoded for sent in codes_and_scale)
     assert sent_bytes.sync_bytes(config, Sync(sent=fragment), PARAMS) == expected
 
 

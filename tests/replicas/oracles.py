@@ -53,13 +53,17 @@ def run_package(config, theta, x, mesh=None, model=LINEAR, uses_adam=False):
             if uses_adam:
                 workers = Workers(*_adam_steps(slopes, workers.moments, workers.params), workers.outer)
             else:
-                moved = jax.tree.map(lambda p, g: p - RATE * g, workers.params, slopes)
-                workers = Workers(moved, {}, workers.outer)
+                workers = Workers(_sgd_steps(slopes, workers.params), {}, workers.outer)
             if sync := method.sync_after(config, step * config.batch_tokens):
                 workers = method.make_sync(config.replicas, sync, mesh)(workers, jnp.int32(step))
             history.append(to_flat(workers.params))
         shared = to_flat(method.shared_params(config.replicas, workers))
     return history, shared
+
+
+@jax.jit
+def _sgd_steps(slopes, params):
+    return jax.tree.map(lambda p, g: p - RATE * g, params, slopes)
 
 
 @jax.jit

@@ -44,6 +44,7 @@ CASES = {
     "noloco": {},
     "noloco with another pull": {"noloco_pull": 1.0, "noloco_momentum": 0.3},
 }
+QUICK = ("diloco", "streaming, int4 with feedback", "sparta with diloco", "noloco")
 # Without values that are rounded: where one is between two levels, the float32 of the decoder's gradients decides.
 DECODER_CASES = {"periodic with moments": {"periodic_moments": True}}
 DECODER_CASES |= {name: CASES[name] for name in ("diloco", "streaming, delayed", "sparta with diloco", "noloco")}
@@ -75,7 +76,7 @@ def prepare(name, model=LINEAR, **changes):
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in CASES])
 def test_method_equals_a_loop_over_workers(name, sizes):
     config, theta, x = prepare(name)
     if config.replicas.count == 1 and sizes.replica > 1:
@@ -83,7 +84,8 @@ def test_method_equals_a_loop_over_workers(name, sizes):
     assert_equal_to_oracle(config, theta, x, mesh_of(sizes))
 
 
-@pytest.mark.parametrize("name", [name if "moments" in name else slow(name) for name in DECODER_CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODER_CASES)
 def test_method_equals_a_loop_over_workers_that_train_a_decoder_by_adam(name):
     config, theta, x = prepare(name, DECODER)
     assert_equal_to_oracle(config, theta, x, mesh_of(MeshConfig(data=1)), DECODER, uses_adam=True)

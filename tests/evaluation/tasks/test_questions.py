@@ -28,15 +28,24 @@ PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 @functools.cache
 def _functions(document):
-    """Return the dedented source of each function, by another route than the package's: `ast.get_source_segment`."""
+    """Return the dedented source of each function, without comments at the end of its last line."""
     nodes = [node for node in ast.walk(ast.parse(document)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [textwrap.dedent(ast.get_source_segment(document, node, padded=True)) for node in nodes]
+    lines, sources = document.splitlines(keepends=True), []
+    for node in nodes:
+        *before, last = lines[node.lineno - 1 : node.end_lineno]
+        sources.append(textwrap.dedent("".join([*before, last.encode()[: node.end_col_offset].decode()])))
+    return sources
 
 
 @functools.cache
 def _unparsed(document):
     """Return the functions without comments and blank lines."""
-    return {ast.unparse(ast.parse(source)) for source in _functions(document)}
+    return {_without_comments(source) for source in _functions(document)}
+
+
+@functools.cache
+def _without_comments(source):
+    return ast.unparse(ast.parse(source))
 
 
 def _head_and_summary(source):
@@ -91,7 +100,7 @@ def _belongs(make, question, document):
     if make is bracket_questions:
         return question.prompt + gold in document
     if make is last_line_questions:
-        return ast.unparse(ast.parse(question.prompt + gold)) in _unparsed(document)
+        return _without_comments(question.prompt + gold) in _unparsed(document)
     return (question.prompt.removesuffix('\n    """'), gold) in map(_head_and_summary, _functions(document))
 
 
