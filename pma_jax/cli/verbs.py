@@ -182,9 +182,9 @@ def plan(options: argparse.Namespace) -> None:
         raise UserError(f"--out {options.out}: the directory {Path(options.out).parent} does not exist; create it")
     if options.search and options.traffic:
         raise UserError("--search compares settings, and --traffic describes one: give one of them")
-    of_run = {"storage_bandwidth", "host_bandwidth", "annealing_share"} & getattr(options, "given", set())
-    if options.search and of_run:
-        name = min(of_run).replace("_", "-")
+    without_effect = {"storage_bandwidth", "host_bandwidth", "annealing_share"} & getattr(options, "given", set())
+    if options.search and without_effect:
+        name = min(without_effect).replace("_", "-")
         raise UserError(f"--search compares train steps: leave out --{name}, which has no effect on them")
     config, topology = _load_config(options), aot.tpu_topology(options.topology)
     log = functools.partial(print, file=sys.stderr, flush=True)

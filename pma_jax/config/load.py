@@ -170,8 +170,8 @@ def digest(config: Config) -> str:
         del sections["optimizer"][key]
     if config.replicas.method == "none":
         del sections["replicas"]
-    elif not config.replicas.count:  # the mesh, which has no other effect, determines the number of workers
-        sections["replicas"]["count_of_mesh"] = config.mesh.replica
+    elif not config.replicas.count:  # the mesh determines the number of workers
+        sections["replicas"]["mesh_replica"] = config.mesh.replica
     return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -87,11 +87,11 @@ def _validate_interval(config: Config) -> None:
             f"replicas.interval_tokens ({interval:,}) is less than replicas.streaming_fragments ({fragments}) steps of "
             f"{config.batch_tokens:,} tokens: raise it or use fewer fragments"
         )
-    shortest = interval // config.batch_tokens * config.batch_tokens  # between two sends of a fragment
-    if replicas.streaming_delay_tokens >= shortest:
+    resend_tokens = interval // config.batch_tokens * config.batch_tokens  # the fewest between two sends of a fragment
+    if replicas.streaming_delay_tokens >= resend_tokens:
         raise UserError(
             f"replicas.streaming_delay_tokens ({replicas.streaming_delay_tokens:,}) must be less than the complete "
-            f"steps of replicas.interval_tokens ({shortest:,} tokens): a fragment is used before it is sent again"
+            f"steps of replicas.interval_tokens ({resend_tokens:,} tokens): a fragment is used before it is sent again"
         )
     if 0 < replicas.streaming_delay_tokens < config.batch_tokens:
         raise UserError(

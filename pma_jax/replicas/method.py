@@ -88,11 +88,11 @@ def last_update_tokens(config: Config, tokens: int, since: int = 0, of_worker: b
     Args:
         config: The configuration of the run.
         tokens: Tokens of the parameters.
-        since: Tokens at which the run began: those of its fork.
+        since: Tokens at which the run starts: 0, or those of the state from which it was forked.
         of_worker: Whether the parameters are those of a worker, not those that stand for all workers.
 
     Returns:
-        The tokens; None before the first average of the run.
+        The tokens; None before the first average of the run, and without `replicas`.
     """
 
     def is_update(sync: Sync) -> bool:

@@ -47,7 +47,7 @@ def decode(codes: jax.Array, scale: jax.Array, kind: Kind, shape: tuple[int, ...
     if kind == "int4":
         return ((nibbles - 8) * scale).reshape(shape)
     level, sign = nibbles & 7, jnp.where(nibbles & 8, -1.0, 1.0)
-    # Arithmetic, not a table: XLA compiles a gather from one for minutes for TPU, and runs it element by element.
+    # Not a lookup in a table of levels: XLA takes minutes to compile such a gather for TPU.
     magnitude = jnp.where(level > 0, 2.0**E3M0_LOWEST * (1 << jnp.maximum(level - 1, 0).astype(jnp.int32)), 0.0)
     return (sign * magnitude * scale).reshape(shape)
 
@@ -58,10 +58,10 @@ def _integers(flat: jax.Array, highest: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _median_of_positive(x: jax.Array) -> jax.Array:
-    """Return the median of the values of `x` [N] that are not 0; 0 if all are. No value may be negative.
+    """Return the median of the positive values of `x` [N], which has no negative ones; 0 if there are none.
 
-    The order of floats that are not negative is that of their bits: the value of a rank is found bit by bit, in one
-    pass through `x` each. It is faster than to sort all values, as `jnp.median` does.
+    Floats that are not negative sort as their bits do. So the value of a rank is determined bit by bit, with one pass
+    through `x` per bit, which is faster than the sort of `jnp.median`.
     """
     width = 8 * x.dtype.itemsize
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}"))

@@ -18,7 +18,7 @@ def of_local_workers(metrics: Metrics) -> list[Metrics]:
 def over_all_workers(metrics: Metrics) -> Metrics:
     """Return the metrics of all workers as NumPy arrays: the mean loss of all targets, and means of the others.
 
-    `spike` is left out: it is of each worker. All processes must call it.
+    The result has no `spike`, which is a reading per worker. All processes must call this function.
     """
     return jax.device_get(_average(metrics))
 

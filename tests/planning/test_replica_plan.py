@@ -22,8 +22,7 @@ METHODS = {
     "sparta, diloco": {"sparta_share": 0.25, "sparta_diloco": True, "interval_tokens": 2048},
     "noloco": {"interval_tokens": 2048},
 }
-OTHERS = {name: pytest.mark.slow if name in ("streaming", "sparta") else pytest.mark.long for name in METHODS}
-del OTHERS["diloco"]
+MARKS = {"diloco": (), "streaming": pytest.mark.slow, "sparta": pytest.mark.slow}  # of all others: long
 needs_libtpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
 
 
@@ -38,7 +37,7 @@ def plan(workspace, name):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("name", ["diloco", *(pytest.param(name, marks=mark) for name, mark in OTHERS.items())])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in METHODS])
 def test_plan_has_the_bytes_of_each_sync(workspace, name):
     config, numbers = plan(workspace, name)
     traffic = json.loads(json.dumps(numbers["far_traffic"]))
@@ -78,14 +77,14 @@ MIXTURE = {"width": 512, "heads": 4, "kv_heads": 4, "head_dim": 128, "experts": 
 
 
 def configure_slices(name, model, replicas=2, **keys):
-    """Return the configuration of a run of TPU, and its two slices."""
+    """Return the configuration of a run on TPU, and the topology of its two slices."""
     raw = configuration.load("tiny_moe" if model is MIXTURE else "demo")
     keys = {"method": name, "count": replicas} | keys
     if name != "sparta":
         keys["interval_tokens"] = 80_000
     mesh = {"replica": replicas, "data": 1, "fsdp": 8 // replicas, "cpu_devices": 0}
     sections = {"replicas": keys, "mesh": mesh, "model": model, "training": {"batch_size_sequences": 64}}
-    changes = [f"{section}.{key}={value}" for section, of_it in sections.items() for key, value in of_it.items()]
+    changes = [f"{section}.{key}={value}" for section, values in sections.items() for key, value in values.items()]
     configuration.override(raw, changes)
     return configuration.resolve(raw), aot.tpu_topology("2*v5e:2x2")
 

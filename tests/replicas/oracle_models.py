@@ -75,12 +75,8 @@ _DECODER = ModelConfig(vocabulary_size=32, width=8, layers=LAYERS, heads=2, kv_h
 
 def _decoder_start(rng):
     mesh = make_mesh(MeshConfig())
-    shapes = to_flat_shapes(abstract_params(_DECODER, mesh))
-    return {name: ("norm" in name) + 0.3 * rng.normal(size=shape) for name, shape in shapes.items()}
-
-
-def to_flat_shapes(tree):
-    return {name: leaf.shape for name, leaf in flax.traverse_util.flatten_dict(tree, sep="/").items()}
+    leaves = flax.traverse_util.flatten_dict(abstract_params(_DECODER, mesh), sep="/")
+    return {name: ("norm" in name) + 0.3 * rng.normal(size=leaf.shape) for name, leaf in leaves.items()}
 
 
 def _decoder_slopes(tree_K, x_K):

@@ -92,7 +92,7 @@ class InnerSteps:
         return [self._adam(*of_worker) for of_worker in zip(theta_k, slopes_k, self.moments_k, strict=True)]
 
     def _adam(self, theta, slopes, moments):
-        """Take a step of AdamW (arXiv 1711.05101), without decay of norm scales."""
+        """Take an AdamW step (arXiv 1711.05101); weight decay excludes norm scales."""
         new, o, t = {}, OPTIMIZER, self.step
         for name, g in slopes.items():
             m, v = moments[name]

@@ -28,7 +28,10 @@ PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 @functools.cache
 def _functions(document):
-    """Return the dedented source of each function, without comments at the end of its last line."""
+    """Return the dedented source of each function, by another route than the package's: the positions of `ast`.
+
+    Comments after its last line's code are cut off.
+    """
     nodes = [node for node in ast.walk(ast.parse(document)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lines, sources = document.splitlines(keepends=True), []
     for node in nodes:
